@@ -1,0 +1,64 @@
+"""RocketMQ's transactional messages for Spark: ``import rmq_spark as txmq``.
+
+Names are loaded when they are first used, so that importing the package stays light: Spark's workers fork, and Delta's
+engine must not be running in a process that forks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from rmq_spark.check.service import CheckReport as CheckReport
+    from rmq_spark.check.service import CheckService as CheckService
+    from rmq_spark.commitlog.log import CommitLog as CommitLog
+    from rmq_spark.datasource import register as register
+    from rmq_spark.errors import *  # noqa: F403
+    from rmq_spark.listener import PerMessageListener as PerMessageListener
+    from rmq_spark.listener import TransactionListener as TransactionListener
+    from rmq_spark.listeners.delta import DeltaTransactionListener as DeltaTransactionListener
+    from rmq_spark.listeners.sql import SqlTransactionListener as SqlTransactionListener
+    from rmq_spark.message import Message as Message
+    from rmq_spark.message import MessageExt as MessageExt
+    from rmq_spark.sink.foreach_batch import TransactionalSink as TransactionalSink
+    from rmq_spark.sink.producer import TransactionMQProducer as TransactionMQProducer
+    from rmq_spark.sink.producer import TransactionSendResult as TransactionSendResult
+    from rmq_spark.transaction import HalfBatch as HalfBatch
+    from rmq_spark.transaction import LocalTransactionState as LocalTransactionState
+
+_WHERE = {
+    "CheckReport": "check.service",
+    "CheckService": "check.service",
+    "TransactionCheckListener": "check.policy",
+    "CommitLog": "commitlog.log",
+    "register": "datasource",
+    "PerMessageListener": "listener",
+    "TransactionListener": "listener",
+    "DeltaTransactionListener": "listeners.delta",
+    "SqlTransactionListener": "listeners.sql",
+    "Message": "message",
+    "MessageExt": "message",
+    "TransactionalSink": "sink.foreach_batch",
+    "TransactionMQProducer": "sink.producer",
+    "TransactionSendResult": "sink.producer",
+    "HalfBatch": "transaction",
+    "LocalTransactionState": "transaction",
+    "COMMIT_MESSAGE": "transaction",
+    "ROLLBACK_MESSAGE": "transaction",
+    "UNKNOWN": "transaction",
+}
+__all__ = sorted([*_WHERE, "__version__", "errors", "testing"])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"rmq_spark.{_WHERE[name]}"), name)
+    if name in ("errors", "testing"):
+        return importlib.import_module(f"rmq_spark.{name}")
+    errors = importlib.import_module("rmq_spark.errors")
+    if name.endswith("Error") and hasattr(errors, name):
+        return getattr(errors, name)
+    raise AttributeError(f"module 'rmq_spark' has no attribute {name!r}")

@@ -1,0 +1,260 @@
+"""Parquet files of a commit log, written and read with pyarrow alone: this is what runs on executors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from uuid import uuid4
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from rmq_spark.errors import CorruptLogError, OptionError
+
+ROW_GROUP_ROWS = 65_536
+"""Rows of a Parquet row group: what a reader of a short offset range must read at least."""
+
+_RELATIVE_PATH = re.compile(r"(?!/)[A-Za-z0-9_=%.-]+(/[A-Za-z0-9_=%.-]+)*")
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A Parquet file that a commit can add to a table.
+
+    Attributes
+    ----------
+    path : str
+        Relative to the table's folder.
+    size_bytes, rows : int
+    stats : str
+        Delta's statistics, as JSON.
+    """
+
+    path: str
+    size_bytes: int
+    rows: int
+    stats: str
+
+
+def check_path(path: object, table: str) -> str:
+    """The path itself when it stays inside the table's folder.
+
+    Raises
+    ------
+    CorruptLogError
+        For an absolute path, a URI, or one with ``..``: a hand-edited log must not make anyone read elsewhere.
+    """
+    if not isinstance(path, str) or _RELATIVE_PATH.fullmatch(path) is None or ".." in path.split("/"):
+        raise CorruptLogError(
+            f"table {table} names the file {path!r}, which is not inside the table: the row was not written by rmq_spark"
+        )
+    return path
+
+
+def filesystem(uri: str, storage_options: Mapping[str, str] | None = None) -> tuple[pafs.FileSystem, str]:
+    """The file system and the path on it of a local folder or an object-store URI.
+
+    Parameters
+    ----------
+    uri : str
+        A local path, ``file://``, ``s3://bucket/prefix`` or another URI that pyarrow knows.
+    storage_options : mapping, optional
+        delta-rs's names (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``AWS_REGION``, ``AWS_ALLOW_HTTP``, …).
+    """
+    if uri.startswith(("s3://", "s3a://")):
+        options = {k.lower().removeprefix("aws_"): v for k, v in (storage_options or {}).items()}
+        endpoint = options.get("endpoint_url") or options.get("endpoint")
+        arguments: dict[str, str | None] = {
+            "access_key": options.get("access_key_id"),
+            "secret_key": options.get("secret_access_key"),
+            "session_token": options.get("session_token"),
+            "region": options.get("region") or options.get("default_region"),
+        }
+        if endpoint:
+            arguments["endpoint_override"] = endpoint.split("://")[-1]
+            arguments["scheme"] = "http" if endpoint.startswith("http://") else "https"
+        return pafs.S3FileSystem(**{k: v for k, v in arguments.items() if v}), uri.split("://", 1)[1].rstrip("/")
+    if "://" in uri and not uri.startswith("file://"):
+        try:
+            fs, path = pafs.FileSystem.from_uri(uri)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as problem:
+            raise OptionError(f"path {uri!r} is on a file system that pyarrow does not know: {problem}") from problem
+        return fs, path.rstrip("/")
+    return pafs.LocalFileSystem(), uri.removeprefix("file://").rstrip("/") or "/"
+
+
+def arange(rows: int, start: int = 0) -> pa.Array:
+    """int64 ``start, start + 1, …`` without a Python loop."""
+    positions = pc.cast(pc.indices_nonzero(pa.repeat(pa.scalar(True), rows)), pa.int64())
+    return pc.add(positions, start) if start else positions
+
+
+def bytes_array(values: bytes | bytearray) -> pa.Array:
+    """The bytes as a uint8 array, without a copy."""
+    return pa.Array.from_buffers(pa.uint8(), len(values), [None, pa.py_buffer(values)])
+
+
+def column_stats(table: pa.Table, columns: Iterable[str]) -> str:
+    """Delta's statistics of a table for these columns (numbers and strings), as JSON."""
+    low: dict[str, object] = {}
+    high: dict[str, object] = {}
+    nulls: dict[str, int] = {}
+    for name in columns:
+        column = table[name]
+        nulls[name] = column.null_count
+        if column.null_count < table.num_rows:
+            bounds = pc.min_max(column).as_py()
+            low[name], high[name] = bounds["min"], bounds["max"]
+    return json.dumps({"numRecords": table.num_rows, "minValues": low, "maxValues": high, "nullCount": nulls})
+
+
+def write_table(
+    fs: pafs.FileSystem,
+    folder: str,
+    table: pa.Table,
+    *,
+    prefix: str,
+    stats_columns: Sequence[str],
+    plain_columns: Sequence[str] = (),
+) -> DataFile:
+    """Write one Parquet file under a new name and return what a commit needs to add it.
+
+    Parameters
+    ----------
+    plain_columns : sequence of str
+        Columns whose values hardly repeat: no dictionary, and no statistics in the footer.
+    """
+    path = f"{prefix}-{uuid4().hex}.parquet"
+    flat = [f.name for f in table.schema if not pa.types.is_nested(f.type)]
+    dictionary = [c for c in flat if c not in plain_columns]
+    statistics = [c for c in dictionary if c in stats_columns]
+    full = f"{folder}/{path}"
+    with fs.open_output_stream(full) as sink:
+        pq.write_table(
+            table,
+            sink,
+            row_group_size=ROW_GROUP_ROWS,
+            use_dictionary=dictionary,
+            write_statistics=statistics,
+            compression="snappy",
+        )
+        size = sink.tell()
+    return DataFile(path, size, table.num_rows, column_stats(table, stats_columns))
+
+
+def _is_as_written(meta: pq.FileMetaData, half_id: str, file_no: int, rows: int) -> bool:
+    """True when the footer proves that row ``i`` of the file is row_no ``i`` of this half file."""
+    if meta.num_rows != rows:
+        return False
+    names = [meta.schema.column(i).path for i in range(meta.num_columns)]
+    positions = {name: names.index(name) for name in ("half_id", "file_no", "row_no") if name in names}
+    if len(positions) < 3:
+        return False
+    start = 0
+    for g in range(meta.num_row_groups):
+        group = meta.row_group(g)
+        stats = {n: group.column(i).statistics for n, i in positions.items()}
+        if any(s is None or not s.has_min_max for s in stats.values()):
+            return False
+        last = start + group.num_rows - 1
+        expected = {"half_id": (half_id, half_id), "file_no": (file_no, file_no), "row_no": (start, last)}
+        if any((s.min, s.max) != expected[n] for n, s in stats.items()):
+            return False
+        start = last + 1
+    return True
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows of one half file, as a reader asks for them: everything an executor needs to know.
+
+    Attributes
+    ----------
+    path : str
+        Where the rows lie, relative to ``half``; only a hint when somebody rewrote the file.
+    half_id : str
+    file_no, file_rows : int
+        The file's number and its rows as written.
+    ranges : tuple of (first, last)
+        row_no of the rows asked for, ascending, both ends included.
+    """
+
+    path: str
+    half_id: str
+    file_no: int
+    file_rows: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(last - first + 1 for first, last in self.ranges)
+
+
+def read_range(
+    fs: pafs.FileSystem, folder: str, wanted: RowRange, columns: Sequence[str]
+) -> Iterator[tuple[int, pa.Table]]:
+    """The rows of a range in row_no order, a row group at a time.
+
+    Yields
+    ------
+    (position, table)
+        Position of the table's first row within the range, and the columns asked for.
+
+    Raises
+    ------
+    FileNotFoundError
+        When the file is gone: it was rewritten, and the caller looks where the rows are now.
+    CorruptLogError
+        When the file does not hold all of the rows.
+    """
+    path = check_path(wanted.path, "half")
+    with fs.open_input_file(f"{folder}/{path}") as source:
+        file = pq.ParquetFile(source)
+        if _is_as_written(file.metadata, wanted.half_id, wanted.file_no, wanted.file_rows):
+            yield from _read_by_position(file, wanted, columns)
+        else:
+            yield 0, _read_by_address(file, wanted, columns)
+
+
+def _read_by_position(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+    if wanted.ranges[-1][1] >= wanted.file_rows or wanted.ranges[0][0] < 0:
+        raise CorruptLogError(
+            f"rows {wanted.ranges[0][0]}–{wanted.ranges[-1][1]} of file {wanted.file_no} of half batch "
+            f"{wanted.half_id!r} are asked for, which has {wanted.file_rows} rows"
+        )
+    position = 0
+    start = 0
+    for g in range(file.metadata.num_row_groups):
+        end = start + file.metadata.row_group(g).num_rows
+        inside = [(max(a, start), min(b, end - 1)) for a, b in wanted.ranges if a < end and b >= start]
+        if inside:
+            group = file.read_row_group(g, columns=list(columns))
+            if len(inside) == 1:
+                a, b = inside[0]
+                part = group.slice(a - start, b - a + 1)
+            else:
+                part = pa.concat_tables([group.slice(a - start, b - a + 1) for a, b in inside])
+            yield position, part
+            position += part.num_rows
+        start = end
+
+
+def _read_by_address(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[str]) -> pa.Table:
+    address = ["half_id", "file_no", "row_no"]
+    table = file.read(columns=list(dict.fromkeys([*columns, *address])))
+    mine = pc.and_(pc.equal(table["half_id"], wanted.half_id), pc.equal(table["file_no"], wanted.file_no))
+    table = table.filter(mine).sort_by("row_no")
+    asked = bytearray(wanted.file_rows)
+    for first, last in wanted.ranges:
+        asked[first : last + 1] = b"\x01" * (last - first + 1)
+    table = table.filter(pc.equal(bytes_array(asked).take(table["row_no"]), 1))
+    if table.num_rows != wanted.rows:
+        raise CorruptLogError(
+            f"{wanted.path} holds {table.num_rows} of the {wanted.rows} rows asked for of file {wanted.file_no} of "
+            f"half batch {wanted.half_id!r}"
+        )
+    return table.select(list(columns))

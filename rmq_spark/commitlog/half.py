@@ -1,0 +1,383 @@
+"""Half messages: their table, the rules that every row keeps, and the files that executors write."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+
+from rmq_spark.commitlog.files import DataFile, arange, write_table
+from rmq_spark.config import BODY_BYTES_MAX, PROPERTIES_BYTES_MAX, TRANSACTION_KEY_CHARS_MAX, nearest
+from rmq_spark.errors import MessageError, TopicNotFoundError
+from rmq_spark.message import (
+    CHECK_IMMUNITY_PROPERTY,
+    INPUT_COLUMNS,
+    KEY_SEPARATOR,
+    PROPERTIES,
+    RESERVED_PROPERTIES,
+    RESERVED_PROPERTY_PREFIX,
+    TIMESTAMP,
+    check_topic,
+)
+
+HEADER_COLUMNS = (
+    "half_id app_id batch_id query_id input_hash fence_id transaction_per producer_group".split()
+)
+HALF_SCHEMA = pa.schema(
+    [
+        ("half_id", pa.string()),
+        ("app_id", pa.string()),
+        ("batch_id", pa.int64()),
+        ("query_id", pa.string()),
+        ("input_hash", pa.string()),
+        ("fence_id", pa.string()),
+        ("transaction_per", pa.string()),
+        ("producer_group", pa.string()),
+        ("file_no", pa.int64()),
+        ("row_no", pa.int64()),
+        ("transaction_key", pa.string()),
+        ("topic", pa.string()),
+        ("queue_id", pa.int32()),
+        ("tags", pa.string()),
+        ("keys", pa.string()),
+        ("sharding_key", pa.string()),
+        ("properties", PROPERTIES),
+        ("body", pa.binary()),
+        ("born_timestamp", TIMESTAMP),
+        ("store_timestamp", TIMESTAMP),
+        ("deliver_at", TIMESTAMP),
+    ]
+)
+STATS_COLUMNS = ("half_id", "app_id", "batch_id", "file_no", "row_no", "topic", "queue_id")
+PLAIN_COLUMNS = ("row_no", "keys", "transaction_key", "sharding_key", "body", "born_timestamp")
+
+FILE_BYTES_MAX = 256 * 1024 * 1024
+"""An executor ends a half file when the messages in it reach this, so that a partition of any size fits."""
+FILES_PER_PARTITION_MAX = 1000
+
+
+@dataclass(frozen=True)
+class HalfHeader:
+    """What all rows of a half batch have in common (the first columns of ``half``)."""
+
+    half_id: str
+    app_id: str
+    batch_id: int
+    query_id: str | None
+    input_hash: str | None
+    fence_id: str | None
+    transaction_per: str
+    producer_group: str
+    numbered: bool = field(default=True, compare=False)
+    """True when the application counts its batches (a stream). False when ``app_id`` names one half batch only (a
+    producer's send): it is not remembered as a Delta transaction, of which the table would keep every one for ever."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of rows of one queue within a half file (``first`` and ``last`` row_no, both included)."""
+
+    topic: str
+    queue_id: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class HalfFile:
+    """A staged file: written by an executor, not yet in the log."""
+
+    data: DataFile
+    file_no: int
+    segments: tuple[Segment, ...]
+    staged_at: float
+    half_id: str
+
+
+def half_id_of(app_id: str, batch_id: int) -> str:
+    """The name of a half batch. ``app_id`` has no colon (its rules say so), so two batches never share one."""
+    return f"{app_id}:{batch_id}"
+
+
+@dataclass(frozen=True)
+class HalfWriter:
+    """Turns a partition's Arrow batches into staged half files; pickled to executors.
+
+    Parameters
+    ----------
+    header : HalfHeader
+    topics : mapping of str to int
+        Queues of every topic of the commit log.
+    default_topic : str or None
+        For messages without a ``topic`` column.
+    transaction_key : str or None
+        The column whose equal values make one transaction.
+    """
+
+    header: HalfHeader
+    topics: Mapping[str, int]
+    default_topic: str | None
+    transaction_key: str | None
+    file_bytes_max: int = field(default=FILE_BYTES_MAX)
+
+    def write(
+        self, fs: pafs.FileSystem, folder: str, partition: int, batches: Sequence[pa.RecordBatch] | object
+    ) -> list[HalfFile]:
+        """Write a partition; nothing is visible until a driver commits the files.
+
+        Raises
+        ------
+        MessageError, TopicNotFoundError
+            For the first message that breaks a rule; the files written so far stay orphans for vacuum.
+        """
+        files: list[HalfFile] = []
+        waiting: list[pa.Table] = []
+        size = 0
+        for batch in batches:  # type: ignore[attr-defined]
+            if batch.num_rows:
+                waiting.append(self.normalize(pa.table(batch)))
+                size += waiting[-1].nbytes
+            if size >= self.file_bytes_max:
+                files.append(self._write_file(fs, folder, partition, len(files), waiting))
+                waiting, size = [], 0
+        if waiting:
+            files.append(self._write_file(fs, folder, partition, len(files), waiting))
+        return files
+
+    # ------------------------------------------------------------------ one batch of input columns
+    def normalize(self, table: pa.Table) -> pa.Table:
+        """Input columns as the message columns of ``half``; every rule about a single message is checked here."""
+        check_columns(table.column_names, self.default_topic, self.transaction_key)
+        rows = table.num_rows
+        queue_id = _column(table, "queue_id", pa.int32())
+        topic = self._topic(table)
+        return pa.table(
+            {
+                "transaction_key": self._transaction_key(table),
+                "topic": topic,
+                "queue_id": self._queue_id(topic, queue_id, _column(table, "sharding_key", pa.string())),
+                "tags": _column(table, "tags", pa.string()),
+                "keys": _keys(table),
+                "sharding_key": _column(table, "sharding_key", pa.string()),
+                "properties": _properties(table),
+                "body": _body(table),
+                "born_timestamp": pc.fill_null(_column(table, "born_timestamp", TIMESTAMP), _now()),
+                "deliver_at": pa.nulls(rows, TIMESTAMP),
+            }
+        )
+
+    def _topic(self, table: pa.Table) -> pa.ChunkedArray:
+        topic = _column(table, "topic", pa.string())
+        if self.default_topic is not None:
+            topic = pc.fill_null(topic, self.default_topic)
+        for name in pc.unique(topic).to_pylist():
+            if name is None:
+                raise MessageError("a message has no topic: set the option 'topic', or fill the column 'topic'")
+            if name not in self.topics:
+                check_topic(name)
+                raise TopicNotFoundError(unknown_topic(name, self.topics))
+        return topic
+
+    def _transaction_key(self, table: pa.Table) -> pa.ChunkedArray:
+        if self.transaction_key is None:
+            return _column(table, "", pa.string())
+        key = pc.cast(table[self.transaction_key], pa.string())
+        if key.null_count:
+            raise MessageError(
+                f"{key.null_count} messages have a null {self.transaction_key!r}, which is the transactionKey: fill it"
+            )
+        longest = pc.max(pc.utf8_length(key)).as_py() or 0
+        if longest > TRANSACTION_KEY_CHARS_MAX:
+            raise MessageError(
+                f"a transactionKey ({self.transaction_key!r}) has {longest} characters: "
+                f"at most {TRANSACTION_KEY_CHARS_MAX} are allowed"
+            )
+        return key
+
+    def _queue_id(self, topic: pa.ChunkedArray, queue_id: pa.ChunkedArray, sharding_key: pa.ChunkedArray) -> pa.Array:
+        """The queue of messages that choose one (queue_id, sharding_key); null for the others."""
+        if queue_id.null_count == len(queue_id) and sharding_key.null_count == len(sharding_key):
+            return queue_id
+        names = pa.array(list(self.topics), pa.string())
+        queues = pa.array(list(self.topics.values()), pa.int32()).take(pc.index_in(topic, value_set=names))
+        wrong = pc.or_(pc.less(queue_id, 0), pc.greater_equal(queue_id, queues))
+        if pc.any(wrong).as_py():
+            at = pc.index(pc.fill_null(wrong, False), True).as_py()
+            raise MessageError(
+                f"queue_id {queue_id[at].as_py()} is not a queue of topic {topic[at].as_py()!r}, "
+                f"which has the queues 0 to {queues[at].as_py() - 1}"
+            )
+        encoded = sharding_key.combine_chunks().dictionary_encode()
+        hashes = pa.array([zlib.crc32(k.encode()) for k in encoded.dictionary.to_pylist()], pa.int64())
+        shard = hashes.take(encoded.indices)
+        queues64 = pc.cast(queues, pa.int64())
+        shard_queue = pc.subtract(shard, pc.multiply(pc.divide(shard, queues64), queues64))
+        return pc.coalesce(queue_id, pc.cast(shard_queue, pa.int32()))
+
+    # ------------------------------------------------------------------ one file
+    def _write_file(
+        self, fs: pafs.FileSystem, folder: str, partition: int, part: int, waiting: list[pa.Table]
+    ) -> HalfFile:
+        if part >= FILES_PER_PARTITION_MAX:
+            raise MessageError(
+                f"partition {partition} holds more than {FILES_PER_PARTITION_MAX} files of "
+                f"{self.file_bytes_max} bytes: repartition the batch"
+            )
+        file_no = partition * FILES_PER_PARTITION_MAX + part
+        table, segments = self.arrange(pa.concat_tables(waiting), file_no)
+        staged_at = time.time()
+        data = write_table(
+            fs, folder, table, prefix="half", stats_columns=STATS_COLUMNS, plain_columns=PLAIN_COLUMNS
+        )
+        return HalfFile(data, file_no, segments, staged_at, self.header.half_id)
+
+    def arrange(self, messages: pa.Table, file_no: int) -> tuple[pa.Table, tuple[Segment, ...]]:
+        """Rows of ``half`` in (topic, queue, arrival) order, and where each queue's rows stand."""
+        by_topic = [(t, _of(messages, "topic", t)) for t in sorted(pc.unique(messages["topic"]).to_pylist())]
+        parts: list[pa.Table] = []
+        segments: list[Segment] = []
+        first = 0
+        for topic, part in by_topic:
+            for queue_id, rows in self._by_queue(topic, part, file_no):
+                segments.append(Segment(topic, queue_id, first, first + rows.num_rows - 1))
+                parts.append(rows)
+                first += rows.num_rows
+        rows_in_order = pa.concat_tables(parts)
+        count = rows_in_order.num_rows
+        constants = {name: _constant(getattr(self.header, name), name, count) for name in HEADER_COLUMNS}
+        queue = pa.concat_arrays(
+            [pa.repeat(pa.scalar(s.queue_id, pa.int32()), s.last - s.first + 1) for s in segments]
+        )
+        columns = {
+            **constants,
+            "file_no": pa.repeat(pa.scalar(file_no, pa.int64()), count),
+            "row_no": arange(count),
+            **{c: rows_in_order[c] for c in rows_in_order.column_names},
+            "queue_id": queue,
+            "store_timestamp": pa.repeat(_now(), count),
+        }
+        return pa.table({f.name: columns[f.name] for f in HALF_SCHEMA}, schema=HALF_SCHEMA), tuple(segments)
+
+    def _by_queue(self, topic: str, part: pa.Table, file_no: int) -> list[tuple[int, pa.Table]]:
+        """The topic's rows a queue at a time. Rows that choose no queue are dealt out in even slices."""
+        chosen = pc.is_valid(part["queue_id"])
+        if pc.all(chosen).as_py():
+            free, bound = part.slice(0, 0), part
+        elif not pc.any(chosen).as_py():
+            free, bound = part, part.slice(0, 0)
+        else:
+            free, bound = part.filter(pc.invert(chosen)), part.filter(chosen)
+        queues = self.topics[topic]
+        slices = min(queues, free.num_rows)
+        start = (self.header.batch_id + file_no) % queues
+        pieces: dict[int, list[pa.Table]] = {}
+        for i in range(slices):
+            a, b = free.num_rows * i // slices, free.num_rows * (i + 1) // slices
+            pieces.setdefault((start + i) % queues, []).append(free.slice(a, b - a))
+        if bound.num_rows:
+            for queue_id in pc.unique(bound["queue_id"]).to_pylist():
+                pieces.setdefault(queue_id, []).append(_of(bound, "queue_id", queue_id))
+        return [(q, pa.concat_tables(pieces[q])) for q in sorted(pieces)]
+
+
+def _of(table: pa.Table, column: str, value: object) -> pa.Table:
+    mask = pc.equal(table[column], value)
+    return table if pc.all(mask).as_py() else table.filter(mask)
+
+
+def _constant(value: object, name: str, rows: int) -> pa.Array:
+    return pa.repeat(pa.scalar(value, HALF_SCHEMA.field(name).type), rows)
+
+
+def _now() -> pa.Scalar:
+    return pa.scalar(time.time_ns() // 1000, TIMESTAMP)
+
+
+def unknown_topic(name: str, topics: Mapping[str, int]) -> str:
+    """The sentence for a topic that the commit log does not have."""
+    known = nearest(name, topics) if topics else "the commit log has none yet"
+    return f"topic {name!r} is not in the commit log ({known}); make it with log.create_topic({name!r})"
+
+
+def check_columns(names: Sequence[str], default_topic: str | None, transaction_key: str | None) -> None:
+    """Raise MessageError unless the columns are those of messages (and the transaction key).
+
+    Called with a DataFrame's columns before anything is written, and with every Arrow batch.
+    """
+    if "body" not in names:
+        raise MessageError(
+            f"column 'body' (binary or string) is missing: found {', '.join(names) or 'no columns'}; "
+            "make it with, for instance, to_json(struct('*')).alias('body')"
+        )
+    for name in names:
+        if name not in INPUT_COLUMNS and name != transaction_key:
+            known = [*INPUT_COLUMNS, *([transaction_key] if transaction_key else [])]
+            raise MessageError(f"column {name!r} is not a column of messages ({nearest(name, known)}); drop or rename it")
+    if transaction_key is not None and transaction_key not in names:
+        raise MessageError(
+            f"transactionKey={transaction_key!r} is not a column: found {', '.join(names)}"
+        )
+    if default_topic is None and "topic" not in names:
+        raise MessageError("there is neither an option 'topic' nor a column 'topic': set one of them")
+
+
+def _column(table: pa.Table, name: str, kind: pa.DataType) -> pa.ChunkedArray:
+    if name not in table.column_names:
+        return pa.chunked_array([pa.nulls(table.num_rows, kind)])
+    column = table[name]
+    if column.type == kind:
+        return column
+    try:
+        return pc.cast(column, kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as problem:
+        raise MessageError(
+            f"column {name!r} has type {column.type}: {INPUT_COLUMNS.get(name, kind)} is expected ({problem})"
+        ) from problem
+
+
+def _body(table: pa.Table) -> pa.ChunkedArray:
+    body = _column(table, "body", pa.binary())
+    if body.null_count:
+        raise MessageError(f"{body.null_count} messages have a null body: filter them out, or send an empty string")
+    longest = pc.max(pc.binary_length(body)).as_py() or 0
+    if longest > BODY_BYTES_MAX:
+        raise MessageError(f"a body has {longest} bytes: at most {BODY_BYTES_MAX} (4 MiB) are allowed")
+    return body
+
+
+def _keys(table: pa.Table) -> pa.ChunkedArray:
+    if "keys" in table.column_names and pa.types.is_list(table["keys"].type):
+        return pc.binary_join(pc.cast(table["keys"], pa.list_(pa.string())), KEY_SEPARATOR)
+    return _column(table, "keys", pa.string())
+
+
+def _properties(table: pa.Table) -> pa.ChunkedArray:
+    column = _column(table, "properties", PROPERTIES)
+    if column.null_count == len(column):
+        return column
+    # Flattening the list view keeps offsets and slices right, which the raw keys of a sliced map do not.
+    maps = column.combine_chunks()
+    entries = maps.cast(pa.list_(pa.struct([("key", pa.string()), ("value", pa.string())])))
+    flat = entries.flatten()
+    keys, values = pc.struct_field(flat, "key"), pc.struct_field(flat, "value")
+    if values.null_count or pc.any(pc.equal(pc.utf8_length(keys), 0)).as_py():
+        raise MessageError("a property has an empty name or a null value: names and values must be strings")
+    for name in pc.unique(keys).to_pylist():
+        if name in RESERVED_PROPERTIES or name.startswith(RESERVED_PROPERTY_PREFIX):
+            raise MessageError(f"property {name!r} is reserved by RocketMQ: rename it")
+    immunity = values.filter(pc.equal(keys, CHECK_IMMUNITY_PROPERTY))
+    if len(immunity) and not pc.all(pc.match_substring_regex(immunity, r"^\d{1,11}$")).as_py():
+        raise MessageError(f"property {CHECK_IMMUNITY_PROPERTY} is not a number of seconds of 0 or more")
+    sizes = pc.add(pc.binary_length(pc.cast(keys, pa.binary())), pc.binary_length(pc.cast(values, pa.binary())))
+    if (pc.sum(sizes).as_py() or 0) > PROPERTIES_BYTES_MAX:
+        parents = pc.list_parent_indices(entries)
+        sums = pa.table({"row": parents, "size": sizes}).group_by("row").aggregate([("size", "sum")])
+        largest = pc.max(sums["size_sum"]).as_py()
+        if largest > PROPERTIES_BYTES_MAX:
+            raise MessageError(f"properties hold {largest} bytes: at most {PROPERTIES_BYTES_MAX} are allowed")
+    return column

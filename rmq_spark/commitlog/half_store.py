@@ -1,0 +1,220 @@
+"""The ``half`` table: preparing half batches, finding them again, and reading their rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog.files import RowRange, check_path, read_range
+from rmq_spark.commitlog.half import HALF_SCHEMA, HEADER_COLUMNS, HalfFile, HalfHeader, Segment, half_id_of
+from rmq_spark.commitlog.op import BatchState, FileState, runs
+from rmq_spark.commitlog.table import Change, Table
+from rmq_spark.config import ORPHAN_AGE_S
+from rmq_spark.errors import AlreadyPreparedError, CorruptLogError, HalfBatchNotFoundError, StagedFilesTooOldError
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A half file of a prepared batch: where its rows lie now, and how they are laid out."""
+
+    path: str
+    rows: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class HalfRecord:
+    """A prepared half batch, without its messages."""
+
+    header: HalfHeader
+    prepared_ms: int
+    files: Mapping[int, StoredFile]
+
+    @property
+    def half_id(self) -> str:
+        return self.header.half_id
+
+    @property
+    def prepared_at(self) -> datetime:
+        return datetime.fromtimestamp(self.prepared_ms / 1000, timezone.utc)
+
+    @property
+    def rows(self) -> int:
+        return sum(f.rows for f in self.files.values())
+
+    def fresh_state(self) -> BatchState:
+        """The state before any op marker: every row pending under attempt 1."""
+        files = {n: FileState(f.path, f.rows, f.segments) for n, f in self.files.items()}
+        return BatchState(self.half_id, files)
+
+
+class HalfStore:
+    """The ``half`` table of a commit log."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def prepare(self, header: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord:
+        """Commit staged files: from here on the half batch exists, and nobody sees it.
+
+        Raises
+        ------
+        AlreadyPreparedError
+            When this batch id, or a later one of the application, is in the log.
+        StagedFilesTooOldError
+            When vacuum could be about to remove the files.
+        """
+        prepared_ms = 0
+
+        def decide(version: int) -> Change:
+            nonlocal prepared_ms
+            last = self.table.transaction_version(header.app_id) if header.numbered else self._batch_id_in_log(header)
+            if last is not None and last >= header.batch_id:
+                raise AlreadyPreparedError(
+                    f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: batch {last} is in the log"
+                )
+            age_s = time.time() - min(f.staged_at for f in files)
+            if age_s > ORPHAN_AGE_S / 2:
+                raise StagedFilesTooOldError(
+                    f"the files of half batch {header.half_id!r} were staged {age_s / 3600:.0f} h ago: vacuum may "
+                    "remove them soon; run the batch again"
+                )
+            prepared_ms = max(time.time_ns() // 1_000_000, self._last_prepared_ms() + 1)
+            return Change(
+                add=[f.data for f in files],
+                transaction=(header.app_id, header.batch_id) if header.numbered else None,
+                modification_time_ms=prepared_ms,
+            )
+
+        self.table.compare_and_set(decide, self._landed)
+        stored = {f.file_no: StoredFile(f.data.path, f.data.rows, f.segments) for f in files}
+        return HalfRecord(header, prepared_ms, dict(sorted(stored.items())))
+
+    def _batch_id_in_log(self, header: HalfHeader) -> int | None:
+        return None if self._find(header.half_id) is None else header.batch_id
+
+    def _last_prepared_ms(self) -> int:
+        return pc.max(self.table.actions()["modification_time"]).as_py() or 0
+
+    def _landed(self, change: Change) -> bool:
+        live = self.table.actions()["path"]
+        mine = pa.array([f.path for f in change.add], pa.string())
+        return bool(pc.all(pc.is_in(mine, value_set=pc.cast(live.combine_chunks(), pa.string()))).as_py())
+
+    # ------------------------------------------------------------------ finding
+    def last_batch_id(self, app_id: str) -> int | None:
+        """The newest batch id that this application prepared."""
+        self.table.refresh()
+        return self.table.transaction_version(app_id)
+
+    def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
+        """The half batch of an application and batch id."""
+        self.table.refresh()
+        return self._find(half_id_of(app_id, batch_id))
+
+    def get(self, half_id: str) -> HalfRecord:
+        """The half batch of this id; HalfBatchNotFoundError when there is none."""
+        self.table.refresh()
+        record = self._find(half_id)
+        if record is None:
+            raise HalfBatchNotFoundError(f"no half batch {half_id!r} in this commit log: log.pending() lists the open ones")
+        return record
+
+    def _candidates(self, half_id: str) -> pa.Table:
+        actions = self.table.actions()
+        low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
+        inside = pc.and_(pc.less_equal(low, half_id), pc.greater_equal(high, half_id))
+        return actions.filter(pc.fill_null(inside, True))  # without statistics anything may be inside
+
+    def _find(self, half_id: str) -> HalfRecord | None:
+        columns = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id"]
+        files: dict[int, StoredFile] = {}
+        header: HalfHeader | None = None
+        prepared_ms = 0
+        for action in self._candidates(half_id).select(["path", "modification_time"]).to_pylist():
+            rows = self.table.read([action["path"]], columns, pc.field("half_id") == half_id)
+            if rows.num_rows == 0:
+                continue
+            if header is None:
+                header = HalfHeader(**{c: rows[c][0].as_py() for c in HEADER_COLUMNS})
+            prepared_ms = max(prepared_ms, action["modification_time"])
+            for file_no, stored in _stored_files(action["path"], rows):
+                if file_no in files:
+                    raise CorruptLogError(
+                        f"file {file_no} of half batch {half_id!r} lies in {files[file_no].path} and in {stored.path}: "
+                        "its rows were spread by a rewrite that rmq_spark does not follow"
+                    )
+                files[file_no] = stored
+        return None if header is None else HalfRecord(header, prepared_ms, dict(sorted(files.items())))
+
+    def locate(self, half_id: str, file_no: int) -> str:
+        """Where a half file's rows lie now, for a reader whose hint is out of date."""
+        record = self.get(half_id)
+        if file_no not in record.files:
+            raise CorruptLogError(f"half batch {half_id!r} has no file {file_no}")
+        return record.files[file_no].path
+
+    def prepared_after(self, low_water_ms: int) -> dict[str, tuple[int, int]]:
+        """Half batches prepared after a time: (prepare time in ms, rows) by half id."""
+        self.table.refresh()
+        actions = self.table.actions()
+        actions = actions.filter(pc.greater(actions["modification_time"], low_water_ms))
+        if actions.num_rows == 0:
+            return {}
+        low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
+        whole = pc.fill_null(pc.equal(low, high), False)
+        counted = pa.table({"half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"]})
+        counted = counted.filter(whole)
+        for mixed in actions.filter(pc.invert(whole)).select(["path", "modification_time"]).to_pylist():
+            ids = self.table.read([mixed["path"]], ["half_id"])["half_id"]
+            ms = pa.repeat(pa.scalar(mixed["modification_time"], pa.int64()), len(ids))
+            ones = pa.repeat(pa.scalar(1, pa.int64()), len(ids))
+            counted = pa.concat_tables([counted, pa.table({"half_id": ids, "ms": ms, "rows": ones})])
+        sums = counted.group_by("half_id", use_threads=False).aggregate([("rows", "sum"), ("ms", "max")])
+        values = zip(sums["half_id"].to_pylist(), sums["ms_max"].to_pylist(), sums["rows_sum"].to_pylist(), strict=True)
+        return {half_id: (ms, rows) for half_id, ms, rows in values}
+
+    # ------------------------------------------------------------------ rows
+    def read(self, record: HalfRecord, mask: Mapping[int, bytes], columns: Sequence[str]) -> pa.Table:
+        """Rows of a half batch in send order: those whose byte in the mask is 1."""
+        parts: list[pa.Table] = []
+        schema = pa.schema([HALF_SCHEMA.field(c) for c in columns])
+        for file_no, bits in sorted(mask.items()):
+            file = record.files[file_no]
+            wanted = RowRange(check_path(file.path, "half"), record.half_id, file_no, file.rows, runs(bits))
+            parts += [part for _, part in self.read_range(wanted, columns)]
+        return pa.concat_tables([p.cast(schema) for p in parts]) if parts else schema.empty_table()
+
+    def read_range(self, wanted: RowRange, columns: Sequence[str]) -> list[tuple[int, pa.Table]]:
+        """The rows of a range; a file that somebody rewrote is found again by its address."""
+        fs, folder = self.table.fs, self.table.folder
+        try:
+            return list(read_range(fs, folder, wanted, columns))
+        except FileNotFoundError:
+            self.table.refresh()
+            path = self.locate(wanted.half_id, wanted.file_no)
+            moved = RowRange(path, wanted.half_id, wanted.file_no, wanted.file_rows, wanted.ranges)
+            return list(read_range(fs, folder, moved, columns))
+
+
+def _stored_files(path: str, rows: pa.Table) -> list[tuple[int, StoredFile]]:
+    runs_of_queues = rows.group_by(["file_no", "topic", "queue_id"], use_threads=False).aggregate(
+        [("row_no", "min"), ("row_no", "max"), ("row_no", "count")]
+    )
+    found: dict[int, list[Segment]] = {}
+    for r in runs_of_queues.sort_by("row_no_min").to_pylist():
+        if r["row_no_max"] - r["row_no_min"] + 1 != r["row_no_count"]:
+            raise CorruptLogError(
+                f"{path} lacks rows of file {r['file_no']}, queue {r['queue_id']} of topic {r['topic']!r}: "
+                f"found {r['row_no_count']} between {r['row_no_min']} and {r['row_no_max']}"
+            )
+        found.setdefault(r["file_no"], []).append(Segment(r["topic"], r["queue_id"], r["row_no_min"], r["row_no_max"]))
+    return [
+        (file_no, StoredFile(path, sum(s.last - s.first + 1 for s in segments), tuple(segments)))
+        for file_no, segments in found.items()
+    ]

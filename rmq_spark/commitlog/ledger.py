@@ -1,0 +1,484 @@
+"""The ``op`` table: what is decided, what is open, and the next offset of every queue.
+
+Every decision goes through :meth:`Ledger._append`, one compare-and-set loop that looks at the newest state first. So a row
+is decided once, a past attempt is never decided, and offsets have no gaps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from uuid import uuid4
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.op import (
+    OP_SCHEMA,
+    SETTLING,
+    STATS_COLUMNS,
+    BatchState,
+    Kind,
+    OpRow,
+    RowState,
+    Who,
+    mask_and,
+    mask_count,
+    ranges_count,
+    runs,
+    to_table,
+)
+from rmq_spark.commitlog.table import Change, Table
+from rmq_spark.config import ATTEMPTS_MAX
+from rmq_spark.errors import StaleAttemptError, VerdictConflictError
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
+
+Mask = Mapping[int, bytes]
+"""Rows of a half batch: by file number, a byte (0 or 1) a row."""
+
+COMMIT_IDS_KEPT = 1000
+TAIL_CHUNKS_MAX = 64
+
+COMMITTED_STATES = (RowState.COMMITTED, RowState.DECIDED)
+ROLLED_BACK_STATES = (RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK, RowState.ROLLED_BACK_BY_DISCARD)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Messages of one queue that a decision made visible."""
+
+    topic: str
+    queue_id: int
+    queue_offset: int
+    count: int
+
+
+class Ledger:
+    """The op markers of a commit log, followed commit by commit."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self._lock = threading.RLock()
+        self._seen_version = -1
+        self._tail = OP_SCHEMA.empty_table()
+        self._tails: dict[tuple[str, int], int] = {}
+        self._last_time = datetime.fromtimestamp(0, timezone.utc)
+        self._low_water = 0
+        self._commit_ids: deque[str] = deque(maxlen=COMMIT_IDS_KEPT)
+
+    # ------------------------------------------------------------------ following the table
+    def refresh(self) -> int:
+        """Read the op rows that are new, and return the version they reach."""
+        with self._lock:
+            self.table.refresh()
+            return self._catch_up()
+
+    def _catch_up(self) -> int:
+        version = self.table.version
+        if version <= self._seen_version:
+            return version
+        since = self._seen_version + 1 if self._seen_version >= 0 else self._cold_start()
+        self._follow(self._read_since(since))
+        self._seen_version = version
+        return version
+
+    def _cold_start(self) -> int:
+        """Take the queue tails from the newest mark, and return the version from which rows are needed."""
+        actions = self.table.actions()
+        marked = pc.max(actions["max.low_water"]).as_py() if actions.num_rows else None
+        if marked is None:
+            return 0
+        paths = actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist()
+        mark = self.table.read(paths, None, pc.field("kind") == Kind.MARK.value).sort_by("version")
+        newest = mark.slice(mark.num_rows - 1).to_pylist()[0]
+        self._tails = {(t["topic"], t["queue_id"]): t["next_offset"] for t in newest["tails"]}
+        return int(newest["since_version"])
+
+    def _read_since(self, version: int) -> pa.Table:
+        actions = self.table.actions()
+        if actions.num_rows == 0:
+            return OP_SCHEMA.empty_table()
+        new = pc.fill_null(pc.greater_equal(actions["max.version"], version), True)
+        paths = actions.filter(new)["path"].to_pylist()
+        rows = self.table.read(paths, None, pc.field("version") >= version)
+        return rows.sort_by("version")
+
+    def _follow(self, rows: pa.Table) -> None:
+        if rows.num_rows == 0:
+            return
+        placed = rows.filter(pc.is_valid(rows["next_offset"]))
+        ends = placed.group_by(["topic", "queue_id"], use_threads=False).aggregate([("next_offset", "max")])
+        for r in ends.to_pylist():
+            queue = (r["topic"], r["queue_id"])
+            self._tails[queue] = max(self._tails.get(queue, 0), r["next_offset_max"])
+        self._last_time = max(self._last_time, pc.max(rows["op_time"]).as_py())
+        self._commit_ids.extend(pc.unique(rows["commit_id"]).to_pylist())
+        self._tail = pa.concat_tables([self._tail, rows])
+        marks = rows.filter(pc.equal(rows["kind"], Kind.MARK.value))
+        if marks.num_rows:
+            newest = marks.slice(marks.num_rows - 1).select(["low_water", "since_version"]).to_pylist()[0]
+            self._low_water = newest["low_water"]
+            self._tail = self._tail.filter(pc.greater_equal(self._tail["version"], newest["since_version"]))
+        if self._tail["version"].num_chunks > TAIL_CHUNKS_MAX:
+            self._tail = self._tail.combine_chunks()
+
+    # ------------------------------------------------------------------ questions
+    @property
+    def low_water_ms(self) -> int:
+        """Prepare time (ms) up to which every half batch is settled, but for those reopened later."""
+        return self._low_water
+
+    @property
+    def tails(self) -> dict[tuple[str, int], int]:
+        """The next offset of every queue that has messages; read-only."""
+        return self._tails
+
+    def rows_of(self, record: HalfRecord) -> pa.Table:
+        """The op rows of one half batch, in version order."""
+        if record.prepared_ms > self._low_water:
+            rows = self._tail
+        else:  # settled once: its markers may be older than what is kept in memory
+            rows = self.table.read(
+                self.table.actions()["path"].to_pylist(), None, pc.field("half_id") == record.half_id
+            ).sort_by("version")
+        return rows.filter(pc.equal(rows["half_id"], record.half_id))
+
+    def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
+        """What the newest op markers say of one half batch."""
+        with self._lock:
+            if refresh:
+                self.refresh()
+            state = record.fresh_state()
+            for row in self.rows_of(record).to_pylist():
+                state.fold(row)
+            return state
+
+    def open_half_ids(self, prepared: Mapping[str, tuple[int, int]], is_open: Callable[[str], bool]) -> list[str]:
+        """Half batches with pending rows.
+
+        Parameters
+        ----------
+        prepared : mapping
+            Half batches above the low-water mark: (prepare time in ms, rows) by half id.
+        is_open : callable
+            Looks closely at one half batch. Asked about those below the mark that were reopened, of which the rows kept
+            in memory do not tell.
+        """
+        net = self._settled_rows()
+        opened = [half_id for half_id, (_, rows) in prepared.items() if rows > net.get(half_id, 0)]
+        return opened + [half_id for half_id in self._reopened() if half_id not in prepared and is_open(half_id)]
+
+    def _reopened(self) -> list[str]:
+        rows = self._tail.filter(pc.equal(self._tail["kind"], Kind.REOPEN.value))
+        return [str(h) for h in pc.unique(rows["half_id"]).to_pylist()]
+
+    def _settled_rows(self) -> dict[str, int]:
+        tail = self._tail
+        settling = pc.is_in(tail["kind"], value_set=pa.array([k.value for k in SETTLING]))
+        reopening = pc.equal(tail["kind"], Kind.REOPEN.value)
+        sign = pc.subtract(pc.cast(settling, pa.int64()), pc.cast(reopening, pa.int64()))
+        signed = pa.table({"half_id": tail["half_id"], "n": pc.multiply(sign, tail["count"])})
+        signed = signed.filter(pc.is_valid(signed["half_id"]))
+        sums = signed.group_by("half_id", use_threads=False).aggregate([("n", "sum")])
+        return dict(zip(sums["half_id"].to_pylist(), sums["n_sum"].to_pylist(), strict=True))
+
+    # ------------------------------------------------------------------ decisions
+    def decide(
+        self,
+        record: HalfRecord,
+        attempt: int,
+        *,
+        commit: Mask,
+        rollback: Mask,
+        who: Who,
+        reason: str | None = None,
+    ) -> list[Placed]:
+        """Make verdicts final: commits with their offsets, rollbacks without. The first marker wins.
+
+        Rows that have the same verdict already are left alone, so a decision may be repeated.
+
+        Returns
+        -------
+        list of Placed
+            What this call made visible.
+
+        Raises
+        ------
+        VerdictConflictError
+            When the opposite verdict is final; a ``conflict`` row is left behind.
+        StaleAttemptError
+            When rows are under another attempt, or quarantined.
+        """
+        placed: list[Placed] = []
+
+        def build() -> list[OpRow]:
+            placed.clear()
+            state = self.state_of(record, refresh=False)
+            to_commit = _undecided(state, commit, attempt, COMMIT_MESSAGE)
+            to_roll_back = _undecided(state, rollback, attempt, ROLLBACK_MESSAGE)
+            rows = self._commit_rows(record, state, to_commit, attempt, who, reason, dict(self._tails), placed)
+            return rows + _rows_for(Kind.ROLLBACK, record, to_roll_back, attempt, who, reason)
+
+        try:
+            self._append(build)
+        except VerdictConflictError as conflict:
+            self._leave_conflict(record, attempt, who, conflict)
+            raise
+        return placed
+
+    def _commit_rows(
+        self,
+        record: HalfRecord,
+        state: BatchState,
+        mask: Mask,
+        attempt: int,
+        who: Who,
+        reason: str | None,
+        tails: dict[tuple[str, int], int],
+        placed: list[Placed],
+    ) -> list[OpRow]:
+        """Commit rows with the next offsets of their queues; ``tails`` and ``placed`` move on with them."""
+        rows: list[OpRow] = []
+        for file_no, bits in sorted(mask.items()):
+            file = state.files[file_no]
+            for segment in file.segments:
+                found = runs(bits[segment.first : segment.last + 1])
+                if not found:
+                    continue
+                ranges = tuple((a + segment.first, b + segment.first) for a, b in found)
+                queue = (segment.topic, segment.queue_id)
+                offset, count = tails.get(queue, 0), ranges_count(ranges)
+                tails[queue] = offset + count
+                placed.append(Placed(*queue, offset, count))
+                rows.append(
+                    OpRow(
+                        Kind.COMMIT,
+                        record.half_id,
+                        file_no,
+                        ranges,
+                        count,
+                        attempt,
+                        who,
+                        reason,
+                        *queue,
+                        queue_offset=offset,
+                        path=file.path,
+                        file_rows=file.rows,
+                        transaction_per=record.header.transaction_per,
+                        producer_group=record.header.producer_group,
+                    )
+                )
+        return rows
+
+    def quarantine(self, record: HalfRecord, attempt: int, mask: Mask, who: Who, reason: str) -> None:
+        """Hide pending rows until somebody resumes or resolves them."""
+        self._change(Kind.QUARANTINE, record, attempt, mask, who, reason)
+
+    def record_check(self, record: HalfRecord, attempt: int, mask: Mask, reason: str | None) -> None:
+        """Count an answered check that left these rows pending."""
+        self._change(Kind.CHECK, record, attempt, mask, Who.CHECK, reason)
+
+    def _change(self, kind: Kind, record: HalfRecord, attempt: int, mask: Mask, who: Who, reason: str | None) -> None:
+        def build() -> list[OpRow]:
+            still = _in_states(self.state_of(record, refresh=False), mask, (RowState.PENDING,), attempt)
+            return _rows_for(kind, record, still, attempt, who, reason)
+
+        self._append(build)
+
+    def reopen(
+        self, record: HalfRecord, attempt: int, states: Sequence[RowState], new_attempt: int, who: Who, reason: str
+    ) -> int:
+        """Make rows pending again; returns how many.
+
+        The same attempt after quarantine or discard (nobody knows what happened), the next one after a rollback by check
+        (it never happened and never will).
+        """
+        if new_attempt > ATTEMPTS_MAX:
+            raise StaleAttemptError(
+                f"half batch {record.half_id!r} was rolled back by checks {attempt} times: something stops every attempt"
+            )
+        reopened = 0
+
+        def build() -> list[OpRow]:
+            nonlocal reopened
+            state = self.state_of(record, refresh=False)
+            mask = state.rows_in(states, attempt)
+            reopened = mask_count(mask)
+            return _rows_for(Kind.REOPEN, record, mask, new_attempt, who, reason)
+
+        self._append(build)
+        return reopened
+
+    def lease(self, record: HalfRecord, seconds: float) -> datetime:
+        """Keep checkers away from a half batch whose local transaction is running; returns until when."""
+        until = datetime.now(timezone.utc) + timedelta(seconds=seconds)
+        row = OpRow(Kind.LEASE, record.half_id, attempt=None, decided_by=Who.EXECUTE, until=until)
+        self._append(lambda: [row])
+        return until
+
+    def overrule(self, record: HalfRecord, verdict: LocalTransactionState, reason: str) -> list[Placed]:
+        """A person's verdict, for rows that are pending, quarantined or in conflict.
+
+        Raises
+        ------
+        VerdictConflictError
+            When messages are to be rolled back that readers may have seen.
+        """
+        placed: list[Placed] = []
+
+        def build() -> list[OpRow]:
+            placed.clear()
+            state = self.state_of(record, refresh=False)
+            open_states = (RowState.PENDING, RowState.QUARANTINED)
+            if state.in_conflict:
+                open_states += ROLLED_BACK_STATES
+            if verdict is ROLLBACK_MESSAGE and state.in_conflict and state.count(*COMMITTED_STATES):
+                raise VerdictConflictError(
+                    f"half batch {record.half_id!r} has visible messages, which readers may have seen: only "
+                    "COMMIT_MESSAGE can be confirmed; send messages that undo them if you must"
+                )
+            rows: list[OpRow] = []
+            tails = dict(self._tails)
+            for attempt in state.attempts(*open_states):
+                closed = state.rows_in(open_states[1:], attempt)
+                rows += _rows_for(Kind.REOPEN, record, closed, attempt, Who.ADMIN, reason)
+                mask = state.rows_in(open_states, attempt)
+                if verdict is COMMIT_MESSAGE:
+                    rows += self._commit_rows(record, state, mask, attempt, Who.ADMIN, reason, tails, placed)
+                else:
+                    rows += _rows_for(Kind.ROLLBACK, record, mask, attempt, Who.ADMIN, reason)
+            if not rows and state.in_conflict:
+                # Nothing to change: the person confirms the first verdict, which ends the conflict.
+                rows.append(OpRow(Kind.CONFLICT, record.half_id, decided_by=Who.ADMIN, reason=reason, verdict=str(verdict)))
+            return rows
+
+        self._append(build)
+        return placed
+
+    def _leave_conflict(self, record: HalfRecord, attempt: int, who: Who, conflict: VerdictConflictError) -> None:
+        row = OpRow(
+            Kind.CONFLICT,
+            record.half_id,
+            attempt=attempt,
+            decided_by=who,
+            reason=str(conflict),
+            verdict=conflict.verdict,
+        )
+        self._append(lambda: [] if self.state_of(record, refresh=False).in_conflict else [row])
+
+    def mark(self, prepared: Callable[[], Mapping[str, tuple[int, int]]], is_open: Callable[[str], bool]) -> bool:
+        """Move the low-water mark as far as it goes; False when it cannot move.
+
+        Parameters
+        ----------
+        prepared : callable
+            Half batches above the mark: (prepare time in ms, rows) by half id. It is called before the newest op rows
+            are read, so a batch that it misses was prepared later and lies above the new mark.
+        is_open : callable
+            As for :meth:`open_half_ids`.
+        """
+        moved = False
+
+        def build() -> list[OpRow]:
+            nonlocal moved
+            moved = False
+            above = prepared()
+            self.refresh()
+            net = self._settled_rows()
+            open_ms = [ms for half_id, (ms, rows) in above.items() if rows > net.get(half_id, 0)]
+            settled_ms = [ms for ms, _ in above.values() if not open_ms or ms < min(open_ms)]
+            low_water = max(settled_ms, default=self._low_water)
+            if low_water <= self._low_water:
+                return []
+            moved = True
+            keep = {h for h, (ms, _) in above.items() if ms > low_water}
+            keep |= {h for h in self._reopened() if h not in keep and is_open(h)}
+            kept = self._tail.filter(pc.is_in(self._tail["half_id"], value_set=pa.array(sorted(keep), pa.string())))
+            since = pc.min(kept["version"]).as_py() if kept.num_rows else self.table.version + 1
+            return [OpRow(Kind.MARK, low_water=low_water, since_version=since, tails=dict(self._tails))]
+
+        self._append(build)
+        return moved
+
+    def _append(self, build: Callable[[], Sequence[OpRow]]) -> None:
+        """The one way to write op rows: build them from the newest state, commit at the next version, or build again."""
+        commit_id = uuid4().hex
+
+        def decide(version: int) -> Change | None:
+            self._catch_up()
+            rows = build()
+            if not rows:
+                return None
+            op_time = max(datetime.now(timezone.utc), self._last_time)
+            table = to_table(rows, self.table.version + 1, op_time, commit_id)
+            return Change(add=[self.table.write(table, "op", STATS_COLUMNS)])
+
+        def landed(change: Change) -> bool:
+            self._catch_up()
+            return commit_id in self._commit_ids
+
+        with self._lock:
+            self.table.compare_and_set(decide, landed)
+
+
+def _in_states(state: BatchState, mask: Mask, states: Sequence[RowState], attempt: int | None) -> dict[int, bytes]:
+    found = state.rows_in(states, attempt)
+    both = {n: mask_and(bits, found[n]) for n, bits in mask.items() if n in found}
+    return {n: bits for n, bits in both.items() if b"\x01" in bits}
+
+
+def _undecided(state: BatchState, mask: Mask, attempt: int, verdict: LocalTransactionState) -> dict[int, bytes]:
+    """Those rows of the mask that still wait for this verdict; raises when it comes too late for any."""
+    opposite = ROLLED_BACK_STATES if verdict is COMMIT_MESSAGE else COMMITTED_STATES
+    against = _in_states(state, mask, opposite, attempt)
+    if against:
+        kind = "rollback" if verdict is COMMIT_MESSAGE else "commit"
+        first = next((h for h in state.history if h["kind"] == kind and h["attempt"] == attempt), {})
+        raise VerdictConflictError(
+            f"{verdict} for {mask_count(against)} messages of half batch {state.half_id!r}, attempt {attempt}, comes too "
+            f"late: {first.get('kind')} by {first.get('who')} at {first.get('when')} is final. "
+            "Find out which is true, then log.resolve(half_id, verdict, reason=…)",
+            verdict=str(verdict),
+        )
+    waiting = _in_states(state, mask, (RowState.PENDING,), attempt)
+    same = ROLLED_BACK_STATES if verdict is ROLLBACK_MESSAGE else COMMITTED_STATES
+    rest = mask_count(mask) - mask_count(waiting) - mask_count(_in_states(state, mask, same, attempt))
+    if rest:
+        raise StaleAttemptError(
+            f"{verdict} under attempt {attempt} for {rest} messages of half batch {state.half_id!r} does not count: they "
+            "were reopened under another attempt, or quarantined"
+        )
+    return waiting
+
+
+def _rows_for(
+    kind: Kind, record: HalfRecord, mask: Mask, attempt: int, who: Who, reason: str | None
+) -> list[OpRow]:
+    """Op rows that name the rows of a mask, as few as possible."""
+    if not mask:
+        return []
+    if mask_count(mask) == record.rows:
+        return [_row(kind, record, None, None, record.rows, attempt, who, reason)]
+    rows: list[OpRow] = []
+    for file_no, bits in sorted(mask.items()):
+        ranges = runs(bits)
+        rows.append(_row(kind, record, file_no, ranges, ranges_count(ranges), attempt, who, reason))
+    return rows
+
+
+def _row(
+    kind: Kind,
+    record: HalfRecord,
+    file_no: int | None,
+    ranges: tuple[tuple[int, int], ...] | None,
+    count: int,
+    attempt: int,
+    who: Who,
+    reason: str | None,
+) -> OpRow:
+    return OpRow(kind, record.half_id, file_no, ranges, count, attempt, who, reason,
+                 producer_group=record.header.producer_group)  # fmt: skip

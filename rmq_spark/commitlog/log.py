@@ -1,0 +1,539 @@
+"""The commit log: a folder with the Delta tables ``half``, ``op`` and ``topics``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter, unknown_topic
+from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
+from rmq_spark.commitlog.ledger import Ledger, Mask, Placed
+from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who, mask_array, mask_count, runs
+from rmq_spark.commitlog.reading import read_messages
+from rmq_spark.commitlog.table import Change, DeltaLogTable, Table
+from rmq_spark.config import ORPHAN_AGE_S, QUEUES_DEFAULT, QUEUES_MAX, parse_duration
+from rmq_spark.errors import (
+    CommitLogExistsError,
+    LogFormatError,
+    NotACommitLogError,
+    OptionError,
+    TopicExistsError,
+    TopicNotFoundError,
+)
+from rmq_spark.message import TIMESTAMP, check_topic
+from rmq_spark.transaction import HalfBatch, LocalTransactionState
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""The layout of the tables; a log of a newer one is not opened."""
+LOG_RETENTION = "5m"
+"""How long Delta's own log entries stay: nothing here needs them, and commits slow down with their number."""
+
+TOPICS_SCHEMA = pa.schema(
+    [
+        ("name", pa.string()),
+        ("queues", pa.int32()),
+        ("fifo", pa.bool_()),
+        ("retention_s", pa.float64()),
+        ("created", TIMESTAMP),
+    ]
+)
+
+PENDING_SCHEMA = pa.schema(
+    [
+        ("half_id", pa.string()),
+        ("app_id", pa.string()),
+        ("batch_id", pa.int64()),
+        ("producer_group", pa.string()),
+        ("attempt", pa.int32()),
+        ("messages", pa.int64()),
+        ("check_times", pa.int32()),
+        ("prepared_at", TIMESTAMP),
+        ("lease_until", TIMESTAMP),
+    ]
+)
+
+
+class CommitLog:
+    """A commit log. Make one with :meth:`create`, open one with :meth:`open`.
+
+    An object serves one process and any of its threads; processes forked after it was made must open their own.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        half: Table,
+        op: Table,
+        topics: Table,
+        *,
+        default_queues: int = QUEUES_DEFAULT,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path = path
+        self.storage_options = dict(storage_options or {})
+        self.half = HalfStore(half)
+        self.ledger = Ledger(op)
+        self._op = op
+        self._topics_table = topics
+        self._topics: tuple[int, dict[str, int]] | None = None
+        self._default_queues = default_queues
+        self._lock = threading.RLock()
+        self._maintenance: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"CommitLog({self.path!r})"
+
+    # ------------------------------------------------------------------ making and opening
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        queues: int = QUEUES_DEFAULT,
+        exist_ok: bool = False,
+        storage_options: Mapping[str, str] | None = None,
+        log_retention: str = LOG_RETENTION,
+    ) -> CommitLog:
+        """Make a commit log and open it.
+
+        Parameters
+        ----------
+        path : str or path
+            A local folder or an object-store URI.
+        queues : int
+            Queues of a topic that is created without a number of its own.
+        exist_ok : bool
+            Open a log that is there already, instead of raising.
+        storage_options : mapping, optional
+            Passed to delta-rs: credentials, endpoint, region.
+        log_retention : str
+            How long entries of the Delta logs stay, such as ``"5m"`` (default). A foreign Delta *stream* reader that
+            lags more than this needs a longer one.
+
+        Raises
+        ------
+        CommitLogExistsError
+            When there is one and ``exist_ok`` is false.
+        """
+        where = _normal_path(path)
+        if not 1 <= queues <= QUEUES_MAX:
+            raise OptionError(f"queues={queues} is out of range: 1 to {QUEUES_MAX}")
+        retention_s = int(parse_duration(log_retention, "log_retention"))
+        if DeltaLogTable.exists(f"{where}/topics", storage_options):
+            if exist_ok:
+                return cls.open(where, storage_options)
+            raise CommitLogExistsError(f"{where} is a commit log already: open it, or pass exist_ok=True")
+        settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
+        # topics comes last: it carries the format, so a log that a crash left half-made is not opened, but made again.
+        for name, schema, more in (
+            ("half", HALF_SCHEMA, {}),
+            ("op", OP_SCHEMA, {}),
+            ("topics", TOPICS_SCHEMA, {"txmq.format": str(FORMAT), "txmq.queues": str(queues)}),
+        ):
+            DeltaLogTable.create(f"{where}/{name}", name, schema, storage_options, {**settings, **more})
+        return cls.open(where, storage_options)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None) -> CommitLog:
+        """Open a commit log.
+
+        Raises
+        ------
+        NotACommitLogError
+            When the path holds none.
+        LogFormatError
+            When it was made by a newer version of rmq_spark.
+        """
+        where = _normal_path(path)
+        if not DeltaLogTable.exists(f"{where}/topics", storage_options):
+            raise NotACommitLogError(
+                f"{where} is not a commit log (it has no table 'topics'); make one with CommitLog.create({where!r})"
+            )
+        topics = DeltaLogTable(f"{where}/topics", "topics", TOPICS_SCHEMA, storage_options)
+        configuration = topics.configuration
+        found = configuration.get("txmq.format")
+        if found is None:
+            raise NotACommitLogError(f"{where} is not a commit log: its table 'topics' has no property txmq.format")
+        if not found.isdigit() or int(found) > FORMAT:
+            raise LogFormatError(
+                f"{where} has format {found}, this version of rmq_spark knows formats up to {FORMAT}: upgrade rmq_spark"
+            )
+        half = DeltaLogTable(f"{where}/half", "half", HALF_SCHEMA, storage_options)
+        op = DeltaLogTable(f"{where}/op", "op", OP_SCHEMA, storage_options)
+        queues = int(configuration.get("txmq.queues", QUEUES_DEFAULT))
+        return cls(where, half, op, topics, default_queues=queues, storage_options=storage_options)
+
+    # ------------------------------------------------------------------ topics
+    def create_topic(self, name: str, queues: int | None = None, fifo: bool = False, exist_ok: bool = False) -> None:
+        """Add a topic.
+
+        Raises
+        ------
+        MessageError
+            When the name breaks RocketMQ's rules.
+        TopicExistsError
+            When it is there already, unless ``exist_ok`` and with the same number of queues.
+        """
+        check_topic(name)
+        wanted = self._default_queues if queues is None else queues
+        if not 1 <= wanted <= QUEUES_MAX:
+            raise OptionError(f"queues={wanted} is out of range: 1 to {QUEUES_MAX}")
+        if fifo:
+            raise OptionError("fifo=True: this version of rmq_spark has no FIFO topics; messages of one sharding_key share a queue")
+        row = {
+            "name": [name],
+            "queues": [wanted],
+            "fifo": [False],
+            "retention_s": [None],
+            "created": [datetime.now(timezone.utc)],
+        }
+
+        def decide(version: int) -> Change | None:
+            there = self._read_topics()
+            if name in there:
+                if exist_ok and (queues is None or there[name] == queues):
+                    return None
+                raise TopicExistsError(f"topic {name!r} is there already, with {there[name]} queues")
+            return Change(add=[self._topics_table.write(pa.table(row, schema=TOPICS_SCHEMA), "topics", ("name",))])
+
+        with self._lock:
+            self._topics_table.compare_and_set(decide, lambda _: name in self._read_topics())
+
+    def topics(self) -> dict[str, int]:
+        """Topics and their number of queues."""
+        with self._lock:
+            self._topics_table.refresh()
+            return dict(self._read_topics())
+
+    def _read_topics(self) -> dict[str, int]:
+        version = self._topics_table.version
+        if self._topics is None or self._topics[0] != version:
+            rows = self._topics_table.read(self._topics_table.actions()["path"].to_pylist(), ["name", "queues"])
+            names, queues = rows["name"].to_pylist(), rows["queues"].to_pylist()
+            self._topics = (version, dict(sorted(zip(names, queues, strict=True))))
+        return self._topics[1]
+
+    def require_topic(self, name: str) -> int:
+        """The number of queues of a topic; TopicNotFoundError names the nearest one that is there."""
+        topics = self.topics()
+        if name not in topics:
+            raise TopicNotFoundError(unknown_topic(name, topics))
+        return topics[name]
+
+    # ------------------------------------------------------------------ the protocol's steps
+    def stage(self, writer: HalfWriter, batches: Sequence[pa.RecordBatch], partition: int = 0) -> list[HalfFile]:
+        """Write messages as half files from this process (executors do the same with ``HalfWriter`` alone)."""
+        return writer.write(self.half.table.fs, self.half.table.folder, partition, batches)
+
+    def last_batch_id(self, app_id: str) -> int | None:
+        """The newest batch id that this application prepared."""
+        with self._lock:
+            return self.half.last_batch_id(app_id)
+
+    def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
+        """The half batch of an application and batch id."""
+        with self._lock:
+            return self.half.find(app_id, batch_id)
+
+    def get(self, half_id: str) -> HalfRecord:
+        """The half batch of this id; HalfBatchNotFoundError when there is none."""
+        with self._lock:
+            return self.half.get(half_id)
+
+    def prepare(self, header: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord:
+        """Commit staged files: see :meth:`HalfStore.prepare`."""
+        with self._lock:
+            return self.half.prepare(header, files)
+
+    def state_of(self, record: HalfRecord) -> BatchState:
+        """What the newest op markers say of a half batch."""
+        return self.ledger.state_of(record)
+
+    def half_batch(
+        self, record: HalfRecord, state: BatchState, attempt: int, mask: Mask, arg: Any = None
+    ) -> HalfBatch:
+        """The half batch as a listener sees it: the rows of the mask, which are under one attempt."""
+        return HalfBatch(
+            half_id=record.half_id,
+            app_id=record.header.app_id,
+            batch_id=record.header.batch_id,
+            attempt=attempt,
+            producer_group=record.header.producer_group,
+            prepared_at=max(record.prepared_at, state.opened_at.get(attempt, record.prepared_at)),
+            check_times=state.check_times(mask),
+            transaction_per=record.header.transaction_per,
+            fence_id=record.header.fence_id,
+            rows=_LogRows(self, record, mask),
+            arg=arg,
+        )
+
+    def decide(
+        self, record: HalfRecord, attempt: int, *, commit: Mask, rollback: Mask, who: Who, reason: str | None = None
+    ) -> list[Placed]:
+        """Make verdicts final: see :meth:`Ledger.decide`."""
+        placed = self.ledger.decide(record, attempt, commit=commit, rollback=rollback, who=who, reason=reason)
+        self._maintain()
+        return placed
+
+    # ------------------------------------------------------------------ what is open
+    def open_batches(self) -> Iterator[tuple[HalfRecord, BatchState]]:
+        """Half batches with pending rows, oldest first. The cost follows what is open, not the age of the log."""
+        with self._lock:
+            ids = self._open_ids()
+            records = sorted((self.half.get(i) for i in ids), key=lambda r: r.prepared_ms)
+        for record in records:
+            state = self.state_of(record)
+            if not state.settled:
+                yield record, state
+
+    def _open_ids(self) -> list[str]:
+        # half before op: a batch prepared in between is seen in neither or only in half, never as settled.
+        self.ledger.refresh()
+        prepared = self.half.prepared_after(self.ledger.low_water_ms)
+        self.ledger.refresh()
+        return self.ledger.open_half_ids(prepared, self._is_open)
+
+    def _is_open(self, half_id: str) -> bool:
+        return not self.ledger.state_of(self.half.get(half_id), refresh=False).settled
+
+    def pending(self) -> pa.Table:
+        """Half batches with pending messages, a row per attempt, oldest first.
+
+        Returns
+        -------
+        pyarrow.Table
+            ``half_id, app_id, batch_id, producer_group, attempt, messages`` (pending ones), ``check_times``,
+            ``prepared_at`` and ``lease_until`` (UTC).
+        """
+        rows = [self._summary(r, s, a, RowState.PENDING) for r, s in self.open_batches() for a in s.attempts(RowState.PENDING)]
+        return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
+
+    def quarantined(self) -> pa.Table:
+        """Half batches with quarantined messages, with the columns of :meth:`pending`."""
+        rows = [
+            self._summary(record, state, attempt, RowState.QUARANTINED)
+            for record, state in self._with_kind(Kind.QUARANTINE)
+            for attempt in state.attempts(RowState.QUARANTINED)
+        ]
+        return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
+
+    def conflicts(self) -> list[str]:
+        """Half batches with a verdict that came too late and that no person has resolved yet."""
+        return [record.half_id for record, state in self._with_kind(Kind.CONFLICT) if state.in_conflict]
+
+    def _with_kind(self, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
+        self.ledger.refresh()
+        paths = self._op.actions()["path"].to_pylist()
+        ids = pc.unique(self._op.read(paths, ["half_id"], pc.field("kind") == kind.value)["half_id"]).to_pylist()
+        for half_id in ids:
+            record = self.get(half_id)
+            yield record, self.state_of(record)
+
+    def _summary(self, record: HalfRecord, state: BatchState, attempt: int, wanted: RowState) -> dict[str, object]:
+        mask = state.rows_in((wanted,), attempt)
+        return {
+            "half_id": record.half_id,
+            "app_id": record.header.app_id,
+            "batch_id": record.header.batch_id,
+            "producer_group": record.header.producer_group,
+            "attempt": attempt,
+            "messages": mask_count(mask),
+            "check_times": state.check_times(mask),
+            "prepared_at": record.prepared_at,
+            "lease_until": state.lease_until,
+        }
+
+    def resolve(self, half_id: str, verdict: LocalTransactionState, reason: str) -> list[Placed]:
+        """A person's verdict on what is pending, quarantined or in conflict in a half batch.
+
+        Parameters
+        ----------
+        verdict : LocalTransactionState
+            COMMIT_MESSAGE or ROLLBACK_MESSAGE.
+        reason : str
+            Kept with the op marker.
+
+        Raises
+        ------
+        VerdictConflictError
+            When visible messages would have to be taken back.
+        """
+        verdict = LocalTransactionState(verdict)
+        if verdict is LocalTransactionState.UNKNOWN:
+            raise OptionError("resolve needs COMMIT_MESSAGE or ROLLBACK_MESSAGE: UNKNOWN settles nothing")
+        if not reason or not reason.strip():
+            raise OptionError("resolve needs a reason: it is kept with the op marker")
+        return self.ledger.overrule(self.get(half_id), verdict, reason)
+
+    def resume(self, half_id: str, reason: str = "resumed") -> int:
+        """Make quarantined messages pending again, so that checks go on; returns how many."""
+        record = self.get(half_id)
+        states = (RowState.QUARANTINED,)
+        return sum(
+            self.ledger.reopen(record, attempt, states, attempt, Who.ADMIN, reason)
+            for attempt in self.state_of(record).attempts(*states)
+        )
+
+    # ------------------------------------------------------------------ reading
+    def read(
+        self,
+        topic: str,
+        start: Mapping[int, int] | None = None,
+        limit: int | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> pa.Table:
+        """Committed messages of a topic, without Spark.
+
+        Parameters
+        ----------
+        topic : str
+        start : mapping of int to int, optional
+            First offset of each queue (a queue that is not named: from 0).
+        limit : int, optional
+            At most so many messages, taken from the queues in turn of their number.
+        columns : sequence of str, optional
+            Some of the source's columns; all of them when not given.
+
+        Returns
+        -------
+        pyarrow.Table
+            In (queue_id, queue_offset) order.
+        """
+        queues = self.require_topic(topic)
+        self.ledger.refresh()
+        return read_messages(self.half, self._op, self.ledger.tails, topic, queues, start or {}, limit, columns)
+
+    # ------------------------------------------------------------------ upkeep
+    def move_mark(self) -> bool:
+        """Move the low-water mark over everything settled; returns whether it moved."""
+        with self._lock:
+            return self.ledger.mark(lambda: self.half.prepared_after(self.ledger.low_water_ms), self._is_open)
+
+    def vacuum(self, older_than: str | None = None, dry_run: bool = False) -> list[str]:
+        """Remove files that no table names (orphans of crashes, leftovers of compaction) and return their paths.
+
+        Parameters
+        ----------
+        older_than : str, optional
+            At least ``"7d"`` (default): younger files may belong to a batch that is being prepared.
+        dry_run : bool
+            Only list them.
+        """
+        age_s = ORPHAN_AGE_S if older_than is None else parse_duration(older_than, "older_than")
+        if age_s < ORPHAN_AGE_S:
+            raise OptionError(
+                f"older_than={older_than!r} is under {ORPHAN_AGE_S / 86400:.0f}d: files that young may be in use"
+            )
+        return maintenance.vacuum([self.half.table, self._op, self._topics_table], age_s, dry_run)
+
+    def _maintain(self) -> None:
+        """Compact ``op`` off the critical path, in a thread with tables of its own."""
+        if not maintenance.is_due(self._op) or (self._maintenance is not None and self._maintenance.is_alive()):
+            return
+        self._maintenance = self._in_background(self._maintain_now)
+
+    def _in_background(self, work: Callable[[], None]) -> threading.Thread | None:
+        thread = threading.Thread(target=work, name="txmq-maintenance")
+        thread.start()
+        return thread
+
+    def _reopened_handle(self) -> CommitLog:
+        return type(self).open(self.path, self.storage_options)
+
+    def _maintain_now(self) -> None:
+        try:
+            log = self._reopened_handle()
+            log.move_mark()
+            maintenance.compact_op(log._op)
+        except Exception:  # upkeep is tried again after the next commits; it must not stop a sink
+            logger.warning("upkeep of %s failed", self.path, exc_info=True)
+
+    def close(self) -> None:
+        """Wait for upkeep that is under way."""
+        if self._maintenance is not None:
+            self._maintenance.join()
+
+
+class _LogRows:
+    """The rows of one half batch for a listener."""
+
+    def __init__(self, log: CommitLog, record: HalfRecord, mask: Mask) -> None:
+        self._log, self._record, self._mask = log, record, mask
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        with self._log._lock:
+            return self._log.half.read(self._record, self._mask, columns)
+
+    def to_spark(self, spark: SparkSession) -> DataFrame:
+        from pyspark.sql import functions as F
+
+        table = self._log.half.table
+        files = sorted({self._record.files[n].path for n in self._mask})
+        if not isinstance(table, DeltaLogTable):
+            return spark.createDataFrame(self.read(HALF_SCHEMA.names))
+        root = table.folder if "://" not in self._log.path else f"{self._log.path}/half"
+        frame = spark.read.parquet(*[f"{root}/{p}" for p in files]).where(F.col("half_id") == self._record.half_id)
+        if mask_count(self._mask) < self._record.rows:
+            ranges = [(n, a, b) for n, bits in self._mask.items() for a, b in runs(bits)]
+            wanted = spark.createDataFrame(ranges, "wanted_file long, first long, last long")
+            inside = (F.col("file_no") == F.col("wanted_file")) & F.col("row_no").between(F.col("first"), F.col("last"))
+            frame = frame.join(F.broadcast(wanted), inside, "left_semi")
+        return frame
+
+
+def masks_for(
+    log: CommitLog, record: HalfRecord, mask: Mask, batch: HalfBatch, verdicts: pa.Array | LocalTransactionState
+) -> dict[LocalTransactionState, dict[int, bytes]]:
+    """Verdicts per transaction as rows: a mask for COMMIT_MESSAGE, ROLLBACK_MESSAGE and UNKNOWN."""
+    result: dict[LocalTransactionState, dict[int, bytes]] = {v: {} for v in LocalTransactionState}
+    if isinstance(verdicts, LocalTransactionState):
+        result[verdicts] = dict(mask)
+        return result
+    if len(verdicts) == 1:
+        result[LocalTransactionState(verdicts[0].as_py())] = dict(mask)
+        return result
+    per_row = verdicts
+    if batch.transaction_per == "key":
+        keys = log.half.read(record, mask, ["transaction_key"])["transaction_key"]
+        per_row = verdicts.take(pc.index_in(keys, value_set=batch.transactions["transaction_key"].combine_chunks()))
+    flat = per_row.combine_chunks() if isinstance(per_row, pa.ChunkedArray) else per_row
+    start = 0
+    for file_no, bits in sorted(mask.items()):
+        count = bits.count(1)
+        part = flat.slice(start, count)
+        start += count
+        for verdict in result:
+            chosen = pc.equal(part, verdict.value)
+            rows = _scatter(bits, chosen)
+            if b"\x01" in rows:
+                result[verdict][file_no] = rows
+    return result
+
+
+def _scatter(bits: bytes, chosen: pa.Array) -> bytes:
+    """Put a value per selected row back to where the row stands in the file."""
+    from rmq_spark.commitlog.op import mask_of
+
+    if bits.count(1) == len(bits):
+        return mask_of(chosen)
+    picked = mask_of(pc.replace_with_mask(mask_array(bits), mask_array(bits), chosen))
+    return picked
+
+
+def _normal_path(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text.strip():
+        raise OptionError("path is empty: give the folder or the URI of a commit log")
+    return text if "://" in text else os.path.abspath(text)

@@ -1,0 +1,64 @@
+"""Upkeep: small op files merged into larger ones, and files removed that no table names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+
+from rmq_spark.commitlog.op import STATS_COLUMNS
+from rmq_spark.commitlog.table import Change, Table
+
+OP_FILES_MAX = 64
+"""So many small op files are merged into one: often enough that a cold start reads few files."""
+OP_FILE_ROWS_MAX = 50_000
+"""An op file with this many rows is left alone."""
+
+
+def _small_files(table: Table) -> list[str]:
+    actions = table.actions()
+    return [str(p) for p in actions.filter(pc.less(actions["num_records"], OP_FILE_ROWS_MAX))["path"].to_pylist()]
+
+
+def is_due(table: Table) -> bool:
+    """True when ``op`` has enough small files to merge."""
+    return table.actions().num_rows >= OP_FILES_MAX and len(_small_files(table)) >= OP_FILES_MAX
+
+
+def compact_op(table: Table) -> bool:
+    """Merge the small files of ``op`` into one, sorted by version; returns whether there was anything to do.
+
+    Op rows carry their version and time, so readers see the same before and after.
+    """
+
+    def decide(version: int) -> Change | None:
+        small = _small_files(table)
+        if len(small) < OP_FILES_MAX:
+            return None
+        merged = table.write(table.read(small).sort_by("version"), "op", STATS_COLUMNS)
+        return Change(add=[merged], remove=small, data_change=False)
+
+    def landed(change: Change) -> bool:
+        live = set(table.actions()["path"].to_pylist())
+        return live.isdisjoint(change.remove)
+
+    return table.compare_and_set(decide, landed) is not None
+
+
+def vacuum(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
+    """Remove Parquet files older than ``age_s`` that no live state names; returns ``<table>/<file>``."""
+    removed: list[str] = []
+    for table in tables:
+        table.refresh()
+        live = set(table.actions()["path"].to_pylist())
+        for info in table.fs.get_file_info(pafs.FileSelector(table.folder)):
+            old = info.mtime is not None and time.time() - info.mtime.timestamp() > age_s
+            if info.type != pafs.FileType.File or not info.base_name.endswith(".parquet"):
+                continue
+            if old and info.base_name not in live:
+                removed.append(f"{table.name}/{info.base_name}")
+                if not dry_run:
+                    table.fs.delete_file(f"{table.folder}/{info.base_name}")
+    return sorted(removed)

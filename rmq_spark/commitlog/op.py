@@ -1,0 +1,377 @@
+"""Op markers: their table, their kinds, and what they say about the rows of a half batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import Enum
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog.files import bytes_array
+from rmq_spark.commitlog.half import Segment
+from rmq_spark.errors import CorruptLogError
+from rmq_spark.message import TIMESTAMP
+
+RANGES = pa.list_(pa.struct([("first", pa.int64()), ("last", pa.int64())]))
+TAILS = pa.list_(pa.struct([("topic", pa.string()), ("queue_id", pa.int32()), ("next_offset", pa.int64())]))
+OP_SCHEMA = pa.schema(
+    [
+        ("version", pa.int64()),  # of this table, at which the row was committed
+        ("op_time", TIMESTAMP),
+        ("commit_id", pa.string()),  # one id per commit: how a writer knows its own rows again
+        ("kind", pa.string()),
+        ("half_id", pa.string()),
+        ("file_no", pa.int64()),  # null = all files of the half batch
+        ("ranges", RANGES),  # null = all rows
+        ("count", pa.int64()),  # rows named
+        ("attempt", pa.int32()),
+        ("decided_by", pa.string()),  # execute, check, discard, admin
+        ("reason", pa.string()),
+        ("topic", pa.string()),
+        ("queue_id", pa.int32()),
+        ("queue_offset", pa.int64()),  # of the first row named; the others follow in order
+        ("next_offset", pa.int64()),  # queue_offset + count
+        ("path", pa.string()),  # where the rows lay when this was written: a hint
+        ("file_rows", pa.int64()),  # rows of the half file as written
+        ("transaction_per", pa.string()),
+        ("producer_group", pa.string()),
+        ("until", TIMESTAMP),  # lease
+        ("verdict", pa.string()),  # conflict: the verdict that came too late
+        ("low_water", pa.int64()),  # mark: prepare time (ms) up to which everything is settled
+        ("since_version", pa.int64()),  # mark: op rows before this one are not needed for what is open
+        ("tails", TAILS),  # mark: the next offset of every queue
+    ]
+)
+STATS_COLUMNS = ("version", "next_offset", "low_water")
+
+
+class Kind(str, Enum):
+    """The kinds of op rows."""
+
+    COMMIT = "commit"
+    PLACE = "place"
+    ROLLBACK = "rollback"
+    QUARANTINE = "quarantine"
+    CHECK = "check"
+    REOPEN = "reopen"
+    LEASE = "lease"
+    CONFLICT = "conflict"
+    MARK = "mark"
+    RELOCATE = "relocate"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Who(str, Enum):
+    """Who decided."""
+
+    EXECUTE = "execute"
+    CHECK = "check"
+    DISCARD = "discard"
+    ADMIN = "admin"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class RowState(int, Enum):
+    """What the op markers say of one row; a byte each, so that a half batch's state is one bytearray a file."""
+
+    PENDING = 0
+    COMMITTED = 1
+    DECIDED = 2  # commit, not yet placed
+    ROLLED_BACK = 3  # by execute or a person: final
+    ROLLED_BACK_BY_CHECK = 4  # may be reopened under the next attempt
+    ROLLED_BACK_BY_DISCARD = 5  # nobody knows: may be reopened under the same attempt
+    QUARANTINED = 6
+
+
+SETTLING = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE)
+"""Kinds that end a row's being pending; ``reopen`` takes it back."""
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """A row of ``op`` before it gets its version, time and commit id. See :data:`OP_SCHEMA`."""
+
+    kind: Kind
+    half_id: str | None = None
+    file_no: int | None = None
+    ranges: Ranges | None = None
+    count: int = 0
+    attempt: int | None = None
+    decided_by: Who | None = None
+    reason: str | None = None
+    topic: str | None = None
+    queue_id: int | None = None
+    queue_offset: int | None = None
+    path: str | None = None
+    file_rows: int | None = None
+    transaction_per: str | None = None
+    producer_group: str | None = None
+    until: datetime | None = None
+    verdict: str | None = None
+    low_water: int | None = None
+    since_version: int | None = None
+    tails: Mapping[tuple[str, int], int] | None = None
+
+
+def to_table(rows: Sequence[OpRow], version: int, op_time: datetime, commit_id: str) -> pa.Table:
+    """The rows of one commit, as the table has them."""
+    columns: dict[str, pa.Array] = {}
+    n = len(rows)
+    fixed = {"version": version, "op_time": op_time, "commit_id": commit_id}
+    for f in OP_SCHEMA:
+        if f.name in fixed:
+            columns[f.name] = pa.repeat(pa.scalar(fixed[f.name], f.type), n)
+        elif f.name == "ranges":
+            columns[f.name] = _ranges_array([r.ranges for r in rows])
+        elif f.name == "next_offset":
+            ends = [None if r.queue_offset is None else r.queue_offset + r.count for r in rows]
+            columns[f.name] = pa.array(ends, f.type)
+        elif f.name == "tails":
+            columns[f.name] = pa.array([_tails_value(r.tails) for r in rows], f.type)
+        else:
+            values = [getattr(r, f.name) for r in rows]
+            columns[f.name] = pa.array([str(v) if isinstance(v, Enum) else v for v in values], f.type)
+    return pa.table(columns, schema=OP_SCHEMA)
+
+
+def _tails_value(tails: Mapping[tuple[str, int], int] | None) -> list[dict[str, object]] | None:
+    if tails is None:
+        return None
+    return [{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(tails.items())]
+
+
+def _ranges_array(values: Sequence[Ranges | None]) -> pa.Array:
+    # Built from flat lists: a marker of alternating rows has a range a row.
+    offsets: list[int | None] = []
+    first: list[int] = []
+    last: list[int] = []
+    for ranges in values:
+        offsets.append(None if ranges is None else len(first))
+        for a, b in ranges or ():
+            first.append(a)
+            last.append(b)
+    offsets.append(len(first))
+    structs = pa.StructArray.from_arrays(
+        [pa.array(first, pa.int64()), pa.array(last, pa.int64())], fields=list(RANGES.value_type)
+    )
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), structs, type=RANGES)
+
+
+def ranges_of(value: object) -> Ranges | None:
+    """Ranges as they come out of a table.
+
+    Raises
+    ------
+    CorruptLogError
+        When they are empty, overlap, run backwards or are negative: rmq_spark never writes that.
+    """
+    if value is None:
+        return None
+    ranges = tuple((r["first"], r["last"]) for r in value)  # type: ignore[attr-defined]
+    previous = -1
+    for first, last in ranges:
+        if first is None or last is None or first <= previous or last < first:
+            raise CorruptLogError(f"an op row has the ranges {ranges[:3]}…: they must ascend without overlap")
+        previous = last
+    if not ranges:
+        raise CorruptLogError("an op row has an empty list of ranges: it names no row")
+    return ranges
+
+
+def ranges_count(ranges: Ranges) -> int:
+    return sum(last - first + 1 for first, last in ranges)
+
+
+_RUN = re.compile(rb"\x01+")
+
+
+def runs(mask: bytes | bytearray) -> Ranges:
+    """Ranges of the bytes that are 1."""
+    return tuple((m.start(), m.end() - 1) for m in _RUN.finditer(mask))
+
+
+@dataclass
+class FileState:
+    """The rows of one half file, a byte each."""
+
+    path: str
+    rows: int
+    segments: tuple[Segment, ...]
+    state: bytearray = field(init=False)
+    attempt: bytearray = field(init=False)
+    checks: bytearray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.state = bytearray(self.rows)
+        self.attempt = bytearray(b"\x01") * self.rows
+        self.checks = bytearray(self.rows)
+
+
+_PLUS_ONE = bytes(min(i + 1, 255) for i in range(256))
+
+_STATE_AFTER_ROLLBACK = {
+    Who.EXECUTE: RowState.ROLLED_BACK,
+    Who.ADMIN: RowState.ROLLED_BACK,
+    Who.CHECK: RowState.ROLLED_BACK_BY_CHECK,
+    Who.DISCARD: RowState.ROLLED_BACK_BY_DISCARD,
+}
+
+
+class BatchState:
+    """What all op markers together say of one half batch.
+
+    Parameters
+    ----------
+    half_id : str
+    files : mapping of int to FileState
+        By file number, fresh (every row pending under attempt 1).
+    """
+
+    def __init__(self, half_id: str, files: Mapping[int, FileState]) -> None:
+        self.half_id = half_id
+        self.files = dict(sorted(files.items()))
+        self.lease_until: datetime | None = None
+        self.in_conflict = False
+        self.opened_at: dict[int, datetime] = {}  # attempt → when it was reopened
+        self.history: list[dict[str, object]] = []  # decisions, for the words of an error
+
+    def fold(self, row: Mapping[str, object]) -> None:
+        """Apply one op row of this half batch (rows come in version order).
+
+        Raises
+        ------
+        CorruptLogError
+            When the row names files or rows that the half batch does not have.
+        """
+        kind = Kind(str(row["kind"]))
+        if kind is Kind.LEASE:
+            self.lease_until = row["until"]  # type: ignore[assignment]
+            return
+        if kind in (Kind.MARK, Kind.RELOCATE):
+            return
+        who = Who(str(row["decided_by"])) if row["decided_by"] is not None else None
+        attempt = int(row["attempt"] or 1)  # type: ignore[call-overload]
+        if kind is Kind.CONFLICT or who is Who.ADMIN:
+            self.in_conflict = who is not Who.ADMIN
+        if kind is Kind.CONFLICT:
+            return
+        if kind is not Kind.CHECK:
+            self.history.append(
+                {"kind": str(kind), "who": str(who), "when": row["op_time"], "attempt": attempt, "reason": row["reason"]}
+            )
+        if kind is Kind.REOPEN:
+            self.opened_at[attempt] = row["op_time"]  # type: ignore[assignment]
+        for file, first, last in self._spans(row):
+            rows = last - first
+            if kind is Kind.CHECK:
+                file.checks[first:last] = file.checks[first:last].translate(_PLUS_ONE)
+            elif kind is Kind.REOPEN:
+                file.state[first:last] = bytes(rows)
+                file.attempt[first:last] = bytes([attempt]) * rows
+                file.checks[first:last] = bytes(rows)
+            else:
+                file.state[first:last] = bytes([_after(kind, who, row)]) * rows
+
+    def _spans(self, row: Mapping[str, object]) -> Iterator[tuple[FileState, int, int]]:
+        file_no = row["file_no"]
+        if file_no is None:
+            files: Iterable[FileState] = self.files.values()
+        elif file_no in self.files:
+            files = (self.files[file_no],)  # type: ignore[index]
+        else:
+            raise CorruptLogError(f"an op row names file {file_no} of half batch {self.half_id!r}, which has no such file")
+        ranges = ranges_of(row["ranges"])
+        for file in files:
+            for first, last in ranges or ((0, file.rows - 1),):
+                if last >= file.rows:
+                    raise CorruptLogError(
+                        f"an op row names row {last} of file {file_no} of half batch {self.half_id!r}, "
+                        f"which has {file.rows} rows"
+                    )
+                yield file, first, last + 1
+
+    # ------------------------------------------------------------------ questions
+    def rows_in(self, states: Sequence[RowState], attempt: int | None = None) -> dict[int, bytes]:
+        """A mask (1 = yes) per file number of the rows in one of these states (of one attempt); files without any
+        are left out."""
+        table = bytes(1 if i in {int(s) for s in states} else 0 for i in range(256))
+        result: dict[int, bytes] = {}
+        for file_no, file in self.files.items():
+            mask = bytes(file.state.translate(table))
+            if attempt is not None:
+                same = file.attempt.translate(bytes(1 if i == attempt else 0 for i in range(256)))
+                mask = mask_and(mask, same)
+            if b"\x01" in mask:
+                result[file_no] = mask
+        return result
+
+    def count(self, *states: RowState) -> int:
+        """How many rows are in one of these states."""
+        return sum(f.state.count(int(s)) for f in self.files.values() for s in states)
+
+    @property
+    def rows(self) -> int:
+        return sum(f.rows for f in self.files.values())
+
+    @property
+    def settled(self) -> bool:
+        """True when no row is pending."""
+        return self.count(RowState.PENDING) == 0
+
+    def attempts(self, *states: RowState) -> list[int]:
+        """The attempts that rows in one of these states are under, ascending."""
+        found: set[int] = set()
+        for file_no, mask in self.rows_in(states).items():
+            for first, last in runs(mask):
+                found.update(set(self.files[file_no].attempt[first : last + 1]))
+        return sorted(found)
+
+    def check_times(self, mask: Mapping[int, bytes]) -> int:
+        """The most answered checks that any of these rows has had."""
+        most = 0
+        for file_no, bits in mask.items():
+            file = self.files[file_no]
+            for first, last in runs(bits):
+                most = max(most, max(file.checks[first : last + 1]))
+        return most
+
+
+def _after(kind: Kind, who: Who | None, row: Mapping[str, object]) -> int:
+    if kind is Kind.QUARANTINE:
+        return RowState.QUARANTINED
+    if kind is Kind.PLACE:
+        return RowState.COMMITTED
+    if kind is Kind.COMMIT:
+        return RowState.DECIDED if row["queue_offset"] is None else RowState.COMMITTED
+    return _STATE_AFTER_ROLLBACK[who or Who.EXECUTE]
+
+
+def mask_and(a: bytes | bytearray, b: bytes | bytearray) -> bytes:
+    """Bitwise and of two masks of the same length."""
+    joined = int.from_bytes(a, "little") & int.from_bytes(b, "little")
+    return joined.to_bytes(len(a), "little")
+
+
+def mask_of(array: pa.BooleanArray | pa.ChunkedArray) -> bytes:
+    """A boolean Arrow array as a mask, a byte a row."""
+    flat = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    return pc.cast(pc.fill_null(flat, False), pa.uint8()).buffers()[1].to_pybytes()[: len(flat)]
+
+
+def mask_array(mask: bytes | bytearray) -> pa.BooleanArray:
+    """A mask as a boolean Arrow array."""
+    return pc.equal(bytes_array(mask), 1)
+
+
+def mask_count(mask: Mapping[int, bytes]) -> int:
+    return sum(bits.count(1) for bits in mask.values())

@@ -1,0 +1,269 @@
+"""One Delta table of a commit log, and the only way to commit to it: compare-and-set at the next version.
+
+This module alone imports deltalake.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as pads
+import pyarrow.fs as pafs
+from deltalake import CommitProperties, DeltaTable, Schema, Transaction
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction, RemoveAction
+
+from rmq_spark.commitlog.files import DataFile, check_path, filesystem, write_table
+from rmq_spark.errors import CommitError, LogFormatError, LostCommitError, NotACommitLogError, TxmqError
+
+logger = logging.getLogger(__name__)
+
+COMMIT_TRIES_MAX = 200
+"""Lost races before a commit gives up; each waits a little longer, up to BACKOFF_S_MAX."""
+UNEXPECTED_ERRORS_MAX = 3
+BACKOFF_S_MIN = 0.002
+BACKOFF_S_MAX = 0.25
+CHECKPOINT_INTERVAL = 100
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one commit does to a table."""
+
+    add: Sequence[DataFile] = ()
+    remove: Sequence[str] = ()
+    transaction: tuple[str, int] | None = None
+    modification_time_ms: int | None = None
+    data_change: bool = True
+
+
+class Table(Protocol):
+    """A table of the commit log. ``DeltaLogTable`` is the real one, ``rmq_spark.testing`` has its twin."""
+
+    name: str
+    schema: pa.Schema
+
+    @property
+    def version(self) -> int:
+        """The version that the last refresh saw."""
+
+    def refresh(self) -> int:
+        """Move to the newest version and return it."""
+
+    def actions(self) -> pa.Table:
+        """The live files: ``path, modification_time`` (ms), ``num_records, min.<column>, max.<column>``."""
+
+    def transaction_version(self, app_id: str) -> int | None:
+        """The newest batch id that a commit with ``Change.transaction`` named for this application."""
+
+    def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
+        """Write a data file; it belongs to the table once a commit adds it."""
+
+    def read(
+        self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None
+    ) -> pa.Table:
+        """Rows of some live files."""
+
+    def compare_and_set(
+        self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
+    ) -> Change | None:
+        """Refresh, decide, commit exactly at the next version; or refresh and decide again."""
+
+
+def compare_and_set(
+    table: Table,
+    decide: Callable[[int], Change | None],
+    landed: Callable[[Change], bool],
+    try_commit: Callable[[Change], bool],
+) -> Change | None:
+    """The loop of every commit. Real tables and their twins share it.
+
+    Parameters
+    ----------
+    decide : callable
+        Given the next version, with the table refreshed: what to commit, or None when there is nothing (left) to do.
+        Raising ends the loop with nothing written.
+    landed : callable
+        With the table refreshed: True when the rows of this change are in the table's state.
+    try_commit : callable
+        True when the commit was acknowledged; False when another writer had the version, or nobody knows.
+        An exception is a failure of unknown outcome.
+
+    Raises
+    ------
+    CommitError
+        When the tries are used up.
+    LostCommitError
+        When a commit was acknowledged but the state does not have it: it went below the log's head.
+    """
+    failures = 0
+    change: Change | None = None
+    for tries in range(COMMIT_TRIES_MAX):
+        table.refresh()
+        # An earlier try of ours may have landed although it was reported lost.
+        if change is not None and landed(change):
+            return change
+        change = decide(table.version + 1)
+        if change is None:
+            return None
+        try:
+            acknowledged = try_commit(change)
+        except TxmqError:
+            raise
+        except Exception as problem:  # of unknown outcome: look before trying again
+            failures += 1
+            if failures >= UNEXPECTED_ERRORS_MAX:
+                table.refresh()
+                if landed(change):
+                    return change
+                raise CommitError(
+                    f"a commit to table {table.name} failed {failures} times, the last time with "
+                    f"{type(problem).__name__}: {problem}"
+                ) from problem
+            acknowledged = False
+        if acknowledged:
+            table.refresh()
+            if not landed(change):
+                raise LostCommitError(
+                    f"a commit to table {table.name} was acknowledged, but version {table.version} does not hold its "
+                    "rows: this process slept past the clean-up of the table's log. Restart it"
+                )
+            return change
+        time.sleep(random.uniform(0, min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** min(tries, 10))))
+    raise CommitError(f"a commit to table {table.name} lost {COMMIT_TRIES_MAX} races in a row: too many writers")
+
+
+class DeltaLogTable:
+    """A Delta table of a commit log, through delta-rs."""
+
+    def __init__(self, uri: str, name: str, schema: pa.Schema, storage_options: Mapping[str, str] | None) -> None:
+        self.name = name
+        self.schema = schema
+        self._uri = uri
+        self._storage_options = dict(storage_options or {})
+        self._delta_schema = Schema.from_arrow(schema)
+        self.fs: pafs.FileSystem
+        self.fs, self.folder = filesystem(uri, storage_options)
+        self._actions: pa.Table | None = None
+        self._table = self._open()
+
+    @staticmethod
+    def create(
+        uri: str,
+        name: str,
+        schema: pa.Schema,
+        storage_options: Mapping[str, str] | None,
+        configuration: Mapping[str, str],
+    ) -> None:
+        """Make the empty table; one that is there already is left as it is."""
+        settings: dict[str, str | None] = {
+            "delta.appendOnly": "true",
+            "delta.checkpointInterval": str(CHECKPOINT_INTERVAL),
+            "delta.enableExpiredLogCleanup": "true",
+            **configuration,
+        }
+        try:
+            DeltaTable.create(
+                uri,
+                schema=Schema.from_arrow(schema),
+                mode="error",
+                configuration=settings,
+                storage_options=dict(storage_options or {}) or None,
+                raise_if_key_not_exists=False,
+                commit_properties=CommitProperties(max_commit_retries=0),
+            )
+        except DeltaError as problem:
+            if not DeltaTable.is_deltatable(uri, dict(storage_options or {}) or None):
+                raise NotACommitLogError(f"table {name} cannot be created at {uri}: {problem}") from problem
+
+    @staticmethod
+    def exists(uri: str, storage_options: Mapping[str, str] | None) -> bool:
+        """True when the folder holds a Delta table."""
+        return bool(DeltaTable.is_deltatable(uri, dict(storage_options or {}) or None))
+
+    def _open(self) -> DeltaTable:
+        try:
+            table = DeltaTable(self._uri, storage_options=self._storage_options or None)
+        except TableNotFoundError as problem:
+            raise NotACommitLogError(f"no Delta table {self.name!r} at {self._uri}: is it a commit log?") from problem
+        have = set(pa.schema(table.schema().to_arrow()).names)
+        missing = [n for n in self.schema.names if n not in have]
+        if missing:
+            raise LogFormatError(f"table {self.name} has no column {missing[0]!r}: it was changed by hand, or is no log")
+        return table
+
+    @property
+    def version(self) -> int:
+        return int(self._table.version())
+
+    @property
+    def configuration(self) -> dict[str, str]:
+        """The table's properties."""
+        return dict(self._table.metadata().configuration)
+
+    def refresh(self) -> int:
+        before = self.version
+        try:
+            self._table.update_incremental()
+        except DeltaError:
+            # The entries after ours are cleaned up: only a checkpoint knows the way from here.
+            self._table = self._open()
+            self._actions = None
+        if self.version != before:
+            self._actions = None
+        return self.version
+
+    def actions(self) -> pa.Table:
+        if self._actions is None:
+            self._actions = pa.table(self._table.get_add_actions(flatten=True))
+        return self._actions
+
+    def transaction_version(self, app_id: str) -> int | None:
+        return self._table.transaction_version(app_id)
+
+    def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
+        return write_table(self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns)
+
+    def read(
+        self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None
+    ) -> pa.Table:
+        names = list(columns) if columns is not None else self.schema.names
+        if not paths:
+            return pa.schema([self.schema.field(n) for n in names]).empty_table()
+        full = [f"{self.folder}/{check_path(p, self.name)}" for p in paths]
+        dataset = pads.dataset(full, schema=self.schema, format="parquet", filesystem=self.fs)
+        return dataset.to_table(columns=names, filter=where)
+
+    def compare_and_set(
+        self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
+    ) -> Change | None:
+        return compare_and_set(self, decide, landed, self._try_commit)
+
+    def _try_commit(self, change: Change) -> bool:
+        now_ms = time.time_ns() // 1_000_000
+        written_ms = change.modification_time_ms or now_ms
+        actions: list[AddAction | RemoveAction] = [
+            AddAction(f.path, f.size_bytes, {}, written_ms, change.data_change, f.stats) for f in change.add
+        ]
+        actions += [
+            RemoveAction(path=p, data_change=change.data_change, deletion_timestamp=now_ms) for p in change.remove
+        ]
+        transactions = [Transaction(*change.transaction)] if change.transaction else None
+        try:
+            self._table.create_write_transaction(
+                actions,  # type: ignore[arg-type]
+                mode="append",
+                schema=self._delta_schema,
+                commit_properties=CommitProperties(max_commit_retries=0, app_transactions=transactions),
+            )
+        except CommitFailedError as problem:
+            logger.debug("commit to %s at version %d: %s", self.name, self.version + 1, problem)
+            return False
+        return True

@@ -1,0 +1,155 @@
+"""Limits, durations and options: everything a user may set, named and checked in one place."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+
+from rmq_spark.errors import OptionError
+
+BODY_BYTES_MAX = 4 * 1024 * 1024
+"""Largest body of a message (RocketMQ: ``maxMessageSize``)."""
+PROPERTIES_BYTES_MAX = 32 * 1024
+"""Largest sum of names and values of a message's properties, in UTF-8 bytes."""
+TOPIC_CHARS_MAX = 127
+GROUP_CHARS_MAX = 255
+APP_ID_CHARS_MAX = 127
+TRANSACTION_KEY_CHARS_MAX = 255
+QUEUES_MAX = 1024
+QUEUES_DEFAULT = 4
+ATTEMPTS_MAX = 250
+CHECKS_MAX = 250
+
+TRANSACTION_TIMEOUT_S = 6.0
+"""A half batch younger than this is not checked (RocketMQ: ``transactionTimeOut``)."""
+TRANSACTION_CHECK_INTERVAL_S = 60.0
+TRANSACTION_CHECK_MAX = 15
+FILE_RESERVED_TIME_S = 72 * 3600.0
+CHECK_ROUND_TIMEOUT_S = 60.0
+LEASE_S = 60.0
+"""How long a lease keeps checkers away; a living sink renews it at a third of this, from 20 s on."""
+REPLAY_CHECK_TIMEOUT_S = 60.0
+ORPHAN_AGE_S = 7 * 24 * 3600.0
+"""vacuum removes staged files that no commit names when they are older; prepare refuses half of it."""
+
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_duration(text: str, name: str = "duration") -> float:
+    """Seconds of a duration such as ``500ms``, ``6s``, ``5m``, ``72h`` or ``7d``.
+
+    Parameters
+    ----------
+    text : str
+        A number and a unit; a bare number is refused, because its unit would be a guess.
+    name : str
+        The option's name, for the message of the error.
+
+    Raises
+    ------
+    OptionError
+        When the text is not a duration.
+    """
+    match = _DURATION.fullmatch(str(text))
+    if match is None:
+        raise OptionError(f"{name}={text!r} is not a duration: write a number and a unit, such as '6s', '5m' or '72h'")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_bool(text: str, name: str) -> bool:
+    """``true`` or ``false`` as Spark writes them; anything else is an OptionError."""
+    value = str(text).strip().lower()
+    if value not in ("true", "false"):
+        raise OptionError(f"{name}={text!r} is neither 'true' nor 'false'")
+    return value == "true"
+
+
+def parse_int(text: str, name: str, minimum: int = 1, maximum: int | None = None) -> int:
+    """A whole number of at least ``minimum`` (and at most ``maximum``); anything else is an OptionError."""
+    try:
+        value = int(str(text).strip())
+    except ValueError:
+        raise OptionError(f"{name}={text!r} is not a whole number") from None
+    if value < minimum or (maximum is not None and value > maximum):
+        upper = "" if maximum is None else f" and at most {maximum}"
+        raise OptionError(f"{name}={value} is out of range: it must be at least {minimum}{upper}")
+    return value
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'topic'?)`` for a name close to a known one, else a list of the known ones."""
+    by_lower = {k.lower(): k for k in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {by_lower[close[0]]!r}?"
+    return "known are " + ", ".join(sorted(by_lower.values()))
+
+
+class Options:
+    """The options of one ``format("txmq")`` call, by their documented names.
+
+    Parameters
+    ----------
+    given : mapping
+        What Spark passes on; names are compared without regard to case, as Spark does.
+    known : iterable of str
+        The documented names. ``storage.<key>`` is always known.
+
+    Raises
+    ------
+    OptionError
+        For a name that is not known; the nearest right one is offered.
+    """
+
+    def __init__(self, given: Mapping[str, str], known: Iterable[str]) -> None:
+        names = {k.lower(): k for k in known}
+        self._values: dict[str, str] = {}
+        self.storage_options: dict[str, str] = {}
+        for key, value in given.items():
+            lower = key.lower()
+            if lower.startswith("storage."):
+                self.storage_options[key[len("storage.") :]] = value
+            elif lower in names:
+                self._values[names[lower]] = value
+            else:
+                raise OptionError(f"unknown option {key!r} for format('txmq'): {nearest(key, names.values())}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def get(self, name: str, default: str | None = None) -> str | None:
+        return self._values.get(name, default)
+
+    def require(self, name: str, why: str) -> str:
+        """The value of an option that must be there; ``why`` ends the error's sentence."""
+        value = self._values.get(name)
+        if value is None or not value.strip():
+            raise OptionError(f"option {name!r} is missing: {why}")
+        return value
+
+    def choice(self, name: str, choices: Iterable[str], default: str) -> str:
+        value = self._values.get(name, default).strip()
+        known = {c.lower(): c for c in choices}
+        if value.lower() not in known:
+            raise OptionError(f"{name}={value!r} is not one of {', '.join(known.values())}")
+        return known[value.lower()]
+
+    def duration(self, name: str, default_s: float) -> float:
+        value = self._values.get(name)
+        return default_s if value is None else parse_duration(value, name)
+
+    def integer(self, name: str, minimum: int = 1) -> int | None:
+        value = self._values.get(name)
+        return None if value is None else parse_int(value, name, minimum)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self._values.get(name)
+        return default if value is None else parse_bool(value, name)
+
+    def at_most_one(self, *names: str) -> None:
+        """Raise when two options that contradict each other are both set."""
+        found = [n for n in names if n in self._values]
+        if len(found) > 1:
+            raise OptionError(f"options {' and '.join(map(repr, found))} contradict each other: set one of them")

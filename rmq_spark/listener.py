@@ -1,0 +1,159 @@
+"""The listener that runs and checks local transactions, and how one is found by name."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from rmq_spark.errors import ListenerError
+from rmq_spark.message import MessageExt
+from rmq_spark.transaction import BATCH, MESSAGE, HalfBatch, LocalTransactionState
+
+Verdicts: TypeAlias = LocalTransactionState | Sequence[LocalTransactionState | None] | pa.Array | None
+"""One verdict for all transactions of a half batch, or one per row of ``batch.transactions``; None = UNKNOWN."""
+
+
+class TransactionListener(ABC):
+    """Runs a half batch's local transaction, and later says what became of it.
+
+    Mirrors RocketMQ's ``org.apache.rocketmq.client.producer.TransactionListener``, a half batch at a time.
+    """
+
+    requires_spark = False
+    """True for a listener that works through a Spark session: ``format("txmq")`` commits without one."""
+
+    @property
+    def fence_id(self) -> str | None:
+        """The id of the fence that makes a check's ROLLBACK binding; None for a listener without one."""
+        return None
+
+    @abstractmethod
+    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        """Do the work that must agree with the messages, and return the verdict(s).
+
+        An exception leaves the half batch pending: a check or a replay settles it.
+        """
+
+    @abstractmethod
+    def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        """Say what became of the local transaction(s) of ``batch.transactions``.
+
+        ROLLBACK_MESSAGE is a promise: it did not happen *and never will*. A listener that cannot keep a late
+        driver from committing (no fence) should answer UNKNOWN until it is sure.
+        """
+
+
+class PerMessageListener(TransactionListener):
+    """Lets a listener with RocketMQ's own signature answer message by message.
+
+    Parameters
+    ----------
+    listener : object
+        With ``execute_local_transaction(msg, arg)`` and ``check_local_transaction(msg)``, where ``msg`` is a
+        :class:`~rmq_spark.message.MessageExt`; each returns a LocalTransactionState or None.
+
+    Notes
+    -----
+    Needs ``transactionPer=message``, or half batches of one message (a producer's single send): a verdict about one
+    message says nothing about the others.
+    """
+
+    def __init__(self, listener: Any) -> None:
+        _require_methods(listener, "PerMessageListener")
+        self._listener = listener
+
+    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        return [self._listener.execute_local_transaction(msg, batch.arg) for msg in self._messages(batch)]
+
+    def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        return [self._listener.check_local_transaction(msg) for msg in self._messages(batch)]
+
+    def _messages(self, batch: HalfBatch) -> Iterable[MessageExt]:
+        table = batch.messages()
+        if batch.transaction_per != MESSAGE and not (batch.transaction_per == BATCH and table.num_rows == 1):
+            raise ListenerError(
+                f"PerMessageListener answers per message, but half batch {batch.half_id!r} has transactions of several "
+                "messages: set transactionPer=message"
+            )
+        for row in table.to_pylist():
+            row["properties"] = dict(row["properties"] or ())
+            yield MessageExt(**row, producer_group=batch.producer_group, check_times=batch.check_times)
+
+
+class CommitOncePrepared(TransactionListener):
+    """``transactionListener=none``: there is no local transaction, so every half batch commits once prepared."""
+
+    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        return LocalTransactionState.COMMIT_MESSAGE
+
+    def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        return LocalTransactionState.COMMIT_MESSAGE
+
+
+def _require_methods(listener: object, what: str) -> None:
+    for method in ("execute_local_transaction", "check_local_transaction"):
+        if not callable(getattr(listener, method, None)):
+            raise ListenerError(f"{what} got {type(listener).__name__}, which has no method {method}")
+
+
+def check_listener(listener: object, where: str) -> TransactionListener:
+    """The listener itself when it is a TransactionListener, else ListenerError naming ``where`` it came from."""
+    if listener is None:
+        raise ListenerError(f"{where}: no listener was given; pass a TransactionListener")
+    if isinstance(listener, type) and issubclass(listener, TransactionListener):
+        raise ListenerError(f"{where}: {listener.__name__} is a class; pass an instance of it")
+    if not isinstance(listener, TransactionListener):
+        raise ListenerError(
+            f"{where}: {type(listener).__name__} is not a TransactionListener; subclass it, or wrap a listener with "
+            "RocketMQ's per-message signature in PerMessageListener"
+        )
+    return listener
+
+
+_PATH = re.compile(r"[A-Za-z_][\w]*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def load_listener(path: str, allowed_prefixes: Sequence[str] | None = None) -> TransactionListener:
+    """The listener that ``module:attribute`` names: an instance, or a callable (class, function) that makes one.
+
+    Parameters
+    ----------
+    path : str
+        From the user's own option or configuration file, never from a table.
+    allowed_prefixes : sequence of str, optional
+        Modules that may be imported: ``"shop"`` allows ``shop`` and ``shop.orders``, not ``shopping``.
+
+    Raises
+    ------
+    ListenerError
+        When the path is malformed, not allowed, cannot be imported, or names no TransactionListener.
+    """
+    if _PATH.fullmatch(path) is None:
+        raise ListenerError(f"listener {path!r} is not 'module:attribute', such as 'shop.orders:listener'")
+    module_name, _, attribute = path.partition(":")
+    if allowed_prefixes is not None and not any(
+        module_name == p.rstrip(".") or module_name.startswith(p.rstrip(".") + ".") for p in allowed_prefixes
+    ):
+        raise ListenerError(
+            f"listener {path!r} is outside the allowed modules ({', '.join(allowed_prefixes) or 'none'}): "
+            "add its package to listener_modules if you trust it"
+        )
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as problem:
+        raise ListenerError(
+            f"listener {path!r}: module {module_name!r} cannot be imported here ({type(problem).__name__}: {problem}); "
+            "it must be on the Python path of the driver"
+        ) from problem
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise ListenerError(f"listener {path!r}: {module_name!r} has no {attribute!r}")
+        found = getattr(found, name)
+    if not isinstance(found, TransactionListener) and callable(found):
+        found = found()
+    return check_listener(found, f"listener {path!r}")

@@ -1,0 +1,41 @@
+"""Listeners that make a check's ROLLBACK binding: a fence in the user's own database or Delta table.
+
+Nothing is imported before it is asked for: SQLAlchemy (the extra ``sql``) and Spark (``spark``) are not
+everyone's.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rmq_spark.listeners.delta import DeltaTransactionListener
+    from rmq_spark.listeners.sql import HalfTransaction, Rollback, SqlTransactionListener, create_fence
+
+__all__ = [
+    "DeltaTransactionListener",
+    "HalfTransaction",
+    "Rollback",
+    "SqlTransactionListener",
+    "create_fence",
+]
+
+_MODULES = {
+    "DeltaTransactionListener": "rmq_spark.listeners.delta",
+    "HalfTransaction": "rmq_spark.listeners.sql",
+    "Rollback": "rmq_spark.listeners.sql",
+    "SqlTransactionListener": "rmq_spark.listeners.sql",
+    "create_fence": "rmq_spark.listeners.sql",
+}
+
+
+def __getattr__(name: str) -> object:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,489 @@
+"""A local transaction on a Delta table: one commit of the user's own, fenced by Delta's idempotent writes.
+
+Execute and a check's tombstone write under the *same* transaction (``txnAppId`` and ``txnVersion``) of the
+table, so that only one of them can ever be in its log; ``userMetadata`` says which. See
+:class:`DeltaTransactionListener`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from rmq_spark.errors import (
+    FencedError,
+    FenceError,
+    ListenerError,
+    LocalTransactionError,
+    OptionError,
+    VerdictError,
+)
+from rmq_spark.listener import TransactionListener, Verdicts
+from rmq_spark.transaction import (
+    BATCH,
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    HalfBatch,
+    LocalTransactionState,
+    normalize_verdicts,
+)
+
+if TYPE_CHECKING:
+    from delta.tables import DeltaTable
+    from pyspark.sql import DataFrame, SparkSession
+
+logger = logging.getLogger(__name__)
+
+ROLLBACK_AFTER_S = 60.0
+
+EXECUTED = "executed"
+ROLLED_BACK = "rolled_back"
+TOMBSTONE = "tombstone"
+_VERDICTS = {EXECUTED: COMMIT_MESSAGE, ROLLED_BACK: ROLLBACK_MESSAGE, TOMBSTONE: ROLLBACK_MESSAGE}
+
+_APP_ID = "spark.databricks.delta.write.txnAppId"
+_VERSION = "spark.databricks.delta.write.txnVersion"
+# Delta takes the version out of the session once it is used, so a second write finds half a setting and
+# fails.
+_AUTO_RESET = "spark.databricks.delta.write.txnVersion.autoReset.enabled"
+_USER_METADATA = "spark.databricks.delta.commitInfo.userMetadata"
+_SECOND_WRITE = "DELTA_INVALID_IDEMPOTENT_WRITES_OPTIONS"
+
+# Commits that carry the session's transaction. Others (ALTER TABLE, RESTORE) carry the metadata alone.
+_FENCED_OPERATIONS = frozenset({"WRITE", "MERGE", "UPDATE", "DELETE"})
+# Commits that Delta makes by itself, behind a write.
+_HOUSEKEEPING = frozenset({"OPTIMIZE", "VACUUM START", "VACUUM END"})
+
+# How many of the newest commits to look at, page by page; the last page is the whole log.
+_HISTORY_PAGES = (100, 1000, None)
+# A table's clock is its storage's; ours may differ by this much without costing more than a longer look.
+_CLOCK_SKEW_S = 3600.0
+
+Work: TypeAlias = Callable[["DataFrame", "DeltaTable"], Verdicts]
+
+
+class DeltaTransactionListener(TransactionListener):
+    """Runs ``work`` as exactly one commit to a Delta table, which the half batch's messages must agree with.
+
+    Needs Spark: for ``foreachBatch(TransactionalSink(...))`` and the check job. A half batch is one
+    transaction (neither ``transactionKey`` nor ``transactionPer=message``): a Delta commit happens as a
+    whole.
+
+    Parameters
+    ----------
+    table : str or DeltaTable
+        A path (with a ``/``) or a table's name.
+    work : callable
+        ``work(batch_df, delta_table)``: the messages with the columns of ``half``, and the
+        :class:`delta.tables.DeltaTable`. It makes **exactly one** commit to that table, by a write (append or
+        overwrite), MERGE, UPDATE or DELETE, through ``batch_df``, ``delta_table`` or
+        ``batch_df.sparkSession``. These belong to a session of their own, a copy of ``spark`` with its
+        temporary views; a commit through any other session is not fenced. It writes to no other Delta table
+        and sets no ``txnAppId`` and no ``userMetadata``. What it returns:
+
+        ============================== ======================================================================
+        returned or raised             meaning
+        ============================== ======================================================================
+        ``None``, ``COMMIT_MESSAGE``   its commit is in the table, so the messages commit
+        ``ROLLBACK_MESSAGE``           it made no commit; the messages are rolled back
+        ``UNKNOWN``                    refused (VerdictError): the commit is in the table or it is not
+        an exception                   the half batch stays pending; a check looks for the commit
+        ============================== ======================================================================
+
+        ``None`` is COMMIT here, where a listener's own ``None`` is UNKNOWN.
+    spark : SparkSession, optional
+        The session; the active one when not given. Its settings are never changed.
+    rollback_after : float, default 60.0
+        Seconds from prepare (or reopen). A check that finds no commit answers UNKNOWN while the half batch is
+        younger, else it writes a tombstone (an empty commit) and answers ROLLBACK.
+
+    Notes
+    -----
+    The fence is the table itself: its id is kept with each half batch, so a check against another table, or
+    one that was made anew, is an error instead of a wrong answer.
+
+    Delta keeps a transaction in its checkpoints, and who wrote it in the log's JSON files, which clean-up
+    removes (``delta.logRetentionDuration``, 30 days by default). A check that finds the one without the other
+    raises FenceError: nobody can say. ``delta.setTransactionRetentionDuration`` makes Delta forget
+    transactions; leave it unset, or longer than half batches are kept.
+
+    When another writer's commit conflicts with that of ``work``, Delta raises an error of its own, and
+    nothing is written: the half batch stays pending, and a check or a replay settles it.
+    """
+
+    requires_spark = True
+
+    def __init__(
+        self,
+        table: str | DeltaTable,
+        work: Work,
+        *,
+        spark: SparkSession | None = None,
+        rollback_after: float = ROLLBACK_AFTER_S,
+    ) -> None:
+        if not callable(work):
+            raise ListenerError(
+                f"work is {type(work).__name__}: a function work(batch_df, delta_table) is expected"
+            )
+        if rollback_after < 0:
+            raise OptionError(
+                f"rollback_after={rollback_after!r} is negative: seconds of 0 or more are expected"
+            )
+        self._table = table if isinstance(table, str) else _location(table)
+        self._work = work
+        self._spark = spark
+        self._rollback_after = timedelta(seconds=rollback_after)
+
+    def __repr__(self) -> str:
+        return f"DeltaTransactionListener({self._table!r}, work={getattr(self._work, '__qualname__', '?')})"
+
+    @property
+    def fence_id(self) -> str:
+        """The table's id, which Delta gave it when it was made.
+
+        Raises
+        ------
+        FenceError
+            When there is no such Delta table.
+        """
+        return self._read_id(self._session())
+
+    # ------------------------------------------------------------------ execute
+    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        """Run ``work`` under the half batch's Delta transaction, then look whose commit the table has.
+
+        Returns
+        -------
+        LocalTransactionState
+            COMMIT_MESSAGE when the commit is that of ``work`` (of this run, or of an earlier one of the same
+            attempt); ROLLBACK_MESSAGE when ``work`` returned that, now or in an earlier run.
+
+        Raises
+        ------
+        FencedError
+            A check rolled this attempt back; Delta skipped what ``work`` wrote.
+        FenceError
+            There is no such table, or another one than when the half batch was prepared.
+        ListenerError
+            ``work`` made no commit, or more than one, or one that is not fenced.
+        """
+        spark = self._session()
+        self._require_fit(spark, batch)
+        with _fenced_session(spark, batch, EXECUTED) as own:
+            table = self._open(own)
+            try:
+                result = self._work(batch.to_spark(own), table)
+            except Exception as problem:
+                self._explain(problem, self._look(table, batch), batch)
+                raise
+            refused = _verdict(result, batch) is ROLLBACK_MESSAGE
+            unused = own.conf.get(_VERSION, None) is not None
+        if refused:
+            return self._refuse(spark, batch, unused)
+        return self._require_one_commit(self._look(self._open(spark), batch), batch, unused)
+
+    def _explain(self, problem: Exception, found: _Found, batch: HalfBatch) -> None:
+        """Raise what an exception in ``work`` really means, when it is not its own."""
+        if found.state == TOMBSTONE:
+            raise self._fenced(batch) from problem
+        if _SECOND_WRITE in str(problem):
+            first = (
+                "is in the table, so a check will answer COMMIT"
+                if found.state == EXECUTED
+                else "is not in it"
+            )
+            raise ListenerError(
+                f"work for {self._table!r} writes to Delta more than once, in half batch {batch.half_id!r}: "
+                f"it must make exactly one commit, to this table, and set no txnAppId. Its second write was "
+                f"refused; the first {first}"
+            ) from problem
+
+    def _refuse(self, spark: SparkSession, batch: HalfBatch, unused: bool) -> LocalTransactionState:
+        """``work`` rolled back: record it, so that a check says the same."""
+        if not unused:
+            raise LocalTransactionError(
+                f"work for {self._table!r} returned ROLLBACK_MESSAGE for half batch {batch.half_id!r}, but "
+                "it has made a Delta commit, which stands: decide before the write"
+            )
+        found = self._seal(spark, batch, ROLLED_BACK)
+        if found.state == TOMBSTONE:
+            raise self._fenced(batch)
+        if found.state is None:
+            raise self._forgotten(batch)
+        return _VERDICTS[found.state]
+
+    def _require_one_commit(self, found: _Found, batch: HalfBatch, unused: bool) -> LocalTransactionState:
+        if found.state == TOMBSTONE:
+            raise self._fenced(batch)
+        if found.state == ROLLED_BACK:
+            return ROLLBACK_MESSAGE
+        if unused or found.state is None or found.unfenced:
+            also = f", and {', '.join(found.unfenced)}, which Delta does not fence" if found.unfenced else ""
+            made = "one commit" if found.state == EXECUTED else "no commit that is fenced"
+            raise ListenerError(
+                f"work for {self._table!r} made {made}{also}, in half batch {batch.half_id!r}: it must make "
+                "exactly one commit to this table, by a write, MERGE, UPDATE or DELETE through batch_df, "
+                "delta_table or batch_df.sparkSession, with no userMetadata of its own. (A DELETE or UPDATE "
+                "that matches nothing makes no commit: return ROLLBACK_MESSAGE, or use MERGE)"
+            )
+        return COMMIT_MESSAGE
+
+    # ------------------------------------------------------------------ check
+    def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        """Whose commit the table has; for an old half batch without one, a tombstone.
+
+        Returns
+        -------
+        LocalTransactionState
+            COMMIT_MESSAGE (the commit of ``work``), ROLLBACK_MESSAGE (``work`` rolled back, or a tombstone:
+            it never will commit), or UNKNOWN (no commit, and younger than ``rollback_after``).
+
+        Raises
+        ------
+        FenceError
+            There is no such table, another one, or one whose log no longer tells whose commit it was.
+        """
+        spark = self._session()
+        self._require_fit(spark, batch)
+        found = self._look(self._open(spark), batch)
+        if found.state is None:
+            if datetime.now(timezone.utc) - _utc(batch.prepared_at) < self._rollback_after:
+                return UNKNOWN
+            found = self._seal(spark, batch, TOMBSTONE)
+        if found.state is None:
+            raise self._forgotten(batch)
+        return _VERDICTS[found.state]
+
+    def _seal(self, spark: SparkSession, batch: HalfBatch, mark: str) -> _Found:
+        """An empty commit with this mark, which Delta skips when there is one already; then whose it is."""
+        try:
+            with _fenced_session(spark, batch, mark) as own:
+                # Matches nothing and reads no file. An empty append would do too, but not for every table:
+                # one with an identity column refuses it.
+                self._open(own).merge(own.range(1).toDF("txmq"), "false").whenMatchedDelete().execute()
+        except Exception:
+            # The other side may have committed in between (ConcurrentTransactionException). Then that is the
+            # answer.
+            found = self._look(self._open(spark), batch)
+            if found.state is None:
+                raise
+            return found
+        return self._look(self._open(spark), batch, thorough=True)
+
+    def _look(self, table: DeltaTable, batch: HalfBatch, thorough: bool = False) -> _Found:
+        """Whose commits of this attempt the table's history has.
+
+        Looks at the newest ones first, and back to when the half batch was prepared; ``thorough`` to the end
+        of the log.
+        """
+        marks = {_mark(batch, state): state for state in _VERDICTS}
+        since = _utc(batch.prepared_at).timestamp() - _CLOCK_SKEW_S
+        ours: list[tuple[str, str]] = []
+        for limit in _HISTORY_PAGES:
+            history = table.history() if limit is None else table.history(limit)
+            rows = history.selectExpr(
+                "operation", "userMetadata AS mark", "unix_millis(timestamp) / 1000 AS seconds"
+            ).collect()
+            ours = [(marks[row.mark], row.operation) for row in rows if row.mark in marks]
+            seen_all = limit is None or len(rows) < limit
+            if ours or seen_all or (not thorough and rows[-1].seconds < since):
+                break
+        return self._judge(ours, batch)
+
+    def _judge(self, ours: list[tuple[str, str]], batch: HalfBatch) -> _Found:
+        fenced = [state for state, operation in ours if operation in _FENCED_OPERATIONS]
+        if len(fenced) > 1:
+            raise FenceError(
+                f"{self._table!r} has {len(fenced)} commits for one attempt of half batch {batch.half_id!r} "
+                f"({', '.join(sorted(fenced))}): its transactions were lost, by a restored log or by "
+                "delta.setTransactionRetentionDuration. Look at the table, then settle it with log.resolve"
+            )
+        others = {op for _, op in ours if op not in _FENCED_OPERATIONS and op not in _HOUSEKEEPING}
+        return _Found(fenced[0] if fenced else None, tuple(sorted(others)))
+
+    # ------------------------------------------------------------------ the table
+    def _session(self) -> SparkSession:
+        if self._spark is not None:
+            return self._spark
+        try:
+            from pyspark.sql import SparkSession
+        except ImportError as problem:
+            raise ListenerError(
+                "DeltaTransactionListener needs Spark: pip install 'rmq-spark[spark]'"
+            ) from problem
+        spark = SparkSession.getActiveSession()
+        if spark is None:
+            raise ListenerError(
+                "DeltaTransactionListener finds no active Spark session here: pass spark=, and use it with "
+                "foreachBatch(TransactionalSink(...)) or the check job"
+            )
+        return spark
+
+    def _open(self, spark: SparkSession) -> DeltaTable:
+        from delta.tables import DeltaTable
+
+        is_path = "/" in self._table and "`" not in self._table
+        return DeltaTable.forPath(spark, self._table) if is_path else DeltaTable.forName(spark, self._table)
+
+    def _read_id(self, spark: SparkSession) -> str:
+        from pyspark.errors import AnalysisException
+
+        try:
+            detail = self._open(spark).detail().select("id", "properties").collect()[0]
+        except AnalysisException as problem:
+            raise FenceError(
+                f"{self._table!r} is not a Delta table that this session can read: make it before the sink "
+                "starts"
+            ) from problem
+        if "delta.setTransactionRetentionDuration" in (detail.properties or {}):
+            logger.warning(
+                "%s sets delta.setTransactionRetentionDuration=%s: a half batch that stays pending for "
+                "longer is "
+                "not fenced any more",
+                self._table,
+                detail.properties["delta.setTransactionRetentionDuration"],
+            )
+        return str(detail.id)
+
+    def _require_fit(self, spark: SparkSession, batch: HalfBatch) -> None:
+        if batch.transaction_per != BATCH:
+            raise ListenerError(
+                f"half batch {batch.half_id!r} has a transaction per {batch.transaction_per}, but one Delta "
+                "commit is one transaction: leave transactionKey and transactionPer out for a "
+                "DeltaTransactionListener"
+            )
+        if batch.fence_id is None:
+            raise FenceError(
+                f"half batch {batch.half_id!r} was prepared without a fence, so {self._table!r} cannot speak "
+                "for it: use the listener that it was prepared with, or settle it with log.resolve"
+            )
+        found = self._read_id(spark)
+        if batch.fence_id != found:
+            raise FenceError(
+                f"half batch {batch.half_id!r} was prepared with table id {batch.fence_id}, but "
+                f"{self._table!r} has the id {found}: another table, or it was made anew. Point the listener "
+                "to the right one"
+            )
+
+    def _fenced(self, batch: HalfBatch) -> FencedError:
+        return FencedError(
+            f"attempt {batch.attempt} of half batch {batch.half_id!r} came too late: a check has put a "
+            f"tombstone into {self._table!r}, so Delta skipped what work wrote. The check's verdict stands, "
+            "and the next attempt runs it"
+        )
+
+    def _forgotten(self, batch: HalfBatch) -> FenceError:
+        return FenceError(
+            f"{self._table!r} has a transaction {_app_id(batch)!r}, but its log no longer says whose commit "
+            "it was (clean-up after delta.logRetentionDuration, or work set userMetadata itself). Look at "
+            f"the table, then settle half batch {batch.half_id!r} with log.resolve"
+        )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a table's history says of one attempt: the mark of its fenced commit, and its other operations."""
+
+    state: str | None
+    unfenced: tuple[str, ...]
+
+
+def _app_id(batch: HalfBatch) -> str:
+    return f"txmq:{batch.half_id}:{batch.attempt}"
+
+
+def _mark(batch: HalfBatch, state: str) -> str:
+    return json.dumps({"txmq": state, "half_id": batch.half_id, "attempt": batch.attempt})
+
+
+@contextmanager
+def _fenced_session(spark: SparkSession, batch: HalfBatch, state: str) -> Iterator[SparkSession]:
+    """A session of our own, whose one Delta commit carries the attempt's transaction and this mark.
+
+    A copy, not ``spark`` itself: other threads that use that session would write under our transaction, and
+    Delta would skip their data silently. In the end the copy loses its settings too, in case ``work`` keeps
+    it.
+    """
+    own = _copy(spark)
+    settings = {
+        _APP_ID: _app_id(batch),
+        _VERSION: "1",
+        _AUTO_RESET: "true",
+        _USER_METADATA: _mark(batch, state),
+    }
+    try:
+        for name, value in settings.items():
+            own.conf.set(name, value)
+        with _active(own):
+            yield own
+    finally:
+        for name in settings:
+            own.conf.unset(name)
+
+
+def _is_classic(spark: SparkSession) -> bool:
+    return hasattr(spark, "_jsparkSession")
+
+
+def _copy(spark: Any) -> SparkSession:
+    """A session with the same settings and temporary views (over Spark Connect: as the client copies it)."""
+    if _is_classic(spark):
+        copy = type(spark)(spark.sparkContext, spark._jsparkSession.cloneSession())
+    else:
+        copy = spark.cloneSession() if hasattr(spark, "cloneSession") else spark.newSession()
+    return cast("SparkSession", copy)
+
+
+@contextmanager
+def _active(spark: Any) -> Iterator[None]:
+    """This session is the thread's active one, for code in ``work`` that asks for it; then the old one.
+
+    Spark's createDataFrame activates its session and leaves it so: the copy must not stay behind.
+    """
+    if not _is_classic(spark):
+        yield
+        return
+    kind = type(spark)
+    jvm_kind = kind._get_j_spark_session_class(spark._jvm)
+    before, jvm_before = kind._activeSession, jvm_kind.getActiveSession()
+    kind._activeSession = spark
+    jvm_kind.setActiveSession(spark._jsparkSession)
+    try:
+        yield
+    finally:
+        kind._activeSession = before
+        if jvm_before.isDefined():
+            jvm_kind.setActiveSession(jvm_before.get())
+        else:
+            jvm_kind.clearActiveSession()
+
+
+def _verdict(result: object, batch: HalfBatch) -> LocalTransactionState:
+    if result is None:
+        return COMMIT_MESSAGE
+    normal = normalize_verdicts(result, batch)
+    verdict = (
+        normal if isinstance(normal, LocalTransactionState) else LocalTransactionState(normal[0].as_py())
+    )
+    if verdict is UNKNOWN:
+        raise VerdictError(
+            f"work returned UNKNOWN for half batch {batch.half_id!r}: its commit is in the table or it is "
+            "not. Return None or COMMIT_MESSAGE after the commit, ROLLBACK_MESSAGE without one, or raise an "
+            "exception"
+        )
+    return verdict
+
+
+def _location(table: Any) -> str:
+    detail = table.detail().select("name", "location").collect()[0]
+    return str(detail.name or detail.location)
+
+
+def _utc(moment: datetime) -> datetime:
+    return moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment

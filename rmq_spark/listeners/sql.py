@@ -1,0 +1,722 @@
+"""A local transaction in a database: the user's work and a fence row per transaction, in one database
+transaction.
+
+The fence is what lets a check promise that a local transaction *never will* happen: whoever inserts the
+transaction's id first, execute or check, wins, and the database's primary key is the judge. See
+:class:`SqlTransactionListener`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.errors import (
+    FencedError,
+    FenceError,
+    ListenerError,
+    LocalTransactionError,
+    OptionError,
+    VerdictError,
+)
+from rmq_spark.listener import TransactionListener, Verdicts
+from rmq_spark.transaction import (
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    HalfBatch,
+    LocalTransactionState,
+    decode_json,
+    normalize_verdicts,
+)
+
+try:
+    import sqlalchemy as sa
+    from sqlalchemy.dialects import postgresql, sqlite
+except ImportError as problem:  # pragma: no cover - the test runs this in another process
+    raise ListenerError(
+        "SqlTransactionListener needs SQLAlchemy 2: pip install 'rmq-spark[sql]'"
+    ) from problem
+
+logger = logging.getLogger(__name__)
+
+ROLLBACK_AFTER_S = 60.0
+LOCK_TIMEOUT_S = 5.0
+FENCE_TABLE = "txmq_fence"
+FENCE_RETENTION_MIN_S = 7 * 24 * 3600.0
+"""prune refuses to delete younger fence rows: they must outlive the half batches that they speak for."""
+
+EXECUTED = "executed"
+ROLLED_BACK = "rolled_back"
+TOMBSTONE = "tombstone"
+
+_IDS_PER_SELECT = 500
+_VERDICTS: Mapping[str, LocalTransactionState] = {
+    EXECUTED: COMMIT_MESSAGE,
+    ROLLED_BACK: ROLLBACK_MESSAGE,
+    TOMBSTONE: ROLLBACK_MESSAGE,
+}
+# PostgreSQL: lock_not_available, serialization_failure, deadlock_detected. The other side is at work: ask
+# later.
+_LOCK_STATES = frozenset({"55P03", "40001", "40P01"})
+
+
+class Rollback(Exception):
+    """Raised by ``work``: undo what it wrote, and roll back the messages too.
+
+    With ``per_transaction=True`` it undoes this transaction alone (its savepoint), else the whole half batch.
+    Any *other* exception leaves the half batch pending.
+    """
+
+
+@dataclass(frozen=True)
+class HalfTransaction:
+    """One transaction of a half batch: what ``work`` gets with ``per_transaction=True``.
+
+    Attributes
+    ----------
+    transaction_id : str
+    transaction_key : str or None
+        The value of ``transactionKey``; None without one.
+    batch : HalfBatch
+        The half batch that it is part of.
+    """
+
+    transaction_id: str
+    transaction_key: str | None
+    batch: HalfBatch
+    _messages: pa.Table = field(repr=False)
+
+    def messages(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Its messages in send order, with the columns of :meth:`HalfBatch.messages`."""
+        return self._messages if columns is None else self._messages.select(list(columns))
+
+    def decode(self, schema: str | pa.Schema) -> pa.Table:
+        """Its messages' JSON bodies as columns; see :meth:`HalfBatch.decode`."""
+        return decode_json(self._messages["body"], schema)
+
+
+BatchWork: TypeAlias = Callable[[sa.Connection, HalfBatch], Verdicts]
+TransactionWork: TypeAlias = Callable[[sa.Connection, HalfTransaction], LocalTransactionState | str | None]
+
+
+class SqlTransactionListener(TransactionListener):
+    """Runs ``work`` in one database transaction with the fence rows of a half batch.
+
+    Parameters
+    ----------
+    url_or_engine : str, sqlalchemy.URL or sqlalchemy.Engine
+        The database that ``work`` writes to. From a URL an engine is made when it is first needed, in the
+        process that needs it. Tested with SQLite and PostgreSQL.
+    work : callable
+        ``work(connection, batch)``: gets the open :class:`sqlalchemy.Connection` and the
+        :class:`~rmq_spark.HalfBatch`; must not commit, roll back or close the connection. What it returns:
+
+        ============================== ======================================================================
+        returned or raised             meaning
+        ============================== ======================================================================
+        ``None``, ``COMMIT_MESSAGE``   the database transaction commits, and so do all messages
+        ``ROLLBACK_MESSAGE``           all that it wrote is undone, all messages are rolled back
+        ``batch.verdicts(...)``        a verdict per transaction. Those rolled back **must not have written
+                                       anything**: what was written stays with the transactions that commit
+        ``raise txmq.Rollback``        as ``ROLLBACK_MESSAGE``
+        ``UNKNOWN``                    refused (VerdictError): a database transaction commits or it does not
+        any other exception            the database transaction is undone, the half batch stays pending
+        ============================== ======================================================================
+
+        ``None`` is COMMIT here, where a listener's own ``None`` is UNKNOWN: work that returned without an
+        error has written its rows, and they commit with the fence.
+    per_transaction : bool, default False
+        ``work(connection, transaction)`` is called for each transaction (a key's messages, a message, or the
+        half batch), a :class:`HalfTransaction`, within a savepoint of its own: ROLLBACK_MESSAGE or
+        ``raise txmq.Rollback`` undoes that transaction alone. Easier, and slower than one call for all keys.
+    rollback_after : float, default 60.0
+        Seconds from prepare (or reopen). A check that finds no fence row answers UNKNOWN while the half batch
+        is younger, else it inserts a tombstone and answers ROLLBACK. Give it the time that ``work`` usually
+        needs: a check that comes too early only costs another attempt, never correctness.
+    lock_timeout : float, default 5.0
+        Seconds that a check waits for a fence row that a running local transaction holds; then it answers
+        UNKNOWN.
+    fence_table : str, default "txmq_fence"
+        Name of the fence table; its id is kept in the table ``<fence_table>_id``.
+    schema : str, optional
+        The database schema of both tables.
+
+    Notes
+    -----
+    Call :meth:`create_fence` once for a database (or :func:`create_fence` in a script, with a user that may
+    create tables). The fence's random id is kept with each half batch, so that a check against another
+    database, or an empty one, is an error instead of a wrong answer. A database restored from a backup has
+    the id but not the newest rows: settle what is pending first.
+
+    In one database transaction, execute inserts the transaction ids, runs ``work``, records what it rolled
+    back, and commits. When the connection breaks at the commit, nobody knows: the exception leaves the half
+    batch pending, and the check reads what the database has. A transaction that a check has rolled back
+    raises :class:`~rmq_spark.errors.FencedError` *before* ``work`` runs: the check's verdict stands, and the
+    next attempt runs it.
+
+    Fence rows must outlive the half batches they speak for: see :meth:`prune`.
+    """
+
+    def __init__(
+        self,
+        url_or_engine: str | sa.URL | sa.Engine,
+        work: BatchWork | TransactionWork,
+        *,
+        per_transaction: bool = False,
+        rollback_after: float = ROLLBACK_AFTER_S,
+        lock_timeout: float = LOCK_TIMEOUT_S,
+        fence_table: str = FENCE_TABLE,
+        schema: str | None = None,
+    ) -> None:
+        if not callable(work):
+            raise ListenerError(
+                f"work is {type(work).__name__}: a function work(connection, batch) is expected"
+            )
+        if rollback_after < 0:
+            raise OptionError(
+                f"rollback_after={rollback_after!r} is negative: seconds of 0 or more are expected"
+            )
+        if lock_timeout < 0.001:
+            raise OptionError(
+                f"lock_timeout={lock_timeout!r} is too small: seconds of 0.001 or more are expected"
+            )
+        self._fence = _Fence(url_or_engine, fence_table, schema)
+        self._work: Callable[[sa.Connection, Any], Any] = work
+        self._per_transaction = per_transaction
+        self._rollback_after = timedelta(seconds=rollback_after)
+        self._lock_timeout = lock_timeout
+        self._fence_id: str | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"SqlTransactionListener({self._fence.where!r}, work={getattr(self._work, '__qualname__', '?')})"
+        )
+
+    def __getstate__(self) -> object:
+        raise ListenerError(
+            "a SqlTransactionListener holds database connections and cannot be pickled: make it in the "
+            "process that uses it, from a function that transactionListener='module:function' names"
+        )
+
+    # ------------------------------------------------------------------ the fence
+    @property
+    def fence_id(self) -> str:
+        """The id of the database's fence.
+
+        Raises
+        ------
+        FenceError
+            When the database has no fence yet.
+        """
+        if self._fence_id is None:
+            with self._fence.transaction(write=False) as connection:
+                self._fence_id = self._fence.read_id(connection)
+        return self._fence_id
+
+    def create_fence(self) -> str:
+        """Make the fence's tables and its id once; does nothing when they are there. Returns the fence's
+        id."""
+        self._fence_id = self._fence.create()
+        return self._fence_id
+
+    def prune(self, older_than: float) -> int:
+        """Delete fence rows older than this many seconds, and say how many there were.
+
+        Parameters
+        ----------
+        older_than : float
+            Seconds; at least 7 days. It must be more than the half batches' retention: when a half batch
+            outlives its fence row, a check takes an executed local transaction for one that never ran.
+
+        Raises
+        ------
+        OptionError
+            For less than 7 days.
+        """
+        if older_than < FENCE_RETENTION_MIN_S:
+            raise OptionError(
+                f"older_than={older_than!r} s is less than 7 days ({FENCE_RETENTION_MIN_S:.0f} s): fence "
+                "rows must outlive the half batches that they speak for"
+            )
+        return self._fence.prune(_now() - timedelta(seconds=older_than))
+
+    # ------------------------------------------------------------------ execute
+    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        """Claim the fence rows, run ``work`` and commit, in one database transaction.
+
+        Returns
+        -------
+        pyarrow.Array
+            COMMIT_MESSAGE or ROLLBACK_MESSAGE per row of ``batch.transactions``. For an attempt that ran
+            before, what it recorded; ``work`` does not run again.
+
+        Raises
+        ------
+        FencedError
+            A check rolled back one of these transactions; ``work`` did not run.
+        FenceError
+            The database has no fence, or another one than when the half batch was prepared.
+        """
+        ids: list[str] = batch.transactions["transaction_id"].to_pylist()
+        with self._fence.transaction() as connection:
+            self._require_same_fence(connection, batch)
+            recorded = self._fence.claim(connection, ids, EXECUTED, batch)
+            self._require_not_fenced(recorded, ids, batch)
+            fresh = [i not in recorded for i in ids] if recorded else [True] * len(ids)
+            verdicts = [_VERDICTS[recorded[i]].value if i in recorded else COMMIT_MESSAGE.value for i in ids]
+            if any(fresh):
+                ran = self._run(connection, batch, fresh)
+                verdicts = [ran[at].value if is_fresh else verdicts[at] for at, is_fresh in enumerate(fresh)]
+                refused = [i for at, i in enumerate(ids) if fresh[at] and ran[at] is ROLLBACK_MESSAGE]
+                self._fence.record_rollbacks(connection, refused)
+            else:
+                logger.info(
+                    "%r ran before: its recorded verdicts are answered, its work does not run again", batch
+                )
+        return pa.array(verdicts, pa.string())
+
+    def _require_not_fenced(self, recorded: Mapping[str, str], ids: Sequence[str], batch: HalfBatch) -> None:
+        fenced = [i for i in ids if recorded.get(i) == TOMBSTONE]
+        if fenced:
+            raise FencedError(
+                f"attempt {batch.attempt} of half batch {batch.half_id!r} came too late: a check has rolled "
+                f"back {len(fenced)} of its {len(ids)} transactions (the first is {fenced[0]!r}). Its work "
+                "did not run; the check's verdict stands, and the next attempt runs it"
+            )
+
+    def _run(
+        self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool]
+    ) -> Sequence[LocalTransactionState]:
+        """What ``work`` says per transaction; those that are not fresh are not asked about."""
+        with _no_commit_within(connection):
+            if self._per_transaction:
+                return self._run_each(connection, batch, fresh)
+            if not all(fresh):
+                raise LocalTransactionError(
+                    f"{len(fresh) - sum(fresh)} of the {len(fresh)} transactions of half batch "
+                    f"{batch.half_id!r}, attempt {batch.attempt}, ran before, and work handles a half batch "
+                    "as a whole: nothing was done; let a check settle those first"
+                )
+            return self._run_all(connection, batch)
+
+    def _run_all(self, connection: sa.Connection, batch: HalfBatch) -> list[LocalTransactionState]:
+        savepoint = connection.begin_nested()
+        try:
+            result = self._work(connection, batch)
+        except Rollback:
+            result = ROLLBACK_MESSAGE
+        normal = normalize_verdicts(COMMIT_MESSAGE if result is None else result, batch)
+        count = batch.transactions.num_rows
+        if isinstance(normal, LocalTransactionState):
+            verdicts = [normal] * count
+        else:
+            verdicts = [LocalTransactionState(v) for v in normal.to_pylist()]
+        _refuse_unknown(verdicts, batch)
+        if all(v is ROLLBACK_MESSAGE for v in verdicts):
+            savepoint.rollback()
+        else:
+            savepoint.commit()
+        return verdicts
+
+    def _run_each(
+        self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool]
+    ) -> list[LocalTransactionState]:
+        verdicts = [COMMIT_MESSAGE] * len(fresh)
+        for at, transaction in enumerate(split(batch)):
+            if not fresh[at]:
+                continue
+            savepoint = connection.begin_nested()
+            try:
+                verdict = _one_verdict(self._work(connection, transaction), transaction)
+            except Rollback:
+                verdict = ROLLBACK_MESSAGE
+            if verdict is ROLLBACK_MESSAGE:
+                savepoint.rollback()
+            else:
+                savepoint.commit()
+            verdicts[at] = verdict
+        return verdicts
+
+    # ------------------------------------------------------------------ check
+    def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        """What the fence says of each transaction; for an old half batch without a word, a tombstone.
+
+        Returns
+        -------
+        pyarrow.Array
+            Per row of ``batch.transactions``: COMMIT_MESSAGE (executed), ROLLBACK_MESSAGE (rolled back by
+            ``work``, or a tombstone that a check has put down: it never will run), or UNKNOWN (younger than
+            ``rollback_after``, or the local transaction is running right now and holds the lock).
+
+        Raises
+        ------
+        FenceError
+            The database has no fence, or another one than when the half batch was prepared: nothing can be
+            said.
+        """
+        ids: list[str] = batch.transactions["transaction_id"].to_pylist()
+        try:
+            with self._fence.transaction(self._lock_timeout, write=False) as connection:
+                self._require_same_fence(connection, batch)
+                recorded = self._fence.read(connection, ids)
+            absent = [i for i in ids if i not in recorded]
+            if absent and _now() - _utc(batch.prepared_at) >= self._rollback_after:
+                recorded |= self._bury(absent, batch)
+        except sa.exc.DBAPIError as problem:
+            if not _is_lock_problem(problem):
+                raise
+            # A lock is held, so its local transaction is alive: what it will be, nobody knows yet.
+            logger.info("%r: another transaction holds its fence rows; the answer is UNKNOWN", batch)
+            return UNKNOWN
+        verdicts = [_VERDICTS[recorded[i]].value if i in recorded else UNKNOWN.value for i in ids]
+        return pa.array(verdicts, pa.string())
+
+    def _bury(self, absent: Sequence[str], batch: HalfBatch) -> dict[str, str]:
+        """A tombstone for each of these transactions, unless execute was faster: whose row is there now."""
+        with self._fence.transaction(self._lock_timeout) as connection:
+            # Once more in this transaction: a fence dropped since, or a failover, must not be written to.
+            self._require_same_fence(connection, batch)
+            faster = self._fence.claim(connection, absent, TOMBSTONE, batch)
+        return dict.fromkeys(absent, TOMBSTONE) | faster
+
+    def _require_same_fence(self, connection: sa.Connection, batch: HalfBatch) -> None:
+        found = self._fence.read_id(connection)
+        if batch.fence_id is None:
+            raise FenceError(
+                f"half batch {batch.half_id!r} was prepared without a fence, so this fence ({found}) cannot "
+                "speak for it: use the listener that it was prepared with, or settle it with log.resolve"
+            )
+        if batch.fence_id != found:
+            raise FenceError(
+                f"half batch {batch.half_id!r} was prepared with fence {batch.fence_id}, but "
+                f"{self._fence.where} has fence {found}: another database (or the fence was made anew). "
+                "Point the listener to the right one"
+            )
+
+
+def create_fence(
+    url_or_engine: str | sa.URL | sa.Engine, *, fence_table: str = FENCE_TABLE, schema: str | None = None
+) -> str:
+    """Make a database's fence once, from a script: the tables and a random id; nothing when they are there.
+
+    Returns
+    -------
+    str
+        The fence's id.
+    """
+    return _Fence(url_or_engine, fence_table, schema).create()
+
+
+def split(batch: HalfBatch) -> Iterator[HalfTransaction]:
+    """The transactions of a half batch in the order of ``batch.transactions``, each with its messages."""
+    transactions, messages = batch.transactions, batch.messages()
+    owner = pc.index_in(messages["transaction_id"], value_set=transactions["transaction_id"].combine_chunks())
+    grouped = messages.take(pc.sort_indices(owner))  # a stable sort: send order stays within a transaction
+    start = 0
+    for row in transactions.to_pylist():
+        length = row["messages"]
+        yield HalfTransaction(
+            row["transaction_id"], row["transaction_key"], batch, grouped.slice(start, length)
+        )
+        start += length
+
+
+def _one_verdict(result: object, transaction: HalfTransaction) -> LocalTransactionState:
+    if result is None:
+        return COMMIT_MESSAGE
+    if isinstance(result, str):
+        normal = normalize_verdicts(result, transaction.batch)
+        if isinstance(normal, LocalTransactionState) and normal is not UNKNOWN:
+            return normal
+    raise VerdictError(
+        f"work returned {result!r} for transaction {transaction.transaction_id!r}: COMMIT_MESSAGE, "
+        "ROLLBACK_MESSAGE or None (which is COMMIT) is expected. Its database transaction commits or it does "
+        "not; raise an exception to leave it pending"
+    )
+
+
+def _refuse_unknown(verdicts: Sequence[LocalTransactionState], batch: HalfBatch) -> None:
+    unknown = sum(v is UNKNOWN for v in verdicts)
+    if unknown:
+        raise VerdictError(
+            f"work returned UNKNOWN for {unknown} of {len(verdicts)} transactions of half batch "
+            f"{batch.half_id!r}: its database transaction commits or it does not. Return COMMIT_MESSAGE or "
+            "ROLLBACK_MESSAGE, or raise an exception to leave the half batch pending"
+        )
+
+
+class _Fence:
+    """The fence's tables in one database, and transactions on it. Says what is; decides nothing."""
+
+    def __init__(self, url_or_engine: str | sa.URL | sa.Engine, name: str, schema: str | None) -> None:
+        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,55}", name) is None:
+            raise OptionError(
+                f"fence_table={name!r} is not a plain table name of at most 56 letters, digits and _"
+            )
+        self._engine, self._url = _engine_or_url(url_or_engine)
+        self._pid = os.getpid()
+        metadata = sa.MetaData(schema=schema)
+        self._rows = sa.Table(
+            name,
+            metadata,
+            sa.Column("transaction_id", sa.String(512), primary_key=True),
+            sa.Column("state", sa.String(16), nullable=False),
+            sa.Column("half_id", sa.String(512), nullable=False),
+            sa.Column("attempt", sa.Integer, nullable=False),
+            sa.Column("created_at", sa.DateTime, nullable=False),  # UTC, by this machine's clock
+        )
+        self._id = sa.Table(
+            f"{name}_id",
+            metadata,
+            sa.Column("one", sa.Integer, primary_key=True, autoincrement=False),
+            sa.Column("fence_id", sa.String(64), nullable=False),
+            sa.Column("created_at", sa.DateTime, nullable=False),
+        )
+
+    @property
+    def where(self) -> str:
+        """The database for messages to people: no password, and no query part, which may hold one."""
+        return self._url.set(query={}).render_as_string(hide_password=True)
+
+    @property
+    def engine(self) -> sa.Engine:
+        if self._engine is None:
+            self._engine = _make_engine(self._url)
+        if self._pid != os.getpid():
+            # Forked: the parent's connections are the parent's. Forget them without closing them.
+            self._engine.dispose(close=False)
+            self._pid = os.getpid()
+        return self._engine
+
+    # ------------------------------------------------------------------ transactions
+    @contextmanager
+    def transaction(
+        self, lock_timeout: float | None = None, *, write: bool = True
+    ) -> Iterator[sa.Connection]:
+        """A database transaction: commits at the end, rolls back on an exception.
+
+        ``lock_timeout`` in seconds; None keeps the database's own.
+        """
+        with self.engine.connect() as connection:
+            if connection.dialect.name == "sqlite":
+                with _sqlite_transaction(connection, lock_timeout, write):
+                    yield connection
+                return
+            if connection.get_isolation_level() == "AUTOCOMMIT":
+                raise ListenerError(
+                    f"the engine of {self.where} is set to AUTOCOMMIT: the work and its fence rows must "
+                    "commit together"
+                )
+            # Reading the isolation level has begun a transaction.
+            connection.rollback()
+            with connection.begin():
+                if lock_timeout is not None and connection.dialect.name == "postgresql":
+                    connection.exec_driver_sql(f"SET LOCAL lock_timeout = {int(lock_timeout * 1000)}")
+                yield connection
+
+    # ------------------------------------------------------------------ the id
+    def create(self) -> str:
+        try:
+            return self._create()
+        except sa.exc.DBAPIError:
+            # Two processes that create a table at once: one of them may fail, even with IF NOT EXISTS.
+            return self._create()
+
+    def _create(self) -> str:
+        with self.transaction() as connection:
+            for table in (self._rows, self._id):
+                connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
+            row = {"one": 1, "fence_id": secrets.token_hex(16), "created_at": _now_naive()}
+            _insert_absent(connection, self._id.c.one, [row])
+            return self.read_id(connection)
+
+    def read_id(self, connection: sa.Connection) -> str:
+        """The fence's id; FenceError when there is none. Must be the transaction's first statement."""
+        try:
+            found = connection.execute(sa.select(self._id.c.fence_id)).scalar_one_or_none()
+        except sa.exc.DBAPIError as problem:
+            if _is_lock_problem(problem) or self._exists():
+                raise
+            found = None
+        if found is None:
+            raise FenceError(
+                f"{self.where} has no fence {self._id.fullname!r}: call create_fence() once, when the "
+                "database is set up. If it had one, this is another database, or its tables were dropped"
+            )
+        return str(found)
+
+    def _exists(self) -> bool:
+        with self.engine.connect() as connection:
+            return sa.inspect(connection).has_table(self._id.name, schema=self._id.schema)
+
+    # ------------------------------------------------------------------ the rows
+    def claim(
+        self, connection: sa.Connection, ids: Sequence[str], state: str, batch: HalfBatch
+    ) -> dict[str, str]:
+        """Insert a row for each id that has none; the states of those that had one.
+
+        Waits for another transaction that has inserted one of them and is still open.
+        """
+        common = {
+            "state": state,
+            "half_id": batch.half_id,
+            "attempt": batch.attempt,
+            "created_at": _now_naive(),
+        }
+        # In one order on every side, so that two of them wait for each other in turn instead of in a circle.
+        rows = [{"transaction_id": i, **common} for i in sorted(ids)]
+        taken = _insert_absent(connection, self._rows.c.transaction_id, rows)
+        return self.read(connection, taken)
+
+    def read(self, connection: sa.Connection, ids: Sequence[str]) -> dict[str, str]:
+        """The states of those ids that have a row."""
+        key = self._rows.c.transaction_id
+        found: dict[str, str] = {}
+        query = sa.select(key, self._rows.c.state).where(key.in_(sa.bindparam("ids", expanding=True)))
+        for start in range(0, len(ids), _IDS_PER_SELECT):
+            part = list(ids[start : start + _IDS_PER_SELECT])
+            found.update(connection.execute(query, {"ids": part}).tuples())
+        return found
+
+    def record_rollbacks(self, connection: sa.Connection, ids: Sequence[str]) -> None:
+        key = self._rows.c.transaction_id
+        change = (
+            self._rows.update().where(key.in_(sa.bindparam("ids", expanding=True))).values(state=ROLLED_BACK)
+        )
+        for start in range(0, len(ids), _IDS_PER_SELECT):
+            connection.execute(change, {"ids": list(ids[start : start + _IDS_PER_SELECT])})
+
+    def prune(self, before: datetime) -> int:
+        with self.transaction() as connection:
+            old = self._rows.delete().where(self._rows.c.created_at < before.replace(tzinfo=None))
+            return connection.execute(old).rowcount
+
+
+def _insert_absent(
+    connection: sa.Connection, key: sa.Column[Any], rows: Sequence[dict[str, Any]]
+) -> list[Any]:
+    """Insert rows whose key is not there yet; the keys that were."""
+    table, dialect = key.table, connection.dialect
+    assert isinstance(table, sa.Table)
+    if not rows:
+        return []
+    if dialect.insert_executemany_returning and dialect.name in ("postgresql", "sqlite"):
+        make = postgresql.insert if dialect.name == "postgresql" else sqlite.insert
+        statement = make(table).on_conflict_do_nothing(index_elements=[key]).returning(key)
+        inserted = set(connection.execute(statement, rows).scalars())
+        return [row[key.name] for row in rows if row[key.name] not in inserted]
+    taken = []
+    for row in rows:
+        try:
+            with connection.begin_nested():
+                connection.execute(table.insert(), row)
+        except sa.exc.IntegrityError:
+            taken.append(row[key.name])
+    return taken
+
+
+@contextmanager
+def _sqlite_transaction(connection: sa.Connection, lock_timeout: float | None, write: bool) -> Iterator[None]:
+    """BEGIN and COMMIT as SQLite has them; Python's sqlite3 would begin late, and without the write lock.
+
+    A writer takes the write lock at once (BEGIN IMMEDIATE): a transaction that reads first and writes later
+    fails when another one wrote in between, without waiting. What is set here is set back: the connection may
+    be of a user's own engine.
+    """
+    driver = connection.connection.dbapi_connection
+    assert driver is not None
+    isolation_level, driver.isolation_level = driver.isolation_level, None
+    busy_timeout = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
+    try:
+        if lock_timeout is not None:
+            connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(lock_timeout * 1000)}")
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+        yield
+        connection.commit()
+    finally:
+        # After a commit there is nothing to roll back. The driver's own: SQLAlchemy's may believe it is done.
+        driver.rollback()
+        connection.rollback()
+        if lock_timeout is not None:
+            connection.exec_driver_sql(f"PRAGMA busy_timeout = {busy_timeout}")
+            connection.rollback()
+        driver.isolation_level = isolation_level
+
+
+@contextmanager
+def _no_commit_within(connection: sa.Connection) -> Iterator[None]:
+    """While ``work`` runs, its connection can neither be committed nor rolled back: the fence rows are in it
+    too."""
+
+    def refuse(_: sa.Connection) -> None:
+        raise ListenerError(
+            "work must not commit or roll back the connection that it is given: return, or raise "
+            "txmq.Rollback, and the listener does it with the fence rows"
+        )
+
+    for event in ("commit", "rollback"):
+        sa.event.listen(connection, event, refuse)
+    try:
+        yield
+    finally:
+        for event in ("commit", "rollback"):
+            sa.event.remove(connection, event, refuse)
+
+
+def _engine_or_url(url_or_engine: object) -> tuple[sa.Engine | None, sa.URL]:
+    if isinstance(url_or_engine, sa.Engine):
+        return url_or_engine, url_or_engine.url
+    if isinstance(url_or_engine, sa.URL):
+        return None, url_or_engine
+    if isinstance(url_or_engine, str):
+        try:
+            return None, sa.make_url(url_or_engine)
+        except (sa.exc.ArgumentError, ValueError):
+            # Without its text: it may hold a password. And without the cause, which may quote it.
+            raise ListenerError(
+                "the database URL cannot be parsed: write it as 'sqlite:///orders.db'"
+            ) from None
+    raise ListenerError(f"{type(url_or_engine).__name__} is no database: pass a URL or a SQLAlchemy engine")
+
+
+def _make_engine(url: sa.URL) -> sa.Engine:
+    try:
+        return sa.create_engine(url)
+    except sa.exc.NoSuchModuleError:
+        raise ListenerError(f"SQLAlchemy knows no database {url.drivername!r}: install its dialect") from None
+    except ModuleNotFoundError as problem:
+        raise ListenerError(
+            f"the driver of {url.drivername!r} is not installed: pip install {problem.name}"
+        ) from problem
+
+
+def _is_lock_problem(problem: sa.exc.DBAPIError) -> bool:
+    """Whether the database gave up waiting for (or was thrown out by) another transaction."""
+    cause = problem.orig
+    if getattr(cause, "sqlstate", None) in _LOCK_STATES or getattr(cause, "pgcode", None) in _LOCK_STATES:
+        return True
+    # SQLite: "database is locked", "database table is locked: ...". Error codes came with Python 3.11.
+    return type(cause).__module__.startswith("sqlite3") and "is locked" in str(cause)
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+def _now_naive() -> datetime:
+    return _now().replace(tzinfo=None)
+
+
+def _utc(moment: datetime) -> datetime:
+    return moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment

@@ -1,0 +1,197 @@
+"""A message, its columns, and the rules that names, sizes and properties must keep."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+import pyarrow as pa
+
+from rmq_spark.config import (
+    APP_ID_CHARS_MAX,
+    BODY_BYTES_MAX,
+    GROUP_CHARS_MAX,
+    PROPERTIES_BYTES_MAX,
+    TOPIC_CHARS_MAX,
+)
+from rmq_spark.errors import MessageError
+
+KEY_SEPARATOR = " "
+CHECK_IMMUNITY_PROPERTY = "CHECK_IMMUNITY_TIME_IN_SECONDS"
+"""RocketMQ's property: seconds during which a check leaves this message's transaction alone."""
+
+TIMESTAMP = pa.timestamp("us", "UTC")
+PROPERTIES = pa.map_(pa.string(), pa.string())
+
+_NAME = re.compile(r"[%|a-zA-Z0-9_-]+")
+
+# Topics that RocketMQ keeps for itself (TopicValidator): their names would mislead everyone who knows it.
+SYSTEM_TOPICS = frozenset(
+    """TBW102 SCHEDULE_TOPIC_XXXX BenchmarkTest RMQ_SYS_TRANS_HALF_TOPIC RMQ_SYS_TRACE_TOPIC
+    RMQ_SYS_TRANS_OP_HALF_TOPIC TRANS_CHECK_MAX_TIME_TOPIC SELF_TEST_TOPIC OFFSET_MOVED_EVENT
+    CHECKPOINT_TOPIC""".split()
+)
+SYSTEM_PREFIXES = ("rmq_sys_", "%RETRY%", "%DLQ%")
+
+# Property names that RocketMQ reserves (MessageConst); CHECK_IMMUNITY_TIME_IN_SECONDS is the user's to set.
+RESERVED_PROPERTIES = frozenset(
+    """KEYS TAGS WAIT DELAY RETRY_TOPIC REAL_TOPIC REAL_QID TRAN_MSG PGROUP MIN_OFFSET MAX_OFFSET BUYER_ID
+    ORIGIN_MESSAGE_ID TRANSFER_FLAG CORRECTION_FLAG MQ2_FLAG RECONSUME_TIME MSG_REGION TRACE_ON UNIQ_KEY
+    EXTEND_UNIQ_INFO MAX_RECONSUME_TIMES CONSUME_START_TIME POP_CK POP_CK_OFFSET 1ST_POP_TIME
+    TRAN_PREPARED_QUEUE_OFFSET DUP_INFO INSTANCE_ID CORRELATION_ID REPLY_TO_CLIENT TTL ARRIVE_TIME
+    PUSH_REPLY_TIME CLUSTER MSG_TYPE INNER_MULTI_QUEUE_OFFSET INNER_MULTI_DISPATCH INNER_NUM INNER_BASE
+    TIMER_DELAY_MS TIMER_DELAY_SEC TIMER_DELIVER_MS TIMER_ENQUEUE_MS TIMER_DEQUEUE_MS TIMER_ROLL_TIMES
+    TIMER_OUT_MS TIMER_DEL_UNIQKEY TIMER_DELAY_LEVEL __BORNHOST BORN_TIMESTAMP DLQ_ORIGIN_TOPIC
+    DLQ_ORIGIN_MESSAGE_ID __CRC32# __transactionId__ __SHARDINGKEY TRANSACTION_CHECK_TIMES""".split()
+)
+RESERVED_PROPERTY_PREFIX = "__RMQ."
+
+INPUT_COLUMNS: Mapping[str, str] = {
+    "body": "binary or string",
+    "topic": "string",
+    "tags": "string",
+    "sharding_key": "string",
+    "keys": "string or array<string>",
+    "queue_id": "int",
+    "properties": "map<string,string>",
+    "born_timestamp": "timestamp",
+}
+"""Columns that a DataFrame or an Arrow table of messages may have, with their Spark types."""
+
+
+def _check_name(value: object, what: str, chars_max: int) -> str:
+    if not isinstance(value, str) or not value:
+        raise MessageError(f"{what} is missing or empty: found {value!r}, a name is expected")
+    if len(value) > chars_max:
+        raise MessageError(f"{what} {value[:40]!r}… has {len(value)} characters: at most {chars_max} are allowed")
+    if _NAME.fullmatch(value) is None:
+        raise MessageError(f"{what} {value!r} has characters outside ^[%|a-zA-Z0-9_-]+$: rename it")
+    return value
+
+
+def check_topic(name: object) -> str:
+    """The topic's name when it keeps RocketMQ's rules (``TopicValidator.validateTopic``), else MessageError."""
+    topic = _check_name(name, "topic", TOPIC_CHARS_MAX)
+    if topic in SYSTEM_TOPICS or topic.lower().startswith("rmq_sys_") or topic.startswith(SYSTEM_PREFIXES):
+        raise MessageError(f"topic {topic!r} is one of RocketMQ's own: choose another name")
+    return topic
+
+
+def check_group(name: object, what: str = "producer group") -> str:
+    """The group's name when it keeps RocketMQ's rules (``Validators.checkGroup``), else MessageError."""
+    return _check_name(name, what, GROUP_CHARS_MAX)
+
+
+def check_app_id(name: object) -> str:
+    """The application id when it has the characters of a group name and at most 127 of them."""
+    return _check_name(name, "appId", APP_ID_CHARS_MAX)
+
+
+def check_properties(properties: Mapping[str, str] | None) -> None:
+    """Raise MessageError for a reserved name, a null, or more than 32 KiB in all."""
+    if not properties:
+        return
+    size = 0
+    for name, value in properties.items():
+        if not isinstance(name, str) or not name or not isinstance(value, str):
+            raise MessageError(f"property {name!r}={value!r}: names and values must be strings, names not empty")
+        if name in RESERVED_PROPERTIES or name.startswith(RESERVED_PROPERTY_PREFIX):
+            raise MessageError(f"property {name!r} is reserved by RocketMQ: rename it")
+        if name == CHECK_IMMUNITY_PROPERTY and not _is_seconds(value):
+            raise MessageError(f"property {name}={value!r} is not a number of seconds of 0 or more")
+        size += len(name.encode()) + len(value.encode())
+    if size > PROPERTIES_BYTES_MAX:
+        raise MessageError(f"properties hold {size} bytes: at most {PROPERTIES_BYTES_MAX} are allowed")
+
+
+def _is_seconds(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 12
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message to send (RocketMQ: ``org.apache.rocketmq.common.message.Message``).
+
+    Parameters
+    ----------
+    topic : str
+        A topic of the commit log.
+    body : bytes or str
+        At most 4 MiB; a string is stored as UTF-8.
+    tags : str, optional
+        One tag, by which consumers filter.
+    keys : str or sequence of str, optional
+        Business keys; several are kept as one string with a space between, as RocketMQ does.
+    sharding_key : str, optional
+        Messages of one sharding key share a queue.
+    properties : mapping of str to str, optional
+        At most 32 KiB in all; RocketMQ's reserved names are refused.
+    queue_id : int, optional
+        Selects the queue (RocketMQ: ``MessageQueueSelector``).
+    born_timestamp : datetime, optional
+        With a time zone; the time of sending when not given.
+    """
+
+    topic: str
+    body: bytes | str
+    tags: str | None = None
+    keys: str | Sequence[str] | None = None
+    sharding_key: str | None = None
+    properties: Mapping[str, str] | None = None
+    queue_id: int | None = None
+    born_timestamp: datetime | None = None
+
+    def __post_init__(self) -> None:
+        check_topic(self.topic)
+        if not isinstance(self.body, (bytes, bytearray, memoryview, str)):
+            raise MessageError(f"body is {type(self.body).__name__}: bytes or a string is expected")
+        size = len(self.body.encode() if isinstance(self.body, str) else self.body)
+        if size > BODY_BYTES_MAX:
+            raise MessageError(f"body has {size} bytes: at most {BODY_BYTES_MAX} (4 MiB) are allowed")
+        check_properties(self.properties)
+
+    @property
+    def keys_text(self) -> str | None:
+        """The keys as RocketMQ stores them: one string."""
+        return self.keys if self.keys is None or isinstance(self.keys, str) else KEY_SEPARATOR.join(self.keys)
+
+
+@dataclass(frozen=True)
+class MessageExt(Message):
+    """A stored message, as a per-message listener sees it (RocketMQ: ``MessageExt``)."""
+
+    msg_id: str = ""
+    transaction_id: str = ""
+    transaction_key: str | None = None
+    producer_group: str = ""
+    store_timestamp: datetime | None = None
+    check_times: int = 0
+
+
+def to_table(messages: Sequence[Message]) -> pa.Table:
+    """An Arrow table of messages, a row each, with the columns of :data:`INPUT_COLUMNS`."""
+    if not messages:
+        raise MessageError("no messages were given: a half batch has at least one")
+    for m in messages:
+        if not isinstance(m, Message):
+            raise MessageError(f"found {type(m).__name__} in the list of messages: rmq_spark.Message is expected")
+
+    def utf8(body: bytes | str) -> bytes:
+        return body.encode() if isinstance(body, str) else bytes(body)
+
+    return pa.table(
+        {
+            "body": pa.array([utf8(m.body) for m in messages], pa.binary()),
+            "topic": pa.array([m.topic for m in messages], pa.string()),
+            "tags": pa.array([m.tags for m in messages], pa.string()),
+            "keys": pa.array([m.keys_text for m in messages], pa.string()),
+            "sharding_key": pa.array([m.sharding_key for m in messages], pa.string()),
+            "queue_id": pa.array([m.queue_id for m in messages], pa.int32()),
+            "properties": pa.array(
+                [list(m.properties.items()) if m.properties else None for m in messages], PROPERTIES
+            ),
+            "born_timestamp": pa.array([m.born_timestamp for m in messages], TIMESTAMP),
+        }
+    )

@@ -1,0 +1,1 @@
+"""The sink: messages and a local transaction that agree. One protocol (two_phase) behind four doors."""

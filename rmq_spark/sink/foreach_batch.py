@@ -1,0 +1,157 @@
+"""The sink for ``foreachBatch``: the listener is an object of the user's own program, and has a Spark session."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from rmq_spark.commitlog.files import filesystem
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, parse_duration
+from rmq_spark.errors import OptionError
+from rmq_spark.listener import CommitOncePrepared, TransactionListener, check_listener
+from rmq_spark.message import check_app_id, check_group
+from rmq_spark.sink.two_phase import Outcome, TwoPhase
+from rmq_spark.transaction import BATCH, KEY
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+
+class TransactionalSink:
+    """A function for ``writeStream.foreachBatch`` that sends each micro-batch through the protocol.
+
+    Parameters
+    ----------
+    log_or_path : CommitLog or str
+    producer_group : str
+    listener : TransactionListener or None
+        None sends without a local transaction: commit once prepared.
+    topic : str, optional
+        For messages without a ``topic`` column.
+    transaction_key : str, optional
+        The column whose equal values make one transaction.
+    transaction_per : {"batch", "message"}, optional
+        Without a ``transaction_key``; a transaction is the whole batch by default.
+    app_id : str, optional
+        The query's id when not given; over Spark Connect, which hides it, it must be given.
+    checkpoint_location : str, optional
+        The query's; a restored or copied checkpoint is then noticed, as ``format("txmq")`` does.
+    on_listener_error : {"fail", "unknown"}
+    replay_check_timeout : str or float
+        ``"60s"``, or seconds.
+    storage_options : mapping, optional
+
+    Examples
+    --------
+    >>> orders.writeStream.foreachBatch(TransactionalSink(log, producer_group="shop", listener=listener, topic="orders"))
+    ... # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        log_or_path: CommitLog | str | os.PathLike[str],
+        *,
+        producer_group: str,
+        listener: TransactionListener | None,
+        topic: str | None = None,
+        transaction_key: str | None = None,
+        transaction_per: str | None = None,
+        app_id: str | None = None,
+        checkpoint_location: str | None = None,
+        on_listener_error: str = "fail",
+        replay_check_timeout: str | float = REPLAY_CHECK_TIMEOUT_S,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        from rmq_spark.sink.writers import check_transaction_per
+
+        self.log = (
+            log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
+        )
+        self.producer_group = check_group(producer_group)
+        self.listener = CommitOncePrepared() if listener is None else check_listener(listener, "TransactionalSink")
+        self.topic = topic
+        if topic is not None:
+            self.log.require_topic(topic)
+        self.transaction_key = transaction_key
+        self.transaction_per = transaction_per or (KEY if transaction_key else BATCH)
+        check_transaction_per(self.transaction_per, transaction_key)
+        self.app_id = None if app_id is None else check_app_id(app_id)
+        self.checkpoint_location = checkpoint_location
+        timeout = replay_check_timeout
+        self._two_phase = TwoPhase(
+            self.log,
+            self.listener,
+            on_listener_error=on_listener_error,
+            replay_check_timeout_s=parse_duration(timeout, "replay_check_timeout") if isinstance(timeout, str) else timeout,
+        )
+        self.last_outcome: Outcome | None = None
+
+    def __call__(self, batch_df: DataFrame, batch_id: int) -> None:
+        """Send one micro-batch (what ``foreachBatch`` calls)."""
+        from rmq_spark.sink.writers import check_schema
+
+        check_schema(batch_df.schema, self.topic, self.transaction_key)
+        header = self._header(batch_df, batch_id)
+        files = [] if self._two_phase.find_replayed(header) else self._stage(batch_df, header)
+        self.last_outcome = self._two_phase.send(header, files)
+
+    def _header(self, batch_df: DataFrame, batch_id: int) -> HalfHeader:
+        query_id = _query_id(batch_df)
+        app_id = self.app_id or query_id
+        if app_id is None:
+            raise OptionError(
+                "this session hides the query's id (Spark Connect, or no stream): pass app_id=... to TransactionalSink, the same "
+                "at every restart of the query"
+            )
+        return HalfHeader(
+            half_id=half_id_of(check_app_id(app_id), batch_id),
+            app_id=app_id,
+            batch_id=batch_id,
+            query_id=query_id,
+            input_hash=self._input_hash(batch_id),
+            fence_id=self.listener.fence_id,
+            transaction_per=self.transaction_per,
+            producer_group=self.producer_group,
+        )
+
+    def _input_hash(self, batch_id: int) -> str | None:
+        if self.checkpoint_location is None:
+            return None
+        from rmq_spark.sink.writers import hash_of_offsets
+
+        return hash_of_offsets(*filesystem(self.checkpoint_location), batch_id)
+
+    def _stage(self, batch_df: DataFrame, header: HalfHeader) -> list[HalfFile]:
+        """Write the half files on the executors and bring back what they are."""
+        half_folder = f"{self.log.path}/half"
+        storage_options = dict(self.log.storage_options)
+        writer = HalfWriter(header, self.log.topics(), self.topic, self.transaction_key)
+
+        def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            from pyspark import TaskContext
+
+            context = TaskContext.get()
+            fs, folder = filesystem(half_folder, storage_options)
+            files = writer.write(fs, folder, context.partitionId() if context else 0, batches)
+            yield pa.record_batch({"files": [pickle.dumps(files)]})
+
+        staged: list[HalfFile] = []
+        for row in batch_df.mapInArrow(write, "files binary").collect():
+            staged += pickle.loads(bytes(row["files"]))
+        return sorted(staged, key=lambda f: f.file_no)
+
+
+def _query_id(batch_df: DataFrame) -> str | None:
+    context = getattr(batch_df.sparkSession, "_sc", None)
+    if context is None:
+        return None
+    from rmq_spark.sink.writers import QUERY_ID_PROPERTY
+
+    value = context.getLocalProperty(QUERY_ID_PROPERTY)
+    return None if value is None else str(value)

@@ -1,0 +1,337 @@
+"""The writers of ``format("txmq")``: executors stage half files, ``commit()`` runs the rest of the protocol.
+
+A writer is made on the driver for each micro-batch and pickled, to the executors and to the process that runs
+``commit()``; so it holds settings, never an open log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import (
+    DataSourceArrowWriter,
+    DataSourceStreamArrowWriter,
+    WriterCommitMessage,
+)
+
+from rmq_spark.commitlog.files import filesystem
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, check_columns, half_id_of
+from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, Options, parse_int
+from rmq_spark.errors import CheckpointMismatchError, ListenerError, OptionError
+from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
+from rmq_spark.message import check_app_id, check_group
+from rmq_spark.transaction import BATCH, KEY, MESSAGE
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+    from rmq_spark.commitlog.log import CommitLog
+
+logger = logging.getLogger(__name__)
+
+SINK_OPTIONS = (
+    "path topic producerGroup transactionListener transactionKey transactionPer appId batchId onListenerError "
+    "replayCheckTimeout checkpointLocation"
+).split()
+NO_LISTENER = "none"
+
+QUERY_ID_PROPERTY = "sql.streaming.queryId"
+BATCH_ID_PROPERTY = "streaming.sql.batchId"
+
+
+@dataclass(frozen=True)
+class SinkSettings:
+    """The options of the sink, checked; picklable."""
+
+    path: str
+    topic: str | None
+    producer_group: str
+    listener_path: str
+    transaction_per: str
+    transaction_key: str | None
+    on_listener_error: str
+    replay_check_timeout_s: float
+    storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, options: Options) -> SinkSettings:
+        """Settings from the options of ``format("txmq")``; OptionError says what is missing or wrong."""
+        path = options.require("path", "the folder or URI of a commit log, made with rmq_spark.CommitLog.create")
+        group = options.require("producerGroup", "the listeners that can answer for this query's transactions")
+        listener = options.require(
+            "transactionListener", "'module:attribute' of a TransactionListener, or 'none' to send without one"
+        )
+        key = options.get("transactionKey")
+        per = options.choice("transactionPer", (BATCH, MESSAGE, KEY), KEY if key else BATCH)
+        check_transaction_per(per, key)
+        return cls(
+            path=path,
+            topic=options.get("topic"),
+            producer_group=check_group(group),
+            listener_path=listener.strip(),
+            transaction_per=per,
+            transaction_key=key,
+            on_listener_error=options.choice("onListenerError", ("fail", "unknown"), "fail"),
+            replay_check_timeout_s=options.duration("replayCheckTimeout", REPLAY_CHECK_TIMEOUT_S),
+            storage_options=dict(options.storage_options),
+        )
+
+    def listener(self) -> TransactionListener:
+        """The listener that the option names, loaded in this process."""
+        if self.listener_path.lower() == NO_LISTENER:
+            return CommitOncePrepared()
+        listener = load_listener(self.listener_path)
+        if listener.requires_spark:
+            raise ListenerError(
+                f"listener {self.listener_path!r} works through a Spark session, but format('txmq') commits without one: "
+                "use writeStream.foreachBatch(rmq_spark.TransactionalSink(...)) instead"
+            )
+        return listener
+
+
+def check_transaction_per(per: str, key: str | None) -> None:
+    """Raise OptionError when transactionPer and transactionKey contradict each other."""
+    if (per == KEY) != (key is not None):
+        raise OptionError(
+            f"transactionPer={per!r} and transactionKey={key!r} contradict each other: set transactionKey=<column> "
+            "for a transaction per value of a column, else transactionPer=message or batch"
+        )
+
+
+def check_schema(schema: StructType, topic: str | None, transaction_key: str | None) -> None:
+    """Raise MessageError unless a DataFrame has the columns and types of messages."""
+    from pyspark.sql import types as T
+
+    check_columns(schema.names, topic, transaction_key)
+    allowed: dict[str, tuple[type, ...]] = {
+        "body": (T.BinaryType, T.StringType),
+        "topic": (T.StringType,),
+        "tags": (T.StringType,),
+        "sharding_key": (T.StringType,),
+        "keys": (T.StringType, T.ArrayType),
+        "queue_id": (T.IntegerType, T.ShortType, T.ByteType, T.LongType),
+        "properties": (T.MapType,),
+        "born_timestamp": (T.TimestampType,),
+    }
+    from rmq_spark.errors import MessageError
+    from rmq_spark.message import INPUT_COLUMNS
+
+    for f in schema.fields:
+        if f.name == transaction_key and f.name not in allowed:
+            if isinstance(f.dataType, (T.StringType, T.IntegralType, T.DateType)):
+                continue
+            raise MessageError(
+                f"transactionKey {f.name!r} has type {f.dataType.simpleString()}: a string, an integer or a date is "
+                "expected; cast it"
+            )
+        if not isinstance(f.dataType, allowed[f.name]):
+            raise MessageError(
+                f"column {f.name!r} has type {f.dataType.simpleString()}: {INPUT_COLUMNS[f.name]} is expected; cast it"
+            )
+
+
+@dataclass
+class StagedPartition(WriterCommitMessage):
+    """What an executor tells the driver: the half files of one partition."""
+
+    header: HalfHeader
+    files: list[HalfFile]
+
+
+class _Writer:
+    """What the batch and the streaming writer share."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        self.settings = SinkSettings.of(options)
+        check_schema(schema, self.settings.topic, self.settings.transaction_key)
+        log = open_log(self.settings.path, _frozen(self.settings.storage_options))
+        listener = self.settings.listener()
+        if self.settings.topic is not None:
+            log.require_topic(self.settings.topic)
+        self.header = self._header(options, listener)
+        self.replayed = self._was_prepared(log)
+        self.half_folder = f"{log.path}/half"
+        self.half_writer = HalfWriter(
+            self.header, log.topics(), self.settings.topic, self.settings.transaction_key
+        )
+
+    def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
+        raise NotImplementedError
+
+    def _was_prepared(self, log: CommitLog) -> bool:
+        """True for a replay, of which the log has the messages: executors then need not write them again."""
+        if not self.header.numbered:
+            return False
+        last = log.last_batch_id(self.header.app_id)
+        return last is not None and self.header.batch_id <= last
+
+    def _make_header(
+        self, app_id: str, batch_id: int, query_id: str | None, input_hash: str | None, listener: TransactionListener
+    ) -> HalfHeader:
+        return HalfHeader(
+            half_id=half_id_of(app_id, batch_id),
+            app_id=app_id,
+            batch_id=batch_id,
+            query_id=query_id,
+            input_hash=input_hash,
+            fence_id=listener.fence_id,
+            transaction_per=self.settings.transaction_per,
+            producer_group=self.settings.producer_group,
+        )
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedPartition:
+        """On an executor: write the partition's half files. Nothing is in the log yet."""
+        context = TaskContext.get()
+        partition = context.partitionId() if context is not None else 0
+        self._check_task(context)
+        if self.replayed:
+            for _ in iterator:  # Spark wants its input read
+                pass
+            return StagedPartition(self.header, [])
+        fs, folder = filesystem(self.half_folder, self.settings.storage_options)
+        return StagedPartition(self.header, self.half_writer.write(fs, folder, partition, iterator))
+
+    def _check_task(self, context: Any) -> None:
+        pass
+
+    def _commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """In a driver process: prepare, execute, decide."""
+        from rmq_spark.sink.two_phase import TwoPhase
+
+        files: list[HalfFile] = []
+        for message in messages:
+            if not isinstance(message, StagedPartition) or message.header != self.header:
+                raise OptionError(
+                    f"a task staged files for another half batch than {self.header.half_id!r}: run the batch again"
+                )
+            files += message.files
+        log = open_log(self.settings.path, _frozen(self.settings.storage_options))
+        two_phase = TwoPhase(
+            log,
+            self.settings.listener(),
+            on_listener_error=self.settings.on_listener_error,
+            replay_check_timeout_s=self.settings.replay_check_timeout_s,
+        )
+        two_phase.send(self.header, sorted(files, key=lambda f: f.file_no))
+
+    def _abort(self) -> None:
+        # abort() also runs when commit() raised, in another process, and a commit that timed out may still land: so it
+        # deletes nothing. vacuum removes orphans when they are old.
+        logger.info("half batch %r was aborted; what it staged stays until vacuum", self.header.half_id)
+
+
+class TxmqWriter(_Writer, DataSourceArrowWriter):
+    """``df.write.format("txmq")``."""
+
+    def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
+        app_id, batch_id = options.get("appId"), options.get("batchId")
+        if (app_id is None) != (batch_id is None):
+            raise OptionError(
+                "a batch write needs both appId and batchId, or neither: together they name it, so that a retry is known "
+                f"as one (found appId={app_id!r}, batchId={batch_id!r})"
+            )
+        if app_id is None or batch_id is None:
+            header = self._make_header(f"write-{uuid4().hex}", 0, None, None, listener)
+            return replace(header, numbered=False)
+        return self._make_header(check_app_id(app_id), parse_int(batch_id, "batchId", 0), None, None, listener)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        self._commit(messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        self._abort()
+
+
+class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
+    """``df.writeStream.format("txmq")``."""
+
+    def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
+        if "batchId" in options:
+            raise OptionError("batchId is for batch writes: a stream's micro-batches have ids of their own")
+        checkpoint = read_checkpoint(options.get("checkpointLocation"), options.storage_options)
+        app_id = check_app_id(options.get("appId") or checkpoint.query_id)
+        return self._make_header(app_id, checkpoint.batch_id, checkpoint.query_id, checkpoint.input_hash, listener)
+
+    def _check_task(self, context: Any) -> None:
+        running = context.getLocalProperty(BATCH_ID_PROPERTY) if context is not None else None
+        if running is not None and int(running) != self.header.batch_id:
+            raise CheckpointMismatchError(
+                f"Spark runs batch {running}, but the newest one in the checkpoint is {self.header.batch_id}: two queries use "
+                "the same checkpointLocation"
+            )
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        if batchId != self.header.batch_id:
+            raise CheckpointMismatchError(
+                f"Spark commits batch {batchId}, but the newest one in the checkpoint is {self.header.batch_id}: two queries "
+                "use the same checkpointLocation"
+            )
+        self._commit(messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        self._abort()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a query's checkpoint says of the micro-batch that is running."""
+
+    query_id: str
+    batch_id: int
+    input_hash: str
+
+
+def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | None = None) -> Checkpoint:
+    """The query id, the newest batch id and the hash of its offsets.
+
+    Raises
+    ------
+    OptionError
+        When there is no readable checkpoint: the option is not set (a Spark setting or a temporary one was used).
+    """
+    if not location:
+        raise OptionError(
+            "option 'checkpointLocation' is missing: the sink takes the query's identity from it, and cannot when it comes "
+            "from a Spark setting or is temporary; set .option('checkpointLocation', ...)"
+        )
+    import pyarrow.fs as pafs
+
+    fs, root = filesystem(location.replace("dbfs:/", "/dbfs/", 1), storage_options)
+    try:
+        with fs.open_input_stream(f"{root}/metadata") as stream:
+            query_id = json.loads(stream.readall())["id"]
+        names = [i.base_name for i in fs.get_file_info(pafs.FileSelector(f"{root}/offsets"))]
+        batch_id = max(int(n) for n in names if n.isdigit())
+        return Checkpoint(str(query_id), batch_id, hash_of_offsets(fs, root, batch_id))
+    except (OSError, KeyError, ValueError) as problem:
+        raise OptionError(
+            f"checkpointLocation={location!r} cannot be read from Python ({type(problem).__name__}: {problem}): use a path that "
+            "both Spark and Python reach, or send through foreachBatch(TransactionalSink(...)) with app_id"
+        ) from problem
+
+
+def hash_of_offsets(fs: Any, root: str, batch_id: int) -> str:
+    """A hash of ``offsets/<batch_id>``: the same bytes at a replay, others when the checkpoint is not the same."""
+    with fs.open_input_stream(f"{root}/offsets/{batch_id}") as stream:
+        return hashlib.sha256(stream.readall()).hexdigest()[:32]
+
+
+def _frozen(options: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(options.items()))
+
+
+@lru_cache(maxsize=8)
+def open_log(path: str, storage_options: tuple[tuple[str, str], ...]) -> CommitLog:
+    """An open commit log, kept while the process lives: Spark uses it again for the next micro-batches."""
+    from rmq_spark.commitlog.log import CommitLog
+
+    return CommitLog.open(path, dict(storage_options))

@@ -1,0 +1,189 @@
+"""Offsets as Spark's Kafka source writes them: ``{"orders": {"0": 23, "1": -1}}``, in options and in checkpoints.
+
+An offset is the next message to read. A queue that is not named starts at 0, which is how a topic joins a stream that is
+running already.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import datetime, timedelta, timezone
+
+from rmq_spark.config import nearest
+from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
+
+EARLIEST = "earliest"
+LATEST = "latest"
+EARLIEST_OFFSET = -2
+LATEST_OFFSET = -1
+
+Queue = tuple[str, int]
+"""A topic and a queue_id."""
+Positions = dict[Queue, int]
+"""The next offset of every queue."""
+JsonOffsets = dict[str, dict[str, int]]
+"""The same as JSON has it."""
+
+EPOCH_MS_MIN = 100_000_000_000
+"""A smaller number (March 1973) is taken for seconds, and refused."""
+
+_QUEUE_ID = re.compile(r"0|[1-9][0-9]{0,8}")
+_EXAMPLE = '{"orders": {"0": 23, "1": -1}}'
+
+
+def to_json(positions: Mapping[Queue, int]) -> JsonOffsets:
+    """Positions in the order of topic and queue: equal positions are equal texts, which is how Spark compares them."""
+    found: JsonOffsets = {}
+    for (topic, queue_id), offset in sorted(positions.items()):
+        found.setdefault(topic, {})[str(queue_id)] = offset
+    return found
+
+
+def from_json(value: object, what: str, lowest: int = 0) -> Positions:
+    """Positions of a JSON value.
+
+    Parameters
+    ----------
+    what : str
+        Where it comes from, for the message of the error.
+    lowest : int
+        The smallest number allowed: 0, or one of Kafka's marks (-1 latest, -2 earliest).
+
+    Raises
+    ------
+    OffsetError
+        When it is not of the form ``{"topic": {"queue": offset}}``.
+    """
+    if not isinstance(value, dict) or not all(isinstance(queues, dict) for queues in value.values()):
+        raise OffsetError(f"{what} is not of the form {_EXAMPLE}: found {json.dumps(value, default=str)[:200]}")
+    positions: Positions = {}
+    for topic, queues in value.items():
+        for queue_id, offset in queues.items():
+            if _QUEUE_ID.fullmatch(str(queue_id)) is None:
+                raise OffsetError(f"{what} names the queue {queue_id!r} of topic {topic!r}: a number such as \"0\" is expected")
+            if isinstance(offset, bool) or not isinstance(offset, int):
+                raise OffsetError(f"{what} has {offset!r} for topic {topic!r}, queue {queue_id}: a whole number is expected")
+            if offset < lowest:
+                marks = {0: "", -1: " (or -1, latest)", -2: " (or -1, latest, or -2, earliest)"}[lowest]
+                raise OffsetError(f"{what} has {offset} for topic {topic!r}, queue {queue_id}: at least 0 is expected{marks}")
+            positions[(topic, int(queue_id))] = offset
+    return positions
+
+
+def parse_offsets(text: str, option: str, keywords: tuple[str, ...], marks: tuple[int, ...]) -> str | Positions:
+    """The value of ``startingOffsets`` or ``endingOffsets``.
+
+    Parameters
+    ----------
+    keywords : tuple of str
+        Those of ``earliest`` and ``latest`` that the option allows here.
+    marks : tuple of int
+        Those of -2 (earliest) and -1 (latest) that it allows within JSON.
+
+    Returns
+    -------
+    str or dict
+        A keyword, or an offset or mark by (topic, queue).
+
+    Raises
+    ------
+    OffsetError
+        When it is neither, or malformed.
+    """
+    word = text.strip().lower()
+    if word in keywords:
+        return word
+    if word in (EARLIEST, LATEST):
+        raise OffsetError(f"{option}={word!r} cannot be used here: {' or '.join(map(repr, keywords))} or JSON is expected")
+    try:
+        value = json.loads(text, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as problem:
+        raise OffsetError(
+            f"{option}={text[:200]!r} is neither {' nor '.join(map(repr, keywords))} nor JSON such as {_EXAMPLE}: {problem}"
+        ) from problem
+    positions = from_json(value, option, min(marks, default=0))
+    for (topic, queue_id), offset in positions.items():
+        if offset < 0 and offset not in marks:
+            name = EARLIEST if offset == EARLIEST_OFFSET else LATEST
+            raise OffsetError(f"{option} has {offset} ({name}) for topic {topic!r}, queue {queue_id}: not allowed here")
+    return positions
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} stands there twice")
+    return found
+
+
+def resolve(option: str, given: str | Positions, queues: Mapping[str, int], tails: Mapping[Queue, int]) -> Positions:
+    """Real offsets for what :func:`parse_offsets` returned.
+
+    Parameters
+    ----------
+    queues : mapping of str to int
+        The topics subscribed to, and their number of queues.
+    tails : mapping
+        The next offset of every queue that has messages.
+
+    Raises
+    ------
+    OffsetError
+        When JSON names a topic or queue that is not read, or leaves one out.
+    OffsetOutOfRangeError
+        When it names an offset past the end of a queue.
+    """
+    ends = {(t, q): tails.get((t, q), 0) for t, n in queues.items() for q in range(n)}
+    if isinstance(given, str):
+        return {queue: 0 for queue in ends} if given == EARLIEST else ends
+    for (topic, queue_id), offset in given.items():
+        if topic not in queues:
+            hint = nearest(topic, queues) if queues else "no topic is subscribed to"
+            raise OffsetError(f"{option} names topic {topic!r}, which is not subscribed to or not in the commit log ({hint})")
+        if queue_id >= queues[topic]:
+            raise OffsetError(f"{option} names queue {queue_id} of topic {topic!r}, which has the queues 0 to {queues[topic] - 1}")
+        if offset > ends[(topic, queue_id)]:
+            raise OffsetOutOfRangeError(
+                f"{option} has {offset} for topic {topic!r}, queue {queue_id}: past its end, which is {ends[(topic, queue_id)]}"
+            )
+    for topic, queue_id in ends:
+        if (topic, queue_id) not in given:
+            raise OffsetError(
+                f"{option} leaves out queue {queue_id} of topic {topic!r}: name every queue that is subscribed to, with -2 for "
+                "earliest or -1 for latest where you have no offset"
+            )
+    marks = {EARLIEST_OFFSET: lambda _: 0, LATEST_OFFSET: lambda queue: ends[queue]}
+    return {queue: marks[offset](queue) if offset < 0 else offset for queue, offset in given.items()}
+
+
+def parse_timestamp(text: str, option: str) -> datetime:
+    """A time with a zone, such as ``2025-03-01T08:00:00Z`` or ``2025-03-01T08:00:00+01:00``, or milliseconds since 1970.
+
+    Raises
+    ------
+    OptionError
+        For anything else; a time without a zone and a number of seconds are refused, because both would be a guess.
+    """
+    value = text.strip()
+    example = "write it as 2025-03-01T08:00:00Z, or as milliseconds since 1970"
+    if value.isascii() and value.isdigit():
+        if int(value) < EPOCH_MS_MIN:
+            raise OptionError(f"{option}={text!r} is too small for milliseconds since 1970 (are they seconds?): {example}")
+        try:
+            return _from_ms(int(value))
+        except (OverflowError, ValueError, OSError) as problem:
+            raise OptionError(f"{option}={text!r} is not a time: {example}") from problem
+    try:
+        found = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", value))
+    except ValueError as problem:
+        raise OptionError(f"{option}={text!r} is not a time: {example}") from problem
+    if found.tzinfo is None:
+        raise OptionError(f"{option}={text!r} has no time zone: {example}")
+    return found
+
+
+def _from_ms(milliseconds: int) -> datetime:
+    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(milliseconds=milliseconds)

@@ -1,0 +1,351 @@
+"""Verdicts, and the half batch that a listener is asked about."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.errors import MessageError, VerdictError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+BATCH = "batch"
+MESSAGE = "message"
+KEY = "key"
+TRANSACTION_PER = (BATCH, MESSAGE, KEY)
+"""What one transaction of a half batch spans; ``key`` goes with ``transactionKey``."""
+
+
+class LocalTransactionState(str, Enum):
+    """What became of a local transaction (RocketMQ: ``LocalTransactionState``)."""
+
+    COMMIT_MESSAGE = "COMMIT_MESSAGE"
+    ROLLBACK_MESSAGE = "ROLLBACK_MESSAGE"
+    UNKNOWN = "UNKNOWN"
+    UNKNOW = "UNKNOWN"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+COMMIT_MESSAGE = LocalTransactionState.COMMIT_MESSAGE
+ROLLBACK_MESSAGE = LocalTransactionState.ROLLBACK_MESSAGE
+UNKNOWN = LocalTransactionState.UNKNOWN
+
+
+def transaction_ids(
+    half_id: str, attempt: int, per: str, keys: pa.Array | None, file_no: pa.Array | None, row_no: pa.Array | None
+) -> pa.Array:
+    """Transaction ids of rows: ``<half_id>:<attempt>``, with the key or ``<file_no>.<row_no>`` behind.
+
+    They are derived, never stored: the same at every replay of one attempt, and different for each attempt.
+    """
+    head = f"{half_id}:{attempt}"
+    if per == BATCH:
+        raise ValueError("a half batch with one transaction has one id: batch_transaction_id")
+    if per == KEY:
+        return pc.binary_join_element_wise(pa.scalar(head), pc.cast(keys, pa.string()), ":")
+    address = pc.binary_join_element_wise(pc.cast(file_no, pa.string()), pc.cast(row_no, pa.string()), ".")
+    return pc.binary_join_element_wise(pa.scalar(head), address, ":")
+
+
+def batch_transaction_id(half_id: str, attempt: int) -> str:
+    """The id of a half batch's only transaction (``transactionPer=batch``)."""
+    return f"{half_id}:{attempt}"
+
+
+def message_ids(half_id: pa.Array | pa.Scalar, file_no: pa.Array, row_no: pa.Array) -> pa.Array:
+    """Message ids: ``<half_id>:<file_no>.<row_no>``, the address of a half row, which never changes."""
+    address = pc.binary_join_element_wise(pc.cast(file_no, pa.string()), pc.cast(row_no, pa.string()), ".")
+    return pc.binary_join_element_wise(half_id, address, ":")
+
+
+class HalfRows(Protocol):
+    """Where a half batch reads its rows from: a commit log, or its in-memory twin."""
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """The undecided rows, in send order, with these columns of ``half``."""
+
+    def to_spark(self, spark: SparkSession) -> DataFrame:
+        """The same rows as a DataFrame, read by Spark's executors."""
+
+
+class HalfBatch:
+    """The undecided transactions of one attempt at one half batch: what a listener is asked about.
+
+    Attributes
+    ----------
+    half_id, app_id : str
+    batch_id : int
+        The micro-batch, or the number that a batch write or a producer gave.
+    attempt : int
+        1 at first; a new attempt is a new transaction id.
+    producer_group : str
+    prepared_at : datetime
+        UTC; when the half batch was prepared, or reopened for this attempt.
+    check_times : int
+        Checks that a listener has answered (with UNKNOWN) in this attempt.
+    transaction_per : {"batch", "message", "key"}
+    fence_id : str or None
+        The fence that the listener had when the half batch was prepared.
+    arg : object
+        What ``send_message_in_transaction(message, arg)`` was given; None in checks and streams.
+    """
+
+    def __init__(
+        self,
+        *,
+        half_id: str,
+        app_id: str,
+        batch_id: int,
+        attempt: int,
+        producer_group: str,
+        prepared_at: datetime,
+        check_times: int,
+        transaction_per: str,
+        fence_id: str | None,
+        rows: HalfRows,
+        arg: Any = None,
+    ) -> None:
+        self.half_id = half_id
+        self.app_id = app_id
+        self.batch_id = batch_id
+        self.attempt = attempt
+        self.producer_group = producer_group
+        self.prepared_at = prepared_at
+        self.check_times = check_times
+        self.transaction_per = transaction_per
+        self.fence_id = fence_id
+        self.arg = arg
+        self._rows = rows
+        self._transactions: pa.Table | None = None
+
+    def __repr__(self) -> str:
+        return f"HalfBatch({self.half_id!r}, attempt={self.attempt}, producer_group={self.producer_group!r})"
+
+    @property
+    def transactions(self) -> pa.Table:
+        """A row per undecided transaction: ``transaction_id`` and ``transaction_key`` (strings; the key is null
+        unless ``transactionKey`` is set) and ``messages`` (int64, how many messages it has)."""
+        if self._transactions is None:
+            self._transactions = self._read_transactions()
+        return self._transactions
+
+    def _read_transactions(self) -> pa.Table:
+        if self.transaction_per == KEY:
+            keys = self._rows.read(["transaction_key"])
+            counted = keys.group_by("transaction_key", use_threads=False).aggregate([([], "count_all")])
+            key = counted["transaction_key"].combine_chunks()
+            ids = transaction_ids(self.half_id, self.attempt, KEY, key, None, None)
+            count = counted["count_all"].combine_chunks()
+        elif self.transaction_per == MESSAGE:
+            rows = self._rows.read(["file_no", "row_no"]).combine_chunks()
+            ids = transaction_ids(self.half_id, self.attempt, MESSAGE, None, rows["file_no"], rows["row_no"])
+            key, count = pa.nulls(rows.num_rows, pa.string()), pa.repeat(pa.scalar(1, pa.int64()), rows.num_rows)
+        else:
+            ids = pa.array([batch_transaction_id(self.half_id, self.attempt)])
+            key = pa.nulls(1, pa.string())
+            count = pa.array([self._rows.read(["file_no"]).num_rows], pa.int64())
+        return pa.table({"transaction_id": ids, "transaction_key": key, "messages": count})
+
+    def messages(self, columns: Iterable[str] | None = None) -> pa.Table:
+        """The messages of the undecided transactions, in send order.
+
+        Parameters
+        ----------
+        columns : iterable of str, optional
+            Some of ``msg_id, transaction_id, transaction_key, topic, queue_id, tags, keys, sharding_key,
+            properties, body, born_timestamp, store_timestamp``; all of them when not given.
+
+        Returns
+        -------
+        pyarrow.Table
+            ``body`` is binary; timestamps are microseconds in UTC.
+        """
+        wanted = list(MESSAGE_COLUMNS if columns is None else columns)
+        unknown = [c for c in wanted if c not in MESSAGE_COLUMNS]
+        if unknown:
+            raise MessageError(f"no column {unknown[0]!r} in a half batch's messages: {', '.join(MESSAGE_COLUMNS)}")
+        derived = {"msg_id", "transaction_id"}
+        stored = [c for c in wanted if c not in derived]
+        if derived & set(wanted):
+            stored += [c for c in ("file_no", "row_no") if c not in stored]
+        if "transaction_id" in wanted and self.transaction_per == KEY and "transaction_key" not in stored:
+            stored.append("transaction_key")
+        table = self._rows.read(stored or ["file_no"])
+        return pa.table({c: self._derived(c, table) if c in derived else table[c] for c in wanted})
+
+    def _derived(self, column: str, table: pa.Table) -> pa.Array | pa.ChunkedArray:
+        if column == "msg_id":
+            return message_ids(pa.scalar(self.half_id), table["file_no"], table["row_no"])
+        if self.transaction_per == BATCH:
+            return pa.repeat(pa.scalar(batch_transaction_id(self.half_id, self.attempt)), table.num_rows)
+        key = table["transaction_key"] if self.transaction_per == KEY else None
+        return transaction_ids(
+            self.half_id, self.attempt, self.transaction_per, key, table["file_no"], table["row_no"]
+        )
+
+    def decode(self, schema: str | pa.Schema) -> pa.Table:
+        """The messages' JSON bodies as columns.
+
+        Parameters
+        ----------
+        schema : str or pyarrow.Schema
+            ``"order_id long, total double"`` in Spark's words, or an Arrow schema. Fields that a body lacks are
+            null; fields that the schema does not name are left out.
+
+        Raises
+        ------
+        MessageError
+            When a body is not a JSON object of that schema.
+        """
+        return decode_json(self.messages(["body"])["body"], schema)
+
+    def to_spark(self, spark: SparkSession) -> DataFrame:
+        """The undecided messages as a DataFrame with the columns of ``half``, read by the executors.
+
+        For foreachBatch and the check job, which have a session; ``format("txmq")`` commits without one.
+        """
+        return self._rows.to_spark(spark)
+
+    def verdicts(
+        self,
+        *,
+        commit: Iterable[object] = (),
+        rollback: Iterable[object] = (),
+        unknown: Iterable[object] = (),
+        otherwise: LocalTransactionState = COMMIT_MESSAGE,
+    ) -> pa.Array:
+        """A verdict per row of :attr:`transactions`, from keys.
+
+        Parameters
+        ----------
+        commit, rollback, unknown : iterables of keys
+            Transaction keys (``transactionKey``), else transaction ids. Compared as strings.
+        otherwise : LocalTransactionState
+            The verdict of every transaction that is not named.
+
+        Raises
+        ------
+        VerdictError
+            When a key is not of this half batch, or is named twice.
+        """
+        column = "transaction_key" if self.transaction_per == KEY else "transaction_id"
+        known = self.transactions[column].combine_chunks()
+        positions = {key: i for i, key in enumerate(known.to_pylist())}
+        result = [str(otherwise)] * len(known)
+        named: dict[int, object] = {}
+        for verdict, keys in ((COMMIT_MESSAGE, commit), (ROLLBACK_MESSAGE, rollback), (UNKNOWN, unknown)):
+            for key in keys:
+                at = positions.get(str(key))
+                if at is None:
+                    raise VerdictError(f"{key!r} is not a {column} of half batch {self.half_id!r}")
+                if at in named and named[at] is not verdict:
+                    raise VerdictError(f"{column} {key!r} is named for two verdicts: {named[at]} and {verdict}")
+                named[at] = verdict
+                result[at] = str(verdict)
+        return pa.array(result, pa.string())
+
+
+MESSAGE_COLUMNS = (
+    "msg_id transaction_id transaction_key topic queue_id tags keys sharding_key properties body "
+    "born_timestamp store_timestamp"
+).split()
+
+
+def normalize_verdicts(result: object, batch: HalfBatch) -> pa.Array | LocalTransactionState:
+    """What a listener returned, as one verdict for all or a string array with one per transaction.
+
+    ``None`` means UNKNOWN, as in RocketMQ.
+
+    Raises
+    ------
+    VerdictError
+        For another type, another length, or a value that is no verdict.
+    """
+    if result is None:
+        return UNKNOWN
+    if isinstance(result, str):
+        return _verdict(result)
+    if isinstance(result, (pa.Array, pa.ChunkedArray)):
+        values = result.combine_chunks() if isinstance(result, pa.ChunkedArray) else result
+        values = pc.fill_null(pc.cast(values, pa.string()), UNKNOWN.value)
+    elif isinstance(result, Sequence):
+        values = pa.array([_verdict(UNKNOWN if v is None else v).value for v in result], pa.string())
+    else:
+        raise VerdictError(
+            f"the listener of {batch.producer_group!r} returned {type(result).__name__}: a LocalTransactionState, "
+            "None, or one verdict per transaction is expected"
+        )
+    expected = batch.transactions.num_rows
+    if len(values) != expected:
+        raise VerdictError(
+            f"the listener of {batch.producer_group!r} returned {len(values)} verdicts for {expected} transactions "
+            f"of half batch {batch.half_id!r}: return one per row of batch.transactions"
+        )
+    for value in pc.unique(values).to_pylist():
+        _verdict(value)
+    return pc.replace_with_mask(values, pc.equal(values, "UNKNOW"), UNKNOWN.value)
+
+
+def _verdict(value: object) -> LocalTransactionState:
+    if value == "UNKNOW":
+        return UNKNOWN
+    try:
+        return LocalTransactionState(value)
+    except ValueError:
+        raise VerdictError(
+            f"{value!r} is not a verdict: COMMIT_MESSAGE, ROLLBACK_MESSAGE or UNKNOWN is expected"
+        ) from None
+
+
+_TYPES = {
+    "long": pa.int64(), "bigint": pa.int64(), "int": pa.int32(), "integer": pa.int32(), "smallint": pa.int16(),
+    "double": pa.float64(), "float": pa.float32(), "string": pa.string(), "boolean": pa.bool_(),
+    "timestamp": pa.timestamp("us", "UTC"), "date": pa.date32(),
+}  # fmt: skip
+
+
+def _arrow_schema(ddl: str) -> pa.Schema:
+    fields = []
+    for part in re.split(r",(?![^(<]*[)>])", ddl):
+        name, _, kind = part.strip().partition(" ")
+        fields.append((name, _arrow_type(kind.strip().lower(), ddl)))
+    return pa.schema(fields)
+
+
+def _arrow_type(kind: str, ddl: str) -> pa.DataType:
+    if kind in _TYPES:
+        return _TYPES[kind]
+    if match := re.fullmatch(r"decimal\((\d+),\s*(\d+)\)", kind):
+        return pa.decimal128(int(match[1]), int(match[2]))
+    if match := re.fullmatch(r"array<(.+)>", kind):
+        return pa.list_(_arrow_type(match[1].strip(), ddl))
+    raise MessageError(f"cannot read the type {kind!r} in schema {ddl!r}: known are {', '.join(_TYPES)}, decimal(p,s)")
+
+
+def decode_json(bodies: pa.ChunkedArray, schema: str | pa.Schema) -> pa.Table:
+    """JSON bodies as an Arrow table with this schema (see :meth:`HalfBatch.decode`)."""
+    import pyarrow.json as pj
+
+    target = _arrow_schema(schema) if isinstance(schema, str) else schema
+    if len(bodies) == 0:
+        return target.empty_table()
+    text = pa.chunked_array(bodies).combine_chunks() if isinstance(bodies, list) else bodies.combine_chunks()
+    joined = pc.binary_join(pa.array([text.to_pylist()], pa.list_(pa.binary())), b"\n")[0].as_py()
+    options = pj.ParseOptions(explicit_schema=target, newlines_in_values=True, unexpected_field_behavior="ignore")
+    try:
+        table = pj.read_json(pa.BufferReader(joined), parse_options=options,
+                             read_options=pj.ReadOptions(block_size=max(len(joined) + 1, 1 << 16)))  # fmt: skip
+    except pa.ArrowInvalid as problem:
+        raise MessageError(f"a message body is not a JSON object of schema {target}: {problem}") from problem
+    if table.num_rows != len(bodies):
+        raise MessageError(f"{len(bodies)} bodies hold {table.num_rows} JSON objects: one in each is expected")
+    return table.select(target.names)
