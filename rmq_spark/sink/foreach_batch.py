@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -84,13 +84,26 @@ class TransactionalSink:
         self.app_id = None if app_id is None else check_app_id(app_id)
         self.checkpoint_location = checkpoint_location
         timeout = replay_check_timeout
+        timeout_s = parse_duration(timeout, "replay_check_timeout") if isinstance(timeout, str) else timeout
         self._two_phase = TwoPhase(
-            self.log,
-            self.listener,
-            on_listener_error=on_listener_error,
-            replay_check_timeout_s=parse_duration(timeout, "replay_check_timeout") if isinstance(timeout, str) else timeout,
+            self.log, self.listener, on_listener_error=on_listener_error, replay_check_timeout_s=timeout_s
         )
         self.last_outcome: Outcome | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Over Spark Connect the function is pickled to the server, which opens the log again.
+        state = {k: v for k, v in self.__dict__.items() if k not in ("log", "_two_phase", "last_outcome")}
+        two_phase = (self._two_phase.on_listener_error, self._two_phase.replay_check_timeout_s)
+        return {**state, "_reopen": (self.log.path, self.log.storage_options, *two_phase)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        path, storage_options, on_listener_error, timeout_s = state.pop("_reopen")
+        self.__dict__.update(state)
+        self.log = CommitLog.open(path, storage_options)
+        self._two_phase = TwoPhase(
+            self.log, self.listener, on_listener_error=on_listener_error, replay_check_timeout_s=timeout_s
+        )
+        self.last_outcome = None
 
     def __call__(self, batch_df: DataFrame, batch_id: int) -> None:
         """Send one micro-batch (what ``foreachBatch`` calls)."""
