@@ -34,6 +34,8 @@ class HalfRecord:
     header: HalfHeader
     prepared_ms: int
     files: Mapping[int, StoredFile]
+    prepared_here: bool = False
+    """True when this process prepared it: its op markers are all newer than that."""
 
     @property
     def half_id(self) -> str:
@@ -93,7 +95,7 @@ class HalfStore:
 
         self.table.compare_and_set(decide, self._landed)
         stored = {f.file_no: StoredFile(f.data.path, f.data.rows, f.segments) for f in files}
-        return HalfRecord(header, prepared_ms, dict(sorted(stored.items())))
+        return HalfRecord(header, prepared_ms, dict(sorted(stored.items())), prepared_here=True)
 
     def _batch_id_in_log(self, header: HalfHeader) -> int | None:
         return None if self._find(header.half_id) is None else header.batch_id

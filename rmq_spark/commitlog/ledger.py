@@ -41,6 +41,7 @@ Mask = Mapping[int, bytes]
 """Rows of a half batch: by file number, a byte (0 or 1) a row."""
 
 COMMIT_IDS_KEPT = 1000
+HALF_IDS_KEPT = 10_000
 TAIL_CHUNKS_MAX = 64
 
 COMMITTED_STATES = (RowState.COMMITTED, RowState.DECIDED)
@@ -68,6 +69,8 @@ class Ledger:
         self._tails: dict[tuple[str, int], int] = {}
         self._last_time = datetime.fromtimestamp(0, timezone.utc)
         self._low_water = 0
+        self._tail_since = 0  # the tail holds all op rows from this version on
+        self._known_whole: deque[str] = deque(maxlen=HALF_IDS_KEPT)  # half batches with no op rows before the tail
         self._commit_ids: deque[str] = deque(maxlen=COMMIT_IDS_KEPT)
 
     # ------------------------------------------------------------------ following the table
@@ -96,7 +99,8 @@ class Ledger:
         mark = self.table.read(paths, None, pc.field("kind") == Kind.MARK.value).sort_by("version")
         newest = mark.slice(mark.num_rows - 1).to_pylist()[0]
         self._tails = {(t["topic"], t["queue_id"]): t["next_offset"] for t in newest["tails"]}
-        return int(newest["since_version"])
+        self._tail_since = int(newest["since_version"])
+        return self._tail_since
 
     def _read_since(self, version: int) -> pa.Table:
         actions = self.table.actions()
@@ -122,7 +126,8 @@ class Ledger:
         if marks.num_rows:
             newest = marks.slice(marks.num_rows - 1).select(["low_water", "since_version"]).to_pylist()[0]
             self._low_water = newest["low_water"]
-            self._tail = self._tail.filter(pc.greater_equal(self._tail["version"], newest["since_version"]))
+            self._tail_since = max(self._tail_since, newest["since_version"])
+            self._tail = self._tail.filter(pc.greater_equal(self._tail["version"], self._tail_since))
         if self._tail["version"].num_chunks > TAIL_CHUNKS_MAX:
             self._tail = self._tail.combine_chunks()
 
@@ -139,13 +144,24 @@ class Ledger:
 
     def rows_of(self, record: HalfRecord) -> pa.Table:
         """The op rows of one half batch, in version order."""
-        if record.prepared_ms > self._low_water:
-            rows = self._tail
-        else:  # settled once: its markers may be older than what is kept in memory
-            rows = self.table.read(
-                self.table.actions()["path"].to_pylist(), None, pc.field("half_id") == record.half_id
-            ).sort_by("version")
-        return rows.filter(pc.equal(rows["half_id"], record.half_id))
+        half_id = record.half_id
+        if record.prepared_ms <= self._low_water:  # settled once: its markers may be older than the tail
+            return self._scan([half_id])
+        if not record.prepared_here and half_id not in self._known_whole:
+            # Somebody's OPTIMIZE gives old rows a new prepare time: look once whether there are older markers.
+            if self._older_than_tail([half_id]).num_rows:
+                return self._scan([half_id])
+            self._known_whole.append(half_id)
+        return self._tail.filter(pc.equal(self._tail["half_id"], half_id))
+
+    def _scan(self, half_ids: Sequence[str], before: int | None = None) -> pa.Table:
+        where = pc.field("half_id").isin(list(half_ids))
+        if before is not None:
+            where &= pc.field("version") < before
+        return self.table.read(self.table.actions()["path"].to_pylist(), None, where).sort_by("version")
+
+    def _older_than_tail(self, half_ids: Sequence[str]) -> pa.Table:
+        return self._scan(half_ids, before=self._tail_since) if self._tail_since else OP_SCHEMA.empty_table()
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """What the newest op markers say of one half batch."""
@@ -168,23 +184,20 @@ class Ledger:
             Looks closely at one half batch. Asked about those below the mark that were reopened, of which the rows kept
             in memory do not tell.
         """
-        net = self._settled_rows()
-        opened = [half_id for half_id, (_, rows) in prepared.items() if rows > net.get(half_id, 0)]
+        opened = self._open_of(prepared)
         return opened + [half_id for half_id in self._reopened() if half_id not in prepared and is_open(half_id)]
+
+    def _open_of(self, prepared: Mapping[str, tuple[int, int]]) -> list[str]:
+        net = _settled_rows(self._tail)
+        opened = [half_id for half_id, (_, rows) in prepared.items() if rows > net.get(half_id, 0)]
+        doubtful = [half_id for half_id in opened if half_id not in self._known_whole]
+        older = _settled_rows(self._older_than_tail(doubtful)) if doubtful else {}
+        self._known_whole.extend(h for h in doubtful if h not in older)
+        return [h for h in opened if prepared[h][1] > net.get(h, 0) + older.get(h, 0)]
 
     def _reopened(self) -> list[str]:
         rows = self._tail.filter(pc.equal(self._tail["kind"], Kind.REOPEN.value))
         return [str(h) for h in pc.unique(rows["half_id"]).to_pylist()]
-
-    def _settled_rows(self) -> dict[str, int]:
-        tail = self._tail
-        settling = pc.is_in(tail["kind"], value_set=pa.array([k.value for k in SETTLING]))
-        reopening = pc.equal(tail["kind"], Kind.REOPEN.value)
-        sign = pc.subtract(pc.cast(settling, pa.int64()), pc.cast(reopening, pa.int64()))
-        signed = pa.table({"half_id": tail["half_id"], "n": pc.multiply(sign, tail["count"])})
-        signed = signed.filter(pc.is_valid(signed["half_id"]))
-        sums = signed.group_by("half_id", use_threads=False).aggregate([("n", "sum")])
-        return dict(zip(sums["half_id"].to_pylist(), sums["n_sum"].to_pylist(), strict=True))
 
     # ------------------------------------------------------------------ decisions
     def decide(
@@ -376,8 +389,8 @@ class Ledger:
         Parameters
         ----------
         prepared : callable
-            Half batches above the mark: (prepare time in ms, rows) by half id. It is called before the newest op rows
-            are read, so a batch that it misses was prepared later and lies above the new mark.
+            Half batches above the mark: (prepare time in ms, rows) by half id. It is called after the newest op rows were
+            read, so that it knows every half batch that they name.
         is_open : callable
             As for :meth:`open_half_ids`.
         """
@@ -387,16 +400,14 @@ class Ledger:
             nonlocal moved
             moved = False
             above = prepared()
-            self.refresh()
-            net = self._settled_rows()
-            open_ms = [ms for half_id, (ms, rows) in above.items() if rows > net.get(half_id, 0)]
-            settled_ms = [ms for ms, _ in above.values() if not open_ms or ms < min(open_ms)]
+            first_open = min((above[h][0] for h in self._open_of(above)), default=None)
+            settled_ms = [ms for ms, _ in above.values() if first_open is None or ms < first_open]
             low_water = max(settled_ms, default=self._low_water)
             if low_water <= self._low_water:
                 return []
             moved = True
             keep = {h for h, (ms, _) in above.items() if ms > low_water}
-            keep |= {h for h in self._reopened() if h not in keep and is_open(h)}
+            keep |= {h for h in self._reopened() if h not in above and is_open(h)}
             kept = self._tail.filter(pc.is_in(self._tail["half_id"], value_set=pa.array(sorted(keep), pa.string())))
             since = pc.min(kept["version"]).as_py() if kept.num_rows else self.table.version + 1
             return [OpRow(Kind.MARK, low_water=low_water, since_version=since, tails=dict(self._tails))]
@@ -423,6 +434,17 @@ class Ledger:
 
         with self._lock:
             self.table.compare_and_set(decide, landed)
+
+
+def _settled_rows(rows: pa.Table) -> dict[str, int]:
+    """By half id: rows that op markers settled, less those that were reopened."""
+    settling = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in SETTLING]))
+    reopening = pc.equal(rows["kind"], Kind.REOPEN.value)
+    sign = pc.subtract(pc.cast(settling, pa.int64()), pc.cast(reopening, pa.int64()))
+    signed = pa.table({"half_id": rows["half_id"], "n": pc.multiply(sign, rows["count"])})
+    signed = signed.filter(pc.is_valid(signed["half_id"]))
+    sums = signed.group_by("half_id", use_threads=False).aggregate([("n", "sum")])
+    return dict(zip(sums["half_id"].to_pylist(), sums["n_sum"].to_pylist(), strict=True))
 
 
 def _in_states(state: BatchState, mask: Mask, states: Sequence[RowState], attempt: int | None) -> dict[int, bytes]:

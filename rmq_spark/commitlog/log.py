@@ -299,10 +299,10 @@ class CommitLog:
                 yield record, state
 
     def _open_ids(self) -> list[str]:
-        # half before op: a batch prepared in between is seen in neither or only in half, never as settled.
+        # op before half: every half batch that an op row names is known then. One that is decided in between looks open
+        # here, and is looked at closely by whoever asked.
         self.ledger.refresh()
         prepared = self.half.prepared_after(self.ledger.low_water_ms)
-        self.ledger.refresh()
         return self.ledger.open_half_ids(prepared, self._is_open)
 
     def _is_open(self, half_id: str) -> bool:
