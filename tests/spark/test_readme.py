@@ -1,0 +1,45 @@
+"""The README's examples, run in the order in which they stand."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_examples(page: Path, folder: Path) -> str:
+    """Run a page's Python blocks as one program, each ``# file:`` block written to a file; returns what it printed."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    program = []
+    for block in blocks:
+        if name := re.match(r"# file: (\S+)\n", block):
+            (folder / name[1]).write_text(block)
+        else:
+            program.append(block)
+    (folder / "examples.py").write_text("\n".join(program))
+    done = subprocess.run(
+        [sys.executable, "examples.py"], cwd=folder, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    incoming = tmp_path / "shop" / "incoming"
+    incoming.mkdir(parents=True)
+    rows = [{"order_id": n, "total": 0.0 if n == 4 else n * 1.5} for n in range(1, 11)]
+    (incoming / "orders.json").write_text("\n".join(map(json.dumps, rows)))
+    printed = run_examples(ROOT / "README.md", tmp_path)
+    assert "9 orders are visible; 0 are pending" in printed
+    assert "COMMIT_MESSAGE" in printed
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.stem)
+def test_a_how_to_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+    run_examples(page, tmp_path)
