@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from rmq_spark.check.service import CheckReport as CheckReport
+    from rmq_spark.check.policy import TransactionCheckListener as TransactionCheckListener
+    from rmq_spark.check.report import CheckReport as CheckReport
     from rmq_spark.check.service import CheckService as CheckService
     from rmq_spark.commitlog.log import CommitLog as CommitLog
     from rmq_spark.datasource import register as register
@@ -20,17 +21,23 @@ if TYPE_CHECKING:
     from rmq_spark.listener import PerMessageListener as PerMessageListener
     from rmq_spark.listener import TransactionListener as TransactionListener
     from rmq_spark.listeners.delta import DeltaTransactionListener as DeltaTransactionListener
+    from rmq_spark.listeners.sql import HalfTransaction as HalfTransaction
+    from rmq_spark.listeners.sql import Rollback as Rollback
     from rmq_spark.listeners.sql import SqlTransactionListener as SqlTransactionListener
+    from rmq_spark.listeners.sql import create_fence as create_fence
     from rmq_spark.message import Message as Message
     from rmq_spark.message import MessageExt as MessageExt
     from rmq_spark.sink.foreach_batch import TransactionalSink as TransactionalSink
     from rmq_spark.sink.producer import TransactionMQProducer as TransactionMQProducer
     from rmq_spark.sink.producer import TransactionSendResult as TransactionSendResult
+    from rmq_spark.transaction import COMMIT_MESSAGE as COMMIT_MESSAGE
+    from rmq_spark.transaction import ROLLBACK_MESSAGE as ROLLBACK_MESSAGE
+    from rmq_spark.transaction import UNKNOWN as UNKNOWN
     from rmq_spark.transaction import HalfBatch as HalfBatch
     from rmq_spark.transaction import LocalTransactionState as LocalTransactionState
 
 _WHERE = {
-    "CheckReport": "check.service",
+    "CheckReport": "check.report",
     "CheckService": "check.service",
     "TransactionCheckListener": "check.policy",
     "CommitLog": "commitlog.log",
@@ -39,6 +46,9 @@ _WHERE = {
     "TransactionListener": "listener",
     "DeltaTransactionListener": "listeners.delta",
     "SqlTransactionListener": "listeners.sql",
+    "HalfTransaction": "listeners.sql",
+    "Rollback": "listeners.sql",
+    "create_fence": "listeners.sql",
     "Message": "message",
     "MessageExt": "message",
     "TransactionalSink": "sink.foreach_batch",

@@ -85,8 +85,16 @@ class PerMessageListener(TransactionListener):
             yield MessageExt(**row, producer_group=batch.producer_group, check_times=batch.check_times)
 
 
+NO_LISTENER_FENCE = "none"
+"""Kept with the half batches of ``transactionListener=none``: any check commits them, whichever listeners it has."""
+
+
 class CommitOncePrepared(TransactionListener):
     """``transactionListener=none``: there is no local transaction, so every half batch commits once prepared."""
+
+    @property
+    def fence_id(self) -> str:
+        return NO_LISTENER_FENCE
 
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         return LocalTransactionState.COMMIT_MESSAGE
@@ -133,6 +141,14 @@ def load_listener(path: str, allowed_prefixes: Sequence[str] | None = None) -> T
     ListenerError
         When the path is malformed, not allowed, cannot be imported, or names no TransactionListener.
     """
+    found = load_object(path, allowed_prefixes)
+    if not isinstance(found, TransactionListener) and callable(found):
+        found = found()
+    return check_listener(found, f"listener {path!r}")
+
+
+def load_object(path: str, allowed_prefixes: Sequence[str] | None = None) -> Any:
+    """What ``module:attribute`` names, as it is; see :func:`load_listener`."""
     if _PATH.fullmatch(path) is None:
         raise ListenerError(f"listener {path!r} is not 'module:attribute', such as 'shop.orders:listener'")
     module_name, _, attribute = path.partition(":")
@@ -154,6 +170,4 @@ def load_listener(path: str, allowed_prefixes: Sequence[str] | None = None) -> T
         if not hasattr(found, name):
             raise ListenerError(f"listener {path!r}: {module_name!r} has no {attribute!r}")
         found = getattr(found, name)
-    if not isinstance(found, TransactionListener) and callable(found):
-        found = found()
-    return check_listener(found, f"listener {path!r}")
+    return found

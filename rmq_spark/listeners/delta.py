@@ -128,13 +128,9 @@ class DeltaTransactionListener(TransactionListener):
         rollback_after: float = ROLLBACK_AFTER_S,
     ) -> None:
         if not callable(work):
-            raise ListenerError(
-                f"work is {type(work).__name__}: a function work(batch_df, delta_table) is expected"
-            )
+            raise ListenerError(f"work is {type(work).__name__}: a function work(batch_df, delta_table) is expected")
         if rollback_after < 0:
-            raise OptionError(
-                f"rollback_after={rollback_after!r} is negative: seconds of 0 or more are expected"
-            )
+            raise OptionError(f"rollback_after={rollback_after!r} is negative: seconds of 0 or more are expected")
         self._table = table if isinstance(table, str) else _location(table)
         self._work = work
         self._spark = spark
@@ -193,11 +189,7 @@ class DeltaTransactionListener(TransactionListener):
         if found.state == TOMBSTONE:
             raise self._fenced(batch) from problem
         if _SECOND_WRITE in str(problem):
-            first = (
-                "is in the table, so a check will answer COMMIT"
-                if found.state == EXECUTED
-                else "is not in it"
-            )
+            first = "is in the table, so a check will answer COMMIT" if found.state == EXECUTED else "is not in it"
             raise ListenerError(
                 f"work for {self._table!r} writes to Delta more than once, in half batch {batch.half_id!r}: "
                 f"it must make exactly one commit, to this table, and set no txnAppId. Its second write was "
@@ -314,9 +306,7 @@ class DeltaTransactionListener(TransactionListener):
         try:
             from pyspark.sql import SparkSession
         except ImportError as problem:
-            raise ListenerError(
-                "DeltaTransactionListener needs Spark: pip install 'rmq-spark[spark]'"
-            ) from problem
+            raise ListenerError("DeltaTransactionListener needs Spark: pip install 'rmq-spark[spark]'") from problem
         spark = SparkSession.getActiveSession()
         if spark is None:
             raise ListenerError(
@@ -338,8 +328,7 @@ class DeltaTransactionListener(TransactionListener):
             detail = self._open(spark).detail().select("id", "properties").collect()[0]
         except AnalysisException as problem:
             raise FenceError(
-                f"{self._table!r} is not a Delta table that this session can read: make it before the sink "
-                "starts"
+                f"{self._table!r} is not a Delta table that this session can read: make it before the sink starts"
             ) from problem
         if "delta.setTransactionRetentionDuration" in (detail.properties or {}):
             logger.warning(
@@ -468,9 +457,7 @@ def _verdict(result: object, batch: HalfBatch) -> LocalTransactionState:
     if result is None:
         return COMMIT_MESSAGE
     normal = normalize_verdicts(result, batch)
-    verdict = (
-        normal if isinstance(normal, LocalTransactionState) else LocalTransactionState(normal[0].as_py())
-    )
+    verdict = normal if isinstance(normal, LocalTransactionState) else LocalTransactionState(normal[0].as_py())
     if verdict is UNKNOWN:
         raise VerdictError(
             f"work returned UNKNOWN for half batch {batch.half_id!r}: its commit is in the table or it is "

