@@ -6,19 +6,24 @@ It runs the same code as a commit log on Delta tables; only the tables are anoth
 from __future__ import annotations
 
 import io
+import json
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from rmq_spark.commitlog.files import DataFile, write_table
 from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.log import TOPICS_SCHEMA, CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA
-from rmq_spark.commitlog.table import Change, compare_and_set
+from rmq_spark.commitlog.table import Change, actions_schema, compare_and_set
 from rmq_spark.config import QUEUES_DEFAULT
 
 __all__ = ["InMemoryCommitLog", "MemoryTable"]
@@ -29,6 +34,7 @@ class _Files:
 
     def __init__(self) -> None:
         self.content: dict[str, bytes] = {}
+        self.written: dict[str, datetime] = {}
 
     def open_output_stream(self, path: str) -> _Writing:
         return _Writing(self, path)
@@ -38,6 +44,13 @@ class _Files:
             raise FileNotFoundError(path)
         return pa.BufferReader(self.content[path])
 
+    def get_file_info(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
+        inside = [p for p in self.content if p.startswith(f"{selector.base_dir}/")]
+        return [pafs.FileInfo(p, pafs.FileType.File, mtime=self.written[p]) for p in inside]
+
+    def delete_file(self, path: str) -> None:
+        del self.content[path]
+
 
 class _Writing(io.BytesIO):
     def __init__(self, files: _Files, path: str) -> None:
@@ -45,16 +58,25 @@ class _Writing(io.BytesIO):
         self._files, self._path = files, path
 
     def __exit__(self, *details: Any) -> None:
+        self._files.written[self._path] = datetime.now(timezone.utc)
         self._files.content[self._path] = self.getvalue()
         super().__exit__(*details)
 
 
+@dataclass(frozen=True)
+class _State:
+    version: int
+    files: Mapping[str, dict[str, Any]]
+    transactions: Mapping[str, int]
+
+
 class _Versions:
-    """The history that all handles of one table share."""
+    """What all handles of one table share: the newest state, which a commit replaces and never changes."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.states: list[tuple[dict[str, dict[str, Any]], dict[str, int]]] = [({}, {})]
+        self.head = _State(0, {}, {})
+        self.removed: dict[str, float] = {}
 
 
 class MemoryTable:
@@ -64,34 +86,36 @@ class MemoryTable:
         self.name, self.schema, self.folder = name, schema, name
         self.fs: Any = _Files()
         self._versions = _Versions()
-        self._version = 0
+        self._state = self._versions.head
+        self._actions: tuple[int, pa.Table] | None = None
 
     def another(self) -> MemoryTable:
         """Another handle, as another process would have."""
         twin = MemoryTable(self.name, self.schema)
-        twin.fs, twin._versions = self.fs, self._versions
+        twin.fs, twin._versions, twin._state = self.fs, self._versions, self._versions.head
         return twin
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._state.version
 
     def refresh(self) -> int:
-        with self._versions.lock:
-            self._version = len(self._versions.states) - 1
-        return self._version
-
-    def _state(self) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
-        return self._versions.states[self._version]
+        self._state = self._versions.head
+        return self._state.version
 
     def actions(self) -> pa.Table:
-        flat = [f for f in self.schema if not pa.types.is_nested(f.type)]
-        fields = [("path", pa.string()), ("modification_time", pa.int64()), ("num_records", pa.int64())]
-        fields += [(f"{bound}.{f.name}", f.type) for bound in ("min", "max") for f in flat]
-        return pa.Table.from_pylist(list(self._state()[0].values()), schema=pa.schema(fields))
+        state, known = self._state, self._actions
+        if known is None or known[0] != state.version:
+            rows = pa.Table.from_pylist(list(state.files.values()), schema=actions_schema(self.schema))
+            self._actions = known = (state.version, rows)
+        return known[1]
+
+    def removed_since(self, age_s: float | None = None) -> set[str]:
+        now = time.time()
+        return {p for p, at in self._versions.removed.items() if age_s is None or now - at < age_s}
 
     def transaction_version(self, app_id: str) -> int | None:
-        return self._state()[1].get(app_id)
+        return self._state.transactions.get(app_id)
 
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
         return write_table(self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns)
@@ -110,14 +134,11 @@ class MemoryTable:
         return compare_and_set(self, decide, landed, self._try_commit)
 
     def _try_commit(self, change: Change) -> bool:
-        import json
-        import time
-
         with self._versions.lock:
-            if self._version != len(self._versions.states) - 1:
+            if self._state is not self._versions.head:
                 return False
-            files, transactions = self._state()
-            files = {p: a for p, a in files.items() if p not in set(change.remove)}
+            removed = set(change.remove)
+            files = {p: a for p, a in self._state.files.items() if p not in removed}
             for f in change.add:
                 stats = json.loads(f.stats)
                 files[f.path] = {
@@ -127,8 +148,11 @@ class MemoryTable:
                     **{f"min.{k}": v for k, v in stats["minValues"].items()},
                     **{f"max.{k}": v for k, v in stats["maxValues"].items()},
                 }
-            transactions = {**transactions, **({change.transaction[0]: change.transaction[1]} if change.transaction else {})}
-            self._versions.states.append((files, transactions))
+            transactions = dict(self._state.transactions)
+            if change.transaction:
+                transactions[change.transaction[0]] = change.transaction[1]
+            self._versions.removed.update(dict.fromkeys(change.remove, time.time()))
+            self._versions.head = _State(self._state.version + 1, files, transactions)
         return True
 
 

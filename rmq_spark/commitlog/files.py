@@ -126,12 +126,12 @@ def write_table(
     Parameters
     ----------
     plain_columns : sequence of str
-        Columns whose values hardly repeat: no dictionary, and no statistics in the footer.
+        Columns whose values hardly repeat: they get no dictionary.
     """
     path = f"{prefix}-{uuid4().hex}.parquet"
     flat = [f.name for f in table.schema if not pa.types.is_nested(f.type)]
     dictionary = [c for c in flat if c not in plain_columns]
-    statistics = [c for c in dictionary if c in stats_columns]
+    statistics = [c for c in flat if c in stats_columns]
     full = f"{folder}/{path}"
     with fs.open_output_stream(full) as sink:
         pq.write_table(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -126,7 +126,7 @@ class HalfWriter:
     file_bytes_max: int = field(default=FILE_BYTES_MAX)
 
     def write(
-        self, fs: pafs.FileSystem, folder: str, partition: int, batches: Sequence[pa.RecordBatch] | object
+        self, fs: pafs.FileSystem, folder: str, partition: int, batches: Iterable[pa.RecordBatch]
     ) -> list[HalfFile]:
         """Write a partition; nothing is visible until a driver commits the files.
 
@@ -138,7 +138,7 @@ class HalfWriter:
         files: list[HalfFile] = []
         waiting: list[pa.Table] = []
         size = 0
-        for batch in batches:  # type: ignore[attr-defined]
+        for batch in batches:
             if batch.num_rows:
                 waiting.append(self.normalize(pa.table(batch)))
                 size += waiting[-1].nbytes
@@ -186,7 +186,14 @@ class HalfWriter:
     def _transaction_key(self, table: pa.Table) -> pa.ChunkedArray:
         if self.transaction_key is None:
             return _column(table, "", pa.string())
-        key = pc.cast(table[self.transaction_key], pa.string())
+        column = table[self.transaction_key]
+        try:
+            key = pc.cast(column, pa.string())
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as problem:
+            raise MessageError(
+                f"column {self.transaction_key!r} has type {column.type}, which has no text: it cannot be the "
+                f"transactionKey ({problem})"
+            ) from problem
         if key.null_count:
             raise MessageError(
                 f"{key.null_count} messages have a null {self.transaction_key!r}, which is the transactionKey: fill it"
@@ -271,10 +278,13 @@ class HalfWriter:
         elif not pc.any(chosen).as_py():
             free, bound = part, part.slice(0, 0)
         else:
+            part = part.append_column(_ARRIVAL, arange(part.num_rows))
             free, bound = part.filter(pc.invert(chosen)), part.filter(chosen)
         queues = self.topics[topic]
         slices = min(queues, free.num_rows)
-        start = (self.header.batch_id + file_no) % queues
+        # Each file begins at another queue, so that small batches and small partitions spread as well.
+        partition, number = divmod(file_no, FILES_PER_PARTITION_MAX)
+        start = (self.header.batch_id + partition + number) % queues
         pieces: dict[int, list[pa.Table]] = {}
         for i in range(slices):
             a, b = free.num_rows * i // slices, free.num_rows * (i + 1) // slices
@@ -282,7 +292,13 @@ class HalfWriter:
         if bound.num_rows:
             for queue_id in pc.unique(bound["queue_id"]).to_pylist():
                 pieces.setdefault(queue_id, []).append(_of(bound, "queue_id", queue_id))
-        return [(q, pa.concat_tables(pieces[q])) for q in sorted(pieces)]
+        queues_in_order = [(q, pa.concat_tables(pieces[q])) for q in sorted(pieces)]
+        if _ARRIVAL in part.column_names:
+            queues_in_order = [(q, rows.sort_by(_ARRIVAL).drop_columns([_ARRIVAL])) for q, rows in queues_in_order]
+        return queues_in_order
+
+
+_ARRIVAL = "arrival"  # a column of the moment: no column of a message has this name
 
 
 def _of(table: pa.Table, column: str, value: object) -> pa.Table:
@@ -309,6 +325,9 @@ def check_columns(names: Sequence[str], default_topic: str | None, transaction_k
 
     Called with a DataFrame's columns before anything is written, and with every Arrow batch.
     """
+    for name in names:
+        if names.count(name) > 1:
+            raise MessageError(f"column {name!r} is there twice: drop or rename one of them")
     if "body" not in names:
         raise MessageError(
             f"column 'body' (binary or string) is missing: found {', '.join(names) or 'no columns'}; "
@@ -332,12 +351,32 @@ def _column(table: pa.Table, name: str, kind: pa.DataType) -> pa.ChunkedArray:
     column = table[name]
     if column.type == kind:
         return column
+    expected = f"column {name!r} has type {column.type}: {INPUT_COLUMNS.get(name, kind)} is expected"
+    if not _is_like(column.type, kind):
+        raise MessageError(expected)
     try:
         return pc.cast(column, kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as problem:
-        raise MessageError(
-            f"column {name!r} has type {column.type}: {INPUT_COLUMNS.get(name, kind)} is expected ({problem})"
-        ) from problem
+        raise MessageError(f"{expected} ({problem})") from problem
+
+
+def _is_like(found: pa.DataType, kind: pa.DataType) -> bool:
+    """True when values of one type mean the same as the other. A cast alone would also turn 1.0 or "1" into a queue."""
+    if pa.types.is_dictionary(found):
+        return _is_like(found.value_type, kind)
+    if pa.types.is_null(found):
+        return True
+    if pa.types.is_string(kind):
+        return _is_text(found)
+    if pa.types.is_binary(kind):
+        return _is_text(found) or "binary" in str(found)
+    if pa.types.is_integer(kind):
+        return bool(pa.types.is_integer(found))
+    return bool(found.id == kind.id)
+
+
+def _is_text(found: pa.DataType) -> bool:
+    return bool(pa.types.is_string(found) or pa.types.is_large_string(found) or str(found) == "string_view")
 
 
 def _body(table: pa.Table) -> pa.ChunkedArray:
@@ -351,7 +390,10 @@ def _body(table: pa.Table) -> pa.ChunkedArray:
 
 
 def _keys(table: pa.Table) -> pa.ChunkedArray:
-    if "keys" in table.column_names and pa.types.is_list(table["keys"].type):
+    kind = table["keys"].type if "keys" in table.column_names else None
+    if kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        if not _is_like(kind.value_type, pa.string()):
+            raise MessageError(f"column 'keys' has type {kind}: {INPUT_COLUMNS['keys']} is expected")
         return pc.binary_join(pc.cast(table["keys"], pa.list_(pa.string())), KEY_SEPARATOR)
     return _column(table, "keys", pa.string())
 

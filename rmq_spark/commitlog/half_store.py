@@ -15,7 +15,7 @@ from rmq_spark.commitlog.half import HALF_SCHEMA, HEADER_COLUMNS, HalfFile, Half
 from rmq_spark.commitlog.op import BatchState, FileState, runs
 from rmq_spark.commitlog.table import Change, Table
 from rmq_spark.config import ORPHAN_AGE_S
-from rmq_spark.errors import AlreadyPreparedError, CorruptLogError, HalfBatchNotFoundError, StagedFilesTooOldError
+from rmq_spark.errors import AlreadyPreparedError, CorruptLogError, HalfBatchNotFoundError, MessageError, StagedFilesTooOldError
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ class HalfStore:
             When this batch id, or a later one of the application, is in the log.
         StagedFilesTooOldError
             When vacuum could be about to remove the files.
+        MessageError
+            When there are no files, or not those of one half batch.
         """
+        _check_staged(header, files)
         prepared_ms = 0
 
         def decide(version: int) -> Change:
@@ -93,7 +96,10 @@ class HalfStore:
                 modification_time_ms=prepared_ms,
             )
 
-        self.table.compare_and_set(decide, self._landed)
+        def landed(change: Change) -> bool:
+            return self._landed(change, header.half_id)
+
+        self.table.compare_and_set(decide, landed)
         stored = {f.file_no: StoredFile(f.data.path, f.data.rows, f.segments) for f in files}
         return HalfRecord(header, prepared_ms, dict(sorted(stored.items())), prepared_here=True)
 
@@ -103,10 +109,21 @@ class HalfStore:
     def _last_prepared_ms(self) -> int:
         return pc.max(self.table.actions()["modification_time"]).as_py() or 0
 
-    def _landed(self, change: Change) -> bool:
-        live = self.table.actions()["path"]
+    def _landed(self, change: Change, half_id: str) -> bool:
         mine = pa.array([f.path for f in change.add], pa.string())
-        return bool(pc.all(pc.is_in(mine, value_set=pc.cast(live.combine_chunks(), pa.string()))).as_py())
+        live = pc.sum(pc.is_in(self.table.actions()["path"], value_set=mine)).as_py() or 0
+        if live == len(mine):
+            return True
+        # Somebody may have rewritten the files since: the rows count, and they are this batch's whatever file has them.
+        # A batch of the same name that another process prepared has files of other names, which are live.
+        return live == 0 and self._rewritten(change, half_id)
+
+    def _rewritten(self, change: Change, half_id: str) -> bool:
+        removed = self.table.removed_since()
+        if not removed.issuperset(f.path for f in change.add):
+            return False
+        record = self._find(half_id)
+        return record is not None and record.rows == sum(f.rows for f in change.add)
 
     # ------------------------------------------------------------------ finding
     def last_batch_id(self, app_id: str) -> int | None:
@@ -202,6 +219,20 @@ class HalfStore:
             path = self.locate(wanted.half_id, wanted.file_no)
             moved = RowRange(path, wanted.half_id, wanted.file_no, wanted.file_rows, wanted.ranges)
             return list(read_range(fs, folder, moved, columns))
+
+
+def _check_staged(header: HalfHeader, files: Sequence[HalfFile]) -> None:
+    if not files:
+        raise MessageError(f"half batch {header.half_id!r} has no messages: there is nothing to prepare")
+    for file in files:
+        if file.half_id != header.half_id:
+            raise MessageError(f"a file of half batch {file.half_id!r} was staged for {header.half_id!r}")
+    numbers = [f.file_no for f in files]
+    if len(set(numbers)) < len(numbers):
+        twice = next(n for n in numbers if numbers.count(n) > 1)
+        raise MessageError(
+            f"file {twice} of half batch {header.half_id!r} was staged twice: stage each partition under a number of its own"
+        )
 
 
 def _stored_files(path: str, rows: pa.Table) -> list[tuple[int, StoredFile]]:

@@ -7,9 +7,8 @@ is decided once, a past attempt is never decided, and offsets have no gaps.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from uuid import uuid4
 
@@ -18,6 +17,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import (
+    KINDS,
     OP_SCHEMA,
     SETTLING,
     STATS_COLUMNS,
@@ -26,24 +26,25 @@ from rmq_spark.commitlog.op import (
     OpRow,
     RowState,
     Who,
-    mask_and,
     mask_count,
     ranges_count,
+    rows_in_both,
+    rows_without,
     runs,
     to_table,
 )
 from rmq_spark.commitlog.table import Change, Table
 from rmq_spark.config import ATTEMPTS_MAX
-from rmq_spark.errors import StaleAttemptError, VerdictConflictError
+from rmq_spark.errors import CorruptLogError, StaleAttemptError, VerdictConflictError
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 
 Mask = Mapping[int, bytes]
 """Rows of a half batch: by file number, a byte (0 or 1) a row."""
 
-COMMIT_IDS_KEPT = 1000
 HALF_IDS_KEPT = 10_000
 TAIL_CHUNKS_MAX = 64
 
+OPEN_STATES = (RowState.PENDING, RowState.QUARANTINED)
 COMMITTED_STATES = (RowState.COMMITTED, RowState.DECIDED)
 ROLLED_BACK_STATES = (RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK, RowState.ROLLED_BACK_BY_DISCARD)
 
@@ -70,8 +71,9 @@ class Ledger:
         self._last_time = datetime.fromtimestamp(0, timezone.utc)
         self._low_water = 0
         self._tail_since = 0  # the tail holds all op rows from this version on
-        self._known_whole: deque[str] = deque(maxlen=HALF_IDS_KEPT)  # half batches with no op rows before the tail
-        self._commit_ids: deque[str] = deque(maxlen=COMMIT_IDS_KEPT)
+        self._known_whole: dict[str, None] = {}  # half batches with no op rows before the tail, oldest first
+        self._awaited: str | None = None  # the commit id that is being written
+        self._arrived = False  # it was among the rows that were followed
 
     # ------------------------------------------------------------------ following the table
     def refresh(self) -> int:
@@ -85,7 +87,7 @@ class Ledger:
         if version <= self._seen_version:
             return version
         since = self._seen_version + 1 if self._seen_version >= 0 else self._cold_start()
-        self._follow(self._read_since(since))
+        self._follow(self._read_since(since, version))
         self._seen_version = version
         return version
 
@@ -102,32 +104,38 @@ class Ledger:
         self._tail_since = int(newest["since_version"])
         return self._tail_since
 
-    def _read_since(self, version: int) -> pa.Table:
+    def _read_since(self, version: int, until: int) -> pa.Table:
         actions = self.table.actions()
         if actions.num_rows == 0:
             return OP_SCHEMA.empty_table()
         new = pc.fill_null(pc.greater_equal(actions["max.version"], version), True)
         paths = actions.filter(new)["path"].to_pylist()
-        rows = self.table.read(paths, None, pc.field("version") >= version)
-        return rows.sort_by("version")
+        # Another thread may have refreshed the table meanwhile: what is newer is read the next time, and once.
+        where = (pc.field("version") >= version) & (pc.field("version") <= until)
+        return self.table.read(paths, None, where).sort_by("version")
 
     def _follow(self, rows: pa.Table) -> None:
         if rows.num_rows == 0:
             return
+        _check_rows(rows)
         placed = rows.filter(pc.is_valid(rows["next_offset"]))
         ends = placed.group_by(["topic", "queue_id"], use_threads=False).aggregate([("next_offset", "max")])
         for r in ends.to_pylist():
             queue = (r["topic"], r["queue_id"])
             self._tails[queue] = max(self._tails.get(queue, 0), r["next_offset_max"])
         self._last_time = max(self._last_time, pc.max(rows["op_time"]).as_py())
-        self._commit_ids.extend(pc.unique(rows["commit_id"]).to_pylist())
+        if self._awaited is not None and pc.any(pc.equal(rows["commit_id"], self._awaited)).as_py():
+            self._arrived = True
         self._tail = pa.concat_tables([self._tail, rows])
         marks = rows.filter(pc.equal(rows["kind"], Kind.MARK.value))
         if marks.num_rows:
             newest = marks.slice(marks.num_rows - 1).select(["low_water", "since_version"]).to_pylist()[0]
             self._low_water = newest["low_water"]
             self._tail_since = max(self._tail_since, newest["since_version"])
-            self._tail = self._tail.filter(pc.greater_equal(self._tail["version"], self._tail_since))
+            kept = pc.greater_equal(self._tail["version"], self._tail_since)
+            for half_id in pc.unique(self._tail.filter(pc.invert(kept))["half_id"]).to_pylist():
+                self._known_whole.pop(half_id, None)
+            self._tail = self._tail.filter(kept)
         if self._tail["version"].num_chunks > TAIL_CHUNKS_MAX:
             self._tail = self._tail.combine_chunks()
 
@@ -151,8 +159,13 @@ class Ledger:
             # Somebody's OPTIMIZE gives old rows a new prepare time: look once whether there are older markers.
             if self._older_than_tail([half_id]).num_rows:
                 return self._scan([half_id])
-            self._known_whole.append(half_id)
+            self._remember_whole([half_id])
         return self._tail.filter(pc.equal(self._tail["half_id"], half_id))
+
+    def _remember_whole(self, half_ids: Iterable[str]) -> None:
+        self._known_whole.update(dict.fromkeys(half_ids))
+        while len(self._known_whole) > HALF_IDS_KEPT:
+            del self._known_whole[next(iter(self._known_whole))]
 
     def _scan(self, half_ids: Sequence[str], before: int | None = None) -> pa.Table:
         where = pc.field("half_id").isin(list(half_ids))
@@ -192,7 +205,7 @@ class Ledger:
         opened = [half_id for half_id, (_, rows) in prepared.items() if rows > net.get(half_id, 0)]
         doubtful = [half_id for half_id in opened if half_id not in self._known_whole]
         older = _settled_rows(self._older_than_tail(doubtful)) if doubtful else {}
-        self._known_whole.extend(h for h in doubtful if h not in older)
+        self._remember_whole(h for h in doubtful if h not in older)
         return [h for h in opened if prepared[h][1] > net.get(h, 0) + older.get(h, 0)]
 
     def _reopened(self) -> list[str]:
@@ -226,11 +239,19 @@ class Ledger:
         StaleAttemptError
             When rows are under another attempt, or quarantined.
         """
+        if rows_in_both(commit, rollback):
+            raise ValueError(f"rows of half batch {record.half_id!r} are to be committed and rolled back at once")
         placed: list[Placed] = []
+        against: dict[int, bytes] = {}
 
         def build() -> list[OpRow]:
             placed.clear()
+            against.clear()
             state = self.state_of(record, refresh=False)
+            for verdict, mask in ((COMMIT_MESSAGE, commit), (ROLLBACK_MESSAGE, rollback)):
+                against.update(_against(state, mask, attempt, verdict))
+                if against:
+                    raise _too_late(state, against, attempt, verdict)
             to_commit = _undecided(state, commit, attempt, COMMIT_MESSAGE)
             to_roll_back = _undecided(state, rollback, attempt, ROLLBACK_MESSAGE)
             rows = self._commit_rows(record, state, to_commit, attempt, who, reason, dict(self._tails), placed)
@@ -239,7 +260,7 @@ class Ledger:
         try:
             self._append(build)
         except VerdictConflictError as conflict:
-            self._leave_conflict(record, attempt, who, conflict)
+            self._leave_conflict(record, attempt, against, who, conflict)
             raise
         return placed
 
@@ -304,8 +325,8 @@ class Ledger:
 
     def reopen(
         self, record: HalfRecord, attempt: int, states: Sequence[RowState], new_attempt: int, who: Who, reason: str
-    ) -> int:
-        """Make rows pending again; returns how many.
+    ) -> dict[int, bytes]:
+        """Make rows pending again; returns those that this call reopened: nobody else has, and may execute them.
 
         The same attempt after quarantine or discard (nobody knows what happened), the next one after a rollback by check
         (it never happened and never will).
@@ -314,14 +335,12 @@ class Ledger:
             raise StaleAttemptError(
                 f"half batch {record.half_id!r} was rolled back by checks {attempt} times: something stops every attempt"
             )
-        reopened = 0
+        reopened: dict[int, bytes] = {}
 
         def build() -> list[OpRow]:
             nonlocal reopened
-            state = self.state_of(record, refresh=False)
-            mask = state.rows_in(states, attempt)
-            reopened = mask_count(mask)
-            return _rows_for(Kind.REOPEN, record, mask, new_attempt, who, reason)
+            reopened = self.state_of(record, refresh=False).rows_in(states, attempt)
+            return _rows_for(Kind.REOPEN, record, reopened, new_attempt, who, reason)
 
         self._append(build)
         return reopened
@@ -346,42 +365,47 @@ class Ledger:
         def build() -> list[OpRow]:
             placed.clear()
             state = self.state_of(record, refresh=False)
-            open_states = (RowState.PENDING, RowState.QUARANTINED)
-            if state.in_conflict:
-                open_states += ROLLED_BACK_STATES
-            if verdict is ROLLBACK_MESSAGE and state.in_conflict and state.count(*COMMITTED_STATES):
+            conflict = state.conflicting()
+            if verdict is ROLLBACK_MESSAGE and rows_in_both(conflict, state.rows_in(COMMITTED_STATES)):
                 raise VerdictConflictError(
                     f"half batch {record.half_id!r} has visible messages, which readers may have seen: only "
-                    "COMMIT_MESSAGE can be confirmed; send messages that undo them if you must"
+                    "COMMIT_MESSAGE can be confirmed; send messages that undo them if you must",
+                    verdict=str(verdict),
                 )
             rows: list[OpRow] = []
             tails = dict(self._tails)
-            for attempt in state.attempts(*open_states):
-                closed = state.rows_in(open_states[1:], attempt)
+            for attempt in state.attempts(*OPEN_STATES, *ROLLED_BACK_STATES):
+                final = rows_without(state.rows_in(ROLLED_BACK_STATES, attempt), conflict)
+                mask = rows_without(state.rows_in(OPEN_STATES + ROLLED_BACK_STATES, attempt), final)
+                closed = rows_without(mask, state.rows_in((RowState.PENDING,), attempt))
                 rows += _rows_for(Kind.REOPEN, record, closed, attempt, Who.ADMIN, reason)
-                mask = state.rows_in(open_states, attempt)
                 if verdict is COMMIT_MESSAGE:
                     rows += self._commit_rows(record, state, mask, attempt, Who.ADMIN, reason, tails, placed)
                 else:
                     rows += _rows_for(Kind.ROLLBACK, record, mask, attempt, Who.ADMIN, reason)
-            if not rows and state.in_conflict:
-                # Nothing to change: the person confirms the first verdict, which ends the conflict.
-                rows.append(OpRow(Kind.CONFLICT, record.half_id, decided_by=Who.ADMIN, reason=reason, verdict=str(verdict)))
+            if conflict:  # ends here: without an attempt the row says so
+                end = OpRow(Kind.CONFLICT, record.half_id, count=record.rows, decided_by=Who.ADMIN, reason=reason)
+                rows.append(replace(end, verdict=str(verdict)))
+            elif not rows and not state.count(*_states_of(verdict)):
+                raise VerdictConflictError(
+                    f"{verdict} for half batch {record.half_id!r} comes too late: nothing of it is open, and its messages "
+                    f"are {'rolled back' if verdict is COMMIT_MESSAGE else 'visible'}",
+                    verdict=str(verdict),
+                )
             return rows
 
         self._append(build)
         return placed
 
-    def _leave_conflict(self, record: HalfRecord, attempt: int, who: Who, conflict: VerdictConflictError) -> None:
-        row = OpRow(
-            Kind.CONFLICT,
-            record.half_id,
-            attempt=attempt,
-            decided_by=who,
-            reason=str(conflict),
-            verdict=conflict.verdict,
-        )
-        self._append(lambda: [] if self.state_of(record, refresh=False).in_conflict else [row])
+    def _leave_conflict(
+        self, record: HalfRecord, attempt: int, against: Mask, who: Who, conflict: VerdictConflictError
+    ) -> None:
+        def build() -> list[OpRow]:
+            new = rows_without(against, self.state_of(record, refresh=False).conflicting())
+            rows = _rows_for(Kind.CONFLICT, record, new, attempt, who, str(conflict))
+            return [replace(row, verdict=conflict.verdict) for row in rows]
+
+        self._append(build)
 
     def mark(self, prepared: Callable[[], Mapping[str, tuple[int, int]]], is_open: Callable[[str], bool]) -> bool:
         """Move the low-water mark as far as it goes; False when it cannot move.
@@ -430,10 +454,29 @@ class Ledger:
 
         def landed(change: Change) -> bool:
             self._catch_up()
-            return commit_id in self._commit_ids
+            return self._arrived
 
         with self._lock:
-            self.table.compare_and_set(decide, landed)
+            self._awaited, self._arrived = commit_id, False
+            try:
+                self.table.compare_and_set(decide, landed)
+            finally:
+                self._awaited = None
+
+
+def _check_rows(rows: pa.Table) -> None:
+    """Raise CorruptLogError for op rows that rmq_spark cannot have written, before anything is made of them."""
+    kinds = [k for k in pc.unique(rows["kind"]).to_pylist() if k not in KINDS]
+    if kinds:
+        raise CorruptLogError(
+            f"table op has a row of the kind {kinds[0]!r}: it was changed by hand, or a newer version of rmq_spark wrote it"
+        )
+    offset, end, count = rows["queue_offset"], rows["next_offset"], rows["count"]
+    right = pc.and_(pc.greater_equal(offset, 0), pc.equal(end, pc.add(offset, count)))
+    right = pc.or_kleene(pc.fill_null(right, False), pc.and_(pc.is_null(offset), pc.is_null(end)))
+    if not pc.all(right).as_py():
+        wrong = rows.filter(pc.invert(right)).select(["half_id", "version", "queue_offset", "next_offset", "count"])
+        raise CorruptLogError(f"table op has a row with offsets that cannot be: {wrong.slice(0, 1).to_pylist()[0]}")
 
 
 def _settled_rows(rows: pa.Table) -> dict[str, int]:
@@ -448,27 +491,37 @@ def _settled_rows(rows: pa.Table) -> dict[str, int]:
 
 
 def _in_states(state: BatchState, mask: Mask, states: Sequence[RowState], attempt: int | None) -> dict[int, bytes]:
-    found = state.rows_in(states, attempt)
-    both = {n: mask_and(bits, found[n]) for n, bits in mask.items() if n in found}
-    return {n: bits for n, bits in both.items() if b"\x01" in bits}
+    return rows_in_both(mask, state.rows_in(states, attempt))
+
+
+def _states_of(verdict: LocalTransactionState) -> tuple[RowState, ...]:
+    return COMMITTED_STATES if verdict is COMMIT_MESSAGE else ROLLED_BACK_STATES
+
+
+def _against(state: BatchState, mask: Mask, attempt: int, verdict: LocalTransactionState) -> dict[int, bytes]:
+    """Those rows of the mask for which the opposite verdict is final."""
+    opposite = _states_of(ROLLBACK_MESSAGE if verdict is COMMIT_MESSAGE else COMMIT_MESSAGE)
+    return _in_states(state, mask, opposite, attempt)
+
+
+def _too_late(
+    state: BatchState, against: Mask, attempt: int, verdict: LocalTransactionState
+) -> VerdictConflictError:
+    kind = "rollback" if verdict is COMMIT_MESSAGE else "commit"
+    first = next((h for h in state.history if h["kind"] == kind and h["attempt"] == attempt), {})
+    return VerdictConflictError(
+        f"{verdict} for {mask_count(against)} messages of half batch {state.half_id!r}, attempt {attempt}, comes too "
+        f"late: {first.get('kind')} by {first.get('who')} at {first.get('when')} is final. "
+        "Find out which is true, then log.resolve(half_id, verdict, reason=…)",
+        verdict=str(verdict),
+    )
 
 
 def _undecided(state: BatchState, mask: Mask, attempt: int, verdict: LocalTransactionState) -> dict[int, bytes]:
-    """Those rows of the mask that still wait for this verdict; raises when it comes too late for any."""
-    opposite = ROLLED_BACK_STATES if verdict is COMMIT_MESSAGE else COMMITTED_STATES
-    against = _in_states(state, mask, opposite, attempt)
-    if against:
-        kind = "rollback" if verdict is COMMIT_MESSAGE else "commit"
-        first = next((h for h in state.history if h["kind"] == kind and h["attempt"] == attempt), {})
-        raise VerdictConflictError(
-            f"{verdict} for {mask_count(against)} messages of half batch {state.half_id!r}, attempt {attempt}, comes too "
-            f"late: {first.get('kind')} by {first.get('who')} at {first.get('when')} is final. "
-            "Find out which is true, then log.resolve(half_id, verdict, reason=…)",
-            verdict=str(verdict),
-        )
+    """Those rows of the mask that still wait for this verdict; raises when any is out of its reach."""
     waiting = _in_states(state, mask, (RowState.PENDING,), attempt)
-    same = ROLLED_BACK_STATES if verdict is ROLLBACK_MESSAGE else COMMITTED_STATES
-    rest = mask_count(mask) - mask_count(waiting) - mask_count(_in_states(state, mask, same, attempt))
+    decided = _in_states(state, mask, _states_of(verdict), attempt)
+    rest = mask_count(mask) - mask_count(waiting) - mask_count(decided)
     if rest:
         raise StaleAttemptError(
             f"{verdict} under attempt {attempt} for {rest} messages of half batch {state.half_id!r} does not count: they "

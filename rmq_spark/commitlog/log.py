@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter, unknown_topic
+from rmq_spark.commitlog.half import HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfHeader, HalfWriter, unknown_topic
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.ledger import Ledger, Mask, Placed
 from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who, mask_array, mask_count, runs
@@ -136,10 +136,13 @@ class CommitLog:
                 return cls.open(where, storage_options)
             raise CommitLogExistsError(f"{where} is a commit log already: open it, or pass exist_ok=True")
         settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
+        half_settings = {"delta.dataSkippingStatsColumns": ",".join(STATS_COLUMNS)}
+        # op replaces its own files all the time: their tombstones would make every checkpoint longer for a week.
+        op_settings = {"delta.deletedFileRetentionDuration": "interval 1 hours"}
         # topics comes last: it carries the format, so a log that a crash left half-made is not opened, but made again.
         for name, schema, more in (
-            ("half", HALF_SCHEMA, {}),
-            ("op", OP_SCHEMA, {}),
+            ("half", HALF_SCHEMA, half_settings),
+            ("op", OP_SCHEMA, op_settings),
             ("topics", TOPICS_SCHEMA, {"txmq.format": str(FORMAT), "txmq.queues": str(queues)}),
         ):
             DeltaLogTable.create(f"{where}/{name}", name, schema, storage_options, {**settings, **more})
@@ -334,8 +337,9 @@ class CommitLog:
         return [record.half_id for record, state in self._with_kind(Kind.CONFLICT) if state.in_conflict]
 
     def _with_kind(self, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
-        self.ledger.refresh()
-        paths = self._op.actions()["path"].to_pylist()
+        with self.ledger._lock:
+            self.ledger.refresh()
+            paths = self._op.actions()["path"].to_pylist()
         ids = pc.unique(self._op.read(paths, ["half_id"], pc.field("kind") == kind.value)["half_id"]).to_pylist()
         for half_id in ids:
             record = self.get(half_id)
@@ -382,7 +386,7 @@ class CommitLog:
         record = self.get(half_id)
         states = (RowState.QUARANTINED,)
         return sum(
-            self.ledger.reopen(record, attempt, states, attempt, Who.ADMIN, reason)
+            mask_count(self.ledger.reopen(record, attempt, states, attempt, Who.ADMIN, reason))
             for attempt in self.state_of(record).attempts(*states)
         )
 
@@ -412,8 +416,10 @@ class CommitLog:
             In (queue_id, queue_offset) order.
         """
         queues = self.require_topic(topic)
-        self.ledger.refresh()
-        return read_messages(self.half, self._op, self.ledger.tails, topic, queues, start or {}, limit, columns)
+        with self.ledger._lock:  # the tails of one version, whatever other threads of this process see meanwhile
+            self.ledger.refresh()
+            tails = dict(self.ledger.tails)
+        return read_messages(self.half, self._op, tails, topic, queues, start or {}, limit, columns)
 
     # ------------------------------------------------------------------ upkeep
     def move_mark(self) -> bool:
@@ -436,7 +442,8 @@ class CommitLog:
             raise OptionError(
                 f"older_than={older_than!r} is under {ORPHAN_AGE_S / 86400:.0f}d: files that young may be in use"
             )
-        return maintenance.vacuum([self.half.table, self._op, self._topics_table], age_s, dry_run)
+        with self._lock, self.ledger._lock:
+            return maintenance.vacuum([self.half.table, self._op, self._topics_table], age_s, dry_run)
 
     def _maintain(self) -> None:
         """Compact ``op`` off the critical path, in a thread with tables of its own."""

@@ -52,12 +52,13 @@ def vacuum(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
     removed: list[str] = []
     for table in tables:
         table.refresh()
-        live = set(table.actions()["path"].to_pylist())
+        # A file that was rewritten lately may be old itself, and a reader's plan may still name it.
+        kept = set(table.actions()["path"].to_pylist()) | table.removed_since(age_s)
         for info in table.fs.get_file_info(pafs.FileSelector(table.folder)):
             old = info.mtime is not None and time.time() - info.mtime.timestamp() > age_s
             if info.type != pafs.FileType.File or not info.base_name.endswith(".parquet"):
                 continue
-            if old and info.base_name not in live:
+            if old and info.base_name not in kept:
                 removed.append(f"{table.name}/{info.base_name}")
                 if not dry_run:
                     table.fs.delete_file(f"{table.folder}/{info.base_name}")

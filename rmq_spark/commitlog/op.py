@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.files import bytes_array
 from rmq_spark.commitlog.half import Segment
+from rmq_spark.config import ATTEMPTS_MAX
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.message import TIMESTAMP
 
@@ -91,6 +93,7 @@ class RowState(int, Enum):
     QUARANTINED = 6
 
 
+KINDS = frozenset(k.value for k in Kind)
 SETTLING = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE)
 """Kinds that end a row's being pending; ``reopen`` takes it back."""
 
@@ -210,11 +213,13 @@ class FileState:
     state: bytearray = field(init=False)
     attempt: bytearray = field(init=False)
     checks: bytearray = field(init=False)
+    conflict: bytearray = field(init=False)
 
     def __post_init__(self) -> None:
         self.state = bytearray(self.rows)
         self.attempt = bytearray(b"\x01") * self.rows
         self.checks = bytearray(self.rows)
+        self.conflict = bytearray(self.rows)
 
 
 _PLUS_ONE = bytes(min(i + 1, 255) for i in range(256))
@@ -241,7 +246,6 @@ class BatchState:
         self.half_id = half_id
         self.files = dict(sorted(files.items()))
         self.lease_until: datetime | None = None
-        self.in_conflict = False
         self.opened_at: dict[int, datetime] = {}  # attempt → when it was reopened
         self.history: list[dict[str, object]] = []  # decisions, for the words of an error
 
@@ -251,19 +255,23 @@ class BatchState:
         Raises
         ------
         CorruptLogError
-            When the row names files or rows that the half batch does not have.
+            When the row is of an unknown kind, or names files or rows that the half batch does not have.
         """
-        kind = Kind(str(row["kind"]))
+        kind = _known(Kind, row["kind"], self.half_id)
         if kind is Kind.LEASE:
             self.lease_until = row["until"]  # type: ignore[assignment]
             return
         if kind in (Kind.MARK, Kind.RELOCATE):
             return
-        who = Who(str(row["decided_by"])) if row["decided_by"] is not None else None
+        who = _known(Who, row["decided_by"], self.half_id) if row["decided_by"] is not None else None
         attempt = int(row["attempt"] or 1)  # type: ignore[call-overload]
-        if kind is Kind.CONFLICT or who is Who.ADMIN:
-            self.in_conflict = who is not Who.ADMIN
+        if not 1 <= attempt <= ATTEMPTS_MAX:
+            raise CorruptLogError(f"an op row of half batch {self.half_id!r} has the attempt {attempt}")
         if kind is Kind.CONFLICT:
+            # Without an attempt it is the end of the conflict: a person has resolved it.
+            mark = b"\x00" if row["attempt"] is None else b"\x01"
+            for file, first, last in self._spans(row):
+                file.conflict[first:last] = mark * (last - first)
             return
         if kind is not Kind.CHECK:
             self.history.append(
@@ -271,7 +279,13 @@ class BatchState:
             )
         if kind is Kind.REOPEN:
             self.opened_at[attempt] = row["op_time"]  # type: ignore[assignment]
-        for file, first, last in self._spans(row):
+        spans = list(self._spans(row))
+        named = sum(last - first for _, first, last in spans)
+        if named != row["count"]:
+            raise CorruptLogError(
+                f"an op row of half batch {self.half_id!r} names {named} rows, but counts {row['count']}"
+            )
+        for file, first, last in spans:
             rows = last - first
             if kind is Kind.CHECK:
                 file.checks[first:last] = file.checks[first:last].translate(_PLUS_ONE)
@@ -287,7 +301,7 @@ class BatchState:
         if file_no is None:
             files: Iterable[FileState] = self.files.values()
         elif file_no in self.files:
-            files = (self.files[file_no],)  # type: ignore[index]
+            files = (self.files[file_no],)
         else:
             raise CorruptLogError(f"an op row names file {file_no} of half batch {self.half_id!r}, which has no such file")
         ranges = ranges_of(row["ranges"])
@@ -301,16 +315,24 @@ class BatchState:
                 yield file, first, last + 1
 
     # ------------------------------------------------------------------ questions
+    @property
+    def in_conflict(self) -> bool:
+        """True when a verdict came too late for some rows, and no person has resolved that yet."""
+        return any(b"\x01" in f.conflict for f in self.files.values())
+
+    def conflicting(self) -> dict[int, bytes]:
+        """A mask per file number of the rows in conflict; files without any are left out."""
+        return {n: bytes(f.conflict) for n, f in self.files.items() if b"\x01" in f.conflict}
+
     def rows_in(self, states: Sequence[RowState], attempt: int | None = None) -> dict[int, bytes]:
         """A mask (1 = yes) per file number of the rows in one of these states (of one attempt); files without any
         are left out."""
-        table = bytes(1 if i in {int(s) for s in states} else 0 for i in range(256))
+        wanted = _ones_at(*states)
         result: dict[int, bytes] = {}
         for file_no, file in self.files.items():
-            mask = bytes(file.state.translate(table))
+            mask = bytes(file.state.translate(wanted))
             if attempt is not None:
-                same = file.attempt.translate(bytes(1 if i == attempt else 0 for i in range(256)))
-                mask = mask_and(mask, same)
+                mask = mask_and(mask, file.attempt.translate(_ones_at(attempt)))
             if b"\x01" in mask:
                 result[file_no] = mask
         return result
@@ -346,6 +368,27 @@ class BatchState:
         return most
 
 
+_Word = TypeVar("_Word", Kind, Who)
+
+
+def _known(words: type[_Word], found: object, half_id: str) -> _Word:
+    try:
+        return words(found)
+    except ValueError:
+        raise CorruptLogError(
+            f"an op row of half batch {half_id!r} has the {words.__name__.lower()} {found!r}, which is not one of "
+            + ", ".join(w.value for w in words)
+        ) from None
+
+
+def _ones_at(*positions: int) -> bytes:
+    """A translation table: 1 for these bytes, 0 for the others."""
+    table = bytearray(256)
+    for position in positions:
+        table[position] = 1
+    return bytes(table)
+
+
 def _after(kind: Kind, who: Who | None, row: Mapping[str, object]) -> int:
     if kind is Kind.QUARANTINE:
         return RowState.QUARANTINED
@@ -362,10 +405,26 @@ def mask_and(a: bytes | bytearray, b: bytes | bytearray) -> bytes:
     return joined.to_bytes(len(a), "little")
 
 
+def rows_in_both(a: Mapping[int, bytes], b: Mapping[int, bytes]) -> dict[int, bytes]:
+    """Rows (a mask per file number) that are in both; files without any are left out."""
+    both = {n: mask_and(bits, b[n]) for n, bits in a.items() if n in b}
+    return {n: bits for n, bits in both.items() if b"\x01" in bits}
+
+
+def rows_without(a: Mapping[int, bytes], b: Mapping[int, bytes]) -> dict[int, bytes]:
+    """Rows of the first that are not in the second; files without any are left out."""
+    zero_and_one_swapped = bytes([1, 0, *range(2, 256)])
+    rest = {n: mask_and(bits, b[n].translate(zero_and_one_swapped)) if n in b else bits for n, bits in a.items()}
+    return {n: bits for n, bits in rest.items() if b"\x01" in bits}
+
+
 def mask_of(array: pa.BooleanArray | pa.ChunkedArray) -> bytes:
     """A boolean Arrow array as a mask, a byte a row."""
     flat = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-    return pc.cast(pc.fill_null(flat, False), pa.uint8()).buffers()[1].to_pybytes()[: len(flat)]
+    values = pc.cast(pc.fill_null(flat, False), pa.uint8())
+    if not len(values):
+        return b""
+    return bytes(memoryview(values.buffers()[1])[values.offset : values.offset + len(values)])
 
 
 def mask_array(mask: bytes | bytearray) -> pa.BooleanArray:

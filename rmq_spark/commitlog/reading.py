@@ -18,7 +18,7 @@ from rmq_spark.commitlog.op import Kind, ranges_count, ranges_of
 from rmq_spark.config import nearest
 from rmq_spark.errors import CorruptLogError, OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.message import PROPERTIES, TIMESTAMP
-from rmq_spark.transaction import BATCH, KEY, batch_transaction_id, message_ids, transaction_ids
+from rmq_spark.transaction import BATCH, KEY, batch_transaction_id, transaction_ids
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.half_store import HalfStore
@@ -295,7 +295,7 @@ def to_messages(placed: PlacedRange, position: int, table: pa.Table, columns: Se
         elif name == "queue_offset":
             made[name] = arange(n, placed.queue_offset + position)
         elif name == "msg_id":
-            made[name] = message_ids(pa.scalar(placed.rows.half_id), *_addresses(placed, position, n))
+            made[name] = _ids(placed.rows.half_id, placed, position, n)
         elif name == "transaction_id":
             made[name] = _transaction_ids(placed, position, table)
         else:
@@ -303,7 +303,7 @@ def to_messages(placed: PlacedRange, position: int, table: pa.Table, columns: Se
     return pa.table(made, schema=pa.schema([SOURCE_SCHEMA.field(c) for c in columns]))
 
 
-def _addresses(placed: PlacedRange, position: int, n: int) -> tuple[pa.Array, pa.Array]:
+def _row_numbers(placed: PlacedRange, position: int, n: int) -> pa.Array:
     parts: list[pa.Array] = []
     skip, left = position, n
     for first, last in placed.rows.ranges:
@@ -315,7 +315,13 @@ def _addresses(placed: PlacedRange, position: int, n: int) -> tuple[pa.Array, pa
         skip = max(0, skip - length)
         if not left:
             break
-    return pa.repeat(pa.scalar(placed.rows.file_no, pa.int64()), n), pa.concat_arrays(parts)
+    return pa.concat_arrays(parts)
+
+
+def _ids(head: str, placed: PlacedRange, position: int, n: int) -> pa.Array:
+    """``<head>:<file_no>.<row_no>``, as :func:`~rmq_spark.transaction.message_ids` makes it, for one file: one join."""
+    rows = pc.cast(_row_numbers(placed, position, n), pa.string())
+    return pc.binary_join_element_wise(pa.scalar(f"{head}:{placed.rows.file_no}."), rows, "")
 
 
 def _transaction_ids(placed: PlacedRange, position: int, table: pa.Table) -> pa.Array | pa.ChunkedArray:
@@ -324,7 +330,7 @@ def _transaction_ids(placed: PlacedRange, position: int, table: pa.Table) -> pa.
         return pa.repeat(pa.scalar(batch_transaction_id(half_id, attempt)), table.num_rows)
     if per == KEY:
         return transaction_ids(half_id, attempt, KEY, table["transaction_key"], None, None)
-    return transaction_ids(half_id, attempt, per, None, *_addresses(placed, position, table.num_rows))
+    return _ids(f"{half_id}:{attempt}", placed, position, table.num_rows)
 
 
 def read_messages(

@@ -5,12 +5,15 @@ This module alone imports deltalake.
 
 from __future__ import annotations
 
+import json
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,6 +34,12 @@ UNEXPECTED_ERRORS_MAX = 3
 BACKOFF_S_MIN = 0.002
 BACKOFF_S_MAX = 0.25
 CHECKPOINT_INTERVAL = 100
+STEPS_MAX = 64
+"""So many new commits are read one by one to follow the live files; after more, delta-rs is asked for all files."""
+ACTIONS_CHUNKS_MAX = 32
+
+BOUNDS = {"half_id": pa.string(), "version": pa.int64(), "next_offset": pa.int64(), "low_water": pa.int64()}
+"""Columns whose bounds in a file are looked at."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,9 @@ class Table(Protocol):
 
     name: str
     schema: pa.Schema
+    folder: str
+    fs: Any
+    """A ``pyarrow.fs.FileSystem``, or as much of one as the tables need."""
 
     @property
     def version(self) -> int:
@@ -58,7 +70,11 @@ class Table(Protocol):
         """Move to the newest version and return it."""
 
     def actions(self) -> pa.Table:
-        """The live files: ``path, modification_time`` (ms), ``num_records, min.<column>, max.<column>``."""
+        """The live files: ``path, modification_time`` (ms), ``num_records``, and ``min.<column>, max.<column>`` of
+        those columns of :data:`BOUNDS` that the table has."""
+
+    def removed_since(self, age_s: float | None = None) -> set[str]:
+        """Paths of files that a commit took out of the table (less than ``age_s`` ago), as far as its log knows."""
 
     def transaction_version(self, app_id: str) -> int | None:
         """The newest batch id that a commit with ``Change.transaction`` named for this application."""
@@ -137,7 +153,17 @@ def compare_and_set(
                 )
             return change
         time.sleep(random.uniform(0, min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** min(tries, 10))))
+    table.refresh()
+    if change is not None and landed(change):
+        return change
     raise CommitError(f"a commit to table {table.name} lost {COMMIT_TRIES_MAX} races in a row: too many writers")
+
+
+def actions_schema(schema: pa.Schema) -> pa.Schema:
+    """The columns of :meth:`Table.actions` for a table with this schema."""
+    fields = [("path", pa.string()), ("modification_time", pa.int64()), ("num_records", pa.int64())]
+    bounds = [(name, kind) for name, kind in BOUNDS.items() if name in schema.names]
+    return pa.schema(fields + [(f"{side}.{name}", kind) for side in ("min", "max") for name, kind in bounds])
 
 
 class DeltaLogTable:
@@ -151,7 +177,8 @@ class DeltaLogTable:
         self._delta_schema = Schema.from_arrow(schema)
         self.fs: pafs.FileSystem
         self.fs, self.folder = filesystem(uri, storage_options)
-        self._actions: pa.Table | None = None
+        self._lock = threading.RLock()
+        self._actions: tuple[int, pa.Table] | None = None
         self._table = self._open()
 
     @staticmethod
@@ -209,24 +236,82 @@ class DeltaLogTable:
         return dict(self._table.metadata().configuration)
 
     def refresh(self) -> int:
-        before = self.version
-        try:
-            self._table.update_incremental()
-        except DeltaError:
-            # The entries after ours are cleaned up: only a checkpoint knows the way from here.
-            self._table = self._open()
-            self._actions = None
-        if self.version != before:
-            self._actions = None
-        return self.version
+        with self._lock:
+            try:
+                self._table.update_incremental()
+            except DeltaError:
+                # The entries after ours are cleaned up: only a checkpoint knows the way from here.
+                self._table = self._open()
+                self._actions = None
+            return self.version
 
     def actions(self) -> pa.Table:
-        if self._actions is None:
-            self._actions = pa.table(self._table.get_add_actions(flatten=True))
-        return self._actions
+        with self._lock:
+            version = self.version
+            if self._actions is None or self._actions[0] != version:
+                known = self._stepped(*self._actions, version) if self._actions is not None else None
+                self._actions = (version, self._all_actions() if known is None else known)
+            return self._actions[1]
+
+    def _all_actions(self) -> pa.Table:
+        live = pa.table(self._table.get_add_actions(flatten=True))
+        schema = actions_schema(self.schema)
+        # A column without a single value in any file has no statistics at all.
+        columns = {
+            f.name: pc.cast(live[f.name], f.type) if f.name in live.column_names else pa.nulls(live.num_rows, f.type)
+            for f in schema
+        }
+        return pa.table(columns, schema=schema)
+
+    def _stepped(self, known_version: int, known: pa.Table, version: int) -> pa.Table | None:
+        """The live files from those of an earlier version and the commits since, so that following a long table costs
+        what is new and not what is there. None when the commits cannot be read one by one."""
+        if not 0 < version - known_version <= STEPS_MAX:
+            return None
+        added: dict[str, dict[str, object]] = {}
+        gone: set[str] = set()
+        for step in range(known_version + 1, version + 1):
+            try:
+                with self.fs.open_input_stream(f"{self.folder}/_delta_log/{step:020d}.json") as entry:
+                    lines = entry.read().decode().splitlines()
+                for action in map(json.loads, filter(str.strip, lines)):
+                    if "add" in action:
+                        row = self._action_row(action["add"])
+                        added[str(row["path"])] = row
+                    elif "remove" in action:
+                        path = unquote(action["remove"]["path"])
+                        added.pop(path, None)
+                        gone.add(path)
+            except (OSError, ValueError, KeyError):  # cleaned up, or not as expected: ask delta-rs
+                return None
+        old = pa.array(sorted(gone | set(added)), pa.string())
+        kept = known.filter(pc.invert(pc.is_in(known["path"], value_set=old))) if len(old) else known
+        joined = pa.concat_tables([kept, pa.Table.from_pylist(list(added.values()), schema=known.schema)])
+        return joined.combine_chunks() if joined["path"].num_chunks > ACTIONS_CHUNKS_MAX else joined
+
+    def _action_row(self, add: Mapping[str, Any]) -> dict[str, object]:
+        stats = json.loads(add.get("stats") or "{}")
+        row: dict[str, object] = {
+            "path": unquote(add["path"]),
+            "modification_time": add["modificationTime"],
+            "num_records": stats.get("numRecords"),
+        }
+        for side, values in (("min", stats.get("minValues", {})), ("max", stats.get("maxValues", {}))):
+            row.update({f"{side}.{name}": values.get(name) for name in BOUNDS if name in self.schema.names})
+        return row
+
+    def removed_since(self, age_s: float | None = None) -> set[str]:
+        def removed_before(hours: int) -> set[str]:
+            listed = self._table.vacuum(retention_hours=hours, dry_run=True, enforce_retention_duration=False)
+            return {unquote(p) for p in listed}
+
+        with self._lock:
+            removed = removed_before(0)
+            return removed if age_s is None else removed - removed_before(int(age_s // 3600))
 
     def transaction_version(self, app_id: str) -> int | None:
-        return self._table.transaction_version(app_id)
+        with self._lock:
+            return self._table.transaction_version(app_id)
 
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
         return write_table(self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns)
@@ -258,7 +343,7 @@ class DeltaLogTable:
         transactions = [Transaction(*change.transaction)] if change.transaction else None
         try:
             self._table.create_write_transaction(
-                actions,  # type: ignore[arg-type]
+                actions,
                 mode="append",
                 schema=self._delta_schema,
                 commit_properties=CommitProperties(max_commit_retries=0, app_transactions=transactions),

@@ -214,8 +214,9 @@ class TransactionMQProducer:
         return self._result(header, self._two_phase.send(header, files, arg), table.num_rows)
 
     def _header(self, per: str, idempotency_key: str | None) -> HalfHeader:
-        app_id = uuid4().hex if idempotency_key is None else check_app_id(idempotency_key)
-        app_id = f"send-{app_id}"
+        # A dot is in no group, key or appId: so a key is its group's own, and is never taken for a stream's batch.
+        one_send = uuid4().hex if idempotency_key is None else check_app_id(idempotency_key)
+        app_id = f"send.{self.producer_group}.{one_send}"
         return HalfHeader(
             half_id=half_id_of(app_id, 0),
             app_id=app_id,

@@ -10,15 +10,17 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+import pyarrow as pa
 
 from rmq_spark.commitlog.half import HalfFile, HalfHeader
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Mask, Placed
 from rmq_spark.commitlog.log import CommitLog, masks_for
-from rmq_spark.commitlog.op import BatchState, RowState, Who
+from rmq_spark.commitlog.op import BatchState, RowState, Who, rows_in_both, rows_without
 from rmq_spark.config import LEASE_S, REPLAY_CHECK_TIMEOUT_S
 from rmq_spark.errors import (
     AlreadyPreparedError,
@@ -31,7 +33,14 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from rmq_spark.listener import TransactionListener
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, normalize_verdicts
+from rmq_spark.transaction import (
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    HalfBatch,
+    LocalTransactionState,
+    normalize_verdicts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +77,22 @@ class Outcome:
     error: Exception | None = None
 
 
+@dataclass
+class _Run:
+    """One run of one half batch.
+
+    Attributes
+    ----------
+    executed : list of (attempt, rows)
+        What this run executed itself: only its prepare and its own reopens entitle it to. All else it checks.
+    """
+
+    record: HalfRecord
+    arg: Any
+    outcome: Outcome
+    executed: list[tuple[int, Mask]] = field(default_factory=list)
+
+
 class TwoPhase:
     """Runs half batches of one producer group through the protocol.
 
@@ -94,7 +119,9 @@ class TwoPhase:
         lease_s: float = LEASE_S,
     ) -> None:
         if on_listener_error not in ON_LISTENER_ERROR:
-            raise OptionError(f"onListenerError={on_listener_error!r} is not one of {', '.join(ON_LISTENER_ERROR)}")
+            raise OptionError(
+                f"onListenerError={on_listener_error!r} is not one of {', '.join(ON_LISTENER_ERROR)}"
+            )
         self.log = log
         self.listener = listener
         self.on_listener_error = on_listener_error
@@ -122,13 +149,11 @@ class TwoPhase:
         record = replayed or self.prepare(header, files)
         if record is None:  # another driver of the same application was faster
             replayed = record = self._require_replayed(header)
-        outcome = Outcome(record, replayed is not None)
-        mine: set[int] = set()  # attempts that nobody but this run has executed
+        run = _Run(record, arg, Outcome(record, replayed is not None))
         if replayed is None:
-            mine.add(1)
-            self.execute(record, 1, outcome, arg)
-        self._settle(record, mine, outcome)
-        return outcome
+            self.execute(run, 1, record.fresh_state().rows_in((RowState.PENDING,)))
+        self._settle(run)
+        return run.outcome
 
     def find_replayed(self, header: HalfHeader) -> HalfRecord | None:
         """The half batch when this very batch was prepared before; None for a new one; else raises."""
@@ -166,126 +191,144 @@ class TwoPhase:
             return None
 
     # ------------------------------------------------------------------ execute and decide
-    def execute(self, record: HalfRecord, attempt: int, outcome: Outcome, arg: Any = None) -> None:
-        """Run the local transaction of an attempt that nobody has run, and make its verdicts final."""
-        state = self.log.state_of(record)
-        mask = state.rows_in((RowState.PENDING,), attempt)
+    def execute(self, run: _Run, attempt: int, rows: Mask) -> None:
+        """Run the local transaction of rows that nobody but this run may execute, and make its verdicts final."""
+        state = self.log.state_of(run.record)
+        mask = rows_in_both(rows, state.rows_in((RowState.PENDING,), attempt))
         if not mask:  # a check was faster than we are
             return
-        batch = self.log.half_batch(record, state, attempt, mask, arg)
-        with self._leased(record):
-            verdicts, who = self._ask_execute(batch, outcome)
+        batch = self.log.half_batch(run.record, state, attempt, mask, run.arg)
         try:
-            self.decide(record, batch, mask, verdicts, who, outcome)
-        except StaleAttemptError:
-            # Rolled back by a check and reopened while we ran. A fenced attempt did nothing, so the next one may go on.
-            if who is not Who.CHECK:
-                raise
-            logger.info("attempt %d of half batch %r is over", attempt, record.half_id)
-
-    def _ask_execute(self, batch: HalfBatch, outcome: Outcome) -> tuple[Any, Who]:
-        try:
-            return normalize_verdicts(self.listener.execute_local_transaction(batch), batch), Who.EXECUTE
+            with _Lease(self.log, run.record, self.lease_s):
+                verdicts = self._ask_execute(run, batch)
         except FencedError:
-            # A check's tombstone was there first: the rollback is the check's, so the next attempt may run.
-            return ROLLBACK_MESSAGE, Who.CHECK
+            self._end_fenced(run, batch, mask)
+            return
+        run.executed.append((attempt, mask))
+        self.decide(run, batch, mask, verdicts, Who.EXECUTE)
+
+    def _ask_execute(self, run: _Run, batch: HalfBatch) -> pa.Array | LocalTransactionState:
+        try:
+            return normalize_verdicts(self.listener.execute_local_transaction(batch), batch)
+        except FencedError:
+            raise
         except Exception as problem:
             if self.on_listener_error == "unknown":
                 logger.warning("local transaction of %r failed: it stays UNKNOWN", batch, exc_info=True)
-                outcome.error = problem
-                return UNKNOWN, Who.EXECUTE
+                run.outcome.error = problem
+                return UNKNOWN
             raise LocalTransactionError(
                 f"the local transaction of half batch {batch.half_id!r} (attempt {batch.attempt}) raised "
                 f"{type(problem).__name__}: {problem}. Its messages stay pending; a check or a restart settles them"
             ) from problem
 
+    def _end_fenced(self, run: _Run, batch: HalfBatch, mask: Mask) -> None:
+        """A check's tombstone was there first, so the attempt did nothing: the rollback is the check's, and the next
+        attempt may run."""
+        logger.info("attempt %d of half batch %r is over: a check was faster", batch.attempt, batch.half_id)
+        # When its rows were reopened or quarantined meanwhile, settling goes on from there.
+        with suppress(StaleAttemptError):
+            self.decide(run, batch, mask, ROLLBACK_MESSAGE, Who.CHECK)
+
     def decide(
-        self, record: HalfRecord, batch: HalfBatch, mask: Mask, verdicts: Any, who: Who, outcome: Outcome
+        self, run: _Run, batch: HalfBatch, mask: Mask, verdicts: pa.Array | LocalTransactionState, who: Who
     ) -> bool:
         """Write op markers for COMMIT and ROLLBACK; UNKNOWN gets none. True when any transaction is UNKNOWN."""
-        masks = masks_for(self.log, record, mask, batch, verdicts)
+        masks = masks_for(self.log, run.record, mask, batch, verdicts)
         commit, rollback = masks[COMMIT_MESSAGE], masks[ROLLBACK_MESSAGE]
         if commit or rollback:
-            outcome.placed += self.log.decide(record, batch.attempt, commit=commit, rollback=rollback, who=who)
+            run.outcome.placed += self.log.decide(
+                run.record, batch.attempt, commit=commit, rollback=rollback, who=who
+            )
         return bool(masks[UNKNOWN])
 
     # ------------------------------------------------------------------ what is left to do
-    def _settle(self, record: HalfRecord, mine: set[int], outcome: Outcome) -> None:
-        """Go on until every row is decided, or waits for a check of an UNKNOWN that this run itself got."""
+    def _settle(self, run: _Run) -> None:
+        """Go on until every row is decided, or waits for the check of an UNKNOWN that this run itself got."""
         deadline = time.monotonic() + self.replay_check_timeout_s
         pause_s = REPLAY_BACKOFF_S_MIN
         while True:
-            state = self.log.state_of(record)
-            self._refuse_conflict(record, state)
-            if self._reopen_rolled_back(record, state, mine, outcome):
+            state = self.log.state_of(run.record)
+            self._refuse_conflict(run, state)
+            if self._reopen_rolled_back(run, state) or self._reopen_unknown(run, state):
                 continue
-            if self._reopen_unknown(record, state):
-                continue
-            to_check = [a for a in state.attempts(RowState.PENDING) if a not in mine]
+            to_check = self._not_executed_here(run, state)
             if not to_check:
                 break
-            if all(self._check(record, state, attempt, outcome) for attempt in to_check):
+            answers = [self._check(run, state, attempt, mask) for attempt, mask in to_check]
+            if all(unknown for unknown in answers):
                 if time.monotonic() >= deadline:
-                    raise UnresolvedTransactionError(self._unresolved(record, outcome))
+                    raise UnresolvedTransactionError(self._unresolved(run))
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 2, REPLAY_BACKOFF_S_MAX)
-        outcome.attempt = max(max(f.attempt) for f in state.files.values())
-        outcome.messages = {s: n for s in RowState if (n := state.count(s))}
+        run.outcome.attempt = max(max(f.attempt) for f in state.files.values())
+        run.outcome.messages = {s: n for s in RowState if (n := state.count(s))}
 
-    def _refuse_conflict(self, record: HalfRecord, state: BatchState) -> None:
+    def _refuse_conflict(self, run: _Run, state: BatchState) -> None:
         if state.in_conflict:
             raise VerdictConflictError(
-                f"half batch {record.half_id!r} has two verdicts that contradict each other: find out which is true, then "
-                "log.resolve(half_id, verdict, reason=…) and start the query again"
+                f"half batch {run.record.half_id!r} has two verdicts that contradict each other: find out which is true, "
+                "then log.resolve(half_id, verdict, reason=…) and start the query again"
             )
 
-    def _reopen_rolled_back(self, record: HalfRecord, state: BatchState, mine: set[int], outcome: Outcome) -> bool:
+    def _reopen_rolled_back(self, run: _Run, state: BatchState) -> bool:
         """What a check rolled back never happened and never will: run it under the next attempt."""
-        for attempt in state.attempts(RowState.ROLLED_BACK_BY_CHECK):
-            reopened = self.log.ledger.reopen(
-                record, attempt, (RowState.ROLLED_BACK_BY_CHECK,), attempt + 1, Who.EXECUTE, "rolled back by a check"
+        by_check = (RowState.ROLLED_BACK_BY_CHECK,)
+        for attempt in state.attempts(*by_check):
+            rows = self.log.ledger.reopen(
+                run.record, attempt, by_check, attempt + 1, Who.EXECUTE, "rolled back by a check"
             )
-            if reopened:
-                mine.add(attempt + 1)
-                self.execute(record, attempt + 1, outcome)
+            self.execute(run, attempt + 1, rows)
             return True
         return False
 
-    def _reopen_unknown(self, record: HalfRecord, state: BatchState) -> bool:
+    def _reopen_unknown(self, run: _Run, state: BatchState) -> bool:
         """Nobody knows what became of what was quarantined or discarded: ask again, under the same attempt."""
         unknown = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
         for attempt in state.attempts(*unknown):
-            self.log.ledger.reopen(record, attempt, unknown, attempt, Who.EXECUTE, "asked again by a replay")
+            self.log.ledger.reopen(
+                run.record, attempt, unknown, attempt, Who.EXECUTE, "asked again by a replay"
+            )
             return True
         return False
 
-    def _check(self, record: HalfRecord, state: BatchState, attempt: int, outcome: Outcome) -> bool:
-        """Ask what became of an attempt that somebody else may have run. True when part of it stays UNKNOWN."""
-        mask = state.rows_in((RowState.PENDING,), attempt)
-        batch = self.log.half_batch(record, state, attempt, mask)
+    def _not_executed_here(self, run: _Run, state: BatchState) -> list[tuple[int, Mask]]:
+        """Pending rows that another run prepared or reopened: it may have executed them, or may do so yet."""
+        found: list[tuple[int, Mask]] = []
+        for attempt in state.attempts(RowState.PENDING):
+            mask = state.rows_in((RowState.PENDING,), attempt)
+            for executed_attempt, rows in run.executed:
+                if executed_attempt == attempt:
+                    mask = rows_without(mask, rows)
+            if mask:
+                found.append((attempt, mask))
+        return found
+
+    def _check(self, run: _Run, state: BatchState, attempt: int, mask: Mask) -> bool:
+        """Ask what became of rows that somebody else may have executed. True when part of them stays UNKNOWN."""
+        batch = self.log.half_batch(run.record, state, attempt, mask)
         try:
             verdicts = normalize_verdicts(self.listener.check_local_transaction(batch), batch)
         except Exception as problem:  # not an answer; the next one may be
             logger.warning("check of %r failed", batch, exc_info=True)
-            outcome.error = problem
+            run.outcome.error = problem
             return True
-        return self.decide(record, batch, mask, verdicts, Who.CHECK, outcome)
+        try:
+            return self.decide(run, batch, mask, verdicts, Who.CHECK)
+        except StaleAttemptError:  # somebody reopened or quarantined the rows while we asked: look again
+            return False
 
-    def _unresolved(self, record: HalfRecord, outcome: Outcome) -> str:
-        why = f"the last check raised {type(outcome.error).__name__}: {outcome.error}" if outcome.error else "UNKNOWN"
+    def _unresolved(self, run: _Run) -> str:
+        error = run.outcome.error
+        why = f"the last check raised {type(error).__name__}: {error}" if error else "UNKNOWN"
         return (
-            f"half batch {record.half_id!r} was prepared by an earlier run, and its listener could not say within "
+            f"half batch {run.record.half_id!r} was prepared by an earlier run, and its listener could not say within "
             f"{self.replay_check_timeout_s:g}s what became of it ({why}). Nothing is lost: start the query again later, "
             "raise replayCheckTimeout, or log.resolve(half_id, verdict, reason=…)"
         )
 
-    def _leased(self, record: HalfRecord) -> AbstractContextManager[None]:
-        return _Lease(self.log, record, self.lease_s)
 
-
-_REMEDY = (
-    "Go on with the checkpoint that this appId last used; or, if the input is meant to be sent again, set a new appId"
-)
+_REMEDY = "Go on with the checkpoint that this appId last used; or, if the input is meant to be sent again, set a new appId"
 
 
 class _Lease(AbstractContextManager[None]):

@@ -138,7 +138,7 @@ def resolve(option: str, given: str | Positions, queues: Mapping[str, int], tail
     """
     ends = {(t, q): tails.get((t, q), 0) for t, n in queues.items() for q in range(n)}
     if isinstance(given, str):
-        return {queue: 0 for queue in ends} if given == EARLIEST else ends
+        return dict.fromkeys(ends, 0) if given == EARLIEST else ends
     for (topic, queue_id), offset in given.items():
         if topic not in queues:
             hint = nearest(topic, queues) if queues else "no topic is subscribed to"
@@ -155,8 +155,8 @@ def resolve(option: str, given: str | Positions, queues: Mapping[str, int], tail
                 f"{option} leaves out queue {queue_id} of topic {topic!r}: name every queue that is subscribed to, with -2 for "
                 "earliest or -1 for latest where you have no offset"
             )
-    marks = {EARLIEST_OFFSET: lambda _: 0, LATEST_OFFSET: lambda queue: ends[queue]}
-    return {queue: marks[offset](queue) if offset < 0 else offset for queue, offset in given.items()}
+    marks = {queue: {EARLIEST_OFFSET: 0, LATEST_OFFSET: end} for queue, end in ends.items()}
+    return {queue: marks[queue].get(offset, offset) for queue, offset in given.items()}
 
 
 def parse_timestamp(text: str, option: str) -> datetime:

@@ -1,0 +1,57 @@
+"""Which transactions are still too young to be asked about."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog.ledger import Mask
+from rmq_spark.commitlog.op import mask_array, mask_of
+from rmq_spark.message import CHECK_IMMUNITY_PROPERTY
+from rmq_spark.transaction import BATCH, KEY
+
+COLUMNS = ("properties", "transaction_key")
+"""The columns of a half batch's messages that :func:`due_rows` needs."""
+
+
+def due_rows(messages: pa.Table, per: str, age_s: float, timeout_s: float) -> pa.Array | bool:
+    """Which messages belong to transactions that are old enough: all (True), none (False), or a boolean a message.
+
+    A transaction is left alone for ``timeout_s``, or for the most seconds that its messages' property
+    CHECK_IMMUNITY_TIME_IN_SECONDS asks for, be that longer or shorter. At the border it is old enough.
+    """
+    seconds = _immunity_s(messages["properties"])
+    if seconds is None:
+        return age_s >= timeout_s
+    if per == BATCH:
+        return bool(age_s >= pc.max(seconds).as_py())
+    if per == KEY:
+        key = messages["transaction_key"]
+        longest = pa.table({"key": key, "s": seconds}).group_by("key", use_threads=False).aggregate([("s", "max")])
+        seconds = longest["s_max"].take(pc.index_in(key, value_set=longest["key"].combine_chunks()))
+    due = pc.greater_equal(pa.scalar(age_s), pc.fill_null(seconds, timeout_s))
+    return due.combine_chunks() if isinstance(due, pa.ChunkedArray) else due
+
+
+def _immunity_s(properties: pa.ChunkedArray) -> pa.ChunkedArray | None:
+    """The property of each message (null: it has none); None when no message has it."""
+    if properties.null_count == len(properties):
+        return None
+    text = pc.map_lookup(properties, pa.scalar(CHECK_IMMUNITY_PROPERTY), "last")
+    # The sink lets digits only through. Anything else was written by hand, and counts as not there, as in RocketMQ.
+    text = pc.if_else(pc.match_substring_regex(text, r"^[0-9]{1,11}$"), text, None)
+    return None if text.null_count == len(text) else pc.cast(text, pa.float64())
+
+
+def chosen_rows(mask: Mask, chosen: pa.Array) -> dict[int, bytes]:
+    """The rows of a mask whose boolean is true; ``chosen`` has one for each row of the mask, in its order."""
+    result: dict[int, bytes] = {}
+    start = 0
+    for file_no, bits in sorted(mask.items()):
+        count = bits.count(1)
+        rows = mask_array(bits)
+        picked = mask_of(pc.replace_with_mask(rows, rows, chosen.slice(start, count)))
+        start += count
+        if b"\x01" in picked:
+            result[file_no] = picked
+    return result

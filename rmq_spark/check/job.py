@@ -1,0 +1,158 @@
+"""The check job: ``python -m rmq_spark.check.job --config conf/txmq.toml [--once]``, and ``spark-submit`` of this file.
+
+It exits with 0 when it was stopped, or when a single round (``--once``) had no problem; with 1 when that round had one;
+with 2 when the configuration cannot be used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+from rmq_spark.errors import ConfigError, ListenerError, TxmqError
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.logging import RichHandler
+    from rich.markup import escape
+
+    from rmq_spark.check.settings import JobSettings
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] == "rmq_spark":
+        raise
+    sys.exit(f"the check job needs {missing.name}: pip install 'rmq-spark[job]'")
+
+from rmq_spark.check.report import CheckReport
+from rmq_spark.listener import TransactionListener
+
+OK, PROBLEMS, BAD_CONFIGURATION = 0, 1, 2
+
+logger = logging.getLogger("rmq_spark.check.job")
+
+
+def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> int:
+    """Run the job; returns the exit code.
+
+    Parameters
+    ----------
+    config : str or path
+        The TOML file.
+    once : bool
+        One round, instead of one every ``transactionCheckInterval`` until SIGTERM or SIGINT.
+    as_json : bool
+        Print each round's report as a line of JSON, instead of a sentence.
+    """
+    _log_to_stderr()
+    try:
+        settings = JobSettings.load(config)
+        _see_working_folder()
+        listeners = settings.load_listeners()
+        service = settings.service(listeners)
+        _start_spark_if_needed(listeners)
+    except TxmqError as problem:
+        _say_error(problem)
+        return BAD_CONFIGURATION if isinstance(problem, (ConfigError, ListenerError)) else PROBLEMS
+    except Exception as problem:  # the storage does not answer
+        logger.debug("the job cannot start", exc_info=True)
+        _say_error(problem)
+        return PROBLEMS
+    groups = ", ".join(f"{group} ({settings.listeners[group]})" for group in sorted(listeners))
+    logger.info("checking %s; listeners: %s", settings.path, groups or "none, so only plain sending is settled")
+
+    reports: list[CheckReport] = []
+    stop = threading.Event()
+
+    def show(report: CheckReport) -> None:
+        reports[:] = [report]
+        line = json.dumps(report.to_dict()) if as_json else f"{report.started_at:%Y-%m-%d %H:%M:%S}Z {report}"
+        print(line, flush=True)
+        if once:
+            stop.set()
+
+    _stop_on_signals(stop)
+    service.run(stop, show)
+    service.log.close()
+    return PROBLEMS if once and not (reports and reports[-1].ok) else OK
+
+
+def _log_to_stderr() -> None:
+    if sys.stderr.isatty():
+        handler: logging.Handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False)
+        logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    else:  # a line stays a line
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("rmq_spark").setLevel(logging.INFO)
+
+
+def _see_working_folder() -> None:
+    """Listeners in the working folder can be imported, after everything else (the allow-list still holds)."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def _say_error(problem: BaseException) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"[red]{type(problem).__name__}: {escape(str(problem))}[/red]")
+
+
+def _start_spark_if_needed(listeners: Mapping[str, TransactionListener]) -> None:
+    groups = [group for group, listener in listeners.items() if listener.requires_spark]
+    if not groups:
+        return
+    try:
+        from pyspark.sql import SparkSession
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"the listener of {groups[0]!r} needs Spark: pip install 'rmq-spark[spark]', or run this file with "
+            "spark-submit"
+        ) from None
+    if SparkSession.getActiveSession() is not None:
+        return
+    builder = SparkSession.builder.appName("txmq check")
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # not under spark-submit, whose settings are the user's
+        from delta import configure_spark_with_delta_pip
+
+        builder = builder.config("spark.sql.extensions", "io.delta.sql.DeltaSparkSessionExtension").config(
+            "spark.sql.catalog.spark_catalog", "org.apache.spark.sql.delta.catalog.DeltaCatalog"
+        )
+        builder = configure_spark_with_delta_pip(builder)
+    builder.getOrCreate()
+
+
+def _stop_on_signals(stop: threading.Event) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        logger.info("stopping after %s", signal.Signals(number).name)
+        stop.set()
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    config: Annotated[
+        Path, typer.Option("--config", "-c", envvar="TXMQ_CONFIG", help="The job's TOML file, such as conf/txmq.toml.")
+    ],
+    once: Annotated[bool, typer.Option("--once", help="One round, for cron; exit code 1 on problems.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each round.")] = False,
+) -> None:
+    """Settle the transactions that a crash left open: ask the listeners of their producer groups, and decide."""
+    raise typer.Exit(run_job(config, once, as_json))
+
+
+if __name__ == "__main__":
+    app()

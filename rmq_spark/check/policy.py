@@ -1,0 +1,78 @@
+"""What happens to a transaction whose listener has answered UNKNOWN too often."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+
+from rmq_spark.config import nearest
+from rmq_spark.errors import OptionError
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, HalfBatch, LocalTransactionState
+
+
+class DiscardPolicy(str, Enum):
+    """The policies that have a name."""
+
+    QUARANTINE = "quarantine"
+    ROLLBACK = "rollback"
+    COMMIT = "commit"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class TransactionCheckListener(ABC):
+    """A discard policy of one's own: mail someone, look into another system, decide.
+
+    Mirrors RocketMQ's ``AbstractTransactionalMessageCheckListener.resolveDiscardMsg``.
+    """
+
+    @abstractmethod
+    def resolve_discarded(self, batch: HalfBatch, reason: str) -> LocalTransactionState | None:
+        """Say what becomes of all transactions of ``batch``, which have been checked too often.
+
+        Parameters
+        ----------
+        batch : HalfBatch
+            ``batch.transactions`` holds those that are given up, and no others.
+        reason : str
+            A sentence with the number of checks.
+
+        Returns
+        -------
+        LocalTransactionState or None
+            COMMIT_MESSAGE, ROLLBACK_MESSAGE, or None (as UNKNOWN) for quarantine. An exception leaves the transactions
+            pending, and the next round calls again.
+        """
+
+
+class NamedPolicy(TransactionCheckListener):
+    """One of :class:`DiscardPolicy`."""
+
+    def __init__(self, policy: DiscardPolicy) -> None:
+        self.policy = policy
+
+    def __repr__(self) -> str:
+        return f"NamedPolicy({self.policy.value!r})"
+
+    def resolve_discarded(self, batch: HalfBatch, reason: str) -> LocalTransactionState | None:
+        return {DiscardPolicy.COMMIT: COMMIT_MESSAGE, DiscardPolicy.ROLLBACK: ROLLBACK_MESSAGE}.get(self.policy)
+
+
+def check_policy(policy: object) -> TransactionCheckListener:
+    """The policy of a name, or the user's own as it is.
+
+    Raises
+    ------
+    OptionError
+        For another name or type.
+    """
+    if isinstance(policy, TransactionCheckListener):
+        return policy
+    names = [p.value for p in DiscardPolicy]
+    if isinstance(policy, str):
+        if policy.lower() in names:
+            return NamedPolicy(DiscardPolicy(policy.lower()))
+        raise OptionError(f"discard policy {policy!r} is not one of {', '.join(names)} ({nearest(policy, names)})")
+    kind = f"the class {policy.__name__}: pass an instance of it" if isinstance(policy, type) else type(policy).__name__
+    raise OptionError(f"a discard policy is one of {', '.join(names)} or a TransactionCheckListener, not {kind}")

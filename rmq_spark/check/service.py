@@ -1,0 +1,530 @@
+"""The check service: asks listeners what became of open transactions, and makes their answers final.
+
+It speaks to a ``CommitLog`` and to listeners, and knows neither Spark nor Delta. Any number of checkers may run at
+once: each decision is a compare-and-set, and the first one stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.check.immunity import COLUMNS, chosen_rows, due_rows
+from rmq_spark.check.policy import TransactionCheckListener, check_policy
+from rmq_spark.check.report import IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport, Tally
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.ledger import Mask
+from rmq_spark.commitlog.log import CommitLog, masks_for
+from rmq_spark.commitlog.op import BatchState, RowState, Who, mask_and, mask_count, rows_without
+from rmq_spark.config import (
+    CHECK_ROUND_TIMEOUT_S,
+    CHECKS_MAX,
+    FILE_RESERVED_TIME_S,
+    TRANSACTION_CHECK_INTERVAL_S,
+    TRANSACTION_CHECK_MAX,
+    TRANSACTION_TIMEOUT_S,
+)
+from rmq_spark.errors import OptionError, StaleAttemptError, VerdictConflictError
+from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener, check_listener
+from rmq_spark.message import check_group
+from rmq_spark.transaction import (
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    HalfBatch,
+    LocalTransactionState,
+    normalize_verdicts,
+)
+
+__all__ = ["CheckReport", "CheckService", "Tally"]
+
+logger = logging.getLogger(__name__)
+
+HUNG_CALLS_MAX = 8
+"""So many calls of listeners may be under way beyond their round; with more, nothing is asked."""
+CLOCK_SKEW_S_MAX = 60.0
+"""A half batch that is prepared further in the future is reported: it would stay young for as long."""
+STOP_POLL_S = 0.2
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+class CheckService:
+    """Settles transactions that a crash, or a listener's UNKNOWN, left open.
+
+    Mirrors RocketMQ's ``TransactionalMessageCheckService``, which asks producers; here the checker has their listeners.
+
+    Parameters
+    ----------
+    log_or_path : CommitLog or str
+    listeners : mapping of str to TransactionListener
+        Who answers for which producer group.
+    transaction_timeout : float
+        Seconds from prepare (or reopen) during which a transaction is left alone. The message property
+        ``CHECK_IMMUNITY_TIME_IN_SECONDS`` overrides it; the largest among a transaction's messages counts.
+    transaction_check_interval : float
+        Seconds between the rounds of :meth:`run`.
+    transaction_check_max : int
+        After so many answers of UNKNOWN the discard policy decides.
+    file_reserved_time : float
+        Seconds after which an open half batch is quarantined, asked or not.
+    round_timeout : float or None
+        Seconds for a round. When they are used up, no more half batches are taken; the next round begins with those
+        that were not reached. A listener that has not answered by then is not waited for: the answer is used in a
+        later round. None: no limit.
+    discard_policy : {"quarantine", "rollback", "commit"} or TransactionCheckListener
+    only_groups : bool
+        Leave half batches of groups without a listener here alone, without a word (a producer's own checks).
+    storage_options : mapping, optional
+        For a path: passed to delta-rs.
+    clock : callable, optional
+        The time, with a time zone; for tests.
+
+    Raises
+    ------
+    OptionError, ListenerError
+        For a value that cannot be used.
+
+    Notes
+    -----
+    Half batches of ``transactionListener=none`` need no listener: any check commits them.
+
+    With a ``round_timeout``, listeners are called from threads of the service, one at a time unless one has not come
+    back. Listeners that need Spark are called from the thread of the round, and waited for, because a Spark session
+    belongs to a thread.
+    """
+
+    def __init__(
+        self,
+        log_or_path: CommitLog | str | os.PathLike[str],
+        listeners: Mapping[str, TransactionListener],
+        *,
+        transaction_timeout: float = TRANSACTION_TIMEOUT_S,
+        transaction_check_interval: float = TRANSACTION_CHECK_INTERVAL_S,
+        transaction_check_max: int = TRANSACTION_CHECK_MAX,
+        file_reserved_time: float = FILE_RESERVED_TIME_S,
+        round_timeout: float | None = CHECK_ROUND_TIMEOUT_S,
+        discard_policy: str | TransactionCheckListener = "quarantine",
+        only_groups: bool = False,
+        storage_options: Mapping[str, str] | None = None,
+        clock: Callable[[], datetime] | None = None,
+    ) -> None:
+        self.listeners = {
+            check_group(group): check_listener(listener, f"listeners[{group!r}]")
+            for group, listener in listeners.items()
+        }
+        self.transaction_timeout = _seconds("transaction_timeout", transaction_timeout, zero=True)
+        self.transaction_check_interval = _seconds("transaction_check_interval", transaction_check_interval)
+        self.file_reserved_time = _seconds("file_reserved_time", file_reserved_time)
+        self.round_timeout = None if round_timeout is None else _seconds("round_timeout", round_timeout)
+        if not isinstance(transaction_check_max, int) or not 1 <= transaction_check_max <= CHECKS_MAX:
+            raise OptionError(
+                f"transaction_check_max={transaction_check_max!r} is not a whole number from 1 to {CHECKS_MAX}"
+            )
+        self.transaction_check_max = transaction_check_max
+        self.discard_policy = check_policy(discard_policy)
+        self.only_groups = only_groups
+        self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
+        self._clock = clock or _now
+        self._without_fence = CommitOncePrepared()
+        self._not_reached: list[str] = []
+        self._foreign: set[str] = set()  # open half batches of other groups (only_groups)
+        self._calls: dict[tuple[str, int], _Call] = {}  # that have not come back
+
+    # ------------------------------------------------------------------ rounds
+    def run(self, stop_event: threading.Event, on_report: Callable[[CheckReport], None] | None = None) -> None:
+        """Rounds until the event is set: the first at once, then one every ``transaction_check_interval``.
+
+        A round that fails as a whole (the storage does not answer) is reported, and the next one tries again.
+
+        Parameters
+        ----------
+        stop_event : threading.Event
+        on_report : callable, optional
+            Is given the report of each round.
+        """
+        while not stop_event.is_set():
+            started_at = self._clock()
+            try:
+                report = self._round(stop_event)
+            except Exception as problem:
+                logger.exception("a round of checks failed")
+                report = CheckReport(started_at)
+                report.problem(None, f"the round failed with {_sentence(problem)}")
+            if on_report is not None:
+                on_report(report)
+            stop_event.wait(self.transaction_check_interval)
+
+    def run_once(self) -> CheckReport:
+        """One round: ask about what is due, make the answers final, move the low-water mark.
+
+        Nothing that a single half batch or its listener does wrong ends the round; the report's ``problems`` say it.
+        """
+        return self._round(threading.Event())
+
+    def _round(self, stop: threading.Event) -> CheckReport:
+        work = _Round(CheckReport(self._clock()), self.round_timeout, stop)
+        report = work.report
+        waiting = self._open_half_ids()
+        self._not_reached = []
+        for at, half_id in enumerate(waiting):
+            if stop.is_set() or (at > 0 and work.seconds_left() <= 0):
+                self._not_reached = waiting[at:]
+                report.skip(LEFT_OVER, len(self._not_reached))
+                break
+            try:
+                self._check_half_batch(half_id, work)
+            except Exception as problem:  # unreadable, corrupt: the others must not wait for it
+                logger.warning("check of half batch %r failed", half_id, exc_info=True)
+                report.problem(half_id, f"it cannot be checked: {_sentence(problem)}")
+        self._finish(report)
+        report.seconds = work.seconds()
+        return report
+
+    def _finish(self, report: CheckReport) -> None:
+        for group, count in report.without_listener.items():
+            logger.warning("producer group %r has no listener here: %d half batches stay pending", group, count)
+        steps: list[Callable[[], object]] = [self.log.move_mark, lambda: self._count_pending(report)]
+        if not self.only_groups:
+            steps.append(lambda: self._report_conflicts(report))
+        for step in steps:
+            try:
+                step()
+            except Exception as problem:  # what the round has done must still be told
+                logger.warning("the end of a round of checks failed", exc_info=True)
+                report.problem(None, f"the end of the round failed with {_sentence(problem)}")
+
+    def _count_pending(self, report: CheckReport) -> None:
+        still_open = self._open_half_ids()
+        report.pending = len(still_open)
+        self._calls = {k: c for k, c in self._calls.items() if k[0] in still_open or not c.done.is_set()}
+
+    # ------------------------------------------------------------------ what is open
+    def _open_half_ids(self) -> list[str]:
+        """Half batches to look at: first those that the last round did not reach, then the oldest first.
+
+        Their ids only: a half batch that cannot be read must not hide the others.
+        """
+
+        def is_open(half_id: str) -> bool:
+            try:
+                return not ledger.state_of(self.log.half.get(half_id), refresh=False).settled
+            except Exception:
+                return True  # it is looked at again, alone, and reported
+
+        ledger = self.log.ledger
+        with self.log._lock:
+            ledger.refresh()
+            prepared = self.log.half.prepared_after(ledger.low_water_ms)
+            found = ledger.open_half_ids(prepared, is_open)
+        # What was reopened below the mark is older than all above it.
+        ids = sorted(found, key=lambda half_id: prepared.get(half_id, (0, 0))[0])
+        self._foreign &= set(ids)
+        ids = [i for i in ids if i not in self._foreign]
+        first = [i for i in self._not_reached if i in set(ids)]
+        return first + [i for i in ids if i not in set(first)]
+
+    def _report_conflicts(self, report: CheckReport) -> None:
+        """Name every half batch that waits for a person, also those with nothing pending."""
+        reported = {half_id for half_id, _ in report.problems}
+        for half_id in self.log.conflicts():
+            if half_id not in reported:
+                report.problem(half_id, _IN_CONFLICT)
+
+    # ------------------------------------------------------------------ one half batch
+    def _check_half_batch(self, half_id: str, work: _Round) -> None:
+        record = self.log.get(half_id)
+        listener = self._listener_of(record)
+        if listener is None and self.only_groups:
+            self._foreign.add(half_id)
+            return
+        state = self.log.state_of(record)
+        if state.settled:  # by somebody else, meanwhile
+            return
+        if state.in_conflict:
+            work.report.problem(half_id, _IN_CONFLICT)
+            return
+        if state.lease_until is not None and state.lease_until > self._clock():
+            work.report.skip(LEASED)
+            return
+        for attempt in state.attempts(RowState.PENDING):
+            try:
+                self._check_attempt(_Open(record, state, attempt), listener, work)
+            except (VerdictConflictError, StaleAttemptError) as problem:  # somebody else was faster
+                logger.warning("verdicts for half batch %r came too late: %s", half_id, problem)
+                work.report.problem(half_id, str(problem))
+
+    def _listener_of(self, record: HalfRecord) -> TransactionListener | None:
+        if record.header.fence_id == NO_LISTENER_FENCE:
+            return self._without_fence
+        return self.listeners.get(record.header.producer_group)
+
+    def _check_attempt(self, open_: _Open, listener: TransactionListener | None, work: _Round) -> None:
+        """The pending transactions of one attempt: too young, checked too often, too old, or asked about."""
+        pending = open_.pending()
+        age_s = self._age_s(open_, pending, work.report)
+
+        if age_s >= self.file_reserved_time and listener is not self._without_fence:
+            checked_out = {} if listener is None else open_.checked_at_least(pending, self.transaction_check_max)
+            self._discard(open_, checked_out, work)
+            self._quarantine_expired(open_, rows_without(pending, checked_out), age_s, work.report)
+            return
+
+        due = self._due(open_, pending, age_s, work.report)
+        if not due:
+            return
+        if listener is None:
+            group = open_.record.header.producer_group
+            work.report.skip(NO_LISTENER)
+            work.report.without_listener[group] = work.report.without_listener.get(group, 0) + 1
+            return
+        checked_out = open_.checked_at_least(due, self.transaction_check_max)
+        self._discard(open_, checked_out, work)
+        self._ask(open_, rows_without(due, checked_out), listener, work)
+
+    def _age_s(self, open_: _Open, pending: Mask, report: CheckReport) -> float:
+        prepared_at = self._half_batch(open_, pending).prepared_at
+        age_s = (self._clock() - prepared_at).total_seconds()
+        if age_s < -CLOCK_SKEW_S_MAX:
+            report.problem(
+                open_.half_id,
+                f"it was prepared at {prepared_at}, which is {-age_s:.0f} s in the future: set the clocks of the "
+                "sink's and the checker's machines",
+            )
+        return age_s
+
+    def _due(self, open_: _Open, pending: Mask, age_s: float, report: CheckReport) -> Mask:
+        messages = self._half_batch(open_, pending).messages(COLUMNS)
+        due = due_rows(messages, open_.record.header.transaction_per, age_s, self.transaction_timeout)
+        if due is True:
+            return pending
+        chosen = {} if due is False else chosen_rows(pending, due)
+        if mask_count(chosen) < mask_count(pending):
+            report.skip(IMMUNE if age_s >= self.transaction_timeout or due is not False else YOUNG)
+        return chosen
+
+    def _half_batch(self, open_: _Open, mask: Mask) -> HalfBatch:
+        return self.log.half_batch(open_.record, open_.state, open_.attempt, mask)
+
+    # ------------------------------------------------------------------ asking
+    def _ask(self, open_: _Open, mask: Mask, listener: TransactionListener, work: _Round) -> None:
+        """Ask the listener, make its verdicts final, and count the check for what stays UNKNOWN."""
+        if not mask:
+            return
+        batch = self._half_batch(open_, mask)
+
+        def ask() -> Any:
+            return normalize_verdicts(listener.check_local_transaction(batch), batch)
+
+        question = _Question(open_, dict(mask), batch)
+        call = self._answer(question, ask, listener.requires_spark, work)
+        if call is None:
+            return
+        open_, mask, batch = call.question.open_, call.question.mask, call.question.batch
+        masks = masks_for(self.log, open_.record, mask, batch, call.result)
+        _tally(work.report, batch, masks, call.result)
+        commit, rollback, unknown = masks[COMMIT_MESSAGE], masks[ROLLBACK_MESSAGE], masks[UNKNOWN]
+        if unknown:
+            self.log.ledger.record_check(
+                open_.record, open_.attempt, unknown, f"UNKNOWN from {type(listener).__name__}"
+            )
+        if commit or rollback:
+            self.log.decide(open_.record, open_.attempt, commit=commit, rollback=rollback, who=Who.CHECK)
+
+    def _answer(self, question: _Question, ask: Callable[[], Any], here: bool, work: _Round) -> _Call | None:
+        """The call, when it came back with an answer; else the report has the reason.
+
+        A call that does not come back within the round goes on, and a later round finds it here.
+        """
+        key = (question.open_.half_id, question.open_.attempt)
+        call = self._calls.pop(key, None)
+        if call is None:
+            hung = sum(not c.done.is_set() for c in self._calls.values())
+            if hung >= HUNG_CALLS_MAX:
+                work.report.problem(
+                    key[0], f"it was not asked about: {hung} calls of listeners have not come back; restart the checker"
+                )
+                return None
+            call = _Call(question, ask)
+            if here or self.round_timeout is None:
+                call.run()
+            else:
+                call.start()
+                call.wait(work)
+        if not call.done.is_set():
+            self._calls[key] = call
+            work.report.problem(
+                key[0],
+                f"its listener has not answered for {call.seconds():.1f} s; a later round uses its answer",
+            )
+            return None
+        if call.problem is not None:
+            logger.info("the listener of half batch %r did not answer", key[0], exc_info=call.problem)
+            work.report.problem(key[0], f"its listener did not answer: {_sentence(call.problem)}")
+            return None
+        return call
+
+    # ------------------------------------------------------------------ giving up
+    def _discard(self, open_: _Open, mask: Mask, work: _Round) -> None:
+        """Leave what was checked too often to the discard policy."""
+        if not mask:
+            return
+        batch = self._half_batch(open_, mask)
+        limit = self.transaction_check_max
+        reason = f"{batch.check_times} checks were answered with UNKNOWN; transactionCheckMax is {limit}"
+        try:
+            answer = self.discard_policy.resolve_discarded(batch, reason)
+            verdict = UNKNOWN if answer is None else LocalTransactionState(answer)
+        except Exception as problem:
+            work.report.problem(open_.half_id, f"the discard policy did not answer: {_sentence(problem)}")
+            return
+        transactions, messages = batch.transactions.num_rows, mask_count(mask)
+        if verdict is UNKNOWN:
+            self.log.ledger.quarantine(open_.record, open_.attempt, mask, Who.DISCARD, reason)
+            work.report.quarantined.add(transactions, messages)
+            return
+        commit, rollback = (mask, {}) if verdict is COMMIT_MESSAGE else ({}, mask)
+        self.log.decide(open_.record, open_.attempt, commit=commit, rollback=rollback, who=Who.DISCARD, reason=reason)
+        work.report.discarded.add(transactions, messages)
+
+    def _quarantine_expired(self, open_: _Open, mask: Mask, age_s: float, report: CheckReport) -> None:
+        """What is older than fileReservedTime is hidden whatever the policy: it may never have been asked about."""
+        if not mask:
+            return
+        limit_h = self.file_reserved_time / 3600
+        reason = f"open for {age_s / 3600:.1f} h, which is not less than fileReservedTime ({limit_h:g} h)"
+        batch = self._half_batch(open_, mask)
+        self.log.ledger.quarantine(open_.record, open_.attempt, mask, Who.DISCARD, reason)
+        report.quarantined.add(batch.transactions.num_rows, mask_count(mask))
+
+
+_IN_CONFLICT = (
+    "two of its verdicts contradict each other, and it waits for a person: find out which is true, then "
+    "log.resolve(half_id, verdict, reason=…)"
+)
+
+
+@dataclass(frozen=True)
+class _Open:
+    """One attempt at a half batch that has pending rows."""
+
+    record: HalfRecord
+    state: BatchState
+    attempt: int
+
+    @property
+    def half_id(self) -> str:
+        return self.record.half_id
+
+    def pending(self) -> dict[int, bytes]:
+        return self.state.rows_in((RowState.PENDING,), self.attempt)
+
+    def checked_at_least(self, mask: Mask, times: int) -> dict[int, bytes]:
+        """The rows of a mask with so many answered checks."""
+        enough = bytes(1 if n >= times else 0 for n in range(256))
+        both = {n: mask_and(bits, self.state.files[n].checks.translate(enough)) for n, bits in mask.items()}
+        return {n: bits for n, bits in both.items() if b"\x01" in bits}
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What a listener is asked about; kept with the call, whose answer may come rounds later."""
+
+    open_: _Open
+    mask: Mask
+    batch: HalfBatch
+
+
+class _Call:
+    """A call of a listener. It cannot be ended from outside, only left behind."""
+
+    def __init__(self, question: _Question, ask: Callable[[], Any]) -> None:
+        self.question = question
+        self.done = threading.Event()
+        self.result: Any = None
+        self.problem: BaseException | None = None
+        self._ask = ask
+        self._started = time.monotonic()
+
+    def run(self) -> None:
+        """In the caller's thread, which an exit or an interrupt of the user ends."""
+        try:
+            self.result = self._ask()
+        except Exception as problem:
+            self.problem = problem
+        self.done.set()
+
+    def start(self) -> None:
+        """In a thread of its own, which has nobody else to tell."""
+
+        def run() -> None:
+            try:
+                self.run()
+            except BaseException as problem:
+                self.problem = problem
+                self.done.set()
+
+        threading.Thread(target=run, name="txmq-check", daemon=True).start()
+
+    def wait(self, work: _Round) -> None:
+        while not self.done.wait(min(STOP_POLL_S, max(0.0, work.seconds_left()))):
+            if work.stop.is_set() or work.seconds_left() <= 0:
+                return
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+
+@dataclass
+class _Round:
+    """The report and the time limit of one round."""
+
+    report: CheckReport
+    timeout_s: float | None
+    stop: threading.Event
+    _started: float = field(default_factory=time.monotonic)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def seconds_left(self) -> float:
+        return float("inf") if self.timeout_s is None else self.timeout_s - self.seconds()
+
+
+def _tally(
+    report: CheckReport,
+    batch: HalfBatch,
+    masks: Mapping[LocalTransactionState, Mask],
+    verdicts: pa.Array | LocalTransactionState,
+) -> None:
+    report.checked.add(batch.transactions.num_rows, sum(mask_count(m) for m in masks.values()))
+    tallies = {COMMIT_MESSAGE: report.committed, ROLLBACK_MESSAGE: report.rolled_back, UNKNOWN: report.unknown}
+    for verdict, tally in tallies.items():
+        if isinstance(verdicts, LocalTransactionState):
+            transactions = batch.transactions.num_rows if verdicts is verdict else 0
+        else:
+            transactions = pc.sum(pc.equal(verdicts, verdict.value)).as_py() or 0
+        tally.add(transactions, mask_count(masks[verdict]))
+
+
+def _seconds(name: str, value: float, zero: bool = False) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not value >= 0 or (value == 0 and not zero):
+        least = "of 0 or more" if zero else "above 0"
+        raise OptionError(f"{name}={value!r} cannot be used: seconds {least} are expected")
+    return float(value)
+
+
+def _sentence(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {problem}" if str(problem) else type(problem).__name__

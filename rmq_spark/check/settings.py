@@ -1,0 +1,196 @@
+"""The settings of the check job: ``conf/txmq.toml``, and the environment over it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
+
+from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, check_policy
+from rmq_spark.check.service import CheckService
+from rmq_spark.config import (
+    CHECK_ROUND_TIMEOUT_S,
+    CHECKS_MAX,
+    FILE_RESERVED_TIME_S,
+    TRANSACTION_CHECK_INTERVAL_S,
+    TRANSACTION_CHECK_MAX,
+    TRANSACTION_TIMEOUT_S,
+    nearest,
+    parse_duration,
+)
+from rmq_spark.errors import ConfigError, TxmqError
+from rmq_spark.listener import TransactionListener, load_listener, load_object
+from rmq_spark.message import check_group
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover
+    import tomli as tomllib
+
+CHECK_NAMES: Mapping[str, str] = {
+    "transactionTimeout": "transaction_timeout",
+    "transactionCheckInterval": "transaction_check_interval",
+    "transactionCheckMax": "transaction_check_max",
+    "discardPolicy": "discard_policy",
+    "fileReservedTime": "file_reserved_time",
+    "roundTimeout": "round_timeout",
+}
+"""The settings of ``[check]``: in the file, and in the environment (``TXMQ_CHECK__<upper case>``) and in Python."""
+SECTIONS = ("path", "listener_modules", "listeners", "check", "storage")
+
+
+def _duration(value: object) -> float:
+    seconds = parse_duration(value if isinstance(value, str) else repr(value))
+    if seconds <= 0:
+        raise ValueError(f"{value!r} is not above 0")
+    return seconds
+
+
+def _duration_or_zero(value: object) -> float:
+    return parse_duration(value if isinstance(value, str) else repr(value))
+
+
+class CheckSettings(BaseModel):
+    """``[check]``: RocketMQ's names and defaults."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    transaction_timeout: Annotated[float, BeforeValidator(_duration_or_zero)] = TRANSACTION_TIMEOUT_S
+    transaction_check_interval: Annotated[float, BeforeValidator(_duration)] = TRANSACTION_CHECK_INTERVAL_S
+    transaction_check_max: int = Field(TRANSACTION_CHECK_MAX, ge=1, le=CHECKS_MAX)
+    discard_policy: str = DiscardPolicy.QUARANTINE.value
+    file_reserved_time: Annotated[float, BeforeValidator(_duration)] = FILE_RESERVED_TIME_S
+    round_timeout: Annotated[float, BeforeValidator(_duration)] = CHECK_ROUND_TIMEOUT_S
+
+
+class JobSettings(BaseSettings):
+    """Everything that the check job is told.
+
+    The environment goes before the file: ``TXMQ_PATH``, ``TXMQ_LISTENERS`` (JSON), ``TXMQ_CHECK__TRANSACTION_TIMEOUT``,
+    ``TXMQ_STORAGE__AWS_SECRET_ACCESS_KEY`` and so on.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="TXMQ_", env_nested_delimiter="__", extra="forbid", hide_input_in_errors=True
+    )
+
+    path: str = Field(min_length=1)
+    listener_modules: list[str] = Field(default_factory=list)
+    listeners: dict[str, str] = Field(default_factory=dict)
+    check: CheckSettings = Field(default_factory=CheckSettings)
+    storage: dict[str, SecretStr] = Field(default_factory=dict)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return env_settings, init_settings  # the file's values come as arguments
+
+    @field_validator("storage")
+    @classmethod
+    def _one_spelling(cls, values: dict[str, SecretStr]) -> dict[str, SecretStr]:
+        # Names from the environment arrive in lower case, and go before the same name from the file.
+        return {name.upper(): values[name] for name in sorted(values, key=str.islower)}
+
+    @classmethod
+    def load(cls, file: str | Path) -> JobSettings:
+        """The settings of a TOML file, with the environment over it.
+
+        Raises
+        ------
+        ConfigError
+            When the file cannot be read, a name is unknown, or a value cannot be used.
+        """
+        values = _read(Path(file))
+        try:
+            return cls(**values)
+        except ValidationError as problem:
+            raise ConfigError("; ".join(_sentence(e, str(file)) for e in problem.errors(include_input=False))) from None
+        except SettingsError as problem:
+            raise ConfigError(f"a TXMQ_… variable of the environment is not JSON: {problem}") from None
+
+    # ------------------------------------------------------------------ what they stand for
+    def load_listeners(self) -> dict[str, TransactionListener]:
+        """The listener of every producer group, imported from the allowed modules only."""
+        found: dict[str, TransactionListener] = {}
+        for group, path in self.listeners.items():
+            try:
+                found[check_group(group)] = load_listener(path, self.listener_modules)
+            except TxmqError as problem:
+                raise ConfigError(f"[listeners] {group!r}: {problem}") from problem
+        return found
+
+    def load_policy(self) -> TransactionCheckListener:
+        """The discard policy: one with a name, or the user's own by ``module:attribute``."""
+        policy = self.check.discard_policy
+        try:
+            if ":" not in policy:
+                return check_policy(policy)
+            found = load_object(policy, self.listener_modules)
+            made = found() if callable(found) and not isinstance(found, TransactionCheckListener) else found
+            return check_policy(made)
+        except TxmqError as problem:
+            raise ConfigError(f"[check] discardPolicy: {problem}") from problem
+
+    def storage_options(self) -> dict[str, str] | None:
+        return {name: value.get_secret_value() for name, value in self.storage.items()} or None
+
+    def service(self, listeners: Mapping[str, TransactionListener]) -> CheckService:
+        """A check service with these settings."""
+        check = self.check
+        return CheckService(
+            self.path,
+            listeners,
+            transaction_timeout=check.transaction_timeout,
+            transaction_check_interval=check.transaction_check_interval,
+            transaction_check_max=check.transaction_check_max,
+            file_reserved_time=check.file_reserved_time,
+            round_timeout=check.round_timeout,
+            discard_policy=self.load_policy(),
+            storage_options=self.storage_options(),
+        )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist: give the job's TOML file with --config") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{file} cannot be read: {problem}") from problem
+    except tomllib.TOMLDecodeError as problem:
+        raise ConfigError(f"{file} is not TOML: {problem}") from None
+    for name in values:
+        if name not in SECTIONS:
+            raise ConfigError(f"{file}: unknown setting {name!r}: {nearest(name, SECTIONS)}")
+    check = values.get("check", {})
+    if isinstance(check, dict):
+        for name in check:
+            if name not in CHECK_NAMES:
+                raise ConfigError(f"{file}: unknown setting {name!r} in [check]: {nearest(name, CHECK_NAMES)}")
+        values["check"] = {CHECK_NAMES[name]: value for name, value in check.items()}
+    return values
+
+
+def _sentence(error: Any, file: str) -> str:
+    """One of pydantic's errors in our words, without the value when it may be a secret."""
+    names = {field: name for name, field in CHECK_NAMES.items()}
+    location = [names.get(str(part), str(part)) for part in error["loc"]]
+    where = ".".join(location) or file
+    if error["type"] == "missing":
+        return f"{where} is missing: set it in {file}, or TXMQ_{where.upper()} in the environment"
+    if error["type"] == "extra_forbidden":
+        return f"unknown setting {where!r}: {nearest(location[-1], CHECK_NAMES.values())}"
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, TxmqError):
+        return str(cause).replace("duration=", f"{where}=", 1)
+    return f"{where}: {error['msg'].removeprefix('Value error, ')}"

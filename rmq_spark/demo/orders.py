@@ -1,0 +1,136 @@
+"""The order database, and the listener whose local transaction writes orders to it."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import sqlalchemy as sa
+
+from rmq_spark.demo.baskets import ITEM, lines_of, with_zero_quantity
+from rmq_spark.demo.kill import Point, die_here
+from rmq_spark.demo.settings import Folder, Settings
+from rmq_spark.listener import Verdicts
+from rmq_spark.listeners.sql import SqlTransactionListener
+from rmq_spark.transaction import HalfBatch
+
+ROLLBACK_AFTER_S = 2.0
+"""A local transaction takes a fraction of a second here; the default of 60 s would make the check wait."""
+
+BODY = pa.schema(
+    [
+        ("order_id", pa.int64()),
+        ("household_id", pa.int64()),
+        ("spent_cents", pa.int64()),
+        ("items", pa.list_(ITEM)),
+    ]
+)
+"""What the local transaction needs of the three messages; each of them has a part of it."""
+
+METADATA = sa.MetaData()
+# No key makes an order unique, on purpose: an order written twice must be there twice, for the proof to find it.
+ORDERS = sa.Table(
+    "orders",
+    METADATA,
+    sa.Column("order_id", sa.BigInteger, nullable=False),
+    sa.Column("household_id", sa.BigInteger, nullable=False),
+    sa.Column("total_cents", sa.BigInteger, nullable=False),
+)
+ORDER_LINES = sa.Table(
+    "order_lines",
+    METADATA,
+    sa.Column("order_id", sa.BigInteger, nullable=False),
+    sa.Column("product_id", sa.BigInteger, nullable=False),
+    sa.Column("quantity", sa.BigInteger, nullable=False),
+)
+RUNS = sa.Table(
+    "local_transactions",
+    METADATA,
+    sa.Column("half_id", sa.String(512), nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=False),
+    sa.Column("baskets", sa.Integer, nullable=False),
+    sa.Column("refused", sa.Integer, nullable=False),
+)
+"""A row per run of the local transaction that took effect: written in the same database transaction."""
+
+
+def place_orders(connection: sa.Connection, batch: HalfBatch) -> Verdicts:
+    """The local transaction of a half batch: writes its orders, refuses baskets with a zero quantity."""
+    orders, lines, refused = orders_of(batch)
+    note_start(Settings().folder, batch, len(refused))
+    _insert(connection, ORDERS, orders)
+    _insert(connection, ORDER_LINES, lines)
+    baskets = batch.transactions.num_rows
+    run = {"half_id": batch.half_id, "attempt": batch.attempt, "baskets": baskets, "refused": len(refused)}
+    connection.execute(RUNS.insert(), run)
+    die_here(Point.WORKING, batch)
+    return batch.verdicts(rollback=refused.to_pylist())
+
+
+def orders_of(batch: HalfBatch) -> tuple[pa.Table, pa.Table, pa.Array]:
+    """Accepted orders, their lines, and the ids of refused ones, from the messages of a half batch."""
+    bodies = batch.decode(BODY)
+    shipped = bodies.filter(pc.is_valid(bodies["items"]))
+    refused = with_zero_quantity(shipped, "order_id")
+    paid = bodies.filter(pc.is_valid(bodies["spent_cents"]))
+    paid = paid.filter(pc.invert(pc.is_in(paid["order_id"], refused)))
+    shipped = shipped.filter(pc.invert(pc.is_in(shipped["order_id"], refused)))
+    orders = pa.table(
+        {
+            "order_id": paid["order_id"],
+            "household_id": paid["household_id"],
+            "total_cents": paid["spent_cents"],
+        }
+    )
+    return orders, lines_of(shipped, "order_id"), refused
+
+
+def _insert(connection: sa.Connection, table: sa.Table, rows: pa.Table) -> None:
+    if rows.num_rows:
+        connection.execute(table.insert(), rows.to_pylist())
+
+
+def note_start(folder: Folder, batch: HalfBatch, refused: int) -> None:
+    """A line a started run, outside the database: also those that the database undid are counted."""
+    line = {"half_id": batch.half_id, "batch_id": batch.batch_id, "attempt": batch.attempt}
+    with folder.journal.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps({**line, "baskets": batch.transactions.num_rows, "refused": refused}) + "\n")
+
+
+class OrderListener(SqlTransactionListener):
+    """A :class:`SqlTransactionListener` that can be told to die right after the database's commit."""
+
+    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        verdicts = super().execute_local_transaction(batch)
+        die_here(Point.COMMITTED, batch)
+        return verdicts
+
+
+@cache
+def listener() -> OrderListener:
+    """What ``transactionListener=rmq_spark.demo.orders:listener`` calls: one a process, for the run's database."""
+    return OrderListener(Settings().folder.database_url, place_orders, rollback_after=ROLLBACK_AFTER_S)
+
+
+def create_database(folder: Folder) -> str:
+    """Make the tables and the fence, once; returns the fence's id."""
+    engine = sa.create_engine(folder.database_url)
+    METADATA.create_all(engine)
+    engine.dispose()
+    return OrderListener(folder.database_url, place_orders).create_fence()
+
+
+def read_table(folder: Folder, query: str) -> pa.Table:
+    """The rows of a query on the order database, as Arrow."""
+    import sqlite3
+    from contextlib import closing
+
+    with closing(sqlite3.connect(f"file:{folder.database}?mode=ro", uri=True)) as database:
+        cursor = database.execute(query)
+        names = [d[0] for d in cursor.description]
+        rows: list[tuple[Any, ...]] = cursor.fetchall()
+    columns = [pa.array([row[i] for row in rows], pa.int64() if not rows else None) for i in range(len(names))]
+    return pa.table(columns, names=names)

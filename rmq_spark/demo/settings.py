@@ -1,0 +1,72 @@
+"""What the demo can be told from outside, and where its files are."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+TOPICS = ("logistics", "points", "cart")
+PRODUCER_GROUP = "order-service"
+ROWS_MIN = 500
+"""Fewer lines hold too few baskets for a batch before, between and after the kills."""
+
+
+class Settings(BaseSettings):
+    """Read from the environment, by the demo and by the processes that it starts.
+
+    Attributes
+    ----------
+    rows : int or None
+        ``DEMO_ROWS``: so many lines of the data set, rounded up to whole baskets; None = all.
+    dir : Path or None
+        ``DEMO_DIR``: the folder to work in; None = a temporary one.
+    kill : str or None
+        ``DEMO_KILL``: where the stream's driver dies (see :mod:`rmq_spark.demo.kill`); set by the demo itself, for the
+        process that it starts.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="DEMO_", env_ignore_empty=True)
+
+    rows: int | None = Field(default=None, ge=ROWS_MIN)
+    dir: Path | None = None
+    kill: str | None = None
+
+    @cached_property
+    def folder(self) -> Folder:
+        """The folder of a run; ValueError when none is set."""
+        if self.dir is None:
+            raise ValueError("DEMO_DIR is not set: this is started by python -m rmq_spark.demo, which sets it")
+        return Folder(self.dir)
+
+
+class Folder:
+    """The files of one run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.input = self.root / "input"
+        self.log = self.root / "log"
+        self.checkpoint = self.root / "checkpoint"
+        self.database = self.root / "orders.db"
+        self.journal = self.root / "local_transactions.jsonl"
+        self.kills = self.root / "kills.jsonl"
+        self.check_config = self.root / "txmq.toml"
+        self.proof = self.root / "proof.json"
+        self.temporary = self.root / "tmp"
+        self.driver = self.root / "driver.pid"
+
+    @property
+    def database_url(self) -> str:
+        return f"sqlite:///{self.database}"
+
+    def output(self, module: str) -> Path:
+        """Where processes that run a module write what they have to say."""
+        return self.root / f"{module.removeprefix('rmq_spark.')}.out"
+
+    def batches_done(self) -> int:
+        """How many micro-batches Spark has noted as committed."""
+        commits = self.checkpoint / "commits"
+        return sum(p.name.isdigit() for p in commits.iterdir()) if commits.is_dir() else 0

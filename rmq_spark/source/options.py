@@ -1,0 +1,162 @@
+"""What a reader was asked for: the options of ``spark.read`` and ``spark.readStream``, checked."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from rmq_spark.config import Options
+from rmq_spark.errors import OptionError
+from rmq_spark.message import check_group, check_topic
+from rmq_spark.source import SOURCE_OPTIONS
+from rmq_spark.source.offsets import (
+    EARLIEST,
+    EARLIEST_OFFSET,
+    LATEST,
+    LATEST_OFFSET,
+    Positions,
+    parse_offsets,
+    parse_timestamp,
+)
+
+SUB_ALL = "*"
+"""RocketMQ's expression for all tags."""
+
+
+@dataclass(frozen=True)
+class Subscription:
+    """The topics that are read: by name, or by a pattern that the whole name must match.
+
+    Attributes
+    ----------
+    topics : tuple of str
+        Empty when there is a pattern.
+    pattern : str or None
+    """
+
+    topics: tuple[str, ...] = ()
+    pattern: str | None = None
+
+    def matches(self, topic: str) -> bool:
+        return topic in self.topics if self.pattern is None else re.fullmatch(self.pattern, topic) is not None
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """The options of one read; picklable.
+
+    Attributes
+    ----------
+    starting, ending : str, dict or datetime
+        ``earliest``, ``latest``, offsets by (topic, queue), or a time of commit.
+    tags : tuple of str or None
+        None reads all.
+    """
+
+    path: str
+    storage_options: Mapping[str, str]
+    subscription: Subscription
+    tags: tuple[str, ...] | None
+    starting: str | Positions | datetime
+    ending: str | Positions | datetime
+    offsets_per_trigger_max: int | None
+    partitions_min: int | None
+    partition_records_max: int | None
+    fail_on_data_loss: bool
+    ordered: bool
+
+
+def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
+    """Check the options of a read.
+
+    Raises
+    ------
+    OptionError
+        For an option that is missing, unknown, contradictory or has a value that cannot be used.
+    OffsetError
+        For offsets that are malformed.
+    """
+    options = Options(given, (*SOURCE_OPTIONS, "consumerGroup"))
+    group = options.get("consumerGroup")
+    if group is not None:
+        check_group(group, "consumerGroup")
+        raise OptionError(
+            f"consumerGroup={group!r}: this version of rmq_spark keeps no progress of consumer groups; leave it out, a "
+            "stream keeps its own progress in its checkpoint"
+        )
+    if streaming:
+        for name in ("endingOffsets", "endingTimestamp"):
+            if name in options:
+                raise OptionError(f"{name} is for batch reads: a stream has no end (trigger(availableNow=True) stops it)")
+    elif "maxOffsetsPerTrigger" in options:
+        raise OptionError("maxOffsetsPerTrigger is for streams: a batch read has no triggers; set endingOffsets")
+    ordered = options.boolean("ordered", False)
+    if ordered:
+        options.at_most_one("ordered", "minPartitions")
+        options.at_most_one("ordered", "maxRecordsPerPartition")
+    return ReadOptions(
+        path=_path(options.require("path", "give the folder or the URI of a commit log")),
+        storage_options=options.storage_options,
+        subscription=_subscription(options),
+        tags=parse_tags(options.get("tags", SUB_ALL) or ""),
+        starting=_starting(options, streaming),
+        ending=_ending(options),
+        offsets_per_trigger_max=options.integer("maxOffsetsPerTrigger"),
+        partitions_min=options.integer("minPartitions"),
+        partition_records_max=options.integer("maxRecordsPerPartition"),
+        fail_on_data_loss=options.boolean("failOnDataLoss", True),
+        ordered=ordered,
+    )
+
+
+def _path(text: str) -> str:
+    # Executors may have another working folder.
+    return text if "://" in text else os.path.abspath(text)
+
+
+def _subscription(options: Options) -> Subscription:
+    options.at_most_one("subscribe", "subscribePattern")
+    pattern = options.get("subscribePattern")
+    if pattern is not None:
+        try:
+            re.compile(pattern)
+        except re.error as problem:
+            raise OptionError(f"subscribePattern={pattern!r} is not a regular expression: {problem}") from problem
+        return Subscription(pattern=pattern)
+    text = options.require("subscribe", "name the topics to read (with commas between), or set 'subscribePattern'")
+    return Subscription(tuple(dict.fromkeys(check_topic(name.strip()) for name in text.split(","))))
+
+
+def parse_tags(expression: str) -> tuple[str, ...] | None:
+    """The tags of RocketMQ's ``"TagA || TagB"``; None for ``*`` (``FilterAPI.buildSubscriptionData``)."""
+    tags = tuple(dict.fromkeys(tag.strip() for tag in expression.split("||")))
+    if tags == (SUB_ALL,):
+        return None
+    if "" in tags or SUB_ALL in tags:
+        raise OptionError(f"tags={expression!r} is neither '*' nor of the form 'TagA || TagB'")
+    return tags
+
+
+def _starting(options: Options, streaming: bool) -> str | Positions | datetime:
+    options.at_most_one("startingOffsets", "startingTimestamp")
+    time = options.get("startingTimestamp")
+    if time is not None:
+        return parse_timestamp(time, "startingTimestamp")
+    if streaming:
+        text = options.get("startingOffsets", LATEST) or ""
+        return parse_offsets(text, "startingOffsets", (EARLIEST, LATEST), (EARLIEST_OFFSET, LATEST_OFFSET))
+    # As in Spark's Kafka source: a batch that starts at the end would always be empty.
+    text = options.get("startingOffsets", EARLIEST) or ""
+    return parse_offsets(text, "startingOffsets", (EARLIEST,), (EARLIEST_OFFSET,))
+
+
+def _ending(options: Options) -> str | Positions | datetime:
+    options.at_most_one("endingOffsets", "endingTimestamp")
+    time = options.get("endingTimestamp")
+    if time is not None:
+        return parse_timestamp(time, "endingTimestamp")
+    text = options.get("endingOffsets", LATEST) or ""
+    return parse_offsets(text, "endingOffsets", (LATEST,), (LATEST_OFFSET,))

@@ -1,0 +1,341 @@
+"""``spark.read.format("txmq")`` and ``spark.readStream.format("txmq")``.
+
+The driver plans (``plan``), executors read half files with pyarrow and hand whole Arrow batches to Spark.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from rmq_spark.commitlog.files import RowRange, filesystem, read_range
+from rmq_spark.commitlog.reading import (
+    PlacedRange,
+    check_source_columns,
+    out_of_range,
+    stored_columns,
+    to_messages,
+)
+from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, OffsetOutOfRangeError, OptionError
+from rmq_spark.source import SOURCE_DDL, SOURCE_OPTIONS
+from rmq_spark.source.offsets import JsonOffsets, Positions, from_json, to_json
+from rmq_spark.source.options import ReadOptions, read_options
+from rmq_spark.source.plan import Planner, admit, split
+
+if TYPE_CHECKING:
+    from rmq_spark.commitlog.log import CommitLog
+
+__all__ = ["SOURCE_DDL", "SOURCE_OPTIONS", "TxmqPartition", "TxmqReader", "TxmqStreamReader"]
+
+logger = logging.getLogger(__name__)
+
+BATCH_ROWS_MIN = 8_192
+"""Smaller pieces (of small half batches) are put together before they go to Spark."""
+BATCH_BYTES_MAX = 32 * 1024 * 1024
+"""An Arrow batch is cut when it holds more: Spark copies batches whole."""
+
+
+@dataclass(frozen=True)
+class TxmqPartition(InputPartition):
+    """What one task reads."""
+
+    ranges: tuple[PlacedRange, ...]
+
+
+class _Reader:
+    """What both readers share: the options, the schema, and reading a partition. Pickled to executors."""
+
+    streaming: bool
+
+    def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
+        self.options: ReadOptions = read_options(options, self.streaming)
+        self.schema = arrow_schema(schema)
+        self._planner: Planner | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An open commit log stays where it is: Delta's engine must not reach a process that was forked.
+        return {**self.__dict__, "_planner": None}
+
+    @property
+    def planner(self) -> Planner:
+        """Opened when it is first needed."""
+        if self._planner is None:
+            planner = Planner(_open(self.options), self.options.subscription, self.options.fail_on_data_loss)
+            planner.queues()  # a topic that is not in the log is an error at once
+            self._planner = planner
+        return self._planner
+
+    def _plan(self, start: Positions, end: Positions) -> list[TxmqPartition]:
+        ranges = self.planner.ranges(start, end)
+        options = self.options
+        parts = split(ranges, options.ordered, options.partitions_min, options.partition_records_max)
+        return [TxmqPartition(tuple(part)) for part in parts]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The messages of a partition as Arrow batches; runs on an executor.
+
+        Raises
+        ------
+        OffsetOutOfRangeError
+            When the rows are not in the log any more, unless ``failOnDataLoss=false``.
+        """
+        if not isinstance(partition, TxmqPartition):  # Spark's stand-in when there is nothing to read
+            return iter(())
+        return to_batches(_messages(self.options, self.schema, partition.ranges))
+
+
+class TxmqReader(_Reader, DataSourceReader):
+    """Reads committed messages up to where the log stands now, or to ``endingOffsets``.
+
+    Parameters
+    ----------
+    options : mapping of str to str
+        See :data:`SOURCE_OPTIONS`.
+    schema : StructType
+        All columns of the source, or some of them (``.schema("keys string, body binary")``).
+
+    Raises
+    ------
+    OptionError, OffsetError
+    """
+
+    streaming = False
+
+    def partitions(self) -> Sequence[InputPartition]:
+        planner, options = self.planner, self.options
+        starting = "startingTimestamp" if not isinstance(options.starting, (str, dict)) else "startingOffsets"
+        start = planner.resolve(starting, options.starting)
+        end = planner.resolve("endingOffsets", options.ending)
+        if isinstance(options.starting, dict) and isinstance(options.ending, dict):
+            for queue, offset in start.items():
+                if offset > end[queue]:
+                    raise OffsetError(
+                        f"startingOffsets has {offset} for topic {queue[0]!r}, queue {queue[1]}, which is after the "
+                        f"{end[queue]} of endingOffsets"
+                    )
+        return self._plan(start, end)
+
+
+class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads committed messages as they come; offsets are ``{"topic": {"queue": next offset}}``.
+
+    Parameters
+    ----------
+    options, schema
+        As for :class:`TxmqReader`.
+    """
+
+    streaming = True
+
+    def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
+        super().__init__(options, schema)
+        self._stop_at: Positions | None = None
+
+    def initialOffset(self) -> JsonOffsets:
+        """Where a new query starts (``startingOffsets``, default ``latest``); later ones start at their checkpoint."""
+        starting = self.options.starting
+        name = "startingOffsets" if isinstance(starting, (str, dict)) else "startingTimestamp"
+        return to_json(self.planner.resolve(name, starting))
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        limit = self.options.offsets_per_trigger_max
+        return ReadAllAvailable() if limit is None else ReadMaxRows(limit)
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        """Take what is committed now as the end of the query."""
+        self._stop_at = self.planner.latest()
+
+    def latestOffset(self, start: JsonOffsets, limit: ReadLimit) -> JsonOffsets:
+        """The end of the next micro-batch; ``start`` itself when nothing new is there."""
+        latest = self.planner.latest()
+        if self._stop_at is not None:
+            latest = self._stop_at
+        begin = self.planner.checked_start(from_json(start, "the checkpoint"), latest)
+        self.planner.forget(begin)
+        return to_json(admit(begin, latest, _rows_max(limit)))
+
+    def reportLatestOffset(self) -> JsonOffsets | None:
+        """How far the log reached when it was last looked at, for the progress report."""
+        return None if self._planner is None else to_json(self._planner.latest(refresh=False))
+
+    def partitions(self, start: JsonOffsets, end: JsonOffsets) -> Sequence[InputPartition]:
+        return self._plan(from_json(start, "the start offset"), from_json(end, "the end offset"))
+
+    def commit(self, end: JsonOffsets) -> None:
+        """Spark has done everything below ``end``."""
+        if self._planner is not None:
+            self._planner.forget(from_json(end, "the committed offset"))
+
+    def stop(self) -> None:
+        self._planner = None
+
+
+def _rows_max(limit: ReadLimit) -> int | None:
+    if isinstance(limit, ReadMaxRows):
+        return limit.max_rows
+    if isinstance(limit, ReadAllAvailable):
+        return None
+    raise OptionError(f"the read limit {type(limit).__name__} is not one that this source gives out")
+
+
+def _open(options: ReadOptions) -> CommitLog:
+    from rmq_spark.commitlog.log import CommitLog
+
+    return CommitLog.open(options.path, options.storage_options or None)
+
+
+# ---------------------------------------------------------------- the schema
+def arrow_schema(schema: StructType) -> pa.Schema:
+    """The Arrow schema that Spark expects for a schema of the source's columns.
+
+    Raises
+    ------
+    OptionError
+        For a column or a type that the source does not have; the nearest right one is named.
+    """
+    if not len(schema.fields):
+        raise OptionError(f"the schema has no columns: leave .schema(...) out, or take some of {SOURCE_DDL}")
+    ddl = dict(part.strip().split(" ", 1) for part in SOURCE_DDL.split(", "))
+    check_source_columns(schema.names)
+    for field in schema.fields:
+        wanted, found = ddl[field.name], field.dataType.simpleString()
+        if found != wanted and not (field.name == "body" and found == "string"):
+            also = " (or string, for bodies in UTF-8)" if field.name == "body" else ""
+            raise OptionError(f"column {field.name!r} is asked for as {found}: its type is {wanted}{also}")
+    if len(set(schema.names)) < len(schema.names):
+        raise OptionError(f"the schema names a column twice: {', '.join(schema.names)}")
+    return to_arrow_schema(schema, timezone="UTC")
+
+
+# ---------------------------------------------------------------- on executors
+def _messages(options: ReadOptions, schema: pa.Schema, ranges: Sequence[PlacedRange]) -> Iterator[pa.Table]:
+    """The messages of some ranges, a row group and queue at a time."""
+    half = _HalfFiles(options)
+    filtered = options.tags is not None and "tags" not in schema.names
+    columns = [*schema.names, "tags"] if filtered else schema.names
+    for together in _by_file(ranges):
+        rows = replace(together[0].rows, ranges=tuple(r for placed in together for r in placed.rows.ranges))
+        try:
+            for position, table in half.read(rows, stored_columns(columns, together[0])):
+                for placed, at, part in _pieces(together, position, table):
+                    messages = to_messages(placed, at, part, columns)
+                    if options.tags is not None:
+                        wanted = pc.is_in(messages["tags"], value_set=pa.array(options.tags, pa.string()))
+                        messages = messages.filter(wanted)
+                    yield _as_asked(messages, schema)
+        except (FileNotFoundError, HalfBatchNotFoundError) as problem:
+            for placed in together:
+                end = placed.queue_offset + placed.count
+                what = out_of_range(placed.topic, placed.queue_id, placed.queue_offset, end)
+                what += f" any more: half batch {rows.half_id!r} has lost its file {rows.file_no}"
+                if options.fail_on_data_loss:
+                    raise OffsetOutOfRangeError(f"{what} (failOnDataLoss=false skips them)") from problem
+                logger.warning("skipped, because failOnDataLoss=false: %s", what)
+
+
+def _by_file(ranges: Sequence[PlacedRange]) -> Iterator[list[PlacedRange]]:
+    """Ranges that follow each other in one half file, so that a row group is read once for all its queues."""
+    together: list[PlacedRange] = []
+    for placed in ranges:
+        if together:
+            last, rows = together[-1].rows, placed.rows
+            same = (last.path, last.half_id, last.file_no) == (rows.path, rows.half_id, rows.file_no)
+            if not same or rows.ranges[0][0] <= last.ranges[-1][1]:
+                yield together
+                together = []
+        together.append(placed)
+    if together:
+        yield together
+
+
+def _pieces(
+    together: Sequence[PlacedRange], position: int, table: pa.Table
+) -> Iterator[tuple[PlacedRange, int, pa.Table]]:
+    """A table read at a position of ranges that lie together, cut to the ranges: (range, position in it, rows)."""
+    start = 0
+    for placed in together:
+        first, end = max(start, position), min(start + placed.count, position + table.num_rows)
+        if first < end:
+            yield placed, first - start, table.slice(first - position, end - first)
+        start += placed.count
+
+
+class _HalfFiles:
+    """Half files as an executor reads them."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+        self._fs, self._folder = filesystem(f"{options.path}/half", options.storage_options)
+        self._log: CommitLog | None = None
+        self._moved: dict[tuple[str, int], str] = {}
+
+    def read(self, rows: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+        """As ``files.read_range``; a file that somebody rewrote is found again by its address."""
+        address = (rows.half_id, rows.file_no)
+        read_any = False
+        try:
+            hinted = replace(rows, path=self._moved.get(address, rows.path))
+            for part in read_range(self._fs, self._folder, hinted, columns):
+                read_any = True
+                yield part
+            return
+        except FileNotFoundError:
+            if read_any:
+                raise
+        # Listing half is for this path only: planning must not do it, its cost would follow the age of the log.
+        if self._log is None:
+            self._log = _open(self._options)
+        self._moved[address] = self._log.half.locate(*address)
+        yield from read_range(self._fs, self._folder, replace(rows, path=self._moved[address]), columns)
+
+
+def _as_asked(messages: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The columns and types that Spark expects; only the type of ``body`` can differ."""
+    columns: list[pa.ChunkedArray] = []
+    for field in schema:
+        column = messages[field.name]
+        if column.type != field.type:
+            try:
+                column = pc.cast(column, field.type)
+            except pa.ArrowInvalid as problem:
+                raise MessageError(
+                    f"a body is not UTF-8, so it cannot be read as a string ({problem}): ask for 'body binary'"
+                ) from problem
+        columns.append(column)
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def to_batches(tables: Iterator[pa.Table]) -> Iterator[pa.RecordBatch]:
+    """Tables as Arrow batches of a good size for Spark: small tables put together, large ones cut."""
+    waiting: list[pa.Table] = []
+    rows = size = 0
+    for table in tables:
+        if table.num_rows == 0:
+            continue
+        waiting.append(table)
+        rows, size = rows + table.num_rows, size + table.nbytes
+        if rows >= BATCH_ROWS_MIN or size >= BATCH_BYTES_MAX:
+            yield from _cut(waiting, rows, size)
+            waiting, rows, size = [], 0, 0
+    if waiting:
+        yield from _cut(waiting, rows, size)
+
+
+def _cut(tables: Sequence[pa.Table], rows: int, size: int) -> Iterator[pa.RecordBatch]:
+    table = tables[0] if len(tables) == 1 else pa.concat_tables(tables).combine_chunks()
+    rows_max = max(1, rows * BATCH_BYTES_MAX // max(size, 1))
+    yield from table.to_batches(max_chunksize=min(rows, rows_max))

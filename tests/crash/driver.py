@@ -1,0 +1,66 @@
+"""A Spark driver that runs streams of a shop to the end of their input: ``driver.py <folder> <stream>…``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import shop
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming import StreamingQuery
+
+import rmq_spark as txmq
+
+
+def start(frame: DataFrame, root: Path, name: str) -> StreamingQuery:
+    writer = frame.writeStream.trigger(availableNow=True).option("checkpointLocation", str(root / name / "checkpoint"))
+    if name == "foreach":
+        sink = txmq.TransactionalSink(
+            root / name / "log",
+            producer_group=shop.GROUP,
+            listener=shop.listener(root, name),
+            topic="orders",
+            transaction_key="k",
+            app_id=name,
+            checkpoint_location=str(root / name / "checkpoint"),
+        )
+        return writer.foreachBatch(sink).start()
+    options = {
+        "path": str(root / name / "log"),
+        "topic": "orders",
+        "producerGroup": shop.GROUP,
+        "transactionListener": f"shop:{name}",
+        "appId": name,
+    }
+    per = {"transactionKey": "k"} if shop.STREAMS[name] == "key" else {"transactionPer": shop.STREAMS[name]}
+    return writer.format("txmq").options(**options, **per).start()
+
+
+def main(root: Path, names: list[str]) -> None:
+    builder = SparkSession.builder.master("local[2]").appName("crash test")
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.memory": "1g",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.sql.session.timeZone": "UTC",
+    }
+    for key, value in settings.items():
+        builder = builder.config(key, value)
+    spark = builder.getOrCreate()
+    spark.sparkContext.setLogLevel("ERROR")
+    source = spark.readStream.schema("n long").option("maxFilesPerTrigger", 1).json(str(root / "in"))
+    queries = []
+    for name in names:
+        columns = ["cast(n as string) body"]
+        if shop.STREAMS[name] == "key":
+            columns.append("cast(n % 4 as string) k")
+        queries.append(start(source.repartition(2).selectExpr(*columns), root, name))
+    for query in queries:
+        query.awaitTermination()
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,124 @@
+"""Programs that a test starts, each in a session of its own, so that it can kill all of it and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+HERE = Path(__file__).parent
+DEADLINE_S = 240.0
+POLL_S = 0.02
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Come back when the condition holds; an AssertionError names ``what`` when it does not in time."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"waited {deadline_s:g}s in vain: {what}"
+        time.sleep(POLL_S)
+
+
+class Program:
+    """A Python program of this folder and all that it starts (Spark's JVM, its Python workers).
+
+    A driver's ``commit()`` runs in a worker whose group Spark's daemon has changed: so processes are known by their
+    session, which only this program and its descendants have.
+    """
+
+    _running: ClassVar[list[Program]] = []
+
+    def __init__(self, name: str, root: Path, *arguments: str, **environment: str) -> None:
+        path = os.pathsep.join([str(HERE), str(HERE.parent.parent)])
+        self.root = root
+        self.output = root / f"{name}-{time.time_ns()}.out"
+        with self.output.open("wb") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / name), str(root), *arguments],
+                env={**os.environ, "PYTHONPATH": path, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        Program._running.append(self)
+
+    def pids(self) -> list[int]:
+        """What is alive in the program's session."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdigit():
+                continue
+            try:
+                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            except OSError:  # it ended while we looked
+                continue
+            if int(session) == self._process.pid and state != "Z":
+                found.append(int(folder.name))
+        return found
+
+    def signal(self, number: int) -> None:
+        for pid in self.pids():
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    def kill(self) -> None:
+        """SIGKILL for all of it; comes back when nothing is left."""
+
+        def gone() -> bool:
+            self.signal(signal.SIGKILL)
+            self._process.poll()
+            return not self.pids()
+
+        wait_until(gone, f"{self.output.name} is dead")
+        self._process.wait()
+        if self in Program._running:
+            Program._running.remove(self)
+
+    def finish(self) -> str:
+        """Wait for the end, and return what it printed; an AssertionError with it when the exit code is not 0."""
+        code = self.end()
+        text = self.text()
+        assert code == 0, f"exit code {code}:\n{text[-6000:]}"
+        return text
+
+    def end(self) -> int:
+        """Wait for the end; the exit code."""
+        wait_until(lambda: self._process.poll() is not None, f"the end of {self.output.name}:\n{self.text()[-3000:]}")
+        code = self._process.returncode
+        self.kill()
+        return code
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def wait_for(self, *names: str) -> None:
+        """Come back when the program has stopped itself at its point, under each of these names."""
+
+        def reached() -> bool:
+            assert self._process.poll() is None, f"it ended before its point:\n{self.text()[-6000:]}"
+            return all((self.root / "reached" / name).exists() for name in names)
+
+        wait_until(reached, f"{names} of {self.output.name}")
+        for name in names:
+            file = self.root / "reached" / name
+            wait_until(lambda file=file: bool(file.read_text()), "its process id")
+            pid = int(file.read_text())
+            wait_until(lambda pid=pid: _is_stopped(pid), f"process {pid} to stop itself")
+            file.unlink()
+
+    @classmethod
+    def kill_all(cls) -> None:
+        for program in list(cls._running):
+            program.kill()
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

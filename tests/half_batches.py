@@ -1,0 +1,110 @@
+"""Half batches for the tests of the commit log: prepared, decided and looked at by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.ledger import Placed
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.testing import InMemoryCommitLog
+
+APP = "app"
+PENDING = (RowState.PENDING,)
+
+Mask = Mapping[int, bytes]
+
+
+def make_log(kind: str, folder: Path, **topics: int) -> CommitLog:
+    """A commit log of a kind (``delta`` or ``memory``) with these topics (``orders=2`` when none are named)."""
+    log = InMemoryCommitLog() if kind == "memory" else CommitLog.create(folder)
+    for name, queues in (topics or {"orders": 2}).items():
+        log.create_topic(name, queues)
+    return log
+
+
+def another(log: CommitLog) -> CommitLog:
+    """A handle that knows nothing yet, as another process has."""
+    return log._reopened_handle()
+
+
+def header_of(batch_id: int, app: str = APP, per: str = "batch") -> HalfHeader:
+    return HalfHeader(half_id_of(app, batch_id), app, batch_id, None, None, None, per, "group")
+
+
+def prepare(
+    log: CommitLog,
+    batch_id: int,
+    columns: int | Mapping[str, Any] = 5,
+    *,
+    app: str = APP,
+    per: str = "batch",
+    key: str | None = None,
+    topic: str | None = "orders",
+    partitions: int = 1,
+) -> HalfRecord:
+    """Prepare a half batch of so many numbered messages, or of these columns, dealt out to half files."""
+    if isinstance(columns, int):
+        columns = {"body": [f"{app}.{batch_id}.{i}" for i in range(columns)]}
+    header = header_of(batch_id, app, per)
+    writer = HalfWriter(header, log.topics(), topic, key)
+    table = pa.table(dict(columns))
+    size = -(-table.num_rows // partitions)
+    files = []
+    for partition in range(partitions):
+        part = table.slice(partition * size, size)
+        files += log.stage(writer, part.to_batches(), partition)
+    return log.prepare(header, files)
+
+
+def pending(log: CommitLog, record: HalfRecord, attempt: int = 1) -> dict[int, bytes]:
+    return log.state_of(record).rows_in(PENDING, attempt)
+
+
+def commit(log: CommitLog, record: HalfRecord, attempt: int = 1, who: Who = Who.EXECUTE) -> list[Placed]:
+    """Commit whatever is pending under the attempt."""
+    return log.decide(record, attempt, commit=pending(log, record, attempt), rollback={}, who=who)
+
+
+def roll_back(log: CommitLog, record: HalfRecord, attempt: int = 1, who: Who = Who.EXECUTE) -> None:
+    """Roll back whatever is pending under the attempt."""
+    log.decide(record, attempt, commit={}, rollback=pending(log, record, attempt), who=who)
+
+
+def split(mask: Mask, every: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
+    """Rows of a mask in two: the others, and every so-manieth."""
+    chosen: dict[int, bytes] = {}
+    rest: dict[int, bytes] = {}
+    for file_no, bits in mask.items():
+        picked = bytes(b if i % every == 0 else 0 for i, b in enumerate(bits))
+        chosen[file_no] = picked
+        rest[file_no] = bytes(b - p for b, p in zip(bits, picked, strict=True))
+    return rest, chosen
+
+
+def bodies(log: CommitLog, topic: str = "orders") -> list[str]:
+    """Visible bodies, in (queue, offset) order."""
+    return [b.decode() for b in log.read(topic, columns=["body"])["body"].to_pylist()]
+
+
+def placements(log: CommitLog, topic: str = "orders") -> list[tuple[int, int]]:
+    """(queue_id, queue_offset) of every visible message."""
+    read = log.read(topic, columns=["queue_id", "queue_offset"])
+    return list(zip(read["queue_id"].to_pylist(), read["queue_offset"].to_pylist(), strict=True))
+
+
+def check_offsets(log: CommitLog, topic: str = "orders") -> None:
+    """Every queue counts 0, 1, 2, … without gaps, and its tail is the next number."""
+    by_queue: dict[int, list[int]] = {}
+    for queue_id, offset in placements(log, topic):
+        by_queue.setdefault(queue_id, []).append(offset)
+    assert all(offsets == list(range(len(offsets))) for offsets in by_queue.values())
+    log.ledger.refresh()
+    tails = {q: n for (t, q), n in log.ledger.tails.items() if t == topic}
+    assert tails == {q: len(offsets) for q, offsets in by_queue.items()}

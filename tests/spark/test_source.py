@@ -1,0 +1,165 @@
+"""The source through Spark: batch and stream, and the tables read by plain Spark SQL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chispa import assert_df_equality
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import DataFrame, SparkSession
+
+from rmq_spark.commitlog.log import CommitLog
+from tests.source_logs import decide, prepare, send
+
+HALF_JOINED_WITH_OP = """
+    with placed as (
+      select *, posexplode(ranges) as (nth, rows) from op where queue_offset is not null
+    ), numbered as (
+      select *, queue_offset + aggregate(slice(ranges, 1, nth), 0L, (n, r) -> n + r.last - r.first + 1) as offset
+      from placed
+    )
+    select h.topic, h.queue_id, n.offset + h.row_no - n.rows.first as queue_offset,
+           concat(h.half_id, ':', h.file_no, '.', h.row_no) as msg_id,
+           concat(h.half_id, ':', n.attempt, case h.transaction_per
+             when 'batch' then ''
+             when 'key' then concat(':', h.transaction_key)
+             else concat(':', h.file_no, '.', h.row_no) end) as transaction_id,
+           h.tags, h.keys, h.sharding_key, h.properties, h.body, h.producer_group,
+           h.born_timestamp, h.store_timestamp, n.op_time as commit_timestamp
+    from numbered n join half h
+      on h.half_id = n.half_id and h.file_no = n.file_no and h.row_no between n.rows.first and n.rows.last
+"""
+
+
+@pytest.fixture
+def log(log_path: str) -> CommitLog:
+    made = CommitLog.create(log_path)
+    made.create_topic("orders", queues=3)
+    return made
+
+
+@pytest.fixture
+def follow(spark: SparkSession, log: CommitLog, tmp_path: Path) -> Callable[..., list[str]]:
+    """Run the stream to the log's end and return the bodies that were new."""
+
+    def run(checkpoint: str = "cp", **options: str) -> list[str]:
+        frame = spark.readStream.format("txmq").schema("topic string, body string").option("path", log.path)
+        if "subscribePattern" not in options:
+            options = {"subscribe": "orders", **options}
+        found: list[str] = []
+        batches: list[int] = []
+
+        def take(batch: DataFrame, batch_id: int) -> None:
+            rows = [row.body for row in batch.collect()]
+            batches.append(len(rows))
+            found.extend(rows)
+
+        writer = frame.options(**options).load().writeStream.foreachBatch(take)
+        query = writer.option("checkpointLocation", str(tmp_path / checkpoint)).trigger(availableNow=True).start()
+        query.awaitTermination(120)
+        assert not query.isActive
+        if "maxOffsetsPerTrigger" in options:
+            assert max(batches) <= int(options["maxOffsetsPerTrigger"])
+            assert len(batches) >= 2
+        return sorted(found)
+
+    return run
+
+
+def read(spark: SparkSession, log: CommitLog, **options: Any) -> DataFrame:
+    return spark.read.format("txmq").options(**{"path": log.path, "subscribe": "orders", **options}).load()
+
+
+def in_order(frame: DataFrame) -> DataFrame:
+    return frame.orderBy("topic", "queue_id", "queue_offset")
+
+
+def test_half_joined_with_op_in_plain_sql_is_what_the_source_gives(spark, log):
+    log.create_topic("carts", queues=1)
+    send(log, 0, 20, partitions=2)
+    decide(log, prepare(log, 1, {"body": [f"m{i}" for i in range(25)]}, per="message"), roll_back_every=3)
+    decide(log, prepare(log, 2, {"body": ["a", "b", "c"], "order": [7, 8, 7]}, per="key", key="order", topic="carts"))
+    prepare(log, 3, {"body": ["never seen"]})
+    spark.read.format("delta").load(f"{log.path}/op").createOrReplaceTempView("op")
+    spark.read.format("delta").load(f"{log.path}/half").createOrReplaceTempView("half")
+    source = read(spark, log, subscribe="orders, carts")
+    assert source.count() == 20 + 16 + 3
+    assert_df_equality(
+        source, spark.sql(HALF_JOINED_WITH_OP), transforms=[in_order], ignore_nullable=True
+    )
+
+
+def test_a_batch_read_is_stable_over_a_foreign_optimize_and_vacuum(spark, log):
+    from delta.tables import DeltaTable
+
+    for batch_id in range(4):
+        record = prepare(log, batch_id, {"body": [f"{batch_id}.{i}" for i in range(40)]}, per="message", partitions=2)
+        decide(log, record, roll_back_every=4)
+    frame = read(spark, log)
+    before = in_order(frame).toArrow()
+    assert before.equals(log.read("orders"))
+    half = DeltaTable.forPath(spark, f"{log.path}/half")
+    half.optimize().executeCompaction()
+    spark.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
+    half.vacuum(0)
+    assert len(list((Path(log.path) / "half").glob("*.parquet"))) == 1
+    assert in_order(frame).toArrow().equals(before)
+    assert in_order(read(spark, log, ordered="true")).toArrow().equals(before)
+
+
+def test_an_empty_topic_and_a_filter_and_a_projection(spark, log):
+    assert read(spark, log).count() == 0
+    send(log, 0, 9)
+    assert read(spark, log, tags="a || b").where("queue_id = 1").count() == 2
+    frame = spark.read.format("txmq").schema("keys string, body string").option("subscribe", "orders").load(log.path)
+    assert {row.body for row in frame.collect()} == {f"0.{i}" for i in range(9)}
+
+
+def test_a_stream_goes_on_from_its_checkpoint(log, follow):
+    send(log, 0, 30)
+    first = follow(startingOffsets="earliest", maxOffsetsPerTrigger="8")
+    assert first == sorted(f"0.{i}" for i in range(30))
+    assert follow(startingOffsets="earliest") == []
+    send(log, 1, 5)
+    send(log, 2, 5)
+    assert follow(startingOffsets="earliest") == sorted(f"{b}.{i}" for b in (1, 2) for i in range(5))
+
+
+def test_a_stream_starts_at_the_end_or_at_a_time(log, follow):
+    send(log, 0, 4)
+    assert follow("latest") == []
+    send(log, 1, 4)
+    assert follow("latest") == [f"1.{i}" for i in range(4)]
+    time = max(log.read("orders")["commit_timestamp"].to_pylist()).isoformat()
+    assert follow("time", startingTimestamp=time) == [f"1.{i}" for i in range(4)]
+
+
+def test_a_pattern_takes_up_a_topic_that_is_added_later(log, follow):
+    send(log, 0, 3)
+    assert follow(subscribePattern="or.*|later", startingOffsets="earliest") == ["0.0", "0.1", "0.2"]
+    log.create_topic("later", queues=2)
+    send(log, 1, 3, topic="later")
+    assert follow(subscribePattern="or.*|later") == ["1.0", "1.1", "1.2"]
+
+
+def test_lost_files_stop_a_stream_or_are_skipped(log, follow):
+    lost = send(log, 0, 3)
+    send(log, 1, 3)
+    (Path(log.path) / "half" / next(iter(lost.files.values())).path).unlink()
+    with pytest.raises(StreamingQueryException, match=r"OffsetOutOfRangeError: topic 'orders', queue 0"):
+        follow(startingOffsets="earliest")
+    assert follow(startingOffsets="earliest", failOnDataLoss="false") == ["1.0", "1.1", "1.2"]
+
+
+def test_options_that_cannot_be_used_are_named(spark, log):
+    for options, words in (
+        ({"startingOffset": "earliest"}, "did you mean 'startingOffsets'"),
+        ({"subscribePattern": "o.*"}, "contradict each other"),
+        ({"subscribe": "order"}, "did you mean 'orders'"),
+        ({"startingOffsets": '{"orders": {"0": 9, "1": 0, "2": 0}}'}, "past its end"),
+    ):
+        with pytest.raises(Exception, match=words):
+            read(spark, log, **options).collect()

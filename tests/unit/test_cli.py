@@ -1,0 +1,237 @@
+"""The txmq command: in this process by typer's runner, and once as a real one."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+from rmq_spark.check.service import CheckService
+from rmq_spark.cli import app
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.errors import VerdictConflictError
+from rmq_spark.listener import CommitOncePrepared
+
+ROOT = Path(__file__).parents[2]
+SECRET = "s3cr3t-value"
+
+
+def txmq(*arguments: object, code: int = 0) -> tuple[str, str]:
+    """Standard output and error of a run that must end with this exit code."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return result.stdout, result.stderr
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> CommitLog:
+    made = CommitLog.create(tmp_path / "log")
+    made.create_topic("orders", queues=2)
+    return made
+
+
+def prepare(log: CommitLog, batch_id: int = 0, bodies: tuple[object, ...] = (b"one", b"two")) -> HalfRecord:
+    header = HalfHeader(half_id_of("app", batch_id), "app", batch_id, None, None, None, "batch", "shop")
+    table = pa.table({"body": pa.array(bodies, pa.binary()), "keys": [f"k{i}" for i in range(len(bodies))]})
+    return log.prepare(header, log.stage(HalfWriter(header, log.topics(), "orders", None), table.to_batches()))
+
+
+def rows(log: CommitLog, record: HalfRecord) -> dict[int, bytes]:
+    return log.state_of(record).rows_in((RowState.PENDING,), 1)
+
+
+def commit(log: CommitLog, record: HalfRecord) -> None:
+    log.decide(record, 1, commit=rows(log, record), rollback={}, who=Who.EXECUTE)
+
+
+# ---------------------------------------------------------------- logs and topics
+def test_a_log_and_a_topic_are_made_and_listed(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert str(path) in txmq("create", path, "--queues", 3)[0]
+    assert "no topics" in txmq("topics", path)[0]
+    assert txmq("topic", "create", path, "orders")[0] == "topic orders has 3 queues\n"
+    txmq("topic", "create", path, "bills", "--queues", 1)
+    assert json.loads(txmq("topics", path, "--json")[0]) == [
+        {"topic": "bills", "queues": 1, "committed": 0},
+        {"topic": "orders", "queues": 3, "committed": 0},
+    ]
+    assert "is a commit log already" in txmq("create", path, code=1)[1]
+    txmq("create", path, "--exist-ok")
+    assert "is there already" in txmq("topic", "create", path, "orders", code=1)[1]
+
+
+def test_an_error_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    for command in (("topics",), ("pending",), ("quarantined",), ("conflicts",), ("vacuum",)):
+        _, err = txmq(*command, tmp_path, code=1)
+        assert len(err.splitlines()) == 1
+        assert "is not a commit log" in err
+
+
+def test_an_unexpected_error_is_one_line_too(log: CommitLog) -> None:
+    record = prepare(log)
+    commit(log, record)
+    (Path(log.path) / "half" / record.files[0].path).write_bytes(b"rubbish")
+    _, err = txmq("read", log.path, "orders", code=1)
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nonsense",),
+        ("topics",),
+        ("topics", "x", "--jsn"),
+        ("resolve", "x", "app:0", "MAYBE", "--reason", "r"),
+        ("resolve", "x", "app:0", "COMMIT"),
+        ("read", "{log}", "orders", "--from", "x"),
+        ("read", "{log}", "orders", "--limit", "0"),
+        ("topics", "x", "--storage", SECRET),
+        ("check",),
+    ],
+)
+def test_wrong_usage_exits_with_two(log: CommitLog, arguments: tuple[str, ...]) -> None:
+    _, err = txmq(*(a.replace("{log}", log.path) for a in arguments), code=2)
+    assert SECRET not in err
+
+
+# ---------------------------------------------------------------- what is open
+def test_pending_quarantine_resume_and_resolve(log: CommitLog) -> None:
+    assert txmq("pending", log.path)[0] == "nothing is pending\n"
+    record = prepare(log)
+    found = json.loads(txmq("pending", log.path, "--json")[0])
+    assert [(r["half_id"], r["messages"], r["producer_group"]) for r in found] == [("app:0", 2, "shop")]
+    assert re.search(r"app:0 +app +0 +shop +1 +2", txmq("pending", log.path)[0])
+    log.ledger.quarantine(record, 1, rows(log, record), Who.DISCARD, "too often")
+    assert txmq("pending", log.path)[0] == "nothing is pending\n"
+    assert "app:0" in txmq("quarantined", log.path)[0]
+    assert txmq("resume", log.path, "app:0")[0] == "app:0: 2 messages are pending again\n"
+    out, _ = txmq("resolve", log.path, "app:0", "commit", "--reason", "the bank says so")
+    assert out == "app:0: COMMIT_MESSAGE; 2 messages became visible\n"
+    assert log.read("orders").num_rows == 2
+    assert log.state_of(record).history[-1]["reason"] == "the bank says so"
+
+
+def test_a_conflict_is_shown_with_its_history_and_resolved(log: CommitLog) -> None:
+    assert txmq("conflicts", log.path)[0] == "there are no conflicts\n"
+    record = prepare(log)
+    mask = rows(log, record)
+    log.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    found = json.loads(txmq("conflicts", log.path, "--json")[0])
+    assert found[0]["half_id"] == "app:0"
+    assert found[0]["history"][0].startswith("rollback by check (attempt 1, ")
+    assert "rollback by check" in txmq("conflicts", log.path)[0]
+    txmq("resolve", log.path, "app:0", "ROLLBACK", "--reason", "never happened")
+    assert txmq("conflicts", log.path)[0] == "there are no conflicts\n"
+    assert "no half batch 'app:9'" in txmq("resolve", log.path, "app:9", "COMMIT", "--reason", "x", code=1)[1]
+    assert "needs a reason" in txmq("resolve", log.path, "app:0", "COMMIT", "--reason", " ", code=1)[1]
+
+
+# ---------------------------------------------------------------- reading
+def test_read_shows_messages_and_where_they_are(log: CommitLog) -> None:
+    assert "has no messages here" in txmq("read", log.path, "orders")[0]
+    for i in range(3):
+        commit(log, prepare(log, i))
+    lines = [json.loads(line) for line in txmq("read", log.path, "orders", "--json")[0].splitlines()]
+    assert [(m["queue_id"], m["queue_offset"]) for m in lines] == [(q, o) for q in (0, 1) for o in range(3)]
+    assert {m["body"] for m in lines} == {"one", "two"}
+    assert len(txmq("read", log.path, "orders", "--json", "--limit", 4)[0].splitlines()) == 4
+    lines = [json.loads(line) for line in txmq("read", log.path, "orders", "--json", "--from", 2)[0].splitlines()]
+    assert [m["queue_offset"] for m in lines] == [2, 2]
+    out, _ = txmq("read", log.path, "orders", "--json", "--from", "0=3", "--from", "1=1")
+    assert [(m["queue_id"], m["queue_offset"]) for m in map(json.loads, out.splitlines())] == [(1, 1), (1, 2)]
+    assert "did you mean 'orders'" in txmq("read", log.path, "order", code=1)[1]
+    assert "offset 9 of queue 0" in txmq("read", log.path, "orders", "--from", 9, code=1)[1]
+
+
+def test_bodies_cannot_steer_the_terminal_and_bytes_come_as_base64(log: CommitLog) -> None:
+    commit(log, prepare(log, bodies=(b"\x1b[31m[red]x[/red]\nnext", b"\xff\x00", b"a" * 500)))
+    out, _ = txmq("read", log.path, "orders")
+    assert "\x1b" not in out
+    assert "[red]x[/red] next" in out
+    assert "a" * 100 not in out
+    found = [json.loads(line) for line in txmq("read", log.path, "orders", "--json")[0].splitlines()]
+    assert {m.get("body_base64") for m in found} == {None, base64.b64encode(b"\xff\x00").decode()}
+
+
+# ---------------------------------------------------------------- storage options
+def test_storage_options_reach_the_log_and_are_never_shown(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    got: list[object] = []
+
+    def fail(path: str, storage_options: object) -> CommitLog:
+        got.append(storage_options)
+        raise OSError(f"no access with {SECRET}\nand a second line")
+
+    monkeypatch.setattr(CommitLog, "open", fail)
+    monkeypatch.setenv("TXMQ_STORAGE__AWS_REGION", "eu-central-1")
+    _, err = txmq("topics", log.path, "--storage", f"AWS_SECRET_ACCESS_KEY={SECRET}", "--storage", "X=a=b", code=1)
+    assert got == [{"AWS_REGION": "eu-central-1", "AWS_SECRET_ACCESS_KEY": SECRET, "X": "a=b"}]
+    assert err == "OSError: no access with *** and a second line\n"
+
+
+# ---------------------------------------------------------------- work
+def test_vacuum_lists_orphans_and_removes_them(log: CommitLog) -> None:
+    orphan = Path(log.path) / "half" / "half-orphan.parquet"
+    orphan.write_bytes(b"x")
+    os.utime(orphan, (1, 1))
+    assert json.loads(txmq("vacuum", log.path, "--dry-run", "--json")[0])["files"] == ["half/half-orphan.parquet"]
+    assert orphan.exists()
+    assert "1 files were removed" in txmq("vacuum", log.path)[0]
+    assert not orphan.exists()
+    assert "under 7d" in txmq("vacuum", log.path, "--older-than", "1h", code=1)[1]
+
+
+def test_check_runs_the_job(log: CommitLog, tmp_path: Path) -> None:
+    config = tmp_path / "txmq.toml"
+    config.write_text(f'path = "{log.path}"\n')
+    out, _ = txmq("check", "--config", config, "--once", "--json")
+    assert json.loads(out)["pending"] == 0
+    config.write_text("pth = 1")
+    assert "did you mean 'path'?" in txmq("check", "--config", config, "--once", code=2)[1]
+
+
+def test_what_a_check_did_is_what_the_command_shows(log: CommitLog) -> None:
+    prepare(log)
+    CheckService(log, {"shop": CommitOncePrepared()}, transaction_timeout=0).run_once()
+    assert json.loads(txmq("topics", log.path, "--json")[0])[0]["committed"] == 2
+
+
+# ---------------------------------------------------------------- a real process
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rmq_spark.cli", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_command_as_a_process(tmp_path: Path) -> None:
+    made = run("create", tmp_path / "log")
+    assert (made.returncode, made.stderr) == (0, "")
+    failed = run("pending", tmp_path)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert len(failed.stderr.splitlines()) == 1
+
+
+def test_a_missing_extra_is_named(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
+    failed = run("topics", tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert failed.returncode == 1
+    assert failed.stderr.strip() == "the txmq command needs typer: pip install 'rmq-spark[job]'"

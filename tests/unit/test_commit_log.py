@@ -1,0 +1,726 @@
+"""What a commit log does, whatever its tables are: one suite for Delta tables and for the twin in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from rmq_spark.commitlog import ledger as ledger_module
+from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog import table as table_module
+from rmq_spark.commitlog.log import CommitLog, masks_for
+from rmq_spark.commitlog.op import Kind, RowState, Who
+from rmq_spark.errors import (
+    AlreadyPreparedError,
+    CommitLogExistsError,
+    HalfBatchNotFoundError,
+    MessageError,
+    OptionError,
+    StagedFilesTooOldError,
+    StaleAttemptError,
+    TopicExistsError,
+    TopicNotFoundError,
+    VerdictConflictError,
+)
+from rmq_spark.testing import InMemoryCommitLog
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, normalize_verdicts
+from tests.half_batches import (
+    APP,
+    another,
+    bodies,
+    check_offsets,
+    commit,
+    header_of,
+    make_log,
+    pending,
+    placements,
+    prepare,
+    roll_back,
+    split,
+)
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CommitLog]:
+    made = make_log(request.param, tmp_path / "log", orders=2, points=3)
+    yield made
+    made.close()
+
+
+def ids(table: pa.Table) -> list[str]:
+    return table["half_id"].to_pylist()
+
+
+def op_rows(log: CommitLog, kind: Kind | None = None) -> list[dict[str, object]]:
+    log._op.refresh()
+    rows = log._op.read(log._op.actions()["path"].to_pylist()).sort_by("version").to_pylist()
+    return [r for r in rows if kind is None or r["kind"] == kind]
+
+
+# ---------------------------------------------------------------- visible or not
+def test_a_message_is_visible_iff_an_op_row_placed_it(log: CommitLog) -> None:
+    kept, dropped, open_one = (prepare(log, i) for i in range(3))
+    assert bodies(log) == []
+    assert ids(log.pending()) == ["app:0", "app:1", "app:2"]
+    commit(log, kept)
+    roll_back(log, dropped)
+    assert sorted(bodies(log)) == [f"app.0.{i}" for i in range(5)]
+    assert ids(log.pending()) == ["app:2"]
+    commit(log, open_one)
+    assert sorted(bodies(another(log))) == [f"app.{b}.{i}" for b in (0, 2) for i in range(5)]
+    assert log.pending().num_rows == 0
+
+
+def test_offsets_have_no_gaps_over_batches_files_queues_topics_and_rollbacks(log: CommitLog) -> None:
+    sent: dict[str, set[str]] = {"orders": set(), "points": set()}
+    for batch in range(6):
+        rows = 23
+        topics = [("orders", "points")[i % 2] for i in range(rows)]
+        columns = {
+            "body": [f"{batch}.{i}" for i in range(rows)],
+            "topic": topics,
+            "sharding_key": pa.array([None if i % 3 else f"k{i % 5}" for i in range(rows)], pa.string()),
+        }
+        record = prepare(log, batch, columns, topic=None, partitions=3)
+        assert len(record.files) == 3
+        yes, no = split(pending(log, record), every=2 + batch % 3)
+        log.decide(record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
+        for file_no, bits in yes.items():
+            read = log.half.read(record, {file_no: bits}, ["topic", "body"])
+            for topic, body in zip(read["topic"].to_pylist(), read["body"].to_pylist(), strict=True):
+                sent[topic].add(body.decode())
+    for handle in (log, another(log)):
+        for topic, expected in sent.items():
+            check_offsets(handle, topic)
+            found = bodies(handle, topic)
+            assert len(found) == len(set(found))
+            assert set(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("per", "key"), [("batch", None), ("message", None), ("key", "order_id")], ids=["batch", "message", "key"]
+)
+def test_verdicts_reach_exactly_the_messages_of_their_transactions(log: CommitLog, per: str, key: str | None) -> None:
+    orders = [i % 3 for i in range(12)]
+    columns: dict[str, object] = {"body": [f"{i}" for i in range(12)]}
+    if key:
+        columns[key] = orders
+    record = prepare(log, 0, columns, per=per, key=key, partitions=2)
+    mask = pending(log, record)
+    batch = log.half_batch(record, log.state_of(record), 1, mask)
+    transactions = batch.transactions["transaction_id"].to_pylist()
+    asked = [(COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN)[i % 3] for i in range(len(transactions))]
+    masks = masks_for(log, record, mask, batch, normalize_verdicts(asked, batch))
+    log.decide(record, 1, commit=masks[COMMIT_MESSAGE], rollback=masks[ROLLBACK_MESSAGE], who=Who.EXECUTE)
+
+    verdict_of = dict(zip(transactions, asked, strict=True))
+    messages = batch.messages(["transaction_id", "body"]).to_pylist()
+    expected = {m["body"] for m in messages if verdict_of[m["transaction_id"]] is COMMIT_MESSAGE}
+    read = log.read("orders", columns=["transaction_id", "body"]).to_pylist()
+    assert {r["body"] for r in read} == expected
+    assert all(verdict_of[r["transaction_id"]] is COMMIT_MESSAGE for r in read)
+    still = {m["body"] for m in messages if verdict_of[m["transaction_id"]] is UNKNOWN}
+    left = log.half_batch(record, log.state_of(record), 1, pending(log, record))
+    assert set(left.messages(["body"])["body"].to_pylist()) == still or not still
+    check_offsets(log)
+
+
+def test_unknown_leaves_no_marker(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    log.decide(record, 1, commit={}, rollback={}, who=Who.EXECUTE)
+    assert op_rows(log) == []
+    assert ids(log.pending()) == ["app:0"]
+
+
+# ---------------------------------------------------------------- once, and by the first
+def test_a_decision_may_be_repeated(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    mask = pending(log, record)
+    placed = log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    assert sum(p.count for p in placed) == 5
+    before = len(op_rows(log))
+    assert log.decide(record, 1, commit=mask, rollback={}, who=Who.CHECK) == []
+    assert another(log).decide(record, 1, commit=mask, rollback={}, who=Who.CHECK) == []
+    assert len(op_rows(log)) == before
+    assert len(bodies(log)) == 5
+
+
+def test_the_first_marker_wins_and_the_late_one_leaves_a_conflict(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    mask = pending(log, record)
+    other = another(log)
+    other.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK, reason="no row")
+    with pytest.raises(VerdictConflictError, match=r"COMMIT_MESSAGE.*rollback by check") as caught:
+        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    assert caught.value.verdict == "COMMIT_MESSAGE"
+    assert bodies(log) == []
+    assert log.conflicts() == other.conflicts() == ["app:0"]
+    rows = op_rows(log, Kind.CONFLICT)
+    assert [(r["verdict"], r["decided_by"], r["attempt"]) for r in rows] == [("COMMIT_MESSAGE", "execute", 1)]
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    assert len(op_rows(log, Kind.CONFLICT)) == 1
+
+
+def test_rows_cannot_be_committed_and_rolled_back_at_once(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    mask = pending(log, record)
+    with pytest.raises(ValueError, match="committed and rolled back"):
+        log.decide(record, 1, commit=mask, rollback=split(mask, 2)[1], who=Who.EXECUTE)
+    assert op_rows(log) == []
+
+
+def test_a_conflict_is_resolved_as_commit(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    mask = pending(log, record)
+    roll_back(log, record, who=Who.CHECK)
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    placed = log.resolve("app:0", COMMIT_MESSAGE, "the order is in the database")
+    assert sum(p.count for p in placed) == 5
+    assert len(bodies(log)) == 5
+    assert log.conflicts() == []
+    check_offsets(log)
+
+
+def test_a_conflict_resolved_as_rollback_is_final(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    mask = pending(log, record)
+    roll_back(log, record, who=Who.CHECK)
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    assert log.resolve("app:0", ROLLBACK_MESSAGE, "it was undone") == []
+    assert log.conflicts() == another(log).conflicts() == []
+    assert log.state_of(record).count(RowState.ROLLED_BACK) == 5
+    assert bodies(log) == []
+
+
+def test_a_conflict_over_visible_messages_can_only_be_confirmed(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    mask = pending(log, record)
+    commit(log, record)
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
+    with pytest.raises(VerdictConflictError, match="readers may have seen"):
+        log.resolve("app:0", ROLLBACK_MESSAGE, "take them back")
+    assert log.conflicts() == ["app:0"]
+    log.resolve("app:0", COMMIT_MESSAGE, "they are right")
+    assert log.conflicts() == []
+    assert len(bodies(log)) == 5
+
+
+def test_resolving_a_conflict_leaves_other_transactions_as_they_are(log: CommitLog) -> None:
+    record = prepare(log, 0, {"body": list("abc"), "k": list("abc")}, per="key", key="k")
+    rows = {body: _row(log, record, body) for body in "abc"}
+    log.decide(record, 1, commit=rows["a"], rollback=rows["b"], who=Who.EXECUTE)
+    log.decide(record, 1, commit={}, rollback=rows["c"], who=Who.CHECK)
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit=rows["c"], rollback={}, who=Who.EXECUTE)
+    log.resolve("app:0", COMMIT_MESSAGE, "c has happened")
+    assert sorted(bodies(log)) == ["a", "c"]
+    assert log.conflicts() == []
+
+
+def test_a_conflict_over_hidden_messages_is_rolled_back_beside_visible_ones(log: CommitLog) -> None:
+    record = prepare(log, 0, {"body": list("ab"), "k": list("ab")}, per="key", key="k")
+    log.decide(record, 1, commit=_row(log, record, "a"), rollback={}, who=Who.EXECUTE)
+    late = _row(log, record, "b")
+    log.decide(record, 1, commit={}, rollback=late, who=Who.CHECK)
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit=late, rollback={}, who=Who.EXECUTE)
+    log.resolve("app:0", ROLLBACK_MESSAGE, "b never happened")
+    assert bodies(log) == ["a"]
+    assert log.conflicts() == []
+
+
+def test_resume_does_not_end_a_conflict(log: CommitLog) -> None:
+    record = prepare(log, 0, {"body": list("ab"), "k": list("ab")}, per="key", key="k")
+    late = _row(log, record, "a")
+    log.decide(record, 1, commit={}, rollback=late, who=Who.CHECK)
+    log.ledger.quarantine(record, 1, pending(log, record), Who.DISCARD, "15 checks")
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit=late, rollback={}, who=Who.EXECUTE)
+    assert log.resume("app:0") == 1
+    assert log.conflicts() == ["app:0"]
+
+
+def test_a_persons_verdict_that_comes_too_late_is_refused(log: CommitLog) -> None:
+    commit(log, prepare(log, 0))
+    roll_back(log, prepare(log, 1))
+    with pytest.raises(VerdictConflictError, match="visible"):
+        log.resolve("app:0", ROLLBACK_MESSAGE, "please")
+    with pytest.raises(VerdictConflictError, match="rolled back"):
+        log.resolve("app:1", COMMIT_MESSAGE, "please")
+    assert log.resolve("app:0", COMMIT_MESSAGE, "it is so") == []
+
+
+def test_resolve_settles_what_is_pending_or_quarantined(log: CommitLog) -> None:
+    first, second = prepare(log, 0), prepare(log, 1)
+    log.ledger.quarantine(second, 1, pending(log, second), Who.DISCARD, "72 h")
+    log.resolve("app:0", ROLLBACK_MESSAGE, "a person said so")
+    log.resolve("app:1", COMMIT_MESSAGE, "a person said so")
+    assert sorted(bodies(log)) == [f"app.1.{i}" for i in range(5)]
+    assert log.state_of(first).count(RowState.ROLLED_BACK) == 5
+    assert log.pending().num_rows == log.quarantined().num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("verdict", "reason", "words"), [(UNKNOWN, "x", "settles nothing"), (COMMIT_MESSAGE, " ", "needs a reason")]
+)
+def test_resolve_refuses_unknown_and_an_empty_reason(log: CommitLog, verdict: object, reason: str, words: str) -> None:
+    prepare(log, 0)
+    with pytest.raises(OptionError, match=words):
+        log.resolve("app:0", verdict, reason)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- attempts
+def test_a_past_attempt_cannot_be_decided(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    mask = pending(log, record)
+    roll_back(log, record, who=Who.CHECK)
+    reopened = log.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
+    assert reopened == mask
+    with pytest.raises(StaleAttemptError):
+        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    with pytest.raises(StaleAttemptError):
+        another(log).decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
+    assert log.pending()["attempt"].to_pylist() == [2]
+    commit(log, record, attempt=2)
+    assert set(log.read("orders")["transaction_id"].to_pylist()) == {"app:0:2"}
+    assert log.conflicts() == []
+
+
+def test_an_attempt_is_reopened_by_one_process_only(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    roll_back(log, record, who=Who.CHECK)
+    states = (RowState.ROLLED_BACK_BY_CHECK,)
+    assert log.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay")
+    assert another(log).ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay") == {}
+
+
+def test_a_rollback_by_execute_is_not_reopened(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    roll_back(log, record, who=Who.EXECUTE)
+    assert log.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay") == {}
+
+
+def test_what_was_discarded_is_reopened_under_the_same_attempt(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    log.ledger.record_check(record, 1, pending(log, record), None)
+    roll_back(log, record, who=Who.DISCARD)
+    log.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
+    row = log.pending().to_pylist()[0]
+    assert (row["attempt"], row["messages"], row["check_times"]) == (1, 5, 0)
+    commit(log, record)
+    assert len(bodies(log)) == 5
+
+
+def test_a_reopened_batch_is_as_old_as_its_reopening(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    roll_back(log, record, who=Who.CHECK)
+    time.sleep(0.005)
+    before = datetime.now(timezone.utc)
+    log.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
+    batch = log.half_batch(record, log.state_of(record), 2, pending(log, record, 2))
+    assert batch.prepared_at >= before
+    assert batch.attempt == 2
+
+
+def test_attempts_have_an_end(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    with pytest.raises(StaleAttemptError, match="something stops every attempt"):
+        log.ledger.reopen(record, 250, (RowState.ROLLED_BACK_BY_CHECK,), 251, Who.EXECUTE, "replay")
+
+
+# ---------------------------------------------------------------- quarantine, checks, lease
+def test_quarantine_hides_and_resume_brings_back(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    mask = pending(log, record)
+    log.ledger.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+    assert log.pending().num_rows == 0
+    assert another(log).quarantined().select(["half_id", "messages"]).to_pylist() == [{"half_id": "app:0", "messages": 5}]
+    with pytest.raises(StaleAttemptError, match="quarantined"):
+        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    assert log.resume("app:0") == 5
+    assert log.resume("app:0") == 0
+    assert ids(log.pending()) == ["app:0"]
+    assert log.quarantined().num_rows == 0
+    commit(log, record)
+    assert len(bodies(log)) == 5
+
+
+def test_checks_are_counted_per_row(log: CommitLog) -> None:
+    record = prepare(log, 0, 6, per="message")
+    mask = pending(log, record)
+    some, others = split(mask, every=3)
+    log.ledger.record_check(record, 1, mask, None)
+    log.ledger.record_check(record, 1, some, "asked again")
+    for handle in (log, another(log)):
+        state = handle.state_of(record)
+        assert state.check_times(some) == 2
+        assert state.check_times(others) == 1
+    log.decide(record, 1, commit=some, rollback={}, who=Who.CHECK)
+    log.ledger.record_check(record, 1, mask, None)
+    state = log.state_of(record)
+    assert state.check_times(some) == 2  # settled rows are not asked about any more
+    assert state.check_times(others) == 2
+
+
+def test_a_lease_is_seen_by_others_and_the_newest_counts(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    assert log.state_of(record).lease_until is None
+    log.ledger.lease(record, 5)
+    until = log.ledger.lease(record, 60)
+    seen = another(log).pending()["lease_until"].to_pylist()[0]
+    assert abs(seen - until) < timedelta(milliseconds=1)
+    assert ids(log.pending()) == ["app:0"]
+
+
+# ---------------------------------------------------------------- prepare
+def test_a_batch_is_prepared_once(log: CommitLog) -> None:
+    prepare(log, 3)
+    for batch_id in (3, 2):
+        with pytest.raises(AlreadyPreparedError, match="batch 3 is in the log"):
+            prepare(another(log), batch_id)
+    prepare(log, 3, app="other")
+    assert log.last_batch_id(APP) == 3
+    assert log.last_batch_id("nobody") is None
+    assert ids(log.pending()) == ["app:3", "other:3"]
+
+
+def test_a_prepared_batch_is_found_with_all_it_was_prepared_with(log: CommitLog) -> None:
+    made = prepare(log, 0, {"body": ["a"] * 7, "sharding_key": list("abcabca")}, partitions=2)
+    found = another(log).find(APP, 0)
+    assert found is not None
+    assert (found.header, found.prepared_ms, dict(found.files)) == (made.header, made.prepared_ms, dict(made.files))
+    assert log.find(APP, 1) is None
+    with pytest.raises(HalfBatchNotFoundError, match="app:1"):
+        log.get("app:1")
+
+
+def test_ids_that_begin_alike_are_told_apart(log: CommitLog) -> None:
+    for batch_id in (1, 10, 11, 2):
+        if batch_id > (log.last_batch_id(APP) or 0):
+            prepare(log, batch_id, batch_id)
+    prepare(log, 1, 3, app="ap")
+    assert log.get("app:1").rows == 1
+    assert log.get("app:10").rows == 10
+    assert log.get("ap:1").rows == 3
+    assert log.find(APP, 2) is None
+
+
+def test_files_of_another_batch_none_or_twice_the_same_are_not_prepared(log: CommitLog) -> None:
+    from rmq_spark.commitlog.half import HalfWriter
+
+    header = header_of(0)
+    writer = HalfWriter(header, log.topics(), "orders", None)
+    batches = pa.table({"body": ["a"]}).to_batches()
+    with pytest.raises(MessageError, match="nothing to prepare"):
+        log.prepare(header, [])
+    with pytest.raises(MessageError, match="app:0"):
+        log.prepare(header_of(1), log.stage(writer, batches))
+    with pytest.raises(MessageError, match="staged twice"):
+        log.prepare(header, log.stage(writer, batches) + log.stage(writer, batches))
+    assert log.last_batch_id(APP) is None
+
+
+def test_files_that_vacuum_may_remove_are_refused(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rmq_spark.commitlog.half import HalfWriter
+
+    header = header_of(0)
+    files = log.stage(HalfWriter(header, log.topics(), "orders", None), pa.table({"body": ["a"]}).to_batches())
+    later = time.time() + 4 * 24 * 3600
+    monkeypatch.setattr(time, "time", lambda: later)
+    with pytest.raises(StagedFilesTooOldError, match="run the batch again"):
+        log.prepare(header, files)
+    assert log.find(APP, 0) is None
+
+
+def test_prepare_times_rise_even_when_the_clock_goes_back(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [prepare(log, 0).prepared_ms]
+    back = time.time_ns() - 3_600_000_000_000
+    monkeypatch.setattr(time, "time_ns", lambda: back)
+    times += [prepare(log, i).prepared_ms for i in (1, 2)]
+    times += [prepare(another(log), 0, app="other").prepared_ms]
+    assert times == sorted(set(times))
+    found = [log.get(i).prepared_ms for i in ("app:0", "app:1", "app:2", "other:0")]
+    assert found == times
+
+
+def test_commit_times_never_run_backwards(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(log, prepare(log, 0))
+
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
+            return datetime(2001, 1, 1, tzinfo=timezone.utc)
+
+    monkeypatch.setattr(ledger_module, "datetime", Earlier)
+    commit(log, prepare(log, 1))
+    other = another(log)
+    commit(other, prepare(other, 2))
+    read = log.read("orders", columns=["queue_id", "commit_timestamp"])
+    for queue_id in range(2):
+        times = read.filter(pc.equal(read["queue_id"], queue_id))["commit_timestamp"].to_pylist()
+        assert times == sorted(times)
+        assert times[0].year > 2001
+
+
+# ---------------------------------------------------------------- topics
+def test_topics_are_made_once_and_counted(log: CommitLog) -> None:
+    log.create_topic("carts")
+    log.create_topic("carts", exist_ok=True)
+    assert another(log).topics() == {"carts": 4, "orders": 2, "points": 3}
+    assert log.require_topic("points") == 3
+    with pytest.raises(TopicExistsError, match="4 queues"):
+        log.create_topic("carts")
+    with pytest.raises(TopicExistsError):
+        log.create_topic("carts", queues=5, exist_ok=True)
+    with pytest.raises(TopicNotFoundError, match="orders"):
+        log.require_topic("order")
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "..", "", "o rders", "ｏrders", "оrders", "a\n", "x" * 128, "TBW102", "%DLQ%g"])
+def test_names_outside_the_rules_make_no_topic(log: CommitLog, name: str) -> None:
+    with pytest.raises(MessageError):
+        log.create_topic(name)
+    assert set(log.topics()) == {"orders", "points"}
+
+
+@pytest.mark.parametrize("queues", [0, -1, 1025])
+def test_a_number_of_queues_out_of_range_is_refused(log: CommitLog, queues: int) -> None:
+    with pytest.raises(OptionError, match="1 to 1024"):
+        log.create_topic("carts", queues)
+
+
+def test_a_log_is_created_once(tmp_path: Path) -> None:
+    CommitLog.create(tmp_path / "log", queues=7)
+    with pytest.raises(CommitLogExistsError):
+        CommitLog.create(tmp_path / "log")
+    again = CommitLog.create(tmp_path / "log", queues=2, exist_ok=True)
+    again.create_topic("t")
+    assert again.topics() == {"t": 7}
+
+
+# ---------------------------------------------------------------- the mark, and upkeep
+def test_the_mark_moves_over_what_is_settled_and_stops_at_what_is_open(log: CommitLog) -> None:
+    settled = [prepare(log, i) for i in range(3)]
+    assert not log.move_mark()
+    for record in settled[:2]:
+        commit(log, record)
+    assert log.move_mark()
+    assert log.ledger.low_water_ms == settled[1].prepared_ms
+    assert not log.move_mark()
+    commit(log, settled[2])
+    assert log.move_mark()
+    assert log.ledger.low_water_ms == settled[2].prepared_ms
+
+
+def test_a_cold_start_from_a_mark_sees_what_the_whole_history_tells(log: CommitLog) -> None:
+    for i in range(4):
+        commit(log, prepare(log, i))
+    open_one = prepare(log, 4)
+    log.ledger.record_check(open_one, 1, pending(log, open_one), None)
+    commit(log, prepare(log, 5))
+    assert log.move_mark()
+    cold = another(log)
+    assert cold.pending().to_pylist() == log.pending().to_pylist()
+    assert cold.ledger.tails == log.ledger.tails
+    assert cold.pending()["check_times"].to_pylist() == [1]
+    commit(cold, prepare(cold, 6))
+    check_offsets(cold)
+    check_offsets(log)
+
+
+def test_a_batch_reopened_below_the_mark_is_found_by_everyone(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    roll_back(log, record, who=Who.CHECK)
+    commit(log, prepare(log, 1))
+    assert log.move_mark()
+    other = another(log)
+    log.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
+    commit(log, prepare(log, 2))
+    assert log.move_mark()
+    for handle in (log, other, another(log)):
+        assert ids(handle.pending()) == ["app:0"]
+    found = another(log).get("app:0")
+    commit(other, found, attempt=2)
+    for handle in (log, other, another(log)):
+        assert handle.pending().num_rows == 0
+        check_offsets(handle)
+
+
+def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -> None:
+    commit(log, prepare(log, 0))
+    other = another(log)
+    look = log.half.prepared_after
+
+    def then_another_decides(low_water_ms: int) -> object:
+        found = look(low_water_ms)
+        if other.find(APP, 1) is None:
+            commit(other, prepare(other, 1))
+        return found
+
+    log.half.prepared_after = then_another_decides  # type: ignore[assignment,method-assign]
+    assert log.move_mark()
+    for handle in (log, other, another(log)):
+        record = handle.get("app:1")
+        assert handle.state_of(record).count(RowState.COMMITTED) == 5
+        assert handle.pending().num_rows == 0
+
+
+def test_merging_op_files_changes_nothing(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 4)
+    monkeypatch.setattr(log, "_maintain", lambda: None)
+    for i in range(5):
+        record = prepare(log, i)
+        yes, no = split(pending(log, record), every=2)
+        log.decide(record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
+    log.ledger.lease(prepare(log, 5), 60)
+    other = another(log)
+    before = (log.read("orders").to_pylist(), log.pending().to_pylist(), op_rows(log))
+    files = log._op.actions().num_rows
+    assert maintenance.compact_op(another(log)._op)
+    for handle in (log, other, another(log)):
+        assert (handle.read("orders").to_pylist(), handle.pending().to_pylist(), op_rows(handle)) == before
+    assert log._op.actions().num_rows < files
+    assert not maintenance.compact_op(log._op)
+    commit(log, prepare(log, 6))
+    check_offsets(log)
+
+
+def test_what_is_kept_in_memory_follows_what_is_open(log: CommitLog) -> None:
+    kept = []
+    for i in range(60):
+        commit(log, prepare(log, i, 2))
+        if i % 10 == 9:
+            log.move_mark()
+            kept.append(log.ledger._tail.num_rows)
+    assert max(kept) <= 2  # the mark itself
+    assert len(log.ledger._known_whole) <= 1
+
+
+def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 8)
+    for i in range(24):
+        commit(log, prepare(log, i, 1))
+        log.close()
+    log.ledger.refresh()
+    assert log._op.actions().num_rows < 16
+    assert log.ledger.low_water_ms > 0
+    check_offsets(log)
+
+
+def test_a_failing_upkeep_stops_nothing(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 2)
+    monkeypatch.setattr(maintenance, "compact_op", lambda _: 1 / 0)
+    for i in range(4):
+        commit(log, prepare(log, i, 1))
+    log.close()
+    check_offsets(log)
+
+
+# ---------------------------------------------------------------- one object, many threads
+def test_threads_share_a_log(log: CommitLog) -> None:
+    problems: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as problem:
+                problems.append(problem)
+
+        return run
+
+    def send(app: str) -> None:
+        for i in range(10):
+            record = prepare(log, i, 3, app=app)
+            log.ledger.lease(record, 60)
+            commit(log, record)
+
+    def look() -> None:
+        for _ in range(15):
+            log.pending()
+            placed = placements(log)
+            assert len(placed) == len(set(placed))
+            log.move_mark()
+            log.vacuum(dry_run=True)
+
+    works = [lambda: send("a"), lambda: send("b"), look]
+    threads = [threading.Thread(target=guarded(w)) for w in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert len(bodies(log)) == 60
+    for handle in (log, another(log)):
+        assert handle.pending().num_rows == 0
+        check_offsets(handle)
+
+
+def test_rows_that_another_thread_let_the_table_see_are_counted_once(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    other = another(log)
+    log.ledger.refresh()
+    table = log.ledger.table
+    read = type(table).actions
+
+    def then_newer(self: object) -> pa.Table:
+        if not seen:
+            seen.append(True)
+            other.ledger.record_check(record, 1, pending(other, record), None)
+            table.refresh()
+        return read(table)  # type: ignore[arg-type]
+
+    seen: list[bool] = []
+    other.ledger.record_check(record, 1, pending(other, record), None)
+    log.ledger.table = _Racing(table, lambda: then_newer(table))  # type: ignore[assignment]
+    log.ledger.refresh()
+    log.ledger.table = table
+    assert log.state_of(record).check_times(pending(log, record)) == 2
+
+
+class _Racing:
+    """A table whose version moves on while its actions are looked at."""
+
+    def __init__(self, table: table_module.Table, actions: Callable[[], pa.Table]) -> None:
+        self._table, self.actions = table, actions
+        self.read, self.refresh = table.read, table.refresh
+
+    @property
+    def version(self) -> int:
+        return self._table.version
+
+
+# ---------------------------------------------------------------- reading
+def test_reading_from_an_offset_with_a_limit(log: CommitLog) -> None:
+    for i in range(4):
+        commit(log, prepare(log, i))
+    whole = placements(log)
+    part = log.read("orders", start={0: 3, 1: 7}, limit=6, columns=["queue_id", "queue_offset"])
+    expected = [p for p in whole if p[1] >= {0: 3, 1: 7}[p[0]]][:6]
+    assert list(zip(*part.to_pydict().values(), strict=True)) == expected
+    assert log.read("orders", limit=0).num_rows == 0
+    assert log.read("points").num_rows == 0
+
+
+def _row(log: CommitLog, record: object, body: str) -> dict[int, bytes]:
+    found: dict[int, bytes] = {}
+    for file_no, file in record.files.items():  # type: ignore[attr-defined]
+        every = {file_no: b"\x01" * file.rows}
+        there = [b.decode() for b in log.half.read(record, every, ["body"])["body"].to_pylist()]  # type: ignore[arg-type]
+        found[file_no] = bytes(1 if b == body else 0 for b in there)
+    return found
+
+
+def test_the_twin_in_memory_starts_with_topics() -> None:
+    assert InMemoryCommitLog(topics={"orders": 2}).topics() == {"orders": 2}

@@ -1,0 +1,133 @@
+"""Offsets and times in options and checkpoints: what they mean, and what each wrong one is told."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
+from rmq_spark.source.offsets import (
+    from_json,
+    parse_offsets,
+    parse_timestamp,
+    resolve,
+    to_json,
+)
+
+BOTH = ("earliest", "latest")
+MARKS = (-2, -1)
+QUEUES = {"orders": 2, "carts": 1}
+TAILS = {("orders", 0): 10, ("carts", 0): 4}
+
+
+def parse(text: str) -> object:
+    return parse_offsets(text, "startingOffsets", BOTH, MARKS)
+
+
+def test_keywords_are_taken_in_any_case() -> None:
+    assert parse(" Earliest ") == "earliest"
+    assert parse("latest") == "latest"
+
+
+def test_json_offsets_are_read_as_spark_writes_them() -> None:
+    assert parse('{"orders": {"0": 23, "1": -1}, "carts": {"0": -2}}') == {
+        ("orders", 0): 23,
+        ("orders", 1): -1,
+        ("carts", 0): -2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "neither 'earliest' nor 'latest' nor JSON"),
+        ("latests", "neither 'earliest' nor 'latest' nor JSON"),
+        ('{"orders": {"0": 23}', "nor JSON"),
+        ("[1]", "is not of the form"),
+        ("3", "is not of the form"),
+        ('{"orders": 3}', "is not of the form"),
+        ('{"orders": {"first": 3}}', "queue 'first'"),
+        ('{"orders": {"-1": 3}}', "queue '-1'"),
+        ('{"orders": {"01": 3}}', "queue '01'"),
+        ('{"orders": {"0": "3"}}', "a whole number is expected"),
+        ('{"orders": {"0": 3.0}}', "a whole number is expected"),
+        ('{"orders": {"0": true}}', "a whole number is expected"),
+        ('{"orders": {"0": null}}', "a whole number is expected"),
+        ('{"orders": {"0": -3}}', "has -3 for topic 'orders', queue 0"),
+        ('{"orders": {"0": 1, "0": 2}}', "'0' stands there twice"),
+        ("[" * 100_000, "nor JSON"),
+    ],
+)
+def test_malformed_offsets_are_refused(text: str, words: str) -> None:
+    with pytest.raises(OffsetError, match=words):
+        parse(text)
+
+
+def test_marks_and_keywords_are_refused_where_kafka_refuses_them() -> None:
+    with pytest.raises(OffsetError, match="'latest' cannot be used here"):
+        parse_offsets("latest", "startingOffsets", ("earliest",), (-2,))
+    with pytest.raises(OffsetError, match=r"-1 \(latest\) .* not allowed here"):
+        parse_offsets('{"orders": {"0": -1}}', "startingOffsets", ("earliest",), (-2,))
+    with pytest.raises(OffsetError, match=r"has -2 for"):
+        parse_offsets('{"orders": {"0": -2}}', "endingOffsets", ("latest",), (-1,))
+
+
+def test_keywords_and_marks_resolve_to_the_ends_of_every_queue() -> None:
+    assert resolve("o", "earliest", QUEUES, TAILS) == {("orders", 0): 0, ("orders", 1): 0, ("carts", 0): 0}
+    assert resolve("o", "latest", QUEUES, TAILS) == {("orders", 0): 10, ("orders", 1): 0, ("carts", 0): 4}
+    marked = {("orders", 0): -1, ("orders", 1): -1, ("carts", 0): -2}
+    assert resolve("o", marked, QUEUES, TAILS) == {("orders", 0): 10, ("orders", 1): 0, ("carts", 0): 0}
+    exact = {("orders", 0): 10, ("orders", 1): 0, ("carts", 0): 3}
+    assert resolve("o", exact, QUEUES, TAILS) == exact
+
+
+@pytest.mark.parametrize(
+    ("positions", "words"),
+    [
+        ({("order", 0): 1}, "did you mean 'orders'"),
+        ({("orders", 2): 1}, "has the queues 0 to 1"),
+        ({("orders", 0): 1, ("orders", 1): 0}, "leaves out queue 0 of topic 'carts'"),
+    ],
+)
+def test_unknown_and_left_out_queues_are_refused(positions: dict[tuple[str, int], int], words: str) -> None:
+    with pytest.raises(OffsetError, match=words):
+        resolve("startingOffsets", positions, QUEUES, TAILS)
+
+
+def test_an_offset_past_the_end_is_refused() -> None:
+    positions = {("orders", 0): 11, ("orders", 1): 0, ("carts", 0): 0}
+    with pytest.raises(OffsetOutOfRangeError, match=r"has 11 for topic 'orders', queue 0: past its end, which is 10"):
+        resolve("startingOffsets", positions, QUEUES, TAILS)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.tuples(st.text(min_size=1, max_size=3), st.integers(0, 1023)), st.integers(0, 2**62)))
+def test_positions_survive_json_and_stand_in_one_order(positions: dict[tuple[str, int], int]) -> None:
+    value = to_json(positions)
+    assert from_json(value, "the checkpoint") == positions
+    assert str(value) == str(to_json(dict(reversed(positions.items()))))
+
+
+@pytest.mark.parametrize("text", ["2025-03-01T08:00:00Z", "2025-03-01T09:00:00+01:00", " 1740816000000 "])
+def test_times_with_a_zone_and_epoch_milliseconds_are_taken(text: str) -> None:
+    assert parse_timestamp(text, "startingTimestamp") == datetime(2025, 3, 1, 8, tzinfo=timezone.utc)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("2025-03-01T08:00:00", "no time zone"),
+        ("2025-03-01", "no time zone"),
+        ("1740816000", "are they seconds"),
+        ("yesterday", "is not a time"),
+        ("", "is not a time"),
+        ("9" * 30, "is not a time"),
+        ("-1740816000000", "is not a time"),
+    ],
+)
+def test_times_that_would_be_a_guess_are_refused(text: str, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        parse_timestamp(text, "startingTimestamp")

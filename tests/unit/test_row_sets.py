@@ -1,0 +1,226 @@
+"""Row sets: masks, ranges, and what op markers make of the rows of a half batch, against a model that goes row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rmq_spark.commitlog.op import (
+    BatchState,
+    FileState,
+    Kind,
+    OpRow,
+    RowState,
+    Who,
+    mask_and,
+    mask_array,
+    mask_count,
+    mask_of,
+    ranges_count,
+    ranges_of,
+    rows_in_both,
+    rows_without,
+    runs,
+    to_table,
+)
+from rmq_spark.errors import CorruptLogError
+
+NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
+SIZES = {0: 7, 3: 1, 1000: 12}
+
+bits = st.binary(max_size=64).map(lambda b: bytes(x & 1 for x in b))
+
+
+def masks_of(sizes: dict[int, int]) -> st.SearchStrategy[dict[int, bytes]]:
+    def of(size: int) -> st.SearchStrategy[bytes]:
+        return st.lists(st.sampled_from((0, 1)), min_size=size, max_size=size).map(bytes)
+
+    return st.fixed_dictionaries({}, optional={n: of(size) for n, size in sizes.items()})
+
+
+# ---------------------------------------------------------------- masks and ranges
+@settings(deadline=None)
+@given(bits)
+def test_runs_name_exactly_the_ones(mask: bytes) -> None:
+    found = runs(mask)
+    assert [i for a, b in found for i in range(a, b + 1)] == [i for i, bit in enumerate(mask) if bit]
+    assert ranges_count(found) == mask.count(1)
+    assert all(b + 1 < c for (_, b), (c, _) in zip(found, found[1:], strict=False))
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(0, 64))
+def test_masks_behave_as_sets_of_rows(data: st.DataObject, size: int) -> None:
+    of_size = st.lists(st.sampled_from((0, 1)), min_size=size, max_size=size).map(bytes)
+    a, b = data.draw(of_size), data.draw(of_size)
+    assert mask_and(a, b) == bytes(x & y for x, y in zip(a, b, strict=True))
+    assert mask_of(mask_array(a)) == a
+
+
+@settings(deadline=None)
+@given(masks_of(SIZES), masks_of(SIZES))
+def test_masks_of_files_behave_as_sets_of_addresses(a: dict[int, bytes], b: dict[int, bytes]) -> None:
+    def addresses(mask: dict[int, bytes]) -> set[tuple[int, int]]:
+        return {(n, i) for n, m in mask.items() for i, bit in enumerate(m) if bit}
+
+    assert addresses(rows_in_both(a, b)) == addresses(a) & addresses(b)
+    assert addresses(rows_without(a, b)) == addresses(a) - addresses(b)
+    assert mask_count(a) == len(addresses(a))
+    assert all(b"\x01" in m for m in (rows_in_both(a, b) | rows_without(a, b)).values())
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from((True, False, None)), max_size=40), st.integers(0, 40), st.integers(0, 40))
+def test_a_mask_of_a_slice_is_the_slice_of_the_mask(values: list[bool | None], start: int, length: int) -> None:
+    whole = pa.array(values, pa.bool_())
+    expected = bytes(1 if v else 0 for v in values)
+    assert mask_of(whole.slice(start, length)) == expected[start : start + length]
+    assert mask_of(pa.chunked_array([whole.slice(0, start), whole.slice(start)])) == expected
+
+
+@settings(deadline=None)
+@given(st.lists(st.one_of(st.none(), bits.filter(lambda m: 1 in m)), min_size=1, max_size=6))
+def test_ranges_survive_the_table(masks: list[bytes | None]) -> None:
+    given_ranges = [None if m is None else runs(m) for m in masks]
+    rows = [OpRow(Kind.ROLLBACK, "h", ranges=r, count=0) for r in given_ranges]
+    table = to_table(rows, 1, NOW, "c")
+    assert [ranges_of(v) for v in table["ranges"].to_pylist()] == given_ranges
+
+
+@pytest.mark.parametrize("bad", [[], [(3, 1)], [(-1, 2)], [(0, 4), (4, 6)], [(5, 6), (0, 1)], [(None, 1)], [(0, None)]])
+def test_ranges_that_nobody_writes_are_refused(bad: list[tuple[int, int]]) -> None:
+    with pytest.raises(CorruptLogError):
+        ranges_of([{"first": a, "last": b} for a, b in bad])
+
+
+# ---------------------------------------------------------------- fold
+@dataclass
+class Row:
+    """The model of one half row."""
+
+    state: RowState = RowState.PENDING
+    attempt: int = 1
+    checks: int = 0
+    conflict: bool = False
+
+
+AFTER_ROLLBACK = {
+    Who.EXECUTE: RowState.ROLLED_BACK,
+    Who.ADMIN: RowState.ROLLED_BACK,
+    Who.CHECK: RowState.ROLLED_BACK_BY_CHECK,
+    Who.DISCARD: RowState.ROLLED_BACK_BY_DISCARD,
+}
+
+
+def apply(row: Row, kind: Kind, who: Who, attempt: int, placed: bool) -> None:
+    if kind is Kind.COMMIT:
+        row.state = RowState.COMMITTED if placed else RowState.DECIDED
+    elif kind is Kind.PLACE:
+        row.state = RowState.COMMITTED
+    elif kind is Kind.ROLLBACK:
+        row.state = AFTER_ROLLBACK[who]
+    elif kind is Kind.QUARANTINE:
+        row.state = RowState.QUARANTINED
+    elif kind is Kind.CHECK:
+        row.checks = min(row.checks + 1, 255)
+    elif kind is Kind.REOPEN:
+        row.state, row.attempt, row.checks = RowState.PENDING, attempt, 0
+    elif kind is Kind.CONFLICT:
+        row.conflict = True
+
+
+ROW_KINDS = (Kind.COMMIT, Kind.PLACE, Kind.ROLLBACK, Kind.QUARANTINE, Kind.CHECK, Kind.REOPEN, Kind.CONFLICT)
+events = st.lists(
+    st.tuples(
+        st.sampled_from(ROW_KINDS),
+        st.sampled_from(tuple(Who)),
+        st.integers(1, 250),
+        st.booleans(),
+        masks_of(SIZES),
+        st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+@settings(deadline=None)
+@given(events)
+def test_fold_does_to_ranges_what_the_model_does_to_rows(steps: list[tuple[object, ...]]) -> None:
+    state = fresh()
+    model = {(n, i): Row() for n, size in SIZES.items() for i in range(size)}
+    for kind, who, attempt, placed, mask, whole in steps:
+        named = {n: b"\x01" * size for n, size in SIZES.items()} if whole else mask
+        common = {"attempt": attempt, "decided_by": who, "queue_offset": 0 if placed else None}
+        if whole:
+            rows = [OpRow(kind, "h", count=sum(SIZES.values()), **common)]  # type: ignore[arg-type]
+        else:
+            rows = [
+                OpRow(kind, "h", n, runs(m), m.count(1), **common)  # type: ignore[arg-type]
+                for n, m in mask.items()  # type: ignore[attr-defined]
+                if 1 in m
+            ]
+        for row in to_table(rows, 1, NOW, "c").to_pylist():
+            state.fold(row)
+        for address, row_model in model.items():
+            if named.get(address[0], bytes(99))[address[1]]:  # type: ignore[attr-defined]
+                apply(row_model, kind, who, attempt, placed)  # type: ignore[arg-type]
+
+    for (n, i), row_model in model.items():
+        file = state.files[n]
+        found = Row(RowState(file.state[i]), file.attempt[i], file.checks[i], bool(file.conflict[i]))
+        assert found == row_model, (n, i)
+    for wanted in RowState:
+        expected = {a for a, r in model.items() if r.state is wanted}
+        masks = state.rows_in((wanted,))
+        assert {(n, i) for n, m in masks.items() for i, bit in enumerate(m) if bit} == expected
+        assert state.count(wanted) == len(expected)
+        assert state.attempts(wanted) == sorted({model[a].attempt for a in expected})
+    assert state.settled == all(r.state is not RowState.PENDING for r in model.values())
+    assert state.in_conflict == any(r.conflict for r in model.values())
+    assert mask_count(state.conflicting()) == sum(r.conflict for r in model.values())
+    everything = {n: b"\x01" * size for n, size in SIZES.items()}
+    assert state.check_times(everything) == max(r.checks for r in model.values())
+
+
+def test_a_conflict_ends_when_a_person_says_so() -> None:
+    state = fresh()
+    rows = [
+        OpRow(Kind.CONFLICT, "h", 0, ((1, 2),), 2, 1, Who.ADMIN, verdict="COMMIT_MESSAGE"),
+        OpRow(Kind.CONFLICT, "h", count=20, decided_by=Who.ADMIN, verdict="COMMIT_MESSAGE"),
+    ]
+    late, end = to_table(rows, 1, NOW, "c").to_pylist()
+    state.fold(late)
+    assert state.in_conflict
+    state.fold(end)
+    assert not state.in_conflict
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kind": "erase"}, "erase"),
+        ({"decided_by": "nobody"}, "nobody"),
+        ({"attempt": 251}, "attempt 251"),
+        ({"attempt": -1}, "attempt -1"),
+        ({"file_no": 5}, "no such file"),
+        ({"ranges": [{"first": 0, "last": 7}]}, "7 rows"),
+        ({"ranges": [{"first": 2, "last": 1}]}, "ascend"),
+        ({"ranges": []}, "empty"),
+        ({"count": 6}, "counts 6"),
+    ],
+)
+def test_an_op_row_that_contradicts_its_half_batch_changes_nothing(change: dict[str, object], words: str) -> None:
+    row = to_table([OpRow(Kind.ROLLBACK, "h", 0, None, 7, 1, Who.EXECUTE)], 1, NOW, "c").to_pylist()[0]
+    state = fresh()
+    with pytest.raises(CorruptLogError, match=words):
+        state.fold({**row, **change})
+    assert state.count(RowState.PENDING) == state.rows
+
+
+def fresh() -> BatchState:
+    return BatchState("h", {n: FileState(f"half-{n}.parquet", size, ()) for n, size in SIZES.items()})

@@ -1,0 +1,255 @@
+"""The readers without a JVM: what a task reads, also when somebody rewrote or removed the files."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxFiles, ReadMaxRows
+from pyspark.sql.types import (
+    BinaryType,
+    IntegerType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.reading import SOURCE_SCHEMA
+from rmq_spark.errors import MessageError, OffsetError, OffsetOutOfRangeError, OptionError, TopicNotFoundError
+from rmq_spark.source import reader as reader_module
+from rmq_spark.source.reader import SOURCE_DDL, TxmqReader, TxmqStreamReader, to_batches
+from tests.source_logs import decide, prepare, send
+
+TYPES = {
+    "string": StringType(),
+    "int": IntegerType(),
+    "bigint": LongType(),
+    "binary": BinaryType(),
+    "timestamp": TimestampType(),
+    "map<string,string>": MapType(StringType(), StringType()),
+}
+IN_ORDER = [("topic", "ascending"), ("queue_id", "ascending"), ("queue_offset", "ascending")]
+
+
+def schema(ddl: str = SOURCE_DDL) -> StructType:
+    """A schema without a Spark session, which would parse it."""
+    return StructType([StructField(*_field(part)) for part in ddl.split(", ")])
+
+
+def _field(part: str) -> tuple[str, Any]:
+    name, kind = part.split(" ")
+    return name, TYPES[kind]
+
+
+@pytest.fixture
+def log(log_path: str) -> Iterator[CommitLog]:
+    made = CommitLog.create(log_path)
+    made.create_topic("orders", queues=3)
+    yield made
+    made.close()
+
+
+def read(log: CommitLog, ddl: str = SOURCE_DDL, **options: str) -> pa.Table:
+    """A batch read, with every pickling that Spark does."""
+    reader = TxmqReader({"path": log.path, "subscribe": "orders", **options}, schema(ddl))
+    partitions = pickle.loads(pickle.dumps(reader.partitions()))
+    return run(reader, partitions)
+
+
+def run(reader: Any, partitions: Any) -> pa.Table:
+    worker = pickle.loads(pickle.dumps(reader))
+    assert worker._planner is None
+    batches = [batch for partition in partitions for batch in worker.read(partition)]
+    found = pa.Table.from_batches(batches, reader.schema)
+    return found.sort_by(IN_ORDER) if "queue_offset" in found.column_names else found
+
+
+def test_the_source_reads_what_the_log_reads(log: CommitLog) -> None:
+    send(log, 0, 10, partitions=2)
+    table = pa.table({"body": [b"\xff", b"", b"x" * 9], "order": [1, 1, 2], "properties": pa.array(
+        [[("a", "1")], None, []], pa.map_(pa.string(), pa.string()))})  # fmt: skip
+    decide(log, prepare(log, 1, table, per="key", key="order"))
+    decide(log, prepare(log, 2, {"body": [f"{i}" for i in range(30)]}, per="message"), roll_back_every=4)
+    expected = log.read("orders")
+    assert expected.schema == SOURCE_SCHEMA
+    assert read(log).equals(expected)
+    assert read(log, ordered="true").equals(expected)
+    assert read(log, maxRecordsPerPartition="4").equals(expected)
+    assert read(log, minPartitions="50").equals(expected)
+
+
+def test_an_empty_topic_reads_as_nothing(log: CommitLog) -> None:
+    assert read(log).num_rows == 0
+    assert list(TxmqReader({"path": log.path, "subscribe": "orders"}, schema()).read(None)) == []  # type: ignore[arg-type]
+
+
+def test_columns_are_projected_and_bodies_may_be_text(log: CommitLog) -> None:
+    send(log, 0, 4)
+    found = read(log, "keys string, body string, commit_timestamp timestamp")
+    assert found.schema.types == [pa.string(), pa.string(), pa.timestamp("us", "UTC")]
+    assert sorted(found["body"].to_pylist()) == ["0.0", "0.1", "0.2", "0.3"]
+
+
+def test_a_body_that_is_not_text_is_named(log: CommitLog) -> None:
+    decide(log, prepare(log, 0, {"body": [b"\xff\xfe"]}))
+    with pytest.raises(MessageError, match="ask for 'body binary'"):
+        read(log, "body string")
+
+
+@pytest.mark.parametrize(
+    ("ddl", "words"),
+    [
+        ("key string", "column 'key' is not a column of the source .*did you mean 'keys'"),
+        ("queue_id bigint", "column 'queue_id' is asked for as bigint: its type is int"),
+        ("body timestamp", r"its type is binary \(or string, for bodies in UTF-8\)"),
+        ("keys string, keys string", "names a column twice"),
+    ],
+)
+def test_columns_that_the_source_does_not_have_are_refused(ddl: str, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        TxmqReader({"path": "x", "subscribe": "orders"}, schema(ddl))
+
+
+def test_tags_are_filtered_before_rows_go_to_spark(log: CommitLog) -> None:
+    send(log, 0, 9)
+    assert set(read(log, tags="a || b")["tags"].to_pylist()) == {"a", "b"}
+    assert read(log, "body binary", tags="a").num_rows == 3
+    assert read(log, tags="*").num_rows == 9
+    assert read(log, tags="c").num_rows == 0
+
+
+def test_starting_and_ending_offsets_cut_the_queues(log: CommitLog) -> None:
+    send(log, 0, 30)
+    found = read(
+        log,
+        startingOffsets='{"orders": {"0": 2, "1": -2, "2": 10}}',
+        endingOffsets='{"orders": {"0": 5, "1": 1, "2": -1}}',
+    )
+    assert found.select(["queue_id", "queue_offset"]).to_pylist() == [
+        *({"queue_id": 0, "queue_offset": o} for o in (2, 3, 4)),
+        {"queue_id": 1, "queue_offset": 0},
+    ]
+    with pytest.raises(OffsetError, match="startingOffsets has 5 .* after the 4 of endingOffsets"):
+        read(
+            log,
+            startingOffsets='{"orders": {"0": 5, "1": -2, "2": 10}}',
+            endingOffsets='{"orders": {"0": 4, "1": 1, "2": -1}}',
+        )
+
+
+def test_a_read_between_times_of_commit_ends_before_the_second(log: CommitLog) -> None:
+    for batch_id in range(3):
+        send(log, batch_id, 6)
+    times = sorted(set(log.read("orders")["commit_timestamp"].to_pylist()))
+    found = read(log, startingTimestamp=times[1].isoformat(), endingTimestamp=times[2].isoformat())
+    assert set(found["commit_timestamp"].to_pylist()) == {times[1]}
+    assert found.num_rows == 6
+
+
+def test_an_unknown_topic_is_refused(log: CommitLog) -> None:
+    with pytest.raises(TopicNotFoundError, match="did you mean 'orders'"):
+        read(log, subscribe="order")
+
+
+# ---------------------------------------------------------------- somebody else changes half
+def test_a_planned_range_survives_a_foreign_optimize_and_vacuum(log: CommitLog) -> None:
+    for batch_id in range(5):
+        record = prepare(log, batch_id, {"body": [f"{batch_id}.{i}" for i in range(50)]}, per="message", partitions=2)
+        decide(log, record, roll_back_every=5)
+    before = read(log)
+    reader = TxmqReader({"path": log.path, "subscribe": "orders"}, schema())
+    planned = reader.partitions()
+    half = DeltaTable(f"{log.path}/half")
+    assert half.optimize.compact()["numFilesRemoved"] == 10
+    assert run(reader, planned).equals(before)
+    assert len(half.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)) == 10
+    assert run(reader, planned).equals(before)
+    assert read(log).equals(before)
+    send(log, 5, 3)
+    assert read(log).num_rows == before.num_rows + 3
+
+
+def test_the_driver_never_lists_half(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    send(log, 0, 5)
+    reader = TxmqReader({"path": log.path, "subscribe": "orders"}, schema())
+    half = reader.planner._log.half.table
+    monkeypatch.setattr(type(half), "actions", lambda self: pytest.fail("half was listed") if self.name == "half" else
+                        reader_module.pa.table(self._table.get_add_actions(flatten=True)))  # fmt: skip
+    assert len(reader.partitions()) == 1
+
+
+def test_a_lost_file_is_an_error_or_a_warning(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
+    lost, kept = send(log, 0, 6), send(log, 1, 6)
+    assert lost.half_id != kept.half_id
+    (Path(log.path) / "half" / next(iter(lost.files.values())).path).unlink()
+    with pytest.raises(OffsetOutOfRangeError, match=r"topic 'orders', queue 0: offsets 0 to 1 .* any more"):
+        read(log)
+    found = read(log, failOnDataLoss="false")
+    assert {b.decode()[0] for b in found["body"].to_pylist()} == {"1"}
+    assert "half batch 'app:0' has lost its file 0" in caplog.text
+
+
+# ---------------------------------------------------------------- streams
+def stream(log: CommitLog, **options: str) -> TxmqStreamReader:
+    return TxmqStreamReader({"path": log.path, "subscribe": "orders", **options}, schema())
+
+
+def test_a_stream_starts_at_the_end_and_takes_what_comes(log: CommitLog) -> None:
+    send(log, 0, 6)
+    reader = stream(log)
+    assert reader.reportLatestOffset() is None
+    start = reader.initialOffset()
+    assert start == {"orders": {"0": 2, "1": 2, "2": 2}}
+    assert reader.latestOffset(start, ReadAllAvailable()) == start
+    send(log, 1, 6)
+    end = reader.latestOffset(start, reader.getDefaultReadLimit())
+    assert reader.reportLatestOffset() == end
+    assert run(reader, reader.partitions(start, end)).num_rows == 6
+    reader.commit(end)
+    reader.stop()
+
+
+def test_a_limit_cuts_a_stream_into_triggers_and_another_one_is_refused(log: CommitLog) -> None:
+    send(log, 0, 25)
+    reader = stream(log, startingOffsets="earliest", maxOffsetsPerTrigger="7")
+    assert reader.getDefaultReadLimit() == ReadMaxRows(7)
+    at, sizes = reader.initialOffset(), []
+    while (end := reader.latestOffset(at, ReadMaxRows(7))) != at:
+        sizes.append(run(reader, reader.partitions(at, end)).num_rows)
+        at = end
+    assert sizes == [7, 7, 7, 4]
+    with pytest.raises(OptionError, match="ReadMaxFiles"):
+        reader.latestOffset(at, ReadMaxFiles(1))
+
+
+def test_available_now_ends_where_the_log_stood(log: CommitLog) -> None:
+    send(log, 0, 6)
+    reader = stream(log, startingOffsets="earliest")
+    reader.prepareForTriggerAvailableNow()
+    send(log, 1, 6)
+    end = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    assert sum(end["orders"].values()) == 6
+    assert reader.latestOffset(end, ReadAllAvailable()) == end
+
+
+def test_a_broken_checkpoint_offset_is_an_error(log: CommitLog) -> None:
+    with pytest.raises(OffsetError, match="the checkpoint"):
+        stream(log).latestOffset({"orders": 3}, ReadAllAvailable())  # type: ignore[dict-item]
+
+
+# ---------------------------------------------------------------- batches
+def test_small_tables_go_together_and_large_ones_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "BATCH_ROWS_MIN", 10)
+    monkeypatch.setattr(reader_module, "BATCH_BYTES_MAX", 1600)
+    tables = [pa.table({"n": pa.array(range(n), pa.int64())}) for n in (3, 0, 3, 5, 400, 2)]
+    batches = list(to_batches(iter(tables)))
+    assert [b.num_rows for b in batches] == [11, 200, 200, 2]

@@ -1,0 +1,851 @@
+"""The sink's protocol, state by state, on both kinds of commit log: no Spark."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.log import CommitLog, masks_for
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.errors import (
+    CheckpointMismatchError,
+    FencedError,
+    LocalTransactionError,
+    OptionError,
+    StaleAttemptError,
+    UnresolvedTransactionError,
+    VerdictConflictError,
+)
+from rmq_spark.listener import CommitOncePrepared, TransactionListener
+from rmq_spark.sink import two_phase as module
+from rmq_spark.sink.two_phase import Outcome, TwoPhase
+from rmq_spark.testing import InMemoryCommitLog
+from rmq_spark.transaction import (
+    BATCH,
+    COMMIT_MESSAGE,
+    KEY,
+    MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    HalfBatch,
+    normalize_verdicts,
+)
+
+COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
+PERS = (BATCH, MESSAGE, KEY)
+KEYS = ("a", "b", "a", "c", "b", "d")
+DEADLINE_S = 20.0
+QUERY = "query-1"
+
+
+# ---------------------------------------------------------------- logs and batches
+def make_log(kind: str, folder: Path) -> CommitLog:
+    if kind == "memory":
+        return InMemoryCommitLog(topics={"orders": 2})
+    log = CommitLog.create(folder)
+    log.create_topic("orders", queues=2)
+    return log
+
+
+def another(log: CommitLog) -> CommitLog:
+    """A handle of its own, as a process that starts anew has."""
+    return log.another() if isinstance(log, InMemoryCommitLog) else CommitLog.open(log.path)
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CommitLog]:
+    log = make_log(request.param, tmp_path / "log")
+    yield log
+    log.close()
+    assert not [t for t in threading.enumerate() if t.name == "txmq-lease"]
+
+
+def header(
+    per: str = BATCH,
+    batch_id: int = 0,
+    *,
+    app_id: str = "app",
+    query_id: str | None = QUERY,
+    input_hash: str | None = "hash",
+    numbered: bool = True,
+) -> HalfHeader:
+    return HalfHeader(
+        half_id_of(app_id, batch_id), app_id, batch_id, query_id, input_hash, None, per, "shop", numbered
+    )
+
+
+def stage(log: CommitLog, head: HalfHeader, keys: Sequence[str] = KEYS) -> list[HalfFile]:
+    """Two partitions of messages; a body is ``<batch>-<key>-<number>``."""
+    column = "k" if head.transaction_per == KEY else None
+    writer = HalfWriter(head, log.topics(), "orders", column)
+    files: list[HalfFile] = []
+    for partition in (0, 1):
+        mine = [(i, k) for i, k in enumerate(keys) if i % 2 == partition]
+        columns: dict[str, list[Any]] = {"body": [f"{head.batch_id}-{k}-{i}" for i, k in mine]}
+        if column:
+            columns["k"] = [k for _, k in mine]
+        files += log.stage(writer, pa.table(columns).to_batches(), partition)
+    return files
+
+
+def send(log: CommitLog, listener: TransactionListener, head: HalfHeader, **more: Any) -> Outcome:
+    two_phase = TwoPhase(log, listener, replay_check_timeout_s=more.pop("timeout_s", 0.0), **more)
+    return two_phase.send(head, stage(log, head))
+
+
+def prepared(log: CommitLog, per: str = BATCH, batch_id: int = 0) -> HalfRecord:
+    """A half batch whose driver died right after prepare."""
+    head = header(per, batch_id)
+    return log.prepare(head, stage(log, head))
+
+
+def visible(log: CommitLog) -> list[str]:
+    """The bodies that a reader sees, sorted; offsets have no gaps."""
+    table = another(log).read("orders", columns=["body", "queue_id", "queue_offset"])
+    for queue in set(table["queue_id"].to_pylist()):
+        offsets = [r["queue_offset"] for r in table.to_pylist() if r["queue_id"] == queue]
+        assert offsets == list(range(len(offsets)))
+    return sorted(b.decode() for b in table["body"].to_pylist())
+
+
+def bodies(*keys: str, batch_id: int = 0) -> list[str]:
+    return sorted(f"{batch_id}-{k}-{i}" for i, k in enumerate(KEYS) if not keys or k in keys)
+
+
+def states(log: CommitLog, record: HalfRecord) -> dict[RowState, int]:
+    state = another(log).state_of(record)
+    return {s: n for s in RowState if (n := state.count(s))}
+
+
+def check(
+    log: CommitLog, listener: TransactionListener, only: Callable[[int], bool] = lambda position: True
+) -> None:
+    """A round of checks by another process: of every open transaction, or of those at some positions."""
+    log = another(log)
+    for record, state in log.open_batches():
+        for attempt in state.attempts(RowState.PENDING):
+            mask = state.rows_in((RowState.PENDING,), attempt)
+            batch = log.half_batch(record, state, attempt, mask)
+            n = batch.transactions.num_rows
+            if n > 1:
+                chosen = pa.array([str(COMMIT if only(i) else UNKNOWN) for i in range(n)])
+                mask = masks_for(log, record, mask, batch, chosen)[COMMIT]
+                batch = log.half_batch(record, state, attempt, mask)
+            if not mask:
+                continue
+            verdicts = masks_for(
+                log, record, mask, batch, normalize_verdicts(listener.check_local_transaction(batch), batch)
+            )
+            if verdicts[COMMIT] or verdicts[ROLLBACK]:
+                log.decide(
+                    record, attempt, commit=verdicts[COMMIT], rollback=verdicts[ROLLBACK], who=Who.CHECK
+                )
+
+
+# ---------------------------------------------------------------- listeners
+class Told(TransactionListener):
+    """Answers as it is told, and keeps what it was asked. An answer is a value, an exception, or a function."""
+
+    def __init__(self, execute: Any = COMMIT, check: Any = UNKNOWN) -> None:
+        self.answers = {"execute": execute, "check": check}
+        self.executed: list[tuple[int, list[str]]] = []
+        self.checked: list[tuple[int, list[str]]] = []
+        self.args: list[Any] = []
+
+    def _answer(self, door: str, batch: HalfBatch) -> Any:
+        answer = self.answers[door]
+        if callable(answer):
+            answer = answer(batch)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def execute_local_transaction(self, batch: HalfBatch) -> Any:
+        self.executed.append((batch.attempt, batch.transactions["transaction_id"].to_pylist()))
+        self.args.append(batch.arg)
+        return self._answer("execute", batch)
+
+    def check_local_transaction(self, batch: HalfBatch) -> Any:
+        self.checked.append((batch.attempt, batch.transactions["transaction_id"].to_pylist()))
+        return self._answer("check", batch)
+
+
+class Database:
+    """The user's database: orders, and the fence row of each transaction. It outlives every driver."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.orders: Counter[str] = Counter()
+        self.fence: dict[str, str] = {}
+
+
+class Fenced(TransactionListener):
+    """A listener with a fence on :class:`Database`, as SqlTransactionListener is one.
+
+    ``plan`` says by the first letter of a body's key (or ``*``) what its local transaction does: ``commit``,
+    ``rollback``, ``done`` (its work is done, but execute answers UNKNOWN) or ``not done``.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        plan: Mapping[str, str] | None = None,
+        die: Callable[[str], None] | None = None,
+    ) -> None:
+        self.database, self.plan, self.die = database, plan or {}, die or (lambda point: None)
+
+    def execute_local_transaction(self, batch: HalfBatch) -> Any:
+        messages = batch.messages(["transaction_id", "body"]).to_pylist()
+        work: dict[str, list[str]] = {}
+        for m in messages:
+            work.setdefault(m["transaction_id"], []).append(m["body"].decode())
+        ids = batch.transactions["transaction_id"].to_pylist()
+        with self.database.lock:
+            if any(self.database.fence.get(i) == "tombstone" for i in ids):
+                raise FencedError("a check was faster")
+            assert not any(i in self.database.fence for i in ids), "a transaction was executed twice"
+            self.die("executing")
+            verdicts = []
+            for i in ids:
+                kind = self.plan.get(
+                    "*" if batch.transaction_per == BATCH else work[i][0].split("-")[1], "commit"
+                )
+                if kind in ("commit", "done"):
+                    self.database.orders.update(work[i])
+                if kind != "not done":
+                    self.database.fence[i] = "rolled back" if kind == "rollback" else "executed"
+                verdicts.append({"commit": COMMIT, "rollback": ROLLBACK}.get(kind, UNKNOWN))
+        self.die("executed")
+        return verdicts
+
+    def check_local_transaction(self, batch: HalfBatch) -> Any:
+        with self.database.lock:
+            found = [
+                self.database.fence.setdefault(i, "tombstone")
+                for i in batch.transactions["transaction_id"].to_pylist()
+            ]
+        return [COMMIT if f == "executed" else ROLLBACK for f in found]
+
+
+# ---------------------------------------------------------------- verdicts
+@pytest.mark.parametrize("per", PERS)
+def test_committed_messages_are_visible_in_send_order(log: CommitLog, per: str) -> None:
+    listener = Told(COMMIT)
+    outcome = send(log, listener, header(per))
+    assert visible(log) == bodies()
+    assert outcome.messages == {RowState.COMMITTED: len(KEYS)}
+    assert not outcome.replayed
+    assert sum(p.count for p in outcome.placed) == len(KEYS)
+    assert len(listener.executed) == 1
+    assert not listener.checked
+
+
+@pytest.mark.parametrize("per", PERS)
+def test_rolled_back_messages_never_appear_and_take_no_offset(log: CommitLog, per: str) -> None:
+    outcome = send(log, Told(ROLLBACK), header(per))
+    assert outcome.messages == {RowState.ROLLED_BACK: len(KEYS)}
+    assert visible(log) == []
+    send(log, Told(COMMIT), header(per, 1))
+    assert visible(log) == bodies(batch_id=1)
+
+
+@pytest.mark.parametrize("per", PERS)
+@pytest.mark.parametrize("nothing", [None, UNKNOWN, "UNKNOW"])
+def test_an_unknown_verdict_leaves_the_messages_pending_for_the_check(
+    log: CommitLog, per: str, nothing: Any
+) -> None:
+    listener = Told(nothing, COMMIT)
+    outcome = send(log, listener, header(per))
+    assert outcome.messages == {RowState.PENDING: len(KEYS)}
+    assert not listener.checked
+    assert visible(log) == []
+    check(log, listener)
+    assert visible(log) == bodies()
+
+
+def test_each_key_has_its_own_verdict(log: CommitLog) -> None:
+    outcome = send(log, Told(lambda b: b.verdicts(rollback=["a"], unknown=["b"])), header(KEY))
+    assert visible(log) == bodies("c", "d")
+    assert outcome.messages == {RowState.COMMITTED: 2, RowState.ROLLED_BACK: 2, RowState.PENDING: 2}
+
+
+def test_each_message_has_its_own_verdict(log: CommitLog) -> None:
+    def every_other(batch: HalfBatch) -> list[Any]:
+        texts = [b.decode() for b in batch.messages(["body"])["body"].to_pylist()]
+        return [COMMIT if "-a-" in t else None if "-b-" in t else ROLLBACK for t in texts]
+
+    outcome = send(log, Told(every_other), header(MESSAGE))
+    assert visible(log) == bodies("a")
+    assert outcome.messages == {RowState.COMMITTED: 2, RowState.ROLLED_BACK: 2, RowState.PENDING: 2}
+
+
+def test_a_batch_without_messages_leaves_nothing_in_the_log(log: CommitLog) -> None:
+    listener = Told(COMMIT)
+    outcome = TwoPhase(log, listener).send(header(), [])
+    assert outcome.record is None
+    assert log.last_batch_id("app") is None
+    assert not listener.executed
+
+
+def test_without_a_listener_a_batch_commits_once_it_is_prepared(log: CommitLog) -> None:
+    record = prepared(log)
+    send(log, CommitOncePrepared(), record.header)
+    send(log, CommitOncePrepared(), header(batch_id=1))
+    assert visible(log) == sorted(bodies() + bodies(batch_id=1))
+
+
+# ---------------------------------------------------------------- a listener that fails
+@pytest.mark.parametrize("per", PERS)
+@pytest.mark.parametrize("number", [0, 1, 2, 7])
+def test_a_wrong_number_of_verdicts_fails_and_leaves_the_batch_pending(
+    log: CommitLog, per: str, number: int
+) -> None:
+    if per == BATCH and number == 1:
+        return
+    with pytest.raises(LocalTransactionError, match="verdicts for"):
+        send(log, Told([COMMIT] * number), header(per))
+    assert log.pending()["messages"].to_pylist() == [len(KEYS)]
+
+
+@pytest.mark.parametrize("answer", [42, "YES", ["YES"], pa.array(["YES"]), {"a": COMMIT}])
+def test_what_is_no_verdict_fails_and_leaves_the_batch_pending(log: CommitLog, answer: Any) -> None:
+    with pytest.raises(LocalTransactionError, match=r"verdict|expected"):
+        send(log, Told(answer), header())
+    assert log.pending().num_rows == 1
+
+
+def test_a_listener_that_raises_fails_the_query_and_leaves_the_batch_pending(log: CommitLog) -> None:
+    with pytest.raises(
+        LocalTransactionError, match=r"app:0.*attempt 1.*ValueError: no stock.*check or a restart"
+    ):
+        send(log, Told(ValueError("no stock")), header())
+    assert log.pending()["messages"].to_pylist() == [len(KEYS)]
+
+
+def test_a_listener_that_raises_counts_as_unknown_when_asked_for(log: CommitLog) -> None:
+    problem = ValueError("no stock")
+    outcome = send(log, Told(problem), header(), on_listener_error="unknown")
+    assert outcome.error is problem
+    assert outcome.messages == {RowState.PENDING: len(KEYS)}
+
+
+def test_another_way_to_treat_errors_is_refused(log: CommitLog) -> None:
+    with pytest.raises(OptionError, match="fail, unknown"):
+        TwoPhase(log, Told(), on_listener_error="ignore")
+
+
+# ---------------------------------------------------------------- replay of a prepared batch
+@pytest.mark.parametrize("per", PERS)
+def test_a_replay_of_a_decided_batch_asks_nobody(log: CommitLog, per: str) -> None:
+    send(log, Told(COMMIT), header(per))
+    listener = Told(COMMIT, COMMIT)
+    outcome = send(another(log), listener, header(per))
+    assert outcome.replayed
+    assert not listener.executed
+    assert not listener.checked
+    assert outcome.placed == []
+    assert visible(log) == bodies()
+
+
+@pytest.mark.parametrize("per", PERS)
+def test_a_replay_checks_a_pending_batch_instead_of_executing_it(log: CommitLog, per: str) -> None:
+    record = prepared(log, per)
+    listener = Told(COMMIT, COMMIT)
+    send(another(log), listener, record.header)
+    assert not listener.executed
+    assert [a for a, _ in listener.checked] == [1]
+    assert visible(log) == bodies()
+
+
+@pytest.mark.parametrize("per", PERS)
+def test_what_a_check_rolls_back_is_executed_once_under_the_next_attempt(log: CommitLog, per: str) -> None:
+    record = prepared(log, per)
+    listener = Told(COMMIT, ROLLBACK)
+    outcome = send(another(log), listener, record.header)
+    assert [a for a, _ in listener.checked] == [1]
+    assert [a for a, _ in listener.executed] == [2]
+    assert outcome.attempt == 2
+    assert not set(listener.checked[0][1]) & set(listener.executed[0][1])
+    assert visible(log) == bodies()
+
+
+def test_what_was_rolled_back_by_a_check_earlier_is_executed_once_under_the_next_attempt(
+    log: CommitLog,
+) -> None:
+    record = prepared(log)
+    check(log, Told(check=ROLLBACK))
+    another(log).move_mark()  # settled: its markers are no longer kept in memory
+    listener = Told(COMMIT)
+    send(another(log), listener, record.header)
+    assert [a for a, _ in listener.executed] == [2]
+    assert not listener.checked
+    assert visible(log) == bodies()
+
+
+@pytest.mark.parametrize("per", PERS)
+def test_a_rollback_by_execute_is_final(log: CommitLog, per: str) -> None:
+    send(log, Told(ROLLBACK), header(per))
+    listener = Told(COMMIT, COMMIT)
+    outcome = send(another(log), listener, header(per))
+    assert outcome.messages == {RowState.ROLLED_BACK: len(KEYS)}
+    assert not listener.executed
+    assert not listener.checked
+    assert visible(log) == []
+
+
+def test_a_replay_checks_only_what_is_undecided(log: CommitLog) -> None:
+    send(log, Told(lambda b: b.verdicts(rollback=["a"], unknown=["b", "c"])), header(KEY))
+    listener = Told(COMMIT, lambda b: b.verdicts(rollback=["b"]))
+    outcome = send(another(log), listener, header(KEY))
+    assert listener.checked == [(1, ["app:0:1:b", "app:0:1:c"])]
+    assert listener.executed == [(2, ["app:0:2:b"])]
+    assert visible(log) == bodies("b", "c", "d")
+    assert outcome.messages == {RowState.COMMITTED: 4, RowState.ROLLED_BACK: 2}
+
+
+@pytest.mark.parametrize("how", ["quarantine", "discard"])
+def test_what_nobody_knows_is_checked_again_under_the_same_attempt(log: CommitLog, how: str) -> None:
+    record = prepared(log)
+    mask = log.state_of(record).rows_in((RowState.PENDING,))
+    if how == "quarantine":
+        log.ledger.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+    else:
+        log.decide(record, 1, commit={}, rollback=mask, who=Who.DISCARD, reason="15 checks")
+    listener = Told(COMMIT, COMMIT)
+    send(another(log), listener, record.header)
+    assert [a for a, _ in listener.checked] == [1]
+    assert not listener.executed
+    assert visible(log) == bodies()
+
+
+def test_a_replay_of_a_batch_in_conflict_is_refused_until_a_person_resolves_it(log: CommitLog) -> None:
+    record = prepared(log)
+    mask = log.state_of(record).rows_in((RowState.PENDING,))
+    log.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    listener = Told(COMMIT, COMMIT)
+    for _ in range(2):
+        with pytest.raises(VerdictConflictError, match=r"log\.resolve"):
+            send(another(log), listener, record.header)
+    assert not listener.executed
+    assert not listener.checked
+    another(log).resolve(record.half_id, COMMIT, reason="the order is in the database")
+    send(another(log), listener, record.header)
+    assert not listener.executed
+    assert visible(log) == bodies()
+
+
+def test_a_replay_asks_again_with_growing_pauses_and_then_gives_up_without_losing_anything(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, pauses = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    record = prepared(log)
+    listener = Told(COMMIT, UNKNOWN)
+    with pytest.raises(UnresolvedTransactionError, match=r"app:0.*60s.*Nothing is lost.*replayCheckTimeout"):
+        send(another(log), listener, record.header, timeout_s=60.0)
+    assert pauses[0] < pauses[1] < pauses[2]
+    assert max(pauses) == module.REPLAY_BACKOFF_S_MAX
+    assert 60 <= sum(pauses) < 70
+    assert len(listener.checked) == len(pauses) + 1
+    assert not listener.executed
+    assert states(log, record) == {RowState.PENDING: len(KEYS)}
+
+
+def test_the_error_of_a_replay_names_what_the_check_raised(log: CommitLog) -> None:
+    record = prepared(log)
+    with pytest.raises(UnresolvedTransactionError, match="OSError: the database is away"):
+        send(log, Told(check=OSError("the database is away")), record.header)
+
+
+def test_a_replay_goes_on_when_the_answer_comes_late(log: CommitLog) -> None:
+    answers = iter([UNKNOWN, OSError("away"), None, COMMIT])
+    record = prepared(log)
+    send(log, Told(check=lambda b: next(answers)), record.header, timeout_s=DEADLINE_S)
+    assert visible(log) == bodies()
+
+
+def test_the_argument_of_a_send_reaches_every_attempt_that_it_executes(log: CommitLog) -> None:
+    record = prepared(log)
+    listener = Told(COMMIT, ROLLBACK)
+    TwoPhase(log, listener).send(record.header, [], arg="for the listener")
+    assert listener.args == ["for the listener"]
+
+
+# ---------------------------------------------------------------- attempts
+def test_a_fenced_attempt_is_over_and_the_next_one_runs(log: CommitLog) -> None:
+    answers = iter([FencedError("tombstone"), COMMIT])
+    listener = Told(lambda b: next(answers))
+    outcome = send(log, listener, header())
+    assert [a for a, _ in listener.executed] == [1, 2]
+    assert outcome.attempt == 2
+    assert visible(log) == bodies()
+
+
+def test_a_fenced_attempt_whose_batch_was_quarantined_meanwhile_is_checked_and_not_left_behind(
+    log: CommitLog,
+) -> None:
+    database = Database()
+
+    class LateDriver(Fenced):
+        def execute_local_transaction(self, batch: HalfBatch) -> Any:
+            if batch.attempt == 1:  # a checker put its tombstone down, and died; the next one gave up
+                self.check_local_transaction(batch)
+                other = another(log)
+                record = other.get(batch.half_id)
+                mask = other.state_of(record).rows_in((RowState.PENDING,))
+                other.ledger.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+            return super().execute_local_transaction(batch)
+
+    send(log, LateDriver(database), header())
+    assert visible(log) == bodies() == sorted(database.orders.elements())
+
+
+def test_a_driver_that_wakes_after_its_batch_was_replayed_finds_it_done(log: CommitLog) -> None:
+    database = Database()
+
+    class Sleeper(Fenced):
+        def execute_local_transaction(self, batch: HalfBatch) -> Any:
+            check(log, Fenced(database))
+            send(another(log), Fenced(database), header())  # the next driver, while this one sleeps
+            return super().execute_local_transaction(batch)
+
+    outcome = send(log, Sleeper(database), header())
+    assert outcome.attempt == 2
+    assert outcome.placed == []
+    assert sorted(database.orders.elements()) == visible(log) == bodies()
+
+
+def test_a_late_verdict_about_a_past_attempt_does_not_count(log: CommitLog) -> None:
+    """A listener without a fence: a driver that wakes up late is told, and its verdict is not used."""
+
+    def overtaken(batch: HalfBatch) -> Any:
+        check(log, Told(check=ROLLBACK))
+        send(another(log), Told(ROLLBACK), header())
+        return COMMIT
+
+    with pytest.raises(StaleAttemptError, match="attempt"):
+        send(log, Told(overtaken), header())
+    assert visible(log) == []
+
+
+def test_a_late_opposite_verdict_is_a_conflict_and_nothing_becomes_visible(log: CommitLog) -> None:
+    def overtaken(batch: HalfBatch) -> Any:
+        check(log, Told(check=ROLLBACK))
+        return COMMIT
+
+    with pytest.raises(VerdictConflictError, match=r"COMMIT_MESSAGE.*rollback by check at .*log\.resolve"):
+        send(log, Told(overtaken), header())
+    assert visible(log) == []
+    assert log.conflicts() == ["app:0"]
+
+
+def test_a_late_equal_verdict_changes_nothing(log: CommitLog) -> None:
+    def overtaken(batch: HalfBatch) -> Any:
+        check(log, Told(check=COMMIT))
+        return COMMIT
+
+    outcome = send(log, Told(overtaken), header())
+    assert outcome.messages == {RowState.COMMITTED: len(KEYS)}
+    assert outcome.placed == []
+    assert visible(log) == bodies()
+
+
+@pytest.mark.parametrize("per", [KEY, MESSAGE])
+def test_a_reopened_attempt_that_another_run_began_is_checked_and_never_executed_blindly(
+    log: CommitLog, per: str
+) -> None:
+    """Some transactions were reopened by a driver that died; others are rolled back by a check only now.
+
+    Both stand under attempt 2 then, but this run may execute only those that it reopened itself.
+    """
+    database = Database()
+    record = prepared(log, per)
+    check(log, Fenced(database), only=lambda position: position < 2)
+
+    def die(point: str) -> None:
+        if point == "executed":
+            raise Crash
+
+    with pytest.raises(Crash):
+        send(another(log), Fenced(database, die=die), record.header)
+    first = sorted(database.orders.elements())
+    assert first
+    assert first != bodies()
+
+    check(log, Fenced(database), only=lambda position: False)
+    other = another(log)
+    state = other.state_of(record)
+    one = state.rows_in((RowState.PENDING,), 1)
+    assert one
+    batch = other.half_batch(record, state, 1, one)
+    Fenced(database).check_local_transaction(batch)
+    other.decide(record, 1, commit={}, rollback=one, who=Who.CHECK)
+
+    send(another(log), Fenced(database), record.header)
+    assert sorted(database.orders.elements()) == visible(log) == bodies()
+
+
+def test_a_check_during_a_replay_that_another_process_overtakes_starts_over(log: CommitLog) -> None:
+    """The listener says COMMIT of what a checker quarantined in the meantime: asked again, not failed."""
+    record = prepared(log)
+    asked = []
+
+    def overtaken(batch: HalfBatch) -> Any:
+        asked.append(batch.attempt)
+        if len(asked) == 1:
+            other = another(log)
+            mask = other.state_of(record).rows_in((RowState.PENDING,))
+            other.ledger.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+        return COMMIT
+
+    send(log, Told(check=overtaken), record.header)
+    assert asked == [1, 1]
+    assert visible(log) == bodies()
+
+
+def test_an_attempt_that_is_always_fenced_ends_with_an_error(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rmq_spark.commitlog.ledger.ATTEMPTS_MAX", 4)
+    listener = Told(FencedError("tombstone"))
+    with pytest.raises(StaleAttemptError, match="rolled back by checks 4 times"):
+        send(log, listener, header())
+    assert [a for a, _ in listener.executed] == [1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------- is it really a replay?
+REMEDY = r"Go on with the checkpoint.*new appId"
+
+
+def test_a_new_checkpoint_under_the_same_app_id_is_refused_with_the_remedy(log: CommitLog) -> None:
+    send(log, Told(), header(batch_id=3))
+    listener = Told(COMMIT, COMMIT)
+    with pytest.raises(CheckpointMismatchError, match=rf"batch 3 of app 'app'.*query-1.*query-2.*{REMEDY}"):
+        send(another(log), listener, header(batch_id=3, query_id="query-2"))
+    assert not listener.executed
+    assert not listener.checked
+    assert visible(log) == bodies(batch_id=3)
+
+
+def test_a_batch_from_other_offsets_is_refused_with_the_remedy(log: CommitLog) -> None:
+    send(log, Told(), header())
+    with pytest.raises(CheckpointMismatchError, match=rf"other offsets.*older copy.*{REMEDY}"):
+        send(another(log), Told(), header(input_hash="another"))
+    assert visible(log) == bodies()
+
+
+def test_a_batch_below_the_last_one_that_the_log_does_not_have_is_refused_with_the_remedy(
+    log: CommitLog,
+) -> None:
+    send(log, Told(), header(batch_id=3))
+    with pytest.raises(CheckpointMismatchError, match=rf"batch 1 of app 'app' is not above.*{REMEDY}"):
+        send(another(log), Told(), header(batch_id=1))
+    assert visible(log) == bodies(batch_id=3)
+
+
+def test_batch_ids_may_have_gaps(log: CommitLog) -> None:
+    """A micro-batch without messages leaves nothing in the log."""
+    send(log, Told(), header(batch_id=1))
+    send(log, Told(), header(batch_id=5))
+    assert visible(log) == sorted(bodies(batch_id=1) + bodies(batch_id=5))
+
+
+# ---------------------------------------------------------------- several drivers
+def test_a_driver_that_loses_the_race_to_prepare_takes_the_batch_up_as_a_replay(log: CommitLog) -> None:
+    first, second = Told(COMMIT), Told(COMMIT, COMMIT)
+
+    class Slower(TwoPhase):
+        def prepare(self, head: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord | None:
+            send(another(log), first, head)
+            return super().prepare(head, files)
+
+    outcome = Slower(log, second).send(header(), stage(log, header()))
+    assert outcome.replayed
+    assert len(first.executed) == 1
+    assert not second.executed
+    assert visible(log) == bodies()
+
+
+def test_a_driver_that_loses_the_race_under_another_checkpoint_is_refused(log: CommitLog) -> None:
+    class Slower(TwoPhase):
+        def prepare(self, head: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord | None:
+            send(another(log), Told(), header())
+            return super().prepare(head, files)
+
+    with pytest.raises(CheckpointMismatchError, match=REMEDY):
+        Slower(log, Told()).send(header(query_id="query-2"), stage(log, header(query_id="query-2")))
+    assert visible(log) == bodies()
+
+
+@pytest.mark.parametrize("per", PERS)
+def test_drivers_that_run_one_batch_at_once_execute_it_once(log: CommitLog, per: str) -> None:
+    database = Database()
+    barrier = threading.Barrier(4)
+
+    def drive(_: int) -> None:
+        handle = another(log)
+        files = stage(handle, header(per))
+        barrier.wait(DEADLINE_S)
+        TwoPhase(handle, Fenced(database), replay_check_timeout_s=DEADLINE_S).send(header(per), files)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(drive, range(4)))
+    assert sorted(database.orders.elements()) == visible(log) == bodies()
+
+
+# ---------------------------------------------------------------- leases
+def test_a_slow_local_transaction_keeps_renewing_its_lease_and_a_quick_one_writes_none(
+    log: CommitLog,
+) -> None:
+    seen: list[Any] = []
+
+    def slow(batch: HalfBatch) -> Any:
+        other = another(log)
+        record = other.get(batch.half_id)
+        deadline = time.monotonic() + DEADLINE_S
+        while len(set(seen)) < 4 and time.monotonic() < deadline:
+            if (until := other.state_of(record).lease_until) is not None:
+                seen.append(until)
+            time.sleep(0.01)
+        return COMMIT
+
+    send(log, Told(slow), header(), lease_s=0.3)
+    assert sorted(set(seen)) == list(dict.fromkeys(seen))
+    assert len(set(seen)) == 4
+    assert visible(log) == bodies()
+    send(log, Told(COMMIT), header(batch_id=1), lease_s=60.0)
+    assert another(log).state_of(log.get("app:1")).lease_until is None
+
+
+def test_a_lease_that_cannot_be_written_does_not_disturb_the_local_transaction(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = threading.Event()
+
+    def refuse(*_: Any) -> None:
+        tried.set()
+        raise OSError("the store is away")
+
+    monkeypatch.setattr(log.ledger, "lease", refuse)
+    send(log, Told(lambda b: COMMIT if tried.wait(DEADLINE_S) else ROLLBACK), header(), lease_s=0.03)
+    assert visible(log) == bodies()
+
+
+# ---------------------------------------------------------------- crashes
+class Crash(BaseException):
+    """The end of a process: nothing catches it."""
+
+
+POINTS = ("staged", "prepared", "executing", "executed", "decided", "reopened")
+
+
+class Mortal(TwoPhase):
+    """A driver that dies at a point."""
+
+    def __init__(
+        self, log: CommitLog, database: Database, plan: Mapping[str, str], point: str | None
+    ) -> None:
+        def die(here: str) -> None:
+            if here == point:
+                raise Crash(here)
+
+        self.die = die
+        super().__init__(log, Fenced(database, plan, die), replay_check_timeout_s=DEADLINE_S)
+
+    def prepare(self, head: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord | None:
+        self.die("staged")
+        record = super().prepare(head, files)
+        self.die("prepared")
+        return record
+
+    def execute(self, run: Any, attempt: int, rows: Any) -> None:
+        if attempt > 1:
+            self.die("reopened")
+        super().execute(run, attempt, rows)
+
+    def decide(self, *arguments: Any) -> bool:
+        result = super().decide(*arguments)
+        self.die("decided")
+        return result
+
+
+RUN = st.tuples(
+    st.sampled_from(POINTS), st.sampled_from(["no check", "check", "check of every other one"]), st.booleans()
+)
+PLAN = st.dictionaries(
+    st.sampled_from(["*", "a", "b", "c"]), st.sampled_from(["commit", "rollback", "done", "not done"])
+)
+
+
+def crash_and_agree(
+    log: CommitLog, per: str, plan: Mapping[str, str], runs: Sequence[tuple[str, str, bool]]
+) -> None:
+    """Runs that die, checks in between, then one that lives: what is done locally is what readers see, once."""
+    database = Database()
+    head = header(per)
+    crashes = 0
+    for point, checks, marks in runs:
+        handle = another(log)
+        try:
+            two_phase = Mortal(handle, database, plan, point)
+            replayed = two_phase.find_replayed(head)
+            two_phase.send(head, [] if replayed else stage(handle, head))
+        except Crash:
+            crashes += 1
+            event(f"died {point}")
+        if checks != "no check":
+            check(log, Fenced(database), (lambda i: i % 2 == 0) if "other" in checks else (lambda i: True))
+        if marks:
+            another(log).move_mark()
+    event(f"{crashes} crashes")
+    handle = another(log)
+    two_phase = Mortal(handle, database, plan, None)
+    two_phase.send(head, [] if two_phase.find_replayed(head) else stage(handle, head))
+    check(log, Fenced(database))
+    assert log.pending().num_rows == 0
+    assert not log.conflicts()
+    assert sorted(database.orders.elements()) == visible(log)
+    kinds = {k: plan.get("*" if per == BATCH else k, "commit") for k in "abcd"}
+    wanted = [b for k in "abcd" if kinds[k] in ("commit", "done") for b in bodies(k)]
+    assert visible(log) == sorted(wanted)
+    send(another(log), Fenced(database), header(per, 1))
+    assert visible(log) == sorted(wanted + bodies(batch_id=1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(per=st.sampled_from(PERS), plan=PLAN, runs=st.lists(RUN, max_size=4))
+def test_local_effects_and_visible_messages_agree_after_any_crashes_in_memory(
+    per: str, plan: dict[str, str], runs: list[tuple[str, str, bool]]
+) -> None:
+    crash_and_agree(make_log("memory", Path()), per, plan, runs)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(per=st.sampled_from(PERS), plan=PLAN, runs=st.lists(RUN, min_size=1, max_size=3))
+def test_local_effects_and_visible_messages_agree_after_any_crashes_on_delta(
+    tmp_path_factory: pytest.TempPathFactory,
+    per: str,
+    plan: dict[str, str],
+    runs: list[tuple[str, str, bool]],
+) -> None:
+    crash_and_agree(make_log("delta", tmp_path_factory.mktemp("log") / "log"), per, plan, runs)
