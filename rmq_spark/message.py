@@ -84,9 +84,9 @@ def check_group(name: object, what: str = "producer group") -> str:
     return _check_name(name, what, GROUP_CHARS_MAX)
 
 
-def check_app_id(name: object) -> str:
+def check_app_id(name: object, what: str = "appId") -> str:
     """The application id when it has the characters of a group name and at most 127 of them."""
-    return _check_name(name, "appId", APP_ID_CHARS_MAX)
+    return _check_name(name, what, APP_ID_CHARS_MAX)
 
 
 def check_properties(properties: Mapping[str, str] | None) -> None:

@@ -50,7 +50,7 @@ def check_path(path: object, table: str) -> str:
     """
     if not isinstance(path, str) or _RELATIVE_PATH.fullmatch(path) is None or ".." in path.split("/"):
         raise CorruptLogError(
-            f"table {table} names the file {path!r}, which is not inside the table: the row was not written by rmq_spark"
+            f"table {table} names the file {path!r}, which is not inside the table: rmq_spark did not write the row"
         )
     return path
 
@@ -248,9 +248,11 @@ def _read_by_address(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[s
     table = file.read(columns=list(dict.fromkeys([*columns, *address])))
     mine = pc.and_(pc.equal(table["half_id"], wanted.half_id), pc.equal(table["file_no"], wanted.file_no))
     table = table.filter(mine).sort_by("row_no")
-    asked = bytearray(wanted.file_rows)
+    # As long as the rows that are there, whatever the range claims.
+    asked = bytearray((pc.max(table["row_no"]).as_py() or 0) + 1)
     for first, last in wanted.ranges:
-        asked[first : last + 1] = b"\x01" * (last - first + 1)
+        end = min(last + 1, len(asked))
+        asked[first:end] = b"\x01" * (end - first)
     table = table.filter(pc.equal(bytes_array(asked).take(table["row_no"]), 1))
     if table.num_rows != wanted.rows:
         raise CorruptLogError(

@@ -45,10 +45,24 @@ SOURCE_SCHEMA = pa.schema(
 """The columns of the source, in order."""
 
 STORED_COLUMNS = ("tags", "keys", "sharding_key", "properties", "body", "born_timestamp", "store_timestamp")
-PLACEMENT_COLUMNS = (
-    "kind version op_time half_id file_no ranges count attempt topic queue_id queue_offset next_offset path file_rows "
-    "transaction_per producer_group"
-).split()
+PLACEMENT_COLUMNS = [
+    "kind",
+    "version",
+    "op_time",
+    "half_id",
+    "file_no",
+    "ranges",
+    "count",
+    "attempt",
+    "topic",
+    "queue_id",
+    "queue_offset",
+    "next_offset",
+    "path",
+    "file_rows",
+    "transaction_per",
+    "producer_group",
+]
 
 
 @dataclass(frozen=True)
@@ -93,9 +107,7 @@ class PlacedRange:
                            self.producer_group, self.commit_timestamp)  # fmt: skip
 
 
-def read_placements(
-    op: Table, where: pc.Expression | None = None, since_version: int = 0, above: int = 0
-) -> pa.Table:
+def read_placements(op: Table, where: pc.Expression | None = None, since_version: int = 0, above: int = 0) -> pa.Table:
     """Op rows that placed messages (``commit`` with an offset, or ``place``), with :data:`PLACEMENT_COLUMNS`.
 
     Parameters
@@ -193,8 +205,8 @@ def placed_range(row: Mapping[str, Any], moved: Mapping[tuple[str, int], str]) -
     ranges = ranges_of(row["ranges"])
     if ranges is None or ranges_count(ranges) != row["count"] or row["queue_offset"] < 0:
         raise CorruptLogError(
-            f"op row of half batch {row['half_id']!r} at version {row['version']} says {row['count']} messages, but names "
-            f"the rows {ranges}: it was changed by hand"
+            f"op row of half batch {row['half_id']!r} at version {row['version']} says {row['count']} messages, but "
+            f"names the rows {ranges}: it was changed by hand"
         )
     if row["next_offset"] != row["queue_offset"] + row["count"] or ranges[-1][1] >= (row["file_rows"] or 0):
         raise CorruptLogError(
@@ -369,5 +381,3 @@ def read_messages(
                 parts.append(to_messages(placed, position, rows, names))
     schema = pa.schema([SOURCE_SCHEMA.field(c) for c in names])
     return pa.concat_tables(parts) if parts else schema.empty_table()
-
-

@@ -220,6 +220,8 @@ class DeltaLogTable:
             table = DeltaTable(self._uri, storage_options=self._storage_options or None)
         except TableNotFoundError as problem:
             raise NotACommitLogError(f"no Delta table {self.name!r} at {self._uri}: is it a commit log?") from problem
+        except DeltaError as problem:
+            raise NotACommitLogError(f"the Delta table {self.name!r} at {self._uri} is broken: {problem}") from problem
         have = set(pa.schema(table.schema().to_arrow()).names)
         missing = [n for n in self.schema.names if n not in have]
         if missing:

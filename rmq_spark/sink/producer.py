@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -180,7 +180,7 @@ class TransactionMQProducer:
 
     def send_messages_in_transaction(
         self,
-        messages: Sequence[Message] | pa.Table,
+        messages: Iterable[Message] | pa.Table,
         arg: Any = None,
         *,
         topic: str | None = None,
@@ -192,7 +192,7 @@ class TransactionMQProducer:
 
         Parameters
         ----------
-        messages : sequence of Message, or pyarrow.Table
+        messages : iterable of Message, or pyarrow.Table
             A table has the columns of the sink (``body``, ``topic``, ``tags``, …) and the transaction key's.
         topic : str, optional
             For rows of a table without a ``topic``.
@@ -205,7 +205,7 @@ class TransactionMQProducer:
         per = transaction_per or (KEY if transaction_key else BATCH)
         if per not in (BATCH, MESSAGE, KEY) or (per == KEY) != (transaction_key is not None):
             raise OptionError(f"transaction_per={per!r} and transaction_key={transaction_key!r} contradict each other")
-        table = messages if isinstance(messages, pa.Table) else to_table(messages)
+        table = messages if isinstance(messages, pa.Table) else to_table(_message_list(messages))
         if table.num_rows == 0:
             raise MessageError("no messages were given: a half batch has at least one")
         header = self._header(per, idempotency_key)
@@ -215,7 +215,7 @@ class TransactionMQProducer:
 
     def _header(self, per: str, idempotency_key: str | None) -> HalfHeader:
         # A dot is in no group, key or appId: so a key is its group's own, and is never taken for a stream's batch.
-        one_send = uuid4().hex if idempotency_key is None else check_app_id(idempotency_key)
+        one_send = uuid4().hex if idempotency_key is None else check_app_id(idempotency_key, "idempotency_key")
         app_id = f"send.{self.producer_group}.{one_send}"
         return HalfHeader(
             half_id=half_id_of(app_id, 0),
@@ -250,3 +250,11 @@ class TransactionMQProducer:
             messages=rows,
             replayed=outcome.replayed,
         )
+
+
+def _message_list(messages: object) -> list[Message]:
+    if isinstance(messages, Message) or not isinstance(messages, Iterable):
+        raise MessageError(
+            f"found {type(messages).__name__}: a list of rmq_spark.Message or a pyarrow.Table is expected"
+        )
+    return list(messages)

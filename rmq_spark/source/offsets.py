@@ -1,7 +1,6 @@
 """Offsets as Spark's Kafka source writes them: ``{"orders": {"0": 23, "1": -1}}``, in options and in checkpoints.
 
-An offset is the next message to read. A queue that is not named starts at 0, which is how a topic joins a stream that is
-running already.
+An offset is the next message to read. A queue that is not named starts at 0: so a topic joins a running stream.
 """
 
 from __future__ import annotations
@@ -62,12 +61,18 @@ def from_json(value: object, what: str, lowest: int = 0) -> Positions:
     for topic, queues in value.items():
         for queue_id, offset in queues.items():
             if _QUEUE_ID.fullmatch(str(queue_id)) is None:
-                raise OffsetError(f"{what} names the queue {queue_id!r} of topic {topic!r}: a number such as \"0\" is expected")
+                raise OffsetError(
+                    f'{what} names the queue {queue_id!r} of topic {topic!r}: a number such as "0" is expected'
+                )
             if isinstance(offset, bool) or not isinstance(offset, int):
-                raise OffsetError(f"{what} has {offset!r} for topic {topic!r}, queue {queue_id}: a whole number is expected")
+                raise OffsetError(
+                    f"{what} has {offset!r} for topic {topic!r}, queue {queue_id}: a whole number is expected"
+                )
             if offset < lowest:
                 marks = {0: "", -1: " (or -1, latest)", -2: " (or -1, latest, or -2, earliest)"}[lowest]
-                raise OffsetError(f"{what} has {offset} for topic {topic!r}, queue {queue_id}: at least 0 is expected{marks}")
+                raise OffsetError(
+                    f"{what} has {offset} for topic {topic!r}, queue {queue_id}: at least 0 is expected{marks}"
+                )
             positions[(topic, int(queue_id))] = offset
     return positions
 
@@ -96,12 +101,15 @@ def parse_offsets(text: str, option: str, keywords: tuple[str, ...], marks: tupl
     if word in keywords:
         return word
     if word in (EARLIEST, LATEST):
-        raise OffsetError(f"{option}={word!r} cannot be used here: {' or '.join(map(repr, keywords))} or JSON is expected")
+        raise OffsetError(
+            f"{option}={word!r} cannot be used here: {' or '.join(map(repr, keywords))} or JSON is expected"
+        )
     try:
         value = json.loads(text, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as problem:
         raise OffsetError(
-            f"{option}={text[:200]!r} is neither {' nor '.join(map(repr, keywords))} nor JSON such as {_EXAMPLE}: {problem}"
+            f"{option}={text[:200]!r} is neither {' nor '.join(map(repr, keywords))} nor JSON such as {_EXAMPLE}: "
+            f"{problem}"
         ) from problem
     positions = from_json(value, option, min(marks, default=0))
     for (topic, queue_id), offset in positions.items():
@@ -142,25 +150,30 @@ def resolve(option: str, given: str | Positions, queues: Mapping[str, int], tail
     for (topic, queue_id), offset in given.items():
         if topic not in queues:
             hint = nearest(topic, queues) if queues else "no topic is subscribed to"
-            raise OffsetError(f"{option} names topic {topic!r}, which is not subscribed to or not in the commit log ({hint})")
+            raise OffsetError(
+                f"{option} names topic {topic!r}, which is not subscribed to or not in the commit log ({hint})"
+            )
         if queue_id >= queues[topic]:
-            raise OffsetError(f"{option} names queue {queue_id} of topic {topic!r}, which has the queues 0 to {queues[topic] - 1}")
+            raise OffsetError(
+                f"{option} names queue {queue_id} of topic {topic!r}, which has the queues 0 to {queues[topic] - 1}"
+            )
         if offset > ends[(topic, queue_id)]:
             raise OffsetOutOfRangeError(
-                f"{option} has {offset} for topic {topic!r}, queue {queue_id}: past its end, which is {ends[(topic, queue_id)]}"
+                f"{option} has {offset} for topic {topic!r}, queue {queue_id}: past its end, which is "
+                f"{ends[(topic, queue_id)]}"
             )
     for topic, queue_id in ends:
         if (topic, queue_id) not in given:
             raise OffsetError(
-                f"{option} leaves out queue {queue_id} of topic {topic!r}: name every queue that is subscribed to, with -2 for "
-                "earliest or -1 for latest where you have no offset"
+                f"{option} leaves out queue {queue_id} of topic {topic!r}: name every queue that is subscribed to, "
+                "with -2 for earliest or -1 for latest where you have no offset"
             )
     marks = {queue: {EARLIEST_OFFSET: 0, LATEST_OFFSET: end} for queue, end in ends.items()}
     return {queue: marks[queue].get(offset, offset) for queue, offset in given.items()}
 
 
 def parse_timestamp(text: str, option: str) -> datetime:
-    """A time with a zone, such as ``2025-03-01T08:00:00Z`` or ``2025-03-01T08:00:00+01:00``, or milliseconds since 1970.
+    """A time with a zone, such as ``2025-03-01T08:00:00Z`` or ``…T09:00:00+01:00``, or milliseconds since 1970.
 
     Raises
     ------
@@ -171,7 +184,9 @@ def parse_timestamp(text: str, option: str) -> datetime:
     example = "write it as 2025-03-01T08:00:00Z, or as milliseconds since 1970"
     if value.isascii() and value.isdigit():
         if int(value) < EPOCH_MS_MIN:
-            raise OptionError(f"{option}={text!r} is too small for milliseconds since 1970 (are they seconds?): {example}")
+            raise OptionError(
+                f"{option}={text!r} is too small for milliseconds since 1970 (are they seconds?): {example}"
+            )
         try:
             return _from_ms(int(value))
         except (OverflowError, ValueError, OSError) as problem:

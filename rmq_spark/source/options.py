@@ -90,7 +90,9 @@ def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
     if streaming:
         for name in ("endingOffsets", "endingTimestamp"):
             if name in options:
-                raise OptionError(f"{name} is for batch reads: a stream has no end (trigger(availableNow=True) stops it)")
+                raise OptionError(
+                    f"{name} is for batch reads: a stream has no end (trigger(availableNow=True) stops it)"
+                )
     elif "maxOffsetsPerTrigger" in options:
         raise OptionError("maxOffsetsPerTrigger is for streams: a batch read has no triggers; set endingOffsets")
     ordered = options.boolean("ordered", False)

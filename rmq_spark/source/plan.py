@@ -1,8 +1,8 @@
 """Planning a read: which offsets, and which half rows they are. It looks at ``op`` alone and never lists ``half``.
 
-A :class:`Planner` follows ``op`` as a stream goes on. It keeps the placements that the stream has not read yet, reads only
-op rows newer than those, and when it starts cold it walks from the newest op file backwards until the range is covered.
-So its cost follows what is to be read, not the age of the log.
+A :class:`Planner` follows ``op`` as a stream goes on. It keeps the placements that the stream has not read yet and
+reads only op rows newer than those; when it starts cold it walks from the newest op file backwards until the range is
+covered. So its cost follows what is to be read, not the age of the log.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class Planner:
                 found[(topic, queue_id)] = offset
             else:
                 self._lost(
-                    f"the checkpoint has offset {offset} for topic {topic!r}, queue {queue_id}, which ends at {end}: it was "
-                    "made with another commit log, or with one that was restored since. Start with a new checkpoint"
+                    f"the checkpoint has offset {offset} for topic {topic!r}, queue {queue_id}, which ends at {end}: "
+                    "it was made with another commit log, or with one restored since. Start a new checkpoint"
                 )
                 found[(topic, queue_id)] = end
         return found
@@ -234,9 +234,7 @@ def _queue_names(rows: pa.Table) -> pa.ChunkedArray:
     return pc.binary_join_element_wise(rows["topic"], pc.cast(rows["queue_id"], pa.string()), " ")
 
 
-def _bounded(
-    rows: pa.Table, until: int, wanted: Ranges
-) -> tuple[pa.Table, int]:
+def _bounded(rows: pa.Table, until: int, wanted: Ranges) -> tuple[pa.Table, int]:
     """Few enough rows to keep: those of the ranges, and of the others the oldest; with the version they reach."""
     if rows.num_rows <= 2 * CACHE_ROWS_MAX:
         return rows, until

@@ -17,6 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.crash)
+            item.add_marker(pytest.mark.timeout(1200))
 
 
 @pytest.fixture(autouse=True)

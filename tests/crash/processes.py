@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 HERE = Path(__file__).parent
-DEADLINE_S = 240.0
+DEADLINE_S = 600.0
 POLL_S = 0.02
 
 
@@ -40,7 +40,7 @@ class Program:
         with self.output.open("wb") as out:
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / name), str(root), *arguments],
-                env={**os.environ, "PYTHONPATH": path, **environment},
+                env={**os.environ, "PYTHONPATH": path, "PYSPARK_PYTHON": sys.executable, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

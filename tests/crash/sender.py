@@ -1,4 +1,4 @@
-"""A program without Spark that sends one half batch of a shop with TransactionMQProducer: ``sender.py <folder> <stream>``."""
+"""A program without Spark that sends one half batch of a shop: ``sender.py <folder> <stream>``."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ A folder holds one stream each of :data:`STREAMS`, with its commit log, checkpoi
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
 from collections import Counter
@@ -21,6 +20,8 @@ from rmq_spark.listeners.sql import SqlTransactionListener
 
 GROUP = "shop"
 ROWS = 30
+FILES = 2
+"""Files, and so partitions, of a micro-batch of ROWS messages."""
 BATCHES = 3
 REFUSED_BATCH = 2
 REFUSED_KEY = "3"
@@ -52,12 +53,16 @@ def open_shop(root: Path, streams: Sequence[str] = tuple(STREAMS)) -> None:
 
 
 def add_input(root: Path, batches: int) -> None:
-    first = len(list((root / "in").iterdir()))
-    for b in range(first, first + batches):
-        rows = [json.dumps({"n": n}) for n in range(b * ROWS, (b + 1) * ROWS)]
-        file = root / "in" / f"{b}.json"
-        file.write_text("\n".join(rows))
-        os.utime(file, (1_700_000_000 + b, 1_700_000_000 + b))
+    first, rows = len(list((root / "in").iterdir())), ROWS // FILES
+    for i in range(first, first + batches * FILES):
+        file = root / "in" / f"{i:03}.txt"
+        file.write_text("\n".join(str(n) for n in range(i * rows, (i + 1) * rows)))
+        os.utime(file, (1_700_000_000 + i, 1_700_000_000 + i))
+
+
+def batches_in(root: Path) -> range:
+    """The micro-batches that the input makes."""
+    return range(len(list((root / "in").iterdir())) // FILES)
 
 
 # ---------------------------------------------------------------- the local transaction

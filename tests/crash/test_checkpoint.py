@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from processes import Program
-from shop import accepted, add_input, assert_agreement, open_shop
+from shop import accepted, add_input, assert_agreement, batches_in, open_shop
 
 
 def drive(root: Path) -> Program:
@@ -16,7 +16,7 @@ def drive(root: Path) -> Program:
 
 
 def assert_all_sent_once(root: Path) -> None:
-    assert_agreement(root, "key", accepted("key", range(len(list((root / "in").iterdir())))))
+    assert_agreement(root, "key", accepted("key", batches_in(root)))
 
 
 @pytest.fixture(scope="module")

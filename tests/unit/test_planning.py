@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.files import RowRange
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.op import OpRow, Kind
+from rmq_spark.commitlog.op import Kind, OpRow
 from rmq_spark.commitlog.reading import PlacedRange, out_of_range, to_messages
 from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError, OptionError, TopicNotFoundError
 from rmq_spark.source import plan
@@ -78,7 +78,9 @@ def test_a_planner_follows_the_log_and_reads_only_what_is_new(log: CommitLog, mo
     plans = planner(log)
     asked: list[int] = []
     walk = plan.walk_placements
-    monkeypatch.setattr(plan, "walk_placements", lambda op, since=0, above=0: asked.append(since) or walk(op, since, above))
+    monkeypatch.setattr(
+        plan, "walk_placements", lambda op, since=0, above=0: asked.append(since) or walk(op, since, above)
+    )
     at: Positions = plans.latest()
     seen = 0
     for batch_id in range(1, 6):
@@ -140,7 +142,9 @@ def test_a_cache_over_its_size_is_filled_again_as_the_stream_goes_on(
     assert read(log, parts).equals(whole(log))
 
 
-def test_a_cold_planner_at_the_head_reads_the_newest_files_only(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cold_planner_at_the_head_reads_the_newest_files_only(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for batch_id in range(40):
         send(log, batch_id, 3)
     before = planner(log).latest()
@@ -338,8 +342,8 @@ def row_spans(ranges: list[PlacedRange]) -> list[tuple[int, int, int, int, int]]
 def test_cut_ranges_concatenate_to_the_whole(placed: PlacedRange, data: st.DataObject) -> None:
     stop = placed.queue_offset + placed.count
     at = sorted({*data.draw(st.lists(st.integers(7, stop), max_size=4)), 7, stop})
-    parts = [placed.cut(a, b) for a, b in zip(at, at[1:], strict=False)]
-    assert [p.count for p in parts] == [b - a for a, b in zip(at, at[1:], strict=False)]
+    parts = [placed.cut(a, b) for a, b in pairwise(at)]
+    assert [p.count for p in parts] == [b - a for a, b in pairwise(at)]
     assert row_spans(parts) == row_spans([placed])
 
 

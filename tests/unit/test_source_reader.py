@@ -108,7 +108,7 @@ def test_a_body_that_is_not_text_is_named(log: CommitLog) -> None:
 @pytest.mark.parametrize(
     ("ddl", "words"),
     [
-        ("key string", "column 'key' is not a column of the source .*did you mean 'keys'"),
+        ("key string", r"column 'key' is not a column of the source .*did you mean 'keys'"),
         ("queue_id bigint", "column 'queue_id' is asked for as bigint: its type is int"),
         ("body timestamp", r"its type is binary \(or string, for bodies in UTF-8\)"),
         ("keys string, keys string", "names a column twice"),
@@ -138,7 +138,7 @@ def test_starting_and_ending_offsets_cut_the_queues(log: CommitLog) -> None:
         *({"queue_id": 0, "queue_offset": o} for o in (2, 3, 4)),
         {"queue_id": 1, "queue_offset": 0},
     ]
-    with pytest.raises(OffsetError, match="startingOffsets has 5 .* after the 4 of endingOffsets"):
+    with pytest.raises(OffsetError, match=r"startingOffsets has 5 .* after the 4 of endingOffsets"):
         read(
             log,
             startingOffsets='{"orders": {"0": 5, "1": -2, "2": 10}}',

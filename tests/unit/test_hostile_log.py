@@ -1,0 +1,235 @@
+"""Logs that are none, half of one, from the future, or edited by hand: a named error, and nothing read outside."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable, Schema
+
+from rmq_spark.commitlog import log as log_module
+from rmq_spark.commitlog.half import HALF_SCHEMA
+from rmq_spark.commitlog.log import TOPICS_SCHEMA, CommitLog
+from rmq_spark.commitlog.op import OP_SCHEMA, STATS_COLUMNS
+from rmq_spark.commitlog.table import Change, DeltaLogTable
+from rmq_spark.errors import CorruptLogError, LogFormatError, NotACommitLogError, OptionError
+from tests.half_batches import another, bodies, check_offsets, commit, make_log, pending, prepare, roll_back
+
+
+# ---------------------------------------------------------------- what is no log
+def a_missing_folder(path: Path) -> None:
+    pass
+
+
+def an_empty_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def a_file(path: Path) -> None:
+    path.write_text("not a folder")
+
+
+def a_delta_table(path: Path) -> None:
+    DeltaTable.create(str(path), schema=Schema.from_arrow(TOPICS_SCHEMA))
+
+
+def a_table_named_topics(path: Path) -> None:
+    DeltaTable.create(str(path / "topics"), schema=Schema.from_arrow(TOPICS_SCHEMA))
+
+
+def topics_alone(path: Path) -> None:
+    DeltaLogTable.create(str(path / "topics"), "topics", TOPICS_SCHEMA, None, {"txmq.format": "1"})
+
+
+def a_log_without_its_entries(path: Path) -> None:
+    CommitLog.create(path)
+    for entry in (path / "op" / "_delta_log").iterdir():
+        entry.unlink()
+
+
+def a_log_with_a_broken_entry(path: Path) -> None:
+    CommitLog.create(path)
+    entry = path / "op" / "_delta_log" / f"{0:020d}.json"
+    entry.write_text("{not json")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        a_missing_folder,
+        an_empty_folder,
+        a_file,
+        a_delta_table,
+        a_table_named_topics,
+        topics_alone,
+        a_log_without_its_entries,
+        a_log_with_a_broken_entry,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_a_path_that_is_no_commit_log_is_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "log"
+    make(path)
+    with pytest.raises(NotACommitLogError, match=str(path)):
+        CommitLog.open(path)
+
+
+@pytest.mark.parametrize("path", ["", "  "])
+def test_an_empty_path_is_refused(path: str) -> None:
+    with pytest.raises(OptionError, match="path is empty"):
+        CommitLog.open(path)
+
+
+def test_a_log_cannot_be_made_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("x")
+    with pytest.raises(NotACommitLogError, match="cannot be created"):
+        CommitLog.create(tmp_path / "log")
+
+
+@pytest.mark.parametrize("crash_before", ["half", "op", "topics"])
+def test_a_half_made_log_is_completed_by_making_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_before: str
+) -> None:
+    real = DeltaLogTable.create
+
+    def crashing(uri: str, name: str, *more: Any) -> None:
+        if name == crash_before:
+            raise KeyboardInterrupt
+        real(uri, name, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeltaLogTable, "create", staticmethod(crashing))
+        with pytest.raises(KeyboardInterrupt):
+            CommitLog.create(tmp_path / "log")
+    with pytest.raises(NotACommitLogError):
+        CommitLog.open(tmp_path / "log")
+    log = CommitLog.create(tmp_path / "log")
+    log.create_topic("orders", 2)
+    commit(log, prepare(log, 0))
+    assert len(bodies(CommitLog.open(tmp_path / "log"))) == 5
+
+
+@pytest.mark.parametrize("found", ["2", "99", "next", "-1"])
+def test_a_newer_format_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(log_module, "FORMAT", found)
+        with pytest.raises((LogFormatError, TypeError)):
+            CommitLog.create(tmp_path / "log")
+    with pytest.raises(LogFormatError, match=rf"format {found}.*upgrade"):
+        CommitLog.open(tmp_path / "log")
+    with pytest.raises(LogFormatError):
+        CommitLog.create(tmp_path / "log", exist_ok=True)
+
+
+@pytest.mark.parametrize(("name", "schema"), [("half", HALF_SCHEMA), ("op", OP_SCHEMA)])
+def test_a_table_that_lacks_a_column_is_not_opened(tmp_path: Path, name: str, schema: pa.Schema) -> None:
+    CommitLog.create(tmp_path / "log")
+    shutil.rmtree(tmp_path / "log" / name)
+    lost = schema.names[3]
+    left = pa.schema([f for f in schema if f.name != lost])
+    DeltaTable.create(str(tmp_path / "log" / name), schema=Schema.from_arrow(left))
+    with pytest.raises(LogFormatError, match=f"{name} has no column '{lost}'"):
+        CommitLog.open(tmp_path / "log")
+
+
+def test_a_moved_log_opens_in_its_new_place(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "here")
+    commit(log, prepare(log, 0))
+    open_one = prepare(log, 1)
+    log.close()
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    moved = CommitLog.open(tmp_path / "there")
+    assert len(bodies(moved)) == 5
+    commit(moved, moved.get(open_one.half_id))
+    check_offsets(moved)
+    assert len(bodies(moved)) == 10
+    assert not (tmp_path / "here").exists()
+
+
+# ---------------------------------------------------------------- op rows edited by hand
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    made = make_log(request.param, tmp_path / "log", orders=1)
+    record = prepare(made, 0, 6, per="message")
+    made.decide(record, 1, commit={0: b"\0\1\1\0\1\1"}, rollback={}, who="execute")  # type: ignore[arg-type]
+    return made
+
+
+def edit(log: CommitLog, **changes: object) -> CommitLog:
+    """Replace the log's only op row by an edited one, and come back with a handle that has not seen the first."""
+    op = another(log)._op
+    op.refresh()
+    paths = op.actions()["path"].to_pylist()
+    (row,) = op.read(paths).to_pylist()
+    rows = pa.Table.from_pylist([{**row, **changes}], schema=OP_SCHEMA)
+    change = Change(add=[op.write(rows, "op", STATS_COLUMNS)], remove=paths, data_change=False)
+    assert op.compare_and_set(lambda _: change, lambda c: c.add[0].path in op.actions()["path"].to_pylist()) is change
+    return another(log)
+
+
+def ranges(*pairs: tuple[int, int]) -> list[dict[str, int]]:
+    return [{"first": a, "last": b} for a, b in pairs]
+
+
+EDITS: dict[str, dict[str, object]] = {
+    "path upwards": {"path": "../outside.parquet"},
+    "path upwards within": {"path": "x/../../outside.parquet"},
+    "path absolute": {"path": "/etc/passwd"},
+    "path a URI": {"path": "file:///etc/passwd"},
+    "path a bucket": {"path": "s3://bucket/x.parquet"},
+    "path missing": {"path": None},
+    "ranges backwards": {"ranges": ranges((2, 1), (4, 6))},
+    "ranges overlapping": {"ranges": ranges((1, 2), (2, 3))},
+    "ranges descending": {"ranges": ranges((4, 5), (1, 2))},
+    "ranges negative": {"ranges": ranges((-2, -1), (4, 5))},
+    "ranges empty": {"ranges": []},
+    "ranges past the file": {"ranges": ranges((3, 6))},
+    "ranges far past the file": {"ranges": ranges((10**14, 10**14 + 3)), "file_rows": 10**15},
+    "count too large": {"count": 5, "next_offset": 5},
+    "count and offsets disagree": {"count": 5},
+    "offset negative": {"queue_offset": -1, "next_offset": 3},
+    "another file": {"file_no": 7},
+    "another half batch": {"half_id": "app:7"},
+    "unknown kind": {"kind": "erase"},
+}
+SEEN_BY_THE_STATE = [e for e in EDITS if not e.startswith("path") and e != "another half batch"]
+
+
+@pytest.mark.parametrize("edited", EDITS)
+def test_reading_an_edited_op_row_is_an_error(log: CommitLog, tmp_path: Path, edited: str) -> None:
+    outside = pa.table({"half_id": ["app:0"] * 6, "file_no": [0] * 6, "row_no": range(6), "body": ["outside"] * 6})
+    pq.write_table(outside, tmp_path / "log" / "outside.parquet") if (tmp_path / "log").exists() else None
+    changed = edit(log, **EDITS[edited])
+    with pytest.raises(CorruptLogError):
+        changed.read("orders")
+
+
+@pytest.mark.parametrize("edited", SEEN_BY_THE_STATE)
+def test_deciding_over_an_edited_op_row_is_an_error(log: CommitLog, edited: str) -> None:
+    changed = edit(log, **EDITS[edited])
+    with pytest.raises(CorruptLogError):
+        changed.decide(changed.get("app:0"), 1, commit={0: b"\1\0\0\0\0\0"}, rollback={}, who="execute")  # type: ignore[arg-type]
+    changed._op.refresh()
+    assert changed._op.read(changed._op.actions()["path"].to_pylist()).num_rows == 1
+
+
+def test_a_half_table_that_names_a_file_outside_is_not_read(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log")
+    record = prepare(log, 0)
+    (file,) = record.files.values()
+    shutil.copy(tmp_path / "log" / "half" / file.path, tmp_path / "log" / "outside.parquet")
+    entry = sorted((tmp_path / "log" / "half" / "_delta_log").glob("*.json"))[-1]
+    entry.write_text(entry.read_text().replace(file.path, "../outside.parquet"))
+    with pytest.raises(CorruptLogError, match="not inside the table"):
+        CommitLog.open(tmp_path / "log").get("app:0")
+
+
+def test_one_bad_row_does_not_hide_behind_a_mark(log: CommitLog) -> None:
+    roll_back(log, log.get("app:0"))
+    assert log.move_mark()
+    assert pending(log, log.get("app:0")) == {}

@@ -1,0 +1,133 @@
+"""vacuum: orphans of crashes go when they are old, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.half import HalfWriter
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.errors import OptionError
+from rmq_spark.testing import InMemoryCommitLog
+from tests.half_batches import bodies, check_offsets, commit, header_of, make_log, prepare
+
+DAY_S = 24 * 3600
+
+
+def stage(log: CommitLog, batch_id: int) -> str:
+    """An orphan: staged by an executor whose driver then crashed."""
+    writer = HalfWriter(header_of(batch_id), log.topics(), "orders", None)
+    (file,) = log.stage(writer, pa.table({"body": ["x"]}).to_batches())
+    return f"half/{file.data.path}"
+
+
+def age(folder: Path, days: float) -> None:
+    """Let every file of the log be so old."""
+    then = time.time() - days * DAY_S
+    for file in folder.rglob("*.parquet"):
+        os.utime(file, (then, then))
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> CommitLog:
+    return make_log("delta", tmp_path / "log")
+
+
+def test_old_orphans_go_and_live_and_young_files_stay(log: CommitLog, tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    commit(log, prepare(log, 0))
+    prepare(log, 1)
+    orphan = stage(log, 2)
+    age(folder, 8)
+    young = stage(log, 3)
+    before = sorted(folder.rglob("*.parquet"))
+    assert log.vacuum(dry_run=True) == [orphan]
+    assert sorted(folder.rglob("*.parquet")) == before
+    assert log.vacuum(older_than="9d") == []
+    assert log.vacuum() == [orphan]
+    assert not (folder / orphan).exists()
+    assert (folder / young).exists()
+    assert log.vacuum() == []
+    assert len(bodies(log)) == 5
+    assert log.pending()["half_id"].to_pylist() == ["app:1"]
+    commit(log, log.get("app:1"))
+    check_offsets(log)
+
+
+def test_another_handles_commits_are_not_orphans(log: CommitLog, tmp_path: Path) -> None:
+    other = CommitLog.open(tmp_path / "log")
+    other.vacuum(dry_run=True)
+    commit(log, prepare(log, 0))
+    age(tmp_path / "log", 8)
+    assert other.vacuum() == []
+    assert len(bodies(other)) == 5
+
+
+def test_what_is_no_data_file_is_left_alone(log: CommitLog, tmp_path: Path) -> None:
+    mine = tmp_path / "log" / "half" / "notes.txt"
+    mine.write_text("mine")
+    deeper = tmp_path / "log" / "half" / "copies"
+    deeper.mkdir()
+    (deeper / "x.parquet").write_bytes(b"mine")
+    entries = sorted((tmp_path / "log" / "half" / "_delta_log").iterdir())
+    os.utime(mine, (0, 0))
+    age(tmp_path / "log", 30)
+    assert log.vacuum() == []
+    assert mine.exists()
+    assert (deeper / "x.parquet").exists()
+    assert sorted((tmp_path / "log" / "half" / "_delta_log").iterdir()) == entries
+
+
+def test_files_that_were_merged_lately_stay_for_those_who_read_them(
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
+    monkeypatch.setattr(log, "_maintain", lambda: None)
+    for i in range(4):
+        commit(log, prepare(log, i))
+    age(tmp_path / "log", 30)
+    late = CommitLog.open(tmp_path / "log")
+    late.ledger.refresh()
+    paths = late._op.actions()["path"].to_pylist()
+    assert maintenance.compact_op(CommitLog.open(tmp_path / "log")._op)
+    assert log.vacuum() == []
+    assert late._op.read(paths).num_rows == 8
+
+
+def test_merged_files_go_in_the_end(log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
+    monkeypatch.setattr(log, "_maintain", lambda: None)
+    for i in range(4):
+        commit(log, prepare(log, i))
+    assert maintenance.compact_op(CommitLog.open(tmp_path / "log")._op)
+    age(tmp_path / "log", 8)
+    monkeypatch.setattr(type(log._op), "removed_since", lambda self, age_s=None: set())  # a week later
+    assert len(log.vacuum()) == 4
+    check_offsets(log)
+    assert len(bodies(log)) == 20
+
+
+@pytest.mark.parametrize(("older_than", "words"), [("6d", "under 7d"), ("0s", "under 7d"), ("7", "not a duration")])
+def test_an_age_at_which_files_may_be_in_use_is_refused(log: CommitLog, older_than: str, words: str) -> None:
+    orphan = stage(log, 0)
+    with pytest.raises(OptionError, match=words):
+        log.vacuum(older_than=older_than)
+    assert (Path(log.path) / orphan).exists()
+
+
+def test_the_twin_in_memory_removes_orphans_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = InMemoryCommitLog(topics={"orders": 2})
+    commit(log, prepare(log, 0))
+    orphan = stage(log, 1)
+    assert log.vacuum() == []
+    later = time.time() + 8 * DAY_S
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert log.vacuum(dry_run=True) == [orphan]
+    assert log.vacuum() == [orphan]
+    assert log.vacuum() == []
+    assert len(bodies(log)) == 5
