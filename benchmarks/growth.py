@@ -1,7 +1,8 @@
 """``make bench-growth``: what a log with 10,000 transactions costs beside one with 100, in turn.
 
-Three durations: a sink micro-batch of 100 messages (whole, on Spark), planning a micro-batch of a source at the head, and a
-cold start (open the log, find what is pending, plan). Environment: BENCH_ROUNDS (5), BENCH_OLD (10000), BENCH_YOUNG (100).
+Three durations: a sink micro-batch of 100 messages (whole, on Spark), planning a micro-batch of a source at the
+head, and a cold start (open the log, find what is pending, plan). Environment: BENCH_ROUNDS (5), BENCH_OLD (10000),
+BENCH_YOUNG (100).
 """
 
 from __future__ import annotations

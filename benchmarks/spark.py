@@ -8,9 +8,9 @@ from statistics import median
 
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
-from delta import configure_spark_with_delta_pip  # noqa: E402
-from pyspark.sql import SparkSession  # noqa: E402
-from pyspark.sql.streaming import DataStreamWriter  # noqa: E402
+from delta import configure_spark_with_delta_pip
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming import DataStreamWriter
 
 
 def session() -> SparkSession:

@@ -91,7 +91,8 @@ def main() -> None:
         small, small_delta = sinks(spark, folder / "s", folder / "small", ROUNDS, 2)
 
         last = folder / "l" / f"round{ROUNDS}"
-        columns = "topic string, tags string, keys string, properties map<string,string>, body binary, born_timestamp timestamp"
+        columns = "topic string, tags string, keys string, properties map<string,string>, body binary"
+        columns += ", born_timestamp timestamp"
 
         def read_ours() -> DataFrame:
             reader = spark.read.format("txmq").schema(columns).option("path", str(last / "log"))

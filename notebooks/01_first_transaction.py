@@ -1,9 +1,10 @@
 # Databricks notebook source
 # MAGIC %md
 # MAGIC # A first transaction
-# MAGIC A stream of orders must do two things that agree: write each paid order into a database, and tell others about it.
-# MAGIC This notebook makes a commit log, sends orders through the sink, looks at what is pending, lets a check settle it, and
-# MAGIC reads what was committed. It runs unchanged on Databricks and with `python notebooks/01_first_transaction.py`.
+# MAGIC A stream of orders must do two things that agree: write each paid order into a database, and tell others
+# MAGIC about it. This notebook makes a commit log, sends orders through the sink, looks at what is pending, lets a
+# MAGIC check settle it, and reads what was committed. It runs unchanged on Databricks, and with
+`*.*$/01_first_transaction.py`.
 # MAGIC
 # MAGIC On Databricks, install the package first: `%pip install rmq-spark`, then restart Python.
 
@@ -42,7 +43,8 @@ print("everything is kept in", folder)
 
 # MAGIC %md
 # MAGIC ## The commit log
-# MAGIC A folder with a few Delta tables; no server. Writing to a topic that does not exist is an error, so make it first.
+# MAGIC A folder with a few Delta tables; no server. Writing to a topic that does not exist is an error, so make it
+# MAGIC first.
 
 # COMMAND ----------
 
@@ -55,8 +57,8 @@ print(log.topics())
 
 # MAGIC %md
 # MAGIC ## The local transaction
-# MAGIC The listener does the work that must agree with the messages, and says for each order what became of it. Orders of
-# MAGIC 0 are refused; every fifth order waits for the bank, so its fate is unknown for now.
+# MAGIC The listener does the work that must agree with the messages, and says for each order what became of it.
+# MAGIC Orders of 0 are refused; every fifth order waits for the bank, so its fate is unknown for now.
 
 # COMMAND ----------
 
@@ -65,7 +67,9 @@ class OrderListener(txmq.TransactionListener):
     def __init__(self, database: str) -> None:
         self.database = database
         with sqlite3.connect(database) as connection:
-            connection.execute("create table if not exists orders (order_id integer primary key, total real, paid integer)")
+            connection.execute(
+                "create table if not exists orders (order_id integer primary key, total real, paid integer)"
+            )
 
     def execute_local_transaction(self, batch):
         orders = batch.decode("order_id long, total double").to_pylist()
@@ -89,7 +93,8 @@ listener = OrderListener(f"{folder}/orders.db")
 
 # MAGIC %md
 # MAGIC ## The stream
-# MAGIC Some orders as JSON files stand in for a real source. Each order is a transaction of its own (`transaction_key`).
+# MAGIC Some orders as JSON files stand in for a real source. Each order is a transaction of its own
+# MAGIC (`transaction_key`).
 
 # COMMAND ----------
 
@@ -136,8 +141,8 @@ print("pending:", log.pending().select(["half_id", "messages", "prepared_at"]).t
 
 # MAGIC %md
 # MAGIC ## The check
-# MAGIC The bank answers. A check asks the listener again and settles what was open. In production a scheduled job does this:
-# MAGIC `spark-submit` of `rmq_spark/check/job.py` with `conf/txmq.toml`.
+# MAGIC The bank answers. A check asks the listener again and settles what was open. In production a scheduled job
+# MAGIC does this: `spark-submit` of `rmq_spark/check/job.py` with `conf/txmq.toml`.
 
 # COMMAND ----------
 

@@ -49,7 +49,9 @@ class TxmqDataSource(DataSource):
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> Any:
         if overwrite:
-            raise OptionError("outputMode('complete') is not possible: a commit log only grows; use outputMode('append')")
+            raise OptionError(
+                "outputMode('complete') is not possible: a commit log only grows; use outputMode('append')"
+            )
         from rmq_spark.config import Options
         from rmq_spark.sink.writers import SINK_OPTIONS, TxmqStreamWriter
 

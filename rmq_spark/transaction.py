@@ -188,9 +188,7 @@ class HalfBatch:
         if self.transaction_per == BATCH:
             return pa.repeat(pa.scalar(batch_transaction_id(self.half_id, self.attempt)), table.num_rows)
         key = table["transaction_key"] if self.transaction_per == KEY else None
-        return transaction_ids(
-            self.half_id, self.attempt, self.transaction_per, key, table["file_no"], table["row_no"]
-        )
+        return transaction_ids(self.half_id, self.attempt, self.transaction_per, key, table["file_no"], table["row_no"])
 
     def decode(self, schema: str | pa.Schema) -> pa.Table:
         """The messages' JSON bodies as columns.

@@ -119,19 +119,24 @@ def write_table(
     *,
     prefix: str,
     stats_columns: Sequence[str],
+    footer_columns: Sequence[str] = (),
     plain_columns: Sequence[str] = (),
 ) -> DataFile:
     """Write one Parquet file under a new name and return what a commit needs to add it.
 
     Parameters
     ----------
+    stats_columns : sequence of str
+        Columns with statistics in the Delta log and in the file's footer.
+    footer_columns : sequence of str
+        Columns with statistics in the footer alone: every writer's memory holds what the Delta log says of each file.
     plain_columns : sequence of str
         Columns whose values hardly repeat: they get no dictionary.
     """
     path = f"{prefix}-{uuid4().hex}.parquet"
     flat = [f.name for f in table.schema if not pa.types.is_nested(f.type)]
     dictionary = [c for c in flat if c not in plain_columns]
-    statistics = [c for c in flat if c in stats_columns]
+    statistics = [c for c in flat if c in stats_columns or c in footer_columns]
     full = f"{folder}/{path}"
     with fs.open_output_stream(full) as sink:
         pq.write_table(

@@ -15,7 +15,13 @@ from rmq_spark.commitlog.half import HALF_SCHEMA, HEADER_COLUMNS, HalfFile, Half
 from rmq_spark.commitlog.op import BatchState, FileState, runs
 from rmq_spark.commitlog.table import Change, Table
 from rmq_spark.config import ORPHAN_AGE_S
-from rmq_spark.errors import AlreadyPreparedError, CorruptLogError, HalfBatchNotFoundError, MessageError, StagedFilesTooOldError
+from rmq_spark.errors import (
+    AlreadyPreparedError,
+    CorruptLogError,
+    HalfBatchNotFoundError,
+    MessageError,
+    StagedFilesTooOldError,
+)
 
 
 @dataclass(frozen=True)

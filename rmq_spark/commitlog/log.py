@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.half import HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfHeader, HalfWriter, unknown_topic
+from rmq_spark.commitlog import op as op_module
+from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter, unknown_topic
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.ledger import Ledger, Mask, Placed
 from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who, mask_array, mask_count, runs
@@ -136,9 +138,12 @@ class CommitLog:
                 return cls.open(where, storage_options)
             raise CommitLogExistsError(f"{where} is a commit log already: open it, or pass exist_ok=True")
         settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
-        half_settings = {"delta.dataSkippingStatsColumns": ",".join(STATS_COLUMNS)}
-        # op replaces its own files all the time: their tombstones would make every checkpoint longer for a week.
-        op_settings = {"delta.deletedFileRetentionDuration": "interval 1 hours"}
+        half_settings = {"delta.dataSkippingStatsColumns": ",".join(half_module.STATS_COLUMNS)}
+        op_settings = {
+            "delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS),
+            # op replaces its own files all the time: their tombstones would make every checkpoint longer for a week.
+            "delta.deletedFileRetentionDuration": "interval 1 hours",
+        }
         # topics comes last: it carries the format, so a log that a crash left half-made is not opened, but made again.
         for name, schema, more in (
             ("half", HALF_SCHEMA, half_settings),

@@ -5,7 +5,6 @@ This module alone imports deltalake.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import threading
@@ -34,9 +33,6 @@ UNEXPECTED_ERRORS_MAX = 3
 BACKOFF_S_MIN = 0.002
 BACKOFF_S_MAX = 0.25
 CHECKPOINT_INTERVAL = 100
-STEPS_MAX = 64
-"""So many new commits are read one by one to follow the live files; after more, delta-rs is asked for all files."""
-ACTIONS_CHUNKS_MAX = 32
 
 BOUNDS = {"half_id": pa.string(), "version": pa.int64(), "next_offset": pa.int64(), "low_water": pa.int64()}
 """Columns whose bounds in a file are looked at."""
@@ -251,11 +247,10 @@ class DeltaLogTable:
         with self._lock:
             version = self.version
             if self._actions is None or self._actions[0] != version:
-                known = self._stepped(*self._actions, version) if self._actions is not None else None
-                self._actions = (version, self._all_actions() if known is None else known)
+                self._actions = (version, self._read_actions())
             return self._actions[1]
 
-    def _all_actions(self) -> pa.Table:
+    def _read_actions(self) -> pa.Table:
         live = pa.table(self._table.get_add_actions(flatten=True))
         schema = actions_schema(self.schema)
         # A column without a single value in any file has no statistics at all.
@@ -264,43 +259,6 @@ class DeltaLogTable:
             for f in schema
         }
         return pa.table(columns, schema=schema)
-
-    def _stepped(self, known_version: int, known: pa.Table, version: int) -> pa.Table | None:
-        """The live files from those of an earlier version and the commits since, so that following a long table costs
-        what is new and not what is there. None when the commits cannot be read one by one."""
-        if not 0 < version - known_version <= STEPS_MAX:
-            return None
-        added: dict[str, dict[str, object]] = {}
-        gone: set[str] = set()
-        for step in range(known_version + 1, version + 1):
-            try:
-                with self.fs.open_input_stream(f"{self.folder}/_delta_log/{step:020d}.json") as entry:
-                    lines = entry.read().decode().splitlines()
-                for action in map(json.loads, filter(str.strip, lines)):
-                    if "add" in action:
-                        row = self._action_row(action["add"])
-                        added[str(row["path"])] = row
-                    elif "remove" in action:
-                        path = unquote(action["remove"]["path"])
-                        added.pop(path, None)
-                        gone.add(path)
-            except (OSError, ValueError, KeyError):  # cleaned up, or not as expected: ask delta-rs
-                return None
-        old = pa.array(sorted(gone | set(added)), pa.string())
-        kept = known.filter(pc.invert(pc.is_in(known["path"], value_set=old))) if len(old) else known
-        joined = pa.concat_tables([kept, pa.Table.from_pylist(list(added.values()), schema=known.schema)])
-        return joined.combine_chunks() if joined["path"].num_chunks > ACTIONS_CHUNKS_MAX else joined
-
-    def _action_row(self, add: Mapping[str, Any]) -> dict[str, object]:
-        stats = json.loads(add.get("stats") or "{}")
-        row: dict[str, object] = {
-            "path": unquote(add["path"]),
-            "modification_time": add["modificationTime"],
-            "num_records": stats.get("numRecords"),
-        }
-        for side, values in (("min", stats.get("minValues", {})), ("max", stats.get("maxValues", {}))):
-            row.update({f"{side}.{name}": values.get(name) for name in BOUNDS if name in self.schema.names})
-        return row
 
     def removed_since(self, age_s: float | None = None) -> set[str]:
         def removed_before(hours: int) -> set[str]:

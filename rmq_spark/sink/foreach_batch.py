@@ -49,8 +49,8 @@ class TransactionalSink:
 
     Examples
     --------
-    >>> orders.writeStream.foreachBatch(TransactionalSink(log, producer_group="shop", listener=listener, topic="orders"))
-    ... # doctest: +SKIP
+    >>> sink = TransactionalSink(log, producer_group="shop", listener=listener, topic="orders")  # doctest: +SKIP
+    >>> orders.writeStream.foreachBatch(sink)  # doctest: +SKIP
     """
 
     def __init__(
@@ -70,9 +70,7 @@ class TransactionalSink:
     ) -> None:
         from rmq_spark.sink.writers import check_transaction_per
 
-        self.log = (
-            log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
-        )
+        self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
         self.producer_group = check_group(producer_group)
         self.listener = CommitOncePrepared() if listener is None else check_listener(listener, "TransactionalSink")
         self.topic = topic
@@ -119,8 +117,8 @@ class TransactionalSink:
         app_id = self.app_id or query_id
         if app_id is None:
             raise OptionError(
-                "this session hides the query's id (Spark Connect, or no stream): pass app_id=... to TransactionalSink, the same "
-                "at every restart of the query"
+                "this session hides the query's id (Spark Connect, or no stream): pass app_id=... to "
+                "TransactionalSink, the same at every restart of the query"
             )
         return HalfHeader(
             half_id=half_id_of(check_app_id(app_id), batch_id),

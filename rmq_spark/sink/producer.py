@@ -109,9 +109,7 @@ class TransactionMQProducer:
     ) -> None:
         if listener is None:
             raise ListenerError("TransactionMQProducer needs a listener: who else could answer its checks?")
-        self.log = (
-            log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
-        )
+        self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
         self.producer_group = check_group(producer_group)
         self.listener = check_listener(listener, "TransactionMQProducer")
         if self.listener.requires_spark:

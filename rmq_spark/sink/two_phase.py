@@ -1,4 +1,5 @@
-"""The protocol of the sink: stage, prepare, execute, decide; and what a replay does with a batch that was prepared before.
+"""The protocol of the sink: stage, prepare, execute, decide; and what a replay does with a batch that was prepared
+before.
 
 It speaks to a ``CommitLog`` and a listener, and knows neither Spark nor Delta. The steps are methods of
 :class:`TwoPhase`; a process may die before, in and after each of them, and the next run of the same batch goes on.
@@ -119,9 +120,7 @@ class TwoPhase:
         lease_s: float = LEASE_S,
     ) -> None:
         if on_listener_error not in ON_LISTENER_ERROR:
-            raise OptionError(
-                f"onListenerError={on_listener_error!r} is not one of {', '.join(ON_LISTENER_ERROR)}"
-            )
+            raise OptionError(f"onListenerError={on_listener_error!r} is not one of {', '.join(ON_LISTENER_ERROR)}")
         self.log = log
         self.listener = listener
         self.on_listener_error = on_listener_error
@@ -168,19 +167,21 @@ class TwoPhase:
         record = self.log.find(header.app_id, header.batch_id)
         if record is None:
             raise CheckpointMismatchError(
-                f"batch {header.batch_id} of app {header.app_id!r} is not above the last one in the log, and is not in it: "
-                "the checkpoint is a new or an older one. " + _REMEDY
+                f"batch {header.batch_id} of app {header.app_id!r} is not above the last one in the log, and is "
+                "not in it: the checkpoint is a new or an older one. " + _REMEDY
             )
         if record.header.query_id != header.query_id:
             raise CheckpointMismatchError(
-                f"batch {header.batch_id} of app {header.app_id!r} was prepared by query {record.header.query_id}, and now "
+                f"batch {header.batch_id} of app {header.app_id!r} was prepared by query "
+                f"{record.header.query_id}, and now "
                 f"comes from query {header.query_id}: the checkpoint is a new one. " + _REMEDY
             )
-        hashes = (record.header.input_hash, header.input_hash)  # one is unknown when a foreachBatch sink began to know it
+        # One is unknown when a foreachBatch sink was told its checkpoint_location only later.
+        hashes = (record.header.input_hash, header.input_hash)
         if None not in hashes and hashes[0] != hashes[1]:
             raise CheckpointMismatchError(
-                f"batch {header.batch_id} of app {header.app_id!r} was prepared from other offsets than the checkpoint names "
-                "now: the checkpoint was restored from an older copy, or changed by hand. " + _REMEDY
+                f"batch {header.batch_id} of app {header.app_id!r} was prepared from other offsets than the "
+                "checkpoint names now: the checkpoint was restored from an older copy, or changed by hand. " + _REMEDY
             )
         return record
 
@@ -238,9 +239,7 @@ class TwoPhase:
         masks = masks_for(self.log, run.record, mask, batch, verdicts)
         commit, rollback = masks[COMMIT_MESSAGE], masks[ROLLBACK_MESSAGE]
         if commit or rollback:
-            run.outcome.placed += self.log.decide(
-                run.record, batch.attempt, commit=commit, rollback=rollback, who=who
-            )
+            run.outcome.placed += self.log.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
         return bool(masks[UNKNOWN])
 
     # ------------------------------------------------------------------ what is left to do
@@ -268,8 +267,8 @@ class TwoPhase:
     def _refuse_conflict(self, run: _Run, state: BatchState) -> None:
         if state.in_conflict:
             raise VerdictConflictError(
-                f"half batch {run.record.half_id!r} has two verdicts that contradict each other: find out which is true, "
-                "then log.resolve(half_id, verdict, reason=…) and start the query again"
+                f"half batch {run.record.half_id!r} has two verdicts that contradict each other: find out which "
+                "is true, then log.resolve(half_id, verdict, reason=…) and start the query again"
             )
 
     def _reopen_rolled_back(self, run: _Run, state: BatchState) -> bool:
@@ -287,9 +286,7 @@ class TwoPhase:
         """Nobody knows what became of what was quarantined or discarded: ask again, under the same attempt."""
         unknown = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
         for attempt in state.attempts(*unknown):
-            self.log.ledger.reopen(
-                run.record, attempt, unknown, attempt, Who.EXECUTE, "asked again by a replay"
-            )
+            self.log.ledger.reopen(run.record, attempt, unknown, attempt, Who.EXECUTE, "asked again by a replay")
             return True
         return False
 
@@ -324,12 +321,14 @@ class TwoPhase:
         why = f"the last check raised {type(error).__name__}: {error}" if error else "UNKNOWN"
         return (
             f"half batch {run.record.half_id!r} was prepared by an earlier run, and its listener could not say within "
-            f"{self.replay_check_timeout_s:g}s what became of it ({why}). Nothing is lost: start the query again later, "
-            "raise replayCheckTimeout, or log.resolve(half_id, verdict, reason=…)"
+            f"{self.replay_check_timeout_s:g}s what became of it ({why}). Nothing is lost: start the query again "
+            "later, raise replayCheckTimeout, or log.resolve(half_id, verdict, reason=…)"
         )
 
 
-_REMEDY = "Go on with the checkpoint that this appId last used; or, if the input is meant to be sent again, set a new appId"
+_REMEDY = (
+    "Go on with the checkpoint that this appId last used; or, if the input is meant to be sent again, set a new appId"
+)
 
 
 class _Lease(AbstractContextManager[None]):

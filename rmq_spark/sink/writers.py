@@ -92,8 +92,8 @@ class SinkSettings:
         listener = load_listener(self.listener_path)
         if listener.requires_spark:
             raise ListenerError(
-                f"listener {self.listener_path!r} works through a Spark session, but format('txmq') commits without one: "
-                "use writeStream.foreachBatch(rmq_spark.TransactionalSink(...)) instead"
+                f"listener {self.listener_path!r} works through a Spark session, but format('txmq') commits "
+                "without one: use writeStream.foreachBatch(rmq_spark.TransactionalSink(...)) instead"
             )
         return listener
 
@@ -160,9 +160,7 @@ class _Writer:
         self.header = self._header(options, listener)
         self.replayed = self._was_prepared(log)
         self.half_folder = f"{log.path}/half"
-        self.half_writer = HalfWriter(
-            self.header, log.topics(), self.settings.topic, self.settings.transaction_key
-        )
+        self.half_writer = HalfWriter(self.header, log.topics(), self.settings.topic, self.settings.transaction_key)
 
     def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
         raise NotImplementedError
@@ -236,8 +234,8 @@ class TxmqWriter(_Writer, DataSourceArrowWriter):
         app_id, batch_id = options.get("appId"), options.get("batchId")
         if (app_id is None) != (batch_id is None):
             raise OptionError(
-                "a batch write needs both appId and batchId, or neither: together they name it, so that a retry is known "
-                f"as one (found appId={app_id!r}, batchId={batch_id!r})"
+                "a batch write needs both appId and batchId, or neither: together they name it, so that a retry "
+                f"is known as one (found appId={app_id!r}, batchId={batch_id!r})"
             )
         if app_id is None or batch_id is None:
             header = self._make_header(f"write-{uuid4().hex}", 0, None, None, listener)
@@ -265,15 +263,15 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
         running = context.getLocalProperty(BATCH_ID_PROPERTY) if context is not None else None
         if running is not None and int(running) != self.header.batch_id:
             raise CheckpointMismatchError(
-                f"Spark runs batch {running}, but the newest one in the checkpoint is {self.header.batch_id}: two queries use "
-                "the same checkpointLocation"
+                f"Spark runs batch {running}, but the newest one in the checkpoint is {self.header.batch_id}: two "
+                "queries use the same checkpointLocation"
             )
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         if batchId != self.header.batch_id:
             raise CheckpointMismatchError(
-                f"Spark commits batch {batchId}, but the newest one in the checkpoint is {self.header.batch_id}: two queries "
-                "use the same checkpointLocation"
+                f"Spark commits batch {batchId}, but the newest one in the checkpoint is {self.header.batch_id}: "
+                "two queries use the same checkpointLocation"
             )
         self._commit(messages)
 
@@ -300,8 +298,8 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
     """
     if not location:
         raise OptionError(
-            "option 'checkpointLocation' is missing: the sink takes the query's identity from it, and cannot when it comes "
-            "from a Spark setting or is temporary; set .option('checkpointLocation', ...)"
+            "option 'checkpointLocation' is missing: the sink takes the query's identity from it, and cannot "
+            "when it comes from a Spark setting or is temporary; set .option('checkpointLocation', ...)"
         )
     import pyarrow.fs as pafs
 
@@ -314,7 +312,8 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
         return Checkpoint(str(query_id), batch_id, hash_of_offsets(fs, root, batch_id))
     except (OSError, KeyError, ValueError) as problem:
         raise OptionError(
-            f"checkpointLocation={location!r} cannot be read from Python ({type(problem).__name__}: {problem}): use a path that "
+            f"checkpointLocation={location!r} cannot be read from Python ({type(problem).__name__}: {problem}): "
+            "use a path that "
             "both Spark and Python reach, or send through foreachBatch(TransactionalSink(...)) with app_id"
         ) from problem
 

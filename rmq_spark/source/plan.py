@@ -176,7 +176,9 @@ class Planner:
     def _covering(self, wanted: Ranges, start: Positions) -> pa.Table:
         """Placements that hold these ranges, and perhaps more; all there are when the log does not hold them."""
         if not self._covered(wanted):
-            version = self._log.ledger.refresh()
+            if any(stop > self._log.ledger.tails.get(queue, 0) for queue, (_, stop) in wanted.items()):
+                self._log.ledger.refresh()
+            version = self._op.version
             if all(first >= self._floor.get(queue, 0) for queue, (first, _) in wanted.items()):
                 known = self._rows.filter(pc.less(self._rows["version"], self._until))
                 self._read(known, self._until, wanted, version)

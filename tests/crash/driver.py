@@ -37,7 +37,7 @@ def start(frame: DataFrame, root: Path, name: str) -> StreamingQuery:
 
 
 def main(root: Path, names: list[str]) -> None:
-    builder = SparkSession.builder.master("local[2]").appName("crash test")
+    builder = SparkSession.builder.master("local[1]").appName("crash test")
     settings = {
         "spark.ui.enabled": "false",
         "spark.driver.bindAddress": "127.0.0.1",
@@ -48,7 +48,8 @@ def main(root: Path, names: list[str]) -> None:
         "spark.sql.codegen.factoryMode": "NO_CODEGEN",
         "spark.sql.codegen.wholeStage": "false",
         "spark.ui.showConsoleProgress": "false",
-        "spark.sql.shuffle.partitions": "2",
+        # A task after the other, in one Python worker: each takes seconds to start.
+        "spark.sql.leafNodeDefaultParallelism": "2",
         "spark.sql.session.timeZone": "UTC",
     }
     for key, value in settings.items():

@@ -48,9 +48,7 @@ def half_batch(
     attempt: int = 1,
     per: str = "batch",
 ) -> HalfBatch:
-    rows = pa.table(
-        {"file_no": pa.array([0] * len(keys), pa.int32()), "keys": pa.array(list(keys), pa.string())}
-    )
+    rows = pa.table({"file_no": pa.array([0] * len(keys), pa.int32()), "keys": pa.array(list(keys), pa.string())})
     return HalfBatch(
         half_id=half_id,
         app_id="app",
@@ -96,9 +94,7 @@ def log_actions(table: str, kind: str) -> list[tuple[int, Any]]:
     return found
 
 
-def listener(
-    spark: Any, table: str, work: Callable[..., Any] = append, **settings: Any
-) -> DeltaTransactionListener:
+def listener(spark: Any, table: str, work: Callable[..., Any] = append, **settings: Any) -> DeltaTransactionListener:
     return DeltaTransactionListener(table, work, spark=spark, **settings)
 
 
@@ -121,9 +117,7 @@ def test_execute_makes_one_commit_and_a_check_finds_it(spark: Any, table: str, w
 
 
 @pytest.mark.parametrize("work", [append, merge])
-def test_a_tombstone_fences_a_late_execute_but_not_the_next_attempt(
-    spark: Any, table: str, work: Any
-) -> None:
+def test_a_tombstone_fences_a_late_execute_but_not_the_next_attempt(spark: Any, table: str, work: Any) -> None:
     gold = listener(spark, table, work)
     assert gold.check_local_transaction(half_batch(gold.fence_id)) == UNKNOWN
     assert len(log_actions(table, "commitInfo")) == 1, "a young half batch gets no tombstone"
@@ -193,10 +187,7 @@ def test_others_commits_and_housekeeping_do_not_hide_whose_commit_it_was(spark: 
 
     for n in range(3):
         spark.createDataFrame([(f"other{n}",)], "id string").write.format("delta").mode("append").save(table)
-    assert (
-        listener(spark, table, with_auto_compaction).execute_local_transaction(half_batch(fence))
-        == COMMIT_MESSAGE
-    )
+    assert listener(spark, table, with_auto_compaction).execute_local_transaction(half_batch(fence)) == COMMIT_MESSAGE
     operations = [info["operation"] for _, info in log_actions(table, "commitInfo")]
     assert "OPTIMIZE" in operations
     for n in range(3, 6):
@@ -252,9 +243,7 @@ def test_work_without_a_commit_is_an_error_and_stays_pending(spark: Any, table: 
     assert listener(spark, table).check_local_transaction(half_batch(fence)) == UNKNOWN
 
 
-def test_work_with_two_commits_is_an_error_that_says_what_stands(
-    spark: Any, table: str, tmp_path: Path
-) -> None:
+def test_work_with_two_commits_is_an_error_that_says_what_stands(spark: Any, table: str, tmp_path: Path) -> None:
     def twice(batch_df: Any, delta_table: Any) -> None:
         append(batch_df, delta_table)
         append(batch_df, delta_table)
@@ -269,9 +258,7 @@ def test_work_with_two_commits_is_an_error_that_says_what_stands(
 
     fence = listener(spark, table).fence_id
     first = half_batch(fence)
-    with pytest.raises(
-        ListenerError, match=r"more than once.*is in the table, so a check will answer COMMIT"
-    ):
+    with pytest.raises(ListenerError, match=r"more than once.*is in the table, so a check will answer COMMIT"):
         listener(spark, table, twice).execute_local_transaction(first)
     assert stored(spark, table) == ["a", "b"]
     assert listener(spark, table).check_local_transaction(first) == COMMIT_MESSAGE
@@ -282,9 +269,7 @@ def test_work_with_two_commits_is_an_error_that_says_what_stands(
     assert stored(spark, table) == ["a", "b"]
     assert listener(spark, table).check_local_transaction(second) == UNKNOWN
 
-    with pytest.raises(
-        ListenerError, match="made one commit, and SET TBLPROPERTIES, which Delta does not fence"
-    ):
+    with pytest.raises(ListenerError, match="made one commit, and SET TBLPROPERTIES, which Delta does not fence"):
         listener(spark, table, alter_first).execute_local_transaction(half_batch(fence, half_id="app-9"))
 
 
@@ -320,9 +305,7 @@ def test_the_users_session_is_never_touched(spark: Any, table: str) -> None:
     assert type(spark).getActiveSession()._jsparkSession.equals(before._jsparkSession)
 
     with pytest.raises(ListenerError):
-        listener(spark, table, lambda *_: None).execute_local_transaction(
-            half_batch(gold.fence_id, half_id="x")
-        )
+        listener(spark, table, lambda *_: None).execute_local_transaction(half_batch(gold.fence_id, half_id="x"))
     assert nothing_is_set(spark)
     assert type(spark).getActiveSession()._jsparkSession.equals(before._jsparkSession)
 

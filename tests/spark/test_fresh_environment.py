@@ -52,7 +52,8 @@ print("read", sorted(int(bytes(r.body)) for r in rows.select("body").collect()))
 
 table = spark.readStream.format("txmq").option("path", log.path).option("subscribe", "orders")
 query = table.option("startingOffsets", "earliest").load().selectExpr("cast(body as string) body")
-query = query.writeStream.format("parquet").option("path", folder + "/out").option("checkpointLocation", folder + "/cp3")
+query = query.writeStream.format("parquet").option("checkpointLocation", folder + "/cp3")
+query = query.option("path", folder + "/out")
 query.trigger(availableNow=True).start().awaitTermination(120)
 print("streamed", spark.read.parquet(folder + "/out").count())
 if kind == "connect":

@@ -23,9 +23,7 @@ def run_examples(page: Path, folder: Path) -> str:
         else:
             program.append(block)
     (folder / "examples.py").write_text("\n".join(program))
-    done = subprocess.run(
-        [sys.executable, "examples.py"], cwd=folder, capture_output=True, text=True, timeout=280
-    )
+    done = subprocess.run([sys.executable, "examples.py"], cwd=folder, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

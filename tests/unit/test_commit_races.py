@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog import table as table_module
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import STATS_COLUMNS, Kind, OpRow, RowState, Who, to_table
@@ -423,35 +422,7 @@ def test_a_commit_below_the_head_of_the_log_is_never_taken_for_a_success(tmp_pat
     assert 1000 not in numbers(busy)
 
 
-# ---------------------------------------------------------------- following the table commit by commit
-@pytest.mark.parametrize("steps_max", [64, 2, 0])
-def test_live_files_are_the_same_step_by_step_and_all_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps_max: int
-) -> None:
-    monkeypatch.setattr(table_module, "STEPS_MAX", steps_max)
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 6)
-    log = make_log("delta", tmp_path / "log")
-    monkeypatch.setattr(log, "_maintain", lambda: None)
-    late = another(log)
-    late.ledger.refresh()
-    late.half.table.actions()
-    for i in range(8):
-        commit(log, prepare(log, i, app="an app"[i % 2 :: 3]))
-        if i == 5:
-            maintenance.compact_op(another(log)._op)
-            log.move_mark()
-        if i % 3 == 0:
-            late.half.table.refresh()
-            late.half.table.actions()
-    for handle in (log, late):
-        for table, fresh in ((handle.half.table, another(log).half.table), (handle._op, another(log)._op)):
-            table.refresh()
-            fresh.refresh()
-            found, expected = (t.actions().sort_by("path") for t in (table, fresh))
-            assert found.schema == expected.schema
-            assert found.to_pylist() == expected.to_pylist()
-
-
+# ---------------------------------------------------------------- the twin
 def test_a_table_in_memory_refuses_a_stale_commit() -> None:
     table = MemoryTable("numbers", ONE)
     stale = table.another()

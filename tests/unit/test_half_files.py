@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rmq_spark.commitlog import files as files_module
 from rmq_spark.commitlog.files import RowRange, check_path, read_range
-from rmq_spark.commitlog.half import HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfWriter
+from rmq_spark.commitlog.half import FOOTER_COLUMNS, HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfWriter
 from rmq_spark.errors import CorruptLogError, MessageError, TopicNotFoundError
 from rmq_spark.message import PROPERTIES
 from tests.half_batches import header_of
@@ -330,9 +330,10 @@ def test_statistics_are_those_of_the_file(tmp_path: Path) -> None:
     footer = pq.ParquetFile(tmp_path / file.data.path).metadata.row_group(0)
     for i in range(footer.num_columns):
         column = footer.column(i)
-        if column.path_in_schema in STATS_COLUMNS:
+        if column.path_in_schema in STATS_COLUMNS + FOOTER_COLUMNS:
+            bounds = pc.min_max(table[column.path_in_schema]).as_py()
             assert column.statistics is not None
-            assert column.statistics.min == stats["minValues"][column.path_in_schema]
+            assert (column.statistics.min, column.statistics.max) == (bounds["min"], bounds["max"])
 
 
 # ---------------------------------------------------------------- reading rows back

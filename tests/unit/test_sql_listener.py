@@ -173,9 +173,7 @@ def insert_one(connection: sa.Connection, transaction: HalfTransaction) -> None:
     connection.execute(orders.insert(), {"id": lines["id"][0].as_py(), "lines": lines.num_rows})
 
 
-def listener(
-    url: sa.URL | sa.Engine, work: Callable[..., Any] = insert_all, **settings: Any
-) -> SqlTransactionListener:
+def listener(url: sa.URL | sa.Engine, work: Callable[..., Any] = insert_all, **settings: Any) -> SqlTransactionListener:
     return SqlTransactionListener(url, work, **settings)
 
 
@@ -189,16 +187,11 @@ def test_execute_commits_the_work_and_a_check_says_so(url: sa.URL, fence: str, p
     batch = half_batch(fence, per=per)
     assert verdicts(listener(url).execute_local_transaction(batch)) == [COMMIT] * count
     assert stored(url) == {"a": 2, "b": 1, "c": 1}
-    assert (
-        verdicts(listener(url).check_local_transaction(half_batch(fence, per=per, age=OLD)))
-        == [COMMIT] * count
-    )
+    assert verdicts(listener(url).check_local_transaction(half_batch(fence, per=per, age=OLD))) == [COMMIT] * count
 
 
 @pytest.mark.parametrize(("per", "count"), [("batch", 1), ("key", 3), ("message", 4)])
-def test_a_check_of_an_old_half_batch_fences_a_late_execute(
-    url: sa.URL, fence: str, per: str, count: int
-) -> None:
+def test_a_check_of_an_old_half_batch_fences_a_late_execute(url: sa.URL, fence: str, per: str, count: int) -> None:
     batch = half_batch(fence, per=per, age=OLD)
     assert verdicts(listener(url).check_local_transaction(batch)) == [ROLLBACK] * count
     with pytest.raises(FencedError, match=f"has rolled back {count} of its {count} transactions"):
@@ -257,9 +250,7 @@ def test_thousands_of_keys_are_executed_and_checked(url: sa.URL, fence: str) -> 
     refused = set(keys[::7])
     orders_listener = listener(url, lambda _, batch: batch.verdicts(rollback=refused))
     batch = half_batch(fence, keys, per="key")
-    expected = [
-        ROLLBACK if k in refused else COMMIT for k in batch.transactions["transaction_key"].to_pylist()
-    ]
+    expected = [ROLLBACK if k in refused else COMMIT for k in batch.transactions["transaction_key"].to_pylist()]
     assert verdicts(orders_listener.execute_local_transaction(batch)) == expected
     assert verdicts(orders_listener.check_local_transaction(batch)) == expected
     later = half_batch(fence, keys, per="key", age=OLD, attempt=2)
@@ -292,9 +283,7 @@ def test_a_rollback_of_the_whole_batch_undoes_the_work_and_is_recorded(
     assert stored(url) == {}
     assert set(fence_rows(url).values()) == {"rolled_back"}
     assert verdicts(listener(url).check_local_transaction(batch)) == expected
-    assert verdicts(listener(url).execute_local_transaction(batch)) == expected, (
-        "a rollback of execute is final"
-    )
+    assert verdicts(listener(url).execute_local_transaction(batch)) == expected, "a rollback of execute is final"
     assert stored(url) == {}
 
 
@@ -315,9 +304,7 @@ def test_a_savepoint_a_key_rolls_back_that_key_alone(url: sa.URL, fence: str, wa
     assert verdicts(orders_listener.check_local_transaction(batch)) == [COMMIT, ROLLBACK, COMMIT]
 
 
-@pytest.mark.parametrize(
-    ("per", "calls"), [("batch", ["abac"]), ("key", ["aa", "b", "c"]), ("message", list("abac"))]
-)
+@pytest.mark.parametrize(("per", "calls"), [("batch", ["abac"]), ("key", ["aa", "b", "c"]), ("message", list("abac"))])
 def test_work_per_transaction_gets_its_own_messages_in_send_order(
     url: sa.URL, fence: str, per: str, calls: list[str]
 ) -> None:
@@ -328,9 +315,7 @@ def test_work_per_transaction_gets_its_own_messages_in_send_order(
         ids = set(transaction.messages(["transaction_id"])["transaction_id"].to_pylist())
         assert ids == {transaction.transaction_id}
         assert lines["line"].to_pylist() == sorted(lines["line"].to_pylist())
-        seen.append(
-            (transaction.transaction_id, transaction.transaction_key, "".join(lines["id"].to_pylist()), [])
-        )
+        seen.append((transaction.transaction_id, transaction.transaction_key, "".join(lines["id"].to_pylist()), []))
 
     batch = half_batch(fence, per=per)
     listener(url, look, per_transaction=True).execute_local_transaction(batch)
@@ -399,9 +384,7 @@ def test_replay_of_an_executed_attempt_does_not_run_work_twice(url: sa.URL, fenc
 
     batch = half_batch(fence, per="key")
     first = verdicts(listener(url, work).execute_local_transaction(batch))
-    assert (
-        verdicts(listener(url, work).execute_local_transaction(batch)) == first == [COMMIT, ROLLBACK, COMMIT]
-    )
+    assert verdicts(listener(url, work).execute_local_transaction(batch)) == first == [COMMIT, ROLLBACK, COMMIT]
     assert len(calls) == 1
 
 
@@ -425,9 +408,7 @@ def test_work_for_some_transactions_that_ran_before(url: sa.URL, fence: str) -> 
         (7, "returned int"),
     ],
 )
-def test_what_work_may_not_return_leaves_the_batch_pending(
-    url: sa.URL, fence: str, result: Any, message: str
-) -> None:
+def test_what_work_may_not_return_leaves_the_batch_pending(url: sa.URL, fence: str, result: Any, message: str) -> None:
     def work(connection: sa.Connection, batch: HalfBatch) -> Any:
         insert_all(connection, batch)
         return result
@@ -440,9 +421,7 @@ def test_what_work_may_not_return_leaves_the_batch_pending(
 @pytest.mark.parametrize("result", [UNKNOWN, [COMMIT], 7])
 def test_what_work_per_transaction_may_not_return(url: sa.URL, fence: str, result: Any) -> None:
     with pytest.raises(VerdictError, match="for transaction 'app-7:1:a'"):
-        listener(url, lambda *_: result, per_transaction=True).execute_local_transaction(
-            half_batch(fence, per="key")
-        )
+        listener(url, lambda *_: result, per_transaction=True).execute_local_transaction(half_batch(fence, per="key"))
     assert fence_rows(url) == {}
 
 
@@ -523,9 +502,7 @@ def test_two_executes_of_one_attempt_run_the_work_once(url: sa.URL, fence: str) 
     batch = half_batch(fence, per="key")
     assert batch.transactions.num_rows == 3
     with ThreadPoolExecutor(2) as pool:
-        both = list(
-            pool.map(lambda _: verdicts(listener(url, work).execute_local_transaction(batch)), range(2))
-        )
+        both = list(pool.map(lambda _: verdicts(listener(url, work).execute_local_transaction(batch)), range(2)))
     assert both == [[COMMIT] * 3] * 2
     assert len(calls) == 1
     assert stored(url) == {"a": 2, "b": 1, "c": 1}
@@ -651,9 +628,7 @@ def test_a_users_own_engine_is_used_as_it_is(url: sa.URL, fence: str) -> None:
     engine = sa.create_engine(url)
     orders_listener = listener(engine, insert_one, per_transaction=True)
     assert verdicts(orders_listener.execute_local_transaction(half_batch(fence, per="key"))) == [COMMIT] * 3
-    assert verdicts(orders_listener.check_local_transaction(half_batch(fence, age=OLD, attempt=2))) == [
-        ROLLBACK
-    ]
+    assert verdicts(orders_listener.check_local_transaction(half_batch(fence, age=OLD, attempt=2))) == [ROLLBACK]
     with engine.connect() as connection:
         if url.drivername == "sqlite":
             assert connection.connection.dbapi_connection.isolation_level == ""
@@ -668,17 +643,13 @@ def test_an_engine_in_autocommit_is_refused(url: sa.URL, fence: str) -> None:
     if url.drivername == "sqlite":
         pytest.skip("SQLite's transactions are begun by the listener itself")
     with pytest.raises(ListenerError, match="AUTOCOMMIT"):
-        listener(sa.create_engine(url, isolation_level="AUTOCOMMIT")).execute_local_transaction(
-            half_batch(fence)
-        )
+        listener(sa.create_engine(url, isolation_level="AUTOCOMMIT")).execute_local_transaction(half_batch(fence))
     assert stored(url) == {}
 
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("when", ["in work", "between batches"])
-def test_a_lost_connection_leaves_the_batch_pending_and_is_replaced(
-    url: sa.URL, fence: str, when: str
-) -> None:
+def test_a_lost_connection_leaves_the_batch_pending_and_is_replaced(url: sa.URL, fence: str, when: str) -> None:
     if url.drivername == "sqlite":
         pytest.skip("SQLite has no connection to lose")
     pids: list[int] = []
@@ -717,8 +688,7 @@ def test_another_dialect_inserts_row_by_row(url: sa.URL, fence: str) -> None:
     # What a database without ON CONFLICT ... RETURNING reports.
     engine.dialect.insert_executemany_returning = False
     assert (
-        verdicts(listener(engine).execute_local_transaction(half_batch(fence, ["a", "b"], per="key")))
-        == [COMMIT] * 2
+        verdicts(listener(engine).execute_local_transaction(half_batch(fence, ["a", "b"], per="key"))) == [COMMIT] * 2
     )
     old = half_batch(fence, per="key", age=OLD)
     assert verdicts(listener(engine).check_local_transaction(old)) == [COMMIT, COMMIT, ROLLBACK]
@@ -727,9 +697,7 @@ def test_another_dialect_inserts_row_by_row(url: sa.URL, fence: str) -> None:
 
 
 def test_an_in_memory_sqlite_serves_one_process() -> None:
-    engine = sa.create_engine(
-        "sqlite://", poolclass=sa.pool.StaticPool, connect_args={"check_same_thread": False}
-    )
+    engine = sa.create_engine("sqlite://", poolclass=sa.pool.StaticPool, connect_args={"check_same_thread": False})
     metadata.create_all(engine)
     orders_listener = listener(engine)
     batch = half_batch(orders_listener.create_fence())
@@ -768,10 +736,7 @@ def test_without_sqlalchemy_the_extra_is_named() -> None:
     hide = "import sys; sys.modules['sqlalchemy'] = None"
     code = f"{hide}; import rmq_spark.listeners as l; l.SqlTransactionListener"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (
-        "ListenerError: SqlTransactionListener needs SQLAlchemy 2: pip install 'rmq-spark[sql]'"
-        in done.stderr
-    )
+    assert "ListenerError: SqlTransactionListener needs SQLAlchemy 2: pip install 'rmq-spark[sql]'" in done.stderr
 
 
 def test_the_package_of_listeners_imports_nothing_before_it_is_asked() -> None:
