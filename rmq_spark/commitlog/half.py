@@ -25,9 +25,16 @@ from rmq_spark.message import (
     check_topic,
 )
 
-HEADER_COLUMNS = (
-    ["half_id", "app_id", "batch_id", "query_id", "input_hash", "fence_id", "transaction_per", "producer_group"]
-)
+HEADER_COLUMNS = [
+    "half_id",
+    "app_id",
+    "batch_id",
+    "query_id",
+    "input_hash",
+    "fence_id",
+    "transaction_per",
+    "producer_group",
+]
 HALF_SCHEMA = pa.schema(
     [
         ("half_id", pa.string()),
@@ -266,9 +273,7 @@ class HalfWriter:
         rows_in_order = pa.concat_tables(parts)
         count = rows_in_order.num_rows
         constants = {name: _constant(getattr(self.header, name), name, count) for name in HEADER_COLUMNS}
-        queue = pa.concat_arrays(
-            [pa.repeat(pa.scalar(s.queue_id, pa.int32()), s.last - s.first + 1) for s in segments]
-        )
+        queue = pa.concat_arrays([pa.repeat(pa.scalar(s.queue_id, pa.int32()), s.last - s.first + 1) for s in segments])
         columns = {
             **constants,
             "file_no": pa.repeat(pa.scalar(file_no, pa.int64()), count),
@@ -345,11 +350,11 @@ def check_columns(names: Sequence[str], default_topic: str | None, transaction_k
     for name in names:
         if name not in INPUT_COLUMNS and name != transaction_key:
             known = [*INPUT_COLUMNS, *([transaction_key] if transaction_key else [])]
-            raise MessageError(f"column {name!r} is not a column of messages ({nearest(name, known)}); drop or rename it")
+            raise MessageError(
+                f"column {name!r} is not a column of messages ({nearest(name, known)}); drop or rename it"
+            )
     if transaction_key is not None and transaction_key not in names:
-        raise MessageError(
-            f"transactionKey={transaction_key!r} is not a column: found {', '.join(names)}"
-        )
+        raise MessageError(f"transactionKey={transaction_key!r} is not a column: found {', '.join(names)}")
     if default_topic is None and "topic" not in names:
         raise MessageError("there is neither an option 'topic' nor a column 'topic': set one of them")
 
@@ -403,6 +408,8 @@ def _keys(table: pa.Table) -> pa.ChunkedArray:
     if kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         if not _is_like(kind.value_type, pa.string()):
             raise MessageError(f"column 'keys' has type {kind}: {INPUT_COLUMNS['keys']} is expected")
+        if pc.list_flatten(table["keys"]).null_count:
+            raise MessageError("an array of keys has a null in it: leave it out, with array_compact(keys) for instance")
         return pc.binary_join(pc.cast(table["keys"], pa.list_(pa.string())), KEY_SEPARATOR)
     return _column(table, "keys", pa.string())
 

@@ -147,7 +147,9 @@ class HalfStore:
         self.table.refresh()
         record = self._find(half_id)
         if record is None:
-            raise HalfBatchNotFoundError(f"no half batch {half_id!r} in this commit log: log.pending() lists the open ones")
+            raise HalfBatchNotFoundError(
+                f"no half batch {half_id!r} in this commit log: log.pending() lists the open ones"
+            )
         return record
 
     def _candidates(self, half_id: str) -> pa.Table:
@@ -237,7 +239,7 @@ def _check_staged(header: HalfHeader, files: Sequence[HalfFile]) -> None:
     if len(set(numbers)) < len(numbers):
         twice = next(n for n in numbers if numbers.count(n) > 1)
         raise MessageError(
-            f"file {twice} of half batch {header.half_id!r} was staged twice: stage each partition under a number of its own"
+            f"file {twice} of half batch {header.half_id!r} was staged twice: give each partition a number of its own"
         )
 
 

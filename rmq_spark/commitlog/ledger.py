@@ -1,7 +1,7 @@
 """The ``op`` table: what is decided, what is open, and the next offset of every queue.
 
-Every decision goes through :meth:`Ledger._append`, one compare-and-set loop that looks at the newest state first. So a row
-is decided once, a past attempt is never decided, and offsets have no gaps.
+Every decision goes through :meth:`Ledger._append`, one compare-and-set loop that looks at the newest state first. So a
+row is decided once, a past attempt is never decided, and offsets have no gaps.
 """
 
 from __future__ import annotations
@@ -328,12 +328,13 @@ class Ledger:
     ) -> dict[int, bytes]:
         """Make rows pending again; returns those that this call reopened: nobody else has, and may execute them.
 
-        The same attempt after quarantine or discard (nobody knows what happened), the next one after a rollback by check
-        (it never happened and never will).
+        The same attempt after quarantine or discard (nobody knows what happened), the next one after a rollback by
+        check (it never happened and never will).
         """
         if new_attempt > ATTEMPTS_MAX:
             raise StaleAttemptError(
-                f"half batch {record.half_id!r} was rolled back by checks {attempt} times: something stops every attempt"
+                f"half batch {record.half_id!r} was rolled back by checks {attempt} times: "
+                "something stops every attempt"
             )
         reopened: dict[int, bytes] = {}
 
@@ -388,8 +389,8 @@ class Ledger:
                 rows.append(replace(end, verdict=str(verdict)))
             elif not rows and not state.count(*_states_of(verdict)):
                 raise VerdictConflictError(
-                    f"{verdict} for half batch {record.half_id!r} comes too late: nothing of it is open, and its messages "
-                    f"are {'rolled back' if verdict is COMMIT_MESSAGE else 'visible'}",
+                    f"{verdict} for half batch {record.half_id!r} comes too late: nothing of it is open, "
+                    f"and its messages are {'rolled back' if verdict is COMMIT_MESSAGE else 'visible'}",
                     verdict=str(verdict),
                 )
             return rows
@@ -413,8 +414,8 @@ class Ledger:
         Parameters
         ----------
         prepared : callable
-            Half batches above the mark: (prepare time in ms, rows) by half id. It is called after the newest op rows were
-            read, so that it knows every half batch that they name.
+            Half batches above the mark: (prepare time in ms, rows) by half id. It is called after the newest op rows
+            were read, so that it knows every half batch that they name.
         is_open : callable
             As for :meth:`open_half_ids`.
         """
@@ -440,7 +441,7 @@ class Ledger:
         return moved
 
     def _append(self, build: Callable[[], Sequence[OpRow]]) -> None:
-        """The one way to write op rows: build them from the newest state, commit at the next version, or build again."""
+        """The one way to write op rows: build them from the newest state and commit at the next version, or again."""
         commit_id = uuid4().hex
 
         def decide(version: int) -> Change | None:
@@ -469,7 +470,7 @@ def _check_rows(rows: pa.Table) -> None:
     kinds = [k for k in pc.unique(rows["kind"]).to_pylist() if k not in KINDS]
     if kinds:
         raise CorruptLogError(
-            f"table op has a row of the kind {kinds[0]!r}: it was changed by hand, or a newer version of rmq_spark wrote it"
+            f"table op has a row of the kind {kinds[0]!r}: it was changed by hand, or by a newer version of rmq_spark"
         )
     offset, end, count = rows["queue_offset"], rows["next_offset"], rows["count"]
     right = pc.and_(pc.greater_equal(offset, 0), pc.equal(end, pc.add(offset, count)))
@@ -504,9 +505,7 @@ def _against(state: BatchState, mask: Mask, attempt: int, verdict: LocalTransact
     return _in_states(state, mask, opposite, attempt)
 
 
-def _too_late(
-    state: BatchState, against: Mask, attempt: int, verdict: LocalTransactionState
-) -> VerdictConflictError:
+def _too_late(state: BatchState, against: Mask, attempt: int, verdict: LocalTransactionState) -> VerdictConflictError:
     kind = "rollback" if verdict is COMMIT_MESSAGE else "commit"
     first = next((h for h in state.history if h["kind"] == kind and h["attempt"] == attempt), {})
     return VerdictConflictError(
@@ -524,15 +523,13 @@ def _undecided(state: BatchState, mask: Mask, attempt: int, verdict: LocalTransa
     rest = mask_count(mask) - mask_count(waiting) - mask_count(decided)
     if rest:
         raise StaleAttemptError(
-            f"{verdict} under attempt {attempt} for {rest} messages of half batch {state.half_id!r} does not count: they "
-            "were reopened under another attempt, or quarantined"
+            f"{verdict} under attempt {attempt} for {rest} messages of half batch {state.half_id!r} does not count: "
+            "they were reopened under another attempt, or quarantined"
         )
     return waiting
 
 
-def _rows_for(
-    kind: Kind, record: HalfRecord, mask: Mask, attempt: int, who: Who, reason: str | None
-) -> list[OpRow]:
+def _rows_for(kind: Kind, record: HalfRecord, mask: Mask, attempt: int, who: Who, reason: str | None) -> list[OpRow]:
     """Op rows that name the rows of a mask, as few as possible."""
     if not mask:
         return []

@@ -199,7 +199,9 @@ class CommitLog:
         if not 1 <= wanted <= QUEUES_MAX:
             raise OptionError(f"queues={wanted} is out of range: 1 to {QUEUES_MAX}")
         if fifo:
-            raise OptionError("fifo=True: this version of rmq_spark has no FIFO topics; messages of one sharding_key share a queue")
+            raise OptionError(
+                "fifo=True: this version of rmq_spark has no FIFO topics; messages of one sharding_key share a queue"
+            )
         row = {
             "name": [name],
             "queues": [wanted],
@@ -269,9 +271,7 @@ class CommitLog:
         """What the newest op markers say of a half batch."""
         return self.ledger.state_of(record)
 
-    def half_batch(
-        self, record: HalfRecord, state: BatchState, attempt: int, mask: Mask, arg: Any = None
-    ) -> HalfBatch:
+    def half_batch(self, record: HalfRecord, state: BatchState, attempt: int, mask: Mask, arg: Any = None) -> HalfBatch:
         """The half batch as a listener sees it: the rows of the mask, which are under one attempt."""
         return HalfBatch(
             half_id=record.half_id,
@@ -325,7 +325,11 @@ class CommitLog:
             ``half_id, app_id, batch_id, producer_group, attempt, messages`` (pending ones), ``check_times``,
             ``prepared_at`` and ``lease_until`` (UTC).
         """
-        rows = [self._summary(r, s, a, RowState.PENDING) for r, s in self.open_batches() for a in s.attempts(RowState.PENDING)]
+        rows = [
+            self._summary(r, s, a, RowState.PENDING)
+            for r, s in self.open_batches()
+            for a in s.attempts(RowState.PENDING)
+        ]
         return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
     def quarantined(self) -> pa.Table:

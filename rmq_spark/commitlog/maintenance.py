@@ -33,12 +33,20 @@ def compact_op(table: Table) -> bool:
     Op rows carry their version and time, so readers see the same before and after.
     """
 
+    made: Change | None = None
+
     def decide(version: int) -> Change | None:
+        nonlocal made
+        # A race lost to an append leaves the merged file good. Merging anew each time would never win against a busy
+        # writer, and op would grow without end.
+        if made is not None and set(table.actions()["path"].to_pylist()).issuperset(made.remove):
+            return made
         small = _small_files(table)
         if len(small) < OP_FILES_MAX:
             return None
         merged = table.write(table.read(small).sort_by("version"), "op", STATS_COLUMNS)
-        return Change(add=[merged], remove=small, data_change=False)
+        made = Change(add=[merged], remove=small, data_change=False)
+        return made
 
     def landed(change: Change) -> bool:
         live = set(table.actions()["path"].to_pylist())

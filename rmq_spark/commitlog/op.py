@@ -275,7 +275,13 @@ class BatchState:
             return
         if kind is not Kind.CHECK:
             self.history.append(
-                {"kind": str(kind), "who": str(who), "when": row["op_time"], "attempt": attempt, "reason": row["reason"]}
+                {
+                    "kind": str(kind),
+                    "who": str(who),
+                    "when": row["op_time"],
+                    "attempt": attempt,
+                    "reason": row["reason"],
+                }
             )
         if kind is Kind.REOPEN:
             self.opened_at[attempt] = row["op_time"]  # type: ignore[assignment]
@@ -303,7 +309,9 @@ class BatchState:
         elif file_no in self.files:
             files = (self.files[file_no],)
         else:
-            raise CorruptLogError(f"an op row names file {file_no} of half batch {self.half_id!r}, which has no such file")
+            raise CorruptLogError(
+                f"an op row names file {file_no} of half batch {self.half_id!r}, which has no such file"
+            )
         ranges = ranges_of(row["ranges"])
         for file in files:
             for first, last in ranges or ((0, file.rows - 1),):

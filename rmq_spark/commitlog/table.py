@@ -217,11 +217,15 @@ class DeltaLogTable:
         except TableNotFoundError as problem:
             raise NotACommitLogError(f"no Delta table {self.name!r} at {self._uri}: is it a commit log?") from problem
         except DeltaError as problem:
-            raise NotACommitLogError(f"the Delta table {self.name!r} at {self._uri} is broken: {problem}") from problem
+            raise NotACommitLogError(
+                f"the Delta table {self.name!r} at {self._uri} cannot be opened: {problem}"
+            ) from problem
         have = set(pa.schema(table.schema().to_arrow()).names)
         missing = [n for n in self.schema.names if n not in have]
         if missing:
-            raise LogFormatError(f"table {self.name} has no column {missing[0]!r}: it was changed by hand, or is no log")
+            raise LogFormatError(
+                f"table {self.name} has no column {missing[0]!r}: it was changed by hand, or is no log"
+            )
         return table
 
     @property

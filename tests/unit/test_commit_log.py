@@ -345,7 +345,9 @@ def test_quarantine_hides_and_resume_brings_back(log: CommitLog) -> None:
     mask = pending(log, record)
     log.ledger.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
     assert log.pending().num_rows == 0
-    assert another(log).quarantined().select(["half_id", "messages"]).to_pylist() == [{"half_id": "app:0", "messages": 5}]
+    assert another(log).quarantined().select(["half_id", "messages"]).to_pylist() == [
+        {"half_id": "app:0", "messages": 5}
+    ]
     with pytest.raises(StaleAttemptError, match="quarantined"):
         log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
     assert log.resume("app:0") == 5
@@ -487,7 +489,9 @@ def test_topics_are_made_once_and_counted(log: CommitLog) -> None:
         log.require_topic("order")
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "..", "", "o rders", "ｏrders", "оrders", "a\n", "x" * 128, "TBW102", "%DLQ%g"])
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "..", "", "o rders", "\uff4frders", "\u043erders", "a\n", "x" * 128, "TBW102", "%DLQ%g"]
+)
 def test_names_outside_the_rules_make_no_topic(log: CommitLog, name: str) -> None:
     with pytest.raises(MessageError):
         log.create_topic(name)

@@ -351,9 +351,7 @@ def number_table(folder: Path) -> Callable[[], DeltaLogTable]:
 
 def put(table: DeltaLogTable, number: int) -> None:
     file = table.write(pa.table({"version": [number]}, schema=ONE), "n", ("version",))
-    table.compare_and_set(
-        lambda _: Change(add=[file]), lambda c: file.path in table.actions()["path"].to_pylist()
-    )
+    table.compare_and_set(lambda _: Change(add=[file]), lambda c: file.path in table.actions()["path"].to_pylist())
 
 
 def numbers(table: DeltaLogTable) -> list[int]:

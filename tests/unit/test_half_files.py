@@ -76,6 +76,7 @@ def nested_nulls() -> pa.Array:
         pytest.param({"body": [b"x"], "sharding_key": [1.5]}, "'sharding_key' has type double", id="sharding key"),
         pytest.param({"body": [b"x"], "keys": [7]}, "'keys' has type int64", id="keys are numbers"),
         pytest.param({"body": [b"x"], "keys": [[7]]}, "'keys' has type list", id="keys are lists of numbers"),
+        pytest.param({"body": [b"x"], "keys": [["a", None]]}, "array of keys has a null", id="a null among keys"),
         pytest.param({"body": [b"x"], "queue_id": ["1"]}, "'queue_id' has type string", id="queue_id is a string"),
         pytest.param({"body": [b"x"], "queue_id": [1.0]}, "'queue_id' has type double", id="queue_id is a double"),
         pytest.param({"body": [b"x"], "queue_id": [2**40]}, "'queue_id'", id="queue_id is too long"),
@@ -89,9 +90,13 @@ def nested_nulls() -> pa.Array:
         pytest.param({"body": [b"x"], "properties": maps([[("__RMQ.x", "1")]])}, "reserved", id="reserved prefix"),
         pytest.param({"body": [b"x"], "properties": maps([[("", "1")]])}, "empty name", id="empty property name"),
         pytest.param({"body": [b"x"], "properties": maps([[("a", None)]])}, "null value", id="null property value"),
-        pytest.param({"body": [b"x"], "properties": maps([[("a", "x" * 32 * 1024)]])}, "32769 bytes", id="32 KiB and 1"),
         pytest.param(
-            {"body": [b"x"] * 2, "properties": maps([[], [("é" * 1024, "x" * 30 * 1024 + "y")]])}, "32769", id="in UTF-8"
+            {"body": [b"x"], "properties": maps([[("a", "x" * 32 * 1024)]])}, "32769 bytes", id="32 KiB and 1"
+        ),
+        pytest.param(
+            {"body": [b"x"] * 2, "properties": maps([[], [("é" * 1024, "x" * 30 * 1024 + "y")]])},
+            "32769",
+            id="in UTF-8",
         ),
         pytest.param(
             {"body": [b"x"], "properties": maps([[("CHECK_IMMUNITY_TIME_IN_SECONDS", "6s")]])}, "seconds", id="immunity"
@@ -100,8 +105,8 @@ def nested_nulls() -> pa.Array:
         pytest.param({"body": [b"x"], "topic": ["../x"]}, "outside", id="parent"),
         pytest.param({"body": [b"x"], "topic": ["a/b"]}, "outside", id="slash"),
         pytest.param({"body": [b"x"], "topic": [".."]}, "outside", id="dots"),
-        pytest.param({"body": [b"x"], "topic": ["оrders"]}, "outside", id="Cyrillic o"),
-        pytest.param({"body": [b"x"], "topic": ["ｏrders"]}, "outside", id="full-width o"),
+        pytest.param({"body": [b"x"], "topic": ["\u043erders"]}, "outside", id="Cyrillic o"),
+        pytest.param({"body": [b"x"], "topic": ["\uff4frders"]}, "outside", id="full-width o"),
         pytest.param({"body": [b"x"], "topic": ["orders\n"]}, "outside", id="line end"),
         pytest.param({"body": [b"x"], "topic": [""]}, "empty", id="empty topic"),
         pytest.param({"body": [b"x"], "topic": ["x" * 128]}, "128 characters", id="long topic"),
@@ -172,7 +177,7 @@ def test_the_transaction_key_column_must_be_there(tmp_path: Path) -> None:
 
 def test_a_column_named_twice_is_refused(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(["1"]), pa.array(["2"])], names=["body", "body"])
-    with pytest.raises(MessageError, match="'body'.*twice"):
+    with pytest.raises(MessageError, match=r"'body'.*twice"):
         write(tmp_path, table)
 
 
@@ -349,7 +354,9 @@ def read(folder: Path, path: str, file: HalfFile, ranges: Any, columns: Sequence
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_reading_by_position_and_by_address_agree(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_reading_by_position_and_by_address_agree(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     folder = tmp_path_factory.mktemp("half")
     rows = data.draw(st.integers(1, 50), "rows")
     group = data.draw(st.integers(1, 60), "rows of a row group")
@@ -398,7 +405,20 @@ def test_rows_that_a_file_does_not_hold_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["../x.parquet", "a/../../x", "/etc/passwd", "file:///etc/passwd", "s3://b/x", "..", "a//b", "a b", "a\n", "", None]
+    "path",
+    [
+        "../x.parquet",
+        "a/../../x",
+        "/etc/passwd",
+        "file:///etc/passwd",
+        "s3://b/x",
+        "..",
+        "a//b",
+        "a b",
+        "a\n",
+        "",
+        None,
+    ],
 )
 def test_a_path_outside_the_table_is_not_read(path: object) -> None:
     with pytest.raises(CorruptLogError, match="not inside the table"):

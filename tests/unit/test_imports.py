@@ -21,7 +21,10 @@ LIGHT = (
 @pytest.mark.parametrize(
     ("statement", "unwanted"),
     # Spark itself imports pyspark_txmq, for every look-up of a Python data source.
-    [*((s, ("deltalake", "pyspark", "sqlalchemy")) for s in LIGHT), ("import pyspark_txmq", ("deltalake", "sqlalchemy"))],
+    [
+        *((s, ("deltalake", "pyspark", "sqlalchemy")) for s in LIGHT),
+        ("import pyspark_txmq", ("deltalake", "sqlalchemy")),
+    ],
 )
 def test_importing_loads_no_engine_and_starts_no_thread(statement: str, unwanted: tuple[str, ...]) -> None:
     script = (

@@ -125,6 +125,33 @@ def test_ranges_are_the_same_after_op_was_compacted(log: CommitLog, monkeypatch:
     assert sum(placed.count for placed in open_before.ranges(latest, more)) == 5
 
 
+def test_a_compaction_that_loses_races_to_a_busy_writer_merges_once(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for batch_id in range(4):
+        send(log, batch_id)
+    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 2)
+    op = another(log)._op
+    merged: list[int] = []
+    write, commit = op.write, op._try_commit
+
+    def lose_twice(change: Any) -> bool:
+        if len(merged) < 3:
+            send(log, 10 + len(merged))
+            merged.append(0)
+        return commit(change)
+
+    files: list[str] = []
+    monkeypatch.setattr(op, "write", lambda *more: files.append("") or write(*more))
+    monkeypatch.setattr(op, "_try_commit", lose_twice)
+    latest = planner(log).latest()
+    before = planner(log).ranges({}, latest)
+    assert maintenance.compact_op(op)
+    assert len(files) == 1
+    assert len(merged) == 3
+    assert planner(log).ranges({}, latest) == before
+
+
 def test_a_cache_over_its_size_is_filled_again_as_the_stream_goes_on(
     log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

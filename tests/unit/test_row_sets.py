@@ -1,9 +1,10 @@
-"""Row sets: masks, ranges, and what op markers make of the rows of a half batch, against a model that goes row by row."""
+"""Row sets: masks, ranges, and what op markers make of a half batch, against a model that goes row by row."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import pairwise
 
 import pyarrow as pa
 import pytest
@@ -50,7 +51,7 @@ def test_runs_name_exactly_the_ones(mask: bytes) -> None:
     found = runs(mask)
     assert [i for a, b in found for i in range(a, b + 1)] == [i for i, bit in enumerate(mask) if bit]
     assert ranges_count(found) == mask.count(1)
-    assert all(b + 1 < c for (_, b), (c, _) in zip(found, found[1:], strict=False))
+    assert all(b + 1 < c for (_, b), (c, _) in pairwise(found))
 
 
 @settings(deadline=None)

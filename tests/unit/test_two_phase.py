@@ -82,9 +82,7 @@ def header(
     input_hash: str | None = "hash",
     numbered: bool = True,
 ) -> HalfHeader:
-    return HalfHeader(
-        half_id_of(app_id, batch_id), app_id, batch_id, query_id, input_hash, None, per, "shop", numbered
-    )
+    return HalfHeader(half_id_of(app_id, batch_id), app_id, batch_id, query_id, input_hash, None, per, "shop", numbered)
 
 
 def stage(log: CommitLog, head: HalfHeader, keys: Sequence[str] = KEYS) -> list[HalfFile]:
@@ -130,9 +128,7 @@ def states(log: CommitLog, record: HalfRecord) -> dict[RowState, int]:
     return {s: n for s in RowState if (n := state.count(s))}
 
 
-def check(
-    log: CommitLog, listener: TransactionListener, only: Callable[[int], bool] = lambda position: True
-) -> None:
+def check(log: CommitLog, listener: TransactionListener, only: Callable[[int], bool] = lambda position: True) -> None:
     """A round of checks by another process: of every open transaction, or of those at some positions."""
     log = another(log)
     for record, state in log.open_batches():
@@ -150,9 +146,7 @@ def check(
                 log, record, mask, batch, normalize_verdicts(listener.check_local_transaction(batch), batch)
             )
             if verdicts[COMMIT] or verdicts[ROLLBACK]:
-                log.decide(
-                    record, attempt, commit=verdicts[COMMIT], rollback=verdicts[ROLLBACK], who=Who.CHECK
-                )
+                log.decide(record, attempt, commit=verdicts[COMMIT], rollback=verdicts[ROLLBACK], who=Who.CHECK)
 
 
 # ---------------------------------------------------------------- listeners
@@ -220,9 +214,7 @@ class Fenced(TransactionListener):
             self.die("executing")
             verdicts = []
             for i in ids:
-                kind = self.plan.get(
-                    "*" if batch.transaction_per == BATCH else work[i][0].split("-")[1], "commit"
-                )
+                kind = self.plan.get("*" if batch.transaction_per == BATCH else work[i][0].split("-")[1], "commit")
                 if kind in ("commit", "done"):
                     self.database.orders.update(work[i])
                 if kind != "not done":
@@ -234,8 +226,7 @@ class Fenced(TransactionListener):
     def check_local_transaction(self, batch: HalfBatch) -> Any:
         with self.database.lock:
             found = [
-                self.database.fence.setdefault(i, "tombstone")
-                for i in batch.transactions["transaction_id"].to_pylist()
+                self.database.fence.setdefault(i, "tombstone") for i in batch.transactions["transaction_id"].to_pylist()
             ]
         return [COMMIT if f == "executed" else ROLLBACK for f in found]
 
@@ -264,9 +255,7 @@ def test_rolled_back_messages_never_appear_and_take_no_offset(log: CommitLog, pe
 
 @pytest.mark.parametrize("per", PERS)
 @pytest.mark.parametrize("nothing", [None, UNKNOWN, "UNKNOW"])
-def test_an_unknown_verdict_leaves_the_messages_pending_for_the_check(
-    log: CommitLog, per: str, nothing: Any
-) -> None:
+def test_an_unknown_verdict_leaves_the_messages_pending_for_the_check(log: CommitLog, per: str, nothing: Any) -> None:
     listener = Told(nothing, COMMIT)
     outcome = send(log, listener, header(per))
     assert outcome.messages == {RowState.PENDING: len(KEYS)}
@@ -310,9 +299,7 @@ def test_without_a_listener_a_batch_commits_once_it_is_prepared(log: CommitLog) 
 # ---------------------------------------------------------------- a listener that fails
 @pytest.mark.parametrize("per", PERS)
 @pytest.mark.parametrize("number", [0, 1, 2, 7])
-def test_a_wrong_number_of_verdicts_fails_and_leaves_the_batch_pending(
-    log: CommitLog, per: str, number: int
-) -> None:
+def test_a_wrong_number_of_verdicts_fails_and_leaves_the_batch_pending(log: CommitLog, per: str, number: int) -> None:
     if per == BATCH and number == 1:
         return
     with pytest.raises(LocalTransactionError, match="verdicts for"):
@@ -328,9 +315,7 @@ def test_what_is_no_verdict_fails_and_leaves_the_batch_pending(log: CommitLog, a
 
 
 def test_a_listener_that_raises_fails_the_query_and_leaves_the_batch_pending(log: CommitLog) -> None:
-    with pytest.raises(
-        LocalTransactionError, match=r"app:0.*attempt 1.*ValueError: no stock.*check or a restart"
-    ):
+    with pytest.raises(LocalTransactionError, match=r"app:0.*attempt 1.*ValueError: no stock.*check or a restart"):
         send(log, Told(ValueError("no stock")), header())
     assert log.pending()["messages"].to_pylist() == [len(KEYS)]
 
@@ -623,9 +608,7 @@ def test_a_check_during_a_replay_that_another_process_overtakes_starts_over(log:
     assert visible(log) == bodies()
 
 
-def test_an_attempt_that_is_always_fenced_ends_with_an_error(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_that_is_always_fenced_ends_with_an_error(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rmq_spark.commitlog.ledger.ATTEMPTS_MAX", 4)
     listener = Told(FencedError("tombstone"))
     with pytest.raises(StaleAttemptError, match="rolled back by checks 4 times"):
@@ -762,9 +745,7 @@ POINTS = ("staged", "prepared", "executing", "executed", "decided", "reopened")
 class Mortal(TwoPhase):
     """A driver that dies at a point."""
 
-    def __init__(
-        self, log: CommitLog, database: Database, plan: Mapping[str, str], point: str | None
-    ) -> None:
+    def __init__(self, log: CommitLog, database: Database, plan: Mapping[str, str], point: str | None) -> None:
         def die(here: str) -> None:
             if here == point:
                 raise Crash(here)
@@ -797,9 +778,7 @@ PLAN = st.dictionaries(
 )
 
 
-def crash_and_agree(
-    log: CommitLog, per: str, plan: Mapping[str, str], runs: Sequence[tuple[str, str, bool]]
-) -> None:
+def crash_and_agree(log: CommitLog, per: str, plan: Mapping[str, str], runs: Sequence[tuple[str, str, bool]]) -> None:
     """Runs that die, checks in between, then one that lives: what is done locally is what readers see, once."""
     database = Database()
     head = header(per)
