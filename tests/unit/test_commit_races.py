@@ -338,6 +338,21 @@ def test_a_rewritten_half_table_changes_no_decision(tmp_path: Path, kind: str) -
         check_offsets(handle)
 
 
+@pytest.mark.parametrize("kind", ["memory", "delta"])
+def test_what_a_checker_knew_before_the_mark_moved_does_not_mislead_it(tmp_path: Path, kind: str) -> None:
+    checker = make_log(kind, tmp_path / "log")
+    sink = another(checker)
+    record = prepare(sink, 0)
+    assert checker.pending()["half_id"].to_pylist() == ["app:0"]
+    commit(sink, record)
+    assert checker.move_mark()
+    time.sleep(0.01)
+    rewrite(another(checker).half.table)
+    assert checker.pending().num_rows == 0
+    assert commit(checker, checker.get("app:0"), who=Who.CHECK) == []
+    check_offsets(checker)
+
+
 # ---------------------------------------------------------------- a writer whose log was cleaned away
 ONE = pa.schema([("version", pa.int64())])
 

@@ -131,6 +131,7 @@ def test_a_compaction_that_loses_races_to_a_busy_writer_merges_once(
     for batch_id in range(4):
         send(log, batch_id)
     monkeypatch.setattr(maintenance, "OP_FILES_MAX", 2)
+    monkeypatch.setattr(log, "_maintain", lambda: None)
     op = another(log)._op
     merged: list[int] = []
     write, commit = op.write, op._try_commit
@@ -383,7 +384,7 @@ def test_any_split_concatenates_to_the_whole(
     assert row_spans([placed for part in parts for placed in part]) == row_spans(ranges)
     assert all(parts)
     if partitions_min is not None:
-        assert len(parts) >= partitions_min or not ranges
+        assert len(parts) >= min(partitions_min, sum(placed.count for placed in ranges))
     if records_max is not None:
         assert all(sum(p.count for p in part) <= records_max for part in parts)
 
