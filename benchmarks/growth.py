@@ -2,7 +2,7 @@
 
 Three durations: a sink micro-batch of 100 messages (whole, on Spark), planning a micro-batch of a source at the
 head, and a cold start (open the log, find what is pending, plan). Environment: BENCH_ROUNDS (5), BENCH_OLD (10000),
-BENCH_YOUNG (100).
+BENCH_YOUNG (100), BENCH_FOLDER (a folder whose two logs are kept, and taken when they are there).
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ print((time.perf_counter() - started) * 1000)
 
 def make_log(path: Path, transactions: int) -> txmq.CommitLog:
     """A log with so many transactions, a half batch each, sent one after the other."""
+    if path.exists():
+        return txmq.CommitLog.open(path)
     log = txmq.CommitLog.create(path)
     log.create_topic("orders")
     table = pa.table({"body": ["x" * 200] * 10})
@@ -61,10 +63,11 @@ def cold_start_ms(log: txmq.CommitLog) -> float:
 
 def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="txmq_growth_"))
+    logs = Path(os.environ.get("BENCH_FOLDER", folder))
+    old, young = make_log(logs / "old", OLD), make_log(logs / "young", YOUNG)
     spark = session()
     try:
         write_input(spark, folder / "small", SMALL_ROWS, SMALL_BATCHES)
-        old, young = make_log(folder / "old", OLD), make_log(folder / "young", YOUNG)
 
         def sink_ms(log: txmq.CommitLog, run: int) -> float:
             return median_ms(txmq_writer(stream(spark, folder / "small", 2), log, folder / f"cp{run}"), WARM_UP)

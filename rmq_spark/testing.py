@@ -35,6 +35,12 @@ class _Files:
     def __init__(self) -> None:
         self.content: dict[str, bytes] = {}
         self.written: dict[str, datetime] = {}
+        self._tables: dict[str, pa.Table] = {}  # files never change, so each is decoded once
+
+    def table(self, path: str) -> pa.Table:
+        if path not in self._tables:
+            self._tables[path] = pq.read_table(self.open_input_file(path))
+        return self._tables[path]
 
     def open_output_stream(self, path: str) -> _Writing:
         return _Writing(self, path)
@@ -125,7 +131,9 @@ class MemoryTable:
     ) -> pa.Table:
         names = list(columns) if columns is not None else self.schema.names
         schema = pa.schema([self.schema.field(n) for n in names])
-        parts = [pq.read_table(self.fs.open_input_file(f"{self.folder}/{p}"), filters=where) for p in paths]
+        parts = [self.fs.table(f"{self.folder}/{p}") for p in paths]
+        if where is not None:
+            parts = [p.filter(where) for p in parts]
         return pa.concat_tables([p.select(names).cast(schema) for p in parts]) if parts else schema.empty_table()
 
     def compare_and_set(

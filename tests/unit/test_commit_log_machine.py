@@ -180,6 +180,6 @@ def _text(row: dict[str, Any]) -> str:
 
 
 CommitLogMachine.TestCase.settings = settings(
-    deadline=None, max_examples=15, stateful_step_count=15, suppress_health_check=list(HealthCheck)
+    deadline=None, max_examples=25, stateful_step_count=15, suppress_health_check=list(HealthCheck)
 )
 TestCommitLogMachine = CommitLogMachine.TestCase
