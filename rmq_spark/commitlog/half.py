@@ -86,6 +86,8 @@ class HalfHeader:
     numbered: bool = field(default=True, compare=False)
     """True when the application counts its batches (a stream). False when ``app_id`` names one half batch only (a
     producer's send): it is not remembered as a Delta transaction, of which the table would keep every one for ever."""
+    made_up: bool = field(default=False, compare=False)
+    """True when ``app_id`` was made up for this half batch: it cannot have been prepared before."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """The layout of the tables; a log of a newer one is not opened."""
-LOG_RETENTION = "5m"
+LOG_RETENTION = "1m"
 """How long Delta's own log entries stay: nothing here needs them, and commits slow down with their number."""
 
 TOPICS_SCHEMA = pa.schema(
@@ -121,7 +121,7 @@ class CommitLog:
         storage_options : mapping, optional
             Passed to delta-rs: credentials, endpoint, region.
         log_retention : str
-            How long entries of the Delta logs stay, such as ``"5m"`` (default). A foreign Delta *stream* reader that
+            How long entries of the Delta logs stay, such as ``"1m"`` (default). A foreign Delta *stream* reader that
             lags more than this needs a longer one.
 
         Raises
@@ -267,9 +267,9 @@ class CommitLog:
         with self._lock:
             return self.half.prepare(header, files)
 
-    def state_of(self, record: HalfRecord) -> BatchState:
-        """What the newest op markers say of a half batch."""
-        return self.ledger.state_of(record)
+    def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
+        """What the newest op markers say of a half batch; without a refresh, those that were read last."""
+        return self.ledger.state_of(record, refresh)
 
     def half_batch(self, record: HalfRecord, state: BatchState, attempt: int, mask: Mask, arg: Any = None) -> HalfBatch:
         """The half batch as a listener sees it: the rows of the mask, which are under one attempt."""

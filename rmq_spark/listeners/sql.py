@@ -500,9 +500,9 @@ class _Fence:
         self._rows = sa.Table(
             name,
             metadata,
-            sa.Column("transaction_id", sa.String(512), primary_key=True),
+            sa.Column("transaction_id", sa.String(700), primary_key=True),
             sa.Column("state", sa.String(16), nullable=False),
-            sa.Column("half_id", sa.String(512), nullable=False),
+            sa.Column("half_id", sa.String(700), nullable=False),
             sa.Column("attempt", sa.Integer, nullable=False),
             sa.Column("created_at", sa.DateTime, nullable=False),  # UTC, by this machine's clock
         )

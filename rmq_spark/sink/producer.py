@@ -207,8 +207,9 @@ class TransactionMQProducer:
         if table.num_rows == 0:
             raise MessageError("no messages were given: a half batch has at least one")
         header = self._header(per, idempotency_key)
+        replayed = None if header.made_up else self._two_phase.find_replayed(header)
         writer = HalfWriter(header, self.log.topics(), topic, transaction_key)
-        files = [] if self._two_phase.find_replayed(header) else self.log.stage(writer, table.to_batches())
+        files = [] if replayed else self.log.stage(writer, table.to_batches())
         return self._result(header, self._two_phase.send(header, files, arg), table.num_rows)
 
     def _header(self, per: str, idempotency_key: str | None) -> HalfHeader:
@@ -225,6 +226,7 @@ class TransactionMQProducer:
             transaction_per=per,
             producer_group=self.producer_group,
             numbered=False,
+            made_up=idempotency_key is None,
         )
 
     def _result(self, header: HalfHeader, outcome: Outcome, rows: int) -> TransactionSendResult:

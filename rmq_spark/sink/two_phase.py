@@ -46,6 +46,7 @@ from rmq_spark.transaction import (
 logger = logging.getLogger(__name__)
 
 ON_LISTENER_ERROR = ("fail", "unknown")
+FINAL_STATES = (RowState.COMMITTED, RowState.DECIDED, RowState.ROLLED_BACK)
 REPLAY_BACKOFF_S_MIN = 0.2
 REPLAY_BACKOFF_S_MAX = 5.0
 
@@ -142,7 +143,7 @@ class TwoPhase:
         UnresolvedTransactionError
             When a replay's checks stay UNKNOWN.
         """
-        replayed = self.find_replayed(header)
+        replayed = None if header.made_up else self.find_replayed(header)
         if replayed is None and not files:
             return Outcome()
         record = replayed or self.prepare(header, files)
@@ -247,7 +248,9 @@ class TwoPhase:
         """Go on until every row is decided, or waits for the check of an UNKNOWN that this run itself got."""
         deadline = time.monotonic() + self.replay_check_timeout_s
         pause_s = REPLAY_BACKOFF_S_MIN
-        while True:
+        # What this run has just decided was read back with its commit: most batches need no second look.
+        state = self.log.state_of(run.record, refresh=run.outcome.replayed)
+        while state.in_conflict or state.count(*FINAL_STATES) < state.rows:
             state = self.log.state_of(run.record)
             self._refuse_conflict(run, state)
             if self._reopen_rolled_back(run, state) or self._reopen_unknown(run, state):

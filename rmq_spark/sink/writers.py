@@ -239,7 +239,7 @@ class TxmqWriter(_Writer, DataSourceArrowWriter):
             )
         if app_id is None or batch_id is None:
             header = self._make_header(f"write-{uuid4().hex}", 0, None, None, listener)
-            return replace(header, numbered=False)
+            return replace(header, numbered=False, made_up=True)
         return self._make_header(check_app_id(app_id), parse_int(batch_id, "batchId", 0), None, None, listener)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
