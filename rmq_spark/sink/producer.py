@@ -207,7 +207,7 @@ class TransactionMQProducer:
         if table.num_rows == 0:
             raise MessageError("no messages were given: a half batch has at least one")
         header = self._header(per, idempotency_key)
-        replayed = None if header.made_up else self._two_phase.find_replayed(header)
+        replayed = self._two_phase.find_replayed(header)
         writer = HalfWriter(header, self.log.topics(), topic, transaction_key)
         files = [] if replayed else self.log.stage(writer, table.to_batches())
         return self._result(header, self._two_phase.send(header, files, arg), table.num_rows)

@@ -143,7 +143,7 @@ class TwoPhase:
         UnresolvedTransactionError
             When a replay's checks stay UNKNOWN.
         """
-        replayed = None if header.made_up else self.find_replayed(header)
+        replayed = self.find_replayed(header)
         if replayed is None and not files:
             return Outcome()
         record = replayed or self.prepare(header, files)
@@ -157,6 +157,8 @@ class TwoPhase:
 
     def find_replayed(self, header: HalfHeader) -> HalfRecord | None:
         """The half batch when this very batch was prepared before; None for a new one; else raises."""
+        if header.made_up:
+            return None
         if not header.numbered:
             return self.log.find(header.app_id, header.batch_id)
         last = self.log.last_batch_id(header.app_id)
