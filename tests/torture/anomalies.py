@@ -242,6 +242,9 @@ def _lost_writes(run: _Run) -> Iterator[Anomaly]:
         for event in _told(run, Kind.PREPARE):
             if event.half_id not in stored:
                 yield Anomaly(AnomalyKind.LOST_WRITE, f"half batch {event.half_id} was prepared and is gone", (event,))
+        for event in run.of[Kind.MARKER]:
+            if event.queue_offset is not None and (event.half_id, event.address) not in run.rows:
+                yield Anomaly(AnomalyKind.LOST_WRITE, f"the row of offset {event.queue_offset} is gone", (event,))
     if not run.ended:
         return
     by_transaction: dict[str, list[str]] = defaultdict(list)

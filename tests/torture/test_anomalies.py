@@ -159,6 +159,7 @@ SPOILED: dict[str, tuple[AnomalyKind, Change]] = {
     "a committed message is not read": (K.LOST_WRITE, without(kind=Kind.READ, operation=FINAL, payload="c")),
     "nothing is read": (K.LOST_WRITE, without(kind=Kind.READ)),
     "a prepared half batch is gone": (K.LOST_WRITE, with_(Event(Kind.PREPARE, OK, "driver", half_id="app:7"))),
+    "a placed row is gone": (K.LOST_WRITE, with_(marker("commit", "app:6", 0, version=6, queue_offset=3))),
     "a message is read twice": (
         K.DUPLICATE,
         with_(Event(Kind.READ, OK, "final", operation=FINAL, payload="a", transaction_id="app:0:1", **at(3))),
