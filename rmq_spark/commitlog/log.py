@@ -142,7 +142,7 @@ class CommitLog:
         op_settings = {
             "delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS),
             # op replaces its own files all the time: their tombstones would make every checkpoint longer for a week.
-            "delta.deletedFileRetentionDuration": "interval 1 hours",
+            "delta.deletedFileRetentionDuration": "interval 5 minutes",
         }
         # topics comes last: it carries the format, so a log that a crash left half-made is not opened, but made again.
         for name, schema, more in (
@@ -155,7 +155,7 @@ class CommitLog:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None) -> CommitLog:
-        """Open a commit log.
+        """Open a commit log. ``half`` opens in the background: what is wrong with it shows at its first use.
 
         Raises
         ------
@@ -169,7 +169,10 @@ class CommitLog:
             raise NotACommitLogError(
                 f"{where} is not a commit log (it has no table 'topics'); make one with CommitLog.create({where!r})"
             )
-        topics = DeltaLogTable(f"{where}/topics", "topics", TOPICS_SCHEMA, storage_options)
+        topics, half, op = (
+            DeltaLogTable(f"{where}/{name}", name, schema, storage_options)
+            for name, schema in (("topics", TOPICS_SCHEMA), ("half", HALF_SCHEMA), ("op", OP_SCHEMA))
+        )
         configuration = topics.configuration
         found = configuration.get("txmq.format")
         if found is None:
@@ -178,8 +181,7 @@ class CommitLog:
             raise LogFormatError(
                 f"{where} has format {found}, this version of rmq_spark knows formats up to {FORMAT}: upgrade rmq_spark"
             )
-        half = DeltaLogTable(f"{where}/half", "half", HALF_SCHEMA, storage_options)
-        op = DeltaLogTable(f"{where}/op", "op", OP_SCHEMA, storage_options)
+        op.wait_until_open()
         queues = int(configuration.get("txmq.queues", QUEUES_DEFAULT))
         return cls(where, half, op, topics, default_queues=queues, storage_options=storage_options)
 

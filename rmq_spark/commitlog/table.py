@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -175,7 +176,8 @@ class DeltaLogTable:
         self.fs, self.folder = filesystem(uri, storage_options)
         self._lock = threading.RLock()
         self._actions: tuple[int, pa.Table] | None = None
-        self._table = self._open()
+        # half has a file or more a transaction: it opens while op is read, and for readers of op not at all.
+        self._opening = ThreadPoolExecutor(1, f"txmq-open-{name}").submit(self._open)
 
     @staticmethod
     def create(
@@ -211,6 +213,14 @@ class DeltaLogTable:
         """True when the folder holds a Delta table."""
         return bool(DeltaTable.is_deltatable(uri, dict(storage_options or {}) or None))
 
+    @property
+    def _table(self) -> DeltaTable:
+        return self.wait_until_open()
+
+    def wait_until_open(self) -> DeltaTable:
+        """The table opens in the background; here, or at its first use, one hears that it cannot be opened."""
+        return self._opening.result()
+
     def _open(self) -> DeltaTable:
         try:
             table = DeltaTable(self._uri, storage_options=self._storage_options or None)
@@ -243,7 +253,7 @@ class DeltaLogTable:
                 self._table.update_incremental()
             except DeltaError:
                 # The entries after ours are cleaned up: only a checkpoint knows the way from here.
-                self._table = self._open()
+                self._opening = ThreadPoolExecutor(1, f"txmq-open-{self.name}").submit(self._open)
                 self._actions = None
             return self.version
 

@@ -127,14 +127,14 @@ def test_a_newer_format_is_not_opened(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("name", "schema"), [("half", HALF_SCHEMA), ("op", OP_SCHEMA)])
-def test_a_table_that_lacks_a_column_is_not_opened(tmp_path: Path, name: str, schema: pa.Schema) -> None:
+def test_a_table_that_lacks_a_column_is_not_used(tmp_path: Path, name: str, schema: pa.Schema) -> None:
     CommitLog.create(tmp_path / "log")
     shutil.rmtree(tmp_path / "log" / name)
     lost = schema.names[3]
     left = pa.schema([f for f in schema if f.name != lost])
     DeltaTable.create(str(tmp_path / "log" / name), schema=Schema.from_arrow(left))
     with pytest.raises(LogFormatError, match=f"{name} has no column '{lost}'"):
-        CommitLog.open(tmp_path / "log")
+        CommitLog.open(tmp_path / "log").pending()  # half opens in the background
 
 
 def test_a_moved_log_opens_in_its_new_place(tmp_path: Path) -> None:
