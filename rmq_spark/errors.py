@@ -61,6 +61,10 @@ class CorruptLogError(TxmqError):
     """A row of the commit log contradicts the rest of it, or points outside the log."""
 
 
+class StorageError(TxmqError):
+    """The store cannot be reached, or cannot do what a commit log needs."""
+
+
 class CommitError(TxmqError):
     """A commit to a Delta table did not succeed within its tries."""
 

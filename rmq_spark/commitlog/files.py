@@ -123,6 +123,7 @@ def write_table(
     stats_columns: Sequence[str],
     footer_columns: Sequence[str] = (),
     plain_columns: Sequence[str] = (),
+    row_group_rows: int = ROW_GROUP_ROWS,
 ) -> DataFile:
     """Write one Parquet file under a new name and return what a commit needs to add it.
 
@@ -144,7 +145,7 @@ def write_table(
         pq.write_table(
             table,
             sink,
-            row_group_size=ROW_GROUP_ROWS,
+            row_group_size=row_group_rows,
             use_dictionary=dictionary,
             write_statistics=statistics,
             compression=COMPRESSION,

@@ -20,6 +20,7 @@ from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.ledger import Ledger, Mask, Placed
 from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who, mask_array, mask_count, runs
 from rmq_spark.commitlog.reading import read_messages
+from rmq_spark.commitlog.storage import check_put_if_absent, check_storage_options, reaching
 from rmq_spark.commitlog.table import Change, DeltaLogTable, Table
 from rmq_spark.config import ORPHAN_AGE_S, QUEUES_DEFAULT, QUEUES_MAX, parse_duration
 from rmq_spark.errors import (
@@ -128,15 +129,25 @@ class CommitLog:
         ------
         CommitLogExistsError
             When there is one and ``exist_ok`` is false.
+        StorageError
+            When the store cannot be reached, or would let two writers overwrite each other's commits.
         """
         where = _normal_path(path)
         if not 1 <= queues <= QUEUES_MAX:
             raise OptionError(f"queues={queues} is out of range: 1 to {QUEUES_MAX}")
         retention_s = int(parse_duration(log_retention, "log_retention"))
-        if DeltaLogTable.exists(f"{where}/topics", storage_options):
-            if exist_ok:
-                return cls.open(where, storage_options)
-            raise CommitLogExistsError(f"{where} is a commit log already: open it, or pass exist_ok=True")
+        check_storage_options(where, storage_options)
+        with reaching(where, storage_options):
+            if DeltaLogTable.exists(f"{where}/topics", storage_options):
+                if exist_ok:
+                    return cls.open(where, storage_options)
+                raise CommitLogExistsError(f"{where} is a commit log already: open it, or pass exist_ok=True")
+            check_put_if_absent(where, storage_options)
+            cls._create_tables(where, queues, storage_options, retention_s)
+        return cls.open(where, storage_options)
+
+    @staticmethod
+    def _create_tables(where: str, queues: int, storage_options: Mapping[str, str] | None, retention_s: int) -> None:
         settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
         half_settings = {"delta.dataSkippingStatsColumns": ",".join(half_module.STATS_COLUMNS)}
         op_settings = {
@@ -151,7 +162,6 @@ class CommitLog:
             ("topics", TOPICS_SCHEMA, {"txmq.format": str(FORMAT), "txmq.queues": str(queues)}),
         ):
             DeltaLogTable.create(f"{where}/{name}", name, schema, storage_options, {**settings, **more})
-        return cls.open(where, storage_options)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None) -> CommitLog:
@@ -163,8 +173,16 @@ class CommitLog:
             When the path holds none.
         LogFormatError
             When it was made by a newer version of rmq_spark.
+        StorageError
+            When the store cannot be reached.
         """
         where = _normal_path(path)
+        check_storage_options(where, storage_options)
+        with reaching(where, storage_options):
+            return cls._open(where, storage_options)
+
+    @classmethod
+    def _open(cls, where: str, storage_options: Mapping[str, str] | None) -> CommitLog:
         if not DeltaLogTable.exists(f"{where}/topics", storage_options):
             raise NotACommitLogError(
                 f"{where} is not a commit log (it has no table 'topics'); make one with CommitLog.create({where!r})"
@@ -473,8 +491,9 @@ class CommitLog:
     def _maintain_now(self) -> None:
         try:
             log = self._reopened_handle()
-            log.move_mark()
+            log.ledger.refresh()
             maintenance.compact_op(log._op)
+            log.move_mark()  # last: a cold start then reads the mark's own small file, and what came after it
         except Exception:  # upkeep is tried again after the next commits; it must not stop a sink
             logger.warning("upkeep of %s failed", self.path, exc_info=True)
 

@@ -21,6 +21,7 @@ import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 from deltalake import CommitProperties, DeltaTable, Schema, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 
 from rmq_spark.commitlog.files import DataFile, check_path, filesystem, write_table
@@ -34,6 +35,8 @@ UNEXPECTED_ERRORS_MAX = 3
 BACKOFF_S_MIN = 0.002
 BACKOFF_S_MAX = 0.25
 CHECKPOINT_INTERVAL = 100
+ROW_GROUP_ROWS = 4_096
+"""Of op, sorted by version: whoever wants the newest rows skips the row groups before them."""
 
 BOUNDS = {"half_id": pa.string(), "version": pa.int64(), "next_offset": pa.int64(), "low_water": pa.int64()}
 """Columns whose bounds in a file are looked at."""
@@ -288,7 +291,9 @@ class DeltaLogTable:
             return self._table.transaction_version(app_id)
 
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
-        return write_table(self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns)
+        return write_table(
+            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=ROW_GROUP_ROWS
+        )
 
     def read(
         self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None
@@ -326,3 +331,30 @@ class DeltaLogTable:
             logger.debug("commit to %s at version %d: %s", self.name, self.version + 1, problem)
             return False
         return True
+
+
+def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | None:
+    """Create an empty table: True when it was created, False when the put of its first entry was refused because
+    another writer's was there, None when that was seen before it came to the put."""
+    options = dict(storage_options or {}) or None
+    schema = Schema.from_arrow(pa.schema([("version", pa.int64())]))
+    try:
+        DeltaTable.create(
+            uri, schema, storage_options=options, commit_properties=CommitProperties(max_commit_retries=0)
+        )
+    except CommitFailedError:
+        return False
+    except DeltaError:
+        if DeltaTable.is_deltatable(uri, options):
+            return None
+        raise
+    return True
+
+
+def remove_table(uri: str, storage_options: Mapping[str, str] | None) -> None:
+    """Remove what :func:`claim_table` made."""
+    fs, folder = filesystem(uri, storage_options)
+    if isinstance(fs, pafs.LocalFileSystem):
+        fs.delete_dir(folder)
+    else:  # pyarrow would put empty objects in the place of folders
+        DeltaStorageHandler(uri, dict(storage_options or {}) or None).delete_dir("_delta_log")

@@ -1,0 +1,143 @@
+"""What a store must be able to do to hold a commit log: put a file only where none is, and say so.
+
+Amazon S3 can, with conditional puts; not every store that speaks S3 does. :func:`check_put_if_absent` finds out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from uuid import uuid4
+
+from rmq_spark.commitlog.table import claim_table, remove_table
+from rmq_spark.errors import OptionError, StorageError
+
+logger = logging.getLogger(__name__)
+
+CLAIMANTS = 3
+ROUNDS_MAX = 40
+"""Rounds until two writers of the probe meet at one put; about every second one does."""
+PROBE = "_probe-"
+
+_YES = ("1", "true", "on", "yes", "y")
+_PUBLIC = ("region", "endpoint", "allow_http", "conditional_put", "retr", "timeout", "virtual", "bucket")
+"""Parts of the names of options whose values may be shown."""
+
+
+# ---------------------------------------------------------------- settings
+def check_storage_options(where: str, storage_options: Mapping[str, str] | None) -> None:
+    """Refuse settings, in the options or the environment, with which two writers could overwrite each other's commits.
+
+    Raises
+    ------
+    OptionError
+    """
+    if re.match(r"s3a?://[^/]*@", where):
+        raise OptionError(
+            "the path has credentials in it, which logs and errors would show: give them as storage options"
+        )
+    given = {name.lower(): str(value).strip().lower() for name, value in _settings(storage_options)}
+    for name, value in given.items():
+        if name.endswith("allow_unsafe_rename") and value in _YES:
+            raise OptionError(
+                f"{name.upper()}={value} lets two writers overwrite each other's commits: leave it out. A store with "
+                "conditional puts does not need it"
+            )
+        if name.removeprefix("aws_").removeprefix("s3_") == "locking_provider":
+            raise OptionError(f"{name.upper()}={value}: delta-rs has no locking provider any more: leave it out")
+        if name.removeprefix("aws_") == "conditional_put" and value.split(":")[0] in ("disabled", "dynamo"):
+            raise OptionError(
+                f"{name.upper()}={value}: a commit log needs conditional puts: leave it out, or set 'etag'"
+            )
+
+
+def _settings(storage_options: Mapping[str, str] | None) -> list[tuple[str, str]]:
+    # delta-rs takes what the options do not say from the environment.
+    wanted = re.compile(r"allow_unsafe_rename$|locking_provider$|^aws_conditional_put$", re.IGNORECASE)
+    return [(k, v) for k, v in os.environ.items() if wanted.search(k)] + list((storage_options or {}).items())
+
+
+# ---------------------------------------------------------------- errors
+@contextmanager
+def reaching(where: str, storage_options: Mapping[str, str] | None) -> Iterator[None]:
+    """Turns what a store answers into a StorageError of one line, without the values of options that may be secret.
+
+    A store's answer may name the access key or the session token. Local folders raise what they always do.
+    """
+    try:
+        yield
+    except OSError as problem:
+        if "://" not in where or where.startswith("file://"):
+            raise
+        raise StorageError(f"{where} cannot be used: {_plainly(str(problem), storage_options)}") from None
+
+
+def _plainly(text: str, storage_options: Mapping[str, str] | None) -> str:
+    for name, value in (storage_options or {}).items():
+        if len(value) > 3 and not any(part in name.lower() for part in _PUBLIC):
+            text = text.replace(value, "***")
+    text = re.sub(r"\x1b\[[0-9;]*m|[^\S ]", " ", text)
+    return re.sub(r" +(↳ )?", " ", text).strip()
+
+
+# ---------------------------------------------------------------- the probe
+def check_put_if_absent(where: str, storage_options: Mapping[str, str] | None) -> None:
+    """Find out whether the store refuses the second of two puts, the way commits are put.
+
+    Some writers create one and the same table below ``where`` at once, through delta-rs. A store that can hold a log
+    lets one of them do so, and refuses another *at its put*: that settles it. When all others saw the table before they
+    came to that, the round says nothing, and the next one begins. Nothing of it stays.
+
+    Raises
+    ------
+    StorageError
+        When more than one writer was told that it had created the table.
+    """
+    for _ in range(ROUNDS_MAX):
+        probe = f"{where}/{PROBE}{uuid4().hex}"
+        try:
+            claims = _claims(probe, storage_options)
+        finally:
+            try:
+                remove_table(probe, storage_options)
+            except Exception:  # it is in nobody's way
+                logger.warning("%s could not be removed: delete it by hand", probe, exc_info=True)
+        if claims.count(True) > 1:
+            raise StorageError(
+                f"{where} is on a store without put-if-absent: {claims.count(True)} of {CLAIMANTS} writers that "
+                "created one table at the same time were told that they had, so commits would be lost. Use a store "
+                "with conditional puts (If-None-Match), or turn them on; docs/object-stores.md names some. Nothing "
+                "was left behind"
+            )
+        if False in claims:
+            return
+    raise StorageError(
+        f"{where}: in {ROUNDS_MAX} rounds of {CLAIMANTS} writers no two came to the same put, so it is not known "
+        "whether the store has put-if-absent: try again"
+    )
+
+
+def _claims(probe: str, storage_options: Mapping[str, str] | None) -> list[bool | None]:
+    start = threading.Barrier(CLAIMANTS)
+    claims: list[bool | None] = []
+    problems: list[Exception] = []
+
+    def claim() -> None:
+        start.wait()
+        try:
+            claims.append(claim_table(probe, storage_options))
+        except Exception as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=claim, name="txmq-probe") for _ in range(CLAIMANTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    return claims
