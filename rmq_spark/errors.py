@@ -61,6 +61,14 @@ class CorruptLogError(TxmqError):
     """A row of the commit log contradicts the rest of it, or points outside the log."""
 
 
+class LostFileError(CorruptLogError, FileNotFoundError):
+    """A file that a table of the commit log names is not there."""
+
+
+class UnreadableFileError(CorruptLogError, OSError):
+    """A file of the commit log cannot be read: it is damaged, or its storage fails."""
+
+
 class StorageError(TxmqError):
     """The store cannot be reached, or cannot do what a commit log needs."""
 

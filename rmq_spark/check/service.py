@@ -212,24 +212,8 @@ class CheckService:
 
     # ------------------------------------------------------------------ what is open
     def _open_half_ids(self) -> list[str]:
-        """Half batches to look at: first those that the last round did not reach, then the oldest first.
-
-        Their ids only: a half batch that cannot be read must not hide the others.
-        """
-
-        def is_open(half_id: str) -> bool:
-            try:
-                return not ledger.state_of(self.log.half.get(half_id), refresh=False).settled
-            except Exception:
-                return True  # it is looked at again, alone, and reported
-
-        ledger = self.log.ledger
-        with self.log._lock:
-            ledger.refresh()
-            prepared = self.log.half.prepared_after(ledger.low_water_ms)
-            found = ledger.open_half_ids(prepared, is_open)
-        # What was reopened below the mark is older than all above it.
-        ids = sorted(found, key=lambda half_id: prepared.get(half_id, (0, 0))[0])
+        """Half batches to look at: first those that the last round did not reach, then the oldest first."""
+        ids = self.log.open_half_ids()
         self._foreign &= set(ids)
         ids = [i for i in ids if i not in self._foreign]
         first = [i for i in self._not_reached if i in set(ids)]

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from rmq_spark.commitlog.seal import check_seal, reading, sealed
 from rmq_spark.errors import CorruptLogError, OptionError
 
 ROW_GROUP_ROWS = 65_536
@@ -124,6 +125,7 @@ def write_table(
     footer_columns: Sequence[str] = (),
     plain_columns: Sequence[str] = (),
     row_group_rows: int = ROW_GROUP_ROWS,
+    holds: str = "",
 ) -> DataFile:
     """Write one Parquet file under a new name and return what a commit needs to add it.
 
@@ -135,6 +137,8 @@ def write_table(
         Columns with statistics in the footer alone: every writer's memory holds what the Delta log says of each file.
     plain_columns : sequence of str
         Columns whose values hardly repeat: they get no dictionary.
+    holds : str
+        Which rows they are, for the file's seal.
     """
     path = f"{prefix}-{uuid4().hex}.parquet"
     flat = [f.name for f in table.schema if not pa.types.is_nested(f.type)]
@@ -143,37 +147,30 @@ def write_table(
     full = f"{folder}/{path}"
     with fs.open_output_stream(full) as sink:
         pq.write_table(
-            table,
+            sealed(table, path, holds),
             sink,
             row_group_size=row_group_rows,
             use_dictionary=dictionary,
             write_statistics=statistics,
             compression=COMPRESSION,
+            write_page_checksum=True,
         )
         size = sink.tell()
     return DataFile(path, size, table.num_rows, column_stats(table, stats_columns))
 
 
-def _is_as_written(meta: pq.FileMetaData, half_id: str, file_no: int, rows: int) -> bool:
-    """True when the footer proves that row ``i`` of the file is row_no ``i`` of this half file."""
-    if meta.num_rows != rows:
-        return False
-    names = [meta.schema.column(i).path for i in range(meta.num_columns)]
-    positions = {name: names.index(name) for name in ("half_id", "file_no", "row_no") if name in names}
-    if len(positions) < 3:
-        return False
-    start = 0
-    for g in range(meta.num_row_groups):
-        group = meta.row_group(g)
-        stats = {n: group.column(i).statistics for n, i in positions.items()}
-        if any(s is None or not s.has_min_max for s in stats.values()):
-            return False
-        last = start + group.num_rows - 1
-        expected = {"half_id": (half_id, half_id), "file_no": (file_no, file_no), "row_no": (start, last)}
-        if any((s.min, s.max) != expected[n] for n, s in stats.items()):
-            return False
-        start = last + 1
-    return True
+def rows_of_half_file(half_id: str, file_no: int) -> str:
+    """What the seal of a half file says of its rows."""
+    return f"{half_id} {file_no}"
+
+
+def _is_as_written(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[str]) -> bool:
+    """True when row ``i`` of the file is row_no ``i`` of the half file: its seal says so, under the name it was written.
+
+    Statistics in the footer would prove it too, but pyarrow ends the process when it looks at those of a damaged file.
+    """
+    holds = check_seal(file.schema_arrow, wanted.path, "half", columns)
+    return holds == rows_of_half_file(wanted.half_id, wanted.file_no) and file.metadata.num_rows == wanted.file_rows
 
 
 @dataclass(frozen=True)
@@ -214,15 +211,15 @@ def read_range(
 
     Raises
     ------
-    FileNotFoundError
+    LostFileError
         When the file is gone: it was rewritten, and the caller looks where the rows are now.
     CorruptLogError
-        When the file does not hold all of the rows.
+        When the file does not hold all of the rows, or is damaged.
     """
     path = check_path(wanted.path, "half")
-    with fs.open_input_file(f"{folder}/{path}") as source:
-        file = pq.ParquetFile(source)
-        if _is_as_written(file.metadata, wanted.half_id, wanted.file_no, wanted.file_rows):
+    with reading(path, "half"), fs.open_input_file(f"{folder}/{path}") as source:
+        file = pq.ParquetFile(source, page_checksum_verification=True)
+        if _is_as_written(file, wanted, columns):
             yield from _read_by_position(file, wanted, columns)
         else:
             yield 0, _read_by_address(file, wanted, columns)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
-from rmq_spark.commitlog.files import DataFile, arange, write_table
+from rmq_spark.commitlog.files import DataFile, arange, rows_of_half_file, write_table
 from rmq_spark.config import BODY_BYTES_MAX, PROPERTIES_BYTES_MAX, TRANSACTION_KEY_CHARS_MAX, nearest
 from rmq_spark.errors import MessageError, TopicNotFoundError
 from rmq_spark.message import (
@@ -258,6 +258,7 @@ class HalfWriter:
             stats_columns=STATS_COLUMNS,
             footer_columns=FOOTER_COLUMNS,
             plain_columns=PLAIN_COLUMNS,
+            holds=rows_of_half_file(self.header.half_id, file_no),
         )
         return HalfFile(data, file_no, segments, staged_at, self.header.half_id)
 

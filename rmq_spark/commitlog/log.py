@@ -319,22 +319,29 @@ class CommitLog:
     def open_batches(self) -> Iterator[tuple[HalfRecord, BatchState]]:
         """Half batches with pending rows, oldest first. The cost follows what is open, not the age of the log."""
         with self._lock:
-            ids = self._open_ids()
-            records = sorted((self.half.get(i) for i in ids), key=lambda r: r.prepared_ms)
+            records = [self.half.get(half_id) for half_id in self.open_half_ids()]
         for record in records:
             state = self.state_of(record)
             if not state.settled:
                 yield record, state
 
-    def _open_ids(self) -> list[str]:
+    def open_half_ids(self) -> list[str]:
+        """Half batches that may have pending rows, oldest first: their ids only, so that one which cannot be read does
+        not hide the others."""
         # op before half: every half batch that an op row names is known then. One that is decided in between looks open
         # here, and is looked at closely by whoever asked.
-        self.ledger.refresh()
-        prepared = self.half.prepared_after(self.ledger.low_water_ms)
-        return self.ledger.open_half_ids(prepared, self._is_open)
+        with self._lock:
+            self.ledger.refresh()
+            prepared = self.half.prepared_after(self.ledger.low_water_ms)
+            found = self.ledger.open_half_ids(prepared, self._is_open)
+        # What was reopened below the mark is older than all above it.
+        return sorted(found, key=lambda half_id: prepared.get(half_id, (0, 0))[0])
 
     def _is_open(self, half_id: str) -> bool:
-        return not self.ledger.state_of(self.half.get(half_id), refresh=False).settled
+        try:
+            return not self.ledger.state_of(self.half.get(half_id), refresh=False).settled
+        except Exception:
+            return True  # it is looked at again, alone, and reported
 
     def pending(self) -> pa.Table:
         """Half batches with pending messages, a row per attempt, oldest first.

@@ -25,9 +25,23 @@ from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 
 from rmq_spark.commitlog.files import DataFile, check_path, filesystem, write_table
+from rmq_spark.commitlog.seal import (
+    ENTRY_SEAL,
+    added,
+    check_entries,
+    check_seal,
+    entry_seal,
+    reading,
+    removed,
+    transaction,
+)
 from rmq_spark.errors import CommitError, LogFormatError, LostCommitError, NotACommitLogError, TxmqError
 
 logger = logging.getLogger(__name__)
+
+CHECKED_PARQUET = pads.ParquetFileFormat(
+    default_fragment_scan_options=pads.ParquetFragmentScanOptions(page_checksum_verification=True)
+)
 
 COMMIT_TRIES_MAX = 200
 """Lost races before a commit gives up; each waits a little longer, up to BACKOFF_S_MAX."""
@@ -302,8 +316,21 @@ class DeltaLogTable:
         if not paths:
             return pa.schema([self.schema.field(n) for n in names]).empty_table()
         full = [f"{self.folder}/{check_path(p, self.name)}" for p in paths]
-        dataset = pads.dataset(full, schema=self.schema, format="parquet", filesystem=self.fs)
-        return dataset.to_table(columns=names, filter=where)
+        try:
+            dataset = pads.dataset(full, schema=self.schema, format=CHECKED_PARQUET, filesystem=self.fs)
+            self._check_files(dataset)
+            return dataset.to_table(columns=names, filter=where)
+        except (OSError, pa.ArrowException, ValueError):
+            for path, file in zip(paths, full, strict=True):  # which of them is it?
+                with reading(path, self.name):
+                    one = pads.dataset([file], schema=self.schema, format=CHECKED_PARQUET, filesystem=self.fs)
+                    one.to_table(columns=names, filter=where)
+            raise
+
+    def _check_files(self, dataset: pads.Dataset) -> None:
+        """Raise CorruptLogError for files that are not what the table's log means."""
+        for fragment in dataset.get_fragments():
+            check_seal(fragment.physical_schema, fragment.path, self.name, self.schema.names)
 
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
@@ -320,12 +347,18 @@ class DeltaLogTable:
             RemoveAction(path=p, data_change=change.data_change, deletion_timestamp=now_ms) for p in change.remove
         ]
         transactions = [Transaction(*change.transaction)] if change.transaction else None
+        said = [added(f.path, f.size_bytes, written_ms, f.stats) for f in change.add]
+        said += [removed(p) for p in change.remove]
+        said += [transaction(*change.transaction)] if change.transaction else []
+        seal = {ENTRY_SEAL: entry_seal(self.version + 1, said)}
         try:
             self._table.create_write_transaction(
                 actions,
                 mode="append",
                 schema=self._delta_schema,
-                commit_properties=CommitProperties(max_commit_retries=0, app_transactions=transactions),
+                commit_properties=CommitProperties(
+                    max_commit_retries=0, app_transactions=transactions, custom_metadata=seal
+                ),
             )
         except CommitFailedError as problem:
             logger.debug("commit to %s at version %d: %s", self.name, self.version + 1, problem)

@@ -526,8 +526,10 @@ def _checks_after_resolution(run: _Run) -> Iterator[Anomaly]:
             continue
         row = by_transaction.get(_without_attempt(event))
         if event.version is not None and row is not None:
+            asked = _attempt_of(event) or 1
             state, attempt = row.at(event.version)
-            if state != PENDING or attempt > (_attempt_of(event) or attempt):
+            again = any(m.op == "reopen" and m.attempt == asked and (m.version or 0) > event.version for m in row.markers)
+            if attempt > asked or (attempt == asked and state != PENDING and not again):
                 sentence = f"version {event.version} of op said that it was {_WORDS[state]} (attempt {attempt})"
                 yield Anomaly(AnomalyKind.CHECKED_AFTER_RESOLUTION, sentence, (event, *row.markers))
             continue
