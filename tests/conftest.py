@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.torture.s3_server import BUILD_S_MAX, NoS3ServerError, S3Server, running
 
 # Spark's workers must be this interpreter, also when pytest is started without make.
 os.environ["PYSPARK_PYTHON"] = sys.executable
@@ -17,3 +20,21 @@ os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
 def log_path(tmp_path: Path) -> str:
     """Where a test's commit log may be made; nothing is there yet."""
     return str(tmp_path / "log")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "s3" in getattr(item, "fixturenames", ()):  # the first of them may build the server
+            item.add_marker(pytest.mark.timeout(BUILD_S_MAX + 600))
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server for all tests. Without Go they are skipped; where ``CI`` is set they fail."""
+    try:
+        with running(tmp_path_factory.mktemp("s3")) as server:
+            yield server
+    except NoS3ServerError as problem:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"the tests on S3 need a server: {problem}")

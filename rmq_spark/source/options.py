@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from rmq_spark.config import Options
@@ -57,7 +57,7 @@ class ReadOptions:
     """
 
     path: str
-    storage_options: Mapping[str, str]
+    storage_options: Mapping[str, str] = field(repr=False)
     subscription: Subscription
     tags: tuple[str, ...] | None
     starting: str | Positions | datetime
