@@ -165,7 +165,7 @@ def rows_of_half_file(half_id: str, file_no: int) -> str:
 
 
 def _is_as_written(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[str]) -> bool:
-    """True when row ``i`` of the file is row_no ``i`` of the half file: its seal says so, under the name it was written.
+    """True when row ``i`` of the file is row_no ``i`` of the half file: its seal says so, and its name is as then.
 
     Statistics in the footer would prove it too, but pyarrow ends the process when it looks at those of a damaged file.
     """

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
 
@@ -28,14 +29,24 @@ from rmq_spark.commitlog.files import DataFile, check_path, filesystem, write_ta
 from rmq_spark.commitlog.seal import (
     ENTRY_SEAL,
     added,
+    check_bounds,
+    check_count,
     check_entries,
     check_seal,
     entry_seal,
+    is_panic,
     reading,
     removed,
     transaction,
 )
-from rmq_spark.errors import CommitError, LogFormatError, LostCommitError, NotACommitLogError, TxmqError
+from rmq_spark.errors import (
+    CommitError,
+    CorruptLogError,
+    LogFormatError,
+    LostCommitError,
+    NotACommitLogError,
+    TxmqError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -243,10 +254,13 @@ class DeltaLogTable:
             table = DeltaTable(self._uri, storage_options=self._storage_options or None)
         except TableNotFoundError as problem:
             raise NotACommitLogError(f"no Delta table {self.name!r} at {self._uri}: is it a commit log?") from problem
-        except DeltaError as problem:
+        except BaseException as problem:  # a panic of delta-rs is no Exception
+            if not isinstance(problem, DeltaError) and not is_panic(problem):
+                raise
             raise NotACommitLogError(
                 f"the Delta table {self.name!r} at {self._uri} cannot be opened: {problem}"
             ) from problem
+        self._check_entries(table, -1)
         have = set(pa.schema(table.schema().to_arrow()).names)
         missing = [n for n in self.schema.names if n not in have]
         if missing:
@@ -266,13 +280,26 @@ class DeltaLogTable:
 
     def refresh(self) -> int:
         with self._lock:
+            before = self.version
             try:
                 self._table.update_incremental()
-            except DeltaError:
-                # The entries after ours are cleaned up: only a checkpoint knows the way from here.
+                self._check_entries(self._table, before)
+            except BaseException as problem:  # a panic of delta-rs is no Exception
+                if not isinstance(problem, (DeltaError, CorruptLogError)) and not is_panic(problem):
+                    raise
+                # The entries after ours are cleaned up, and only a checkpoint knows the way from here; or one of them
+                # is damaged, and opening says so, now and at every later use.
                 self._opening = ThreadPoolExecutor(1, f"txmq-open-{self.name}").submit(self._open)
                 self._actions = None
             return self.version
+
+    def _check_entries(self, table: DeltaTable, since: int) -> None:
+        """Raise CorruptLogError for damaged entries of the Delta log after version ``since``.
+
+        On a local disk only: an object store checks its objects itself, and has no half-written ones.
+        """
+        if isinstance(self.fs, pafs.LocalFileSystem):
+            check_entries(Path(self.folder, "_delta_log"), self.name, since, int(table.version()))
 
     def actions(self) -> pa.Table:
         with self._lock:
@@ -289,7 +316,9 @@ class DeltaLogTable:
             f.name: pc.cast(live[f.name], f.type) if f.name in live.column_names else pa.nulls(live.num_rows, f.type)
             for f in schema
         }
-        return pa.table(columns, schema=schema)
+        actions = pa.table(columns, schema=schema)
+        check_bounds(actions, self.name)
+        return actions
 
     def removed_since(self, age_s: float | None = None) -> set[str]:
         def removed_before(hours: int) -> set[str]:
@@ -318,7 +347,7 @@ class DeltaLogTable:
         full = [f"{self.folder}/{check_path(p, self.name)}" for p in paths]
         try:
             dataset = pads.dataset(full, schema=self.schema, format=CHECKED_PARQUET, filesystem=self.fs)
-            self._check_files(dataset)
+            self._check_files(dataset, paths)
             return dataset.to_table(columns=names, filter=where)
         except (OSError, pa.ArrowException, ValueError):
             for path, file in zip(paths, full, strict=True):  # which of them is it?
@@ -327,10 +356,15 @@ class DeltaLogTable:
                     one.to_table(columns=names, filter=where)
             raise
 
-    def _check_files(self, dataset: pads.Dataset) -> None:
+    def _check_files(self, dataset: pads.Dataset, paths: Sequence[str]) -> None:
         """Raise CorruptLogError for files that are not what the table's log means."""
+        actions = self.actions()
+        named = actions.filter(pc.is_in(actions["path"], value_set=pa.array(paths, pa.string())))
+        rows = dict(zip(named["path"].to_pylist(), named["num_records"].to_pylist(), strict=True))
         for fragment in dataset.get_fragments():
-            check_seal(fragment.physical_schema, fragment.path, self.name, self.schema.names)
+            path = fragment.path.removeprefix(f"{self.folder}/")
+            check_seal(fragment.physical_schema, path, self.name, self.schema.names)
+            check_count(fragment.metadata.num_rows, rows.get(path), path, self.name)
 
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]

@@ -1,0 +1,203 @@
+"""Seals: what a file of the commit log says of itself, so that damage is an error and never a wrong answer.
+
+A Parquet file carries its own name and a checksum of its columns in its footer, and a checksum in every page. An entry
+of a Delta log carries its version and a checksum of its actions. Files and entries that somebody else wrote (OPTIMIZE
+by Spark, for instance) have no seal, and are taken as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.errors import CorruptLogError, LostFileError, TxmqError, UnreadableFileError
+
+_NAME = b"txmq.file"
+_ROWS = b"txmq.rows"
+_COLUMNS = b"txmq.columns"
+ENTRY_SEAL = "txmq.seal"
+
+_RESTORE = "restore it from a copy, and write nothing to this commit log before"
+
+
+# ---------------------------------------------------------------- Parquet files
+def sealed(table: pa.Table, path: str, rows: str) -> pa.Table:
+    """The table as it is written under this name; ``rows`` says which rows they are."""
+    seal = {_NAME: path.encode(), _ROWS: rows.encode(), _COLUMNS: _checksum_of(table.schema)}
+    return table.replace_schema_metadata(seal)
+
+
+def _checksum_of(schema: pa.Schema) -> bytes:
+    text = ",".join(f"{field.name} {_words(field.type)}" for field in schema)
+    return b"%08x" % zlib.crc32(text.encode())
+
+
+def _words(kind: pa.DataType) -> str:
+    """The type without the names that Parquet gives to the insides of lists and maps."""
+    if pa.types.is_map(kind):
+        return f"map<{_words(kind.key_type)},{_words(kind.item_type)}>"
+    if pa.types.is_list(kind):
+        return f"list<{_words(kind.value_type)}>"
+    if pa.types.is_struct(kind):
+        return f"struct<{','.join(f'{field.name} {_words(field.type)}' for field in kind)}>"
+    return str(kind)
+
+
+def check_seal(schema: pa.Schema, path: str, table: str, columns: Iterable[str]) -> str | None:
+    """The rows that a file has by its seal; None without one.
+
+    Parameters
+    ----------
+    schema : pyarrow.Schema
+        As the file has it, with its metadata.
+    columns : iterable of str
+        Those that the file must have.
+
+    Raises
+    ------
+    CorruptLogError
+        When it is another file than its name says, or has other columns.
+    """
+    seal = schema.metadata or {}
+    name = path.rpartition("/")[2]
+    found = seal.get(_NAME, b"").decode(errors="replace")
+    if found and found != name and _is_ours(name, table):
+        raise CorruptLogError(f"file {path} of table {table} holds what was written as {found}: {_RESTORE}")
+    missing = [c for c in columns if c not in schema.names]
+    if missing or (found == name and seal.get(_COLUMNS) != _checksum_of(schema)):
+        what = f"has no column {missing[0]!r}" if missing else "has other columns than it was written with"
+        raise CorruptLogError(f"file {path} of table {table} {what}: {_RESTORE}")
+    return seal.get(_ROWS, b"").decode(errors="replace") if found == name else None
+
+
+def _is_ours(name: str, table: str) -> bool:
+    return re.fullmatch(rf"{re.escape(table)}-[0-9a-f]{{32}}\.parquet", name) is not None
+
+
+def check_count(found: int, said: int | None, path: str, table: str) -> None:
+    """Raise CorruptLogError when a file has not as many rows as the Delta log says."""
+    if said is not None and found != said:
+        raise CorruptLogError(f"file {path} of table {table} has {found} rows, its Delta log says {said}: {_RESTORE}")
+
+
+def check_bounds(actions: pa.Table, table: str) -> None:
+    """Raise CorruptLogError when the Delta log says of a file that its least value is above its greatest.
+
+    Most files have one value only: whatever changes one bound of those, and would hide the file, is seen here.
+    """
+    for name in actions.column_names:
+        if not name.startswith("min."):
+            continue
+        wrong = pc.fill_null(pc.greater(actions[name], actions[f"max.{name[4:]}"]), False)
+        if pc.any(wrong).as_py():
+            path = actions["path"].filter(wrong)[0].as_py()
+            raise CorruptLogError(f"the Delta log of table {table} has impossible bounds for file {path}: {_RESTORE}")
+
+
+def is_panic(problem: BaseException) -> bool:
+    """True for a panic of Rust, which is a BaseException of a class that cannot be imported."""
+    return type(problem).__name__ == "PanicException"
+
+
+@contextmanager
+def reading(path: str, table: str) -> Iterator[None]:
+    """Names the file and the table in whatever goes wrong while a file is read.
+
+    Raises
+    ------
+    LostFileError
+        A FileNotFoundError, as pyarrow raises it.
+    UnreadableFileError
+        For everything else that is not one of our own errors.
+    """
+    try:
+        yield
+    except TxmqError:
+        raise
+    except FileNotFoundError as problem:
+        raise LostFileError(f"file {path} of table {table} is not there: {problem}") from problem
+    except (OSError, pa.ArrowException, ValueError) as problem:
+        raise UnreadableFileError(
+            f"file {path} of table {table} cannot be read: its storage fails, or it is damaged; {_RESTORE} ({problem})"
+        ) from problem
+
+
+# ---------------------------------------------------------------- entries of a Delta log
+Action = tuple[str, ...]
+
+
+def added(path: str, size_bytes: int, modification_time_ms: int, stats: str | None) -> Action:
+    return ("add", path, str(size_bytes), str(modification_time_ms), json.dumps(json.loads(stats or "null")))
+
+
+def removed(path: str) -> Action:
+    return ("remove", path)
+
+
+def transaction(app_id: str, version: int) -> Action:
+    return ("txn", app_id, str(version))
+
+
+def entry_seal(version: int, actions: Iterable[Action]) -> str:
+    """The seal of an entry, which goes into its commitInfo."""
+    return f"{version}:{zlib.crc32(json.dumps(sorted(actions)).encode()):08x}"
+
+
+def check_entries(log_folder: Path, table: str, since: int, until: int) -> None:
+    """Raise CorruptLogError for entries of a local Delta log that are not what was written.
+
+    delta-rs takes an empty entry, as a power cut leaves it, for a commit that did nothing.
+
+    Parameters
+    ----------
+    since, until : int
+        Versions: after the first, up to the second. Entries that are cleaned up, or that a checkpoint stands for, are
+        passed over.
+    """
+    if since < 0:
+        checkpoints = [int(f.name[:20]) for f in log_folder.glob("*.checkpoint*.parquet") if f.name[:20].isdigit()]
+        since = max((v for v in checkpoints if v <= until), default=-1)
+    for version in range(since + 1, until + 1):
+        entry = log_folder / f"{version:020d}.json"
+        try:
+            content = entry.read_bytes()
+        except FileNotFoundError:
+            continue
+        wrong = _wrong_with(content, version)
+        if wrong:
+            raise CorruptLogError(f"entry {entry.name} of the Delta log of table {table} {wrong}: {_RESTORE}")
+
+
+def _wrong_with(content: bytes, version: int) -> str | None:
+    try:
+        actions = [json.loads(line) for line in content.splitlines() if line]
+    except (ValueError, RecursionError) as problem:
+        return f"is not JSON ({problem})"
+    if not actions or not all(isinstance(a, dict) and len(a) == 1 for a in actions):
+        return "is empty" if not actions else "is no entry of a Delta log"
+    try:
+        seals = [a["commitInfo"][ENTRY_SEAL] for a in actions if ENTRY_SEAL in a.get("commitInfo", {})]
+        if not seals or seals == [entry_seal(version, _parsed(actions))]:
+            return None
+    except (KeyError, TypeError, ValueError):
+        pass
+    return "does not hold what was written: its checksum says so"
+
+
+def _parsed(actions: Iterable[Mapping[str, Any]]) -> Iterator[Action]:
+    for action in actions:
+        if "add" in action:
+            a = action["add"]
+            yield added(a["path"], a["size"], a["modificationTime"], a.get("stats"))
+        elif "remove" in action:
+            yield removed(action["remove"]["path"])
+        elif "txn" in action:
+            yield transaction(action["txn"]["appId"], action["txn"]["version"])
