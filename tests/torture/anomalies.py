@@ -234,11 +234,22 @@ def _told(run: _Run, kind: Kind, verdict: str | None = None) -> list[Event]:
     return [e for e in run.of[kind] if e.phase is Phase.OK and (verdict is None or e.verdict == verdict)]
 
 
+GUESSES = ("discard", "admin")
+"""Who decides without knowing what became of the local transaction; it may be decided anew when somebody knows."""
+
+
+def _known_verdicts(run: _Run, verdict: str | None = None) -> list[Event]:
+    """Decisions that were said to be final by those who know."""
+    return [e for e in _told(run, Kind.DECIDE, verdict) if e.who not in GUESSES]
+
+
 # ---------------------------------------------------------------- one look a kind
 def _lost_writes(run: _Run) -> Iterator[Anomaly]:
     """A message that somebody was told is committed, or that a marker placed, is not there at the end."""
     if run.of[Kind.HALF_ROW]:
         stored = {e.half_id for e in run.of[Kind.HALF_ROW]}
+        # What was refused for good may be removed.
+        stored |= {e.half_id for e in _told(run, Kind.DECIDE, ROLLBACK) if e.who in ("execute", "admin")}
         for event in _told(run, Kind.PREPARE):
             if event.half_id not in stored:
                 yield Anomaly(AnomalyKind.LOST_WRITE, f"half batch {event.half_id} was prepared and is gone", (event,))
@@ -263,7 +274,12 @@ def _lost_writes(run: _Run) -> Iterator[Anomaly]:
 
 
 def _duplicates(run: _Run) -> Iterator[Anomaly]:
-    """A message is in a queue twice, or in two queues."""
+    """A message is in a queue twice, or in two queues; or its half row is there twice."""
+    stored: dict[tuple[str | None, str | None], Event] = {}
+    for event in run.of[Kind.HALF_ROW]:
+        first = stored.setdefault((event.half_id, event.address), event)
+        if first is not event and first.payload == event.payload:
+            yield Anomaly(AnomalyKind.DUPLICATE, f"half row {event.address} is there twice", (first, event))
     for events in run.by_operation.values():
         seen: dict[str | None, Event] = {}
         for event in events:
@@ -274,7 +290,8 @@ def _duplicates(run: _Run) -> Iterator[Anomaly]:
 
 def _aborted_reads(run: _Run) -> Iterator[Anomaly]:
     """Somebody saw a message that was rolled back, or under an attempt that was."""
-    refused = {e.transaction_id: e for kind in (Kind.EXECUTE, Kind.DECIDE) for e in _told(run, kind, ROLLBACK)}
+    refusals = _told(run, Kind.EXECUTE, ROLLBACK) + _known_verdicts(run, ROLLBACK)
+    refused = {e.transaction_id: e for e in refusals}
     for event in run.of[Kind.READ] + run.of[Kind.POLL]:
         row = run.by_payload.get(event.payload or "")
         if row is not None and row.state in _ROLLED_BACK and not row.placed:
@@ -282,7 +299,7 @@ def _aborted_reads(run: _Run) -> Iterator[Anomaly]:
         elif event.transaction_id in refused:
             why = refused[event.transaction_id]
             # A person may overrule it, which an admin's marker says.
-            if row is None or row.decided_by not in ("admin", "discard"):
+            if row is None or row.decided_by not in GUESSES:
                 yield Anomaly(AnomalyKind.ABORTED_READ, "a message of a refused transaction was seen", (event, why))
 
 
@@ -340,15 +357,36 @@ def _torn_transactions(run: _Run) -> Iterator[Anomaly]:
 
 
 def _conflicting_outcomes(run: _Run) -> Iterator[Anomaly]:
-    """Two processes were told opposite things about one attempt."""
+    """Two processes were told opposite things about one attempt, or a contradiction went unnoticed.
+
+    Who knows what became of a local transaction never contradicts another who knows; so a ``conflict`` row after a
+    decision of theirs is an anomaly too.
+    """
     told: dict[str | None, dict[str | None, Event]] = defaultdict(dict)
-    for event in _told(run, Kind.DECIDE):
+    for event in _known_verdicts(run):
         if event.verdict in (COMMIT, ROLLBACK):
             told[event.transaction_id].setdefault(event.verdict, event)
     for transaction_id, verdicts in told.items():
         if len(verdicts) > 1:
             sentence = f"both verdicts were said to be final for {transaction_id}"
             yield Anomaly(AnomalyKind.CONFLICTING_OUTCOME, sentence, tuple(verdicts.values()))
+    recorded: set[tuple[str | None, int | None]] = set()
+    for row in run.rows.values():
+        decided: Event | None = None
+        for marker in row.markers:
+            if marker.op in ("commit", "rollback"):
+                decided = marker
+            elif marker.op == "reopen":
+                decided = None
+            elif marker.op == "conflict" and marker.attempt is not None:
+                recorded.add((marker.half_id, marker.attempt))
+                if decided is not None and decided.who not in GUESSES:
+                    sentence = f"{marker.verdict} contradicts what {decided.who} knew"
+                    yield Anomaly(AnomalyKind.CONFLICTING_OUTCOME, sentence, (decided, marker))
+    for event in run.of[Kind.DECIDE]:
+        if event.phase is Phase.FAIL and run.rows and (event.half_id, event.attempt) not in recorded:
+            sentence = f"{event.verdict} was refused for {event.transaction_id}, and no conflict row says so"
+            yield Anomaly(AnomalyKind.CONFLICTING_OUTCOME, sentence, (event,))
 
 
 def _faulty_markers(run: _Run) -> Iterator[Anomaly]:
@@ -363,7 +401,7 @@ def _other_attempts(run: _Run) -> Iterator[Anomaly]:
         happened[event.payload].add(_attempt_of(event))
     for event in run.final:
         row = run.by_payload.get(event.payload or "")
-        if row is not None and row.decided_by in ("admin", "discard"):
+        if row is not None and row.decided_by in GUESSES:
             continue
         attempt = _attempt_of(event)
         if attempt is not None and happened[event.payload] and attempt not in happened[event.payload]:
@@ -528,7 +566,9 @@ def _checks_after_resolution(run: _Run) -> Iterator[Anomaly]:
         if event.version is not None and row is not None:
             asked = _attempt_of(event) or 1
             state, attempt = row.at(event.version)
-            again = any(m.op == "reopen" and m.attempt == asked and (m.version or 0) > event.version for m in row.markers)
+            again = any(
+                m.op == "reopen" and m.attempt == asked and (m.version or 0) > event.version for m in row.markers
+            )
             if attempt > asked or (attempt == asked and state != PENDING and not again):
                 sentence = f"version {event.version} of op said that it was {_WORDS[state]} (attempt {attempt})"
                 yield Anomaly(AnomalyKind.CHECKED_AFTER_RESOLUTION, sentence, (event, *row.markers))
@@ -568,17 +608,30 @@ def _discards_without_checks(run: _Run) -> Iterator[Anomaly]:
 
 
 def _stuck_halves(run: _Run) -> Iterator[Anomaly]:
-    """A half batch is still open when it must have been settled, or given up, long ago."""
+    """A half batch is still open, or was open for longer, than it takes to check it often enough to give it up.
+
+    One that its age has ended (nobody could be asked about it) is no anomaly.
+    """
     if not run.ended:
         return
-    end = run.of[Kind.END][-1]
-    stuck: dict[str | None, _Row] = {}
+    end, limit = run.of[Kind.END][-1], run.rules.stuck_after_s
+    stuck: dict[str | None, tuple[str, _Row]] = {}
     for row in run.rows.values():
-        limit = run.rules.stuck_after_s
         if row.state == PENDING and (limit is None or end.time - row.opened > limit):
-            stuck.setdefault(row.event.half_id, row)
-    for half_id, row in stuck.items():
-        yield Anomaly(AnomalyKind.STUCK_HALF, f"half batch {half_id} is still open", (row.event, *row.markers))
+            stuck.setdefault(row.event.half_id, ("is still open", row))
+        if limit is None:
+            continue
+        opened: float | None = row.event.time
+        for marker in row.markers:
+            if marker.op == "reopen":
+                opened = marker.time
+            elif marker.op in ("commit", "rollback", "quarantine"):
+                expired = marker.op == "quarantine" and (marker.reason or "").startswith(EXPIRED)
+                if opened is not None and marker.time - opened > limit and not expired:
+                    stuck.setdefault(row.event.half_id, (f"was open for {marker.time - opened:.0f} s", row))
+                opened = None
+    for half_id, (what, row) in stuck.items():
+        yield Anomaly(AnomalyKind.STUCK_HALF, f"half batch {half_id} {what}", (row.event, *row.markers))
 
 
 def _unstable_ranges(run: _Run) -> Iterator[Anomaly]:
@@ -624,7 +677,7 @@ def _replay_divergences(run: _Run) -> Iterator[Anomaly]:
         if event.half_id in stored_ids and (row is None or row.event.half_id != event.half_id):
             sentence = f"half batch {event.half_id} does not hold message {event.payload}, which was sent with it"
             yield Anomaly(AnomalyKind.REPLAY_DIVERGENCE, sentence, (event,))
-        if event.verdict not in (COMMIT, ROLLBACK) or (row is not None and row.decided_by in ("admin", "discard")):
+        if event.verdict not in (COMMIT, ROLLBACK) or (row is not None and row.decided_by in GUESSES):
             continue
         before = told.setdefault(event.payload, event)
         if before.verdict != event.verdict:
@@ -675,7 +728,7 @@ def _local_disagreements(run: _Run) -> Iterator[Anomaly]:
     with_local = {e.half_id for kind in local_kinds for e in run.of[kind]}
     for payload, row in run.by_payload.items():
         undecided = row.state in (PENDING, QUARANTINED) or row.in_conflict
-        if row.event.half_id not in with_local or undecided or row.decided_by in ("admin", "discard"):
+        if row.event.half_id not in with_local or undecided or row.decided_by in GUESSES:
             continue
         if happened[payload] and not run.visible[payload]:
             sentence = f"the local transaction of message {payload} happened, and the message is not there"

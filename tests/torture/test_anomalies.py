@@ -164,6 +164,7 @@ SPOILED: dict[str, tuple[AnomalyKind, Change]] = {
         K.DUPLICATE,
         with_(Event(Kind.READ, OK, "final", operation=FINAL, payload="a", transaction_id="app:0:1", **at(3))),
     ),
+    "a half batch is stored twice": (K.DUPLICATE, with_(half_row("app:0", 0, "a"))),
     "a row is placed twice": (K.DUPLICATE, with_(marker("commit", "app:0", 0, version=6, queue_offset=3))),
     "a rolled-back message is read": (K.ABORTED_READ, with_(*read("odd", "reader", "a", "b", "c", "d"))),
     "a refused transaction is polled": (
@@ -187,6 +188,14 @@ SPOILED: dict[str, tuple[AnomalyKind, Change]] = {
     "two processes were told opposite verdicts": (
         K.CONFLICTING_OUTCOME,
         before_end(decided("app:0:1", ROLLBACK, "checker")),
+    ),
+    "two that know contradict each other": (
+        K.CONFLICTING_OUTCOME,
+        with_(replace(marker("conflict", "app:0", 0, 6), verdict=ROLLBACK)),
+    ),
+    "a refused verdict leaves no trace": (
+        K.CONFLICTING_OUTCOME,
+        before_end(replace(decided("app:2:1", COMMIT), phase=Phase.FAIL, attempt=1)),
     ),
     "a rollback follows a commit": (K.OUTCOME_CHANGED, with_(marker("rollback", "app:0", 0, version=6))),
     "a late commit follows a check's rollback": (
@@ -377,10 +386,27 @@ def test_an_open_half_batch_is_stuck_only_after_its_time() -> None:
     assert kinds_of(find_anomalies(events, Rules(stuck_after_s=98))) == {AnomalyKind.STUCK_HALF}
 
 
+def test_a_half_batch_that_was_open_for_too_long_was_stuck_unless_its_age_ended_it() -> None:
+    opened = [*good(), half_row("app:3", 0, "e")]  # prepared at 1
+    late = replace(marker("rollback", "app:3", 0, 6), time=60.0)
+    expired = replace(marker("quarantine", "app:3", 0, 6, who="discard", reason="open for 72.0 h"), time=60.0)
+    assert find_anomalies([*opened, late], Rules(stuck_after_s=60)) == []
+    assert kinds_of(find_anomalies([*opened, late], Rules(stuck_after_s=58))) == {AnomalyKind.STUCK_HALF}
+    assert find_anomalies([*opened, expired], Rules(stuck_after_s=58)) == []
+
+
+def test_what_was_refused_for_good_may_be_removed_and_what_a_check_refused_may_not() -> None:
+    gone = [Event(Kind.PREPARE, OK, "driver", half_id="app:4"), replace(decided("app:4:1", ROLLBACK), who="execute")]
+    assert find_anomalies([*good(), *gone]) == []
+    gone[1] = replace(gone[1], who="check")
+    assert kinds_of(find_anomalies([*good(), *gone])) == {AnomalyKind.LOST_WRITE}
+
+
 def test_a_person_may_commit_what_was_in_conflict() -> None:
     events = [
-        *good(), half_row("app:3", 0, "e"), marker("rollback", "app:3", 0, 6), marker("conflict", "app:3", 0, 7),
-        marker("reopen", "app:3", 0, 8, who="admin"), marker("commit", "app:3", 0, 8, who="admin", queue_offset=3),
+        *good(), half_row("app:3", 0, "e"), marker("rollback", "app:3", 0, 6, who="admin"),
+        marker("conflict", "app:3", 0, 7), marker("reopen", "app:3", 0, 8, who="admin"),
+        marker("commit", "app:3", 0, 8, who="admin", queue_offset=3),
         replace(marker("conflict", "app:3", 0, 8, who="admin"), attempt=None),
         Event(Kind.READ, OK, "final", operation=FINAL, payload="e", half_id="app:3", transaction_id="app:3:1", **at(3)),
     ]  # fmt: skip

@@ -1,0 +1,205 @@
+"""What the protocol's code runs on in a simulation: a log on simulated tables, and clocks, locks and ids of its own.
+
+The seam is a short list of names in the modules under test, replaced for the length of a run. The rest is theirs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone, tzinfo
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+
+from rmq_spark.check import service
+from rmq_spark.commitlog import half, half_store, ledger, log, maintenance, table
+from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.ledger import Mask, Placed
+from rmq_spark.commitlog.log import TOPICS_SCHEMA, CommitLog
+from rmq_spark.commitlog.op import OP_SCHEMA, Who, runs
+from rmq_spark.errors import VerdictConflictError
+from rmq_spark.sink import producer, two_phase
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
+from tests.torture import simulated_store
+from tests.torture.history import History, Kind, Phase
+from tests.torture.scheduler import Process, Scheduler, SimulatedEvent, SimulatedLock, SimulatedThread
+from tests.torture.simulated_store import Files, SimulatedTable, Weather
+
+TOPIC = "orders"
+
+
+class World:
+    """One run: its chance, its processes, its tables and its history."""
+
+    def __init__(self, chance: random.Random, scheduler: Scheduler, weather: Weather) -> None:
+        self.chance = chance
+        self.scheduler = scheduler
+        self.weather = weather
+        self.history = History(clock=lambda: scheduler.now)
+        parts = (scheduler, weather, self.history)
+        self.half = SimulatedTable("half", HALF_SCHEMA, *parts, Files())
+        self.op = SimulatedTable("op", OP_SCHEMA, *parts, Files())
+        self.topics = SimulatedTable("topics", TOPICS_SCHEMA, *parts, Files())
+        self.keys: dict[tuple[str, int, int], str] = {}  # the transaction keys of staged rows
+
+    def open_log(self) -> SimulatedLog:
+        """The log, as a process that has just started opens it."""
+        return SimulatedLog(self)
+
+    @property
+    def process(self) -> str:
+        current = self.scheduler.current
+        return current.process.name if current is not None else "main"
+
+    def spawn(self, name: str, work: Callable[[], object], immortal: bool = False) -> Process:
+        process = Process(name)
+        process.immortal = immortal
+        self.scheduler.spawn(process, work)
+        return process
+
+
+class SimulatedLog(CommitLog):
+    """The product's commit log on simulated tables; it notes what it was told of decisions."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        tables = (world.half.another(), world.op.another(), world.topics.another())
+        super().__init__("simulated:", *tables, default_queues=2)
+
+    def _reopened_handle(self) -> CommitLog:
+        return self.world.open_log()
+
+    def _in_background(self, work: Callable[[], None]) -> None:
+        current = self.world.scheduler.current
+        if current is None:
+            work()
+        else:
+            self.world.scheduler.spawn(current.process, work)
+
+    @property
+    def seen_version(self) -> int:
+        return self._op.version
+
+    def decide(
+        self, record: HalfRecord, attempt: int, *, commit: Mask, rollback: Mask, who: Who, reason: str | None = None
+    ) -> list[Placed]:
+        verdicts = ((COMMIT_MESSAGE, commit), (ROLLBACK_MESSAGE, rollback))
+        try:
+            placed = super().decide(record, attempt, commit=commit, rollback=rollback, who=who, reason=reason)
+        except VerdictConflictError:
+            self._note(Phase.FAIL, record, attempt, verdicts, who)
+            raise
+        self._note(Phase.OK, record, attempt, verdicts, who)
+        return placed
+
+    def prepare(self, header: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord:
+        record = super().prepare(header, files)
+        self.world.history.note(
+            Kind.PREPARE, Phase.OK, self.world.process, half_id=record.half_id, batch_id=header.batch_id
+        )
+        return record
+
+    def _note(
+        self,
+        phase: Phase,
+        record: HalfRecord,
+        attempt: int,
+        verdicts: Sequence[tuple[LocalTransactionState, Mask]],
+        who: Who,
+    ) -> None:
+        for verdict, mask in verdicts:
+            for transaction_id in self._transactions(record, attempt, mask):
+                self.world.history.note(
+                    Kind.DECIDE, phase, self.world.process, half_id=record.half_id, attempt=attempt,
+                    transaction_id=transaction_id, verdict=verdict.value, who=who.value,
+                )  # fmt: skip
+
+    def _transactions(self, record: HalfRecord, attempt: int, mask: Mask) -> list[str]:
+        head, per = f"{record.half_id}:{attempt}", record.header.transaction_per
+        if per == "batch":
+            return [head] if mask else []
+        rows = [(n, i) for n, bits in mask.items() for a, b in runs(bits) for i in range(a, b + 1)]
+        if per == "message":
+            return [f"{head}:{n}.{i}" for n, i in rows]
+        return sorted({f"{head}:{self.world.keys[record.half_id, n, i]}" for n, i in rows})
+
+
+# ---------------------------------------------------------------- the seam
+class _Time:
+    """The module ``time``, for the code under test."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.sleep = scheduler.sleep
+        self.time = scheduler.wall_s
+        self.monotonic = lambda: scheduler.now
+        self.time_ns = lambda: int(scheduler.wall_s() * 1_000_000) * 1000
+
+
+class _Datetime:
+    """The class ``datetime``, as far as the code under test asks it for the time."""
+
+    fromtimestamp = staticmethod(datetime.fromtimestamp)
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def now(self, zone: tzinfo | None = None) -> datetime:
+        return datetime.fromtimestamp(self._scheduler.wall_s(), zone or timezone.utc)
+
+
+@contextmanager
+def seam(world: World, settings: Mapping[str, int] | None = None) -> Iterator[None]:
+    """Put the simulation's clocks, locks, threads and ids in the place of the real ones.
+
+    Parameters
+    ----------
+    settings : mapping, optional
+        Other values for ``OP_FILES_MAX``, ``TAIL_CHUNKS_MAX`` and ``HALF_IDS_KEPT``, so that upkeep happens soon.
+    """
+    scheduler = world.scheduler
+    serial = iter(range(1 << 60))
+
+    def uuid4() -> SimpleNamespace:
+        return SimpleNamespace(hex=f"{next(serial):032x}")
+
+    threads = SimpleNamespace(
+        RLock=lambda: SimulatedLock(scheduler),
+        Event=lambda: SimulatedEvent(scheduler),
+        Thread=lambda target, name="", daemon=False: SimulatedThread(scheduler, target),
+    )
+    clock, calendar = _Time(scheduler), _Datetime(scheduler)
+    replaced: list[tuple[Any, str, Any]] = [
+        *[(module, "time", clock) for module in (table, half, half_store, maintenance, two_phase, service)],
+        *[(module, "datetime", calendar) for module in (ledger, log)],
+        *[(module, "threading", threads) for module in (ledger, log, two_phase)],
+        *[(module, "uuid4", uuid4) for module in (ledger, producer)],
+        (table, "random", world.chance),
+        (half, "write_table", simulated_store.write_table),
+        (half_store, "read_range", simulated_store.read_range),
+    ]
+    names = {"OP_FILES_MAX": maintenance, "TAIL_CHUNKS_MAX": ledger, "HALF_IDS_KEPT": ledger}
+    replaced += [(names[name], name, value) for name, value in (settings or {}).items()]
+    before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+    for module, name, value in replaced:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def wall_clock(world: World) -> Callable[[], datetime]:
+    """For a ``CheckService``."""
+    return lambda: datetime.fromtimestamp(world.scheduler.wall_s(), timezone.utc)
+
+
+def create_topic(world: World, name: str, queues: int) -> None:
+    """As ``CommitLog.create_topic`` does, without the weather."""
+    row = {"name": [name], "queues": [queues], "fifo": [False], "retention_s": [None], "created": [None]}
+    change = table.Change(add=[world.topics.fs.put("topics", pa.table(row, schema=TOPICS_SCHEMA), "topics", ("name",))])
+    assert world.topics.put(1, change)
