@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from urllib.parse import unquote
 from uuid import uuid4
 
 import pyarrow as pa
@@ -21,6 +23,11 @@ ROW_GROUP_ROWS = 65_536
 COMPRESSION = "zstd"
 """Half the size of snappy on JSON bodies; written as fast, and read in two thirds of the time."""
 
+S3_DELAYED_OPEN = int(pa.__version__.split(".")[0]) >= 21
+"""pyarrow then puts a small file with one request; before that it takes three, and a crash leaves parts behind."""
+
+S3_ENVIRONMENT = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_REGION", "AWS_DEFAULT_REGION",
+                  "AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "AWS_SKIP_SIGNATURE")  # fmt: skip
 _RELATIVE_PATH = re.compile(r"(?!/)[A-Za-z0-9_=%.-]+(/[A-Za-z0-9_=%.-]+)*")
 
 
@@ -69,18 +76,24 @@ def filesystem(uri: str, storage_options: Mapping[str, str] | None = None) -> tu
         delta-rs's names (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``AWS_REGION``, ``AWS_ALLOW_HTTP``, …).
     """
     if uri.startswith(("s3://", "s3a://")):
-        options = {k.lower().removeprefix("aws_"): v for k, v in (storage_options or {}).items()}
+        # What the options do not say, delta-rs takes from the environment, and pyarrow would take a part of it.
+        known = {k.removeprefix("AWS_").lower(): v for k, v in os.environ.items() if k in S3_ENVIRONMENT}
+        options = {**known, **{k.lower().removeprefix("aws_"): v for k, v in (storage_options or {}).items()}}
         endpoint = options.get("endpoint_url") or options.get("endpoint")
-        arguments: dict[str, str | None] = {
+        arguments: dict[str, str | bool | None] = {
             "access_key": options.get("access_key_id"),
             "secret_key": options.get("secret_access_key"),
-            "session_token": options.get("session_token"),
+            "session_token": options.get("session_token") or options.get("token"),
             "region": options.get("region") or options.get("default_region"),
+            "force_virtual_addressing": options.get("virtual_hosted_style_request", "").lower() == "true",
+            "anonymous": options.get("skip_signature", "").lower() == "true",
+            "allow_delayed_open": S3_DELAYED_OPEN,
         }
         if endpoint:
             arguments["endpoint_override"] = endpoint.split("://")[-1]
             arguments["scheme"] = "http" if endpoint.startswith("http://") else "https"
-        return pafs.S3FileSystem(**{k: v for k, v in arguments.items() if v}), uri.split("://", 1)[1].rstrip("/")
+        path = unquote(uri.split("://", 1)[1]).rstrip("/")  # as delta-rs reads it
+        return pafs.S3FileSystem(**{k: v for k, v in arguments.items() if v}), path
     if "://" in uri and not uri.startswith("file://"):
         try:
             fs, path = pafs.FileSystem.from_uri(uri)

@@ -136,7 +136,7 @@ class TransactionalSink:
             return None
         from rmq_spark.sink.writers import hash_of_offsets
 
-        return hash_of_offsets(*filesystem(self.checkpoint_location), batch_id)
+        return hash_of_offsets(*filesystem(self.checkpoint_location, self.log.storage_options), batch_id)
 
     def _stage(self, batch_df: DataFrame, header: HalfHeader) -> list[HalfFile]:
         """Write the half files on the executors and bring back what they are."""

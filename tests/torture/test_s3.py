@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow.fs as pafs
 import pytest
 
 import rmq_spark as txmq
 from rmq_spark.commitlog import storage
+from rmq_spark.commitlog.files import filesystem
 from rmq_spark.commitlog.storage import PROBE
 from rmq_spark.errors import CommitLogExistsError, NotACommitLogError, OptionError, StorageError
 from tests.half_batches import another, bodies, check_offsets, commit, prepare, roll_back
@@ -278,14 +278,42 @@ def test_a_setting_that_says_no_is_not_refused(tmp_path: Path) -> None:
     assert txmq.CommitLog.create(tmp_path / "log", storage_options=options).topics() == {}
 
 
-def test_pyarrow_and_delta_rs_are_told_the_same(s3: S3Server, uri: str) -> None:
-    from rmq_spark.commitlog.files import filesystem
+@pytest.mark.parametrize("said", ["options", "short options", "environment"])
+def test_pyarrow_and_delta_rs_are_told_the_same(
+    s3: S3Server, uri: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, str] | None = s3.storage_options()
+    if said == "short options":
+        options = {k.removeprefix("AWS_").lower(): v for k, v in s3.storage_options().items()}
+    elif said == "environment":
+        options = None
+        for name, value in s3.storage_options().items():
+            monkeypatch.setenv(name, value)
+    log = txmq.CommitLog.create(f"{uri}/{said}", storage_options=options)
+    log.create_topic("orders", 1)
+    commit(log, prepare(log, 0))
+    assert len(bodies(another(log))) == 5
 
-    short = {k.removeprefix("AWS_").lower(): v for k, v in s3.storage_options().items()}
-    for options in (s3.storage_options(), short):
-        log = txmq.CommitLog.create(uri, exist_ok=True, storage_options=options)
-        log.create_topic("orders", 1, exist_ok=True)
-        fs, folder = filesystem(uri, options)
-        assert isinstance(fs, pafs.S3FileSystem)
-        names = {i.base_name for i in fs.get_file_info(pafs.FileSelector(folder))}
-        assert names >= {"half", "op", "topics"}
+
+@pytest.mark.parametrize("name", ["with space", "per%20cent", "ü", "a=b+c"])
+def test_every_character_of_a_path_means_the_same_to_pyarrow_and_delta_rs(s3: S3Server, uri: str, name: str) -> None:
+    log = txmq.CommitLog.create(f"{uri}/{name}", storage_options=s3.storage_options())
+    log.create_topic("orders", 1)
+    commit(log, prepare(log, 0))
+    assert len(bodies(another(log))) == 5
+    assert name.replace("%20", " ") in {o.split("/")[0] for o in s3.objects(uri)}
+    assert name == name.replace("%20", " ") or not [o for o in s3.objects(uri) if o.startswith(name)]
+
+
+def test_a_checkpoint_on_s3_is_read_with_the_storage_options(s3: S3Server, log: txmq.CommitLog, uri: str) -> None:
+    from rmq_spark.sink.writers import read_checkpoint
+
+    options = s3.storage_options()
+    fs, folder = filesystem(f"{uri}/checkpoint", options)
+    for name, content in (("metadata", b'{"id": "q"}'), ("offsets/7", b"v1"), ("offsets/8", b"v1 more")):
+        with fs.open_output_stream(f"{folder}/{name}") as stream:
+            stream.write(content)
+    found = read_checkpoint(f"{uri}/checkpoint", options)
+    assert (found.query_id, found.batch_id) == ("q", 8)
+    sink = txmq.TransactionalSink(log, producer_group="g", listener=None, checkpoint_location=f"{uri}/checkpoint")
+    assert sink._input_hash(8) == found.input_hash
