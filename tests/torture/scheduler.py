@@ -89,14 +89,22 @@ class Scheduler:
         How often a step hands the baton on.
     crash_rate, pause_rate : float
         How often a process dies at a step, or sleeps for some of :attr:`pauses_s`.
+    tick_s : float
+        A step takes up to so long.
     """
 
     pauses_s: tuple[float, ...] = (1.0, 15.0, 60.0, 300.0)
 
     def __init__(
-        self, chance: random.Random, switch_rate: float = 0.3, crash_rate: float = 0.0, pause_rate: float = 0.0
+        self,
+        chance: random.Random,
+        switch_rate: float = 0.3,
+        crash_rate: float = 0.0,
+        pause_rate: float = 0.0,
+        tick_s: float = 0.02,
     ) -> None:
         self.chance = chance
+        self.tick_s = tick_s
         self.switch_rate = switch_rate
         self.crash_rate = crash_rate
         self.pause_rate = pause_rate
@@ -251,7 +259,7 @@ class Scheduler:
                 self.kill(other.process)
             raise Crash
         chance = self.chance.random
-        self.now += chance() * 0.02
+        self.now += chance() * self.tick_s
         if not process.immortal:
             fate = chance()
             if fate < self.crash_rate:

@@ -101,6 +101,7 @@ class Scenario:
     check_timeout_s: float = 6.0
     on_listener_error: str = "fail"
     switch: float = 0.3
+    tick: float = 0.02  # a step takes up to so many seconds
     crash: float = 0.0
     pause: float = 0.0
     clock_steps: bool = False
@@ -194,7 +195,7 @@ class Simulation:
         self.seed = seed
         self.chance = random.Random(seed)
         self.scenario = s = Scenario.draw(self.chance) if scenario is None else scenario
-        self.scheduler = Scheduler(self.chance, s.switch, s.crash, s.pause)
+        self.scheduler = Scheduler(self.chance, s.switch, s.crash, s.pause, s.tick)
         self.world = World(self.chance, self.scheduler, s.weather)
         self.history = self.world.history
         self.database = Database(self.scheduler, self.history, "fence")
