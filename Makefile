@@ -21,7 +21,7 @@ HAVE_JARS := $(VENV)/.jars
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: install
 install: java $(HAVE_PROJECT) $(HAVE_JARS) ## .venv with the locked packages and this project, and Delta's jars
@@ -46,6 +46,10 @@ lint: $(HAVE_PROJECT) ## ruff: rules and format
 .PHONY: typecheck
 typecheck: $(HAVE_PROJECT) ## mypy --strict on rmq_spark and pyspark_txmq
 	@$(PY) -m mypy --strict rmq_spark pyspark_txmq
+
+.PHONY: checker-selftest
+checker-selftest: install ## seeded bugs in the protocol: does the anomaly checker catch every one of them?
+	@$(PY) -m tests.torture.selftest
 
 .PHONY: bench
 bench: install ## sink and source beside Spark's own Delta sink and source

@@ -610,12 +610,13 @@ def _discards_without_checks(run: _Run) -> Iterator[Anomaly]:
 def _stuck_halves(run: _Run) -> Iterator[Anomaly]:
     """A half batch is still open, or was open for longer, than it takes to check it often enough to give it up.
 
-    One that its age has ended (nobody could be asked about it) is no anomaly.
+    One that its age has ended, because whoever was asked did not answer, is no anomaly.
     """
     if not run.ended:
         return
     end, limit = run.of[Kind.END][-1], run.rules.stuck_after_s
     stuck: dict[str | None, tuple[str, _Row]] = {}
+    asked = {e.half_id for e in run.of[Kind.CHECK]}
     for row in run.rows.values():
         if row.state == PENDING and (limit is None or end.time - row.opened > limit):
             stuck.setdefault(row.event.half_id, ("is still open", row))
@@ -627,6 +628,7 @@ def _stuck_halves(run: _Run) -> Iterator[Anomaly]:
                 opened = marker.time
             elif marker.op in ("commit", "rollback", "quarantine"):
                 expired = marker.op == "quarantine" and (marker.reason or "").startswith(EXPIRED)
+                expired &= marker.half_id in asked or not asked
                 if opened is not None and marker.time - opened > limit and not expired:
                     stuck.setdefault(row.event.half_id, (f"was open for {marker.time - opened:.0f} s", row))
                 opened = None

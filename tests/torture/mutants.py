@@ -77,7 +77,7 @@ class Mutant:
         return result.anomalies, result.problems
 
     def scenario(self, seed: int) -> Scenario:
-        scenario = Scenario.draw(random.Random(seed))
+        scenario = Scenario.draw(random.Random(seed), large=True)
         for name, value in self.shape.items():
             target, _, attribute = name.rpartition(".")
             setattr(getattr(scenario, target) if target else scenario, attribute, value)
@@ -341,9 +341,22 @@ def _discard_decided() -> Iterator[None]:
 
 
 @mutant(
-    "a marker is written whatever attempt the rows are under", A.MARKER_OF_ANOTHER_ATTEMPT, A.LOCAL_STATE_DISAGREES,
-    **BUSY, checkers=2, rounds=4, temper_fails_before=0.3, on_listener_error="fail", batches=3,
-)  # fmt: skip
+    "a marker is written whatever attempt the rows are under",
+    A.MARKER_OF_ANOTHER_ATTEMPT,
+    streams=2,
+    batches=2,
+    crash=0.0,
+    pause=0.06,
+    switch=0.6,
+    checkers=2,
+    rounds=4,
+    listener="fenced",
+    temper_fails_before=0.6,
+    temper_check_unknown=0.0,
+    temper_check_fails=0.0,
+    on_listener_error="fail",
+    clock_steps=False,
+)
 def _attempt_unchecked() -> Iterator[None]:
     def in_states(state: BatchState, mask: Any, states: Any, attempt: int | None) -> dict[int, bytes]:
         return rows_in_both(mask, state.rows_in(states))

@@ -285,10 +285,10 @@ def name_of(change: Change) -> str:
 
 
 def prepared_s(half: SimulatedTable) -> Mapping[str, float]:
-    """When each half batch was prepared, as the files' times have it."""
+    """When each half batch was prepared: the time of its first file, whatever has become of that."""
     found: dict[str, float] = {}
-    for path, action in half.content.versions[-1].files.items():
-        rows = half.fs.tables.get(f"{half.folder}/{path}", half.schema.empty_table())
-        for half_id in set(rows["half_id"].to_pylist()):
-            found[half_id] = max(found.get(half_id, 0.0), action["modification_time"] / 1000)
+    for state in half.content.versions:
+        for file in state.change.add if state.change else ():
+            action = state.files[file.path]
+            found.setdefault(action["min.half_id"], action["modification_time"] / 1000)
     return found

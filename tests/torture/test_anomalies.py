@@ -392,7 +392,9 @@ def test_a_half_batch_that_was_open_for_too_long_was_stuck_unless_its_age_ended_
     expired = replace(marker("quarantine", "app:3", 0, 6, who="discard", reason="open for 72.0 h"), time=60.0)
     assert find_anomalies([*opened, late], Rules(stuck_after_s=60)) == []
     assert kinds_of(find_anomalies([*opened, late], Rules(stuck_after_s=58))) == {AnomalyKind.STUCK_HALF}
-    assert find_anomalies([*opened, expired], Rules(stuck_after_s=58)) == []
+    asked = Event(Kind.CHECK, Phase.FAIL, "checker", half_id="app:3", transaction_id="app:3:1")
+    assert find_anomalies([*opened, asked, expired], Rules(stuck_after_s=58)) == []
+    assert kinds_of(find_anomalies([*opened, expired], Rules(stuck_after_s=58))) == {AnomalyKind.STUCK_HALF}
 
 
 def test_what_was_refused_for_good_may_be_removed_and_what_a_check_refused_may_not() -> None:
