@@ -80,10 +80,9 @@ class HalfStore:
             When there are no files, or not those of one half batch.
         """
         _check_staged(header, files)
-        prepared_ms = 0
+        tried_ms: list[int] = []
 
         def decide(version: int) -> Change:
-            nonlocal prepared_ms
             last = self.table.transaction_version(header.app_id) if header.numbered else self._batch_id_in_log(header)
             if last is not None and last >= header.batch_id:
                 raise AlreadyPreparedError(
@@ -95,11 +94,11 @@ class HalfStore:
                     f"the files of half batch {header.half_id!r} were staged {age_s / 3600:.0f} h ago: vacuum may "
                     "remove them soon; run the batch again"
                 )
-            prepared_ms = max(time.time_ns() // 1_000_000, self._last_prepared_ms() + 1)
+            tried_ms.append(max(time.time_ns() // 1_000_000, self._last_prepared_ms() + 1))
             return Change(
                 add=[f.data for f in files],
                 transaction=(header.app_id, header.batch_id) if header.numbered else None,
-                modification_time_ms=prepared_ms,
+                modification_time_ms=tried_ms[-1],
             )
 
         def landed(change: Change) -> bool:
@@ -107,7 +106,9 @@ class HalfStore:
 
         self.table.compare_and_set(decide, landed)
         stored = {f.file_no: StoredFile(f.data.path, f.data.rows, f.segments) for f in files}
-        return HalfRecord(header, prepared_ms, dict(sorted(stored.items())), prepared_here=True)
+        # Any of the tries may be the one that landed. A batch taken for older than it is, is only looked at closer; for
+        # one taken for younger, markers would be looked for above a low-water mark that they lie below.
+        return HalfRecord(header, min(tried_ms), dict(sorted(stored.items())), prepared_here=True)
 
     def _batch_id_in_log(self, header: HalfHeader) -> int | None:
         return None if self._find(header.half_id) is None else header.batch_id

@@ -1,0 +1,51 @@
+"""Bugs that the simulation found, each as the shortest story that shows it."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from rmq_spark.commitlog import half, half_store
+from rmq_spark.commitlog.op import Who
+from rmq_spark.commitlog.table import Change
+from rmq_spark.testing import InMemoryCommitLog, MemoryTable
+from tests.half_batches import another, bodies, check_offsets, commit, pending, prepare
+
+
+def test_a_batch_whose_prepare_landed_unseen_is_not_committed_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first try lands, the store says that it did not, and an old listing hides it; so there is a second try, with
+    a later time. The log keeps the first one's. A mark between the two times must not hide what is decided."""
+    log = InMemoryCommitLog(topics={"orders": 1})
+    table = log.half.table
+    try_commit, refresh = MemoryTable._try_commit, MemoryTable.refresh
+    hidden = [False]
+
+    def unlucky(self: MemoryTable, change: Change) -> bool:
+        landed = try_commit(self, change)
+        hidden[0] = landed and self is table
+        return landed and self is not table
+
+    def stale(self: MemoryTable) -> int:
+        if self is table and hidden[0]:
+            hidden[0] = False
+            return self.version
+        return refresh(self)
+
+    monkeypatch.setattr(MemoryTable, "_try_commit", unlucky)
+    monkeypatch.setattr(MemoryTable, "refresh", stale)
+    seconds = count(1_800_000_000)
+    clock = SimpleNamespace(time=lambda: 1_800_000_000.0, time_ns=lambda: next(seconds) * 1_000_000_000)
+    monkeypatch.setattr(half_store, "time", clock)
+    monkeypatch.setattr(half, "time", clock)
+
+    record = prepare(log, 0, 3)
+    mask = pending(log, record)
+    checker = another(log)
+    commit(checker, checker.get(record.half_id), who=Who.CHECK)
+    assert checker.move_mark()
+
+    assert log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE) == []
+    assert len(bodies(log)) == 3
+    check_offsets(log)
