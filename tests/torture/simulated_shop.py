@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from rmq_spark.errors import FencedError, FenceError, LocalTransactionError
-from rmq_spark.listener import TransactionListener, Verdicts
+from rmq_spark.listener import CommitOncePrepared, TransactionListener, Verdicts
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, LocalTransactionState
 from tests.torture.history import History, Kind, Phase, payload_hash
 from tests.torture.scheduler import Scheduler, SimulatedLock
@@ -276,3 +276,9 @@ class BareListener(Listener):
     def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
         fence = self.database.fence
         return [VERDICTS[fence[i]] if i in fence else ROLLBACK_MESSAGE for i in ids]
+
+
+class NoListener(CommitOncePrepared):
+    """``transactionListener=none``: plain sending."""
+
+    seen_version = 0

@@ -38,6 +38,7 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
+from rmq_spark.message import CHECK_IMMUNITY_PROPERTY, PROPERTIES
 from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.source.options import Subscription
@@ -54,6 +55,7 @@ from tests.torture.simulated_shop import (
     DeltaTwin,
     FencedListener,
     Listener,
+    NoListener,
     Temper,
     VersionedListener,
 )
@@ -96,6 +98,7 @@ class Scenario:
     restored: str | None = None  # "offsets" or "query": the last batch comes again from another checkpoint
     stranger: bool = False  # one more checker, which looks into another database
     listener: str = "fenced"
+    immunity: bool = False  # messages ask for longer, or shorter, than the time-out before their check
     discard: str = "quarantine"
     checks_max: int = 2
     check_timeout_s: float = 6.0
@@ -135,7 +138,8 @@ class Scenario:
             zombies=pick((0.0, 0.0, 0.5)),
             restored=pick((None,) * 8 + ("offsets", "query")),
             stranger=often() < 0.08,
-            listener=pick(("fenced",) * 4 + ("versioned", "bare")),
+            listener=pick(("fenced",) * 8 + ("versioned", "versioned", "bare", "bare", "none")),
+            immunity=pick((False, False, False, True)),
             discard=pick(("quarantine",) * 3 + ("rollback", "commit")),
             checks_max=pick((1, 2, 3)),
             on_listener_error=pick(("fail", "unknown")),
@@ -167,6 +171,7 @@ class Scenario:
         if self.listener == "versioned":
             self.per = "batch"
         if self.listener == "bare":
+            self.immunity = False  # leases need their time
             # Without a fence nobody may wake up late or overtake a lease; and a policy that guesses is a guess.
             self.pause, self.zombies, self.clock_steps, self.weather = 0.0, 0.0, False, Weather()
             self.person, self.check_timeout_s = False, 30.0
@@ -299,9 +304,11 @@ class Simulation:
             table.note_versions()
 
     # ------------------------------------------------------------------ listeners and checkers
-    def listener(self, database: Database | None = None) -> Listener:
+    def listener(self, database: Database | None = None) -> Listener | NoListener:
         """A listener of a process of its own."""
         s = self.scenario
+        if s.listener == "none":
+            return NoListener()
         parts = (database or self.database, self.scheduler, self.history, s.temper)
         if s.listener == "versioned":
             return VersionedListener(*parts, DeltaTwin() if database else self.delta)
@@ -316,14 +323,14 @@ class Simulation:
             self.check_round(service, log, listener)
             self.scheduler.sleep(self.chance.choice((3.0, 20.0, 40.0)))
 
-    def service(self, log: SimulatedLog, listener: Listener, discard: str) -> CheckService:
+    def service(self, log: SimulatedLog, listener: Listener | NoListener, discard: str) -> CheckService:
         return CheckService(
             log, {GROUP: listener}, transaction_timeout=self.scenario.check_timeout_s,
             transaction_check_max=self.scenario.checks_max, discard_policy=discard, round_timeout=None,
             clock=wall_clock(self.world),
         )  # fmt: skip
 
-    def check_round(self, service: CheckService, log: SimulatedLog, listener: Listener) -> int | None:
+    def check_round(self, service: CheckService, log: SimulatedLog, listener: Listener | NoListener) -> int | None:
         """A round; how many half batches are open after it, or None when it failed."""
         listener.seen_version = log.seen_version
         self.counts["rounds"] += 1
@@ -487,6 +494,8 @@ class Source:
             columns["k"] = [f"k{i % 2}" for i in range(s.rows)]
         if s.sharded:
             columns["sharding_key"] = [f"{self.name}-{i % 2}" for i in range(s.rows)]
+        if s.immunity:
+            columns["properties"] = [[(CHECK_IMMUNITY_PROPERTY, "2" if i % 2 else "25")] for i in range(s.rows)]
         return columns
 
     def events(self, columns: dict[str, list[Any]], batch_id: int, half_id: str) -> list[Event]:
@@ -501,6 +510,12 @@ class Source:
             )
             for i, body in enumerate(columns["body"])
         ]  # fmt: skip
+
+    @staticmethod
+    def table(columns: dict[str, list[Any]]) -> pa.Table:
+        """The columns as a program gives them."""
+        kinds = {"properties": PROPERTIES}
+        return pa.table({name: pa.array(values, kinds.get(name)) for name, values in columns.items()})
 
     def told(self, begun: Sequence[Event], phase: Phase, verdict: LocalTransactionState | None = None) -> None:
         for event in begun:
@@ -528,7 +543,9 @@ class StreamSource(Source):
             self.restored = simulation.scenario.restored
             self.send(log, listener, self.batches - 1, self.restored)
 
-    def send(self, log: SimulatedLog, listener: Listener, batch_id: int, restored: str | None = None) -> None:
+    def send(
+        self, log: SimulatedLog, listener: Listener | NoListener, batch_id: int, restored: str | None = None
+    ) -> None:
         simulation, s = self.simulation, self.simulation.scenario
         columns = self.columns(batch_id, "'" if restored else "")
         offsets = f"offsets of {batch_id}{'b' if restored == 'offsets' else ''}"
@@ -536,7 +553,7 @@ class StreamSource(Source):
         query = f"query of {self.name}{'b' if restored == 'query' else ''}"
         header = HalfHeader(half_id, self.name, batch_id, query, offsets, listener.fence_id, s.per, GROUP)
         writer = HalfWriter(header, {TOPIC: s.queues}, TOPIC, "k" if s.per == "key" else None)
-        table = pa.table(columns)
+        table = self.table(columns)
         size = -(-table.num_rows // s.partitions)
         files = []
         for partition in range(s.partitions):
@@ -600,7 +617,7 @@ class SendSource(Source):
             listener.seen_version = log.seen_version
             try:
                 result = producer.send_messages_in_transaction(
-                    pa.table(columns), topic=TOPIC, transaction_key="k" if s.per == "key" else None,
+                    self.table(columns), topic=TOPIC, transaction_key="k" if s.per == "key" else None,
                     transaction_per=None if s.per == "key" else s.per, idempotency_key=idempotency_key,
                 )  # fmt: skip
             except EXPECTED:
@@ -618,7 +635,7 @@ class SendSource(Source):
             return
         header = HalfHeader(half_id, half_id.rpartition(":")[0], 0, None, None, None, s.per, GROUP)
         writer = HalfWriter(header, {TOPIC: s.queues}, TOPIC, "k")
-        rows, _ = writer.arrange(writer.normalize(pa.table(columns)), 0)
+        rows, _ = writer.arrange(writer.normalize(self.table(columns)), 0)
         for row_no, key in enumerate(rows["transaction_key"].to_pylist()):
             self.simulation.world.keys[half_id, 0, row_no] = key
 

@@ -19,7 +19,7 @@ from tests.torture.simulated_store import Files, SimulatedTable, Unanswered, Wea
 from tests.torture.simulation import Scenario, run, simulate
 
 CI_SEEDS = int(os.environ.get("SIMULATION_SEEDS", "5000"))
-PARTS = 5
+PARTS = -(-CI_SEEDS // 1000)
 
 KEPT_SEEDS: dict[int, str] = {
     1237: "a policy's rollback, reopened and committed by a check, is no contradiction",
