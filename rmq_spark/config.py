@@ -33,6 +33,9 @@ REPLAY_CHECK_TIMEOUT_S = 60.0
 ORPHAN_AGE_S = 7 * 24 * 3600.0
 """vacuum removes staged files that no commit names when they are older; prepare refuses half of it."""
 
+DURATION_S_MAX = 100 * 365.25 * 86400.0
+"""A century: what is longer cannot be waited for, and was not meant."""
+
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -55,7 +58,10 @@ def parse_duration(text: str, name: str = "duration") -> float:
     match = _DURATION.fullmatch(str(text))
     if match is None:
         raise OptionError(f"{name}={text!r} is not a duration: write a number and a unit, such as '6s', '5m' or '72h'")
-    return float(match[1]) * _SECONDS[match[2]]
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if seconds > DURATION_S_MAX:
+        raise OptionError(f"{name}={str(text)[:40]!r} is longer than a century: is the unit right?")
+    return seconds
 
 
 def parse_bool(text: str, name: str) -> bool:

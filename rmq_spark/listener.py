@@ -6,6 +6,7 @@ import importlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import pyarrow as pa
@@ -143,7 +144,12 @@ def load_listener(path: str, allowed_prefixes: Sequence[str] | None = None) -> T
     """
     found = load_object(path, allowed_prefixes)
     if not isinstance(found, TransactionListener) and callable(found):
-        found = found()
+        try:
+            found = found()
+        except Exception as problem:
+            raise ListenerError(
+                f"listener {path!r} cannot be made: calling it raised {type(problem).__name__}: {problem}"
+            ) from problem
     return check_listener(found, f"listener {path!r}")
 
 
@@ -170,4 +176,6 @@ def load_object(path: str, allowed_prefixes: Sequence[str] | None = None) -> Any
         if not hasattr(found, name):
             raise ListenerError(f"listener {path!r}: {module_name!r} has no {attribute!r}")
         found = getattr(found, name)
+        if isinstance(found, ModuleType):  # which the allow list has not seen
+            raise ListenerError(f"listener {path!r} goes through the module {found.__name__!r}: name that one itself")
     return found

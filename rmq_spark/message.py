@@ -14,6 +14,7 @@ from rmq_spark.config import (
     BODY_BYTES_MAX,
     GROUP_CHARS_MAX,
     PROPERTIES_BYTES_MAX,
+    QUEUES_MAX,
     TOPIC_CHARS_MAX,
 )
 from rmq_spark.errors import MessageError
@@ -91,8 +92,10 @@ def check_app_id(name: object, what: str = "appId") -> str:
 
 def check_properties(properties: Mapping[str, str] | None) -> None:
     """Raise MessageError for a reserved name, a null, or more than 32 KiB in all."""
-    if not properties:
+    if properties is None:
         return
+    if not isinstance(properties, Mapping):
+        raise MessageError(f"properties are {type(properties).__name__}: a mapping of strings to strings is expected")
     size = 0
     for name, value in properties.items():
         if not isinstance(name, str) or not name or not isinstance(value, str):
@@ -101,9 +104,37 @@ def check_properties(properties: Mapping[str, str] | None) -> None:
             raise MessageError(f"property {name!r} is reserved by RocketMQ: rename it")
         if name == CHECK_IMMUNITY_PROPERTY and not _is_seconds(value):
             raise MessageError(f"property {name}={value!r} is not a number of seconds of 0 or more")
-        size += len(name.encode()) + len(value.encode())
+        size += len(utf8(name, "a property's name")) + len(utf8(value, f"property {name!r}"))
     if size > PROPERTIES_BYTES_MAX:
         raise MessageError(f"properties hold {size} bytes: at most {PROPERTIES_BYTES_MAX} are allowed")
+
+
+def utf8(text: str, what: str) -> bytes:
+    """The text in UTF-8; MessageError when it has no such form (a lone surrogate)."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as problem:
+        raise MessageError(f"{what} {text[:40]!r} cannot be written in UTF-8: {problem}") from problem
+
+
+def _check_text(value: object, what: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise MessageError(f"{what} is {type(value).__name__}: a string is expected")
+    utf8(value, what)
+
+
+def _check_keys(keys: object) -> None:
+    if keys is None or isinstance(keys, str):
+        _check_text(keys, "keys")
+        return
+    if not isinstance(keys, Sequence) or isinstance(keys, (bytes, bytearray, memoryview)):
+        raise MessageError(f"keys are {type(keys).__name__}: a string or a sequence of strings is expected")
+    for key in keys:
+        if key is None:
+            raise MessageError("None is among the keys: leave it out")
+        _check_text(key, "a key among the keys")
 
 
 def _is_seconds(text: str) -> bool:
@@ -147,10 +178,18 @@ class Message:
         check_topic(self.topic)
         if not isinstance(self.body, (bytes, bytearray, memoryview, str)):
             raise MessageError(f"body is {type(self.body).__name__}: bytes or a string is expected")
-        size = len(self.body.encode() if isinstance(self.body, str) else self.body)
+        size = len(utf8(self.body, "body")) if isinstance(self.body, str) else memoryview(self.body).nbytes
         if size > BODY_BYTES_MAX:
             raise MessageError(f"body has {size} bytes: at most {BODY_BYTES_MAX} (4 MiB) are allowed")
+        _check_text(self.tags, "tags")
+        _check_keys(self.keys)
+        _check_text(self.sharding_key, "sharding_key")
         check_properties(self.properties)
+        queue_id, born = self.queue_id, self.born_timestamp
+        if queue_id is not None and (type(queue_id) is not int or not 0 <= queue_id < QUEUES_MAX):
+            raise MessageError(f"queue_id={queue_id!r} is not a queue: a whole number from 0 on is expected")
+        if born is not None and (not isinstance(born, datetime) or born.tzinfo is None):
+            raise MessageError(f"born_timestamp={born!r} is not a datetime with a time zone")
 
     @property
     def keys_text(self) -> str | None:
@@ -178,12 +217,12 @@ def to_table(messages: Sequence[Message]) -> pa.Table:
         if not isinstance(m, Message):
             raise MessageError(f"found {type(m).__name__} in the list of messages: rmq_spark.Message is expected")
 
-    def utf8(body: bytes | str) -> bytes:
+    def content(body: bytes | str) -> bytes:
         return body.encode() if isinstance(body, str) else bytes(body)
 
     return pa.table(
         {
-            "body": pa.array([utf8(m.body) for m in messages], pa.binary()),
+            "body": pa.array([content(m.body) for m in messages], pa.binary()),
             "topic": pa.array([m.topic for m in messages], pa.string()),
             "tags": pa.array([m.tags for m in messages], pa.string()),
             "keys": pa.array([m.keys_text for m in messages], pa.string()),

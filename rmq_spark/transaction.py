@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -274,7 +276,12 @@ def normalize_verdicts(result: object, batch: HalfBatch) -> pa.Array | LocalTran
         return _verdict(result)
     if isinstance(result, (pa.Array, pa.ChunkedArray)):
         values = result.combine_chunks() if isinstance(result, pa.ChunkedArray) else result
-        values = pc.fill_null(pc.cast(values, pa.string()), UNKNOWN.value)
+        try:
+            values = pc.fill_null(pc.cast(values, pa.string()), UNKNOWN.value)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as problem:
+            raise VerdictError(
+                f"the listener of {batch.producer_group!r} returned an array of {values.type}: strings are expected"
+            ) from problem
     elif isinstance(result, Sequence):
         values = pa.array([_verdict(UNKNOWN if v is None else v).value for v in result], pa.string())
     else:
@@ -323,10 +330,27 @@ def _arrow_type(kind: str, ddl: str) -> pa.DataType:
     if kind in _TYPES:
         return _TYPES[kind]
     if match := re.fullmatch(r"decimal\((\d+),\s*(\d+)\)", kind):
-        return pa.decimal128(int(match[1]), int(match[2]))
+        with suppress(ValueError):  # more digits than a decimal has
+            return pa.decimal128(int(match[1]), int(match[2]))
     if match := re.fullmatch(r"array<(.+)>", kind):
         return pa.list_(_arrow_type(match[1].strip(), ddl))
     raise MessageError(f"cannot read the type {kind!r} in schema {ddl!r}: known are {', '.join(_TYPES)}, decimal(p,s)")
+
+
+def _check_objects(bodies: pa.Array) -> None:
+    """Raise MessageError for a body that is not one JSON object.
+
+    pyarrow ends the process (a segmentation fault) where a ``null`` stands in the place of an object.
+    """
+    begins = pc.match_substring_regex(bodies, r"^\s*\{")
+    goes_on = pc.match_substring_regex(bodies, r"\}\s*[^\s,\]}]")  # behind an object, or within a string
+    for body in bodies.filter(pc.or_(pc.invert(begins), goes_on)).to_pylist():
+        try:
+            found = json.loads(body.decode() if isinstance(body, bytes) else body)
+        except (ValueError, RecursionError) as problem:
+            raise MessageError(f"the message body {body[:60]!r} is not a JSON object: {problem}") from problem
+        if not isinstance(found, dict):
+            raise MessageError(f"the message body {body[:60]!r} is not a JSON object")
 
 
 def decode_json(bodies: pa.ChunkedArray, schema: str | pa.Schema) -> pa.Table:
@@ -337,6 +361,7 @@ def decode_json(bodies: pa.ChunkedArray, schema: str | pa.Schema) -> pa.Table:
     if len(bodies) == 0:
         return target.empty_table()
     text = pa.chunked_array(bodies).combine_chunks() if isinstance(bodies, list) else bodies.combine_chunks()
+    _check_objects(text)
     joined = pc.binary_join(pa.array([text.to_pylist()], pa.list_(pa.binary())), b"\n")[0].as_py()
     options = pj.ParseOptions(explicit_schema=target, newlines_in_values=True, unexpected_field_behavior="ignore")
     try:

@@ -28,6 +28,7 @@ from rmq_spark.commitlog.op import BatchState, RowState, Who, mask_and, mask_cou
 from rmq_spark.config import (
     CHECK_ROUND_TIMEOUT_S,
     CHECKS_MAX,
+    DURATION_S_MAX,
     FILE_RESERVED_TIME_S,
     TRANSACTION_CHECK_INTERVAL_S,
     TRANSACTION_CHECK_MAX,
@@ -504,9 +505,9 @@ def _tally(
 
 def _seconds(name: str, value: float, zero: bool = False) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not value >= 0 or (value == 0 and not zero):
+    if not number or not 0 <= value <= DURATION_S_MAX or (value == 0 and not zero):
         least = "of 0 or more" if zero else "above 0"
-        raise OptionError(f"{name}={value!r} cannot be used: seconds {least} are expected")
+        raise OptionError(f"{name}={value!r} cannot be used: seconds {least}, and of at most a century, are expected")
     return float(value)
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
+from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
@@ -99,7 +100,7 @@ class Ledger:
             return 0
         paths = actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist()
         mark = self.table.read(paths, None, pc.field("kind") == Kind.MARK.value).sort_by("version")
-        newest = mark.slice(mark.num_rows - 1).to_pylist()[0]
+        newest = _newest_mark(mark)
         self._tails = {(t["topic"], t["queue_id"]): t["next_offset"] for t in newest["tails"]}
         self._tail_since = int(newest["since_version"])
         return self._tail_since
@@ -118,18 +119,14 @@ class Ledger:
         if rows.num_rows == 0:
             return
         _check_rows(rows)
-        placed = rows.filter(pc.is_valid(rows["next_offset"]))
-        ends = placed.group_by(["topic", "queue_id"], use_threads=False).aggregate([("next_offset", "max")])
-        for r in ends.to_pylist():
-            queue = (r["topic"], r["queue_id"])
-            self._tails[queue] = max(self._tails.get(queue, 0), r["next_offset_max"])
+        self._take_ends(rows.filter(pc.is_valid(rows["next_offset"])))
         self._last_time = max(self._last_time, pc.max(rows["op_time"]).as_py())
         if self._awaited is not None and pc.any(pc.equal(rows["commit_id"], self._awaited)).as_py():
             self._arrived = True
         self._tail = pa.concat_tables([self._tail, rows])
         marks = rows.filter(pc.equal(rows["kind"], Kind.MARK.value))
         if marks.num_rows:
-            newest = marks.slice(marks.num_rows - 1).select(["low_water", "since_version"]).to_pylist()[0]
+            newest = _newest_mark(marks)
             self._low_water = newest["low_water"]
             self._tail_since = max(self._tail_since, newest["since_version"])
             kept = pc.greater_equal(self._tail["version"], self._tail_since)
@@ -138,6 +135,23 @@ class Ledger:
             self._tail = self._tail.filter(kept)
         if self._tail["version"].num_chunks > TAIL_CHUNKS_MAX:
             self._tail = self._tail.combine_chunks()
+
+    def _take_ends(self, placed: pa.Table) -> None:
+        """Move the tails over new placements: gaps or overlaps mean that op rows are lost or doubled."""
+        sums = [("queue_offset", "min"), ("next_offset", "max"), ("count", "sum")]
+        for r in placed.group_by(["topic", "queue_id"], use_threads=False).aggregate(sums).to_pylist():
+            queue = (r["topic"], r["queue_id"])
+            known, count, end = self._tails.get(queue, 0), r["count_sum"], r["next_offset_max"]
+            if r["queue_offset_min"] < known:  # a cold start reads some rows that the mark knows of
+                mine = pc.and_(pc.equal(placed["topic"], queue[0]), pc.equal(placed["queue_id"], queue[1]))
+                new = pc.and_(mine, pc.greater_equal(placed["queue_offset"], known))
+                count, end = pc.sum(placed.filter(new)["count"]).as_py() or 0, max(end, known)
+            if known + count != end:
+                raise CorruptLogError(
+                    f"table op places {count} messages at offsets {known} to {end - 1} of queue {queue[1]} of topic "
+                    f"{queue[0]!r}: op rows are lost or doubled; restore the table from a copy"
+                )
+            self._tails[queue] = end
 
     # ------------------------------------------------------------------ questions
     @property
@@ -474,10 +488,25 @@ def _check_rows(rows: pa.Table) -> None:
         )
     offset, end, count = rows["queue_offset"], rows["next_offset"], rows["count"]
     right = pc.and_(pc.greater_equal(offset, 0), pc.equal(end, pc.add(offset, count)))
+    right = pc.and_(right, pc.and_(pc.is_valid(rows["topic"]), pc.is_valid(rows["queue_id"])))
     right = pc.or_kleene(pc.fill_null(right, False), pc.and_(pc.is_null(offset), pc.is_null(end)))
     if not pc.all(right).as_py():
         wrong = rows.filter(pc.invert(right)).select(["half_id", "version", "queue_offset", "next_offset", "count"])
         raise CorruptLogError(f"table op has a row with offsets that cannot be: {wrong.slice(0, 1).to_pylist()[0]}")
+
+
+def _newest_mark(marks: pa.Table) -> dict[str, Any]:
+    """The last of some mark rows, in version order; CorruptLogError when it says nothing that can be used."""
+    if marks.num_rows == 0:
+        raise CorruptLogError("table op has lost its newest mark: restore the table from a copy")
+    newest: dict[str, Any] = marks.slice(marks.num_rows - 1).to_pylist()[0]
+    whole = newest["tails"] is not None and all(None not in tail.values() for tail in newest["tails"])
+    if not whole or newest["low_water"] is None or newest["since_version"] is None:
+        raise CorruptLogError(
+            f"table op has a mark at version {newest['version']} without tails, low_water or since_version: it was "
+            "changed by hand"
+        )
+    return newest
 
 
 def _settled_rows(rows: pa.Table) -> dict[str, int]:

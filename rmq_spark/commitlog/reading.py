@@ -363,8 +363,8 @@ def read_messages(
             raise OffsetError(f"start names queue {queue_id!r}: topic {topic!r} has the queues 0 to {queues - 1}")
         if not isinstance(offset, int) or not 0 <= offset <= tail:
             raise OffsetError(f"start names offset {offset!r} of queue {queue_id}: 0 to {tail} are there")
-    if limit is not None and limit < 0:
-        raise OptionError(f"limit={limit} is negative")
+    if limit is not None and (type(limit) is not int or limit < 0):
+        raise OptionError(f"limit={limit!r} is not a number of messages: a whole number from 0 on is expected")
     lowest = min((start.get(q, 0) for q in range(queues)), default=0)
     placements = read_placements(op, pc.field("topic") == topic, above=lowest)
     oldest = pc.min(placements["version"]).as_py() if placements.num_rows else op.version

@@ -230,7 +230,9 @@ class DeltaLogTable:
                 configuration=settings,
                 storage_options=dict(storage_options or {}) or None,
                 raise_if_key_not_exists=False,
-                commit_properties=CommitProperties(max_commit_retries=0),
+                commit_properties=CommitProperties(
+                    max_commit_retries=0, custom_metadata={ENTRY_SEAL: entry_seal(0, ())}
+                ),
             )
         except DeltaError as problem:
             if not DeltaTable.is_deltatable(uri, dict(storage_options or {}) or None):

@@ -25,6 +25,7 @@ Positions = dict[Queue, int]
 JsonOffsets = dict[str, dict[str, int]]
 """The same as JSON has it."""
 
+OFFSET_MAX = 2**63 - 1
 EPOCH_MS_MIN = 100_000_000_000
 """A smaller number (March 1973) is taken for seconds, and refused."""
 
@@ -59,6 +60,8 @@ def from_json(value: object, what: str, lowest: int = 0) -> Positions:
         raise OffsetError(f"{what} is not of the form {_EXAMPLE}: found {json.dumps(value, default=str)[:200]}")
     positions: Positions = {}
     for topic, queues in value.items():
+        if not isinstance(topic, str) or any("\ud800" <= c <= "\udfff" for c in topic):
+            raise OffsetError(f"{what} names the topic {topic!r}, which is no text: a name is expected")
         for queue_id, offset in queues.items():
             if _QUEUE_ID.fullmatch(str(queue_id)) is None:
                 raise OffsetError(
@@ -68,6 +71,8 @@ def from_json(value: object, what: str, lowest: int = 0) -> Positions:
                 raise OffsetError(
                     f"{what} has {offset!r} for topic {topic!r}, queue {queue_id}: a whole number is expected"
                 )
+            if offset > OFFSET_MAX:
+                raise OffsetError(f"{what} has {offset} for topic {topic!r}, queue {queue_id}: no offset is that large")
             if offset < lowest:
                 marks = {0: "", -1: " (or -1, latest)", -2: " (or -1, latest, or -2, earliest)"}[lowest]
                 raise OffsetError(

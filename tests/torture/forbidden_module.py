@@ -1,0 +1,1 @@
+"""Nothing may import this: it is on no allow list."""

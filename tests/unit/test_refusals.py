@@ -1,0 +1,202 @@
+"""Values that once came through a public door as somebody else's error, a hang or a crash: each is refused in words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import datetime, timezone
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rmq_spark.check.service import CheckService
+from rmq_spark.config import parse_duration
+from rmq_spark.errors import (
+    CorruptLogError,
+    ListenerError,
+    MessageError,
+    OffsetError,
+    OptionError,
+    VerdictError,
+)
+from rmq_spark.listener import load_listener
+from rmq_spark.message import Message, to_table
+from rmq_spark.source.offsets import from_json
+from rmq_spark.testing import InMemoryCommitLog
+from rmq_spark.transaction import decode_json, normalize_verdicts
+from tests.half_batches import commit, pending, prepare
+from tests.torture.hostile_logs import edit_row
+
+
+# ---------------------------------------------------------------- messages
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tags": 5}, "tags is int"),
+        ({"sharding_key": b"x"}, "sharding_key is bytes"),
+        ({"keys": 5}, "keys are int"),
+        ({"keys": ["a", None]}, "None is among the keys"),
+        ({"keys": b"ab"}, "keys are bytes"),
+        ({"queue_id": "1"}, "queue_id='1'"),
+        ({"queue_id": True}, "queue_id=True"),
+        ({"queue_id": 2**40}, "queue_id=1099511627776"),
+        ({"queue_id": -1}, "queue_id=-1"),
+        ({"born_timestamp": datetime(2025, 3, 1)}, "with a time zone"),
+        ({"born_timestamp": "now"}, "born_timestamp='now'"),
+        ({"properties": "a"}, "properties are str"),
+        ({"properties": [("a", "b")]}, "properties are list"),
+        ({"properties": {"a": "\ud800"}}, "cannot be written in UTF-8"),
+        ({"body": "\ud800"}, "body .* cannot be written in UTF-8"),
+        ({"tags": "\ud800"}, "tags .* cannot be written in UTF-8"),
+    ],
+)
+def test_a_message_with_a_value_of_another_kind_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(MessageError, match=words):
+        Message(**{"topic": "orders", "body": b"x", **given})
+
+
+def test_a_message_of_every_allowed_kind_is_stored_as_it_is() -> None:
+    born = datetime(2025, 3, 1, tzinfo=timezone.utc)
+    message = Message("orders", memoryview(b"xy"), "t", ("a", "b"), "s", {"p": ""}, 3, born)  # type: ignore[arg-type]
+    (row,) = to_table([message]).to_pylist()
+    expected = (b"xy", "t", "a b", "s", [("p", "")], 3, born)
+    assert tuple(row[c] for c in "body tags keys sharding_key properties queue_id born_timestamp".split()) == expected
+
+
+NO_OBJECTS = [b"null", b" null ", b'{"a": 1}\nnull', b"{} null {}", b"", b" ", b"[]", b"1", b'"x"', b"\xff"]
+
+
+def test_bodies_that_are_no_json_objects_do_not_end_the_process() -> None:
+    # pyarrow's reader of JSON ends it with a segmentation fault where a null stands in the place of an object.
+    program = f"""
+import pyarrow as pa
+from rmq_spark.errors import MessageError
+from rmq_spark.transaction import decode_json
+for body in {NO_OBJECTS!r}:
+    try:
+        decode_json(pa.chunked_array([pa.array([body])]), "a long")
+    except MessageError:
+        print("refused")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout.split()) == (0, ["refused"] * len(NO_OBJECTS)), ended.stderr
+
+
+def test_braces_within_a_json_string_are_no_second_object() -> None:
+    bodies = pa.chunked_array([pa.array([b' {"a": "} null"}', b'{"a": null}\n', b'{"b": {"c": [{}]}, "a": "x"}'])])
+    assert decode_json(bodies, "a string")["a"].to_pylist() == ["} null", None, "x"]
+
+
+@pytest.mark.parametrize("kind", ["decimal(99,9)", "decimal(0,0)"])
+def test_a_decimal_that_no_column_can_have_is_refused(kind: str) -> None:
+    with pytest.raises(MessageError, match="cannot read the type 'decimal"):
+        decode_json(pa.chunked_array([pa.array([b"{}"])]), f"a {kind}")
+
+
+# ---------------------------------------------------------------- numbers
+@pytest.mark.parametrize("text", ["9" * 400 + "d", "36526d", "9999999h"])
+def test_a_duration_beyond_a_century_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="longer than a century"):
+        parse_duration(text, "transactionTimeout")
+    assert parse_duration("36525d") == 100 * 365.25 * 86400
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 1e12])
+def test_a_check_that_could_never_wait_so_long_is_refused(seconds: float) -> None:
+    log = InMemoryCommitLog()
+    with pytest.raises(OptionError, match="at most a century"):
+        CheckService(log, {}, transaction_check_interval=seconds)
+
+
+@pytest.mark.parametrize("value", [{"orders": {"0": 2**63}}, {"orders": {"0": 10**30}}, {"\ud800": {"0": 0}}])
+def test_offsets_that_no_queue_can_have_are_refused(value: object) -> None:
+    with pytest.raises(OffsetError, match="the checkpoint"):
+        from_json(value, "the checkpoint")
+
+
+@pytest.mark.parametrize("queues", ["4", 1.5, True, 0])
+def test_a_topic_with_an_odd_number_of_queues_is_refused(queues: Any) -> None:
+    with pytest.raises(OptionError, match="whole number of queues"):
+        InMemoryCommitLog().create_topic("orders", queues)
+
+
+@pytest.mark.parametrize("limit", ["5", 1.5, -1])
+def test_an_odd_limit_is_refused(limit: Any) -> None:
+    with pytest.raises(OptionError, match="limit="):
+        InMemoryCommitLog(topics={"orders": 1}).read("orders", limit=limit)
+
+
+@pytest.mark.parametrize("verdict", ["UNKNOWN", "commit", None, 1])
+def test_a_verdict_that_resolves_nothing_is_refused(verdict: Any) -> None:
+    with pytest.raises(OptionError, match="settles nothing"):
+        InMemoryCommitLog().resolve("app:0", verdict, "reason")
+
+
+@pytest.mark.parametrize(
+    "answer", [pa.array([[1]]), pa.array([b"\xff"]), pa.array([[("a", 1)]], pa.map_("string", "int8"))]
+)
+def test_an_array_that_holds_no_verdicts_is_refused(answer: pa.Array) -> None:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    record = prepare(log, 0, 1, per="message")
+    batch = log.half_batch(record, log.state_of(record), 1, pending(log, record))
+    with pytest.raises(VerdictError, match="strings are expected"):
+        normalize_verdicts(answer, batch)
+
+
+# ---------------------------------------------------------------- listeners
+def test_the_allow_list_cannot_be_walked_around_through_a_module() -> None:
+    with pytest.raises(ListenerError, match="goes through the module 'os'"):
+        load_listener("tests.torture.allowed_listeners:os.abort", ["tests.torture.allowed_listeners"])
+
+
+def test_a_listener_that_cannot_be_made_is_an_error_of_its_name() -> None:
+    with pytest.raises(ListenerError, match=r"allowed_listeners:broken.*RuntimeError: the bank is closed"):
+        load_listener("tests.torture.allowed_listeners:broken")
+
+
+# ---------------------------------------------------------------- op rows
+def _log() -> InMemoryCommitLog:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    for batch_id in range(3):
+        commit(log, prepare(log, batch_id, 2))
+    return log
+
+
+@pytest.mark.parametrize("column", ["tails", "low_water", "since_version"])
+def test_a_mark_without_its_values_is_an_error(column: str) -> None:
+    log = _log()
+    assert log.move_mark()
+    commit(log, prepare(log, 3, 2))
+    edit_row(log._op, "mark", column, None)
+    with pytest.raises(CorruptLogError, match="table op has"):
+        log.another().pending()
+
+
+def test_a_mark_that_is_no_mark_any_more_is_an_error() -> None:
+    log = _log()
+    assert log.move_mark()
+    edit_row(log._op, "mark", "kind", "lease")
+    with pytest.raises(CorruptLogError, match="lost its newest mark"):
+        log.another().pending()
+
+
+@pytest.mark.parametrize("column", ["topic", "queue_id"])
+def test_a_placement_without_a_queue_is_an_error(column: str) -> None:
+    log = _log()
+    edit_row(log._op, "commit", column, None)
+    with pytest.raises(CorruptLogError, match="offsets that cannot be"):
+        log.another().pending()
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_lost_placement_is_an_error_before_anything_is_placed_behind_it(marked: bool) -> None:
+    log = _log()
+    if marked:
+        prepare(log, 3, 2)  # keeps what follows above the mark
+        log.move_mark()
+        commit(log, prepare(log, 4, 2))
+        commit(log, prepare(log, 5, 2))
+    edit_row(log._op, "commit", None, None, row=3 if marked else 1)
+    with pytest.raises(CorruptLogError, match="op rows are lost or doubled"):
+        log.another().pending()
