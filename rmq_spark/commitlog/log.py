@@ -216,8 +216,8 @@ class CommitLog:
         """
         check_topic(name)
         wanted = self._default_queues if queues is None else queues
-        if not 1 <= wanted <= QUEUES_MAX:
-            raise OptionError(f"queues={wanted} is out of range: 1 to {QUEUES_MAX}")
+        if type(wanted) is not int or not 1 <= wanted <= QUEUES_MAX:
+            raise OptionError(f"queues={wanted!r} is out of range: a whole number of queues, 1 to {QUEUES_MAX}")
         if fifo:
             raise OptionError(
                 "fifo=True: this version of rmq_spark has no FIFO topics; messages of one sharding_key share a queue"
@@ -410,9 +410,9 @@ class CommitLog:
         VerdictConflictError
             When visible messages would have to be taken back.
         """
+        if verdict not in (LocalTransactionState.COMMIT_MESSAGE, LocalTransactionState.ROLLBACK_MESSAGE):
+            raise OptionError(f"resolve needs COMMIT_MESSAGE or ROLLBACK_MESSAGE: {verdict!r} settles nothing")
         verdict = LocalTransactionState(verdict)
-        if verdict is LocalTransactionState.UNKNOWN:
-            raise OptionError("resolve needs COMMIT_MESSAGE or ROLLBACK_MESSAGE: UNKNOWN settles nothing")
         if not reason or not reason.strip():
             raise OptionError("resolve needs a reason: it is kept with the op marker")
         return self.ledger.overrule(self.get(half_id), verdict, reason)
