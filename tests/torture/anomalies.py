@@ -249,7 +249,7 @@ def _lost_writes(run: _Run) -> Iterator[Anomaly]:
     if run.of[Kind.HALF_ROW]:
         stored = {e.half_id for e in run.of[Kind.HALF_ROW]}
         # What was refused for good may be removed.
-        stored |= {e.half_id for e in _told(run, Kind.DECIDE, ROLLBACK) if e.who in ("execute", "admin")}
+        stored |= {e.half_id for kind in (Kind.EXECUTE, Kind.RESOLVE) for e in _told(run, kind, ROLLBACK)}
         for event in _told(run, Kind.PREPARE):
             if event.half_id not in stored:
                 yield Anomaly(AnomalyKind.LOST_WRITE, f"half batch {event.half_id} was prepared and is gone", (event,))

@@ -306,12 +306,22 @@ def _loose(waiting: Callable[[BatchState, Any, int, Any], dict[int, bytes]]) -> 
 
 
 @mutant(
-    "a late commit is accepted after a rollback",
-    A.OUTCOME_CHANGED, A.CONFLICTING_OUTCOME,
-    checkers=2, rounds=4, checks_max=1, discard="rollback", check_timeout_s=6.0, listener="fenced",
-    temper_check_unknown=0.8, temper_slow=0.6, temper_refuses=0.0, temper_fails_before=0.0, temper_fails_after=0.0,
-    on_listener_error="fail", crash=0.0,
-)  # fmt: skip
+    "a late commit is accepted after a check's rollback",
+    A.OUTCOME_CHANGED,
+    **CALM,
+    listener="bare",
+    pause=0.0,
+    crash=0.0,
+    zombies=0.0,
+    person=False,
+    stranger=False,
+    immunity=False,
+    checkers=2,
+    rounds=4,
+    check_timeout_s=30.0,
+    temper_slow=0.8,
+    temper_refuses=0.0,
+)
 def _late_commit() -> Iterator[None]:
     def waiting(state: BatchState, mask: Any, attempt: int, verdict: Any) -> dict[int, bytes]:
         return rows_without(mask, state.rows_in((RowState.COMMITTED,)))
@@ -329,8 +339,11 @@ def _second_copy() -> Iterator[None]:
 @mutant(
     "what is decided is discarded although a marker exists",
     A.OUTCOME_CHANGED,
-    checkers=2, rounds=4, checks_max=1, discard="quarantine", temper_check_unknown=0.5, switch=0.6, pause=0.02,
+    checkers=2, rounds=5, checks_max=1, discard="quarantine", temper_check_unknown=0.5, switch=0.6, pause=0.06,
     temper_says_unknown=0.5,
+    streams=2,
+    batches=2,
+    clock_steps=False,
 )  # fmt: skip
 def _discard_decided() -> Iterator[None]:
     def change(self: Any, kind: Kind, record: Any, attempt: int, mask: Any, who: Any, reason: Any) -> None:
@@ -692,14 +705,33 @@ MUTANTS.append(
 
 
 # ---------------------------------------------------------------- readers
-@mutant("a reader shows what is pending", A.HALF_VISIBLE_READ, readers=2, polls=4, planner=False, temper_slow=0.5)
+READS = {"readers": 2, "polls": 4, "planner": False, "temper_slow": 0.5, "temper_refuses": 0.5, "batches": 3}
+
+
+@mutant("a reader shows what is pending", A.HALF_VISIBLE_READ, **READS)
 def _pending_shown() -> Iterator[None]:
+    with _also_shown(RowState.PENDING):
+        yield
+
+
+@mutant("a reader shows what was rolled back", A.ABORTED_READ, **READS)
+def _rolled_back_shown() -> Iterator[None]:
+    with _also_shown(RowState.ROLLED_BACK):
+        yield
+
+
+@contextmanager
+def _also_shown(wanted: RowState) -> Iterator[None]:
+    """Readings end with half rows in this state."""
     read = CommitLog.read
 
     def eager(self: CommitLog, topic: str, start: Any = None, limit: Any = None, columns: Any = None) -> pa.Table:
         found = read(self, topic, start, limit, columns)
-        for record, state in self.open_batches():
-            mask = state.rows_in((RowState.PENDING,))
+        for half_id in self.half.prepared_after(0):
+            record = self.get(half_id)
+            mask = self.state_of(record).rows_in((wanted,))
+            if not mask:
+                continue
             rows = self.half.read(record, mask, ["file_no", "row_no", "sharding_key", "body", "topic"])
             n = rows.num_rows
             shown = {
@@ -770,6 +802,54 @@ def _reversed_rows() -> Iterator[None]:
         return rows
 
     with replaced((Ledger, "_commit_rows", backwards)):
+        yield
+
+
+@mutant(
+    "a send is reported as committed before its marker is in the log",
+    A.NON_MONOTONIC_SEND,
+    A.LOST_WRITE,
+    **CALM,
+    streams=1,
+    senders=0,
+    batches=3,
+    rows=1,
+    partitions=1,
+    queues=1,
+    crash=0.0,
+    pause=0.0,
+    restored=None,
+    checkers=0,
+    temper_refuses=0.0,
+    temper_fails_before=0.0,
+    temper_fails_after=0.0,
+    temper_says_unknown=0.0,
+    person=False,
+    stranger=False,
+    listener="fenced",
+)
+def _reported_early() -> Iterator[None]:
+    send, decide = TwoPhase.send, TwoPhase.decide
+
+    def later(self: TwoPhase, run: Any, batch: Any, mask: Any, verdicts: Any, who: Who) -> bool:
+        log = self.log
+        assert isinstance(log, SimulatedLog)
+        scheduler = log.world.scheduler
+
+        def work() -> None:
+            scheduler.sleep(log.world.chance.choice((0.0, 5.0, 50.0)))
+            decide(TwoPhase(log._reopened_handle(), self.listener), run, batch, mask, verdicts, who)
+
+        assert scheduler.current is not None
+        scheduler.spawn(scheduler.current.process, work)
+        return False
+
+    def at_once(self: TwoPhase, header: Any, files: Any, arg: Any = None) -> Any:
+        outcome = send(self, header, files, arg)
+        outcome.messages = {RowState.COMMITTED: 1}
+        return outcome
+
+    with replaced((TwoPhase, "decide", later), (TwoPhase, "send", at_once)):
         yield
 
 

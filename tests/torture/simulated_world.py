@@ -114,6 +114,13 @@ class SimulatedLog(CommitLog):
         self._note(Phase.OK, record, attempt, verdicts, who)
         return placed
 
+    def resolve(self, half_id: str, verdict: LocalTransactionState, reason: str) -> list[Placed]:
+        placed = super().resolve(half_id, verdict, reason)
+        self.world.history.note(
+            Kind.RESOLVE, Phase.OK, self.world.process, half_id=half_id, verdict=verdict.value, who="admin"
+        )
+        return placed
+
     def prepare(self, header: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord:
         record = super().prepare(header, files)
         self.world.history.note(

@@ -398,10 +398,13 @@ def test_a_half_batch_that_was_open_for_too_long_was_stuck_unless_its_age_ended_
 
 
 def test_what_was_refused_for_good_may_be_removed_and_what_a_check_refused_may_not() -> None:
-    gone = [Event(Kind.PREPARE, OK, "driver", half_id="app:4"), replace(decided("app:4:1", ROLLBACK), who="execute")]
-    assert find_anomalies([*good(), *gone]) == []
-    gone[1] = replace(gone[1], who="check")
-    assert kinds_of(find_anomalies([*good(), *gone])) == {AnomalyKind.LOST_WRITE}
+    prepared = Event(Kind.PREPARE, OK, "driver", half_id="app:4")
+    refused = Event(Kind.EXECUTE, OK, "driver", half_id="app:4", transaction_id="app:4:1", verdict=ROLLBACK)
+    by_person = Event(Kind.RESOLVE, OK, "person", half_id="app:4", verdict=ROLLBACK)
+    assert find_anomalies([*good(), prepared, refused]) == []
+    assert find_anomalies([*good(), prepared, by_person]) == []
+    by_check = replace(decided("app:4:1", ROLLBACK), who="check")
+    assert kinds_of(find_anomalies([*good(), prepared, by_check])) == {AnomalyKind.LOST_WRITE}
 
 
 def test_a_person_may_commit_what_was_in_conflict() -> None:
