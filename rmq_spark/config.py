@@ -84,10 +84,10 @@ def parse_int(text: str, name: str, minimum: int = 1, maximum: int | None = None
     return value
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: object, known: Iterable[str]) -> str:
     """`` (did you mean 'topic'?)`` for a name close to a known one, else a list of the known ones."""
     by_lower = {k.lower(): k for k in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
     if close:
         return f"did you mean {by_lower[close[0]]!r}?"
     return "known are " + ", ".join(sorted(by_lower.values()))

@@ -389,6 +389,8 @@ def _is_like(found: pa.DataType, kind: pa.DataType) -> bool:
         return _is_text(found) or "binary" in str(found)
     if pa.types.is_integer(kind):
         return bool(pa.types.is_integer(found))
+    if pa.types.is_map(kind):
+        return bool(pa.types.is_map(found)) and _is_text(found.key_type) and _is_text(found.item_type)
     return bool(found.id == kind.id)
 
 

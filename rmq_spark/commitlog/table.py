@@ -355,6 +355,7 @@ class DeltaLogTable:
             for path, file in zip(paths, full, strict=True):  # which of them is it?
                 with reading(path, self.name):
                     one = pads.dataset([file], schema=self.schema, format=CHECKED_PARQUET, filesystem=self.fs)
+                    self._check_files(one, [path])
                     one.to_table(columns=names, filter=where)
             raise
 

@@ -15,12 +15,18 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from rmq_spark.commitlog.files import RowRange, read_range
+from rmq_spark.commitlog.half import HALF_SCHEMA
+from rmq_spark.commitlog.log import TOPICS_SCHEMA
+from rmq_spark.commitlog.op import OP_SCHEMA
+from rmq_spark.commitlog.reading import STORED_COLUMNS
+from rmq_spark.commitlog.table import DeltaLogTable
 from rmq_spark.errors import TxmqError
 from tests.torture.damage import DAMAGES
 from tests.torture.damaged_log import TABLES, RoundHadProblems, answers, build, changes, questions, right_answers
@@ -29,7 +35,8 @@ CASE_SECONDS_MAX = 60.0
 CASE_MEMORY_BYTES_MAX = 1024 * 1024 * 1024
 """What one case may add to the largest memory that its process has had."""
 WORKERS = 2
-SEEDS_IN_CI = 150
+SEEDS_IN_CI = 100
+BITS_STRIDE = 97
 WORDS_OF_A_PLACE = ("half", "op", "topics", "commit log")
 
 
@@ -172,6 +179,54 @@ def _difference(found: Any, right: Any) -> str:
     return f"{str(found)[:300]} instead of {str(right)[:300]}"
 
 
+# ---------------------------------------------------------------- bits of one file
+def flip_bits(file: Path, table: str, scratch: Path, step: int = 1, first: int = 0) -> tuple[Counter[str], list[str]]:
+    """Flip a bit in every ``step``-th byte of a Parquet file, and read it as the log does, in a scratch folder."""
+    content = file.read_bytes()
+    read = _reader_of(file, table, scratch)
+    right = read(content)
+    counts: Counter[str] = Counter()
+    failures: list[str] = []
+    for at in range(first, len(content), step):
+        bit = at // step % 8
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << bit
+        counts["cases"] += 1
+        try:
+            if read(bytes(damaged)) == right:
+                counts["right"] += 1
+            else:
+                failures.append(f"bit {bit} of byte {at} of {file.name} is a wrong value")
+        except TxmqError as problem:
+            counts["clear failures"] += 1
+            if file.name not in str(problem):
+                failures.append(f"bit {bit} of byte {at}: {problem}")
+        except BaseException as problem:
+            failures.append(f"bit {bit} of byte {at} of {file.name}: {type(problem).__name__}: {problem}")
+    return counts, failures
+
+
+def _reader_of(file: Path, table: str, folder: Path) -> Callable[[bytes], Any]:
+    """Writes a content to the file's place, and reads it: a half file as executors do, the others as the log does."""
+    schema = {"half": HALF_SCHEMA, "op": OP_SCHEMA, "topics": TOPICS_SCHEMA}[table]
+    DeltaLogTable.create(str(folder), table, schema, None, {})
+    delta = DeltaLogTable(str(folder), table, schema, None)
+    place = folder / file.name
+    shutil.copy(file, place)
+    rows = delta.read([file.name])
+
+    def read(content: bytes) -> Any:
+        place.write_bytes(content)
+        found = [delta.read([file.name]).to_pylist()]
+        if table == "half":
+            half_id, file_no = rows["half_id"][0].as_py(), rows["file_no"][0].as_py()
+            wanted = RowRange(file.name, half_id, file_no, rows.num_rows, ((0, rows.num_rows - 1),))
+            found += [part.to_pylist() for _, part in read_range(delta.fs, str(folder), wanted, STORED_COLUMNS)]
+        return found
+
+    return read
+
+
 # ---------------------------------------------------------------- processes
 def _work(folder: Path, pipe: Connection) -> None:
     """A worker: seeds come in, results go out."""
@@ -262,8 +317,11 @@ def prepare_log(folder: Path) -> None:
 
 
 def run(seconds: float, seed: int) -> dict[str, int | str | list[str]]:
-    """Cases until the time is over; a case is replayed with :func:`run_seeds` and its seed."""
-    until = time.monotonic() + seconds
+    """Cases until the time is over; a case is replayed with :func:`run_seeds` and its seed.
+
+    A quarter of the time is for single bits of single files.
+    """
+    until = time.monotonic() + seconds * 3 / 4
     counts: Counter[str] = Counter()
     failures: list[str] = []
 
@@ -284,4 +342,23 @@ def run(seconds: float, seed: int) -> dict[str, int | str | list[str]]:
                 failures.append(str(result))
             if counts["cases"] % 100 == 0:
                 print(f"corruption: {counts['cases']} cases, {len(failures)} failures", flush=True)
-    return {**counts, "seed": seed, "failures": failures}
+        bits, wrong = _run_bits(folder, until + seconds / 4, seed)
+    failures += wrong
+    return {**counts, **{f"bits: {name}": n for name, n in bits.items()}, "seed": seed, "failures": failures}
+
+
+def _run_bits(folder: Path, until: float, seed: int) -> tuple[Counter[str], list[str]]:
+    """Bits of the first file of every table, in strides, until the time is over or all bytes were tried."""
+    counts: Counter[str] = Counter()
+    failures: list[str] = []
+    for first in range(BITS_STRIDE):
+        for table in TABLES:
+            if time.monotonic() > until:
+                return counts, failures
+            scratch = folder / f"bits-{first}-{table}"
+            file = files_by_kind(folder / "log")[f"{table} parquet"][0]
+            more, wrong = flip_bits(file, table, scratch, BITS_STRIDE, (first + seed) % BITS_STRIDE)
+            counts += more
+            failures += wrong
+            shutil.rmtree(scratch)
+    return counts, failures

@@ -11,13 +11,16 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.config import parse_duration
 from rmq_spark.errors import (
     CorruptLogError,
+    HalfBatchNotFoundError,
     ListenerError,
     MessageError,
     OffsetError,
     OptionError,
+    TopicNotFoundError,
     VerdictError,
 )
 from rmq_spark.listener import load_listener
@@ -25,7 +28,7 @@ from rmq_spark.message import Message, to_table
 from rmq_spark.source.offsets import from_json
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import decode_json, normalize_verdicts
-from tests.half_batches import commit, pending, prepare
+from tests.half_batches import commit, header_of, pending, prepare
 from tests.torture.hostile_logs import edit_row
 
 
@@ -142,6 +145,30 @@ def test_an_array_that_holds_no_verdicts_is_refused(answer: pa.Array) -> None:
     batch = log.half_batch(record, log.state_of(record), 1, pending(log, record))
     with pytest.raises(VerdictError, match="strings are expected"):
         normalize_verdicts(answer, batch)
+
+
+@pytest.mark.parametrize("name", [5, None, "\ud800", len])
+def test_a_name_that_no_topic_has_is_refused(name: Any) -> None:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    with pytest.raises(TopicNotFoundError, match="is not in the commit log"):
+        log.read(name)
+    with pytest.raises(MessageError, match="topic"):
+        log.create_topic(name)
+
+
+@pytest.mark.parametrize("half_id", ["", "\ud800", "é:0", "app:99"])
+def test_an_id_that_no_half_batch_has_is_refused(half_id: str) -> None:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    prepare(log, 0, 1)
+    with pytest.raises(HalfBatchNotFoundError, match="no half batch"):
+        log.get(half_id)
+
+
+@pytest.mark.parametrize("kind", [pa.map_(pa.int64(), pa.string()), pa.map_(pa.string(), pa.float64())])
+def test_properties_of_other_types_are_not_turned_into_texts(kind: pa.DataType) -> None:
+    table = pa.table({"body": ["x"], "properties": pa.array([[]], kind)})
+    with pytest.raises(MessageError, match=r"column 'properties' has type map<"):
+        HalfWriter(header_of(0), {"orders": 1}, "orders", None).normalize(table)
 
 
 # ---------------------------------------------------------------- listeners
