@@ -27,9 +27,17 @@ from tests.torture.race_programs import CONTESTED, CONTESTED_ROWS, QUEUES, TOPIC
 from tests.torture.s3_server import NoS3ServerError, running
 
 SPAWN = get_context("spawn")
-PROCESSES = (2, 8)
-LINE_UP = ("sender", "sender", "contender", "contender", "checker", "upkeep", "reader", "sender")
-"""Who takes part, in this order, in a race of so many processes."""
+LINE_UPS = {
+    2: "sender sender",
+    3: "sender sender upkeep",
+    4: "sender sender checker upkeep",
+    5: "sender sender checker upkeep reader",
+    6: "sender contender contender checker upkeep reader",
+    7: "sender sender contender contender checker upkeep reader",
+    8: "sender sender sender contender contender checker upkeep reader",
+}
+RACE_COMMITS = 2_500
+"""Of one race of a long run, so that several line-ups have their turn; the first one has every role."""
 LISTED_EVERY_S = 2.0
 """Entries of a Delta log stay for a minute at least, so none is missed."""
 END_S_MAX = 120.0
@@ -64,7 +72,7 @@ class Race:
     def __init__(self, track: Track, seed: int, processes: int | None = None) -> None:
         self.track = track
         self.chance = random.Random(seed)
-        self.processes = processes or self.chance.randint(*PROCESSES)
+        self.processes = processes or self.chance.choice(list(LINE_UPS))
         track.local.mkdir(parents=True)
         self.history = track.history()
         self.listed: dict[tuple[str, int], str] = {}
@@ -95,7 +103,7 @@ class Race:
     # ------------------------------------------------------------------ processes
     def _start(self) -> Iterator[tuple[str, BaseProcess]]:
         contenders = 0
-        for number, role in enumerate(LINE_UP[: self.processes]):
+        for number, role in enumerate(LINE_UPS[self.processes].split()):
             name = f"{role}{number}"
             more: tuple[bool, ...] = ()
             if role == "contender":
@@ -214,18 +222,20 @@ def run_on(where: str, seconds: float, seed: int, commits: int) -> dict[str, int
     end = time.monotonic() + seconds
     total = Report()
     races = 0
+    line_ups: list[str] = []
     while total.commits < commits and time.monotonic() < end and not total.failures:
         root = Path(tempfile.mkdtemp(prefix=f"txmq_race_{where}_{seed + races}_"))
         with TRACKS[where](root) as track:
-            # Half of what is left, but for the rest: races of different line-ups, and one of them long.
-            left = commits - total.commits
-            report = Race(track, seed + races).run(left if races else left // 2, end - time.monotonic())
+            left = min(RACE_COMMITS, commits - total.commits)
+            race = Race(track, seed + races, None if races else max(LINE_UPS))
+            report = race.run(left, end - time.monotonic())
         total.commits += report.commits
         total.seconds += report.seconds
         total.messages += report.messages
         total.contested += report.contested
         total.failures += [f"seed {seed + races}, folder {root}: {f}" for f in report.failures]
         races += 1
+        line_ups.append(f"{report.commits} by {report.processes}")
         if not report.failures:
             shutil.rmtree(root)
         print(
@@ -234,7 +244,7 @@ def run_on(where: str, seconds: float, seed: int, commits: int) -> dict[str, int
             flush=True,
         )
     return {
-        "races": races,
+        "races": f"{races} ({', '.join(line_ups)} processes)",
         "commits": total.commits,
         "messages": total.messages,
         "contested batches": total.contested,
