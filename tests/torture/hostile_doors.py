@@ -411,17 +411,17 @@ def _name(rng: random.Random) -> Any:
 
 
 DOORS: Mapping[str, tuple[Door, int]] = {
-    "source options": (source_options, 30),
-    "sink options": (sink_options, 30),
-    "durations and numbers": (durations_and_numbers, 20),
-    "names": (names, 15),
-    "tag selectors": (tag_selectors, 10),
-    "offsets": (offsets, 30),
-    "messages": (messages, 40),
-    "JSON bodies": (json_bodies, 10),
-    "listener paths": (listener_paths, 15),
-    "configuration files": (configuration_files, 15),
-    "check settings": (check_settings, 10),
-    "log arguments": (log_arguments, 10),
+    "source options": (source_options, 90),
+    "sink options": (sink_options, 90),
+    "durations and numbers": (durations_and_numbers, 60),
+    "names": (names, 45),
+    "tag selectors": (tag_selectors, 30),
+    "offsets": (offsets, 90),
+    "messages": (messages, 120),
+    "JSON bodies": (json_bodies, 30),
+    "listener paths": (listener_paths, 45),
+    "configuration files": (configuration_files, 45),
+    "check settings": (check_settings, 30),
+    "log arguments": (log_arguments, 30),
 }
 """By name: the door, and how often it is taken."""

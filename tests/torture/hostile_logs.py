@@ -419,11 +419,11 @@ def edited_half_rows(rng: random.Random) -> bool:
 
 
 DOORS: Mapping[str, tuple[Door, int]] = {
-    "columns": (columns, 25),
+    "columns": (columns, 75),
     "sends": (sends, 3),
-    "verdicts": (verdicts, 3),
-    "checkpoint offsets": (checkpoint_offsets, 6),
-    "edited op rows": (edited_op_rows, 4),
-    "edited half rows": (edited_half_rows, 2),
+    "verdicts": (verdicts, 10),
+    "checkpoint offsets": (checkpoint_offsets, 15),
+    "edited op rows": (edited_op_rows, 3),
+    "edited half rows": (edited_half_rows, 1),
 }
 """By name: the door, and how often it is taken."""
