@@ -380,7 +380,7 @@ def _conflicting_outcomes(run: _Run) -> Iterator[Anomaly]:
                 decided = None
             elif marker.op == "conflict" and marker.attempt is not None:
                 recorded.add((marker.half_id, marker.attempt))
-                if decided is not None and decided.who not in GUESSES:
+                if decided is not None and decided.who not in GUESSES and marker.who not in GUESSES:
                     sentence = f"{marker.verdict} contradicts what {decided.who} knew"
                     yield Anomaly(AnomalyKind.CONFLICTING_OUTCOME, sentence, (decided, marker))
     for event in run.of[Kind.DECIDE]:

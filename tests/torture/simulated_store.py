@@ -183,7 +183,8 @@ class SimulatedTable:
     ) -> Change | None:
         self._acknowledged = None
         change = compare_and_set(self, decide, landed, self.try_commit)
-        if change is not None and self._acknowledged is not None:
+        # A merge is content when somebody else has merged the same files: nobody is told whose commit it was.
+        if change is not None and self._acknowledged is not None and not change.remove:
             self._history.note(
                 Kind.VERSION, Phase.OK, self._process(), table=self.name, version=self._acknowledged,
                 payload=name_of(change),

@@ -74,6 +74,10 @@ EXPECTED = (
 """What may end a process that meets a fault; anything else is a finding."""
 
 
+MOODS = ("storm", "clocks", "crowd", "guesses")
+"""Kinds of trouble that a scenario may have more of."""
+
+
 # ---------------------------------------------------------------- what a seed plays
 @dataclass
 class Scenario:
@@ -162,7 +166,21 @@ class Scenario:
             check_fails=pick((0.0, 0.1)),
             check_unknown=pick((0.0, 0.3, 0.8)),
         )
-        return scenario.made_possible()
+        return scenario.in_mood(pick((None,) * 8 + MOODS)).made_possible()
+
+    def in_mood(self, mood: str | None) -> Scenario:
+        """The scenario, with more of one kind of trouble."""
+        if mood == "storm":
+            self.weather = Weather(0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.02)
+            self.pause, self.switch, self.zombies = 0.04, 0.6, 0.5
+        elif mood == "clocks":
+            self.clock_steps, self.upkeep, self.pause = True, max(self.upkeep, 3), 0.04
+        elif mood == "crowd":
+            self.streams, self.checkers, self.switch, self.zombies, self.op_files_max = 2, 2, 0.6, 0.8, 2
+        elif mood == "guesses":
+            self.discard, self.checks_max, self.checkers = "rollback" if self.rows > 1 else "commit", 1, 2
+            self.temper.check_unknown, self.temper.says_unknown = 0.5, 0.4
+        return self
 
     def made_possible(self) -> Scenario:
         """The scenario, less what its parts cannot promise together."""

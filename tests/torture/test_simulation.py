@@ -25,7 +25,8 @@ KEPT_SEEDS: dict[int, str] = {
     1237: "a policy's rollback, reopened and committed by a check, is no contradiction",
     21532: "a prepare that landed unseen was tried again, and its batch was committed twice",
 }
-"""Seeds that failed once, and what was mended."""
+"""Seeds that failed once, and what was mended. A seed's run changes with the code and with what a scenario may have, so
+a bug of the product has its story in ``test_found_bugs.py`` besides."""
 
 DIGEST = """
 import hashlib, logging
