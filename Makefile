@@ -47,6 +47,10 @@ lint: $(HAVE_PROJECT) ## ruff: rules and format
 typecheck: $(HAVE_PROJECT) ## mypy --strict on rmq_spark and pyspark_txmq
 	@$(PY) -m mypy --strict rmq_spark pyspark_txmq
 
+.PHONY: torture
+torture: install ## the long proof: kills, simulation, races, damage (MINUTES=120 SEED=n LEVELS="kills drivers")
+	@$(PY) -m tests.torture $(LEVELS)
+
 .PHONY: checker-selftest
 checker-selftest: install ## seeded bugs in the protocol: does the anomaly checker catch every one of them?
 	@$(PY) -m tests.torture.selftest

@@ -34,8 +34,8 @@ def another(log: CommitLog) -> CommitLog:
     return log._reopened_handle()
 
 
-def header_of(batch_id: int, app: str = APP, per: str = "batch") -> HalfHeader:
-    return HalfHeader(half_id_of(app, batch_id), app, batch_id, None, None, None, per, "group")
+def header_of(batch_id: int, app: str = APP, per: str = "batch", fence_id: str | None = None) -> HalfHeader:
+    return HalfHeader(half_id_of(app, batch_id), app, batch_id, None, None, fence_id, per, "group")
 
 
 def prepare(
@@ -48,11 +48,12 @@ def prepare(
     key: str | None = None,
     topic: str | None = "orders",
     partitions: int = 1,
+    fence_id: str | None = None,
 ) -> HalfRecord:
     """Prepare a half batch of so many numbered messages, or of these columns, dealt out to half files."""
     if isinstance(columns, int):
         columns = {"body": [f"{app}.{batch_id}.{i}" for i in range(columns)]}
-    header = header_of(batch_id, app, per)
+    header = header_of(batch_id, app, per, fence_id)
     writer = HalfWriter(header, log.topics(), topic, key)
     table = pa.table(dict(columns))
     size = -(-table.num_rows // partitions)

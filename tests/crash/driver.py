@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def start(frame: DataFrame, root: Path, name: str) -> StreamingQuery:
 
 
 def main(root: Path, names: list[str]) -> None:
-    builder = SparkSession.builder.master("local[1]").appName("crash test")
+    builder = SparkSession.builder.master(f"local[1,{os.environ.get('TASK_TRIES', '1')}]").appName("crash test")
     settings = {
         "spark.ui.enabled": "false",
         "spark.driver.bindAddress": "127.0.0.1",

@@ -11,11 +11,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.transaction import HalfBatch
 
+WORKER_POINTS = ("half file torn", "half file written")
+"""In an executor's worker, which knows no batch: the first one that comes here dies by itself."""
 POINTS = ("staged", "prepared", "executing", "executed", "decided", "before Spark's commit")
 
 _POINT = os.environ.get("DIE_AT")
@@ -35,6 +38,24 @@ def reach(point: str, app_id: str, batch_id: int, attempt: int) -> None:
 
 def reach_in(point: str, batch: HalfBatch) -> None:
     reach(point, batch.app_id, batch.batch_id, batch.attempt)
+
+
+def _arm_worker() -> None:
+    write = half_module.write_table
+
+    def dying_write(fs: Any, folder: str, *arguments: Any, **options: Any) -> Any:
+        file = write(fs, folder, *arguments, **options)
+        reached = Path(os.environ["DIE_ROOT"]) / "reached"
+        reached.mkdir(exist_ok=True)
+        try:
+            (reached / "worker").touch(exist_ok=False)
+        except FileExistsError:
+            return file
+        if _POINT == "half file torn":
+            os.truncate(f"{folder}/{file.path}", file.size_bytes // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    half_module.write_table = dying_write
 
 
 def _arm() -> None:
@@ -67,5 +88,7 @@ def _arm() -> None:
     TwoPhase.send = dying_send
 
 
-if _POINT is not None:
+if _POINT in WORKER_POINTS:
+    _arm_worker()
+elif _POINT is not None:
     _arm()
