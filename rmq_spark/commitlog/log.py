@@ -152,8 +152,10 @@ class CommitLog:
         half_settings = {"delta.dataSkippingStatsColumns": ",".join(half_module.STATS_COLUMNS)}
         op_settings = {
             "delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS),
-            # op replaces its own files all the time: their tombstones would make every checkpoint longer for a week.
+            # op replaces its own files all the time: their tombstones would make every checkpoint long for a week.
             "delta.deletedFileRetentionDuration": "interval 5 minutes",
+            # And with its few live files a checkpoint is cheap, where a cold start reads every entry after it.
+            "delta.checkpointInterval": "25",
         }
         # topics comes last: it carries the format, so a log that a crash left half-made is not opened, but made again.
         for name, schema, more in (
