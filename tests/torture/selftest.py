@@ -24,11 +24,13 @@ PROCESSES = 2
 def catch(number: int, first_seed: int = 1, seeds_max: int = SEEDS_MAX) -> Catch:
     """Hunt one mutant in this process, without the noise of what it breaks."""
     logging.disable(logging.CRITICAL)
-    pa.set_cpu_count(1)
+    threads = pa.cpu_count()
+    pa.set_cpu_count(1)  # tables of a few rows: a pool of threads only costs
     gc.disable()
     try:
         return hunt(MUTANTS[number], first_seed, seeds_max)
     finally:
+        pa.set_cpu_count(threads)
         gc.enable()
         gc.collect()
         logging.disable(logging.NOTSET)

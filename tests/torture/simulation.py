@@ -66,6 +66,8 @@ GROUP = "group"
 DAY_S = 86_400.0
 INCARNATIONS_MAX = 6
 DRAIN_ROUNDS_MAX = 60
+SEEDS_WANTED = 1_000_000
+"""In a long run; it ends earlier when its time is up, and says how many there were."""
 
 EXPECTED = (
     CheckpointMismatchError, CommitError, FenceError, LocalTransactionError, LostCommitError, StaleAttemptError,
@@ -738,13 +740,13 @@ def play_chunk(seeds: range) -> tuple[int, Counter[str], list[tuple[int, str]]]:
 
 
 def run(
-    seconds: float, seed: int, count: int | None = None, processes: int = 2, chunk: int = 25
+    seconds: float, seed: int, count: int = SEEDS_WANTED, processes: int = 2, chunk: int = 25
 ) -> dict[str, int | str | list[Any]]:
     """Play seeds from ``seed`` on until the time, or their number, is reached.
 
     Parameters
     ----------
-    count : int, optional
+    count : int
         At most so many seeds.
     processes : int
         They are spawned: each has a simulation of its own.
@@ -756,8 +758,8 @@ def run(
 
     def chunks() -> Iterator[range]:
         first = seed
-        while (count is None or first < seed + count) and time.monotonic() - started < seconds:
-            last = first + chunk if count is None else min(first + chunk, seed + count)
+        while first < seed + count and time.monotonic() - started < seconds:
+            last = min(first + chunk, seed + count)
             yield range(first, last)
             first = last
 
@@ -780,6 +782,7 @@ def run(
         "what": "deterministic simulation",
         "seeds": played,
         "first seed": seed,
+        "seeds wanted": count,
         "seconds": round(time.monotonic() - started),
         "failures": failures,
         **{name.replace("_", " "): n for name, n in sorted(total.items())},
