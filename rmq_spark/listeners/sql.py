@@ -65,6 +65,18 @@ _VERDICTS: Mapping[str, LocalTransactionState] = {
     ROLLED_BACK: ROLLBACK_MESSAGE,
     TOMBSTONE: ROLLBACK_MESSAGE,
 }
+
+
+def _verdict(word: str, transaction_id: str) -> LocalTransactionState:
+    """What a fence row says; FenceError for a row that was changed by hand, or by a failing disk."""
+    if word not in _VERDICTS:
+        raise FenceError(
+            f"the fence row of transaction {transaction_id!r} says {word!r}, which is not one of "
+            f"{', '.join(_VERDICTS)}: the database is damaged, or the row was changed by hand"
+        )
+    return _VERDICTS[word]
+
+
 # PostgreSQL: lock_not_available, serialization_failure, deadlock_detected. The other side is at work: ask
 # later.
 _LOCK_STATES = frozenset({"55P03", "40001", "40P01"})
@@ -322,11 +334,11 @@ class SqlTransactionListener(TransactionListener):
         fresh = [i not in recorded for i in ids]
         if not any(fresh):
             logger.info("%r ran before: what it recorded is answered, its work does not run again", batch)
-            return [_VERDICTS[recorded[i]].value for i in ids]
+            return [_verdict(recorded[i], i).value for i in ids]
         ran = self._run(connection, batch, fresh)
         refused = [i for at, i in enumerate(ids) if fresh[at] and ran[at] is ROLLBACK_MESSAGE]
         self._fence.mark(connection, refused, ROLLED_BACK)
-        return [(ran[at] if fresh[at] else _VERDICTS[recorded[i]]).value for at, i in enumerate(ids)]
+        return [(ran[at] if fresh[at] else _verdict(recorded[i], i)).value for at, i in enumerate(ids)]
 
     def _run(
         self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool]
@@ -412,7 +424,7 @@ class SqlTransactionListener(TransactionListener):
             # A lock is held, so its local transaction is alive: what it will be, nobody knows yet.
             logger.info("%r: another transaction holds its fence rows; the answer is UNKNOWN", batch)
             return UNKNOWN
-        verdicts = [_VERDICTS[recorded[i]].value if i in recorded else UNKNOWN.value for i in ids]
+        verdicts = [_verdict(recorded[i], i).value if i in recorded else UNKNOWN.value for i in ids]
         return pa.array(verdicts, pa.string())
 
     def _bury(self, absent: Sequence[str], batch: HalfBatch) -> dict[str, str]:

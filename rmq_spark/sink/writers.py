@@ -310,7 +310,7 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
         names = [i.base_name for i in fs.get_file_info(pafs.FileSelector(f"{root}/offsets"))]
         batch_id = max(int(n) for n in names if n.isdigit())
         return Checkpoint(str(query_id), batch_id, hash_of_offsets(fs, root, batch_id))
-    except (OSError, KeyError, ValueError) as problem:
+    except (OSError, KeyError, TypeError, ValueError) as problem:
         raise OptionError(
             f"checkpointLocation={location!r} cannot be read from Python ({type(problem).__name__}: {problem}): "
             "use a path that "
@@ -320,8 +320,14 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
 
 def hash_of_offsets(fs: Any, root: str, batch_id: int) -> str:
     """A hash of ``offsets/<batch_id>``: the same bytes at a replay, others when the checkpoint is not the same."""
-    with fs.open_input_stream(f"{root}/offsets/{batch_id}") as stream:
-        return hashlib.sha256(stream.readall()).hexdigest()[:32]
+    try:
+        with fs.open_input_stream(f"{root}/offsets/{batch_id}") as stream:
+            return hashlib.sha256(stream.readall()).hexdigest()[:32]
+    except FileNotFoundError as problem:
+        raise CheckpointMismatchError(
+            f"the checkpoint {root} has no offsets/{batch_id}, which Spark writes before the batch: it was changed by "
+            "hand, or is another query's"
+        ) from problem
 
 
 def _frozen(options: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
