@@ -13,7 +13,6 @@ from rmq_spark.errors import CorruptLogError
 from tests.torture.corruption import SEEDS_IN_CI, Result, files_by_kind, flip_bits, prepare_log, run_case, run_seeds
 from tests.torture.damage import DAMAGES
 
-
 PARTS = 4
 
 
