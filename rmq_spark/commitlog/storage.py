@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from uuid import uuid4
 
 from rmq_spark.commitlog.table import claim_table, remove_table
-from rmq_spark.errors import OptionError, StorageError
+from rmq_spark.errors import NotACommitLogError, OptionError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +64,20 @@ def _settings(storage_options: Mapping[str, str] | None) -> list[tuple[str, str]
 # ---------------------------------------------------------------- errors
 @contextmanager
 def reaching(where: str, storage_options: Mapping[str, str] | None) -> Iterator[None]:
-    """Turns what a store answers into a StorageError of one line, without the values of options that may be secret.
+    """Makes one line of what a store answers, without the values of options that may be secret: a StorageError, unless
+    it says that there is no log.
 
     A store's answer may name the access key or the session token. Local folders raise what they always do.
     """
     try:
         yield
-    except OSError as problem:
+    except (OSError, NotACommitLogError) as problem:
         if "://" not in where or where.startswith("file://"):
             raise
-        raise StorageError(f"{where} cannot be used: {_plainly(str(problem), storage_options)}") from None
+        said = _plainly(str(problem), storage_options)
+        if isinstance(problem, NotACommitLogError):
+            raise NotACommitLogError(said) from None
+        raise StorageError(f"{where} cannot be used: {said}") from None
 
 
 def _plainly(text: str, storage_options: Mapping[str, str] | None) -> str:

@@ -14,6 +14,8 @@ from tests.torture.race_programs import TOPIC, Track, note_versions
 from tests.torture.races import Race
 from tests.torture.s3_server import S3Server
 
+pytestmark = pytest.mark.timeout(1_500)
+
 SECONDS_MAX = 240.0
 """A machine that is slow makes fewer commits in it, and at least COMMITS_MIN."""
 COMMITS_MIN = 20

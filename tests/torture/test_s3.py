@@ -194,6 +194,18 @@ def test_no_secret_is_in_what_a_failure_says(s3: S3Server, uri: str, caplog: pyt
     assert not [word for word in hidden for text in said if word in text]
 
 
+@pytest.mark.parametrize("error", [OSError, NotACommitLogError])
+def test_what_a_store_answers_is_one_line_without_the_values_of_secret_options(error: type[Exception]) -> None:
+    options = {"AWS_SESSION_TOKEN": "a-token", "AWS_ACCESS_KEY_ID": "a-key", "AWS_REGION": "eu-central-1"}
+    answer = "\x1b[31m↳\x1b[0m 403\n  ↳ ExpiredToken a-token of a-key in eu-central-1"
+    expected = StorageError if error is OSError else NotACommitLogError
+    with pytest.raises(expected) as caught, storage.reaching("s3://shop/log", options):
+        raise error(answer)
+    assert str(caught.value).endswith("403 ExpiredToken *** of *** in eu-central-1")
+    assert "\n" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
 def test_what_holds_storage_options_does_not_show_them(s3: S3Server, log: txmq.CommitLog) -> None:
     from rmq_spark.source.options import read_options
 
