@@ -146,7 +146,7 @@ class HalfStore:
     def get(self, half_id: str) -> HalfRecord:
         """The half batch of this id; HalfBatchNotFoundError when there is none."""
         self.table.refresh()
-        record = self._find(half_id) if half_id.isascii() else None
+        record = self._find(half_id) if isinstance(half_id, str) and half_id.isascii() else None
         if record is None:
             raise HalfBatchNotFoundError(
                 f"no half batch {half_id!r} in this commit log: log.pending() lists the open ones"
