@@ -156,8 +156,8 @@ def test_a_name_that_no_topic_has_is_refused(name: Any) -> None:
         log.create_topic(name)
 
 
-@pytest.mark.parametrize("half_id", ["", "\ud800", "é:0", "app:99"])
-def test_an_id_that_no_half_batch_has_is_refused(half_id: str) -> None:
+@pytest.mark.parametrize("half_id", ["", "\ud800", "é:0", "app:99", None])
+def test_an_id_that_no_half_batch_has_is_refused(half_id: Any) -> None:
     log = InMemoryCommitLog(topics={"orders": 1})
     prepare(log, 0, 1)
     with pytest.raises(HalfBatchNotFoundError, match="no half batch"):
