@@ -40,8 +40,6 @@ class HalfRecord:
     header: HalfHeader
     prepared_ms: int
     files: Mapping[int, StoredFile]
-    prepared_here: bool = False
-    """True when this process prepared it: its op markers are all newer than that."""
 
     @property
     def half_id(self) -> str:
@@ -108,7 +106,7 @@ class HalfStore:
         stored = {f.file_no: StoredFile(f.data.path, f.data.rows, f.segments) for f in files}
         # Any of the tries may be the one that landed. A batch taken for older than it is, is only looked at closer; for
         # one taken for younger, markers would be looked for above a low-water mark that they lie below.
-        return HalfRecord(header, min(tried_ms), dict(sorted(stored.items())), prepared_here=True)
+        return HalfRecord(header, min(tried_ms), dict(sorted(stored.items())))
 
     def _batch_id_in_log(self, header: HalfHeader) -> int | None:
         return None if self._find(header.half_id) is None else header.batch_id

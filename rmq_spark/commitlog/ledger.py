@@ -103,6 +103,7 @@ class Ledger:
         newest = _newest_mark(mark)
         self._tails = {(t["topic"], t["queue_id"]): t["next_offset"] for t in newest["tails"]}
         self._tail_since = int(newest["since_version"])
+        self._known_whole.clear()  # what was expected before may have been decided, and passed by the mark
         return self._tail_since
 
     def _read_since(self, version: int, until: int) -> pa.Table:
@@ -169,12 +170,22 @@ class Ledger:
         half_id = record.half_id
         if record.prepared_ms <= self._low_water:  # settled once: its markers may be older than the tail
             return self._scan([half_id])
-        if not record.prepared_here and half_id not in self._known_whole:
+        if half_id not in self._known_whole:
             # Somebody's OPTIMIZE gives old rows a new prepare time: look once whether there are older markers.
             if self._older_than_tail([half_id]).num_rows:
                 return self._scan([half_id])
             self._remember_whole([half_id])
         return self._tail.filter(pc.equal(self._tail["half_id"], half_id))
+
+    def expect(self, half_id: str) -> None:
+        """Tell of a half batch that is about to be prepared: its op markers are all still to come."""
+        with self._lock:
+            self._remember_whole([half_id])
+
+    def forget(self, half_id: str) -> None:
+        """Take :meth:`expect` back."""
+        with self._lock:
+            self._known_whole.pop(half_id, None)
 
     def _remember_whole(self, half_ids: Iterable[str]) -> None:
         self._known_whole.update(dict.fromkeys(half_ids))

@@ -287,7 +287,12 @@ class CommitLog:
     def prepare(self, header: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord:
         """Commit staged files: see :meth:`HalfStore.prepare`."""
         with self._lock:
-            return self.half.prepare(header, files)
+            self.ledger.expect(header.half_id)
+            try:
+                return self.half.prepare(header, files)
+            except BaseException:
+                self.ledger.forget(header.half_id)
+                raise
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """What the newest op markers say of a half batch; without a refresh, those that were read last."""

@@ -49,3 +49,25 @@ def test_a_batch_whose_prepare_landed_unseen_is_not_committed_a_second_time(monk
     assert log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE) == []
     assert len(bodies(log)) == 3
     check_offsets(log)
+
+
+def test_a_mark_made_from_an_old_listing_of_half_hides_no_marker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who moves the mark has seen an op row about a batch, but not yet the batch: nothing of it may be forgotten."""
+    log = InMemoryCommitLog(topics={"orders": 1})
+    upkeep = another(log)
+    commit(log, prepare(log, 0, 2))
+    upkeep.half.table.refresh()
+    record = prepare(log, 1, 3)
+    mask = pending(log, record)
+    checker = another(log)
+    commit(checker, checker.get(record.half_id), who=Who.CHECK)
+
+    with monkeypatch.context() as patch:
+        refresh = MemoryTable.refresh
+        behind = upkeep.half.table
+        patch.setattr(MemoryTable, "refresh", lambda self: self.version if self is behind else refresh(self))
+        upkeep.move_mark()
+
+    assert log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE) == []
+    assert len(bodies(log)) == 5
+    check_offsets(log)
