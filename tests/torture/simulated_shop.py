@@ -73,6 +73,7 @@ class Database:
 class DeltaTwin:
     """A Delta table with idempotent writes: a write whose ``txnVersion`` is there already is skipped in silence."""
 
+    id: str = "delta-table"
     versions: dict[str, int] = field(default_factory=dict)
     marks: dict[str, list[str]] = field(default_factory=dict)  # userMetadata of the commits that are in the log
 
@@ -238,9 +239,10 @@ class VersionedListener(Listener):
 
     @property
     def fence_id(self) -> str:
-        return "delta-table"
+        return self.table.id
 
     def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+        self.require_same_table(batch)
         [transaction_id] = ids
         bodies = batch.messages(["transaction_id", "body"]).to_pylist()
         state = self.work(ids)[transaction_id]
@@ -254,6 +256,7 @@ class VersionedListener(Listener):
         return [VERDICTS[found]]
 
     def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+        self.require_same_table(batch)
         [transaction_id] = ids
         if transaction_id not in self.table.marks:
             if not self.is_old(batch):
@@ -261,6 +264,10 @@ class VersionedListener(Listener):
             self._scheduler.step()
             self.table.write(transaction_id, self.TOMBSTONE_VERSION, TOMBSTONE)
         return [VERDICTS[self.table.marks[transaction_id][0]]]
+
+    def require_same_table(self, batch: HalfBatch) -> None:
+        if batch.fence_id != self.table.id:
+            raise FenceError(f"{batch.half_id} was prepared with another table than this one")
 
 
 class BareListener(Listener):

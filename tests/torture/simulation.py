@@ -331,7 +331,7 @@ class Simulation:
             return NoListener()
         parts = (database or self.database, self.scheduler, self.history, s.temper)
         if s.listener == "versioned":
-            return VersionedListener(*parts, DeltaTwin() if database else self.delta)
+            return VersionedListener(*parts, DeltaTwin("another table") if database else self.delta)
         return (BareListener if s.listener == "bare" else FencedListener)(*parts)
 
     def check_rounds(self, database: Database | None = None) -> None:
