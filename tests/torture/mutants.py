@@ -78,11 +78,13 @@ class Mutant:
 
     def scenario(self, seed: int) -> Scenario:
         scenario = Scenario.draw(random.Random(seed), large=True)
+        if scenario.listener == "bare":  # it stands little of what a shape may ask for
+            scenario.listener = "fenced"
         for name, value in self.shape.items():
             target, _, attribute = name.rpartition(".")
             setattr(getattr(scenario, target) if target else scenario, attribute, value)
-        scenario.partitions = min(scenario.partitions, scenario.rows)
-        return scenario
+        scenario.weather, scenario.temper = replace(scenario.weather), replace(scenario.temper)
+        return scenario.made_possible()
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,6 @@ def replaced(*parts: tuple[Any, str, Any]) -> ExitStack:
 
 CALM = {"weather": Weather(), "clock_steps": False}
 BUSY = {"crash": 0.03, "pause": 0.02, "switch": 0.6}
-ROUGH = {"weather": Weather(0.1, 0.1, 0.1, 0.1, 0.05, 0.1, 0.0)}
 RESTARTS = {"crash": 0.03, "streams": 1, "senders": 0, "restored": None}
 
 
