@@ -414,17 +414,18 @@ def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | N
         )
     except CommitFailedError:
         return False
-    except DeltaError:
+    except DeltaError as problem:
         if DeltaTable.is_deltatable(uri, options):
             return None
-        raise
+        raise NotACommitLogError(f"a table cannot be created at {uri}: {problem}") from problem
     return True
 
 
 def remove_table(uri: str, storage_options: Mapping[str, str] | None) -> None:
-    """Remove what :func:`claim_table` made."""
+    """Remove what :func:`claim_table` made, if anything."""
     fs, folder = filesystem(uri, storage_options)
     if isinstance(fs, pafs.LocalFileSystem):
-        fs.delete_dir(folder)
+        if Path(folder).is_dir():
+            fs.delete_dir(folder)
     else:  # pyarrow would put empty objects in the place of folders
         DeltaStorageHandler(uri, dict(storage_options or {}) or None).delete_dir("_delta_log")

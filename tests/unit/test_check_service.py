@@ -638,7 +638,7 @@ def test_a_half_batch_that_cannot_be_read_does_not_stop_the_round(delta_log: Com
     report = service.run_once()
     assert states(delta_log, good) == {RowState.COMMITTED: 4}
     assert [h for h, _ in report.problems] == [bad.half_id]
-    assert "it cannot be checked: FileNotFoundError" in report.problems[0][1]
+    assert "it cannot be checked: LostFileError" in report.problems[0][1]
     assert report.pending == 1
     path.write_bytes(content[:-50])
     assert not service.run_once().ok
