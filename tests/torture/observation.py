@@ -123,9 +123,13 @@ def note_listing(history: History, path: str) -> None:
     """Note which versions the Delta logs of a local log hold now; twice in a run, it shows what was overwritten."""
     for table in ("half", "op", "topics"):
         for entry in sorted(Path(path, table, "_delta_log").glob("*.json")):
-            if entry.stem.isdigit():
+            if not entry.stem.isdigit():
+                continue
+            try:
                 content = payload_hash(entry.read_bytes())
-                history.note(Kind.LISTED, table=table, version=int(entry.stem), payload=content)
+            except FileNotFoundError:  # cleaned up since it was listed
+                continue
+            history.note(Kind.LISTED, table=table, version=int(entry.stem), payload=content)
 
 
 def note_messages(
