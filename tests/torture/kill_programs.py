@@ -72,12 +72,17 @@ class Shop:
         """A file for each batch whose send came back."""
         return self.root / "sent"
 
+    @property
+    def readings(self) -> Path:
+        """A file for each reading that was noted to its end: who dies in between has not seen half of a transaction."""
+        return self.root / "readings"
+
     def history(self) -> History:
         return History(self.root / "history.jsonl")
 
     def open(self) -> None:
         """Make it: an empty log, and a database with its fence."""
-        for folder in (self.root, self.sent, self.root / "reached"):
+        for folder in (self.root, self.sent, self.readings, self.root / "reached"):
             folder.mkdir(parents=True, exist_ok=True)
         txmq.CommitLog.create(self.log).create_topic(TOPIC, QUEUES)
         with sqlite3.connect(self.database) as database:
@@ -280,6 +285,7 @@ def read_on(shop: Shop, history: History, process: str, chance: random.Random) -
 def _read_all(shop: Shop, log: txmq.CommitLog, history: History, process: str, operation: str) -> None:
     messages = log.read(TOPIC, columns=READ_COLUMNS)
     note_messages(history, Kind.READ, process, operation, messages, log._op.version)
+    (shop.readings / operation).touch()
 
 
 # ---------------------------------------------------------------- their beginning
