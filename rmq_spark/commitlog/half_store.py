@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -65,8 +65,16 @@ class HalfStore:
     def __init__(self, table: Table) -> None:
         self.table = table
 
-    def prepare(self, header: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord:
+    def prepare(
+        self, header: HalfHeader, files: Sequence[HalfFile], settled_ms: Callable[[], int] = lambda: 0
+    ) -> HalfRecord:
         """Commit staged files: from here on the half batch exists, and nobody sees it.
+
+        Parameters
+        ----------
+        settled_ms : callable
+            The low-water mark as it is now. Nothing may be prepared below it: nobody looks there for what is open. The
+            newest file does not tell, when somebody whose clock is behind has rewritten it.
 
         Raises
         ------
@@ -92,7 +100,7 @@ class HalfStore:
                     f"the files of half batch {header.half_id!r} were staged {age_s / 3600:.0f} h ago: vacuum may "
                     "remove them soon; run the batch again"
                 )
-            tried_ms.append(max(time.time_ns() // 1_000_000, self._last_prepared_ms() + 1))
+            tried_ms.append(max(time.time_ns() // 1_000_000, self._last_prepared_ms() + 1, settled_ms() + 1))
             return Change(
                 add=[f.data for f in files],
                 transaction=(header.app_id, header.batch_id) if header.numbered else None,

@@ -289,10 +289,14 @@ class CommitLog:
         with self._lock:
             self.ledger.expect(header.half_id)
             try:
-                return self.half.prepare(header, files)
+                return self.half.prepare(header, files, self._settled_ms)
             except BaseException:
                 self.ledger.forget(header.half_id)
                 raise
+
+    def _settled_ms(self) -> int:
+        self.ledger.refresh()
+        return self.ledger.low_water_ms
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """What the newest op markers say of a half batch; without a refresh, those that were read last."""

@@ -195,6 +195,7 @@ class Scenario:
             # Without a fence nobody may wake up late or overtake a lease; and a policy that guesses is a guess.
             self.pause, self.zombies, self.clock_steps, self.weather = 0.0, 0.0, False, Weather()
             self.person, self.check_timeout_s = False, 30.0
+            self.stranger = False  # nor tell another database from its own
         self.partitions = min(self.partitions, self.rows)
         return self
 

@@ -71,3 +71,23 @@ def test_a_mark_made_from_an_old_listing_of_half_hides_no_marker(monkeypatch: py
     assert log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE) == []
     assert len(bodies(log)) == 5
     check_offsets(log)
+
+
+def test_a_batch_prepared_after_a_rewrite_by_a_clock_that_is_behind_does_not_lie_below_the_mark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The mark has seen a time that the rewritten file has no more; below it nobody looks for what is open."""
+    log = InMemoryCommitLog(topics={"orders": 1})
+    commit(log, prepare(log, 0, 2))
+    assert log.move_mark()
+    table = another(log).half.table
+    table.refresh()
+    old = table.actions()["path"].to_pylist()
+    change = Change(add=[table.write(table.read(old), "part", ("half_id",))], remove=old, modification_time_ms=1)
+    table.compare_and_set(lambda _: change, lambda _: True)
+    clock = SimpleNamespace(time=lambda: 1_700_000_000.0, time_ns=lambda: 1_700_000_000_000_000_000)
+    monkeypatch.setattr(half_store, "time", clock)
+    monkeypatch.setattr(half, "time", clock)
+
+    record = prepare(another(log), 1, 2)
+    assert another(log).open_half_ids() == [record.half_id]
