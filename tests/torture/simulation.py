@@ -376,6 +376,7 @@ class Simulation:
         waiting = set(log.conflicts()) | set(log.quarantined()["half_id"].to_pylist())
         if also_pending:
             waiting |= set(log.pending()["half_id"].to_pylist())
+        waiting.discard(self.scenario.temper.poison or "")  # nobody will ever answer for it
         for half_id in sorted(waiting):
             record = log.get(half_id)
             state = log.state_of(record)
