@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
+from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Placed
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.commitlog.table import Change, compare_and_set
 from rmq_spark.testing import InMemoryCommitLog
 
 APP = "app"
@@ -87,6 +90,23 @@ def split(mask: Mask, every: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
         chosen[file_no] = picked
         rest[file_no] = bytes(b - p for b, p in zip(bits, picked, strict=True))
     return rest, chosen
+
+
+def merge_op_files(log: CommitLog) -> None:
+    """Upkeep by another process, however few op files there are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(maintenance, "OP_FILES_MAX", 2)
+        maintenance.compact_op(another(log)._op)
+
+
+def rewrite_half(log: CommitLog) -> None:
+    """Somebody runs OPTIMIZE: one file for all, with the rows in another order."""
+    table = another(log).half.table
+    table.refresh()
+    old = table.actions()["path"].to_pylist()
+    rows = table.read(old).sort_by([("row_no", "descending"), ("half_id", "ascending")])
+    change = Change(add=[table.write(rows, "part", ("half_id",))], remove=old, data_change=False)
+    assert compare_and_set(table, lambda _: change, lambda _: True, table._try_commit) is change  # type: ignore[attr-defined]
 
 
 def bodies(log: CommitLog, topic: str = "orders") -> list[str]:

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -205,7 +205,7 @@ class DeltaLogTable:
         self._lock = threading.RLock()
         self._actions: tuple[int, pa.Table] | None = None
         # half has a file or more a transaction: it opens while op is read, and for readers of op not at all.
-        self._opening = ThreadPoolExecutor(1, f"txmq-open-{name}").submit(self._open)
+        self._opening = self._open_in_background()
 
     @staticmethod
     def create(
@@ -251,6 +251,9 @@ class DeltaLogTable:
         """The table opens in the background; here, or at its first use, one hears that it cannot be opened."""
         return self._opening.result()
 
+    def _open_in_background(self) -> Future[DeltaTable]:
+        return ThreadPoolExecutor(1, f"txmq-open-{self.name}").submit(self._open)
+
     def _open(self) -> DeltaTable:
         try:
             table = DeltaTable(self._uri, storage_options=self._storage_options or None)
@@ -291,7 +294,7 @@ class DeltaLogTable:
                     raise
                 # The entries after ours are cleaned up, and only a checkpoint knows the way from here; or one of them
                 # is damaged, and opening says so, now and at every later use.
-                self._opening = ThreadPoolExecutor(1, f"txmq-open-{self.name}").submit(self._open)
+                self._opening = self._open_in_background()
                 self._actions = None
             return self.version
 

@@ -14,16 +14,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rmq_spark.commitlog import half_store, ledger, maintenance
+from rmq_spark.commitlog import half_store, ledger
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.table import Change, compare_and_set
 from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptError
 from rmq_spark.listeners import sql
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import HalfBatch
-from tests.half_batches import another, bodies, check_offsets, prepare
+from tests.half_batches import another, bodies, check_offsets, merge_op_files, prepare, rewrite_half
 from tests.torture import model
 from tests.torture.model import Rules, Step, beginning, search, steps
 
@@ -187,18 +186,12 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     @rule()
     def merge_op_files(self) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(maintenance, "OP_FILES_MAX", 2)
-            maintenance.compact_op(another(self.log)._op)
+        merge_op_files(self.log)
 
     @precondition(lambda self: self.records)
     @rule()
     def rewrite_half(self) -> None:
-        table = another(self.log).half.table
-        table.refresh()
-        old = table.actions()["path"].to_pylist()
-        change = Change(add=[table.write(table.read(old), "part", ("half_id",))], remove=old, data_change=False)
-        assert compare_and_set(table, lambda _: change, lambda _: True, table._try_commit) is change  # type: ignore[attr-defined]
+        rewrite_half(self.log)
 
     # ------------------------------------------------------------------ both must agree
     @invariant()

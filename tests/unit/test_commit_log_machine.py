@@ -9,15 +9,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, RowState, Who
-from rmq_spark.commitlog.table import Change, compare_and_set
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
-from tests.half_batches import another, prepare
+from tests.half_batches import another, merge_op_files, prepare, rewrite_half
 
 BATCHES_MAX = 12
 some = st.integers(0, 2**32)
@@ -92,20 +90,12 @@ class CommitLogMachine(RuleBasedStateMachine):
 
     @rule()
     def merge_op_files(self) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(maintenance, "OP_FILES_MAX", 2)
-            maintenance.compact_op(another(self.log)._op)
+        merge_op_files(self.log)
 
     @precondition(lambda self: self.records)
     @rule()
     def rewrite_half(self) -> None:
-        """Somebody runs OPTIMIZE."""
-        table = another(self.log).half.table
-        table.refresh()
-        old = table.actions()["path"].to_pylist()
-        rows = table.read(old).sort_by([("row_no", "descending"), ("half_id", "ascending")])
-        change = Change(add=[table.write(rows, "part", ("half_id",))], remove=old, data_change=False)
-        assert compare_and_set(table, lambda _: change, lambda _: True, table._try_commit) is change  # type: ignore[attr-defined]
+        rewrite_half(self.log)
 
     # ------------------------------------------------------------------ what all must see
     @invariant()
