@@ -33,6 +33,11 @@ REPLAY_CHECK_TIMEOUT_S = 60.0
 ORPHAN_AGE_S = 7 * 24 * 3600.0
 """vacuum removes staged files that no commit names when they are older; prepare refuses half of it."""
 
+DELAY_LEVELS_S = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200)
+"""Seconds of the delay levels 1 to 18 (RocketMQ: ``messageDelayLevel``)."""
+DELIVER_DELAY_S_MAX = 3 * 24 * 3600.0
+"""How far ahead a delayed message may lie (RocketMQ: ``timerMaxDelaySec``)."""
+
 DURATION_S_MAX = 100 * 365.25 * 86400.0
 """A century: what is longer cannot be waited for, and was not meant."""
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 from rmq_spark.config import (
     APP_ID_CHARS_MAX,
     BODY_BYTES_MAX,
+    DELAY_LEVELS_S,
     GROUP_CHARS_MAX,
     PROPERTIES_BYTES_MAX,
     QUEUES_MAX,
@@ -58,6 +59,8 @@ INPUT_COLUMNS: Mapping[str, str] = {
     "queue_id": "int",
     "properties": "map<string,string>",
     "born_timestamp": "timestamp",
+    "deliver_at": "timestamp",
+    "delay_level": "int",
 }
 """Columns that a DataFrame or an Arrow table of messages may have, with their Spark types."""
 
@@ -163,6 +166,11 @@ class Message:
         Selects the queue (RocketMQ: ``MessageQueueSelector``).
     born_timestamp : datetime, optional
         With a time zone; the time of sending when not given.
+    deliver_at : datetime, optional
+        With a time zone: a committed message appears then, not before; at most three days ahead (RocketMQ:
+        ``setDeliverTimeMs``).
+    delay_level : int, optional
+        1 to 18: appears 1s 5s 10s 30s 1m 2m … 10m 20m 30m 1h 2h after it was sent (RocketMQ: ``setDelayTimeLevel``).
     """
 
     topic: str
@@ -173,6 +181,8 @@ class Message:
     properties: Mapping[str, str] | None = None
     queue_id: int | None = None
     born_timestamp: datetime | None = None
+    deliver_at: datetime | None = None
+    delay_level: int | None = None
 
     def __post_init__(self) -> None:
         check_topic(self.topic)
@@ -185,11 +195,16 @@ class Message:
         _check_keys(self.keys)
         _check_text(self.sharding_key, "sharding_key")
         check_properties(self.properties)
-        queue_id, born = self.queue_id, self.born_timestamp
+        queue_id = self.queue_id
         if queue_id is not None and (type(queue_id) is not int or not 0 <= queue_id < QUEUES_MAX):
             raise MessageError(f"queue_id={queue_id!r} is not a queue: a whole number from 0 on is expected")
-        if born is not None and (not isinstance(born, datetime) or born.tzinfo is None):
-            raise MessageError(f"born_timestamp={born!r} is not a datetime with a time zone")
+        for name in ("born_timestamp", "deliver_at"):
+            time = getattr(self, name)
+            if time is not None and (not isinstance(time, datetime) or time.tzinfo is None):
+                raise MessageError(f"{name}={time!r} is not a datetime with a time zone")
+        level = self.delay_level
+        if level is not None and (type(level) is not int or not 1 <= level <= len(DELAY_LEVELS_S)):
+            raise MessageError(f"delay_level={level!r} is not a delay level: 1 to {len(DELAY_LEVELS_S)} are there")
 
     @property
     def keys_text(self) -> str | None:
@@ -232,5 +247,7 @@ def to_table(messages: Sequence[Message]) -> pa.Table:
                 [list(m.properties.items()) if m.properties else None for m in messages], PROPERTIES
             ),
             "born_timestamp": pa.array([m.born_timestamp for m in messages], TIMESTAMP),
+            "deliver_at": pa.array([m.deliver_at for m in messages], TIMESTAMP),
+            "delay_level": pa.array([m.delay_level for m in messages], pa.int32()),
         }
     )

@@ -57,7 +57,7 @@ def prepare(
     if isinstance(columns, int):
         columns = {"body": [f"{app}.{batch_id}.{i}" for i in range(columns)]}
     header = header_of(batch_id, app, per, fence_id)
-    writer = HalfWriter(header, log.topics(), topic, key)
+    writer = HalfWriter(header, log.topics(), topic, key, log.fifo_topics())
     table = pa.table(dict(columns))
     size = -(-table.num_rows // partitions)
     files = []

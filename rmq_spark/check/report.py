@@ -59,6 +59,8 @@ class CheckReport:
         Producer groups without a listener here, and how many of their half batches are open.
     problems : list of (half_id or None, str)
         What went wrong, a sentence each; None for what concerns the round as a whole.
+    placed : int
+        Delayed messages whose time had come, and that became visible at the end of the round.
     pending : int
         Half batches that are open after the round.
     """
@@ -74,6 +76,7 @@ class CheckReport:
     skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
     without_listener: dict[str, int] = field(default_factory=dict)
     problems: list[tuple[str | None, str]] = field(default_factory=list)
+    placed: int = 0
     pending: int = 0
 
     @property
@@ -101,6 +104,8 @@ class CheckReport:
             parts.append("skipped half batches: " + ", ".join(skipped))
         if self.without_listener:
             parts.append("groups without a listener: " + ", ".join(sorted(self.without_listener)))
+        if self.placed:
+            parts.append(f"{self.placed:,} delayed message{'' if self.placed == 1 else 's'} became visible")
         parts.append(f"{self.pending} half {'batch is' if self.pending == 1 else 'batches are'} pending")
         for half_id, sentence in self.problems:
             parts.append(f"problem with {half_id}: {sentence}" if half_id else f"problem: {sentence}")
@@ -119,6 +124,7 @@ class CheckReport:
             "skipped": dict(self.skipped),
             "without_listener": dict(self.without_listener),
             "problems": [{"half_id": half_id, "problem": sentence} for half_id, sentence in self.problems],
+            "placed": self.placed,
             "pending": self.pending,
         }
 

@@ -196,7 +196,11 @@ class CheckService:
     def _finish(self, report: CheckReport) -> None:
         for group, count in report.without_listener.items():
             logger.warning("producer group %r has no listener here: %d half batches stay pending", group, count)
-        steps: list[Callable[[], object]] = [self.log.move_mark, lambda: self._count_pending(report)]
+        steps: list[Callable[[], object]] = [
+            lambda: self._place_due(report),
+            self.log.move_mark,
+            lambda: self._count_pending(report),
+        ]
         if not self.only_groups:
             steps.append(lambda: self._report_conflicts(report))
         for step in steps:
@@ -205,6 +209,9 @@ class CheckService:
             except Exception as problem:  # what the round has done must still be told
                 logger.warning("the end of a round of checks failed", exc_info=True)
                 report.problem(None, f"the end of the round failed with {_sentence(problem)}")
+
+    def _place_due(self, report: CheckReport) -> None:
+        report.placed = sum(p.count for p in self.log.place_due())
 
     def _count_pending(self, report: CheckReport) -> None:
         still_open = self._open_half_ids()

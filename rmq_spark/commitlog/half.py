@@ -6,13 +6,21 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
 from rmq_spark.commitlog.files import DataFile, arange, rows_of_half_file, write_table
-from rmq_spark.config import BODY_BYTES_MAX, PROPERTIES_BYTES_MAX, TRANSACTION_KEY_CHARS_MAX, nearest
+from rmq_spark.config import (
+    BODY_BYTES_MAX,
+    DELAY_LEVELS_S,
+    DELIVER_DELAY_S_MAX,
+    PROPERTIES_BYTES_MAX,
+    TRANSACTION_KEY_CHARS_MAX,
+    nearest,
+)
 from rmq_spark.errors import MessageError, TopicNotFoundError
 from rmq_spark.message import (
     CHECK_IMMUNITY_PROPERTY,
@@ -109,6 +117,8 @@ class HalfFile:
     segments: tuple[Segment, ...]
     staged_at: float
     half_id: str
+    delayed: bool = False
+    """True when some messages have a time before which they must not appear."""
 
 
 def half_id_of(app_id: str, batch_id: int) -> str:
@@ -129,12 +139,15 @@ class HalfWriter:
         For messages without a ``topic`` column.
     transaction_key : str or None
         The column whose equal values make one transaction.
+    fifo : frozenset of str
+        Those of the topics that are FIFO topics.
     """
 
     header: HalfHeader
     topics: Mapping[str, int]
     default_topic: str | None
     transaction_key: str | None
+    fifo: frozenset[str] = frozenset()
     file_bytes_max: int = field(default=FILE_BYTES_MAX)
 
     def write(
@@ -165,21 +178,23 @@ class HalfWriter:
     def normalize(self, table: pa.Table) -> pa.Table:
         """Input columns as the message columns of ``half``; every rule about a single message is checked here."""
         check_columns(table.column_names, self.default_topic, self.transaction_key)
-        rows = table.num_rows
         queue_id = _column(table, "queue_id", pa.int32())
+        sharding_key = _column(table, "sharding_key", pa.string())
         topic = self._topic(table)
+        deliver_at = _deliver_at(table)
+        self._check_fifo(topic, sharding_key, deliver_at)
         return pa.table(
             {
                 "transaction_key": self._transaction_key(table),
                 "topic": topic,
-                "queue_id": self._queue_id(topic, queue_id, _column(table, "sharding_key", pa.string())),
+                "queue_id": self._queue_id(topic, queue_id, sharding_key),
                 "tags": _column(table, "tags", pa.string()),
                 "keys": _keys(table),
-                "sharding_key": _column(table, "sharding_key", pa.string()),
+                "sharding_key": sharding_key,
                 "properties": _properties(table),
                 "body": _body(table),
                 "born_timestamp": pc.fill_null(_column(table, "born_timestamp", TIMESTAMP), _now()),
-                "deliver_at": pa.nulls(rows, TIMESTAMP),
+                "deliver_at": deliver_at,
             }
         )
 
@@ -194,6 +209,19 @@ class HalfWriter:
                 check_topic(name)
                 raise TopicNotFoundError(unknown_topic(name, self.topics))
         return topic
+
+    def _check_fifo(self, topic: pa.ChunkedArray, sharding_key: pa.ChunkedArray, deliver_at: pa.ChunkedArray) -> None:
+        if not self.fifo:
+            return
+        in_order = pc.is_in(topic, value_set=pa.array(sorted(self.fifo), pa.string()))
+        for wrong, what in (
+            (pc.is_null(sharding_key), "has no sharding_key: messages of one keep their order, so each needs one"),
+            (pc.is_valid(deliver_at), "has a deliver_at or a delay_level: it would leave the order; use another topic"),
+        ):
+            wrong = pc.and_(in_order, wrong)
+            if pc.any(wrong).as_py():
+                at = pc.index(wrong, True).as_py()
+                raise MessageError(f"a message of the FIFO topic {topic[at].as_py()!r} {what}")
 
     def _transaction_key(self, table: pa.Table) -> pa.ChunkedArray:
         if self.transaction_key is None:
@@ -260,7 +288,8 @@ class HalfWriter:
             plain_columns=PLAIN_COLUMNS,
             holds=rows_of_half_file(self.header.half_id, file_no),
         )
-        return HalfFile(data, file_no, segments, staged_at, self.header.half_id)
+        delayed = table["deliver_at"].null_count < table.num_rows
+        return HalfFile(data, file_no, segments, staged_at, self.header.half_id, delayed)
 
     def arrange(self, messages: pa.Table, file_no: int) -> tuple[pa.Table, tuple[Segment, ...]]:
         """Rows of ``half`` in (topic, queue, arrival) order, and where each queue's rows stand."""
@@ -406,6 +435,29 @@ def _body(table: pa.Table) -> pa.ChunkedArray:
     if longest > BODY_BYTES_MAX:
         raise MessageError(f"a body has {longest} bytes: at most {BODY_BYTES_MAX} (4 MiB) are allowed")
     return body
+
+
+def _deliver_at(table: pa.Table) -> pa.ChunkedArray:
+    """When each message is to appear; null for at once. A delay level counts from now."""
+    deliver_at = _column(table, "deliver_at", TIMESTAMP)
+    level = _column(table, "delay_level", pa.int32())
+    if deliver_at.null_count == level.null_count == table.num_rows:
+        return deliver_at
+    wrong = pc.or_(pc.less(level, 1), pc.greater(level, len(DELAY_LEVELS_S)))
+    if pc.any(wrong).as_py():
+        at = pc.index(pc.fill_null(wrong, False), True).as_py()
+        raise MessageError(
+            f"delay_level {level[at].as_py()} is not a delay level: 1 to {len(DELAY_LEVELS_S)} are there"
+        )
+    if pc.any(pc.and_(pc.is_valid(deliver_at), pc.is_valid(level))).as_py():
+        raise MessageError("a message has a deliver_at and a delay_level: set one of them")
+    now = _now()
+    delays = pa.array([s * 1_000_000 for s in DELAY_LEVELS_S], pa.duration("us")).take(pc.subtract(level, 1))
+    times = pc.coalesce(deliver_at, pc.add(now, delays))
+    latest, hours = pc.max(times).as_py(), DELIVER_DELAY_S_MAX / 3600
+    if latest - now.as_py() > timedelta(hours=hours):
+        raise MessageError(f"a message has the deliver_at {latest}: at most {hours:.0f} h ahead are allowed")
+    return times
 
 
 def _keys(table: pa.Table) -> pa.ChunkedArray:

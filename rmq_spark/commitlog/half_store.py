@@ -31,6 +31,8 @@ class StoredFile:
     path: str
     rows: int
     segments: tuple[Segment, ...]
+    delayed: bool = False
+    """True when some of its messages have a time before which they must not appear."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class HalfRecord:
     @property
     def rows(self) -> int:
         return sum(f.rows for f in self.files.values())
+
+    @property
+    def delayed(self) -> bool:
+        """True when some messages have a time before which they must not appear."""
+        return any(f.delayed for f in self.files.values())
 
     def fresh_state(self) -> BatchState:
         """The state before any op marker: every row pending under attempt 1."""
@@ -111,7 +118,7 @@ class HalfStore:
             return self._landed(change, header.half_id)
 
         self.table.compare_and_set(decide, landed)
-        stored = {f.file_no: StoredFile(f.data.path, f.data.rows, f.segments) for f in files}
+        stored = {f.file_no: StoredFile(f.data.path, f.data.rows, f.segments, f.delayed) for f in files}
         # Any of the tries may be the one that landed. A batch taken for older than it is, is only looked at closer; for
         # one taken for younger, markers would be looked for above a low-water mark that they lie below.
         return HalfRecord(header, min(tried_ms), dict(sorted(stored.items())))
@@ -166,7 +173,7 @@ class HalfStore:
         return actions.filter(pc.fill_null(inside, True))  # without statistics anything may be inside
 
     def _find(self, half_id: str) -> HalfRecord | None:
-        columns = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id"]
+        columns = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "deliver_at"]
         files: dict[int, StoredFile] = {}
         header: HalfHeader | None = None
         prepared_ms = 0
@@ -252,9 +259,10 @@ def _check_staged(header: HalfHeader, files: Sequence[HalfFile]) -> None:
 
 def _stored_files(path: str, rows: pa.Table) -> list[tuple[int, StoredFile]]:
     runs_of_queues = rows.group_by(["file_no", "topic", "queue_id"], use_threads=False).aggregate(
-        [("row_no", "min"), ("row_no", "max"), ("row_no", "count")]
+        [("row_no", "min"), ("row_no", "max"), ("row_no", "count"), ("deliver_at", "count")]
     )
     found: dict[int, list[Segment]] = {}
+    delayed: set[int] = set()
     for r in runs_of_queues.sort_by("row_no_min").to_pylist():
         if r["row_no_max"] - r["row_no_min"] + 1 != r["row_no_count"]:
             raise CorruptLogError(
@@ -262,7 +270,9 @@ def _stored_files(path: str, rows: pa.Table) -> list[tuple[int, StoredFile]]:
                 f"found {r['row_no_count']} between {r['row_no_min']} and {r['row_no_max']}"
             )
         found.setdefault(r["file_no"], []).append(Segment(r["topic"], r["queue_id"], r["row_no_min"], r["row_no_max"]))
+        if r["deliver_at_count"]:
+            delayed.add(r["file_no"])
     return [
-        (file_no, StoredFile(path, sum(s.last - s.first + 1 for s in segments), tuple(segments)))
+        (file_no, StoredFile(path, sum(s.last - s.first + 1 for s in segments), tuple(segments), file_no in delayed))
         for file_no, segments in found.items()
     ]

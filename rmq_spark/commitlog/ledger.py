@@ -7,8 +7,9 @@ row is decided once, a past attempt is never decided, and offsets have no gaps.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 from uuid import uuid4
@@ -34,6 +35,7 @@ from rmq_spark.commitlog.op import (
     runs,
     to_table,
 )
+from rmq_spark.commitlog.placing import Open, Piece, Placer
 from rmq_spark.commitlog.table import Change, Table
 from rmq_spark.config import ATTEMPTS_MAX
 from rmq_spark.errors import CorruptLogError, StaleAttemptError, VerdictConflictError
@@ -58,13 +60,15 @@ class Placed:
     queue_id: int
     queue_offset: int
     count: int
+    half_id: str = field(default="", compare=False)
 
 
 class Ledger:
     """The op markers of a commit log, followed commit by commit."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, placer: Placer) -> None:
         self.table = table
+        self._placer = placer
         self._lock = threading.RLock()
         self._seen_version = -1
         self._tail = OP_SCHEMA.empty_table()
@@ -73,6 +77,9 @@ class Ledger:
         self._low_water = 0
         self._tail_since = 0  # the tail holds all op rows from this version on
         self._known_whole: dict[str, None] = {}  # half batches with no op rows before the tail, oldest first
+        self._waiting: dict[
+            str, Counter[datetime | None]
+        ] = {}  # committed rows without a place, by the time they are due
         self._awaited: str | None = None  # the commit id that is being written
         self._arrived = False  # it was among the rows that were followed
 
@@ -125,6 +132,7 @@ class Ledger:
         if self._awaited is not None and pc.any(pc.equal(rows["commit_id"], self._awaited)).as_py():
             self._arrived = True
         self._tail = pa.concat_tables([self._tail, rows])
+        self._follow_waiting(rows)
         marks = rows.filter(pc.equal(rows["kind"], Kind.MARK.value))
         if marks.num_rows:
             newest = _newest_mark(marks)
@@ -136,6 +144,18 @@ class Ledger:
             self._tail = self._tail.filter(kept)
         if self._tail["version"].num_chunks > TAIL_CHUNKS_MAX:
             self._tail = self._tail.combine_chunks()
+
+    def _follow_waiting(self, rows: pa.Table) -> None:
+        placing = pc.equal(rows["kind"], Kind.PLACE.value)
+        waiting = pc.and_(pc.equal(rows["kind"], Kind.COMMIT.value), pc.is_null(rows["queue_offset"]))
+        changes = rows.filter(pc.or_(placing, waiting)).select(["kind", "half_id", "count", "until"])
+        for r in changes.to_pylist():
+            counts = self._waiting.setdefault(r["half_id"], Counter())
+            counts[r["until"]] += r["count"] if r["kind"] == Kind.COMMIT.value else -r["count"]
+            if counts[r["until"]] <= 0:
+                del counts[r["until"]]
+                if not counts:
+                    del self._waiting[r["half_id"]]
 
     def _take_ends(self, placed: pa.Table) -> None:
         """Move the tails over new placements: gaps or overlaps mean that op rows are lost or doubled."""
@@ -168,7 +188,8 @@ class Ledger:
     def rows_of(self, record: HalfRecord) -> pa.Table:
         """The op rows of one half batch, in version order."""
         half_id = record.half_id
-        if record.prepared_ms <= self._low_water:  # settled once: its markers may be older than the tail
+        settled = record.prepared_ms <= self._low_water and half_id not in self._waiting
+        if settled:  # its markers may be older than the tail
             return self._scan([half_id])
         if half_id not in self._known_whole:
             # Somebody's OPTIMIZE gives old rows a new prepare time: look once whether there are older markers.
@@ -255,7 +276,7 @@ class Ledger:
         Returns
         -------
         list of Placed
-            What this call made visible.
+            What this call made visible of the half batch itself.
 
         Raises
         ------
@@ -279,60 +300,112 @@ class Ledger:
                     raise _too_late(state, against, attempt, verdict)
             to_commit = _undecided(state, commit, attempt, COMMIT_MESSAGE)
             to_roll_back = _undecided(state, rollback, attempt, ROLLBACK_MESSAGE)
-            rows = self._commit_rows(record, state, to_commit, attempt, who, reason, dict(self._tails), placed)
-            return rows + _rows_for(Kind.ROLLBACK, record, to_roll_back, attempt, who, reason)
+            rows = self._commit_rows(record, state, to_commit, attempt, who, reason)
+            rows += _rows_for(Kind.ROLLBACK, record, to_roll_back, attempt, who, reason)
+            return self._with_places(record, state, rows, placed)
 
         try:
             self._append(build)
         except VerdictConflictError as conflict:
             self._leave_conflict(record, attempt, against, who, conflict)
             raise
-        return placed
+        return [p for p in placed if p.half_id == record.half_id]
+
+    # ------------------------------------------------------------------ places
+    def _now(self) -> datetime:
+        return max(datetime.now(timezone.utc), self._last_time)
 
     def _commit_rows(
-        self,
-        record: HalfRecord,
-        state: BatchState,
-        mask: Mask,
-        attempt: int,
-        who: Who,
-        reason: str | None,
-        tails: dict[tuple[str, int], int],
-        placed: list[Placed],
+        self, record: HalfRecord, state: BatchState, mask: Mask, attempt: int, who: Who, reason: str | None
     ) -> list[OpRow]:
-        """Commit rows with the next offsets of their queues; ``tails`` and ``placed`` move on with them."""
-        rows: list[OpRow] = []
-        for file_no, bits in sorted(mask.items()):
-            file = state.files[file_no]
-            for segment in file.segments:
-                found = runs(bits[segment.first : segment.last + 1])
-                if not found:
-                    continue
-                ranges = tuple((a + segment.first, b + segment.first) for a, b in found)
-                queue = (segment.topic, segment.queue_id)
-                offset, count = tails.get(queue, 0), ranges_count(ranges)
-                tails[queue] = offset + count
-                placed.append(Placed(*queue, offset, count))
-                rows.append(
-                    OpRow(
-                        Kind.COMMIT,
-                        record.half_id,
-                        file_no,
-                        ranges,
-                        count,
-                        attempt,
-                        who,
-                        reason,
-                        *queue,
-                        queue_offset=offset,
-                        path=file.path,
-                        file_rows=file.rows,
-                        transaction_per=record.header.transaction_per,
-                        producer_group=record.header.producer_group,
-                    )
-                )
-        return rows
+        """Commit rows, a queue each, without their places."""
+        return [
+            OpRow(
+                Kind.COMMIT,
+                record.half_id,
+                file_no,
+                ranges,
+                ranges_count(ranges),
+                attempt,
+                who,
+                reason,
+                segment.topic,
+                segment.queue_id,
+                path=file.path,
+                file_rows=file.rows,
+                transaction_per=record.header.transaction_per,
+                producer_group=record.header.producer_group,
+                until=due,
+            )
+            for due, due_mask in self._placer.by_due(record, mask, self._now())
+            for file_no, bits in sorted(due_mask.items())
+            for file in [state.files[file_no]]
+            for segment in file.segments
+            if (ranges := runs(bits, segment.first, segment.last + 1))
+        ]
 
+    def _with_places(
+        self, record: HalfRecord, state: BatchState, rows: list[OpRow], placed: list[Placed]
+    ) -> list[OpRow]:
+        """Op rows that settle something of a half batch, with the places of what they commit and of what they release.
+
+        Parameters
+        ----------
+        state : BatchState
+            Before these rows; afterwards it has them.
+        placed : list
+            Takes up what becomes visible.
+        """
+        tails = dict(self._tails)
+        if not rows:
+            return rows
+        if not (self._waiting or record.delayed or self._placer.fifo_of(record)):
+            return [_at_tail(row, tails, placed) for row in rows]
+        now = self._now()
+        for row in rows:
+            state.fold(row.as_read(now))
+        pieces = self._placer.placeable([*self._others(record, now), Open(record, state)], now)
+        commits = [(r.half_id, r.file_no, r.ranges, r.attempt) for r in rows if r.kind is Kind.COMMIT]
+        if [(p.record.half_id, p.file_no, p.ranges, p.attempt) for p in pieces] == commits:  # nobody waits: a row each
+            return [_at_tail(row, tails, placed) for row in rows]
+        return rows + [_at_tail(_place_row(piece), tails, placed) for piece in pieces]
+
+    def _others(self, record: HalfRecord | None, now: datetime) -> list[Open]:
+        """Other half batches whose messages may be due, or may wait for each other."""
+        keyed = {half_id for half_id, counts in self._waiting.items() if None in counts}
+        ids = {half_id for half_id, counts in self._waiting.items() if any(d is None or d <= now for d in counts)}
+        if keyed or (record is not None and self._placer.fifo_of(record)):
+            above = self._placer.prepared_after(self._low_water)
+            ids.update(self._open_of(above))
+            ids.update(half_id for half_id in self._reopened() if half_id not in above)
+        if record is not None:
+            ids.discard(record.half_id)
+        records = [self._placer.record(half_id) for half_id in sorted(ids)]
+        return [Open(r, self.state_of(r, refresh=False)) for r in records]
+
+    def place_due(self) -> list[Placed]:
+        """Place the delayed messages whose time has come; returns what became visible."""
+        placed: list[Placed] = []
+
+        def build() -> list[OpRow]:
+            placed.clear()
+            now = self._now()
+            if not any(due is not None and due <= now for counts in self._waiting.values() for due in counts):
+                return []
+            tails = dict(self._tails)
+            pieces = self._placer.placeable(self._others(None, now), now)
+            return [_at_tail(_place_row(piece), tails, placed) for piece in pieces]
+
+        self._append(build)
+        return placed
+
+    @property
+    def waiting(self) -> Mapping[str, Mapping[datetime | None, int]]:
+        """Committed messages that have no place yet, by half id and the time at which they are due (None: when an
+        earlier message of their sharding key is decided)."""
+        return self._waiting
+
+    # ------------------------------------------------------------------ what stays open
     def quarantine(self, record: HalfRecord, attempt: int, mask: Mask, who: Who, reason: str) -> None:
         """Hide pending rows until somebody resumes or resolves them."""
         self._change(Kind.QUARANTINE, record, attempt, mask, who, reason)
@@ -343,8 +416,10 @@ class Ledger:
 
     def _change(self, kind: Kind, record: HalfRecord, attempt: int, mask: Mask, who: Who, reason: str | None) -> None:
         def build() -> list[OpRow]:
-            still = _in_states(self.state_of(record, refresh=False), mask, (RowState.PENDING,), attempt)
-            return _rows_for(kind, record, still, attempt, who, reason)
+            state = self.state_of(record, refresh=False)
+            still = _in_states(state, mask, (RowState.PENDING,), attempt)
+            rows = _rows_for(kind, record, still, attempt, who, reason)
+            return self._with_places(record, state, rows, []) if kind is Kind.QUARANTINE else rows
 
         self._append(build)
 
@@ -399,14 +474,13 @@ class Ledger:
                     verdict=str(verdict),
                 )
             rows: list[OpRow] = []
-            tails = dict(self._tails)
             for attempt in state.attempts(*OPEN_STATES, *ROLLED_BACK_STATES):
                 final = rows_without(state.rows_in(ROLLED_BACK_STATES, attempt), conflict)
                 mask = rows_without(state.rows_in(OPEN_STATES + ROLLED_BACK_STATES, attempt), final)
                 closed = rows_without(mask, state.rows_in((RowState.PENDING,), attempt))
                 rows += _rows_for(Kind.REOPEN, record, closed, attempt, Who.ADMIN, reason)
                 if verdict is COMMIT_MESSAGE:
-                    rows += self._commit_rows(record, state, mask, attempt, Who.ADMIN, reason, tails, placed)
+                    rows += self._commit_rows(record, state, mask, attempt, Who.ADMIN, reason)
                 else:
                     rows += _rows_for(Kind.ROLLBACK, record, mask, attempt, Who.ADMIN, reason)
             if conflict:  # ends here: without an attempt the row says so
@@ -418,7 +492,7 @@ class Ledger:
                     f"and its messages are {'rolled back' if verdict is COMMIT_MESSAGE else 'visible'}",
                     verdict=str(verdict),
                 )
-            return rows
+            return self._with_places(record, state, rows, placed)
 
         self._append(build)
         return placed
@@ -457,7 +531,7 @@ class Ledger:
                 return []
             moved = True
             keep = {h for h, (ms, _) in above.items() if ms > low_water}
-            keep |= {h for h in self._reopened() if h not in above and is_open(h)}
+            keep |= {h for h in self._reopened() if h not in above and is_open(h)} | set(self._waiting)
             kept = self._tail.filter(pc.is_in(self._tail["half_id"], value_set=pa.array(sorted(keep), pa.string())))
             since = pc.min(kept["version"]).as_py() if kept.num_rows else self.table.version + 1
             return [OpRow(Kind.MARK, low_water=low_water, since_version=since, tails=dict(self._tails))]
@@ -474,8 +548,7 @@ class Ledger:
             rows = build()
             if not rows:
                 return None
-            op_time = max(datetime.now(timezone.utc), self._last_time)
-            table = to_table(rows, self.table.version + 1, op_time, commit_id)
+            table = to_table(rows, self.table.version + 1, self._now(), commit_id)
             return Change(add=[self.table.write(table, "op", STATS_COLUMNS)])
 
         def landed(change: Change) -> bool:
@@ -488,6 +561,36 @@ class Ledger:
                 self.table.compare_and_set(decide, landed)
             finally:
                 self._awaited = None
+
+
+def _at_tail(row: OpRow, tails: dict[tuple[str, int], int], placed: list[Placed]) -> OpRow:
+    """A commit or place row with the next offsets of its queue, unless it waits; ``tails`` and ``placed`` move on."""
+    if row.topic is None or row.queue_id is None or (row.kind is Kind.COMMIT and row.until is not None):
+        return row
+    queue = (row.topic, row.queue_id)
+    offset = tails.get(queue, 0)
+    tails[queue] = offset + row.count
+    placed.append(Placed(*queue, offset, row.count, row.half_id or ""))
+    return replace(row, queue_offset=offset)
+
+
+def _place_row(piece: Piece) -> OpRow:
+    header, file = piece.record.header, piece.record.files[piece.file_no]
+    return OpRow(
+        Kind.PLACE,
+        header.half_id,
+        piece.file_no,
+        piece.ranges,
+        piece.count,
+        piece.attempt,
+        topic=piece.topic,
+        queue_id=piece.queue_id,
+        path=file.path,
+        file_rows=file.rows,
+        transaction_per=header.transaction_per,
+        producer_group=header.producer_group,
+        until=piece.due,
+    )
 
 
 def _check_rows(rows: pa.Table) -> None:

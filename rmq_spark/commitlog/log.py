@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWrit
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.ledger import Ledger, Mask, Placed
 from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who, mask_array, mask_count, runs
+from rmq_spark.commitlog.placing import Placer
 from rmq_spark.commitlog.reading import read_messages
 from rmq_spark.commitlog.storage import check_put_if_absent, check_storage_options, reaching
 from rmq_spark.commitlog.table import Change, DeltaLogTable, Table
@@ -88,10 +89,10 @@ class CommitLog:
         self.path = path
         self.storage_options = dict(storage_options or {})
         self.half = HalfStore(half)
-        self.ledger = Ledger(op)
+        self.ledger = Ledger(op, Placer(self.half, self._fifo_among))
         self._op = op
         self._topics_table = topics
-        self._topics: tuple[int, dict[str, int]] | None = None
+        self._topics: tuple[int, dict[str, int], frozenset[str]] | None = None  # version, queues, FIFO topics
         self._default_queues = default_queues
         self._lock = threading.RLock()
         self._maintenance: threading.Thread | None = None
@@ -209,53 +210,79 @@ class CommitLog:
     def create_topic(self, name: str, queues: int | None = None, fifo: bool = False, exist_ok: bool = False) -> None:
         """Add a topic.
 
+        Parameters
+        ----------
+        name : str
+        queues : int, optional
+            1 to 1024; the commit log's default when not given. The number never changes.
+        fifo : bool
+            A FIFO topic: messages of one sharding key appear in the order in which they were sent, also when an
+            earlier one is settled by a check. Every message needs a sharding key, and none may be delayed.
+        exist_ok : bool
+            Leave a topic as it is that is there already.
+
         Raises
         ------
         MessageError
             When the name breaks RocketMQ's rules.
         TopicExistsError
-            When it is there already, unless ``exist_ok`` and with the same number of queues.
+            When it is there already, unless ``exist_ok`` and of the same kind.
         """
         check_topic(name)
+        self._create_topic(name, queues, fifo, exist_ok)
+
+    def _create_topic(self, name: str, queues: int | None, fifo: bool, exist_ok: bool) -> None:
         wanted = self._default_queues if queues is None else queues
         if type(wanted) is not int or not 1 <= wanted <= QUEUES_MAX:
             raise OptionError(f"queues={wanted!r} is out of range: a whole number of queues, 1 to {QUEUES_MAX}")
-        if fifo:
-            raise OptionError(
-                "fifo=True: this version of rmq_spark has no FIFO topics; messages of one sharding_key share a queue"
-            )
         row = {
             "name": [name],
             "queues": [wanted],
-            "fifo": [False],
+            "fifo": [bool(fifo)],
             "retention_s": [None],
             "created": [datetime.now(timezone.utc)],
         }
 
         def decide(version: int) -> Change | None:
-            there = self._read_topics()
+            there, in_order = self._read_topics()
             if name in there:
-                if exist_ok and (queues is None or there[name] == queues):
+                if exist_ok and (queues is None or there[name] == queues) and (name in in_order) == bool(fifo):
                     return None
-                raise TopicExistsError(f"topic {name!r} is there already, with {there[name]} queues")
+                kind = "a FIFO topic" if name in in_order else "no FIFO topic"
+                raise TopicExistsError(f"topic {name!r} is there already, with {there[name]} queues, {kind}")
             return Change(add=[self._topics_table.write(pa.table(row, schema=TOPICS_SCHEMA), "topics", ("name",))])
 
         with self._lock:
-            self._topics_table.compare_and_set(decide, lambda _: name in self._read_topics())
+            self._topics_table.compare_and_set(decide, lambda _: name in self._read_topics()[0])
 
     def topics(self) -> dict[str, int]:
         """Topics and their number of queues."""
         with self._lock:
             self._topics_table.refresh()
-            return dict(self._read_topics())
+            return dict(self._read_topics()[0])
 
-    def _read_topics(self) -> dict[str, int]:
+    def fifo_topics(self) -> frozenset[str]:
+        """The FIFO topics among those of the last call of :meth:`topics`."""
+        with self._lock:
+            return self._read_topics()[1] if self._topics is None else self._topics[2]
+
+    def _fifo_among(self, topics: Collection[str]) -> frozenset[str]:
+        # What kind of topic it is never changes, so only a topic that is new here needs a look at the table.
+        if self._topics is None or not self._topics[1].keys() >= set(topics):
+            self._topics_table.refresh()
+            self._read_topics()
+        return self._topics[2].intersection(topics) if self._topics is not None else frozenset()
+
+    def _read_topics(self) -> tuple[dict[str, int], frozenset[str]]:
         version = self._topics_table.version
         if self._topics is None or self._topics[0] != version:
-            rows = self._topics_table.read(self._topics_table.actions()["path"].to_pylist(), ["name", "queues"])
-            names, queues = rows["name"].to_pylist(), rows["queues"].to_pylist()
-            self._topics = (version, dict(sorted(zip(names, queues, strict=True))))
-        return self._topics[1]
+            paths = self._topics_table.actions()["path"].to_pylist()
+            rows = self._topics_table.read(paths, ["name", "queues", "fifo"])
+            names = rows["name"].to_pylist()
+            queues = dict(sorted(zip(names, rows["queues"].to_pylist(), strict=True)))
+            in_order = frozenset(n for n, fifo in zip(names, rows["fifo"].to_pylist(), strict=True) if fifo)
+            self._topics = (version, queues, in_order)
+        return self._topics[1:]
 
     def require_topic(self, name: str) -> int:
         """The number of queues of a topic; TopicNotFoundError names the nearest one that is there."""
@@ -325,6 +352,13 @@ class CommitLog:
         placed = self.ledger.decide(record, attempt, commit=commit, rollback=rollback, who=who, reason=reason)
         self._maintain()
         return placed
+
+    def place_due(self) -> list[Placed]:
+        """Make those delayed messages visible whose time has come; returns where they stand.
+
+        Every commit to the log does it too, and every round of checks.
+        """
+        return self.ledger.place_due()
 
     # ------------------------------------------------------------------ what is open
     def open_batches(self) -> Iterator[tuple[HalfRecord, BatchState]]:

@@ -41,7 +41,7 @@ OP_SCHEMA = pa.schema(
         ("file_rows", pa.int64()),  # rows of the half file as written
         ("transaction_per", pa.string()),
         ("producer_group", pa.string()),
-        ("until", TIMESTAMP),  # lease
+        ("until", TIMESTAMP),  # lease: its end; commit without an offset: when its messages are due
         ("verdict", pa.string()),  # conflict: the verdict that came too late
         ("low_water", pa.int64()),  # mark: prepare time (ms) up to which everything is settled
         ("since_version", pa.int64()),  # mark: op rows before this one are not needed for what is open
@@ -125,6 +125,11 @@ class OpRow:
     since_version: int | None = None
     tails: Mapping[tuple[str, int], int] | None = None
 
+    def as_read(self, op_time: datetime) -> dict[str, object]:
+        """The row as it will come out of the table, for :meth:`BatchState.fold`."""
+        ranges = None if self.ranges is None else [{"first": a, "last": b} for a, b in self.ranges]
+        return {**vars(self), "ranges": ranges, "op_time": op_time}
+
 
 def to_table(rows: Sequence[OpRow], version: int, op_time: datetime, commit_id: str) -> pa.Table:
     """The rows of one commit, as the table has them."""
@@ -198,9 +203,9 @@ def ranges_count(ranges: Ranges) -> int:
 _RUN = re.compile(rb"\x01+")
 
 
-def runs(mask: bytes | bytearray) -> Ranges:
-    """Ranges of the bytes that are 1."""
-    return tuple((m.start(), m.end() - 1) for m in _RUN.finditer(mask))
+def runs(mask: bytes | bytearray, start: int = 0, end: int | None = None) -> Ranges:
+    """Ranges of the bytes that are 1, between two positions."""
+    return tuple((m.start(), m.end() - 1) for m in _RUN.finditer(mask, start, len(mask) if end is None else end))
 
 
 @dataclass
@@ -214,6 +219,10 @@ class FileState:
     attempt: bytearray = field(init=False)
     checks: bytearray = field(init=False)
     conflict: bytearray = field(init=False)
+    due: list[tuple[int, int, datetime]] = field(default_factory=list)
+    """Rows (first, end) that were committed before their time, and that time."""
+    reopened: list[tuple[int, int, datetime]] = field(default_factory=list)
+    """Rows (first, end) that were reopened, and when."""
 
     def __post_init__(self) -> None:
         self.state = bytearray(self.rows)
@@ -299,7 +308,10 @@ class BatchState:
                 file.state[first:last] = bytes(rows)
                 file.attempt[first:last] = bytes([attempt]) * rows
                 file.checks[first:last] = bytes(rows)
+                file.reopened.append((first, last, row["op_time"]))  # type: ignore[arg-type]
             else:
+                if kind is Kind.COMMIT and row["until"] is not None:
+                    file.due.append((first, last, row["until"]))  # type: ignore[arg-type]
                 file.state[first:last] = bytes([_after(kind, who, row)]) * rows
 
     def _spans(self, row: Mapping[str, object]) -> Iterator[tuple[FileState, int, int]]:

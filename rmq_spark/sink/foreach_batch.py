@@ -142,7 +142,7 @@ class TransactionalSink:
         """Write the half files on the executors and bring back what they are."""
         half_folder = f"{self.log.path}/half"
         storage_options = dict(self.log.storage_options)
-        writer = HalfWriter(header, self.log.topics(), self.topic, self.transaction_key)
+        writer = HalfWriter(header, self.log.topics(), self.topic, self.transaction_key, self.log.fifo_topics())
 
         def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             from pyspark import TaskContext

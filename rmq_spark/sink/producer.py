@@ -208,7 +208,7 @@ class TransactionMQProducer:
             raise MessageError("no messages were given: a half batch has at least one")
         header = self._header(per, idempotency_key)
         replayed = self._two_phase.find_replayed(header)
-        writer = HalfWriter(header, self.log.topics(), topic, transaction_key)
+        writer = HalfWriter(header, self.log.topics(), topic, transaction_key, self.log.fifo_topics())
         files = [] if replayed else self.log.stage(writer, table.to_batches())
         return self._result(header, self._two_phase.send(header, files, arg), table.num_rows)
 

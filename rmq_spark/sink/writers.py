@@ -160,7 +160,9 @@ class _Writer:
         self.header = self._header(options, listener)
         self.replayed = self._was_prepared(log)
         self.half_folder = f"{log.path}/half"
-        self.half_writer = HalfWriter(self.header, log.topics(), self.settings.topic, self.settings.transaction_key)
+        self.half_writer = HalfWriter(
+            self.header, log.topics(), self.settings.topic, self.settings.transaction_key, log.fifo_topics()
+        )
 
     def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
         raise NotImplementedError

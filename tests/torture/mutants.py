@@ -25,6 +25,7 @@ from rmq_spark.commitlog.files import RowRange
 from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog, masks_for
 from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who, mask_count, rows_in_both, rows_without
+from rmq_spark.commitlog.placing import Placer
 from rmq_spark.commitlog.table import Change
 from rmq_spark.sink import two_phase
 from rmq_spark.sink.two_phase import TwoPhase
@@ -32,7 +33,7 @@ from rmq_spark.source.plan import Planner
 from rmq_spark.transaction import COMMIT_MESSAGE, UNKNOWN
 from tests.torture import simulated_store
 from tests.torture.anomalies import Anomaly, AnomalyKind
-from tests.torture.fifo_copy import play_fifo
+from tests.torture.fifo_play import play_fifo
 from tests.torture.simulated_shop import TOMBSTONE, FencedListener, VersionedListener
 from tests.torture.simulated_store import SimulatedTable, Weather
 from tests.torture.simulated_world import SimulatedLog
@@ -274,14 +275,19 @@ def _often_cleaned() -> Iterator[None]:
     temper_refuses=0.0,
 )  # fmt: skip
 def _early_offsets() -> Iterator[None]:
-    commit_rows = Ledger._commit_rows
+    with_places = Ledger._with_places
 
-    def early(self: Any, record: Any, state: Any, mask: Any, attempt: int, who: Any, reason: Any, tails: Any,
-              placed: Any) -> Any:  # fmt: skip
-        first = self.__dict__.setdefault("early_tails", {}).setdefault((record.half_id, attempt), dict(tails))
-        return commit_rows(self, record, state, mask, attempt, who, reason, dict(first), placed)
+    def early(self: Any, record: Any, state: Any, rows: Any, placed: Any) -> Any:
+        newest = self._tails
+        attempt = {row.attempt for row in rows}
+        key = (record.half_id, *attempt)
+        self._tails = self.__dict__.setdefault("early_tails", {}).setdefault(key, dict(newest))
+        try:
+            return with_places(self, record, state, rows, placed)
+        finally:
+            self._tails = newest
 
-    with replaced((Ledger, "_commit_rows", early)):
+    with replaced((Ledger, "_with_places", early)):
         yield
 
 
@@ -797,18 +803,20 @@ def _plan_repeats() -> Iterator[None]:
 @mutant("a decision commits the rows of a queue in reverse", A.ORDER_BROKEN, sharded=True, rows=3, partitions=1,
         temper_refuses=0.0, per="batch", queues=1)  # fmt: skip
 def _reversed_rows() -> Iterator[None]:
-    commit_rows = Ledger._commit_rows
+    with_places = Ledger._with_places
 
-    def backwards(self: Any, record: Any, state: Any, mask: Any, attempt: int, who: Any, reason: Any, tails: Any,
-                  placed: Any) -> Any:  # fmt: skip
-        rows = []
-        for row in commit_rows(self, record, state, mask, attempt, who, reason, tails, placed):
+    def backwards(self: Any, record: Any, state: Any, rows: Any, placed: Any) -> Any:
+        found = []
+        for row in with_places(self, record, state, rows, placed):
             numbers = [n for a, b in row.ranges or () for n in range(a, b + 1)]
+            if row.queue_offset is None:
+                found.append(row)
+                continue
             for at, number in enumerate(reversed(numbers)):
-                rows.append(replace(row, ranges=((number, number),), count=1, queue_offset=row.queue_offset + at))
-        return rows
+                found.append(replace(row, ranges=((number, number),), count=1, queue_offset=row.queue_offset + at))
+        return found
 
-    with replaced((Ledger, "_commit_rows", backwards)):
+    with replaced((Ledger, "_with_places", backwards)):
         yield
 
 
@@ -860,16 +868,19 @@ def _reported_early() -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------- FIFO, which is not built yet
+# ---------------------------------------------------------------- FIFO topics
 @dataclass(frozen=True)
 class FifoMutant:
-    """The placer of ``fifo_copy.py``, which lets a committed message overtake its blocker."""
+    """A placer that lets a committed message overtake one of its key that is open."""
 
     name: str = "a held message is placed before its blocker"
     expected: frozenset[AnomalyKind] = frozenset({A.ORDER_BROKEN})
 
     def play(self, seed: int, spoiled: bool) -> tuple[list[Anomaly], list[str]]:
-        return play_fifo(seed, holds=not spoiled), []
+        if not spoiled:
+            return play_fifo(seed), []
+        with replaced((Placer, "_blocked", lambda self, batches: {})):
+            return play_fifo(seed), []
 
 
 MUTANTS.append(FifoMutant())

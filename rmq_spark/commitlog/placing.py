@@ -1,0 +1,278 @@
+"""Which committed messages get their place in a queue now, and which wait.
+
+A message waits for its time (``deliver_at``), or because one with the same sharding key that was sent before it to a
+FIFO topic is not decided yet. A transaction waits as a whole for its keys, so that nobody sees a part of it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog.files import arange, bytes_array
+from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
+from rmq_spark.commitlog.op import BatchState, FileState, Ranges, RowState, mask_and, ranges_count, rows_without, runs
+from rmq_spark.message import TIMESTAMP
+from rmq_spark.transaction import BATCH, KEY
+
+_COLUMNS = ("file_no", "row_no", "topic", "queue_id", "sharding_key", "transaction_key")
+RECORDS_KEPT = 1_000
+EPOCH = datetime.fromtimestamp(0, timezone.utc)
+
+Mask = Mapping[int, bytes]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one half file that follow each other in a queue.
+
+    Attributes
+    ----------
+    due : datetime or None
+        When they were to appear, for delayed messages.
+    """
+
+    record: HalfRecord
+    file_no: int
+    ranges: Ranges
+    topic: str
+    queue_id: int
+    attempt: int
+    due: datetime | None
+
+    @property
+    def count(self) -> int:
+        return ranges_count(self.ranges)
+
+
+@dataclass(frozen=True)
+class Open:
+    """A half batch with rows that are pending, or committed and not placed."""
+
+    record: HalfRecord
+    state: BatchState
+
+
+class Placer:
+    """Looks at half messages for what decides about their places: sharding keys and delivery times.
+
+    Parameters
+    ----------
+    half : HalfStore
+    fifo_topics : callable
+        Which of these topics are FIFO topics.
+    """
+
+    def __init__(self, half: HalfStore, fifo_topics: Callable[[Collection[str]], frozenset[str]]) -> None:
+        self._half = half
+        self._fifo_topics = fifo_topics
+        self._records: OrderedDict[str, HalfRecord] = OrderedDict()
+
+    def fifo_of(self, record: HalfRecord) -> frozenset[str]:
+        """The FIFO topics to which a half batch sends."""
+        return self._fifo_topics({s.topic for file in record.files.values() for s in file.segments})
+
+    def record(self, half_id: str) -> HalfRecord:
+        """The half batch of this id; its rows never change, so it is looked up once."""
+        if half_id not in self._records:
+            self._records[half_id] = self._half.get(half_id)
+            if len(self._records) > RECORDS_KEPT:
+                self._records.popitem(last=False)
+        return self._records[half_id]
+
+    def prepared_after(self, low_water_ms: int) -> Mapping[str, tuple[int, int]]:
+        """As :meth:`HalfStore.prepared_after`."""
+        return self._half.prepared_after(low_water_ms)
+
+    def by_due(self, record: HalfRecord, mask: Mask, now: datetime) -> list[tuple[datetime | None, Mask]]:
+        """Rows by the second in which they are due; None for those that need not wait.
+
+        Seconds, as RocketMQ's timer (``timerPrecisionMs``), so that a half batch needs few op rows.
+        """
+        if not record.delayed:
+            return [(None, mask)]
+        times = self._half.read(record, mask, ["deliver_at"])["deliver_at"].combine_chunks()
+        dues = pc.ceil_temporal(times, unit="second")
+        dues = pc.if_else(pc.greater(dues, pa.scalar(now, TIMESTAMP)), dues, pa.scalar(None, TIMESTAMP))
+        found: list[tuple[datetime | None, Mask]] = []
+        for due in sorted(pc.unique(dues).to_pylist(), key=lambda due: due or EPOCH):
+            chosen = pc.is_null(dues) if due is None else pc.fill_null(pc.equal(dues, pa.scalar(due, TIMESTAMP)), False)
+            found.append((due, _chosen(mask, chosen)))
+        return found
+
+    # ------------------------------------------------------------------ what may be placed
+    def placeable(self, batches: Sequence[Open], now: datetime) -> list[Piece]:
+        """Committed rows that need not wait any longer: the due ones by their time, all others in send order."""
+        blocked = self._blocked([b for b in batches if self.fifo_of(b.record)])
+        pieces: list[Piece] = []
+        for batch, sent in in_send_order(batches):
+            decided = batch.state.rows_in((RowState.DECIDED,))
+            free = rows_without(_both(decided, sent), blocked.get(batch.record.half_id, {}))
+            for file_no, bits in sorted(free.items()):
+                pieces += _pieces(batch, file_no, bits, now)
+        return sorted(pieces, key=lambda piece: piece.due or EPOCH)
+
+    def _blocked(self, batches: Sequence[Open]) -> dict[str, dict[int, bytes]]:
+        """Committed rows that wait for a message sent before them, by half id.
+
+        The largest set of transactions is placed that waits for nobody outside itself: two that wait for each other
+        alone go together.
+        """
+        open_rows = [self._open_rows(batch, sent, rank) for rank, (batch, sent) in enumerate(in_send_order(batches))]
+        if not any(rows["pending"].num_chunks and pc.any(rows["pending"]).as_py() for rows in open_rows):
+            return {}
+        rows = pa.concat_tables(open_rows).sort_by(
+            [("rank", "ascending"), ("file_no", "ascending"), ("row_no", "ascending")]
+        )
+        rows = rows.append_column("sent", arange(rows.num_rows))
+        waiting = rows["pending"]
+        while True:
+            held = pc.and_(waiting, pc.is_valid(rows["key"]))
+            first = rows.filter(held).group_by("key", use_threads=False).aggregate([("sent", "min")])
+            before = first["sent_min"].take(pc.index_in(rows["key"], value_set=first["key"].combine_chunks()))
+            late = pc.fill_null(pc.less(before, rows["sent"]), False)
+            stopped = pc.unique(rows.filter(pc.and_(late, pc.invert(waiting)))["transaction"])
+            if not len(stopped):
+                break
+            waiting = pc.or_(waiting, pc.is_in(rows["transaction"], value_set=stopped))
+        stopped_rows = rows.filter(pc.and_(waiting, pc.invert(rows["pending"])))
+        found: dict[str, dict[int, bytearray]] = {}
+        files = {b.record.half_id: b.state.files for b in batches}
+        columns = stopped_rows.select(["half_id", "file_no", "row_no"]).to_pydict()
+        for half_id, file_no, row_no in zip(*columns.values(), strict=True):
+            bits = found.setdefault(half_id, {}).setdefault(file_no, bytearray(files[half_id][file_no].rows))
+            bits[row_no] = 1
+        return {half_id: {n: bytes(bits) for n, bits in masks.items()} for half_id, masks in found.items()}
+
+    def _open_rows(self, batch: Open, sent: Mask, rank: int) -> pa.Table:
+        """Rows that are pending, or committed and not placed: where they stand, their key and their transaction."""
+        record, state = batch.record, batch.state
+        mask = _both(state.rows_in((RowState.PENDING, RowState.DECIDED)), sent)
+        rows = self._half.read(
+            record, mask, ["file_no", "row_no", "topic", "queue_id", "sharding_key", "transaction_key"]
+        )
+        n = rows.num_rows
+
+        def of_rows(bytes_of: Callable[[FileState], bytearray]) -> pa.Array:
+            parts = [bytes_array(bytes_of(state.files[f])).filter(pc.equal(bytes_array(bits), 1))
+                     for f, bits in sorted(mask.items())]  # fmt: skip
+            return pa.concat_arrays(parts) if parts else pa.array([], pa.uint8())
+
+        attempt = pc.cast(of_rows(lambda file: file.attempt), pa.string())
+        per = record.header.transaction_per
+        names: list[object] = [pa.scalar(record.half_id), attempt]
+        if per == KEY:
+            names.append(rows["transaction_key"])
+        elif per != BATCH:
+            names += [pc.cast(rows["file_no"], pa.string()), pc.cast(rows["row_no"], pa.string())]
+        fifo = pc.is_in(rows["topic"], value_set=pa.array(sorted(self.fifo_of(record)), pa.string()))
+        keys = pc.binary_join_element_wise(
+            rows["topic"], pc.cast(rows["queue_id"], pa.string()), rows["sharding_key"], " "
+        )
+        return pa.table(
+            {
+                "half_id": pa.repeat(pa.scalar(record.half_id), n),
+                "file_no": rows["file_no"],
+                "row_no": rows["row_no"],
+                "rank": pa.repeat(pa.scalar(rank, pa.int64()), n),
+                "key": pc.if_else(fifo, keys, pa.scalar(None, pa.string())),
+                "transaction": pc.binary_join_element_wise(*names, ":") if n else pa.array([], pa.string()),
+                "pending": pc.equal(of_rows(lambda file: file.state), int(RowState.PENDING)),
+            }
+        )
+
+
+# ---------------------------------------------------------------- send order
+def in_send_order(batches: Iterable[Open]) -> Iterator[tuple[Open, Mask]]:
+    """Half batches, each with its rows that were sent together, in the order in which they were sent.
+
+    Batches of one application go by their number, others by the time of prepare; a reopened transaction is sent when
+    it is reopened.
+    """
+    units: list[tuple[tuple[int, str, int, int], Open, Mask]] = []
+    not_after: dict[str, int] = {}
+    newest_first = sorted(batches, key=lambda b: b.record.header.batch_id, reverse=True)
+    for batch in newest_first:
+        record = batch.record
+        header = record.header
+        # Somebody's OPTIMIZE gives old rows a new time of prepare; the numbers stay.
+        sent_ms = min(record.prepared_ms, not_after.get(header.app_id, record.prepared_ms))
+        not_after[header.app_id] = sent_ms
+        for at_ms, mask in _sent_together(batch.state, sent_ms):
+            units.append(((at_ms, header.app_id, header.batch_id, at_ms != sent_ms), batch, mask))
+    for _, batch, mask in sorted(units, key=lambda unit: unit[0]):
+        yield batch, mask
+
+
+def _sent_together(state: BatchState, prepared_ms: int) -> Iterator[tuple[int, Mask]]:
+    times: dict[int, dict[int, bytearray]] = {}
+    first = {n: bytearray(b"\x01") * file.rows for n, file in state.files.items()}
+    for n, file in state.files.items():
+        for start, end, when in file.reopened:  # the last one counts
+            for masks in times.values():
+                if n in masks:
+                    masks[n][start:end] = bytes(end - start)
+            at_ms = int(when.timestamp() * 1000)
+            bits = times.setdefault(at_ms, {}).setdefault(n, bytearray(file.rows))
+            bits[start:end] = b"\x01" * (end - start)
+            first[n][start:end] = bytes(end - start)
+    yield prepared_ms, {n: bytes(bits) for n, bits in first.items()}
+    for at_ms, masks in sorted(times.items()):
+        yield at_ms, {n: bytes(bits) for n, bits in masks.items()}
+
+
+# ---------------------------------------------------------------- rows and masks
+def _pieces(batch: Open, file_no: int, bits: bytes, now: datetime) -> Iterator[Piece]:
+    file = batch.state.files[file_no]
+    attempts = sorted(set(pc.unique(bytes_array(file.attempt).filter(pc.equal(bytes_array(bits), 1))).to_pylist()))
+    for due, due_bits in _split_by_due(file, bits, now):
+        for attempt in attempts:
+            mine = due_bits if len(attempts) == 1 else mask_and(due_bits, _equal_to(file.attempt, attempt))
+            for segment in file.segments:
+                if ranges := runs(mine, segment.first, segment.last + 1):
+                    yield Piece(batch.record, file_no, ranges, segment.topic, segment.queue_id, attempt, due)
+
+
+def _split_by_due(file: FileState, bits: bytes, now: datetime) -> Iterator[tuple[datetime | None, bytes]]:
+    """Rows that are due, by the time at which they were; the others are left out."""
+    free = bytearray(bits)
+    dues: dict[datetime, bytearray] = {}
+    for start, end, due in file.due:
+        free[start:end] = bytes(end - start)
+        if due <= now:
+            dues.setdefault(due, bytearray(file.rows))[start:end] = bits[start:end]
+    yield None, bytes(free)
+    for due, chosen in sorted(dues.items()):
+        yield due, bytes(chosen)
+
+
+def _equal_to(values: bytearray, value: int) -> bytes:
+    table = bytearray(256)
+    table[value] = 1
+    return bytes(values.translate(table))
+
+
+def _both(mask: Mask, other: Mask) -> dict[int, bytes]:
+    both = {n: mask_and(bits, other[n]) for n, bits in mask.items() if n in other}
+    return {n: bits for n, bits in both.items() if b"\x01" in bits}
+
+
+def _chosen(mask: Mask, chosen: pa.BooleanArray) -> dict[int, bytes]:
+    """Those rows of a mask for which a value per row of it is true."""
+    found: dict[int, bytes] = {}
+    start = 0
+    for file_no, bits in sorted(mask.items()):
+        rows = pc.indices_nonzero(bytes_array(bits))
+        part = chosen.slice(start, len(rows))
+        start += len(rows)
+        picked = bytearray(len(bits))
+        for row in rows.filter(part).to_pylist():
+            picked[row] = 1
+        if any(picked):
+            found[file_no] = bytes(picked)
+    return found

@@ -1,0 +1,408 @@
+"""FIFO topics and delayed messages: what waits, what it waits for, and where it stands in the end."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import rmq_spark as txmq
+from rmq_spark.commitlog import ledger as ledger_module
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.listener import CommitOncePrepared
+from tests.half_batches import another, commit, make_log, merge_op_files, pending, prepare, roll_back
+
+COMMIT, ROLLBACK = txmq.LocalTransactionState.COMMIT_MESSAGE, txmq.LocalTransactionState.ROLLBACK_MESSAGE
+SEEDS = 60
+
+
+def fifo_log(kind: str, folder: Path, queues: int = 1) -> CommitLog:
+    log = make_log(kind, folder, plain=1)
+    log.create_topic("orders", queues, fifo=True)
+    return log
+
+
+def send(log: CommitLog, batch_id: int, *keys: str, **more: object) -> HalfRecord:
+    columns = {"body": [f"{more.get('app', 'app')}.{batch_id}.{i}" for i in range(len(keys))], "sharding_key": keys}
+    return prepare(log, batch_id, columns, **more)  # type: ignore[arg-type]
+
+
+def bodies(log: CommitLog, topic: str = "orders") -> list[str]:
+    return [b.decode() for b in log.read(topic, columns=["body"])["body"].to_pylist()]
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    return fifo_log(request.param, tmp_path / "log")
+
+
+# ---------------------------------------------------------------- FIFO topics
+def test_a_message_waits_for_an_earlier_one_of_its_key(log: CommitLog) -> None:
+    first, second = send(log, 0, "a"), send(log, 1, "a")
+    assert commit(log, second) == []
+    assert bodies(log) == []
+    assert log.state_of(second).count(RowState.DECIDED) == 1
+    commit(log, first)
+    assert bodies(log) == ["app.0.0", "app.1.0"]
+
+
+def test_other_keys_go_on(log: CommitLog) -> None:
+    first, second = send(log, 0, "a"), send(log, 1, "b")
+    commit(log, second)
+    assert bodies(log) == ["app.1.0"]
+    commit(log, first)
+    assert bodies(log) == ["app.1.0", "app.0.0"]
+
+
+def test_the_rest_of_a_transaction_waits_too(log: CommitLog) -> None:
+    first, second = send(log, 0, "a"), send(log, 1, "b", "a")
+    third = send(log, 2, "b")
+    commit(log, second)
+    commit(log, third)  # waits for the b of the second
+    assert bodies(log) == []
+    commit(log, first)
+    assert bodies(log) == ["app.0.0", "app.1.0", "app.1.1", "app.2.0"]
+
+
+def test_messages_to_other_topics_wait_with_their_transaction(log: CommitLog) -> None:
+    first = send(log, 0, "a")
+    columns = {"body": ["f", "p"], "sharding_key": ["a", "a"], "topic": ["orders", "plain"]}
+    both = prepare(log, 1, columns, topic=None)
+    commit(log, both)
+    assert bodies(log, "plain") == []
+    roll_back(log, first)
+    assert (bodies(log), bodies(log, "plain")) == (["f"], ["p"])
+
+
+@pytest.mark.parametrize("settle", ["roll_back", "quarantine", "resolve"])
+def test_whoever_settles_the_blocker_releases(log: CommitLog, settle: str) -> None:
+    first, second = send(log, 0, "a"), send(log, 1, "a")
+    commit(log, second)
+    if settle == "roll_back":
+        roll_back(log, first, who=Who.CHECK)
+    elif settle == "quarantine":
+        log.ledger.quarantine(first, 1, pending(log, first), Who.DISCARD, "too old")
+    else:
+        log.resolve(first.half_id, ROLLBACK, "a person said so")
+    assert bodies(log) == ["app.1.0"]
+
+
+def test_a_reopened_message_is_sent_when_it_is_reopened(log: CommitLog) -> None:
+    first, second = send(log, 0, "a"), send(log, 1, "a")
+    roll_back(log, first, who=Who.CHECK)
+    log.ledger.reopen(first, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "again")
+    commit(log, second)
+    assert bodies(log) == ["app.1.0"]  # it was sent before the other was reopened
+    time.sleep(0.005)
+    third = send(log, 2, "a")
+    commit(log, third)
+    assert bodies(log) == ["app.1.0"]
+    commit(log, first, attempt=2)
+    assert bodies(log) == ["app.1.0", "app.0.0", "app.2.0"]
+
+
+def test_transactions_that_wait_for_each_other_alone_go_together(log: CommitLog) -> None:
+    record = prepare(
+        log,
+        0,
+        {"body": list("1234"), "sharding_key": ["a", "b", "a", "b"], "txn": ["x", "y", "y", "x"]},
+        per="key",
+        key="txn",
+    )
+    x = {0: b"\x01\x00\x00\x01"}
+    y = {0: b"\x00\x01\x01\x00"}
+    log.decide(record, 1, commit=x, rollback={}, who=Who.EXECUTE)
+    assert bodies(log) == []
+    log.decide(record, 1, commit=y, rollback={}, who=Who.CHECK)
+    assert bodies(log) == ["1", "2", "3", "4"]
+
+
+def test_batches_of_one_app_keep_their_order_after_an_optimize(tmp_path: Path) -> None:
+    from tests.half_batches import rewrite_half
+
+    log = fifo_log("delta", tmp_path / "log")
+    first = send(log, 0, "a")
+    rewrite_half(log)
+    second = send(log, 1, "a")
+    log = another(log)
+    commit(log, second)
+    assert bodies(log) == []
+    commit(log, first)
+    assert bodies(log) == ["app.0.0", "app.1.0"]
+
+
+def test_what_waits_survives_marks_merging_and_another_process(log: CommitLog) -> None:
+    send(log, 0, "a")
+    second = send(log, 1, "a")
+    commit(log, second)
+    for i in range(6):
+        commit(log, send(log, i + 2, "b"))
+    merge_op_files(log)
+    log.move_mark()
+    log = another(log)
+    assert log.ledger.refresh()
+    assert set(log.ledger.waiting) == {second.half_id}
+    commit(log, log.get("app:0"))
+    assert bodies(log)[-2:] == ["app.0.0", "app.1.0"]
+    assert not log.ledger.waiting
+
+
+def test_a_mark_passes_a_batch_that_waits_and_its_rows_are_kept(log: CommitLog) -> None:
+    send(log, 0, "z", app="late")
+    record = prepare(
+        log, 0, {"body": ["d"], "deliver_at": [datetime.now(timezone.utc) + timedelta(hours=1)]}, topic="plain"
+    )
+    commit(log, record)
+    commit(log, log.get("late:0"))
+    assert log.move_mark()
+    log = another(log)
+    log.ledger.refresh()
+    assert set(log.ledger.waiting) == {record.half_id}
+    assert log.state_of(record).count(RowState.DECIDED) == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"body": ["x"]}, "has no sharding_key"),
+        ({"body": ["x"], "sharding_key": pa.array([None], pa.string())}, "has no sharding_key"),
+        ({"body": ["x"], "sharding_key": ["a"], "delay_level": [1]}, "it would leave the order"),
+    ],
+)
+def test_a_fifo_topic_refuses(log: CommitLog, columns: dict[str, object], sentence: str) -> None:
+    with pytest.raises(txmq.MessageError, match=sentence):
+        prepare(log, 0, columns)  # type: ignore[arg-type]
+
+
+def test_a_topic_stays_what_it_is(log: CommitLog) -> None:
+    log.create_topic("orders", 1, fifo=True, exist_ok=True)
+    with pytest.raises(txmq.TopicExistsError, match="a FIFO topic"):
+        log.create_topic("orders", 1, exist_ok=True)
+    assert log.fifo_topics() == {"orders"}
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_order_holds_whatever_happens(seed: int, tmp_path: Path) -> None:
+    _Play(random.Random(seed), fifo_log("memory", tmp_path, queues=2)).run()
+
+
+class _Play:
+    """Half batches of some keys, settled in any order and in parts; the invariants hold after every step."""
+
+    def __init__(self, chance: random.Random, log: CommitLog) -> None:
+        self.chance, self.log = chance, log
+        self.sent = 0
+        self.rank: dict[str, int] = {}  # body → when it was sent
+        self.key: dict[str, str] = {}
+        self.transaction: dict[str, str] = {}
+        self.pending: set[str] = set()
+        self.batches: dict[str, int] = defaultdict(int)
+
+    def run(self) -> None:
+        steps = [self.prepare, self.prepare, self.settle, self.settle, self.settle, self.reopen, self.keep_up]
+        for _ in range(self.chance.randint(6, 14)):
+            self.chance.choice(steps)()
+            self.check()
+        while self.pending:
+            self.settle(whole=True)
+            self.check()
+        assert not self.log.ledger.waiting, "all is decided, and something waits"
+
+    def prepare(self) -> None:
+        chance = self.chance
+        app, per = chance.choice("pq"), chance.choice(("batch", "message", "key"))
+        batch_id = self.batches[app]
+        self.batches[app] += 1
+        count = chance.randint(1, 5)
+        names = [f"{app}{batch_id}.{i}" for i in range(count)]
+        keys = [chance.choice("abc") for _ in names]
+        owners = [chance.choice("xy") for _ in names]
+        topics = ["orders" if chance.random() < 0.8 else "plain" for _ in names]
+        columns = {"body": names, "sharding_key": keys, "topic": topics}
+        if per == "key":
+            columns["owner"] = owners
+        time.sleep(0.002)  # prepare times and reopen times are in ms
+        prepare(self.log, batch_id, columns, app=app, per=per, key="owner" if per == "key" else None, topic=None,
+                partitions=chance.choice((1, 2)))  # fmt: skip
+        for name, key, owner, topic in zip(names, keys, owners, topics, strict=True):
+            self.rank[name] = self.sent = self.sent + 1
+            self.key[name] = f"{topic} {key}"
+            fate = {"batch": "", "message": name, "key": owner}[per]
+            self.transaction[name] = f"{app}{batch_id} {fate}"
+        self.pending.update(names)
+
+    def names(self, record: HalfRecord, mask: dict[int, bytes]) -> list[str]:
+        return [b.decode() for b in self.log.half.read(record, mask, ["body"])["body"].to_pylist()]
+
+    def settle(self, whole: bool = False) -> None:
+        found = list(self.log.open_batches())
+        if not found:
+            return
+        record, state = self.chance.choice(found)
+        attempt = self.chance.choice(state.attempts(RowState.PENDING))
+        mask = state.rows_in((RowState.PENDING,), attempt)
+        fates = {self.transaction[n] for n in self.names(record, mask)}
+        chosen = fates if whole else {f for f in fates if self.chance.random() < 0.7}
+        picked: dict[int, bytes] = {}
+        for n, bits in mask.items():
+            names = iter(self.names(record, {n: bits}))
+            picked[n] = bytes(1 if b and self.transaction[next(names)] in chosen else 0 for b in bits)
+        picked = {n: bits for n, bits in picked.items() if b"\x01" in bits}
+        if not picked:
+            return
+        what = self.chance.choice(("commit", "commit", "commit", "rollback", "check", "quarantine"))
+        self.log = self.chance.choice((self.log, another(self.log)))
+        if what == "commit":
+            self.log.decide(record, attempt, commit=picked, rollback={}, who=Who.EXECUTE)
+        elif what == "quarantine":
+            self.log.ledger.quarantine(record, attempt, picked, Who.DISCARD, "why not")
+        else:
+            who = Who.CHECK if what == "check" else Who.EXECUTE
+            self.log.decide(record, attempt, commit={}, rollback=picked, who=who)
+        self.pending -= set(self.names(record, picked))
+
+    def reopen(self) -> None:
+        half_ids = [f"{app}:{i}" for app, count in self.batches.items() for i in range(count)]
+        for half_id in self.chance.sample(half_ids, len(half_ids)):
+            record = self.log.get(half_id)
+            state = self.log.state_of(record)
+            for wanted, step in ((RowState.ROLLED_BACK_BY_CHECK, 1), (RowState.QUARANTINED, 0)):
+                for attempt in state.attempts(wanted):
+                    time.sleep(0.002)
+                    rows = self.log.ledger.reopen(record, attempt, (wanted,), attempt + step, Who.EXECUTE, "again")
+                    time.sleep(0.002)
+                    for name in self.names(record, rows):
+                        self.rank[name] = self.sent = self.sent + 1
+                        self.pending.add(name)
+                    return
+
+    def keep_up(self) -> None:
+        self.chance.choice((lambda: merge_op_files(self.log), self.log.move_mark))()
+
+    def check(self) -> None:
+        rows = self.log.read("orders", columns=["body", "queue_id", "queue_offset"]).to_pylist()
+        rows += self.log.read("plain", columns=["body", "queue_id", "queue_offset"]).to_pylist()
+        placed = [r["body"].decode() for r in rows]
+        assert len(set(placed)) == len(placed)
+        assert not self.pending.intersection(placed)
+        last: dict[str, int] = {}
+        for name in (n for n in placed if self.key[n].startswith("orders")):
+            key = self.key[name]
+            assert last.get(key, 0) < self.rank[name], f"{name} of {key} stands after a later one"
+            last[key] = self.rank[name]
+            waits = [n for n in self.pending if self.key[n] == key and self.rank[n] < self.rank[name]]
+            assert not waits, f"{name} is visible, and {waits} was sent before it and is open"
+        visible = {self.transaction[n] for n in placed}
+        decided = self.decided()
+        hidden = {self.transaction[n] for n in decided.difference(placed)}
+        assert not visible & hidden, "a part of a transaction is visible"
+
+    def decided(self) -> set[str]:
+        found: set[str] = set()
+        for app, count in self.batches.items():
+            for i in range(count):
+                record = self.log.get(f"{app}:{i}")
+                mask = self.log.state_of(record).rows_in((RowState.DECIDED, RowState.COMMITTED))
+                found.update(self.names(record, mask))
+        return found
+
+
+# ---------------------------------------------------------------- delayed messages
+def in_seconds(seconds: float) -> datetime:
+    return datetime.now(timezone.utc) + timedelta(seconds=seconds)
+
+
+def test_a_delayed_message_appears_at_its_time_and_not_before(log: CommitLog) -> None:
+    columns = {"body": ["now", "later"], "deliver_at": pa.array([None, in_seconds(1)], pa.timestamp("us", "UTC"))}
+    commit(log, prepare(log, 0, columns, topic="plain"))
+    assert bodies(log, "plain") == ["now"]
+    assert log.place_due() == []
+    time.sleep(2.05)
+    assert bodies(log, "plain") == ["now"]  # nobody has placed it
+    assert [p.count for p in log.place_due()] == [1]
+    assert bodies(log, "plain") == ["now", "later"]
+    assert log.place_due() == []
+    assert not log.ledger.waiting
+
+
+def test_the_next_commit_places_what_is_due_by_its_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = {"body": list("cab"), "deliver_at": [in_seconds(30), in_seconds(10), in_seconds(20)]}
+    commit(log, prepare(log, 0, columns, topic="plain"))
+    _clock_ahead(monkeypatch, 25)
+    commit(log, prepare(log, 1, {"body": ["x"]}, topic="plain"))
+    assert bodies(log, "plain") == ["x", "a", "b"]
+    _clock_ahead(monkeypatch, 60)
+    log = another(log)
+    log.place_due()
+    assert bodies(log, "plain") == ["x", "a", "b", "c"]
+
+
+def test_a_delayed_message_that_is_rolled_back_never_appears(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    roll_back(log, prepare(log, 0, {"body": ["x"], "delay_level": [1]}, topic="plain"))
+    _clock_ahead(monkeypatch, 60)
+    assert log.place_due() == []
+    assert bodies(log, "plain") == []
+
+
+def test_a_pending_delayed_message_appears_when_it_is_committed_late(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = prepare(log, 0, {"body": ["x"], "delay_level": [1]}, topic="plain")
+    _clock_ahead(monkeypatch, 60)
+    assert log.place_due() == []
+    commit(log, record)
+    assert bodies(log, "plain") == ["x"]
+
+
+def test_a_time_gone_by_delays_nothing(log: CommitLog) -> None:
+    commit(log, prepare(log, 0, {"body": ["x"], "deliver_at": [in_seconds(-5)]}, topic="plain"))
+    assert bodies(log, "plain") == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"delay_level": [0]}, "delay_level 0 is not a delay level: 1 to 18"),
+        ({"delay_level": [19]}, "delay_level 19"),
+        ({"delay_level": [1], "deliver_at": [in_seconds(1)]}, "set one of them"),
+        ({"deliver_at": [in_seconds(4 * 86400)]}, "at most 72 h ahead"),
+        ({"deliver_at": ["tomorrow"]}, "deliver_at"),
+    ],
+)
+def test_a_delay_that_cannot_be_is_refused(log: CommitLog, columns: dict[str, object], sentence: str) -> None:
+    with pytest.raises(txmq.MessageError, match=sentence):
+        prepare(log, 0, {"body": ["x"], **columns}, topic="plain")
+
+
+def test_a_producer_sends_delayed_messages(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    with txmq.TransactionMQProducer(log, "group", CommitOncePrepared(), check_interval=None) as producer:
+        sent = producer.send_message_in_transaction(txmq.Message("plain", b"x", delay_level=3))
+    assert sent.local_transaction_state is COMMIT
+    assert sent.queue_offsets == {}
+    assert bodies(log, "plain") == []
+    _clock_ahead(monkeypatch, 11.5)
+    report = txmq.CheckService(log, {}).run_once()
+    assert report.placed == 1
+    assert "1 delayed message became visible" in str(report)
+    assert bodies(log, "plain") == ["x"]
+    for wrong in ({"delay_level": 0}, {"deliver_at": datetime(2030, 1, 1)}):
+        with pytest.raises(txmq.MessageError):
+            txmq.Message("plain", b"x", **wrong)  # type: ignore[arg-type]
+
+
+def _clock_ahead(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The clock of those who place; that of those who prepare stays."""
+
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: timezone | None = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) + timedelta(seconds=seconds)
+
+    monkeypatch.setattr(ledger_module, "datetime", Ahead)
