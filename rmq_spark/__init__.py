@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rmq_spark.check.report import CheckReport as CheckReport
     from rmq_spark.check.service import CheckService as CheckService
     from rmq_spark.commitlog.log import CommitLog as CommitLog
+    from rmq_spark.consumer.groups import ConsumerGroup as ConsumerGroup
     from rmq_spark.datasource import register as register
     from rmq_spark.errors import *  # noqa: F403
     from rmq_spark.listener import PerMessageListener as PerMessageListener
@@ -41,6 +42,7 @@ _WHERE = {
     "CheckService": "check.service",
     "TransactionCheckListener": "check.policy",
     "CommitLog": "commitlog.log",
+    "ConsumerGroup": "consumer.groups",
     "register": "datasource",
     "PerMessageListener": "listener",
     "TransactionListener": "listener",

@@ -24,6 +24,10 @@ class TopicNotFoundError(TxmqError, LookupError):
     """A topic is not in the commit log."""
 
 
+class GroupNotFoundError(TxmqError, LookupError):
+    """A consumer group has no progress in the commit log."""
+
+
 class TopicExistsError(TxmqError):
     """A topic is in the commit log already."""
 

@@ -35,7 +35,8 @@ SYSTEM_TOPICS = frozenset(
     RMQ_SYS_TRANS_OP_HALF_TOPIC TRANS_CHECK_MAX_TIME_TOPIC SELF_TEST_TOPIC OFFSET_MOVED_EVENT
     CHECKPOINT_TOPIC""".split()
 )
-SYSTEM_PREFIXES = ("rmq_sys_", "%RETRY%", "%DLQ%")
+RETRY_PREFIX, DLQ_PREFIX = "%RETRY%", "%DLQ%"
+SYSTEM_PREFIXES = ("rmq_sys_", RETRY_PREFIX, DLQ_PREFIX)
 
 # Property names that RocketMQ reserves (MessageConst); CHECK_IMMUNITY_TIME_IN_SECONDS is the user's to set.
 RESERVED_PROPERTIES = frozenset(
@@ -75,9 +76,17 @@ def _check_name(value: object, what: str, chars_max: int) -> str:
     return value
 
 
-def check_topic(name: object) -> str:
-    """The topic's name when it keeps RocketMQ's rules (``TopicValidator.validateTopic``), else MessageError."""
+def check_topic(name: object, own: bool = False) -> str:
+    """The topic's name when it keeps RocketMQ's rules (``TopicValidator.validateTopic``), else MessageError.
+
+    Parameters
+    ----------
+    own : bool
+        True allows the topics of retries and dead letters, which may be read, but not be made or sent to.
+    """
     topic = _check_name(name, "topic", TOPIC_CHARS_MAX)
+    if own and topic.startswith((RETRY_PREFIX, DLQ_PREFIX)):
+        return topic
     if topic in SYSTEM_TOPICS or topic.lower().startswith("rmq_sys_") or topic.startswith(SYSTEM_PREFIXES):
         raise MessageError(f"topic {topic!r} is one of RocketMQ's own: choose another name")
     return topic

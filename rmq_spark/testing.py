@@ -20,6 +20,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from rmq_spark.commitlog.files import DataFile, write_table
+from rmq_spark.commitlog.group_store import GROUPS_SCHEMA
 from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.log import TOPICS_SCHEMA, CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA
@@ -186,9 +187,10 @@ class InMemoryCommitLog(CommitLog):
             MemoryTable("half", HALF_SCHEMA),
             MemoryTable("op", OP_SCHEMA),
             MemoryTable("topics", TOPICS_SCHEMA),
+            MemoryTable("groups", GROUPS_SCHEMA),
         )
         self._tables = tables
-        super().__init__("memory:", *tables, default_queues=queues)
+        super().__init__("memory:", *tables[:3], default_queues=queues)
         for name, count in (topics or {}).items():
             self.create_topic(name, count)
 
@@ -196,8 +198,11 @@ class InMemoryCommitLog(CommitLog):
         """Another handle on the same content, as another process would have."""
         twin = InMemoryCommitLog.__new__(InMemoryCommitLog)
         twin._tables = tuple(t.another() for t in self._tables)  # type: ignore[assignment]
-        CommitLog.__init__(twin, self.path, *twin._tables, default_queues=self._default_queues)
+        CommitLog.__init__(twin, self.path, *twin._tables[:3], default_queues=self._default_queues)
         return twin
+
+    def _groups_table(self) -> MemoryTable:
+        return self._tables[3]
 
     def _reopened_handle(self) -> CommitLog:
         return self.another()

@@ -6,57 +6,24 @@ Exit codes: 0; 1 when something failed (one line says what); 2 for wrong usage o
 from __future__ import annotations
 
 import base64
-import functools
 import json
-import os
-from collections.abc import Callable, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from rmq_spark import __version__
+from rmq_spark.cli.groups import group_app
+from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plain, plainly, show, storage_options
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import QUEUES_DEFAULT
-from rmq_spark.errors import TxmqError
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
 BODY_CHARS_SHOWN = 80
 READ_LIMIT = 20
-WIDTH_NOT_A_TERMINAL = 240
-STORAGE_ENV = "TXMQ_STORAGE__"
 
 VERDICTS = {"COMMIT": COMMIT_MESSAGE, "ROLLBACK": ROLLBACK_MESSAGE}
-
-
-P = ParamSpec("P")
-
-_secrets: list[str] = []
-
-
-def _plainly(command: Callable[P, None]) -> Callable[P, None]:
-    """Shows an error as one line, and never with a secret in it. ``TXMQ_DEBUG=1`` shows where it came from."""
-
-    @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except (typer.Exit, typer.Abort, typer.BadParameter):
-            raise
-        except Exception as problem:
-            if os.environ.get("TXMQ_DEBUG"):
-                raise
-            sentence = str(problem) if isinstance(problem, TxmqError) else f"{type(problem).__name__}: {problem}"
-            for secret in _secrets:
-                sentence = sentence.replace(secret, "***")
-            Console(stderr=True, soft_wrap=True).print(Text(_one_line(sentence), style="red"))
-            raise typer.Exit(1) from None
-
-    return run
 
 
 app = typer.Typer(
@@ -67,24 +34,14 @@ app = typer.Typer(
 )
 topic_app = typer.Typer(no_args_is_help=True, help="Topics of a commit log.")
 app.add_typer(topic_app, name="topic")
+app.add_typer(group_app, name="group")
 
-LogPath = Annotated[str, typer.Argument(metavar="PATH", help="The commit log: a folder or an object-store URI.")]
 HalfId = Annotated[str, typer.Argument(metavar="HALF_ID", help="As listed by pending, quarantined and conflicts.")]
-Storage = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--storage",
-        metavar="KEY=VALUE",
-        help="An option for delta-rs; may be repeated. Other users of the machine can see arguments: set secrets as "
-        f"{STORAGE_ENV}AWS_SECRET_ACCESS_KEY and so on in the environment.",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
 # ---------------------------------------------------------------- commit logs and topics
 @app.command()
-@_plainly
+@plainly
 def create(
     path: LogPath,
     queues: Annotated[int, typer.Option(help="Queues of a topic that is made without a number.")] = QUEUES_DEFAULT,
@@ -92,59 +49,64 @@ def create(
     storage: Storage = None,
 ) -> None:
     """Make a commit log."""
-    log = CommitLog.create(path, queues=queues, exist_ok=exist_ok, storage_options=_storage_options(storage))
+    log = CommitLog.create(path, queues=queues, exist_ok=exist_ok, storage_options=storage_options(storage))
     typer.echo(f"{log.path} is a commit log")
 
 
 @topic_app.command("create")
-@_plainly
+@plainly
 def create_topic(
     path: LogPath,
     name: Annotated[str, typer.Argument(metavar="NAME")],
     queues: Annotated[int | None, typer.Option(help="The log's own number when not given.")] = None,
+    fifo: Annotated[bool, typer.Option("--fifo", help="Messages of one sharding key keep their order.")] = False,
     exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Leave a topic that is there as it is.")] = False,
     storage: Storage = None,
 ) -> None:
     """Make a topic."""
-    log = _open(path, storage)
-    log.create_topic(name, queues=queues, exist_ok=exist_ok)
+    log = open_log(path, storage)
+    log.create_topic(name, queues=queues, fifo=fifo, exist_ok=exist_ok)
     typer.echo(f"topic {name} has {log.topics()[name]} queues")
 
 
 @app.command()
-@_plainly
+@plainly
 def topics(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
     """List topics, their queues and how many messages were committed to each."""
-    log = _open(path, storage)
+    log = open_log(path, storage)
     found = log.topics()
     log.ledger.refresh()
     committed = dict.fromkeys(found, 0)
     for (topic, _), offset in log.ledger.tails.items():
         committed[topic] = committed.get(topic, 0) + offset
-    rows = [{"topic": name, "queues": queues, "committed": committed[name]} for name, queues in found.items()]
-    _show(rows, as_json, "no topics: make one with txmq topic create")
+    fifo = log.fifo_topics()
+    rows = [
+        {"topic": name, "queues": queues, "fifo": name in fifo, "committed": committed[name]}
+        for name, queues in found.items()
+    ]
+    show(rows, as_json, "no topics: make one with txmq topic create")
 
 
 # ---------------------------------------------------------------- what is open
 @app.command()
-@_plainly
+@plainly
 def pending(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
     """List half batches with messages that nobody has decided on."""
-    _show(_open(path, storage).pending().to_pylist(), as_json, "nothing is pending")
+    show(open_log(path, storage).pending().to_pylist(), as_json, "nothing is pending")
 
 
 @app.command()
-@_plainly
+@plainly
 def quarantined(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
     """List half batches whose checks were given up; see resume and resolve."""
-    _show(_open(path, storage).quarantined().to_pylist(), as_json, "nothing is quarantined")
+    show(open_log(path, storage).quarantined().to_pylist(), as_json, "nothing is quarantined")
 
 
 @app.command()
-@_plainly
+@plainly
 def conflicts(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
     """List half batches with two verdicts that contradict each other; see resolve."""
-    log = _open(path, storage)
+    log = open_log(path, storage)
     rows = []
     for half_id in log.conflicts():
         record = log.get(half_id)
@@ -160,11 +122,11 @@ def conflicts(path: LogPath, as_json: AsJson = False, storage: Storage = None) -
                 ],
             }
         )
-    _show(rows, as_json, "there are no conflicts")
+    show(rows, as_json, "there are no conflicts")
 
 
 @app.command()
-@_plainly
+@plainly
 def resolve(
     path: LogPath,
     half_id: HalfId,
@@ -176,12 +138,12 @@ def resolve(
     wanted = VERDICTS.get(verdict.upper().removesuffix("_MESSAGE"))
     if wanted is None:
         raise typer.BadParameter(f"{verdict!r} is neither COMMIT nor ROLLBACK", param_hint="COMMIT|ROLLBACK")
-    placed = _open(path, storage).resolve(half_id, wanted, reason)
+    placed = open_log(path, storage).resolve(half_id, wanted, reason)
     typer.echo(f"{half_id}: {wanted}; {sum(p.count for p in placed)} messages became visible")
 
 
 @app.command()
-@_plainly
+@plainly
 def resume(
     path: LogPath,
     half_id: HalfId,
@@ -189,13 +151,13 @@ def resume(
     storage: Storage = None,
 ) -> None:
     """Take a half batch out of quarantine, so that checks go on."""
-    count = _open(path, storage).resume(half_id, reason)
+    count = open_log(path, storage).resume(half_id, reason)
     typer.echo(f"{half_id}: {count} messages are pending again")
 
 
 # ---------------------------------------------------------------- reading
 @app.command()
-@_plainly
+@plainly
 def read(
     path: LogPath,
     topic: Annotated[str, typer.Argument(metavar="TOPIC")],
@@ -210,14 +172,14 @@ def read(
     storage: Storage = None,
 ) -> None:
     """Show committed messages. With --json a line each; a body that is not UTF-8 comes as body_base64."""
-    log = _open(path, storage)
+    log = open_log(path, storage)
     table = log.read(topic, start=_start(start or [], log.require_topic(topic)), limit=limit)
     if as_json:
         for row in table.to_pylist():
             typer.echo(json.dumps(_json_message(row)))
         return
     shown = table.select(["queue_id", "queue_offset", "tags", "keys", "body", "commit_timestamp"]).to_pylist()
-    _show([{**row, "body": _short(row["body"])} for row in shown], False, f"topic {topic} has no messages here")
+    show([{**row, "body": _short(row["body"])} for row in shown], False, f"topic {topic} has no messages here")
 
 
 def _start(given: Sequence[str], queues: int) -> dict[int, int]:
@@ -238,12 +200,12 @@ def _json_message(row: dict[str, Any]) -> dict[str, Any]:
     except UnicodeDecodeError:
         content = {"body_base64": base64.b64encode(body).decode()}
     properties = None if row["properties"] is None else dict(row["properties"])
-    return {**{k: _plain(v) for k, v in row.items()}, "properties": properties, **content}
+    return {**{k: plain(v) for k, v in row.items()}, "properties": properties, **content}
 
 
 # ---------------------------------------------------------------- work
 @app.command()
-@_plainly
+@plainly
 def check(
     config: Annotated[
         Path, typer.Option("--config", "-c", envvar="TXMQ_CONFIG", help="The job's TOML file, such as conf/txmq.toml.")
@@ -258,7 +220,7 @@ def check(
 
 
 @app.command()
-@_plainly
+@plainly
 def vacuum(
     path: LogPath,
     older_than: Annotated[str | None, typer.Option(help="At least 7d, which is the default.")] = None,
@@ -267,7 +229,7 @@ def vacuum(
     storage: Storage = None,
 ) -> None:
     """Remove files that no table names: what crashes and compaction left behind."""
-    files = _open(path, storage).vacuum(older_than, dry_run)
+    files = open_log(path, storage).vacuum(older_than, dry_run)
     if as_json:
         typer.echo(json.dumps({"dry_run": dry_run, "files": files}))
         return
@@ -285,59 +247,6 @@ def main(
         raise typer.Exit
 
 
-# ---------------------------------------------------------------- storage and output
-def _open(path: str, storage: Sequence[str] | None) -> CommitLog:
-    return CommitLog.open(path, _storage_options(storage))
-
-
-def _storage_options(given: Sequence[str] | None) -> dict[str, str] | None:
-    options = {k[len(STORAGE_ENV) :]: v for k, v in os.environ.items() if k.startswith(STORAGE_ENV)}
-    for text in given or ():
-        key, found, value = text.partition("=")
-        if not found or not key:
-            raise typer.BadParameter("KEY=VALUE is expected (what was given is not shown)", param_hint="--storage")
-        options[key] = value
-    _secrets[:] = [v for v in options.values() if len(v) > 3]
-    return options or None
-
-
-def _show(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> None:
-    if as_json:
-        typer.echo(json.dumps([{k: _plain(v) for k, v in row.items()} for row in rows]))
-        return
-    if not rows:
-        typer.echo(nothing)
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, value in rows[0].items():
-        table.add_column(name, justify="right" if isinstance(value, int) else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_cell(value)) for value in row.values()))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH_NOT_A_TERMINAL)
-    console.print(table)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, datetime):
-        return f"{value:%Y-%m-%d %H:%M:%S}Z"
-    if isinstance(value, list):
-        return "\n".join(_one_line(str(v)) for v in value)
-    return _one_line(str(value))
-
-
-def _plain(value: object) -> object:
-    return value.isoformat() if isinstance(value, datetime) else value
-
-
 def _short(body: bytes) -> str:
     text = body[: BODY_CHARS_SHOWN * 4].decode(errors="replace")
     return text if len(text) <= BODY_CHARS_SHOWN else text[: BODY_CHARS_SHOWN - 1] + "…"
-
-
-def _one_line(text: str) -> str:
-    """Without line ends and control characters: what others sent must not steer the terminal."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "�" for c in text)

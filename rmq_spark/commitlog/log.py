@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog import op as op_module
+from rmq_spark.commitlog.group_store import GROUPS_SCHEMA, GroupStore
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter, unknown_topic
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.ledger import Ledger, Mask, Placed
@@ -44,6 +45,13 @@ FORMAT = 1
 """The layout of the tables; a log of a newer one is not opened."""
 LOG_RETENTION = "1m"
 """How long Delta's own log entries stay: nothing here needs them, and commits slow down with their number."""
+
+OF_REPLACED_FILES = {
+    # Of op and groups, which replace their own files all the time: their tombstones would make every checkpoint long
+    # for a week. And with few live files a checkpoint is cheap, where a cold start reads every entry after it.
+    "delta.deletedFileRetentionDuration": "interval 5 minutes",
+    "delta.checkpointInterval": "25",
+}
 
 TOPICS_SCHEMA = pa.schema(
     [
@@ -96,6 +104,7 @@ class CommitLog:
         self._default_queues = default_queues
         self._lock = threading.RLock()
         self._maintenance: threading.Thread | None = None
+        self._groups: GroupStore | None = None
 
     def __repr__(self) -> str:
         return f"CommitLog({self.path!r})"
@@ -153,10 +162,7 @@ class CommitLog:
         half_settings = {"delta.dataSkippingStatsColumns": ",".join(half_module.STATS_COLUMNS)}
         op_settings = {
             "delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS),
-            # op replaces its own files all the time: their tombstones would make every checkpoint long for a week.
-            "delta.deletedFileRetentionDuration": "interval 5 minutes",
-            # And with its few live files a checkpoint is cheap, where a cold start reads every entry after it.
-            "delta.checkpointInterval": "25",
+            **OF_REPLACED_FILES,
         }
         # topics comes last: it carries the format, so a log that a crash left half-made is not opened, but made again.
         for name, schema, more in (
@@ -291,6 +297,22 @@ class CommitLog:
             raise TopicNotFoundError(unknown_topic(name, topics))
         return topics[name]
 
+    @property
+    def groups(self) -> GroupStore:
+        """The progress of consumer groups; its table is made when it is first needed."""
+        with self._lock:
+            if self._groups is None:
+                self._groups = GroupStore(self._groups_table())
+            return self._groups
+
+    def _groups_table(self) -> Table:
+        where, options = f"{self.path}/groups", self.storage_options or None
+        if not DeltaLogTable.exists(where, options):
+            retention = self.half.table.configuration.get("delta.logRetentionDuration", f"interval {LOG_RETENTION}")  # type: ignore[attr-defined]
+            settings = {"delta.appendOnly": "false", "delta.logRetentionDuration": retention, **OF_REPLACED_FILES}
+            DeltaLogTable.create(where, "groups", GROUPS_SCHEMA, options, settings)
+        return DeltaLogTable(where, "groups", GROUPS_SCHEMA, options)
+
     # ------------------------------------------------------------------ the protocol's steps
     def stage(self, writer: HalfWriter, batches: Sequence[pa.RecordBatch], partition: int = 0) -> list[HalfFile]:
         """Write messages as half files from this process (executors do the same with ``HalfWriter`` alone)."""
@@ -403,6 +425,26 @@ class CommitLog:
             for a in s.attempts(RowState.PENDING)
         ]
         return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
+
+    def open_messages(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """By (topic, queue_id): how many messages are pending, and how many are committed but wait for their time or
+        for an earlier one of their sharding key."""
+        batches = {record.half_id: (record, state) for record, state in self.open_batches()}
+        for half_id in set(self.ledger.waiting).difference(batches):
+            record = self.get(half_id)
+            batches[half_id] = (record, self.state_of(record))
+        found: dict[tuple[str, int], tuple[int, int]] = {}
+        for record, state in batches.values():
+            for file_no, file in record.files.items():
+                for segment in file.segments:
+                    states = state.files[file_no].state[segment.first : segment.last + 1]
+                    queue = (segment.topic, segment.queue_id)
+                    pending, waiting = found.get(queue, (0, 0))
+                    found[queue] = (
+                        pending + states.count(RowState.PENDING),
+                        waiting + states.count(RowState.DECIDED),
+                    )
+        return found
 
     def quarantined(self) -> pa.Table:
         """Half batches with quarantined messages, with the columns of :meth:`pending`."""
@@ -523,8 +565,9 @@ class CommitLog:
             raise OptionError(
                 f"older_than={older_than!r} is under {ORPHAN_AGE_S / 86400:.0f}d: files that young may be in use"
             )
+        tables = [self.half.table, self._op, self._topics_table, self.groups.table]
         with self._lock, self.ledger._lock:
-            return maintenance.vacuum([self.half.table, self._op, self._topics_table], age_s, dry_run)
+            return maintenance.vacuum(tables, age_s, dry_run)
 
     def _maintain(self) -> None:
         """Compact ``op`` off the critical path, in a thread with tables of its own."""

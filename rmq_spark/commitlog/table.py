@@ -63,7 +63,13 @@ CHECKPOINT_INTERVAL = 100
 ROW_GROUP_ROWS = 4_096
 """Of op, sorted by version: whoever wants the newest rows skips the row groups before them."""
 
-BOUNDS = {"half_id": pa.string(), "version": pa.int64(), "next_offset": pa.int64(), "low_water": pa.int64()}
+BOUNDS = {
+    "half_id": pa.string(),
+    "version": pa.int64(),
+    "next_offset": pa.int64(),
+    "low_water": pa.int64(),
+    "consumer_group": pa.string(),
+}
 """Columns whose bounds in a file are looked at."""
 
 

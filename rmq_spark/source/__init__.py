@@ -19,6 +19,7 @@ SOURCE_OPTIONS = (
     "maxRecordsPerPartition",
     "failOnDataLoss",
     "ordered",
+    "consumerGroup",
 )
 """Options of ``spark.read`` and ``spark.readStream``; ``storage.<key>`` comes on top."""
 

@@ -67,6 +67,7 @@ class ReadOptions:
     partition_records_max: int | None
     fail_on_data_loss: bool
     ordered: bool
+    consumer_group: str | None = None
 
 
 def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
@@ -79,14 +80,15 @@ def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
     OffsetError
         For offsets that are malformed.
     """
-    options = Options(given, (*SOURCE_OPTIONS, "consumerGroup"))
+    options = Options(given, SOURCE_OPTIONS)
     group = options.get("consumerGroup")
     if group is not None:
         check_group(group, "consumerGroup")
-        raise OptionError(
-            f"consumerGroup={group!r}: this version of rmq_spark keeps no progress of consumer groups; leave it out, a "
-            "stream keeps its own progress in its checkpoint"
-        )
+        if not streaming:
+            raise OptionError(
+                "consumerGroup is for streams: a batch read has no progress to keep; use "
+                "spark.readStream with trigger(availableNow=True)"
+            )
     if streaming:
         for name in ("endingOffsets", "endingTimestamp"):
             if name in options:
@@ -111,6 +113,7 @@ def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
         partition_records_max=options.integer("maxRecordsPerPartition"),
         fail_on_data_loss=options.boolean("failOnDataLoss", True),
         ordered=ordered,
+        consumer_group=group,
     )
 
 
@@ -129,7 +132,7 @@ def _subscription(options: Options) -> Subscription:
             raise OptionError(f"subscribePattern={pattern!r} is not a regular expression: {problem}") from problem
         return Subscription(pattern=pattern)
     text = options.require("subscribe", "name the topics to read (with commas between), or set 'subscribePattern'")
-    return Subscription(tuple(dict.fromkeys(check_topic(name.strip()) for name in text.split(","))))
+    return Subscription(tuple(dict.fromkeys(check_topic(name.strip(), own=True) for name in text.split(","))))
 
 
 def parse_tags(expression: str) -> tuple[str, ...] | None:

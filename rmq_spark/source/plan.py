@@ -56,7 +56,7 @@ class Planner:
     """
 
     def __init__(self, log: CommitLog, subscription: Subscription, fail_on_data_loss: bool = True) -> None:
-        self._log = log
+        self.log = log
         self._op = log.ledger.table
         self._subscription = subscription
         self._fail_on_data_loss = fail_on_data_loss
@@ -74,7 +74,7 @@ class Planner:
         TopicNotFoundError
             When a topic is named that is not in the log.
         """
-        topics = self._log.topics()
+        topics = self.log.topics()
         for name in self._subscription.topics:
             if name not in topics:
                 raise TopicNotFoundError(unknown_topic(name, topics))
@@ -83,8 +83,8 @@ class Planner:
     def latest(self, refresh: bool = True) -> Positions:
         """The next offset of every queue subscribed to that has messages."""
         if refresh:
-            self._log.ledger.refresh()
-        tails = self._log.ledger.tails
+            self.log.ledger.refresh()
+        tails = self.log.ledger.tails
         mine = {topic for topic in {topic for topic, _ in tails} if self._subscription.matches(topic)}
         return {queue: offset for queue, offset in tails.items() if queue[0] in mine}
 
@@ -116,8 +116,8 @@ class Planner:
         return found
 
     # ------------------------------------------------------------------ a stream's offsets
-    def checked_start(self, start: Positions, latest: Positions) -> Positions:
-        """A stream's start, from its checkpoint, without what this log or subscription does not have.
+    def checked_start(self, start: Positions, latest: Positions, whose: str = "the checkpoint") -> Positions:
+        """A stream's start, from its checkpoint or its group, without what this log or subscription does not have.
 
         Raises
         ------
@@ -128,13 +128,13 @@ class Planner:
         for (topic, queue_id), offset in start.items():
             end = latest.get((topic, queue_id), 0)
             if not self._subscription.matches(topic):
-                logger.warning("topic %r is in the checkpoint, but is not subscribed to any more: left out", topic)
+                logger.warning("topic %r is in %s, but is not subscribed to any more: left out", topic, whose)
             elif offset <= end:
                 found[(topic, queue_id)] = offset
             else:
                 self._lost(
-                    f"the checkpoint has offset {offset} for topic {topic!r}, queue {queue_id}, which ends at {end}: "
-                    "it was made with another commit log, or with one restored since. Start a new checkpoint"
+                    f"{whose} has offset {offset} for topic {topic!r}, queue {queue_id}, which ends at {end}: "
+                    "it was made with another commit log, or with one restored since. Start a new one"
                 )
                 found[(topic, queue_id)] = end
         return found
@@ -176,8 +176,8 @@ class Planner:
     def _covering(self, wanted: Ranges, start: Positions) -> pa.Table:
         """Placements that hold these ranges, and perhaps more; all there are when the log does not hold them."""
         if not self._covered(wanted):
-            if any(stop > self._log.ledger.tails.get(queue, 0) for queue, (_, stop) in wanted.items()):
-                self._log.ledger.refresh()
+            if any(stop > self.log.ledger.tails.get(queue, 0) for queue, (_, stop) in wanted.items()):
+                self.log.ledger.refresh()
             version = self._op.version
             if all(first >= self._floor.get(queue, 0) for queue, (first, _) in wanted.items()):
                 known = self._rows.filter(pc.less(self._rows["version"], self._until))

@@ -6,6 +6,8 @@ The driver plans (``plan``), executors read half files with pyarrow and hand who
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -144,12 +146,23 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         super().__init__(options, schema)
         self._stop_at: Positions | None = None
+        self._published: Positions = {}
 
     def initialOffset(self) -> JsonOffsets:
-        """Where a new query starts (``startingOffsets``, default ``latest``); later ones start at their checkpoint."""
+        """Where a new query starts; one that has a checkpoint starts there.
+
+        That is where its consumer group stands. Queues that the group has not read, or all of them without a group,
+        start at ``startingOffsets`` (default ``latest``) or ``startingTimestamp``.
+        """
         starting = self.options.starting
         name = "startingOffsets" if isinstance(starting, (str, dict)) else "startingTimestamp"
-        return to_json(self.planner.resolve(name, starting))
+        positions = self.planner.resolve(name, starting)
+        if self.options.consumer_group is not None:
+            known = self.planner.log.groups.positions(self.options.consumer_group)
+            mine = {queue: offset for queue, offset in known.items() if queue in positions}
+            what = f"consumer group {self.options.consumer_group!r}"
+            positions |= self.planner.checked_start(mine, self.planner.latest(), what)
+        return to_json(positions)
 
     def getDefaultReadLimit(self) -> ReadLimit:
         limit = self.options.offsets_per_trigger_max
@@ -165,7 +178,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         if self._stop_at is not None:
             latest = self._stop_at
         begin = self.planner.checked_start(from_json(start, "the checkpoint"), latest)
-        self.planner.forget(begin)
+        self._done_below(begin)
         return to_json(admit(begin, latest, _rows_max(limit)))
 
     def reportLatestOffset(self) -> JsonOffsets | None:
@@ -176,9 +189,21 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         return self._plan(from_json(start, "the start offset"), from_json(end, "the end offset"))
 
     def commit(self, end: JsonOffsets) -> None:
-        """Spark has done everything below ``end``."""
+        """Spark has done everything below ``end``. It says so when it plans the next micro-batch; for the last one of
+        all it never does, but it asks for :meth:`latestOffset` after it."""
         if self._planner is not None:
-            self._planner.forget(from_json(end, "the committed offset"))
+            self._done_below(from_json(end, "the committed offset"))
+
+    def _done_below(self, positions: Positions) -> None:
+        self.planner.forget(positions)
+        group = self.options.consumer_group
+        if group is None or positions == self._published:
+            return
+        try:
+            self.planner.log.groups.publish(group, positions, f"{socket.gethostname()}@{os.getpid()}")
+            self._published = positions
+        except Exception:  # the checkpoint is what counts; the next micro-batch publishes more
+            logger.warning("progress of consumer group %r was not published", group, exc_info=True)
 
     def stop(self) -> None:
         self._planner = None

@@ -64,8 +64,8 @@ def test_a_log_and_a_topic_are_made_and_listed(tmp_path: Path) -> None:
     assert txmq("topic", "create", path, "orders")[0] == "topic orders has 3 queues\n"
     txmq("topic", "create", path, "bills", "--queues", 1)
     assert json.loads(txmq("topics", path, "--json")[0]) == [
-        {"topic": "bills", "queues": 1, "committed": 0},
-        {"topic": "orders", "queues": 3, "committed": 0},
+        {"topic": "bills", "queues": 1, "fifo": False, "committed": 0},
+        {"topic": "orders", "queues": 3, "fifo": False, "committed": 0},
     ]
     assert "is a commit log already" in txmq("create", path, code=1)[1]
     txmq("create", path, "--exist-ok")

@@ -1,0 +1,91 @@
+"""``txmq group``: consumer groups, their lag, and putting them elsewhere."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, show
+from rmq_spark.consumer.groups import ConsumerGroup, groups
+from rmq_spark.source.offsets import EARLIEST, LATEST, parse_offsets, parse_timestamp, to_json
+
+group_app = typer.Typer(no_args_is_help=True, help="Consumer groups of a commit log.")
+
+Group = Annotated[str, typer.Argument(metavar="GROUP")]
+
+
+@group_app.command("list")
+@plainly
+def list_groups(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
+    """List consumer groups, and how far they are behind."""
+    log = open_log(path, storage)
+    rows = []
+    for name in groups(log):
+        lag = ConsumerGroup(log, name).lag()
+        rows.append(
+            {
+                "consumer_group": name,
+                "topics": ", ".join(sorted(set(lag["topic"].to_pylist()))),
+                "lag": sum(lag["lag"].to_pylist()),
+                "lag_seconds": round(max(lag["lag_seconds"].to_pylist(), default=0.0), 1),
+                "updated": max((t for t in lag["updated"].to_pylist() if t is not None), default=None),
+            }
+        )
+    show(rows, as_json, "no consumer group has read from this log: set the option consumerGroup of a stream")
+
+
+@group_app.command()
+@plainly
+def lag(path: LogPath, group: Group, as_json: AsJson = False, storage: Storage = None) -> None:
+    """Show how far a group is behind, queue by queue."""
+    rows = ConsumerGroup(open_log(path, storage), group).lag().to_pylist()
+    for row in rows:
+        row["lag_seconds"] = round(row["lag_seconds"], 1)
+    show(rows, as_json, "the group's topics are gone")
+
+
+@group_app.command()
+@plainly
+def reset(
+    path: LogPath,
+    group: Group,
+    to: Annotated[
+        str,
+        typer.Option(help='earliest, latest, a time such as 2025-03-01T08:00:00Z, or offsets: {"orders": {"0": 23}}'),
+    ],
+    topic: Annotated[
+        list[str] | None, typer.Option(help="May be repeated; the topics the group has read when not given.")
+    ] = None,
+    storage: Storage = None,
+) -> None:
+    """Put a group elsewhere. A query with a checkpoint follows its checkpoint: start it with a new one."""
+    found = ConsumerGroup(open_log(path, storage), group)
+    text = to.strip()
+    if text in (EARLIEST, LATEST):
+        positions = found.reset(text, topic)
+    elif text.startswith("{"):
+        given = parse_offsets(text, "--to", (EARLIEST, LATEST), ())
+        assert not isinstance(given, str)  # JSON
+        positions = found.reset(to_json(given), topic)
+    else:
+        positions = found.reset(parse_timestamp(text, "--to"), topic)
+    show([{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(positions.items())], False, "nothing")
+
+
+@group_app.command()
+@plainly
+def clone(
+    path: LogPath, group: Group, other: Annotated[str, typer.Argument(metavar="NEW_GROUP")], storage: Storage = None
+) -> None:
+    """Give a new group the progress of a group."""
+    found = ConsumerGroup(open_log(path, storage), group).clone(other)
+    typer.echo(f"{other} stands where {group} stands, in {len(found.positions())} queues")
+
+
+@group_app.command()
+@plainly
+def delete(path: LogPath, group: Group, storage: Storage = None) -> None:
+    """Forget a group's progress."""
+    known = ConsumerGroup(open_log(path, storage), group).delete()
+    typer.echo(f"{group} is forgotten" if known else f"{group} was not known")

@@ -1,0 +1,1 @@
+"""Consumers: groups and their progress."""

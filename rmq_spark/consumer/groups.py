@@ -1,0 +1,200 @@
+"""Consumer groups: how far they have read, how far they are behind, and putting them elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.reading import walk_placements
+from rmq_spark.config import nearest
+from rmq_spark.errors import GroupNotFoundError, OptionError
+from rmq_spark.message import TIMESTAMP, check_group, check_topic
+from rmq_spark.source.offsets import EARLIEST, LATEST, JsonOffsets, Positions, Queue, from_json
+from rmq_spark.source.options import Subscription
+from rmq_spark.source.plan import Planner
+
+LAG_SCHEMA = pa.schema(
+    [
+        ("consumer_group", pa.string()),
+        ("topic", pa.string()),
+        ("queue_id", pa.int32()),
+        ("next_offset", pa.int64()),
+        ("end_offset", pa.int64()),
+        ("lag", pa.int64()),
+        ("lag_seconds", pa.float64()),
+        ("pending", pa.int64()),
+        ("waiting", pa.int64()),
+        ("updated", TIMESTAMP),
+        ("updated_by", pa.string()),
+    ]
+)
+
+
+class ConsumerGroup:
+    """One consumer group of a commit log (RocketMQ: ``mqadmin consumerProgress``, ``resetOffsetByTime``).
+
+    A stream with the option ``consumerGroup`` publishes its progress here, and starts here when it has no checkpoint.
+
+    Parameters
+    ----------
+    log : CommitLog or path
+    name : str
+        Of the group; it need not be known yet.
+    """
+
+    def __init__(self, log: CommitLog | str | os.PathLike[str], name: str) -> None:
+        self.log = log if isinstance(log, CommitLog) else CommitLog.open(log)
+        self.name = check_group(name, "consumerGroup")
+
+    def __repr__(self) -> str:
+        return f"ConsumerGroup({self.log!r}, {self.name!r})"
+
+    # ------------------------------------------------------------------ looking
+    def positions(self) -> Positions:
+        """The next offset of every queue that the group has read from, by (topic, queue_id)."""
+        return self.log.groups.positions(self.name)
+
+    def lag(self) -> pa.Table:
+        """How far the group is behind, a row a queue of the topics that it reads.
+
+        Returns
+        -------
+        pyarrow.Table
+            ``consumer_group, topic, queue_id, next_offset, end_offset``; ``lag`` in messages that are visible and not
+            read; ``lag_seconds`` since the first of them was committed (0 when there is none); ``pending`` half
+            messages and ``waiting`` ones (committed, delayed or held for order), which are not in the lag; ``updated``
+            and ``updated_by``.
+
+        Raises
+        ------
+        GroupNotFoundError
+            When the group has no progress.
+        """
+        rows = self._rows().to_pylist()
+        known = {(r["topic"], r["queue_id"]): r for r in rows}
+        queues_of = self.log.topics()
+        names = sorted({topic for topic, _ in known})
+        self.log.ledger.refresh()
+        tails = dict(self.log.ledger.tails)
+        queues = [(t, q) for t in names for q in range(queues_of.get(t, 0))]
+        start = {queue: known[queue]["next_offset"] if queue in known else 0 for queue in queues}
+        since = self._waiting_since({q: n for q, n in start.items() if n < tails.get(q, 0)})
+        open_messages = self.log.open_messages()
+        now = datetime.now(timezone.utc)
+        found = [
+            {
+                "consumer_group": self.name,
+                "topic": queue[0],
+                "queue_id": queue[1],
+                "next_offset": start[queue],
+                "end_offset": tails.get(queue, 0),
+                "lag": max(0, tails.get(queue, 0) - start[queue]),
+                "lag_seconds": max(0.0, (now - since[queue]).total_seconds()) if queue in since else 0.0,
+                "pending": open_messages.get(queue, (0, 0))[0],
+                "waiting": open_messages.get(queue, (0, 0))[1],
+                "updated": known[queue]["updated"] if queue in known else None,
+                "updated_by": known[queue]["updated_by"] if queue in known else None,
+            }
+            for queue in queues
+        ]
+        return pa.Table.from_pylist(found, schema=LAG_SCHEMA)
+
+    def _waiting_since(self, behind: Mapping[Queue, int]) -> dict[Queue, datetime]:
+        """When the message at each of these offsets was committed."""
+        found: dict[Queue, datetime] = {}
+        left = dict(behind)
+        for rows, _ in walk_placements(self.log.ledger.table, above=min(left.values(), default=0)) if left else ():
+            for (topic, queue_id), offset in list(left.items()):
+                of_queue = pc.and_(pc.equal(rows["topic"], topic), pc.equal(rows["queue_id"], queue_id))
+                holds = pc.and_(pc.less_equal(rows["queue_offset"], offset), pc.greater(rows["next_offset"], offset))
+                times = rows.filter(pc.and_(of_queue, holds))["op_time"]
+                if len(times):
+                    found[(topic, queue_id)] = times[0].as_py()
+                    del left[(topic, queue_id)]
+            if not left:
+                break
+        return found
+
+    def _rows(self) -> pa.Table:
+        rows = self.log.groups.rows(self.name)
+        if rows.num_rows == 0:
+            names = pc.unique(self.log.groups.rows()["consumer_group"]).to_pylist()
+            hint = nearest(self.name, names) if names else "no group has read from this commit log yet"
+            raise GroupNotFoundError(f"consumer group {self.name!r} has no progress ({hint})")
+        return rows
+
+    # ------------------------------------------------------------------ moving
+    def reset(self, to: str | datetime | JsonOffsets, topics: Iterable[str] | None = None) -> Positions:
+        """Put the group elsewhere, forwards or backwards; returns its positions in these topics.
+
+        A query that has a checkpoint goes on where its checkpoint says: stop it, reset, and start it with a new
+        ``checkpointLocation``.
+
+        Parameters
+        ----------
+        to : str, datetime or mapping
+            ``"earliest"``, ``"latest"``, a time of commit with a time zone (the first message committed then or
+            later), or offsets of every queue: ``{"orders": {"0": 23, "1": 7}}``.
+        topics : iterable of str, optional
+            Those that the group has read when not given.
+
+        Raises
+        ------
+        OptionError, OffsetError, OffsetOutOfRangeError, TopicNotFoundError, GroupNotFoundError
+        """
+        given: str | datetime | Positions
+        if isinstance(to, datetime):
+            if to.tzinfo is None:
+                raise OptionError(f"to={to!r} has no time zone: which hour is meant would be a guess")
+            given = to
+        elif isinstance(to, str):
+            if to not in (EARLIEST, LATEST):
+                raise OptionError(f"to={to!r} is neither 'earliest' nor 'latest', nor a datetime, nor offsets")
+            given = to
+        else:
+            given = from_json(to, "to")
+        if isinstance(given, dict) and topics is None:
+            names: Sequence[str] = sorted({topic for topic, _ in given})
+        else:
+            names = sorted(set(topics)) if topics is not None else sorted(set(self._rows()["topic"].to_pylist()))
+        if not names:
+            raise OptionError("no topic is named: there is nothing to reset")
+        subscription = Subscription(tuple(check_topic(name, own=True) for name in names))
+        positions = Planner(self.log, subscription).resolve("to", given)
+        self.log.groups.set(self.name, positions, f"reset to {to if isinstance(to, (str, datetime)) else 'offsets'}")
+        return positions
+
+    def clone(self, name: str) -> ConsumerGroup:
+        """Give another group the progress of this one (RocketMQ: ``cloneGroupOffset``).
+
+        Raises
+        ------
+        OptionError
+            When the other group has progress of its own.
+        GroupNotFoundError
+            When this one has none.
+        """
+        other = ConsumerGroup(self.log, name)
+        positions = dict(self.positions())
+        self._rows()
+        if other.positions():
+            raise OptionError(
+                f"consumer group {name!r} has progress of its own: delete it first, or choose another name"
+            )
+        self.log.groups.set(name, positions, f"cloned from {self.name}")
+        return other
+
+    def delete(self) -> bool:
+        """Forget the group's progress; False when it had none."""
+        return self.log.groups.delete(self.name)
+
+
+def groups(log: CommitLog | str | os.PathLike[str]) -> list[str]:
+    """The consumer groups that have progress in a commit log."""
+    log = log if isinstance(log, CommitLog) else CommitLog.open(log)
+    return sorted(pc.unique(log.groups.rows()["consumer_group"]).to_pylist())

@@ -1,0 +1,162 @@
+"""Consumer groups: their progress, their lag, and putting them elsewhere."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import rmq_spark as txmq
+from rmq_spark.cli import app
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.consumer.groups import groups
+from tests.half_batches import another, commit, make_log, prepare
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    return make_log(request.param, tmp_path / "log", orders=2, returns=1)
+
+
+def lag_of(group: txmq.ConsumerGroup, column: str = "lag") -> dict[tuple[str, int], object]:
+    rows = group.lag().to_pylist()
+    return {(r["topic"], r["queue_id"]): r[column] for r in rows}
+
+
+def test_progress_is_kept_and_never_runs_backwards(log: CommitLog) -> None:
+    assert log.groups.publish("points", {("orders", 0): 5, ("orders", 1): 3}, "one")
+    assert log.groups.publish("points", {("orders", 0): 4, ("orders", 1): 7}, "a zombie")
+    assert not log.groups.publish("points", {("orders", 0): 1}, "a zombie")
+    group = txmq.ConsumerGroup(another(log), "points")
+    assert group.positions() == {("orders", 0): 5, ("orders", 1): 7}
+    by = {r["queue_id"]: r["updated_by"] for r in log.groups.rows("points").to_pylist()}
+    assert by == {0: "one", 1: "a zombie"}
+
+
+def test_groups_do_not_disturb_each_other(log: CommitLog) -> None:
+    handles = [another(log) for _ in range(4)]
+    handles[0].groups.publish("g0", {("orders", 0): 0}, "warm up")  # the table is made once
+
+    def work(i: int) -> None:
+        for n in range(1, 8):
+            handles[i].groups.publish(f"g{i}", {("orders", 0): n}, "me")
+            handles[i].groups.publish("shared", {("orders", i % 2): n + i}, "me")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert groups(log) == ["g0", "g1", "g2", "g3", "shared"]
+    assert [log.groups.positions(f"g{i}") for i in range(4)] == [{("orders", 0): 7}] * 4
+    assert log.groups.positions("shared") == {("orders", 0): 9, ("orders", 1): 10}
+    log.groups.table.refresh()
+    assert log.groups.table.actions().num_rows == 5  # a file each
+
+
+def test_lag_counts_messages_seconds_and_what_is_not_visible_yet(log: CommitLog) -> None:
+    commit(log, prepare(log, 0, 4))
+    time.sleep(0.2)
+    commit(log, prepare(log, 1, 4))
+    prepare(log, 2, 3)
+    later = datetime.now(timezone.utc) + timedelta(hours=1)
+    commit(log, prepare(log, 3, {"body": ["x"], "deliver_at": [later], "queue_id": [1]}))
+    group = txmq.ConsumerGroup(log, "points")
+    log.groups.publish("points", {("orders", 0): 2, ("orders", 1): 4}, "me")
+    assert lag_of(group) == {("orders", 0): 2, ("orders", 1): 0}
+    assert lag_of(group, "end_offset") == {("orders", 0): 4, ("orders", 1): 4}
+    seconds = lag_of(group, "lag_seconds")
+    assert 0 < seconds[("orders", 0)] < 5  # type: ignore[operator]
+    assert seconds[("orders", 1)] == 0
+    assert sum(lag_of(group, "pending").values()) == 3  # type: ignore[arg-type]
+    assert lag_of(group, "waiting") == {("orders", 0): 0, ("orders", 1): 1}
+
+
+def test_a_reset_moves_a_group_both_ways(log: CommitLog) -> None:
+    commit(log, prepare(log, 0, 4))
+    time.sleep(0.01)
+    between = datetime.now(timezone.utc)
+    time.sleep(0.01)
+    commit(log, prepare(log, 1, 4))
+    group = txmq.ConsumerGroup(log, "points")
+    assert group.reset("latest", ["orders"]) == {("orders", 0): 4, ("orders", 1): 4}
+    assert group.reset("earliest") == {("orders", 0): 0, ("orders", 1): 0}
+    assert group.reset(between) == {("orders", 0): 2, ("orders", 1): 2}
+    assert group.reset({"orders": {"0": 3, "1": 1}}) == {("orders", 0): 3, ("orders", 1): 1}
+    assert group.positions() == {("orders", 0): 3, ("orders", 1): 1}
+    group.reset("earliest", ["returns"])
+    assert set(group.positions()) == {("orders", 0), ("orders", 1), ("returns", 0)}
+    assert lag_of(group) == {("orders", 0): 1, ("orders", 1): 3, ("returns", 0): 0}
+
+
+def test_a_clone_stands_where_the_first_stands(log: CommitLog) -> None:
+    txmq.ConsumerGroup(log, "points").reset("latest", ["orders"])
+    clone = txmq.ConsumerGroup(log, "points").clone("points-2")
+    assert clone.positions() == txmq.ConsumerGroup(log, "points").positions()
+    with pytest.raises(txmq.OptionError, match="has progress of its own"):
+        txmq.ConsumerGroup(log, "points").clone("points-2")
+    assert clone.delete()
+    assert not clone.delete()
+    assert groups(log) == ["points"]
+
+
+@pytest.mark.parametrize(
+    ("work", "error", "sentence"),
+    [
+        (lambda g: g.lag(), txmq.GroupNotFoundError, "'points' has no progress"),
+        (lambda g: g.reset("latest"), txmq.GroupNotFoundError, "no progress"),
+        (lambda g: g.clone("other"), txmq.GroupNotFoundError, "no progress"),
+        (lambda g: g.reset("newest", ["orders"]), txmq.OptionError, "neither 'earliest' nor 'latest'"),
+        (lambda g: g.reset(datetime(2025, 1, 1), ["orders"]), txmq.OptionError, "no time zone"),
+        (lambda g: g.reset("latest", []), txmq.OptionError, "no topic is named"),
+        (lambda g: g.reset("latest", ["order"]), txmq.TopicNotFoundError, "did you mean 'orders'"),
+        (lambda g: g.reset({"orders": {"0": 1, "1": 0}}), txmq.OffsetOutOfRangeError, "past its end"),
+        (lambda g: g.reset({"orders": {"0": 0}}), txmq.OffsetError, "leaves out queue 1"),
+        (lambda g: g.reset({"orders": 3}), txmq.OffsetError, "not of the form"),
+    ],
+)
+def test_what_cannot_be_done_is_said(log: CommitLog, work: object, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        work(txmq.ConsumerGroup(log, "points"))  # type: ignore[operator]
+    assert groups(log) == []
+
+
+def test_a_name_that_is_no_group_is_refused(log: CommitLog) -> None:
+    with pytest.raises(txmq.MessageError, match="consumerGroup"):
+        txmq.ConsumerGroup(log, "no group")
+
+
+def test_progress_survives_another_process_and_vacuum(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log")
+    for n in range(30):
+        log.groups.publish("points", {("orders", 0): n + 1}, "me")
+    CommitLog.open(log.path).vacuum()
+    assert txmq.ConsumerGroup(log.path, "points").positions() == {("orders", 0): 30}
+
+
+def test_the_command(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log")
+    commit(log, prepare(log, 0, 4))
+
+    def run(*arguments: str, code: int = 0) -> str:
+        result = CliRunner().invoke(app, ["group", *arguments])
+        assert result.exit_code == code, result.output
+        return result.output
+
+    assert "no consumer group has read" in run("list", log.path)
+    run("reset", log.path, "points", "--to", "earliest", "--topic", "orders")
+    found = json.loads(run("list", log.path, "--json"))
+    assert [(r["consumer_group"], r["topics"], r["lag"]) for r in found] == [("points", "orders", 4)]
+    assert [r["lag"] for r in json.loads(run("lag", log.path, "points", "--json"))] == [2, 2]
+    run("reset", log.path, "points", "--to", '{"orders": {"0": 2, "1": 1}}')
+    assert [r["lag"] for r in json.loads(run("lag", log.path, "points", "--json"))] == [0, 1]
+    run("reset", log.path, "points", "--to", "2020-01-01T00:00:00Z")
+    assert "points-2 stands where points stands" in run("clone", log.path, "points", "points-2")
+    assert "points is forgotten" in run("delete", log.path, "points")
+    assert "did you mean 'points-2'" in run("lag", log.path, "points-3", code=1)
+    assert "is not a time" in run("reset", log.path, "points-2", "--to", "yesterday", code=1)
