@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from rmq_spark.check.report import CheckReport as CheckReport
     from rmq_spark.check.service import CheckService as CheckService
     from rmq_spark.commitlog.log import CommitLog as CommitLog
+    from rmq_spark.consumer.consume import consume as consume
+    from rmq_spark.consumer.dead_letters import DeadLetters as DeadLetters
     from rmq_spark.consumer.groups import ConsumerGroup as ConsumerGroup
+    from rmq_spark.consumer.listener import ConsumeConcurrentlyStatus as ConsumeConcurrentlyStatus
+    from rmq_spark.consumer.listener import ConsumeOrderlyStatus as ConsumeOrderlyStatus
+    from rmq_spark.consumer.listener import EachMessage as EachMessage
     from rmq_spark.datasource import register as register
     from rmq_spark.errors import *  # noqa: F403
     from rmq_spark.listener import PerMessageListener as PerMessageListener
@@ -43,6 +48,11 @@ _WHERE = {
     "TransactionCheckListener": "check.policy",
     "CommitLog": "commitlog.log",
     "ConsumerGroup": "consumer.groups",
+    "ConsumeConcurrentlyStatus": "consumer.listener",
+    "ConsumeOrderlyStatus": "consumer.listener",
+    "DeadLetters": "consumer.dead_letters",
+    "EachMessage": "consumer.listener",
+    "consume": "consumer.consume",
     "register": "datasource",
     "PerMessageListener": "listener",
     "TransactionListener": "listener",

@@ -28,6 +28,10 @@ class GroupNotFoundError(TxmqError, LookupError):
     """A consumer group has no progress in the commit log."""
 
 
+class ConsumeError(TxmqError):
+    """A stream cannot be consumed in this way."""
+
+
 class TopicExistsError(TxmqError):
     """A topic is in the commit log already."""
 

@@ -223,7 +223,7 @@ class Message:
 
 @dataclass(frozen=True)
 class MessageExt(Message):
-    """A stored message, as a per-message listener sees it (RocketMQ: ``MessageExt``)."""
+    """A stored message, as a listener that takes one at a time sees it (RocketMQ: ``MessageExt``)."""
 
     msg_id: str = ""
     transaction_id: str = ""
@@ -231,6 +231,8 @@ class MessageExt(Message):
     producer_group: str = ""
     store_timestamp: datetime | None = None
     check_times: int = 0
+    queue_offset: int | None = None
+    reconsume_times: int = 0
 
 
 def to_table(messages: Sequence[Message]) -> pa.Table:

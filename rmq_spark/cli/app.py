@@ -14,13 +14,13 @@ from typing import Annotated, Any
 import typer
 
 from rmq_spark import __version__
+from rmq_spark.cli.dead_letters import dlq_app
 from rmq_spark.cli.groups import group_app
-from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plain, plainly, show, storage_options
+from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plain, plainly, short, show, storage_options
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
-BODY_CHARS_SHOWN = 80
 READ_LIMIT = 20
 
 VERDICTS = {"COMMIT": COMMIT_MESSAGE, "ROLLBACK": ROLLBACK_MESSAGE}
@@ -35,6 +35,7 @@ app = typer.Typer(
 topic_app = typer.Typer(no_args_is_help=True, help="Topics of a commit log.")
 app.add_typer(topic_app, name="topic")
 app.add_typer(group_app, name="group")
+app.add_typer(dlq_app, name="dlq")
 
 HalfId = Annotated[str, typer.Argument(metavar="HALF_ID", help="As listed by pending, quarantined and conflicts.")]
 
@@ -179,7 +180,7 @@ def read(
             typer.echo(json.dumps(_json_message(row)))
         return
     shown = table.select(["queue_id", "queue_offset", "tags", "keys", "body", "commit_timestamp"]).to_pylist()
-    show([{**row, "body": _short(row["body"])} for row in shown], False, f"topic {topic} has no messages here")
+    show([{**row, "body": short(row["body"])} for row in shown], False, f"topic {topic} has no messages here")
 
 
 def _start(given: Sequence[str], queues: int) -> dict[int, int]:
@@ -245,8 +246,3 @@ def main(
     if version:
         typer.echo(f"rmq-spark {__version__}")
         raise typer.Exit
-
-
-def _short(body: bytes) -> str:
-    text = body[: BODY_CHARS_SHOWN * 4].decode(errors="replace")
-    return text if len(text) <= BODY_CHARS_SHOWN else text[: BODY_CHARS_SHOWN - 1] + "…"

@@ -17,6 +17,7 @@ from rich.text import Text
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import TxmqError
 
+BODY_CHARS_SHOWN = 80
 WIDTH_NOT_A_TERMINAL = 240
 STORAGE_ENV = "TXMQ_STORAGE__"
 
@@ -110,3 +111,8 @@ def plain(value: object) -> object:
 def one_line(text: str) -> str:
     """Without line ends and control characters: what others sent must not steer the terminal."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "�" for c in text)
+
+
+def short(body: bytes) -> str:
+    text = body[: BODY_CHARS_SHOWN * 4].decode(errors="replace")
+    return text if len(text) <= BODY_CHARS_SHOWN else text[: BODY_CHARS_SHOWN - 1] + "…"

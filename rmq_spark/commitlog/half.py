@@ -141,6 +141,8 @@ class HalfWriter:
         The column whose equal values make one transaction.
     fifo : frozenset of str
         Those of the topics that are FIFO topics.
+    own : bool
+        True for messages that rmq_spark itself sends again: they may have RocketMQ's reserved properties.
     """
 
     header: HalfHeader
@@ -148,6 +150,7 @@ class HalfWriter:
     default_topic: str | None
     transaction_key: str | None
     fifo: frozenset[str] = frozenset()
+    own: bool = False
     file_bytes_max: int = field(default=FILE_BYTES_MAX)
 
     def write(
@@ -191,7 +194,7 @@ class HalfWriter:
                 "tags": _column(table, "tags", pa.string()),
                 "keys": _keys(table),
                 "sharding_key": sharding_key,
-                "properties": _properties(table),
+                "properties": _column(table, "properties", PROPERTIES) if self.own else _properties(table),
                 "body": _body(table),
                 "born_timestamp": pc.fill_null(_column(table, "born_timestamp", TIMESTAMP), _now()),
                 "deliver_at": deliver_at,

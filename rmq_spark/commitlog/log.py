@@ -237,6 +237,11 @@ class CommitLog:
         check_topic(name)
         self._create_topic(name, queues, fifo, exist_ok)
 
+    def create_own_topic(self, name: str) -> None:
+        """Add a topic of retries or dead letters, with one queue as in RocketMQ; one that is there is left as it is."""
+        check_topic(name, own=True)
+        self._create_topic(name, 1, fifo=False, exist_ok=True)
+
     def _create_topic(self, name: str, queues: int | None, fifo: bool, exist_ok: bool) -> None:
         wanted = self._default_queues if queues is None else queues
         if type(wanted) is not int or not 1 <= wanted <= QUEUES_MAX:

@@ -113,7 +113,7 @@ class TransactionalSink:
         self.last_outcome = self._two_phase.send(header, files)
 
     def _header(self, batch_df: DataFrame, batch_id: int) -> HalfHeader:
-        query_id = _query_id(batch_df)
+        query_id = query_id_of(batch_df)
         app_id = self.app_id or query_id
         if app_id is None:
             raise OptionError(
@@ -158,7 +158,8 @@ class TransactionalSink:
         return sorted(staged, key=lambda f: f.file_no)
 
 
-def _query_id(batch_df: DataFrame) -> str | None:
+def query_id_of(batch_df: DataFrame) -> str | None:
+    """The id of the streaming query that this micro-batch belongs to; None where the session hides it."""
     context = getattr(batch_df.sparkSession, "_sc", None)
     if context is None:
         return None

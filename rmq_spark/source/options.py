@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from rmq_spark.config import Options
 from rmq_spark.errors import OptionError
-from rmq_spark.message import check_group, check_topic
+from rmq_spark.message import RETRY_PREFIX, check_group, check_topic
 from rmq_spark.source import SOURCE_OPTIONS
 from rmq_spark.source.offsets import (
     EARLIEST,
@@ -35,12 +35,17 @@ class Subscription:
     topics : tuple of str
         Empty when there is a pattern.
     pattern : str or None
+    retry : str or None
+        The topic of a consumer group's retries, which is read as well when it is there.
     """
 
     topics: tuple[str, ...] = ()
     pattern: str | None = None
+    retry: str | None = None
 
     def matches(self, topic: str) -> bool:
+        if topic == self.retry:
+            return True
         return topic in self.topics if self.pattern is None else re.fullmatch(self.pattern, topic) is not None
 
 
@@ -104,7 +109,7 @@ def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
     return ReadOptions(
         path=_path(options.require("path", "give the folder or the URI of a commit log")),
         storage_options=options.storage_options,
-        subscription=_subscription(options),
+        subscription=replace(_subscription(options), retry=None if group is None else RETRY_PREFIX + group),
         tags=parse_tags(options.get("tags", SUB_ALL) or ""),
         starting=_starting(options, streaming),
         ending=_ending(options),

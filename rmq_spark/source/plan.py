@@ -97,7 +97,10 @@ class Planner:
         latest = self.latest()
         if isinstance(given, datetime):
             return self._at(given, latest)
-        return resolve(option, given, self.queues(), latest)
+        queues = self.queues()
+        if isinstance(given, dict) and (retry := self._subscription.retry) in queues and retry is not None:
+            given = {(retry, queue_id): 0 for queue_id in range(queues[retry])} | given  # nobody names it
+        return resolve(option, given, queues, latest)
 
     def _at(self, time: datetime, latest: Positions) -> Positions:
         found = {(topic, q): 0 for topic, count in self.queues().items() for q in range(count)} | latest

@@ -174,6 +174,8 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def latestOffset(self, start: JsonOffsets, limit: ReadLimit) -> JsonOffsets:
         """The end of the next micro-batch; ``start`` itself when nothing new is there."""
+        if self.options.consumer_group is not None:
+            self._place_due()
         latest = self.planner.latest()
         if self._stop_at is not None:
             latest = self._stop_at
@@ -193,6 +195,13 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         all it never does, but it asks for :meth:`latestOffset` after it."""
         if self._planner is not None:
             self._done_below(from_json(end, "the committed offset"))
+
+    def _place_due(self) -> None:
+        # A group's retries come in time although nobody else writes to the log.
+        try:
+            self.planner.log.place_due()
+        except Exception:  # a round of checks, or the next trigger, places them
+            logger.warning("delayed messages were not placed", exc_info=True)
 
     def _done_below(self, positions: Positions) -> None:
         self.planner.forget(positions)

@@ -235,3 +235,29 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
     failed = run("topics", tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert failed.returncode == 1
     assert failed.stderr.strip() == "the txmq command needs typer: pip install 'rmq-spark[job]'"
+
+
+# ---------------------------------------------------------------- dead letters
+def test_dead_letters_are_listed_and_sent_again(log: CommitLog) -> None:
+    from rmq_spark.consumer.retry import dlq_topic, retry_topic, sent_back
+
+    for topic in (dlq_topic("points"), retry_topic("points")):
+        log.create_own_topic(topic)
+    assert "there are no dead letters" in txmq("dlq", "list", log.path, "points")[0]
+    commit(log, prepare(log))
+    given_up = log.read("orders").append_column("reconsume_times", pa.array([16, 16], pa.int32()))
+    header = HalfHeader("dead:0", "dead", 0, None, None, None, "batch", "points")
+    writer = HalfWriter(header, log.topics(), None, None, own=True)
+    letters = sent_back(given_up, ["\x1b[31mno", None], "points", 16, None)
+    commit(log, log.prepare(header, log.stage(writer, letters.to_batches())))
+    out, _ = txmq("dlq", "list", log.path, "points")
+    assert "one" in out
+    assert "\x1b" not in out
+    assert [r["reconsume_times"] for r in json.loads(txmq("dlq", "list", log.path, "points", "--json")[0])] == [16, 16]
+    assert "1 dead letter sent again" in txmq("dlq", "resend", log.path, "points", "--offset", "1")[0]
+    assert "1 dead letter sent again" in txmq("dlq", "resend", log.path, "points", "--all")[0]
+    assert "0 dead letters sent again" in txmq("dlq", "resend", log.path, "points", "--all")[0]
+    assert log.read(retry_topic("points")).num_rows == 2
+    assert "say which letters" in txmq("dlq", "resend", log.path, "points", code=1)[1]
+    assert "no dead letter 9" in txmq("dlq", "resend", log.path, "points", "--offset", "9", code=1)[1]
+    assert "'%DLQ%nobody' is not in the commit log" in txmq("dlq", "list", log.path, "nobody", code=1)[1]

@@ -1,0 +1,50 @@
+"""``txmq dlq``: dead letters of a consumer group."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, short, show
+from rmq_spark.consumer.dead_letters import DeadLetters
+from rmq_spark.errors import OptionError
+
+LIMIT = 100
+
+dlq_app = typer.Typer(no_args_is_help=True, help="Dead letters: messages that a consumer group gave up.")
+
+Group = Annotated[str, typer.Argument(metavar="GROUP")]
+
+
+@dlq_app.command("list")
+@plainly
+def list_letters(
+    path: LogPath,
+    group: Group,
+    limit: Annotated[int, typer.Option(help="At most so many, the oldest first.")] = LIMIT,
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
+    """List dead letters, and why they were given up."""
+    rows = []
+    for row in DeadLetters(open_log(path, storage), group).list(limit).to_pylist():
+        kept = ("queue_offset", "topic", "msg_id", "keys", "reconsume_times", "reason", "died")
+        rows.append({**{name: row[name] for name in kept}, "body": short(row["body"])})
+    show(rows, as_json, "there are no dead letters")
+
+
+@dlq_app.command()
+@plainly
+def resend(
+    path: LogPath,
+    group: Group,
+    offset: Annotated[list[int] | None, typer.Option(help="A letter's queue_offset; may be repeated.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All that were not sent again yet.")] = False,
+    storage: Storage = None,
+) -> None:
+    """Give dead letters to their group again, with a fresh count of tries. A letter is sent once."""
+    if everything == bool(offset):
+        raise OptionError("say which letters: --offset N (may be repeated), or --all")
+    sent = DeadLetters(open_log(path, storage), group).resend(None if everything else offset)
+    typer.echo(f"{sent} dead letter{'' if sent == 1 else 's'} sent again to {group}")

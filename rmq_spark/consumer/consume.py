@@ -1,0 +1,356 @@
+"""Message listeners over a stream: concurrently, with retries that arrive later, or orderly, queue by queue."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from rmq_spark.commitlog.files import filesystem
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.config import DELAY_LEVELS_S
+from rmq_spark.consumer.listener import EachMessage, Listen, answers
+from rmq_spark.consumer.retry import MAX_RECONSUME_TIMES, NEEDED_COLUMNS, dlq_topic, restored, retry_topic, sent_back
+from rmq_spark.errors import ConsumeError, ListenerError, OptionError
+from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.message import check_app_id, check_group
+from rmq_spark.sink.foreach_batch import query_id_of
+from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.sink.writers import hash_of_offsets
+from rmq_spark.transaction import BATCH
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+logger = logging.getLogger(__name__)
+
+CONCURRENTLY, ORDERLY = "concurrently", "orderly"
+SUSPEND_S = 1.0
+"""How long a queue is suspended (RocketMQ: ``suspendCurrentQueueTimeMillis``)."""
+
+_RESULT = pa.schema([("result", pa.binary())])
+
+
+def consume(
+    stream: DataFrame,
+    group: str,
+    listener: Listen | EachMessage,
+    mode: str = CONCURRENTLY,
+    *,
+    log: CommitLog | str | os.PathLike[str],
+    max_reconsume_times: int | None = None,
+    delay_level: int | None = None,
+    suspend_s: float = SUSPEND_S,
+    app_id: str | None = None,
+    checkpoint_location: str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> DataStreamWriter:
+    """Let a message listener consume a stream on the executors (RocketMQ: ``DefaultMQPushConsumer``).
+
+    A message is consumed at least once: after a crash, the messages of the micro-batch that was under way come again.
+
+    Parameters
+    ----------
+    stream : DataFrame
+        Of ``readStream.format("txmq")`` with the option ``consumerGroup``, so that the group's progress is published
+        and its retries are read as well; for ``orderly`` also with ``ordered=true``. All columns of the source.
+    group : str
+        The consumer group.
+    listener : callable or EachMessage
+        Gets a ``pyarrow.Table`` of messages (the stream's columns, and ``reconsume_times``) and returns a status for
+        all of them or one for each; :class:`EachMessage` lets a function take one message at a time. It is pickled to
+        the executors.
+    mode : {"concurrently", "orderly"}
+        ``concurrently``: what is not CONSUME_SUCCESS goes to ``%RETRY%group`` and comes again after 10 s, 30 s, 1 min
+        and so on, at last to ``%DLQ%group``. ``orderly``: SUSPEND_CURRENT_QUEUE_A_MOMENT stops the queue at that
+        message, and the listener gets it again a moment later; the other queues of the micro-batch go on.
+    log : CommitLog or path
+        Where retries and dead letters go.
+    max_reconsume_times : int, optional
+        16; without a limit for ``orderly``, where a message that cannot be consumed holds its queue up.
+    delay_level : int, optional
+        1 to 18, of every retry; it rises with each when not given.
+    suspend_s : float
+        Seconds for which a queue is suspended.
+    app_id : str, optional
+        Names the query's retries; the query's id when not given. Over Spark Connect, which hides it, it must be given.
+    checkpoint_location : str, optional
+        The query's; a restored or copied checkpoint is then noticed, as ``format("txmq")`` does.
+
+    Returns
+    -------
+    DataStreamWriter
+        To set ``checkpointLocation`` and a trigger, and to ``start()``.
+
+    Raises
+    ------
+    OptionError, ListenerError
+        For anything that cannot be consumed with, before the query starts.
+    """
+    check_group(group, "consumerGroup")
+    if mode not in (CONCURRENTLY, ORDERLY):
+        raise OptionError(f"mode={mode!r} is neither {CONCURRENTLY!r} nor {ORDERLY!r}")
+    if not callable(listener) and not isinstance(listener, EachMessage):
+        raise ListenerError(f"consume got {type(listener).__name__}: a function of a pyarrow.Table is expected")
+    missing = [name for name in NEEDED_COLUMNS if name not in stream.columns]
+    if missing:
+        raise OptionError(
+            f"the stream has no column {missing[0]!r}: load it without .schema(...), and keep all columns"
+        )
+    if max_reconsume_times is not None and (type(max_reconsume_times) is not int or max_reconsume_times < 0):
+        raise OptionError(
+            f"max_reconsume_times={max_reconsume_times!r} is not a number of times: 0 or more is expected"
+        )
+    if delay_level is not None and (type(delay_level) is not int or not 1 <= delay_level <= len(DELAY_LEVELS_S)):
+        raise OptionError(f"delay_level={delay_level!r} is not a delay level: 1 to {len(DELAY_LEVELS_S)} are there")
+    if not suspend_s >= 0:
+        raise OptionError(f"suspend_s={suspend_s!r} is not a number of seconds")
+    log = log if isinstance(log, CommitLog) else CommitLog.open(log, storage_options)
+    for topic in (retry_topic(group), dlq_topic(group)):
+        log.create_own_topic(topic)
+    kind: type[_Consumer] = _Orderly if mode == ORDERLY else _Concurrently
+    reconsume_max = max_reconsume_times
+    if mode == CONCURRENTLY and reconsume_max is None:
+        reconsume_max = MAX_RECONSUME_TIMES
+    consumer = kind(
+        log=log,
+        group=group,
+        listener=listener,
+        reconsume_max=MAX_RECONSUME_TIMES
+        if max_reconsume_times is None and mode == CONCURRENTLY
+        else max_reconsume_times,
+        delay_level=delay_level,
+        suspend_s=suspend_s,
+        app_id=None if app_id is None else check_app_id(app_id),
+        checkpoint_location=checkpoint_location,
+    )
+    return stream.writeStream.foreachBatch(consumer)
+
+
+@dataclass
+class _Consumer:
+    """What ``foreachBatch`` calls."""
+
+    log: CommitLog
+    group: str
+    listener: Listen | EachMessage
+    reconsume_max: int | None
+    delay_level: int | None
+    suspend_s: float
+    app_id: str | None
+    checkpoint_location: str | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Over Spark Connect the function is pickled to the server, which opens the log again.
+        return {**self.__dict__, "log": (self.log.path, self.log.storage_options)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "log": CommitLog.open(*state["log"])})
+
+    def __call__(self, batch: DataFrame, batch_id: int) -> None:
+        raise NotImplementedError
+
+    def header(self, app_id: str, batch_id: int, numbered: bool) -> HalfHeader:
+        """Of messages that are sent again: committed once prepared, by whoever sees them first."""
+        fence_id = CommitOncePrepared().fence_id
+        return HalfHeader(
+            half_id_of(app_id, batch_id), app_id, batch_id, None, None, fence_id, BATCH, self.group, numbered
+        )
+
+    def writer(self, header: HalfHeader) -> HalfWriter:
+        return HalfWriter(header, self.log.topics(), None, None, own=True)
+
+    def query_name(self, batch: DataFrame) -> str:
+        found = self.app_id or query_id_of(batch)
+        if found is None:
+            raise OptionError(
+                "this session hides the query's id (Spark Connect): pass app_id=... to consume, the same at every "
+                "restart of the query"
+            )
+        return found
+
+
+# ---------------------------------------------------------------- concurrently
+class _Concurrently(_Consumer):
+    """What fails goes to the retries in one half batch, whose name is the micro-batch's: a batch that runs again after
+    a crash finds it, and knows that all its messages were consumed or sent back."""
+
+    def __call__(self, batch: DataFrame, batch_id: int) -> None:
+        # A dot is in no appId that a person gives.
+        header = self.header(f"retry.{self.group}.{self.query_name(batch)}", batch_id, numbered=True)
+        if self.checkpoint_location is not None:
+            hashed = hash_of_offsets(*filesystem(self.checkpoint_location, self.log.storage_options), batch_id)
+            header = replace(header, input_hash=hashed)
+        two_phase = TwoPhase(self.log, CommitOncePrepared())
+        if two_phase.find_replayed(header) is not None:
+            two_phase.send(header, [])
+            return
+        rows = batch.mapInArrow(self._work(self.writer(header)), "result binary").collect()
+        results = [pickle.loads(bytes(row["result"])) for row in rows]
+        files = sorted((f for found in results for f in found), key=lambda f: f.file_no)
+        if files:
+            outcome = two_phase.send(header, files)
+            logger.info("group %r: %d messages are sent back", self.group, sum(outcome.messages.values()))
+        self.log.place_due()
+
+    def _work(self, writer: HalfWriter) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+        listener, group, delay_level = self.listener, self.group, self.delay_level
+        reconsume_max = MAX_RECONSUME_TIMES if self.reconsume_max is None else self.reconsume_max
+        half_folder, storage_options = f"{self.log.path}/half", dict(self.log.storage_options)
+
+        def work(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            from pyspark import TaskContext
+
+            def failed() -> Iterator[pa.RecordBatch]:
+                for batch in batches:
+                    messages = restored(pa.table(batch))
+                    found = list(answers(listener, messages, orderly=False))
+                    lost = [at for at, (consumed, _) in enumerate(found) if not consumed]
+                    if lost:
+                        reasons = [found[at][1] for at in lost]
+                        again = sent_back(messages.take(pa.array(lost)), reasons, group, reconsume_max, delay_level)
+                        yield from again.to_batches()
+
+            context = TaskContext.get()
+            fs, folder = filesystem(half_folder, storage_options)
+            files: list[HalfFile] = writer.write(fs, folder, context.partitionId() if context else 0, failed())
+            yield pa.record_batch({"result": [pickle.dumps(files)]}, schema=_RESULT)
+
+        return work
+
+
+# ---------------------------------------------------------------- orderly
+Queue = tuple[str, int]
+
+
+@dataclass
+class _QueueResult:
+    """What one pass made of a queue: the next offset, and the message that stopped it, as an Arrow stream."""
+
+    next_offset: int
+    stopped_at: bytes | None = None
+    reason: str | None = None
+
+
+@dataclass
+class _Progress:
+    """Where the queues of a micro-batch stand."""
+
+    positions: dict[Queue, int]
+    tries: dict[Queue, tuple[int, int]] = field(default_factory=dict)  # the offset that stops it, and how often it has
+
+
+class _Orderly(_Consumer):
+    """The group's progress is written here after every pass, so that a batch that runs again skips what was done."""
+
+    def __call__(self, batch: DataFrame, batch_id: int) -> None:
+        progress = _Progress(self.log.groups.positions(self.group))
+        frame = batch
+        while True:
+            results = self._pass(frame, progress.positions)
+            done = {queue: found.next_offset for queue, found in results.items()}
+            progress.positions.update(done)
+            self.log.groups.publish(self.group, done, f"{self.query_name(batch)} batch {batch_id}")
+            stopped = {queue: found for queue, found in results.items() if found.stopped_at is not None}
+            if not stopped:
+                return
+            self._give_up(stopped, progress)
+            time.sleep(self.suspend_s)
+            frame = _of_queues(batch, stopped)
+
+    def _pass(self, frame: DataFrame, positions: Mapping[Queue, int]) -> dict[Queue, _QueueResult]:
+        found: dict[Queue, _QueueResult] = {}
+        for row in frame.mapInArrow(self._work(dict(positions)), "result binary").collect():
+            for queue, result in pickle.loads(bytes(row["result"])).items():
+                if queue in found:
+                    raise ConsumeError(
+                        f"queue {queue[1]} of topic {queue[0]!r} came in two partitions: read the stream with the "
+                        "option ordered=true, and do not repartition it"
+                    )
+                found[queue] = result
+        return found
+
+    def _work(self, positions: Mapping[Queue, int]) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+        listener = self.listener
+
+        def work(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            found: dict[Queue, _QueueResult] = {}
+            for batch in batches:
+                for queue, messages in _by_queue(pa.table(batch)):
+                    _consume_queue(listener, queue, messages, positions.get(queue, 0), found)
+            yield pa.record_batch({"result": [pickle.dumps(found)]}, schema=_RESULT)
+
+        return work
+
+    def _give_up(self, stopped: Mapping[Queue, _QueueResult], progress: _Progress) -> None:
+        """Send messages that came too often to the dead letters, and let their queues go on behind them."""
+        for queue, result in stopped.items():
+            offset = result.next_offset
+            before, times = progress.tries.get(queue, (offset, 0))
+            times = times + 1 if before == offset else 1
+            progress.tries[queue] = (offset, times)
+            logger.warning("queue %s stops at offset %d, time %d: %s", queue, offset, times, result.reason)
+            if self.reconsume_max is None or times <= self.reconsume_max or result.stopped_at is None:
+                continue
+            # A name of its own for each message: one that was sent already is not sent again.
+            header = self.header(f"dead.{self.group}.{queue[0]}.{queue[1]}.{offset}", 0, numbered=False)
+            two_phase = TwoPhase(self.log, CommitOncePrepared())
+            letter = sent_back(pa.ipc.open_stream(result.stopped_at).read_all(), [result.reason], self.group, 0, None)
+            replayed = two_phase.find_replayed(header)
+            files = [] if replayed else self.log.stage(self.writer(header), letter.to_batches())
+            two_phase.send(header, files)
+            progress.positions[queue] = offset + 1
+            self.log.groups.publish(self.group, {queue: offset + 1}, "sent to the dead letters")
+
+
+def _consume_queue(
+    listener: Listen | EachMessage, queue: Queue, messages: pa.Table, position: int, found: dict[Queue, _QueueResult]
+) -> None:
+    """Let the listener have the messages of a queue, from a position to the first that it does not consume."""
+    known = found.get(queue)
+    if known is not None and known.stopped_at is not None:
+        return
+    offsets = messages["queue_offset"].to_pylist()
+    if offsets != sorted(offsets) or (known is not None and offsets[0] < known.next_offset):
+        raise ConsumeError(
+            f"queue {queue[1]} of topic {queue[0]!r} came out of order: read the stream with the option ordered=true"
+        )
+    skip = sum(offset < position for offset in offsets)
+    found[queue] = _QueueResult(max(position, offsets[-1] + 1))
+    todo = restored(messages.slice(skip))
+    if not todo.num_rows:
+        return
+    for at, (consumed, reason) in enumerate(answers(listener, todo, orderly=True)):
+        if not consumed:
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, todo.schema) as stream:
+                stream.write_table(todo.slice(at, 1))
+            found[queue] = _QueueResult(offsets[skip + at], sink.getvalue().to_pybytes(), reason)
+            return
+
+
+def _by_queue(messages: pa.Table) -> Iterator[tuple[Queue, pa.Table]]:
+    """Runs of rows of one queue."""
+    queues = list(zip(messages["topic"].to_pylist(), messages["queue_id"].to_pylist(), strict=True))
+    start = 0
+    for at in range(1, len(queues) + 1):
+        if at == len(queues) or queues[at] != queues[start]:
+            yield queues[start], messages.slice(start, at - start)
+            start = at
+
+
+def _of_queues(batch: DataFrame, queues: Mapping[Queue, object]) -> DataFrame:
+    from functools import reduce
+
+    from pyspark.sql import functions as F
+
+    conditions = [(F.col("topic") == topic) & (F.col("queue_id") == queue_id) for topic, queue_id in queues]
+    return batch.where(reduce(lambda one, other: one | other, conditions))

@@ -1,0 +1,115 @@
+"""Dead letters: messages that a consumer group gave up, to look at and to send again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.consumer.retry import (
+    DLQ_ORIGIN_MESSAGE_ID,
+    DLQ_ORIGIN_TOPIC,
+    OWN_PROPERTIES,
+    REASON,
+    RECONSUME_TIME,
+    dlq_topic,
+    retry_topic,
+)
+from rmq_spark.errors import OffsetError
+from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.message import PROPERTIES, check_group
+from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.transaction import BATCH
+
+
+class DeadLetters:
+    """The messages in ``%DLQ%group``, as RocketMQ's dashboard lists and resends them.
+
+    Parameters
+    ----------
+    log : CommitLog or path
+    group : str
+        The consumer group.
+    """
+
+    def __init__(self, log: CommitLog | str | os.PathLike[str], group: str) -> None:
+        self.log = log if isinstance(log, CommitLog) else CommitLog.open(log)
+        self.group = check_group(group, "consumerGroup")
+
+    def list(self, limit: int | None = None) -> pa.Table:
+        """The dead letters, oldest first.
+
+        Returns
+        -------
+        pyarrow.Table
+            ``queue_offset`` (names the letter), ``topic`` and ``msg_id`` of the message as it came first, ``tags,
+            keys, sharding_key, properties, body, born_timestamp``, ``reconsume_times``, ``reason`` and ``died`` (when
+            it was given up).
+        """
+        read = self._read(limit)
+        maps = [dict(m or ()) for m in read["properties"].to_pylist()]
+        own = [{k: m.get(k) for k in OWN_PROPERTIES} for m in maps]
+        kept = [[(k, v) for k, v in m.items() if k not in OWN_PROPERTIES] or None for m in maps]
+        columns = {
+            "queue_offset": read["queue_offset"],
+            "topic": pa.array([m[DLQ_ORIGIN_TOPIC] for m in own], pa.string()),
+            "msg_id": pa.array([m[DLQ_ORIGIN_MESSAGE_ID] for m in own], pa.string()),
+            **{name: read[name] for name in ("tags", "keys", "sharding_key")},
+            "properties": pa.array(kept, PROPERTIES),
+            "body": read["body"],
+            "born_timestamp": read["born_timestamp"],
+            "reconsume_times": pa.array([int(m[RECONSUME_TIME] or 0) for m in own], pa.int32()),
+            "reason": pa.array([m[REASON] for m in own], pa.string()),
+            "died": read["commit_timestamp"],
+        }
+        return pa.table(columns)
+
+    def resend(self, offsets: Iterable[int] | None = None) -> int:
+        """Give dead letters to the group again: it alone gets them, with a fresh count of tries.
+
+        Parameters
+        ----------
+        offsets : iterable of int, optional
+            Their ``queue_offset``; all of them when not given. A letter is sent once, however often it is asked for.
+
+        Returns
+        -------
+        int
+            How many were sent by this call.
+
+        Raises
+        ------
+        OffsetError
+            For an offset at which there is no letter; nothing is sent then.
+        """
+        read = self._read(None)
+        there = read["queue_offset"].to_pylist()
+        wanted = there if offsets is None else sorted(set(offsets))
+        unknown = [o for o in wanted if o not in set(there)]
+        if unknown:
+            raise OffsetError(f"group {self.group!r} has no dead letter {unknown[0]}: it has {len(there)}, from 0 on")
+        return sum(self._resend(read.filter(pc.equal(read["queue_offset"], offset)), offset) for offset in wanted)
+
+    def _resend(self, letter: pa.Table, offset: int) -> bool:
+        app_id = f"resend.{self.group}.{offset}"
+        fence_id = CommitOncePrepared().fence_id
+        header = HalfHeader(half_id_of(app_id, 0), app_id, 0, None, None, fence_id, BATCH, self.group, numbered=False)
+        two_phase = TwoPhase(self.log, CommitOncePrepared())
+        if two_phase.find_replayed(header) is not None:
+            two_phase.send(header, [])
+            return False
+        properties = {**dict(letter["properties"][0].as_py() or ()), RECONSUME_TIME: "0"}
+        dropped = (DLQ_ORIGIN_TOPIC, DLQ_ORIGIN_MESSAGE_ID, REASON)
+        again = letter.select(["tags", "keys", "sharding_key", "body", "born_timestamp"]).append_column(
+            "properties", pa.array([[(k, v) for k, v in properties.items() if k not in dropped]], PROPERTIES)
+        )
+        writer = HalfWriter(header, self.log.topics(), retry_topic(self.group), None, own=True)
+        two_phase.send(header, self.log.stage(writer, again.to_batches()))
+        return True
+
+    def _read(self, limit: int | None) -> pa.Table:
+        return self.log.read(dlq_topic(self.group), limit=limit)

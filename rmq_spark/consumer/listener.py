@@ -1,0 +1,124 @@
+"""Message listeners: what a consumer does with messages, and what it says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from rmq_spark.errors import ListenerError
+from rmq_spark.message import MessageExt
+
+REASON_CHARS_MAX = 1024
+
+
+class ConsumeConcurrentlyStatus(Enum):
+    """What a listener says of a message, when the order does not matter (RocketMQ's enum of that name)."""
+
+    CONSUME_SUCCESS = "CONSUME_SUCCESS"
+    RECONSUME_LATER = "RECONSUME_LATER"
+
+
+class ConsumeOrderlyStatus(Enum):
+    """What a listener says of a message of a queue that is consumed in order (RocketMQ's enum of that name)."""
+
+    SUCCESS = "SUCCESS"
+    SUSPEND_CURRENT_QUEUE_A_MOMENT = "SUSPEND_CURRENT_QUEUE_A_MOMENT"
+
+
+Status: TypeAlias = ConsumeConcurrentlyStatus | ConsumeOrderlyStatus
+Statuses: TypeAlias = Status | Sequence[Status | None] | None
+"""One status for all messages of a table, or one per row; None counts as a failure, as in RocketMQ."""
+Listen: TypeAlias = Callable[[pa.Table], Statuses]
+"""A message listener: a table of messages in, statuses out. It runs on executors, so it must be picklable."""
+
+CONSUME_SUCCESS, RECONSUME_LATER = ConsumeConcurrentlyStatus
+SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT = ConsumeOrderlyStatus
+
+
+class EachMessage:
+    """Lets a function that takes one message at a time be a message listener.
+
+    Parameters
+    ----------
+    function : callable
+        Gets a :class:`~rmq_spark.message.MessageExt`, and returns a status. An exception counts as a failure of that
+        message alone, with the exception as its reason.
+    """
+
+    def __init__(self, function: Callable[[MessageExt], Status | None]) -> None:
+        if not callable(function):
+            raise ListenerError(f"EachMessage got {type(function).__name__}: a function of one message is expected")
+        self.function = function
+
+    def each(self, messages: pa.Table) -> Iterator[tuple[Status | None, str | None]]:
+        """Status and reason of one message after the other; lazily, so that a consumer can stop at a failure."""
+        for message in _messages(messages):
+            try:
+                yield self.function(message), None
+            except Exception as problem:
+                yield None, reason_of(problem)
+
+
+def answers(listener: Listen | EachMessage, messages: pa.Table, orderly: bool) -> Iterator[tuple[bool, str | None]]:
+    """Of one message after the other: whether it was consumed, and why not.
+
+    Raises
+    ------
+    ListenerError
+        When the listener returns something else than statuses of the mode, or not one a row.
+    """
+    kind = ConsumeOrderlyStatus if orderly else ConsumeConcurrentlyStatus
+    if isinstance(listener, EachMessage):
+        for status, reason in listener.each(messages):
+            yield _is_success(status, kind), reason
+        return
+    try:
+        found = listener(messages)
+    except Exception as problem:
+        for _ in range(messages.num_rows):
+            yield False, reason_of(problem)
+        return
+    if found is None or isinstance(found, Enum):
+        statuses: Sequence[Status | None] = [found] * messages.num_rows
+    else:
+        if not isinstance(found, Sequence):
+            raise ListenerError(f"the message listener returned {found!r}: a status is expected, or one for each row")
+        statuses = found
+        if len(statuses) != messages.num_rows:
+            raise ListenerError(
+                f"the message listener returned {len(statuses)} statuses for {messages.num_rows} messages: "
+                "return one for all, or one for each"
+            )
+    for status in statuses:
+        yield _is_success(status, kind), None
+
+
+def _is_success(status: object, kind: type[Enum]) -> bool:
+    if status is None:
+        return False
+    if not isinstance(status, kind):
+        names = " or ".join(str(s) for s in kind)
+        raise ListenerError(f"the message listener returned {status!r}: {names} is expected")
+    return status in (CONSUME_SUCCESS, SUCCESS)
+
+
+def reason_of(problem: Exception) -> str:
+    """An exception in a sentence that fits into a property."""
+    return f"{type(problem).__name__}: {problem}"[:REASON_CHARS_MAX]
+
+
+_FIELDS = (
+    "topic", "body", "tags", "keys", "sharding_key", "queue_id", "born_timestamp", "msg_id", "transaction_id",
+    "producer_group", "store_timestamp", "queue_offset", "reconsume_times",
+)  # fmt: skip
+
+
+def _messages(table: pa.Table) -> Iterator[MessageExt]:
+    names = [name for name in _FIELDS if name in table.column_names]
+    for row in table.to_pylist():
+        given: dict[str, Any] = {name: row[name] for name in names}
+        properties = row.get("properties")
+        yield MessageExt(**given, properties=None if properties is None else dict(properties))

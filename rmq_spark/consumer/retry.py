@@ -1,0 +1,98 @@
+"""Messages that could not be consumed: their way to ``%RETRY%group``, and at last to ``%DLQ%group``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.config import DELAY_LEVELS_S
+from rmq_spark.message import DLQ_PREFIX, PROPERTIES, RETRY_PREFIX
+
+MAX_RECONSUME_TIMES = 16
+"""RocketMQ: ``maxReconsumeTimes``."""
+FIRST_DELAY_LEVEL = 3
+"""The delay level of the first retry (10 s); every further one is one level higher."""
+
+# RocketMQ's names (MessageConst); the reason is ours.
+RETRY_TOPIC, ORIGIN_MESSAGE_ID, RECONSUME_TIME = "RETRY_TOPIC", "ORIGIN_MESSAGE_ID", "RECONSUME_TIME"
+DLQ_ORIGIN_TOPIC, DLQ_ORIGIN_MESSAGE_ID = "DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID"
+REASON = "__RMQ.SPARK.REASON"
+OWN_PROPERTIES = frozenset(
+    (RETRY_TOPIC, ORIGIN_MESSAGE_ID, RECONSUME_TIME, DLQ_ORIGIN_TOPIC, DLQ_ORIGIN_MESSAGE_ID, REASON)
+)
+
+NEEDED_COLUMNS = ("topic", "queue_id", "queue_offset", "msg_id", "tags", "keys", "sharding_key", "properties", "body")
+"""Columns of the source without which a message cannot be consumed and sent again."""
+
+
+def retry_topic(group: str) -> str:
+    return RETRY_PREFIX + group
+
+
+def dlq_topic(group: str) -> str:
+    return DLQ_PREFIX + group
+
+
+def restored(messages: pa.Table) -> pa.Table:
+    """Messages as they were when they came first: topic, id and properties of those that come again; with the column
+    ``reconsume_times``."""
+    again = pc.fill_null(pc.starts_with(messages["topic"], RETRY_PREFIX), False)
+    if not pc.any(again).as_py():
+        return messages.append_column("reconsume_times", pa.repeat(pa.scalar(0, pa.int32()), messages.num_rows))
+    columns = {name: messages[name].to_pylist() for name in ("topic", "msg_id", "properties")}
+    times: list[int] = []
+    for at, is_again in enumerate(again.to_pylist()):
+        properties = dict(columns["properties"][at] or ())
+        times.append(int(properties.get(RECONSUME_TIME, 0)) if is_again else 0)
+        if is_again:
+            columns["topic"][at] = properties.get(RETRY_TOPIC, columns["topic"][at])
+            columns["msg_id"][at] = properties.get(ORIGIN_MESSAGE_ID, columns["msg_id"][at])
+            kept = [(k, v) for k, v in properties.items() if k not in OWN_PROPERTIES]
+            columns["properties"][at] = kept or None
+    for name, values in columns.items():
+        kind = PROPERTIES if name == "properties" else pa.string()
+        messages = messages.set_column(messages.column_names.index(name), name, pa.array(values, kind))
+    return messages.append_column("reconsume_times", pa.array(times, pa.int32()))
+
+
+def sent_back(
+    messages: pa.Table, reasons: Sequence[str | None], group: str, reconsume_max: int, delay_level: int | None
+) -> pa.Table:
+    """Restored messages that were not consumed, as messages to send: to the group's retries with a delay, or to its
+    dead letters when they came too often (RocketMQ: ``sendMessageBack``).
+
+    Parameters
+    ----------
+    delay_level : int, optional
+        Of every retry; it rises with each when not given.
+    """
+    columns = ["tags", "keys", "sharding_key", "body"]
+    rows: list[dict[str, Any]] = []
+    for row, reason in zip(messages.to_pylist(), reasons, strict=True):
+        times = row["reconsume_times"]
+        dead = times >= reconsume_max
+        properties = {k: v for k, v in (row["properties"] or ()) if k not in OWN_PROPERTIES}
+        origin = {DLQ_ORIGIN_TOPIC: row["topic"], DLQ_ORIGIN_MESSAGE_ID: row["msg_id"]} if dead else {}
+        own = {RETRY_TOPIC: row["topic"], ORIGIN_MESSAGE_ID: row["msg_id"]}
+        own |= {RECONSUME_TIME: str(times if dead else times + 1), REASON: reason or ""}
+        level = delay_level or min(FIRST_DELAY_LEVEL + times, len(DELAY_LEVELS_S))
+        rows.append(
+            {
+                **{name: row[name] for name in columns},
+                "topic": dlq_topic(group) if dead else retry_topic(group),
+                "properties": list({**properties, **own, **origin}.items()),
+                "delay_level": None if dead else level,
+            }
+        )
+    schema = pa.schema(
+        [
+            *((name, messages.schema.field(name).type) for name in columns),
+            ("topic", pa.string()),
+            ("properties", PROPERTIES),
+            ("delay_level", pa.int32()),
+        ]
+    )
+    return pa.Table.from_pylist(rows, schema=schema)
