@@ -340,6 +340,10 @@ _FLOAT = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 def _numbers(strings: pa.Array) -> _Numbers:
     """Strings as numbers, those that are none as null; nothing overflows and nothing raises."""
+    longest = pc.max(pc.binary_length(strings)).as_py() or 0
+    if longest < len(str(LONG_MAX)) and pc.all(pc.ascii_is_decimal(strings)).as_py():  # the usual, without patterns
+        ints = pc.cast(strings, pa.int64())
+        return _Numbers(pc.is_valid(strings), ints, pc.cast(ints, pa.float64(), safe=False))
     floats = pc.cast(pc.if_else(pc.match_substring_regex(strings, _FLOAT), strings, None), pa.float64())
     whole = pc.utf8_ltrim(strings, "+")
     digits = pc.utf8_ltrim(strings, "+-")

@@ -239,7 +239,7 @@ def _messages(
             for position, table in half.read(rows, stored_columns(columns, together[0]), where):
                 for placed, at, part in _pieces(together, position, table):
                     messages = to_messages(placed, at, part, columns)
-                    if where is not None:
+                    if where is not None and not pc.all(part[KEPT]).as_py():
                         messages = messages.filter(part[KEPT])
                     yield _as_asked(messages, schema)
         except (FileNotFoundError, HalfBatchNotFoundError) as problem:
