@@ -237,6 +237,7 @@ def test_of_a_property_that_is_there_twice_the_last_counts() -> None:
         ("a LIKE 'x' ESCAPE 'ab'", "expected one character behind ESCAPE"),
         ("a LIKE 'x!z' ESCAPE '!'", "expected '%', '_' or '!' behind each '!'"),
         ("a LIKE 'x!' ESCAPE '!'", "expected '%', '_' or '!' behind each '!'"),
+        ("a LIKE '" + "%a_" * 500 + "'", "expected a pattern of at most 1024 characters"),
         ("/* a = 1", "found '/'"),
         ("a = 1" + " " * SELECTOR_CHARS_MAX, "at most 65536 are allowed"),
         ("a = '\ud800'", "not valid Unicode"),
