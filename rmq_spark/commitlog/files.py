@@ -17,11 +17,15 @@ import pyarrow.parquet as pq
 
 from rmq_spark.commitlog.seal import check_seal, reading, sealed
 from rmq_spark.errors import CorruptLogError, OptionError
+from rmq_spark.selector.tree import Filter
 
 ROW_GROUP_ROWS = 65_536
 """Rows of a Parquet row group: what a reader of a short offset range must read at least."""
 COMPRESSION = "zstd"
 """Half the size of snappy on JSON bodies; written as fast, and read in two thirds of the time."""
+
+KEPT = "__kept"
+"""The column that says which rows a filter keeps."""
 
 S3_DELAYED_OPEN = int(pa.__version__.split(".")[0]) >= 21
 """pyarrow then puts a small file with one request; before that it takes three, and a crash leaves parts behind."""
@@ -213,9 +217,15 @@ class RowRange:
 
 
 def read_range(
-    fs: pafs.FileSystem, folder: str, wanted: RowRange, columns: Sequence[str]
+    fs: pafs.FileSystem, folder: str, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
 ) -> Iterator[tuple[int, pa.Table]]:
     """The rows of a range in row_no order, a row group at a time.
+
+    Parameters
+    ----------
+    where : Filter, optional
+        Leaves out row groups in which it keeps no row: their other columns are not read. The others come with all
+        their rows and one more column, :data:`KEPT`.
 
     Yields
     ------
@@ -230,15 +240,22 @@ def read_range(
         When the file does not hold all of the rows, or is damaged.
     """
     path = check_path(wanted.path, "half")
+    looked_at = [] if where is None else where.columns
     with reading(path, "half"), fs.open_input_file(f"{folder}/{path}") as source:
         file = pq.ParquetFile(source, page_checksum_verification=True)
-        if _is_as_written(file, wanted, columns):
-            yield from _read_by_position(file, wanted, columns)
+        if _is_as_written(file, wanted, [*columns, *looked_at]):
+            yield from _read_by_position(file, wanted, columns, where)
+            return
+        table = _read_by_address(file, wanted, list(dict.fromkeys([*columns, *looked_at])))
+        if where is None:
+            yield 0, table
         else:
-            yield 0, _read_by_address(file, wanted, columns)
+            yield 0, table.select(list(columns)).append_column(KEPT, where.keeps(table))
 
 
-def _read_by_position(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+def _read_by_position(
+    file: pq.ParquetFile, wanted: RowRange, columns: Sequence[str], where: Filter | None
+) -> Iterator[tuple[int, pa.Table]]:
     if wanted.ranges[-1][1] >= wanted.file_rows or wanted.ranges[0][0] < 0:
         raise CorruptLogError(
             f"rows {wanted.ranges[0][0]}–{wanted.ranges[-1][1]} of file {wanted.file_no} of half batch "
@@ -250,15 +267,35 @@ def _read_by_position(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[
         end = start + file.metadata.row_group(g).num_rows
         inside = [(max(a, start), min(b, end - 1)) for a, b in wanted.ranges if a < end and b >= start]
         if inside:
-            group = file.read_row_group(g, columns=list(columns))
-            if len(inside) == 1:
-                a, b = inside[0]
-                part = group.slice(a - start, b - a + 1)
-            else:
-                part = pa.concat_tables([group.slice(a - start, b - a + 1) for a, b in inside])
-            yield position, part
-            position += part.num_rows
+            slices = [(a - start, b - a + 1) for a, b in inside]
+            part = _read_group(file, g, slices, columns, where)
+            if part is not None:
+                yield position, part
+            position += sum(length for _, length in slices)
         start = end
+
+
+def _read_group(
+    file: pq.ParquetFile, g: int, slices: Sequence[tuple[int, int]], columns: Sequence[str], where: Filter | None
+) -> pa.Table | None:
+    """Slices (first row, length) of a row group; None when the filter keeps none of them."""
+
+    def read(names: Iterable[str]) -> pa.Table:
+        group = file.read_row_group(g, columns=list(names))
+        if len(slices) == 1:
+            return group.slice(*slices[0])
+        return pa.concat_tables([group.slice(first, length) for first, length in slices])
+
+    if where is None:
+        return read(columns)
+    looked_at = read(where.columns)
+    kept = where.keeps(looked_at)
+    if pc.any(kept).as_py() is not True:
+        return None
+    others = [c for c in columns if c not in where.columns]
+    rest = read(others) if others else looked_at
+    every = [rest[c] if c in others else looked_at[c] for c in columns]
+    return pa.table([*every, kept], names=[*columns, KEPT])
 
 
 def _read_by_address(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[str]) -> pa.Table:

@@ -525,6 +525,8 @@ class CommitLog:
         start: Mapping[int, int] | None = None,
         limit: int | None = None,
         columns: Sequence[str] | None = None,
+        tags: str | None = None,
+        selector: str | None = None,
     ) -> pa.Table:
         """Committed messages of a topic, without Spark.
 
@@ -534,9 +536,13 @@ class CommitLog:
         start : mapping of int to int, optional
             First offset of each queue (a queue that is not named: from 0).
         limit : int, optional
-            At most so many messages, taken from the queues in turn of their number.
+            At most so many messages, taken from the queues in turn of their number; with a filter, of those it keeps.
         columns : sequence of str, optional
             Some of the source's columns; all of them when not given.
+        tags : str, optional
+            ``"TagA || TagB"``: only messages with one of these tags (RocketMQ: ``MessageSelector.byTag``).
+        selector : str, optional
+            Only messages for which this SQL92 condition is TRUE (RocketMQ: ``MessageSelector.bySql``). Needs lark.
 
         Returns
         -------
@@ -547,7 +553,7 @@ class CommitLog:
         with self.ledger._lock:  # the tails of one version, whatever other threads of this process see meanwhile
             self.ledger.refresh()
             tails = dict(self.ledger.tails)
-        return read_messages(self.half, self._op, tails, topic, queues, start or {}, limit, columns)
+        return read_messages(self.half, self._op, tails, topic, queues, start or {}, limit, columns, tags, selector)
 
     # ------------------------------------------------------------------ upkeep
     def move_mark(self) -> bool:

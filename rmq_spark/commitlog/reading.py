@@ -5,6 +5,7 @@ Planning looks at ``op`` alone. What executors run (:func:`to_messages`) needs p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,6 +19,8 @@ from rmq_spark.commitlog.op import Kind, ranges_count, ranges_of
 from rmq_spark.config import nearest
 from rmq_spark.errors import CorruptLogError, OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.message import PROPERTIES, TIMESTAMP
+from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
+from rmq_spark.selector.tree import Filter
 from rmq_spark.transaction import BATCH, KEY, batch_transaction_id, transaction_ids
 
 if TYPE_CHECKING:
@@ -354,8 +357,11 @@ def read_messages(
     start: Mapping[int, int],
     limit: int | None,
     columns: Sequence[str] | None,
+    tags: str | None = None,
+    selector: str | None = None,
 ) -> pa.Table:
     """Committed messages of a topic in (queue, offset) order: what ``CommitLog.read`` returns."""
+    where = _wanted(tags, selector)
     names = check_source_columns(SOURCE_SCHEMA.names if columns is None else columns)
     for queue_id, offset in start.items():
         tail = tails.get((topic, queue_id), 0)
@@ -373,11 +379,43 @@ def read_messages(
     left = limit
     for queue_id in range(queues):
         first, end = start.get(queue_id, 0), tails.get((topic, queue_id), 0)
-        if left is not None:
+        if left is not None and where is None:
             end = min(end, first + left)
-            left -= max(0, end - first)
         for placed in select(placements, topic, queue_id, first, end, moved):
-            for position, rows in half.read_range(placed.rows, stored_columns(names, placed)):
-                parts.append(to_messages(placed, position, rows, names))
+            if left == 0:
+                break
+            messages = _read_placed(half, placed, names, where).slice(0, left)
+            parts.append(messages)
+            left = None if left is None else left - messages.num_rows
     schema = pa.schema([SOURCE_SCHEMA.field(c) for c in names])
     return pa.concat_tables(parts) if parts else schema.empty_table()
+
+
+def _read_placed(half: HalfStore, placed: PlacedRange, names: Sequence[str], where: Filter | None) -> pa.Table:
+    """The messages of a range; when a filter keeps none of them, only the columns that it looks at are read."""
+    kept: pa.ChunkedArray | None = None
+    if where is not None:
+        kept = where.keeps(pa.concat_tables([rows for _, rows in half.read_range(placed.rows, where.columns)]))
+        if pc.any(kept).as_py() is not True:
+            return pa.schema([SOURCE_SCHEMA.field(c) for c in names]).empty_table()
+    parts = half.read_range(placed.rows, stored_columns(names, placed))
+    messages = pa.concat_tables([to_messages(placed, position, rows, names) for position, rows in parts])
+    return messages if kept is None else messages.filter(kept)
+
+
+def _wanted(tags: str | None, selector: str | None) -> Filter | None:
+    """The filter that these expressions mean now; None wants all.
+
+    Raises
+    ------
+    OptionError
+        When both are given (in RocketMQ a subscription is of type TAG or SQL92), or one cannot be used.
+    """
+    if tags is not None and selector is not None:
+        raise OptionError("tags and selector contradict each other: give one of them (a selector can say TAGS = 'a')")
+    wanted = (
+        parse_selector(selector)
+        if selector is not None
+        else tag_selector(parse_tags(SUB_ALL if tags is None else tags))
+    )
+    return None if wanted is None else wanted.at(time.time_ns() // 1_000_000)

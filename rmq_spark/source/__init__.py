@@ -10,6 +10,7 @@ SOURCE_OPTIONS = (
     "subscribe",
     "subscribePattern",
     "tags",
+    "selector",
     "startingOffsets",
     "endingOffsets",
     "startingTimestamp",

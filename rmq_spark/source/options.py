@@ -11,6 +11,8 @@ from datetime import datetime
 from rmq_spark.config import Options
 from rmq_spark.errors import OptionError
 from rmq_spark.message import RETRY_PREFIX, check_group, check_topic
+from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
+from rmq_spark.selector.tree import Selector
 from rmq_spark.source import SOURCE_OPTIONS
 from rmq_spark.source.offsets import (
     EARLIEST,
@@ -21,9 +23,6 @@ from rmq_spark.source.offsets import (
     parse_offsets,
     parse_timestamp,
 )
-
-SUB_ALL = "*"
-"""RocketMQ's expression for all tags."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,15 @@ class ReadOptions:
         ``earliest``, ``latest``, offsets by (topic, queue), or a time of commit.
     tags : tuple of str or None
         None reads all.
+    selector : Selector or None
+        What ``tags`` or the option ``selector`` want; None reads all.
     """
 
     path: str
     storage_options: Mapping[str, str] = field(repr=False)
     subscription: Subscription
     tags: tuple[str, ...] | None
+    selector: Selector | None
     starting: str | Positions | datetime
     ending: str | Positions | datetime
     offsets_per_trigger_max: int | None
@@ -102,6 +104,9 @@ def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
                 )
     elif "maxOffsetsPerTrigger" in options:
         raise OptionError("maxOffsetsPerTrigger is for streams: a batch read has no triggers; set endingOffsets")
+    options.at_most_one("tags", "selector")  # RocketMQ: a subscription is of type TAG or SQL92
+    tags = parse_tags(options.get("tags", SUB_ALL) or "")
+    selector = options.get("selector")
     ordered = options.boolean("ordered", False)
     if ordered:
         options.at_most_one("ordered", "minPartitions")
@@ -110,7 +115,8 @@ def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
         path=_path(options.require("path", "give the folder or the URI of a commit log")),
         storage_options=options.storage_options,
         subscription=replace(_subscription(options), retry=None if group is None else RETRY_PREFIX + group),
-        tags=parse_tags(options.get("tags", SUB_ALL) or ""),
+        tags=tags,
+        selector=tag_selector(tags) if selector is None else parse_selector(selector),
         starting=_starting(options, streaming),
         ending=_ending(options),
         offsets_per_trigger_max=options.integer("maxOffsetsPerTrigger"),
@@ -138,16 +144,6 @@ def _subscription(options: Options) -> Subscription:
         return Subscription(pattern=pattern)
     text = options.require("subscribe", "name the topics to read (with commas between), or set 'subscribePattern'")
     return Subscription(tuple(dict.fromkeys(check_topic(name.strip(), own=True) for name in text.split(","))))
-
-
-def parse_tags(expression: str) -> tuple[str, ...] | None:
-    """The tags of RocketMQ's ``"TagA || TagB"``; None for ``*`` (``FilterAPI.buildSubscriptionData``)."""
-    tags = tuple(dict.fromkeys(tag.strip() for tag in expression.split("||")))
-    if tags == (SUB_ALL,):
-        return None
-    if "" in tags or SUB_ALL in tags:
-        raise OptionError(f"tags={expression!r} is neither '*' nor of the form 'TagA || TagB'")
-    return tags
 
 
 def _starting(options: Options, streaming: bool) -> str | Positions | datetime:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from rmq_spark.commitlog.files import RowRange, filesystem, read_range
+from rmq_spark.commitlog.files import KEPT, RowRange, filesystem, read_range
 from rmq_spark.commitlog.reading import (
     PlacedRange,
     check_source_columns,
@@ -33,6 +34,7 @@ from rmq_spark.commitlog.reading import (
     to_messages,
 )
 from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, OffsetOutOfRangeError, OptionError
+from rmq_spark.selector.tree import Filter
 from rmq_spark.source import SOURCE_DDL, SOURCE_OPTIONS
 from rmq_spark.source.offsets import JsonOffsets, Positions, from_json, to_json
 from rmq_spark.source.options import ReadOptions, read_options
@@ -53,9 +55,10 @@ BATCH_BYTES_MAX = 32 * 1024 * 1024
 
 @dataclass(frozen=True)
 class TxmqPartition(InputPartition):
-    """What one task reads."""
+    """What one task reads, and what a selector's ``now`` is: a task that is tried again must find the same."""
 
     ranges: tuple[PlacedRange, ...]
+    now_ms: int = 0
 
 
 class _Reader:
@@ -85,7 +88,8 @@ class _Reader:
         ranges = self.planner.ranges(start, end)
         options = self.options
         parts = split(ranges, options.ordered, options.partitions_min, options.partition_records_max)
-        return [TxmqPartition(tuple(part)) for part in parts]
+        now_ms = time.time_ns() // 1_000_000
+        return [TxmqPartition(tuple(part), now_ms) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The messages of a partition as Arrow batches; runs on an executor.
@@ -97,7 +101,7 @@ class _Reader:
         """
         if not isinstance(partition, TxmqPartition):  # Spark's stand-in when there is nothing to read
             return iter(())
-        return to_batches(_messages(self.options, self.schema, partition.ranges))
+        return to_batches(_messages(self.options, self.schema, partition.ranges, partition.now_ms))
 
 
 class TxmqReader(_Reader, DataSourceReader):
@@ -256,20 +260,21 @@ def arrow_schema(schema: StructType) -> pa.Schema:
 
 
 # ---------------------------------------------------------------- on executors
-def _messages(options: ReadOptions, schema: pa.Schema, ranges: Sequence[PlacedRange]) -> Iterator[pa.Table]:
-    """The messages of some ranges, a row group and queue at a time."""
+def _messages(
+    options: ReadOptions, schema: pa.Schema, ranges: Sequence[PlacedRange], now_ms: int
+) -> Iterator[pa.Table]:
+    """The messages of some ranges that tags or a selector want, a row group and queue at a time."""
     half = _HalfFiles(options)
-    filtered = options.tags is not None and "tags" not in schema.names
-    columns = [*schema.names, "tags"] if filtered else schema.names
+    where = None if options.selector is None else options.selector.at(now_ms)
+    columns = schema.names
     for together in _by_file(ranges):
         rows = replace(together[0].rows, ranges=tuple(r for placed in together for r in placed.rows.ranges))
         try:
-            for position, table in half.read(rows, stored_columns(columns, together[0])):
+            for position, table in half.read(rows, stored_columns(columns, together[0]), where):
                 for placed, at, part in _pieces(together, position, table):
                     messages = to_messages(placed, at, part, columns)
-                    if options.tags is not None:
-                        wanted = pc.is_in(messages["tags"], value_set=pa.array(options.tags, pa.string()))
-                        messages = messages.filter(wanted)
+                    if where is not None and not pc.all(part[KEPT]).as_py():
+                        messages = messages.filter(part[KEPT])
                     yield _as_asked(messages, schema)
         except (FileNotFoundError, HalfBatchNotFoundError) as problem:
             for placed in together:
@@ -317,13 +322,13 @@ class _HalfFiles:
         self._log: CommitLog | None = None
         self._moved: dict[tuple[str, int], str] = {}
 
-    def read(self, rows: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+    def read(self, rows: RowRange, columns: Sequence[str], where: Filter | None) -> Iterator[tuple[int, pa.Table]]:
         """As ``files.read_range``; a file that somebody rewrote is found again by its address."""
         address = (rows.half_id, rows.file_no)
         read_any = False
         try:
             hinted = replace(rows, path=self._moved.get(address, rows.path))
-            for part in read_range(self._fs, self._folder, hinted, columns):
+            for part in read_range(self._fs, self._folder, hinted, columns, where):
                 read_any = True
                 yield part
             return
@@ -334,7 +339,7 @@ class _HalfFiles:
         if self._log is None:
             self._log = _open(self._options)
         self._moved[address] = self._log.half.locate(*address)
-        yield from read_range(self._fs, self._folder, replace(rows, path=self._moved[address]), columns)
+        yield from read_range(self._fs, self._folder, replace(rows, path=self._moved[address]), columns, where)
 
 
 def _as_asked(messages: pa.Table, schema: pa.Schema) -> pa.Table:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from chispa import assert_df_equality
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.message import PROPERTIES
 from tests.source_logs import decide, prepare, send
 
 HALF_JOINED_WITH_OP = """
@@ -113,6 +116,39 @@ def test_an_empty_topic_and_a_filter_and_a_projection(spark, log):
     assert read(spark, log, tags="a || b").where("queue_id = 1").count() == 2
     frame = spark.read.format("txmq").schema("keys string, body string").option("subscribe", "orders").load(log.path)
     assert {row.body for row in frame.collect()} == {f"0.{i}" for i in range(9)}
+
+
+def send_priced(log: CommitLog, batch_id: int, messages: int) -> None:
+    properties = pa.array([[("price", str(i)), ("region", "eu")] for i in range(messages)], PROPERTIES)
+    tags = ["paid" if i % 2 else "open" for i in range(messages)]
+    table = pa.table({"body": [f"{batch_id}.{i}" for i in range(messages)], "tags": tags, "properties": properties})
+    decide(log, prepare(log, batch_id, table))
+
+
+def test_a_selector_filters_a_batch_that_does_not_read_properties(spark, log):
+    send_priced(log, 0, 9)
+    wanted = {"path": log.path, "subscribe": "orders", "selector": "price >= 3 AND region = 'eu' AND TAGS = 'paid'"}
+    frame = spark.read.format("txmq").schema("body string").options(**wanted).load()
+    assert {row.body for row in frame.collect()} == {"0.3", "0.5", "0.7"}
+    assert read(spark, log, selector="price > 3").count() == 5
+    for options, words in (
+        ({"selector": "price >"}, "selector, line 1, column 8: found the end"),
+        ({"selector": "TRUE", "tags": "paid"}, "contradict each other"),
+    ):
+        with pytest.raises(Exception, match=words):
+            read(spark, log, **options).collect()
+
+
+def test_a_selector_and_tags_filter_a_stream_and_not_its_progress(spark, log, follow, tmp_path):
+    send_priced(log, 0, 9)
+    assert follow("selector", startingOffsets="earliest", selector="price BETWEEN 2 AND 4") == ["0.2", "0.3", "0.4"]
+    assert follow("tags", startingOffsets="earliest", tags="paid") == ["0.1", "0.3", "0.5", "0.7"]
+    assert follow("none", startingOffsets="earliest", selector="FALSE") == []
+    ends = {(tmp_path / name / "offsets" / "0").read_text().splitlines()[-1] for name in ("selector", "tags", "none")}
+    assert [sum(json.loads(end)["orders"].values()) for end in ends] == [9]
+    send_priced(log, 1, 5)
+    assert follow("selector", selector="price BETWEEN 2 AND 4") == ["1.2", "1.3", "1.4"]
+    assert follow("none", selector="price = 0") == ["1.0"]
 
 
 def test_a_stream_goes_on_from_its_checkpoint(log, follow):

@@ -15,6 +15,7 @@ LIGHT = (
     "import rmq_spark.commitlog.half",
     "import rmq_spark.commitlog.op",
     "import rmq_spark.commitlog.reading",
+    "import rmq_spark.selector",
 )
 
 
@@ -22,8 +23,8 @@ LIGHT = (
     ("statement", "unwanted"),
     # Spark itself imports pyspark_txmq, for every look-up of a Python data source.
     [
-        *((s, ("deltalake", "pyspark", "sqlalchemy")) for s in LIGHT),
-        ("import pyspark_txmq", ("deltalake", "sqlalchemy")),
+        *((s, ("deltalake", "lark", "pyspark", "sqlalchemy")) for s in LIGHT),
+        ("import pyspark_txmq", ("deltalake", "lark", "sqlalchemy")),
     ],
 )
 def test_importing_loads_no_engine_and_starts_no_thread(statement: str, unwanted: tuple[str, ...]) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxFiles, ReadMaxRows
@@ -25,6 +27,7 @@ from pyspark.sql.types import (
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.reading import SOURCE_SCHEMA
 from rmq_spark.errors import MessageError, OffsetError, OffsetOutOfRangeError, OptionError, TopicNotFoundError
+from rmq_spark.message import PROPERTIES
 from rmq_spark.source import reader as reader_module
 from rmq_spark.source.reader import SOURCE_DDL, TxmqReader, TxmqStreamReader, to_batches
 from tests.source_logs import decide, prepare, send
@@ -125,6 +128,118 @@ def test_tags_are_filtered_before_rows_go_to_spark(log: CommitLog) -> None:
     assert read(log, "body binary", tags="a").num_rows == 3
     assert read(log, tags="*").num_rows == 9
     assert read(log, tags="c").num_rows == 0
+
+
+# ---------------------------------------------------------------- selectors
+def send_priced(log: CommitLog, batch_id: int, prices: list[str | None], partitions: int = 1) -> None:
+    """Messages whose body is their number, with the properties region and price (None: no properties at all)."""
+    n = len(prices)
+    properties = [None if p is None else [("region", ("eu", "us")[i % 2]), ("price", p)] for i, p in enumerate(prices)]
+    table = pa.table(
+        {
+            "body": [f"{batch_id}.{i}" for i in range(n)],
+            "tags": [("even", "odd")[i % 2] for i in range(n)],
+            "properties": pa.array(properties, PROPERTIES),
+        }
+    )
+    decide(log, prepare(log, batch_id, table, partitions=partitions))
+
+
+def bodies(table: pa.Table) -> set[str]:
+    return {b if isinstance(b, str) else b.decode() for b in table["body"].to_pylist()}
+
+
+def test_a_selector_needs_no_column_of_the_projection(log: CommitLog) -> None:
+    send_priced(log, 0, ["1", "9", None, "12", "x", "7"], partitions=2)
+    selector = "price > 5 AND region IN ('us')"
+    assert bodies(read(log, "body string", selector=selector)) == {"0.1", "0.3", "0.5"}
+    assert read(log, "msg_id string", selector=selector).num_rows == 3
+    assert bodies(read(log, "body string", selector="TAGS = 'odd' AND price < 10")) == {"0.1", "0.5"}
+    assert bodies(read(log, "body string, tags string", selector="price IS NULL")) == {"0.2"}
+    assert read(log, "msg_id string", selector="TRUE").num_rows == 6
+    assert read(log, selector="FALSE").num_rows == 0
+
+
+def test_what_is_left_out_changes_no_row_that_stays(log: CommitLog) -> None:
+    for batch_id in range(4):
+        send_priced(log, batch_id, [str(i) for i in range(20)], partitions=2)
+    whole = log.read("orders")
+    kept = pc.is_in(whole["tags"], pa.array(["odd"]))
+    expected = whole.filter(kept)
+    for options in ({"tags": "odd"}, {"selector": "TAGS = 'odd'"}, {"selector": "region = 'us'"}):
+        assert read(log, **options).equals(expected)
+        assert read(log, maxRecordsPerPartition="3", **options).equals(expected)
+        assert log.read("orders", **options).equals(expected)
+    half = DeltaTable(f"{log.path}/half")
+    half.optimize.compact()
+    half.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+    assert read(log, selector="region = 'us'").equals(expected)
+    assert log.read("orders", selector="region = 'us'").equals(expected)
+
+
+def test_a_limit_counts_the_messages_that_a_selector_keeps(log: CommitLog) -> None:
+    for batch_id in range(3):
+        send_priced(log, batch_id, [str(i) for i in range(9)])
+    every = log.read("orders", selector="price > 5")
+    assert every.num_rows == 9
+    for limit in (0, 1, 4, 9, 20):
+        assert log.read("orders", selector="price > 5", limit=limit).equals(every.slice(0, limit))
+    later = pc.or_(pc.greater(every["queue_id"], 0), pc.greater_equal(every["queue_offset"], 3))
+    assert log.read("orders", start={0: 3}, selector="price > 5").equals(every.filter(later))
+
+
+def test_bodies_of_row_groups_without_a_wanted_message_are_not_read(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_priced(log, 0, ["1"] * 6 + ["9"] * 6 + [None] * 6, partitions=3)
+    read_columns: list[list[str]] = []
+    real = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile,
+        "read_row_group",
+        lambda file, g, columns: read_columns.append(columns) or real(file, g, columns=columns),
+    )
+    assert read(log, "body string, tags string, properties map<string,string>", selector="price = 9").num_rows == 6
+    assert read_columns == [["properties"], ["properties"], ["body", "tags"], ["properties"]]
+
+
+def test_now_is_the_time_of_planning_also_for_a_task_that_is_tried_again(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_priced(log, 0, ["1000", "3000"])
+    monkeypatch.setattr(reader_module.time, "time_ns", lambda: 2_000 * 1_000_000)
+    reader = TxmqReader({"path": log.path, "subscribe": "orders", "selector": "price < now"}, schema())
+    planned = reader.partitions()
+    monkeypatch.undo()
+    assert [bodies(run(reader, planned)) for _ in range(2)] == [{"0.0"}, {"0.0"}]
+    assert bodies(run(reader, reader.partitions())) == {"0.0", "0.1"}
+
+
+def test_the_offsets_of_a_stream_do_not_depend_on_its_selector(log: CommitLog) -> None:
+    send_priced(log, 0, [str(i) for i in range(20)])
+    plain = stream(log, startingOffsets="earliest", maxOffsetsPerTrigger="6")
+    filtered = stream(log, startingOffsets="earliest", maxOffsetsPerTrigger="6", selector="price = 19")
+    at, found = plain.initialOffset(), 0
+    assert filtered.initialOffset() == at
+    while (end := plain.latestOffset(at, ReadMaxRows(6))) != at:
+        assert filtered.latestOffset(at, ReadMaxRows(6)) == end
+        found += run(filtered, filtered.partitions(at, end)).num_rows
+        at = end
+    assert found == 1
+    assert sum(at["orders"].values()) == 20
+
+
+def test_a_selector_and_tags_together_or_a_broken_one_are_refused(log: CommitLog) -> None:
+    with pytest.raises(OptionError, match="'tags' and 'selector' contradict each other"):
+        read(log, tags="a", selector="b = 1")
+    with pytest.raises(OptionError, match=r"selector, line 1, column 4: found the end"):
+        read(log, selector="a >")
+    with pytest.raises(OptionError, match="tags and selector contradict each other"):
+        log.read("orders", tags="a", selector="b = 1")
+    with pytest.raises(OptionError, match="nor of the form"):
+        log.read("orders", tags="")
+    with pytest.raises(OptionError, match="selector is int"):
+        log.read("orders", selector=5)  # type: ignore[arg-type]
 
 
 def test_starting_and_ending_offsets_cut_the_queues(log: CommitLog) -> None:

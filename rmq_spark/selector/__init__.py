@@ -1,0 +1,61 @@
+"""Which messages a reader wants: RocketMQ's tags and SQL92 selectors (``MessageSelector.byTag``, ``bySql``).
+
+The driver makes a :class:`~rmq_spark.selector.tree.Selector` from text; executors evaluate it with pyarrow alone.
+"""
+
+from __future__ import annotations
+
+from rmq_spark.errors import OptionError
+from rmq_spark.selector.tree import In, Property, Selector
+
+SUB_ALL = "*"
+"""RocketMQ's expression for all tags."""
+
+SELECTOR_CHARS_MAX = 64 * 1024
+"""Longest text of a selector. RocketMQ names no limit."""
+
+
+def parse_tags(expression: str) -> tuple[str, ...] | None:
+    """The tags of RocketMQ's ``"TagA || TagB"``; None for ``*`` (``FilterAPI.buildSubscriptionData``)."""
+    tags = tuple(dict.fromkeys(tag.strip() for tag in expression.split("||")))
+    if tags == (SUB_ALL,):
+        return None
+    if "" in tags or SUB_ALL in tags:
+        raise OptionError(f"tags={expression!r} is neither '*' nor of the form 'TagA || TagB'")
+    return tags
+
+
+def tag_selector(tags: tuple[str, ...] | None) -> Selector | None:
+    """The selector that wants messages with one of these tags; None wants all."""
+    return None if tags is None else Selector(" || ".join(tags), In(Property("TAGS"), tags))
+
+
+def parse_selector(text: str) -> Selector:
+    """A selector in RocketMQ's SQL92, such as ``a > 5 AND region IN ('eu', 'us')`` (``SelectorParser.parse``).
+
+    Parameters
+    ----------
+    text : str
+        At most :data:`SELECTOR_CHARS_MAX` characters.
+
+    Raises
+    ------
+    OptionError
+        When the text is no selector: where, what was found there, and what was expected. Also without the package lark.
+    """
+    if not isinstance(text, str):
+        raise OptionError(f"selector is {type(text).__name__}: a string such as \"region = 'eu'\" is expected")
+    if len(text) > SELECTOR_CHARS_MAX:
+        raise OptionError(f"selector has {len(text)} characters: at most {SELECTOR_CHARS_MAX} are allowed")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as problem:
+            raise OptionError(f"selector is not valid Unicode text: {problem.reason}") from None
+    try:
+        from rmq_spark.selector.grammar import parse
+    except ModuleNotFoundError as problem:
+        if problem.name != "lark":
+            raise
+        raise OptionError("selectors need the package lark on the driver: pip install 'rmq-spark[sql92]'") from problem
+    return Selector(text, parse(text))

@@ -1,0 +1,362 @@
+"""A parsed selector, and its value for each row of an Arrow table.
+
+A selector is a tree of small frozen classes, as RocketMQ has them in ``org.apache.rocketmq.filter.expression``. It is
+evaluated a whole column at a time, to TRUE, FALSE or unknown (null). This runs on executors, with pyarrow alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.message import PROPERTIES
+
+STORED_COLUMNS: Mapping[str, str] = {"TAGS": "tags", "KEYS": "keys"}
+"""Names that RocketMQ keeps as properties, and the columns that hold them here."""
+
+LONG_MAX = 2**63 - 1
+
+
+# ---------------------------------------------------------------- the tree
+@dataclass(frozen=True)
+class Property:
+    """A property's value: a string, or nothing (``PropertyExpression``)."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Text:
+    value: str
+
+
+@dataclass(frozen=True)
+class Number:
+    value: int | float
+
+
+@dataclass(frozen=True)
+class Now:
+    """The time of planning, in milliseconds since 1970 (``NowExpression``)."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """TRUE, FALSE, or NULL (None)."""
+
+    value: bool | None
+
+
+@dataclass(frozen=True)
+class Not:
+    operand: Condition
+
+
+@dataclass(frozen=True)
+class And:
+    operands: tuple[Condition, ...]
+
+
+@dataclass(frozen=True)
+class Or:
+    operands: tuple[Condition, ...]
+
+
+@dataclass(frozen=True)
+class Compare:
+    """``left operator right``; the operator is one of :data:`OPERATORS`."""
+
+    operator: str
+    left: Node
+    right: Node
+
+
+@dataclass(frozen=True)
+class IsNull:
+    operand: Node
+
+
+@dataclass(frozen=True)
+class In:
+    operand: Property
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Search:
+    """CONTAINS, STARTSWITH or ENDSWITH. A missing property and an empty text give FALSE, also when negated."""
+
+    operator: str
+    operand: Property | Text
+    text: str
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class Like:
+    """LIKE; in the pattern a backslash takes away the meaning of the character behind it."""
+
+    operand: Property | Text
+    pattern: str
+
+
+Condition: TypeAlias = Truth | Not | And | Or | Compare | IsNull | In | Search | Like
+Node: TypeAlias = Property | Text | Number | Now | Condition
+
+OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "=": pc.equal,
+    ">": pc.greater,
+    ">=": pc.greater_equal,
+    "<": pc.less,
+    "<=": pc.less_equal,
+}
+SEARCHES: Mapping[str, Callable[..., Any]] = {
+    "CONTAINS": pc.match_substring,
+    "STARTSWITH": pc.starts_with,
+    "ENDSWITH": pc.ends_with,
+}
+
+
+@dataclass(frozen=True)
+class Selector:
+    """A condition on messages; picklable, hashable.
+
+    Attributes
+    ----------
+    text : str
+        As the user wrote it.
+    tree : Condition
+    """
+
+    text: str
+    tree: Condition
+
+    def at(self, now_ms: int) -> Filter:
+        """The selector with ``now`` fixed."""
+        return Filter(self.tree, now_ms)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A selector at a time: what a read applies to the rows that it takes from files."""
+
+    tree: Condition
+    now_ms: int
+
+    @property
+    def columns(self) -> list[str]:
+        """The stored columns that the selector looks at, in a fixed order; a small one when it looks at none."""
+        found: set[str] = set()
+        nodes: list[Node] = [self.tree]
+        while nodes:
+            node = nodes.pop()
+            if isinstance(node, Property):
+                found.add(STORED_COLUMNS.get(node.name, "properties"))
+            nodes.extend(_children(node))
+        return sorted(found) or ["tags"]
+
+    def evaluate(self, rows: pa.Table) -> pa.ChunkedArray:
+        """TRUE, FALSE or null for each row.
+
+        Parameters
+        ----------
+        rows : pyarrow.Table
+            With :attr:`columns`: ``properties`` map<string,string>, ``tags`` and ``keys`` string.
+        """
+        # A chunk at a time: what is contiguous cannot outgrow a string array when it is put together.
+        parts = [_Evaluation(batch, self.now_ms).condition(self.tree).values for batch in rows.to_batches()]
+        return pa.chunked_array(parts, pa.bool_())
+
+    def keeps(self, rows: pa.Table) -> pa.ChunkedArray:
+        """True for the rows where the selector is TRUE."""
+        return pc.fill_null(self.evaluate(rows), False)
+
+
+def _children(node: Node) -> tuple[Node, ...]:
+    if isinstance(node, (And, Or)):
+        return node.operands
+    if isinstance(node, Compare):
+        return (node.left, node.right)
+    if isinstance(node, (Not, IsNull, In, Search, Like)):
+        return (node.operand,)
+    return ()
+
+
+def is_condition(node: Node) -> bool:
+    """True when the node's value is TRUE, FALSE or unknown, and not a string or a number."""
+    return not isinstance(node, (Property, Text, Number, Now))
+
+
+# ---------------------------------------------------------------- its value
+@dataclass(frozen=True)
+class _Ternary:
+    """A condition's values, and the rows where it failed (None: nowhere).
+
+    RocketMQ throws when a value that is no number is compared as one, and does not deliver the message, whatever else
+    the selector says; but what AND and OR decided before they came to it stands. So failing is not being unknown.
+    """
+
+    values: Any
+    failed: Any = None
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Values as numbers: ``floats`` has all of them, ``ints`` those that a long holds exactly; else null."""
+
+    present: Any
+    ints: Any
+    floats: Any
+
+
+class _Evaluation:
+    """One record batch; each property is taken out of its map once."""
+
+    def __init__(self, rows: pa.RecordBatch, now_ms: int) -> None:
+        self._rows, self._now_ms = rows, now_ms
+        self._strings: dict[str, Any] = {}
+        self._numbers: dict[Property, _Numbers] = {}
+
+    def condition(self, node: Node) -> _Ternary:
+        if isinstance(node, Truth):
+            return self._ternary(pa.scalar(node.value, pa.bool_()))
+        if isinstance(node, Not):
+            inner = self.condition(node.operand)
+            return _Ternary(pc.invert(inner.values), inner.failed)
+        if isinstance(node, (And, Or)):
+            return self._logic(node)
+        if isinstance(node, Compare):
+            return self._equal(node.left, node.right) if node.operator == "=" else self._ordered(node)
+        if isinstance(node, IsNull):
+            if is_condition(node.operand):
+                operand = self.condition(node.operand)
+                return self._ternary(pc.is_null(operand.values), operand.failed)
+            return self._ternary(self._missing(node.operand))
+        if isinstance(node, In):
+            value = self._string(node.operand)
+            inside = pc.is_in(value, value_set=pa.array(node.values, pa.string()))
+            return self._ternary(pc.if_else(pc.is_valid(value), inside, None))
+        if isinstance(node, Search):
+            value = self._string(node.operand)
+            if not node.text:
+                return self._ternary(pa.scalar(False))
+            found = SEARCHES[node.operator](value, node.text)
+            return self._ternary(pc.fill_null(pc.invert(found) if node.negated else found, False))
+        if isinstance(node, Like):
+            return self._ternary(pc.match_like(self._string(node.operand), node.pattern))
+        raise TypeError(f"{type(node).__name__} is no condition")
+
+    def _ternary(self, values: Any, failed: Any = None) -> _Ternary:
+        def spread(array: Any) -> Any:
+            return pa.repeat(array, self._rows.num_rows) if isinstance(array, pa.Scalar) else array
+
+        if failed is None:
+            return _Ternary(spread(values))
+        failed = spread(failed)
+        if pc.any(failed).as_py() is not True:
+            return _Ternary(spread(values))
+        return _Ternary(pc.if_else(failed, None, spread(values)), failed)
+
+    def _logic(self, node: And | Or) -> _Ternary:
+        """AND and OR over unknown (``LogicExpression``): what decides ends the evaluation of a row."""
+        decisive = isinstance(node, Or)
+        combine = pc.or_kleene if decisive else pc.and_kleene
+        first, *rest = (self.condition(operand) for operand in node.operands)
+        values, failed = first.values, first.failed
+        for operand in rest:
+            if operand.failed is not None:
+                undecided = pc.fill_null(pc.not_equal(values, decisive), True)
+                here = pc.and_(operand.failed, undecided)
+                failed = here if failed is None else pc.or_(failed, here)
+            values = combine(values, operand.values)
+        return self._ternary(values, failed)
+
+    def _equal(self, left: Node, right: Node) -> _Ternary:
+        """``=``, with what ``ComparisonExpression.doCreateEqual`` makes of a side that is missing."""
+        failed: Any = None
+        if is_condition(left) or is_condition(right):
+            a, b = self._as_truth(left), self._as_truth(right)
+            same, lost = pc.equal(a.values, b.values), pc.is_null(b.values)
+            failed = a.failed if b.failed is None else b.failed if a.failed is None else pc.or_(a.failed, b.failed)
+            missing = pc.is_null(a.values)
+        else:
+            missing, lost = self._missing(left), self._missing(right)
+            if isinstance(left, (Property, Text)) and isinstance(right, (Property, Text)):
+                same = pc.equal(self._string(left), self._string(right))
+            else:
+                same, failed = _compare("=", self._number(left), self._number(right))
+        return self._ternary(pc.if_else(lost, missing, same), failed)
+
+    def _ordered(self, node: Compare) -> _Ternary:
+        return self._ternary(*_compare(node.operator, self._number(node.left), self._number(node.right)))
+
+    def _as_truth(self, node: Node) -> _Ternary:
+        """A condition, or a string as ``Boolean.valueOf`` reads it."""
+        if isinstance(node, (Property, Text)):
+            return self._ternary(pc.equal(pc.ascii_lower(self._string(node)), "true"))
+        return self.condition(node)
+
+    def _missing(self, node: Node) -> Any:
+        return pc.is_null(self._string(node)) if isinstance(node, (Property, Text)) else pa.scalar(False)
+
+    def _string(self, node: Property | Text) -> Any:
+        if isinstance(node, Text):
+            return pa.scalar(node.value, pa.string())
+        if node.name not in self._strings:
+            self._strings[node.name] = self._column(node.name)
+        return self._strings[node.name]
+
+    def _column(self, name: str) -> Any:
+        if name in STORED_COLUMNS:
+            column = self._rows.column(STORED_COLUMNS[name])
+            return column if column.type == pa.string() else column.cast(pa.string())
+        properties = self._rows.column("properties")
+        if properties.type != PROPERTIES:
+            properties = properties.cast(PROPERTIES)
+        return pc.map_lookup(properties, query_key=pa.scalar(name), occurrence="last")
+
+    def _number(self, node: Node) -> _Numbers:
+        if isinstance(node, Property):
+            if node not in self._numbers:
+                self._numbers[node] = _numbers(self._string(node))
+            return self._numbers[node]
+        if isinstance(node, Text):
+            one = _numbers(pa.array([node.value]))
+            return _Numbers(one.present[0], one.ints[0], one.floats[0])
+        if not isinstance(node, (Number, Now)):
+            raise TypeError(f"{type(node).__name__} is no number")
+        value = self._now_ms if isinstance(node, Now) else node.value
+        whole = pa.scalar(value if isinstance(value, int) else None, pa.int64())
+        return _Numbers(pa.scalar(True), whole, pa.scalar(float(value), pa.float64()))
+
+
+_INT = r"^[+-]?[0-9]{1,19}$"
+_FLOAT = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+
+
+def _numbers(strings: pa.Array) -> _Numbers:
+    """Strings as numbers, those that are none as null; nothing overflows and nothing raises."""
+    longest = pc.max(pc.binary_length(strings)).as_py() or 0
+    if longest < len(str(LONG_MAX)) and pc.all(pc.ascii_is_decimal(strings)).as_py():  # the usual, without patterns
+        ints = pc.cast(strings, pa.int64())
+        return _Numbers(pc.is_valid(strings), ints, pc.cast(ints, pa.float64(), safe=False))
+    floats = pc.cast(pc.if_else(pc.match_substring_regex(strings, _FLOAT), strings, None), pa.float64())
+    whole = pc.utf8_ltrim(strings, "+")
+    digits = pc.utf8_ltrim(strings, "+-")
+    fits = pc.or_(pc.less(pc.binary_length(digits), 19), pc.less_equal(digits, str(LONG_MAX)))
+    is_int = pc.and_(pc.match_substring_regex(strings, _INT), fits)
+    ints = pc.cast(pc.if_else(is_int, whole, None), pa.int64())
+    return _Numbers(pc.is_valid(strings), ints, floats)
+
+
+def _compare(operator: str, left: _Numbers, right: _Numbers) -> tuple[Any, Any]:
+    """The comparison (null where a side is missing), and where it failed: both sides are there, one is no number."""
+    function = OPERATORS[operator]
+    exact = pc.and_(pc.is_valid(left.ints), pc.is_valid(right.ints))
+    values = pc.if_else(exact, function(left.ints, right.ints), function(left.floats, right.floats))
+    no_number = pc.or_(pc.is_null(left.floats), pc.is_null(right.floats))
+    return values, pc.and_(pc.and_(left.present, right.present), no_number)

@@ -1,0 +1,512 @@
+"""Selectors: RocketMQ's grammar, its three-valued logic, and what it refuses."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rmq_spark.errors import OptionError
+from rmq_spark.message import PROPERTIES
+from rmq_spark.selector import SELECTOR_CHARS_MAX, parse_selector, parse_tags, tag_selector
+from rmq_spark.selector.grammar import DEPTH_MAX
+from rmq_spark.selector.tree import And, Compare, Property
+
+NOW_MS = 1_700_000_000_000
+Row = Mapping[str, str]
+
+
+def rows_of(rows: list[Row]) -> pa.Table:
+    properties = [[(k, v) for k, v in row.items() if k not in ("TAGS", "KEYS")] or None for row in rows]
+    return pa.table(
+        {
+            "properties": pa.array(properties, PROPERTIES),
+            "tags": pa.array([row.get("TAGS") for row in rows], pa.string()),
+            "keys": pa.array([row.get("KEYS") for row in rows], pa.string()),
+        }
+    )
+
+
+def value(text: str, /, **row: str) -> bool | None:
+    (found,) = parse_selector(text).at(NOW_MS).evaluate(rows_of([row])).to_pylist()
+    assert found is None or isinstance(found, bool)
+    return found
+
+
+# ---------------------------------------------------------------- what RocketMQ's own tests ask
+@pytest.mark.parametrize(
+    ("text", "row", "expected"),
+    [
+        ("v CONTAINS 'x' AND v STARTSWITH 'ax' AND v ENDSWITH 'xb'", {"v": "axb"}, True),
+        ("v NOT CONTAINS 'x' OR v NOT STARTSWITH 'ax' OR v NOT ENDSWITH 'xb'", {"v": "axb"}, False),
+        ("v CONTAINS 'x' OR v STARTSWITH 'x' OR v ENDSWITH 'x'", {"v": "abb"}, False),
+        ("v NOT CONTAINS 'x' AND v NOT STARTSWITH 'x' AND v NOT ENDSWITH 'x'", {"v": "abb"}, True),
+        ("'axb' CONTAINS 'x' AND 'axb' NOT CONTAINS 'u' AND ' ' ENDSWITH ' '", {}, True),
+        ("'axb' CONTAINS '.' OR 's' CONTAINS '\\'", {}, False),
+        ("TAGS IS NOT NULL AND TAGS = '''''tag'''''", {"TAGS": "''tag''"}, True),
+        ("KEYS = 'k1 k2'", {"KEYS": "k1 k2"}, True),
+        ("a=3 and b<>4 And c>5 AND d<=4", {"a": "3", "b": "5", "c": "6", "d": "1"}, True),
+        ("a=3 and b<>4 And c>5 AND d<=4", {"a": "4", "b": "5", "c": "6", "d": "1"}, False),
+        ("a=3 or b<>4 Or c>5 OR d<=4", {"a": "4", "b": "4", "c": "3", "d": "2"}, True),
+        ("a=3 or b<>4 Or c>5 OR d<=4", {"a": "4", "b": "4", "c": "3", "d": "10"}, False),
+        ("a in ('3', '4', '5')", {"a": "4"}, True),
+        ("a in ('3', '4', '5')", {"a": "8"}, False),
+        ("(a not in ('6', '4', '5')) or (b in ('3', '4', '5'))", {"a": "6", "b": "3"}, True),
+        ("(a between 2 and 10) AND (b not between 6 and 9)", {"a": "3.1", "b": "10"}, True),
+        ("a not between 10 and 2", {"a": "5"}, True),
+        ("a > 3.1E10", {"a": "31415000000.0"}, True),
+        ("a > b", {"a": "20", "b": "10"}, True),
+        ("a = b", {"a": "3.14", "b": "3.14"}, True),
+        ("a <> b", {"a": "3.14", "b": "3.141"}, True),
+        ("a=TRUE OR b=FALSE", {"a": "true", "b": "x"}, True),
+        ("a=TRUE OR b=FALSE", {"a": "false", "b": "TRUE"}, False),
+        ("a is null OR a='hello'", {}, True),
+        ("a <= now AND now > 5", {"a": str(NOW_MS)}, True),
+        ("a > NOW", {"a": str(NOW_MS)}, False),
+        ("a > -5 AND a < +.5 AND a <> -1. AND a >= - - -3", {"a": "-2"}, True),
+        ("NOT (a = 1) /* a\ncomment */ -- and another\n OR FALSE", {"a": "2"}, True),
+        ("between_2 = 'x' AND $_ = 'y' AND Note = 'z'", {"between_2": "x", "$_": "y", "Note": "z"}, True),
+    ],
+)
+def test_a_selector_means_what_rocketmq_says(text: str, row: Row, expected: bool) -> None:
+    assert value(text, **row) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a = 1", None),
+        ("a <> 1", None),
+        ("1 = a", False),  # RocketMQ looks at the left side first
+        ("here = a", False),
+        ("here <> a", True),
+        ("a = b", True),
+        ("a > 1", None),
+        ("a NOT BETWEEN 1 AND 2", None),
+        ("a IN ('x')", None),
+        ("a NOT IN ('x')", None),
+        ("a IS NULL", True),
+        ("a IS NOT NULL", False),
+        ("a CONTAINS 'x'", False),
+        ("a NOT CONTAINS 'x'", False),
+        ("a NOT STARTSWITH 'x'", False),
+        ("here NOT ENDSWITH ''", False),
+        ("a LIKE '%'", None),
+        ("a NOT LIKE '%'", None),
+        ("a = TRUE", None),
+        ("NOT (a = 1)", None),
+        ("NULL", None),
+        ("NULL IS NULL", True),
+        ("(a = 1) IS NULL", True),
+        ("a = 1 AND FALSE", False),
+        ("a = 1 AND TRUE", None),
+        ("a = 1 OR TRUE", True),
+        ("a = 1 OR FALSE", None),
+    ],
+)
+def test_a_missing_property_is_unknown_but_where_rocketmq_decides(text: str, expected: bool | None) -> None:
+    assert value(text, here="5") is expected
+
+
+def test_only_true_is_kept_and_unknown_is_not() -> None:
+    rows = rows_of([{"a": "1"}, {"a": "2"}, {}, {"a": "x"}])
+    assert parse_selector("a = 1").at(0).keeps(rows).to_pylist() == [True, False, False, False]
+    assert parse_selector("NOT (a = 1)").at(0).keeps(rows).to_pylist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("a > 5 OR r = 'eu'", False),
+        ("r = 'eu' OR a > 5", True),
+        ("a > 5 AND r = 'us'", False),
+        ("NOT (r = 'us' AND a > 5)", True),
+        ("NOT (a > 5 AND r = 'us')", False),
+        ("(a > 5) IS NULL", False),
+        ("a > r OR TRUE", False),
+    ],
+)
+def test_what_is_no_number_fails_the_message_unless_it_was_decided_before(text: str, kept: bool) -> None:
+    for word in ("many", "", "0x10", "5d", " 5", "NaN", "\u0661"):
+        (found,) = parse_selector(text).at(0).keeps(rows_of([{"a": word, "r": "eu"}])).to_pylist()
+        assert found is kept, word
+
+
+@pytest.mark.parametrize(
+    ("text", "given_value", "expected"),
+    [
+        ("a > 5", "5.5", True),
+        ("a > 5", "3000000000", True),
+        ("a = 9223372036854775807", "9223372036854775807", True),
+        ("a = 9223372036854775806", "9223372036854775807", False),
+        ("a < 9223372036854775807", "9223372036854775806", True),
+        ("a = 9007199254740993", "9007199254740992", False),
+        ("a > 9223372036854775807", "9223372036854775808000", True),
+        ("a >= 1e308", "1" + "0" * 400, True),
+        ("a = -3", "-3.0", True),
+        ("a = 7", "+007", True),
+        ("a = 0.0", "0", True),
+        ("a = '5'", "5.0", False),
+        ("'5' = a", "5", True),
+        ("5l = a", "5", True),
+        ("TRUE = a", "True", True),
+    ],
+)
+def test_numbers_compare_by_value_and_strings_as_they_stand(text: str, given_value: str, expected: bool) -> None:
+    assert value(text, a=given_value) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "given_value", "expected"),
+    [
+        ("a LIKE 'a_c%'", "abcd", True),
+        ("a LIKE 'a_c'", "aéc", True),
+        ("a LIKE '_'", "\n", True),
+        ("a NOT LIKE 'b%'", "abc", True),
+        ("a LIKE 'a.c'", "abc", False),
+        ("a LIKE 'a\\_c'", "a\\bc", True),
+        ("a LIKE '10!%' ESCAPE '!'", "10%", True),
+        ("a LIKE '10!%' ESCAPE '!'", "100", False),
+        ("a LIKE '!!%' ESCAPE '!'", "!x", True),
+        ("a LIKE '\\%' ESCAPE '\\'", "%", True),
+        ("a LIKE '\\%' ESCAPE '\\'", "x", False),
+    ],
+)
+def test_like_has_the_patterns_of_sql(text: str, given_value: str, expected: bool) -> None:
+    assert value(text, a=given_value) is expected
+
+
+def test_of_a_property_that_is_there_twice_the_last_counts() -> None:
+    twice = pa.array([[("a", "1"), ("a", "2")]], PROPERTIES)
+    assert parse_selector("a = 2").at(0).keeps(pa.table({"properties": twice})).to_pylist() == [True]
+
+
+# ---------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a and between 2 and 10", "line 1, column 7: found 'between', expected (, +, -, FALSE, NOT"),
+        ("a = 1 AND\n  b >", "line 2, column 6: found the end, expected (, +"),
+        ("", "found the end"),
+        ("a = 1)", "column 6: found ')', expected the end"),
+        ("(a = 1", "found the end, expected )"),
+        ("a = 1 b = 2", "column 7: found 'b', expected <"),
+        ("a = 'x", "column 5: found a string without its closing quote"),
+        ("a != 5", "found '!'"),
+        ("a = 1; drop table x", "found ';'"),
+        ("a.b = 1", "column 2: found '.'"),
+        ("a = \x00", "found '\\x00'"),
+        ("\u0131s = 1", "found '\u0131'"),
+        ("007 = a", "column 2: found '0'"),
+        ("a > 0x10", "found 'x10'"),
+        ("a IN (1)", "found '1', expected a string in single quotes"),
+        ("a IN ()", "found ')', expected a string in single quotes"),
+        ("5 IN ('x')", "found '5', expected a property before IN"),
+        ("a CONTAINS x", "found 'x', expected a string in single quotes"),
+        ("a CONTAINS 123", "found '123', expected a string in single quotes"),
+        ("a NOT CONTAINS", "found the end, expected a string in single quotes"),
+        ("5 CONTAINS '5'", "found '5', expected a property or a string before CONTAINS"),
+        ("a between 10 and 0", "column 18: found '0', expected a number of at least 10"),
+        ("a between -1 and -5", "found '-5', expected a number of at least -1"),
+        ("a between '1' and '5'", "found \"'1'\", expected a number"),
+        ("a > 'x'", "found \"'x'\", expected a number, now or a property beside >"),
+        ("a < TRUE", "found 'TRUE', expected a number"),
+        ("a > 5 > 3", "found 'a > 5', expected a number"),
+        ("a >= NULL", "found 'NULL', expected a number"),
+        ("a = NULL", "found 'NULL', expected a value: IS NULL"),
+        ("TRUE = 5", "found '5', expected TRUE, FALSE"),
+        ("now = (a > 1)", "found 'now', expected TRUE, FALSE"),
+        ("a > 100000000000000000000000", "expected a whole number of at most 9223372036854775807"),
+        ("a > 1e999", "expected a number that a double can hold"),
+        ("a > 1e-999", "expected a number that a double can hold"),
+        ("a > " + "1" * 50_000 + ".5", "expected a number that a double can hold"),
+        ("a > -b", "found 'b', expected a number behind '-'"),
+        ("5", "found '5', expected a condition"),
+        ("'x' AND a = 1", "found \"'x'\", expected a condition"),
+        ("a", "found 'a', expected a condition, such as a = TRUE or a IS NOT NULL"),
+        ("NOT a = 5", "column 5: found 'a', expected a condition"),
+        ("LIKE = 'x'", "found 'LIKE'"),
+        ("a LIKE 'x' ESCAPE 'ab'", "expected one character behind ESCAPE"),
+        ("a LIKE 'x!z' ESCAPE '!'", "expected '%', '_' or '!' behind each '!'"),
+        ("a LIKE 'x!' ESCAPE '!'", "expected '%', '_' or '!' behind each '!'"),
+        ("a LIKE '" + "%a_" * 500 + "'", "expected a pattern of at most 1024 characters"),
+        ("/* a = 1", "found '/'"),
+        ("a = 1" + " " * SELECTOR_CHARS_MAX, "at most 65536 are allowed"),
+        ("a = '\ud800'", "not valid Unicode"),
+    ],
+)
+def test_a_selector_that_is_none_is_refused_with_the_place_and_what_was_expected(text: str, words: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(words)) as caught:
+        parse_selector(text)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NOT " * 10_000 + "TRUE",
+        "(" * 20_000 + "a = 1" + ")" * 20_000,
+        "a > " + "- " * 20_000 + "1",
+        "a" + " = a" * 10_000,
+        "(" * 60_000,
+    ],
+)
+def test_deep_nesting_is_refused_in_words(text: str) -> None:
+    with pytest.raises(OptionError, match=f"at most {DEPTH_MAX} levels|found the end"):
+        parse_selector(text)
+
+
+def test_long_chains_are_no_nesting() -> None:
+    text = " OR ".join(f"a = {i}" for i in range(3_000))
+    assert value(text, a="2999") is True
+    nested = "(" * (DEPTH_MAX - 3) + "a = 1" + ")" * (DEPTH_MAX - 3)
+    assert value(nested, a="1") is True
+
+
+def test_text_that_looks_like_code_is_only_text() -> None:
+    hostile = "__import__('os').system('true')"
+    with pytest.raises(OptionError, match="found '\\('"):
+        parse_selector(hostile)
+    quoted = hostile.replace("'", "''")
+    assert value(f"a = '{quoted}'", a=hostile) is True
+    assert value("__class__ IS NULL AND __init__ IS NULL") is True
+
+
+@given(st.text(alphabet="abNOTANDIS NULL()'%_-+<>=.,0159eE\n/*\u00e9", max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_any_text_is_a_selector_or_an_option_error(text: str) -> None:
+    try:
+        selector = parse_selector(text)
+    except OptionError:
+        return
+    assert len(selector.at(0).evaluate(rows_of([{}, {"a": "1", "b": "x"}]))) == 2
+
+
+# ---------------------------------------------------------------- the object
+def test_a_selector_names_the_columns_it_needs_and_can_be_pickled_and_hashed() -> None:
+    selector = parse_selector("TAGS = 'a' AND x > 5")
+    assert selector.at(0).columns == ["properties", "tags"]
+    assert parse_selector("KEYS IS NULL").at(0).columns == ["keys"]
+    assert pickle.loads(pickle.dumps(selector)) == selector
+    assert hash(selector) == hash(parse_selector("TAGS = 'a' AND x > 5"))
+    assert isinstance(selector.tree, And)
+    assert parse_selector("a\n>1").tree == parse_selector("(a) > 1").tree == Compare(">", Property("a"), *_numbers(1))
+
+
+def _numbers(*values: int) -> list[Any]:
+    from rmq_spark.selector.tree import Number
+
+    return [Number(v) for v in values]
+
+
+def test_tags_are_a_selector_too() -> None:
+    assert tag_selector(parse_tags("*")) is None
+    wanted = tag_selector(parse_tags("a || b"))
+    assert wanted is not None
+    assert wanted.at(0).columns == ["tags"]
+    assert wanted.at(0).keeps(rows_of([{"TAGS": "b"}, {"TAGS": "c"}, {}])).to_pylist() == [True, False, False]
+
+
+def test_an_executor_needs_no_parser() -> None:
+    script = (
+        "import pickle, sys; sys.modules['lark'] = None\n"
+        f"selector = pickle.loads({pickle.dumps(parse_selector('a > 5'))!r})\n"
+        "import pyarrow as pa\n"
+        "rows = pa.table({'properties': pa.array([[('a', '6')]], pa.map_(pa.string(), pa.string()))})\n"
+        "assert selector.at(0).keeps(rows).to_pylist() == [True]\n"
+        "from rmq_spark.selector import parse_selector\n"
+        "try:\n    parse_selector('a > 5')\n"
+        "except Exception as problem:\n    print(type(problem).__name__, problem)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("OptionError selectors need the package lark on the driver: pip install")
+
+
+# ---------------------------------------------------------------- against a slow evaluator, a row at a time
+class NotComparableError(Exception):
+    """What RocketMQ throws when a value is compared as a number and is none."""
+
+
+Expression = tuple[str, Callable[[Row], Any]]
+"""Text, and what it means: a string, a number, True, False or None."""
+
+NAMES = ["a", "b", "c", "TAGS"]
+VALUES = ["1", "2", "-3", "2.0", "1e1", "x", "TRUE", "", "9223372036854775807", "9223372036854775806", "ab", "a%b"]
+NUMBERS = ["0", "1", "2", "-3", "2.5", "1E1", "9223372036854775807", "9223372036854775806"]
+
+
+def _as_number(given: Any) -> int | float:
+    if not isinstance(given, str):
+        return given  # type: ignore[no-any-return]
+    for kind in (int, float):
+        try:
+            return kind(given)
+        except ValueError:
+            continue
+    raise NotComparableError(given)
+
+
+def _same(left: Any, right: Any) -> bool | None:
+    if left is None and right is None:
+        return True
+    if left is None:
+        return None
+    if right is None:
+        return False
+    if isinstance(left, bool) or isinstance(right, bool):
+        left, right = (v.lower() == "true" if isinstance(v, str) else v for v in (left, right))
+        return bool(left == right)
+    if isinstance(left, str) and isinstance(right, str):
+        return left == right
+    return _as_number(left) == _as_number(right)
+
+
+def _order(left: Any, right: Any, holds: Callable[[Any, Any], bool]) -> bool | None:
+    if left is None or right is None:
+        return None
+    return holds(_as_number(left), _as_number(right))
+
+
+HOLDS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": lambda x, y: x < y,
+    "<=": lambda x, y: x <= y,
+    ">": lambda x, y: x > y,
+    ">=": lambda x, y: x >= y,
+}
+
+
+def _negate(found: bool | None) -> bool | None:
+    return None if found is None else not found
+
+
+def _and(left: Expression, right: Expression) -> Expression:
+    def evaluate(row: Row) -> bool | None:
+        first = left[1](row)
+        if first is False:
+            return False
+        second = right[1](row)
+        return False if second is False else None if first is None or second is None else True
+
+    return f"({left[0]} AND {right[0]})", evaluate
+
+
+def _or(left: Expression, right: Expression) -> Expression:
+    def evaluate(row: Row) -> bool | None:
+        first = left[1](row)
+        if first is True:
+            return True
+        second = right[1](row)
+        return True if second is True else None if first is None or second is None else False
+
+    return f"({left[0]} OR {right[0]})", evaluate
+
+
+def _quote(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _literal(text: str) -> Expression:
+    number = _as_number(text)
+    return text, lambda row: number
+
+
+names = st.sampled_from(NAMES).map(lambda n: (n, lambda row: row.get(n)))
+numbers = st.sampled_from(NUMBERS).map(_literal)
+texts = st.sampled_from(VALUES).map(lambda t: (_quote(t), lambda row: t))
+in_order = st.one_of(names, names, numbers)
+truths = st.sampled_from([("TRUE", True), ("FALSE", False)]).map(lambda t: (t[0], lambda row: t[1]))
+
+
+@st.composite
+def comparisons(draw: st.DrawFn) -> Expression:
+    kind = draw(st.sampled_from(["=", "<>", "order", "between", "in", "search", "null", "truth", "like"]))
+    name, of = draw(names)
+    negated = draw(st.booleans())
+    no = " NOT" if negated else ""
+    flip: Callable[[Any], Any] = _negate if negated else lambda found: found
+    if kind in ("=", "<>"):
+        (left, lv), (right, rv) = draw(st.one_of(in_order, texts)), draw(st.one_of(in_order, texts))
+        change = _negate if kind == "<>" else lambda found: found
+        return f"{left} {kind} {right}", lambda row: change(_same(lv(row), rv(row)))
+    if kind == "order":
+        operator = draw(st.sampled_from(sorted(HOLDS)))
+        (left, lv), (right, rv) = draw(in_order), draw(in_order)
+        return f"{left} {operator} {right}", lambda row: _order(lv(row), rv(row), HOLDS[operator])
+    if kind == "between":
+        low, high = sorted(draw(st.lists(st.sampled_from(NUMBERS), min_size=2, max_size=2)), key=_as_number)
+        low_, high_ = _literal(low)[1], _literal(high)[1]
+        parts: tuple[Expression, Expression]
+        if negated:
+            parts = (
+                ("", lambda r: _order(of(r), low_(r), HOLDS["<"])),
+                ("", lambda r: _order(of(r), high_(r), HOLDS[">"])),
+            )
+            return f"{name} NOT BETWEEN {low} AND {high}", _or(*parts)[1]
+        parts = (
+            ("", lambda r: _order(of(r), low_(r), HOLDS[">="])),
+            ("", lambda r: _order(of(r), high_(r), HOLDS["<="])),
+        )
+        return f"{name} BETWEEN {low} AND {high}", _and(*parts)[1]
+    if kind == "in":
+        values = draw(st.lists(st.sampled_from(VALUES), min_size=1, max_size=3))
+        listed = ", ".join(map(_quote, values))
+        return f"{name}{no} IN ({listed})", lambda row: None if of(row) is None else (of(row) in values) is not negated
+    if kind == "search":
+        operator, has = draw(st.sampled_from([
+            ("CONTAINS", str.__contains__), ("StartsWith", str.startswith), ("endswith", str.endswith)]))  # fmt: skip
+        part = draw(st.sampled_from(["", "1", "x", "a", "%"]))
+        return (
+            f"{name}{no} {operator} {_quote(part)}",
+            lambda row: False if of(row) is None or not part else has(of(row), part) is not negated,
+        )
+    if kind == "null":
+        return f"{name} IS{no} NULL", lambda row: (of(row) is None) is not negated
+    if kind == "like":
+        pattern = draw(st.sampled_from(["%", "_", "a%", "%b", "1_", "%.%"]))
+        regex = re.compile(re.escape(pattern).replace("%", ".*").replace("_", "."), re.DOTALL)
+        return (
+            f"{name}{no} LIKE {_quote(pattern)}",
+            lambda row: flip(None if of(row) is None else regex.fullmatch(of(row)) is not None),
+        )
+    text, truth = draw(truths)
+    return f"{name} = {text}", lambda row: _same(of(row), truth(row))
+
+
+def _larger(inner: st.SearchStrategy[Expression]) -> st.SearchStrategy[Expression]:
+    return st.one_of(
+        st.tuples(inner, inner).map(lambda p: _and(*p)),
+        st.tuples(inner, inner).map(lambda p: _or(*p)),
+        inner.map(lambda e: (f"NOT ({e[0]})", lambda row: _negate(e[1](row)))),
+        inner.map(lambda e: (f"({e[0]}) IS NULL", lambda row: e[1](row) is None)),
+    )
+
+
+conditions = st.recursive(comparisons(), _larger, max_leaves=8)
+messages = st.lists(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(VALUES)), min_size=1, max_size=12)
+
+
+@given(conditions, messages)
+@settings(max_examples=500, deadline=None)
+def test_columns_give_what_a_row_at_a_time_gives(expression: Expression, rows: list[Row]) -> None:
+    text, evaluate = expression
+    expected: list[bool | None] = []
+    for row in rows:
+        try:
+            expected.append(evaluate(row))
+        except NotComparableError:
+            expected.append(None)
+    filter_ = parse_selector(text).at(NOW_MS)
+    table = rows_of(rows)
+    assert filter_.evaluate(table).to_pylist() == expected
+    assert filter_.keeps(pa.concat_tables([table, table.slice(1)])).to_pylist() == [
+        found is True for found in [*expected, *expected[1:]]
+    ]
