@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rmq_spark.consumer.consume import consume as consume
     from rmq_spark.consumer.dead_letters import DeadLetters as DeadLetters
     from rmq_spark.consumer.groups import ConsumerGroup as ConsumerGroup
+    from rmq_spark.consumer.inbox import SqlInbox as SqlInbox
     from rmq_spark.consumer.listener import ConsumeConcurrentlyStatus as ConsumeConcurrentlyStatus
     from rmq_spark.consumer.listener import ConsumeOrderlyStatus as ConsumeOrderlyStatus
     from rmq_spark.consumer.listener import EachMessage as EachMessage
@@ -52,6 +53,7 @@ _WHERE = {
     "ConsumeOrderlyStatus": "consumer.listener",
     "DeadLetters": "consumer.dead_letters",
     "EachMessage": "consumer.listener",
+    "SqlInbox": "consumer.inbox",
     "consume": "consumer.consume",
     "register": "datasource",
     "PerMessageListener": "listener",

@@ -32,6 +32,10 @@ class ConsumeError(TxmqError):
     """A stream cannot be consumed in this way."""
 
 
+class InboxConflictError(TxmqError):
+    """Two processes write the results of one queue for one consumer group."""
+
+
 class TopicExistsError(TxmqError):
     """A topic is in the commit log already."""
 

@@ -9,17 +9,20 @@ transaction's id first, execute or check, wins, and the database's primary key i
 from __future__ import annotations
 
 import logging
-import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
+# First: it says what to install when SQLAlchemy is missing.
+from rmq_spark.listeners.database import Database, insert_absent, is_lock_problem, no_commit_within  # isort: skip
+
+import sqlalchemy as sa
 
 from rmq_spark.errors import (
     FencedError,
@@ -40,12 +43,6 @@ from rmq_spark.transaction import (
     decode_json,
     normalize_verdicts,
 )
-
-try:
-    import sqlalchemy as sa
-    from sqlalchemy.dialects import postgresql, sqlite
-except ImportError as problem:  # pragma: no cover - the test runs this in another process
-    raise ListenerError("SqlTransactionListener needs SQLAlchemy 2: pip install 'rmq-spark[sql]'") from problem
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +76,6 @@ def _verdict(word: str, transaction_id: str) -> LocalTransactionState:
 
 # PostgreSQL: lock_not_available, serialization_failure, deadlock_detected. The other side is at work: ask
 # later.
-_LOCK_STATES = frozenset({"55P03", "40001", "40P01"})
-
-
 class Rollback(Exception):
     """Raised by ``work``: undo what it wrote, and roll back the messages too.
 
@@ -344,7 +338,7 @@ class SqlTransactionListener(TransactionListener):
         self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool]
     ) -> Sequence[LocalTransactionState]:
         """What ``work`` says per transaction; those that are not fresh are not asked about."""
-        with _no_commit_within(connection):
+        with no_commit_within(connection):
             if self._per_transaction:
                 return self._run_each(connection, batch, fresh)
             if not all(fresh):
@@ -419,7 +413,7 @@ class SqlTransactionListener(TransactionListener):
             if absent and _now() - _utc(batch.prepared_at) >= self._rollback_after:
                 recorded |= self._bury(absent, batch)
         except sa.exc.DBAPIError as problem:
-            if not _is_lock_problem(problem):
+            if not is_lock_problem(problem):
                 raise
             # A lock is held, so its local transaction is alive: what it will be, nobody knows yet.
             logger.info("%r: another transaction holds its fence rows; the answer is UNKNOWN", batch)
@@ -500,14 +494,13 @@ def _refuse_unknown(verdicts: Sequence[LocalTransactionState], batch: HalfBatch)
         )
 
 
-class _Fence:
+class _Fence(Database):
     """The fence's tables in one database, and transactions on it. Says what is; decides nothing."""
 
     def __init__(self, url_or_engine: str | sa.URL | sa.Engine, name: str, schema: str | None) -> None:
         if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,55}", name) is None:
             raise OptionError(f"fence_table={name!r} is not a plain table name of at most 56 letters, digits and _")
-        self._engine, self._url = _engine_or_url(url_or_engine)
-        self._pid = os.getpid()
+        super().__init__(url_or_engine)
         metadata = sa.MetaData(schema=schema)
         self._rows = sa.Table(
             name,
@@ -526,49 +519,6 @@ class _Fence:
             sa.Column("created_at", sa.DateTime, nullable=False),
         )
 
-    @property
-    def where(self) -> str:
-        """The database for people: without the password, and the query part, which may hold one."""
-        return self._url.set(query={}).render_as_string(hide_password=True)
-
-    @property
-    def engine(self) -> sa.Engine:
-        if self._engine is None:
-            self._engine = _make_engine(self._url)
-        if self._pid != os.getpid():
-            # Forked: the parent's connections are the parent's. Forget them without closing them.
-            self._engine.dispose(close=False)
-            self._pid = os.getpid()
-        return self._engine
-
-    # ------------------------------------------------------------------ transactions
-    @contextmanager
-    def transaction(self, lock_timeout: float | None = None, *, write: bool = True) -> Iterator[sa.Connection]:
-        """A database transaction: commits at the end, rolls back on an exception.
-
-        ``lock_timeout`` in seconds; None keeps the database's own.
-        """
-        with self.engine.connect() as connection:
-            if connection.dialect.name == "sqlite":
-                with _sqlite_transaction(connection, lock_timeout, write):
-                    yield connection
-                return
-            if getattr(connection.connection.dbapi_connection, "autocommit", False) is True:
-                raise ListenerError(
-                    f"the engine of {self.where} is set to AUTOCOMMIT: the work and its fence rows must commit together"
-                )
-            try:
-                with connection.begin():
-                    if lock_timeout is not None and connection.dialect.name == "postgresql":
-                        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {int(lock_timeout * 1000)}")
-                    yield connection
-            except BaseException:
-                # The driver's own: after a commit that was refused, SQLAlchemy believes that it is over, and
-                # the transaction would stay open, with its locks, in the pool.
-                if not connection.invalidated:
-                    connection.connection.rollback()
-                raise
-
     # ------------------------------------------------------------------ the id
     def create(self) -> str:
         try:
@@ -582,7 +532,7 @@ class _Fence:
             for table in (self._rows, self._id):
                 connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
             row = {"one": 1, "fence_id": secrets.token_hex(16), "created_at": _now_naive()}
-            _insert_absent(connection, self._id.c.one, [row])
+            insert_absent(connection, self._id.c.one, [row])
             return self.read_id(connection)
 
     def read_id(self, connection: sa.Connection) -> str:
@@ -590,7 +540,7 @@ class _Fence:
         try:
             found = connection.execute(sa.select(self._id.c.fence_id)).scalar_one_or_none()
         except sa.exc.DBAPIError as problem:
-            if _is_lock_problem(problem) or self._exists():
+            if is_lock_problem(problem) or self._exists():
                 raise
             found = None
         if found is None:
@@ -618,7 +568,7 @@ class _Fence:
         }
         # In one order on every side, so that two of them wait for each other in turn instead of in a circle.
         rows = [{"transaction_id": i, **common} for i in sorted(ids)]
-        taken = _insert_absent(connection, self._rows.c.transaction_id, rows)
+        taken = insert_absent(connection, self._rows.c.transaction_id, rows)
         return self.read(connection, taken)
 
     def read(self, connection: sa.Connection, ids: Sequence[str]) -> dict[str, str]:
@@ -642,110 +592,6 @@ class _Fence:
         with self.transaction() as connection:
             old = self._rows.delete().where(self._rows.c.created_at < before.replace(tzinfo=None))
             return connection.execute(old).rowcount
-
-
-def _insert_absent(connection: sa.Connection, key: sa.Column[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """Insert rows whose key is not there yet; the keys that were."""
-    table, dialect = key.table, connection.dialect
-    assert isinstance(table, sa.Table)
-    if not rows:
-        return []
-    if dialect.insert_executemany_returning and dialect.name in ("postgresql", "sqlite"):
-        make = postgresql.insert if dialect.name == "postgresql" else sqlite.insert
-        statement = make(table).on_conflict_do_nothing(index_elements=[key]).returning(key)
-        inserted = set(connection.execute(statement, rows).scalars())
-        return [row[key.name] for row in rows if row[key.name] not in inserted]
-    taken = []
-    for row in rows:
-        try:
-            with connection.begin_nested():
-                connection.execute(table.insert(), row)
-        except sa.exc.IntegrityError:
-            taken.append(row[key.name])
-    return taken
-
-
-@contextmanager
-def _sqlite_transaction(connection: sa.Connection, lock_timeout: float | None, write: bool) -> Iterator[None]:
-    """BEGIN and COMMIT as SQLite has them; Python's sqlite3 would begin late, and without the write lock.
-
-    A writer takes the write lock at once (BEGIN IMMEDIATE): a transaction that reads first and writes later
-    fails when another one wrote in between, without waiting. What is set here is set back: the connection may
-    be of a user's own engine.
-    """
-    driver = connection.connection.dbapi_connection
-    assert driver is not None
-    isolation_level, driver.isolation_level = driver.isolation_level, None
-    busy_timeout = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
-    try:
-        if lock_timeout is not None:
-            connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(lock_timeout * 1000)}")
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
-        yield
-        connection.commit()
-    finally:
-        # After a commit there is nothing to roll back. The driver's own: SQLAlchemy's may believe it is done.
-        driver.rollback()
-        connection.rollback()
-        if lock_timeout is not None:
-            connection.exec_driver_sql(f"PRAGMA busy_timeout = {busy_timeout}")
-            connection.rollback()
-        driver.isolation_level = isolation_level
-
-
-@contextmanager
-def _no_commit_within(connection: sa.Connection) -> Iterator[None]:
-    """While ``work`` runs, its connection can neither be committed nor rolled back: the fence rows are in it
-    too."""
-
-    def refuse(_: sa.Connection) -> None:
-        raise ListenerError(
-            "work must not commit or roll back the connection that it is given: return, or raise "
-            "txmq.Rollback, and the listener does it with the fence rows"
-        )
-
-    for event in ("commit", "rollback"):
-        sa.event.listen(connection, event, refuse)
-    try:
-        yield
-    finally:
-        for event in ("commit", "rollback"):
-            sa.event.remove(connection, event, refuse)
-
-
-def _engine_or_url(url_or_engine: object) -> tuple[sa.Engine | None, sa.URL]:
-    if isinstance(url_or_engine, sa.Engine):
-        return url_or_engine, url_or_engine.url
-    if isinstance(url_or_engine, sa.URL):
-        return None, url_or_engine
-    if isinstance(url_or_engine, str):
-        try:
-            return None, sa.make_url(url_or_engine)
-        except (sa.exc.ArgumentError, ValueError):
-            # Without its text: it may hold a password. And without the cause, which may quote it.
-            raise ListenerError("the database URL cannot be parsed: write it as 'sqlite:///orders.db'") from None
-    raise ListenerError(f"{type(url_or_engine).__name__} is no database: pass a URL or a SQLAlchemy engine")
-
-
-def _make_engine(url: sa.URL) -> sa.Engine:
-    try:
-        # A connection may idle for hours between two micro-batches: look whether it is alive before its use.
-        return sa.create_engine(url, pool_pre_ping=True)
-    except sa.exc.NoSuchModuleError:
-        raise ListenerError(f"SQLAlchemy knows no database {url.drivername!r}: install its dialect") from None
-    except ModuleNotFoundError as problem:
-        raise ListenerError(
-            f"the driver of {url.drivername!r} is not installed: pip install {problem.name}"
-        ) from problem
-
-
-def _is_lock_problem(problem: sa.exc.DBAPIError) -> bool:
-    """Whether the database gave up waiting for (or was thrown out by) another transaction."""
-    cause = problem.orig
-    if getattr(cause, "sqlstate", None) in _LOCK_STATES or getattr(cause, "pgcode", None) in _LOCK_STATES:
-        return True
-    # SQLite: "database is locked", "database table is locked: ...". Error codes came with Python 3.11.
-    return type(cause).__module__.startswith("sqlite3") and "is locked" in str(cause)
 
 
 def _now() -> datetime:
