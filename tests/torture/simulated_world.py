@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone, tzinfo
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pyarrow as pa
 
@@ -176,6 +176,25 @@ class _Datetime:
         return datetime.fromtimestamp(self._scheduler.wall_s(), zone or timezone.utc)
 
 
+REMEMBERED = ((ledger, "_check_rows"), (ledger, "_settled_rows"), (half_store, "_stored_files"))
+"""Functions of tables that do nothing else. Processes that follow one log ask them the same things."""
+
+Answer = TypeVar("Answer")
+
+
+def remembered(function: Callable[..., Answer]) -> Callable[..., Answer]:
+    """The function, which answers from memory what it was asked before about the very same tables."""
+    answers: dict[tuple[int | str, ...], tuple[tuple[Any, ...], Answer]] = {}
+
+    def asked(*arguments: Any) -> Answer:
+        key = tuple(a if isinstance(a, str) else id(a) for a in arguments)
+        if key not in answers:
+            answers[key] = (arguments, function(*arguments))  # the arguments too, so that no other gets their id
+        return answers[key][1]
+
+    return asked
+
+
 @contextmanager
 def seam(world: World, settings: Mapping[str, int] | None = None) -> Iterator[None]:
     """Put the simulation's clocks, locks, threads and ids in the place of the real ones.
@@ -205,6 +224,8 @@ def seam(world: World, settings: Mapping[str, int] | None = None) -> Iterator[No
         (table, "random", world.chance),
         (half, "write_table", simulated_store.write_table),
         (half_store, "read_range", simulated_store.read_range),
+        (ledger, "OP_SCHEMA", SimpleNamespace(empty_table=lambda: simulated_store.no_rows(OP_SCHEMA))),
+        *[(module, name, remembered(getattr(module, name))) for module, name in REMEMBERED],
     ]
     names = {"OP_FILES_MAX": maintenance, "TAIL_CHUNKS_MAX": ledger, "HALF_IDS_KEPT": ledger}
     replaced += [(names[name], name, value) for name, value in (settings or {}).items()]
