@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import pyarrow as pa
@@ -66,8 +65,14 @@ class Content:
     removed: dict[str, float] = field(default_factory=dict)
 
 
-no_rows = cache(pa.Schema.empty_table)
-"""Of a schema; an array for each column takes longer than most reads."""
+_NO_ROWS: dict[int, tuple[pa.Schema, pa.Table]] = {}
+
+
+def no_rows(schema: pa.Schema) -> pa.Table:
+    """Of a schema: to make it takes longer than most reads, and so does a schema's hash."""
+    if id(schema) not in _NO_ROWS:
+        _NO_ROWS[id(schema)] = (schema, schema.empty_table())
+    return _NO_ROWS[id(schema)][1]
 
 
 class Files:

@@ -19,7 +19,7 @@ from rmq_spark.check import service
 from rmq_spark.commitlog import half, half_store, ledger, log, maintenance, table
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.ledger import Mask, Placed
+from rmq_spark.commitlog.ledger import Ledger, Mask, Placed
 from rmq_spark.commitlog.log import TOPICS_SCHEMA, CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA, Who, runs
 from rmq_spark.errors import VerdictConflictError
@@ -195,6 +195,19 @@ def remembered(function: Callable[..., Answer]) -> Callable[..., Answer]:
     return asked
 
 
+def followed_together(read_since: Callable[..., pa.Table]) -> Callable[..., pa.Table]:
+    """``Ledger._read_since``, whose answer depends on the version of ``op`` and its arguments alone."""
+    answers: dict[tuple[int, int, int], pa.Table] = {}
+
+    def asked(ledger: Ledger, since: int, until: int) -> pa.Table:
+        key = (ledger.table.version, since, until)
+        if key not in answers:
+            answers[key] = read_since(ledger, since, until)
+        return answers[key]
+
+    return asked
+
+
 @contextmanager
 def seam(world: World, settings: Mapping[str, int] | None = None) -> Iterator[None]:
     """Put the simulation's clocks, locks, threads and ids in the place of the real ones.
@@ -226,6 +239,7 @@ def seam(world: World, settings: Mapping[str, int] | None = None) -> Iterator[No
         (half_store, "read_range", simulated_store.read_range),
         (ledger, "OP_SCHEMA", SimpleNamespace(empty_table=lambda: simulated_store.no_rows(OP_SCHEMA))),
         *[(module, name, remembered(getattr(module, name))) for module, name in REMEMBERED],
+        (Ledger, "_read_since", followed_together(Ledger._read_since)),
     ]
     names = {"OP_FILES_MAX": maintenance, "TAIL_CHUNKS_MAX": ledger, "HALF_IDS_KEPT": ledger}
     replaced += [(names[name], name, value) for name, value in (settings or {}).items()]
