@@ -195,7 +195,7 @@ def remembered(function: Callable[..., Answer]) -> Callable[..., Answer]:
     return asked
 
 
-def followed_together(read_since: Callable[..., pa.Table]) -> Callable[..., pa.Table]:
+def read_together(read_since: Callable[..., pa.Table]) -> Callable[..., pa.Table]:
     """``Ledger._read_since``, whose answer depends on the version of ``op`` and its arguments alone."""
     answers: dict[tuple[int, int, int], pa.Table] = {}
 
@@ -206,6 +206,31 @@ def followed_together(read_since: Callable[..., pa.Table]) -> Callable[..., pa.T
         return answers[key]
 
     return asked
+
+
+def started_together(catch_up: Callable[[Ledger], int]) -> Callable[[Ledger], int]:
+    """``Ledger._catch_up``, whose first call on a ledger depends on the version of ``op`` alone."""
+    answers: dict[int, dict[str, Any]] = {}
+
+    def asked(ledger: Ledger) -> int:
+        if ledger._seen_version >= 0 or ledger._known_whole or ledger._awaited is not None:
+            return catch_up(ledger)
+        version = ledger.table.version
+        if version in answers:
+            vars(ledger).update(copied(answers[version]))
+        else:
+            catch_up(ledger)
+            answers[version] = copied({n: v for n, v in vars(ledger).items() if n not in ("table", "_lock")})
+        return version
+
+    return asked
+
+
+def copied(value: Any) -> Any:
+    """A copy of whatever can change: tables, numbers and words cannot."""
+    if isinstance(value, dict):
+        return {key: copied(v) for key, v in value.items()}
+    return type(value)(map(copied, value)) if isinstance(value, (list, set)) else value
 
 
 @contextmanager
@@ -239,7 +264,8 @@ def seam(world: World, settings: Mapping[str, int] | None = None) -> Iterator[No
         (half_store, "read_range", simulated_store.read_range),
         (ledger, "OP_SCHEMA", SimpleNamespace(empty_table=lambda: simulated_store.no_rows(OP_SCHEMA))),
         *[(module, name, remembered(getattr(module, name))) for module, name in REMEMBERED],
-        (Ledger, "_read_since", followed_together(Ledger._read_since)),
+        (Ledger, "_read_since", read_together(Ledger._read_since)),
+        (Ledger, "_catch_up", started_together(Ledger._catch_up)),
     ]
     names = {"OP_FILES_MAX": maintenance, "TAIL_CHUNKS_MAX": ledger, "HALF_IDS_KEPT": ledger}
     replaced += [(names[name], name, value) for name, value in (settings or {}).items()]
