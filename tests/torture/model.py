@@ -333,13 +333,14 @@ class _Search:
         found = Found()
         layers = [self._pack(np.array([self.first], np.int32))]
         seen = layers[0]
-        while len(layers[-1]) and found.wrong is None:
-            if time.monotonic() - began > seconds_max:
-                found.finished = False
-                break
-            following = np.zeros(0, np.uint64)
+        while len(layers[-1]) and found.wrong is None and found.finished:
+            parts = []
             for at in range(0, len(layers[-1]), _CHUNK):
-                following = np.union1d(following, self._after(layers[-1][at : at + _CHUNK], found))
+                parts.append(self._after(layers[-1][at : at + _CHUNK], found))
+                found.finished = time.monotonic() - began < seconds_max
+                if not found.finished:
+                    break
+            following = np.unique(np.concatenate(parts))
             following = following[~_in_sorted(following, seen)]
             seen = np.concatenate([seen, following])
             seen.sort(kind="stable")  # two sorted runs are merged
