@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
@@ -161,7 +162,8 @@ class Matrix:
         elif alive.wake_at is not None and now > alive.wake_at:
             if self.chance.random() < WOKEN:
                 alive.wake_at, alive.until = float("inf"), now + self.chance.uniform(*LIFE_S)
-                os.kill(alive.process.pid or 0, signal.SIGCONT)
+                with suppress(ProcessLookupError):  # killed in its sleep before, and its exit code is on the way
+                    os.kill(alive.process.pid or 0, signal.SIGCONT)
             else:
                 alive.process.kill()
         elif alive.wake_at in (None, float("inf")) and now > alive.until:

@@ -13,7 +13,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 ATTEMPTS_MAX = 3
 EXECUTED, REFUSED, TOMBSTONE = "executed", "refused", "tombstone"
@@ -274,6 +276,10 @@ class Found:
     ----------
     states, steps, ends : int
         States, steps between them, and states in which nothing can happen any more.
+    layers : int
+        The longest way to a state, in steps; that to the first one counts as one.
+    finished : bool
+        False when it was stopped before it had seen every state.
     wrong : str or None
         The first thing that was wrong; ``trace`` is the way there.
     """
@@ -281,71 +287,223 @@ class Found:
     states: int = 0
     steps: int = 0
     ends: int = 0
+    layers: int = 0
+    finished: bool = True
     wrong: str | None = None
     trace: list[Step] = field(default_factory=list)
     seconds: float = 0.0
 
 
-def canonical(state: State) -> State:
-    """Producers of one batch are all alike, and so are checkers and consumers."""
-    batches, queue, producers, checkers, consumers, crashes = state
-    ordered = tuple(sorted(producers, key=lambda p: (p.batch, p)))
-    return State(batches, queue, ordered, tuple(sorted(checkers)), tuple(sorted(consumers)), crashes)
-
-
-def search(start: State, rules: Rules = Rules()) -> Found:
+def search(start: State, rules: Rules = Rules(), seconds_max: float = float("inf")) -> Found:
     """Visit every state that can be reached, nearest first, or stop at the first that is wrong."""
-    began = time.monotonic()
-    found = Found()
-    start = canonical(start)
-    seen: set[State] = {start}
-    parents: dict[State, tuple[State, Step]] = {}
-    layer = [start]
-    while layer and found.wrong is None:
-        following: list[State] = []
-        for state in layer:
-            is_end = True
-            for step, after in steps(state, rules):
-                found.steps += 1
-                is_end &= step.what == "crash"
-                after = canonical(after)
-                if after in seen:
-                    continue
-                seen.add(after)
-                if rules != Rules():
-                    parents[after] = (state, step)
-                following.append(after)
-                found.wrong = found.wrong or wrong_with(after)
-                if found.wrong:
-                    found.trace = _trace(parents, after)
+    return _Search(start, rules).run(seconds_max)
+
+
+class _Search:
+    """A search whose states are numbers of 64 bits, and whose layers are sorted arrays of them.
+
+    A process reads what is shared, the batches and the queue, and what it knows itself, and never another process. So
+    what it can do next is looked up in a table by these two. The table is filled by :func:`steps`, which is asked about
+    a state in which the process is alone. What is shared and what a process knows are numbered as they are met, and a
+    state is these numbers side by side: nothing is hashed, so no two states are taken for one.
+
+    Producers of one batch are all alike, and so are checkers and consumers: their numbers are kept in order.
+    """
+
+    def __init__(self, start: State, rules: Rules) -> None:
+        self.rules = rules
+        self.shared = _Numbers((start.batches, start.queue))
+        self.known = _Numbers()
+        processes = [(_ROLES[0], worker) for worker in sorted(start.producers, key=lambda p: p.batch)]
+        processes += [(_ROLES[1], worker) for worker in start.checkers]
+        processes += [(_ROLES[2], offset) for offset in start.consumers]
+        self.processes = len(processes)
+        kinds = [(role, known.batch if role == "producer" else 0) for role, known in processes]
+        self.alike = [slice(kinds.index(k), kinds.index(k) + kinds.count(k)) for k in dict.fromkeys(kinds)]
+        self.first = [0, start.crashes, *(self.known.of(process) for process in processes)]
+        self.shared_bits = min(_SHARED_BITS_MAX, 64 - _CRASH_BITS - _KNOWN_BITS * self.processes)
+        self.widths = np.array([self.shared_bits, _CRASH_BITS, *[_KNOWN_BITS] * self.processes], np.uint64)
+        self.shifts = np.concatenate([[0], np.cumsum(self.widths)[:-1]]).astype(np.uint64)
+        # By what is shared, what a process knows, and a choice: what is shared then, what it knows then, 1 for a crash.
+        self.table = np.zeros((0, 0, 0, 3), np.int32)
+        self.choices = np.zeros((0, 0), np.int32)  # -1: not asked yet
+
+    def run(self, seconds_max: float) -> Found:
+        began = time.monotonic()
+        found = Found()
+        layers = [self._pack(np.array([self.first], np.int32))]
+        seen = layers[0]
+        while len(layers[-1]) and found.wrong is None and found.finished:
+            parts = []
+            for at in range(0, len(layers[-1]), _CHUNK):
+                parts.append(self._after(layers[-1][at : at + _CHUNK], found))
+                found.finished = time.monotonic() - began < seconds_max
+                if not found.finished:
                     break
-            if is_end:
-                found.ends += 1
-                if is_unsettled(state):
-                    found.wrong = "everything has ended, and a message is still open"
-            if found.wrong:
-                break
-        layer = following
-    found.states, found.seconds = len(seen), time.monotonic() - began
-    return found
+            following = np.unique(np.concatenate(parts))
+            following = following[~_in_sorted(following, seen)]
+            seen = np.concatenate([seen, following])
+            seen.sort(kind="stable")  # two sorted runs are merged
+            layers.append(following)
+            self._judge(layers, found)
+        found.layers, found.states, found.seconds = len(layers) - 1, len(seen), time.monotonic() - began
+        return found
+
+    # ------------------------------------------------------------------ states as numbers
+    def _pack(self, rows: np.ndarray) -> np.ndarray:
+        """The states of some rows of numbers, sorted, each once."""
+        for alike in self.alike:
+            columns = slice(2 + alike.start, 2 + alike.stop)
+            rows[:, columns] = np.sort(rows[:, columns], axis=1)
+        return np.unique((rows.astype(np.uint64) << self.shifts).sum(axis=1, dtype=np.uint64))
+
+    def _unpack(self, states: np.ndarray) -> np.ndarray:
+        masks = (np.uint64(1) << self.widths) - np.uint64(1)
+        return ((states[:, None] >> self.shifts) & masks).astype(np.int32)
+
+    def _state(self, row: np.ndarray) -> State:
+        batches, queue = self.shared[row[0]]
+        of: dict[str, list[Any]] = {role: [] for role in _ROLES}
+        for number in row[2:]:
+            role, known = self.known[number]
+            of[role].append(known)
+        return State(batches, queue, *(tuple(of[role]) for role in _ROLES), int(row[1]))
+
+    # ------------------------------------------------------------------ what can happen
+    def _after(self, states: np.ndarray, found: Found) -> np.ndarray:
+        """All states after these; counts steps and ends, and looks whether the ends are good ones."""
+        rows = self._unpack(states)
+        self._learn(rows)
+        is_end = np.ones(len(rows), bool)
+        parts = []
+        for process in range(self.processes):
+            counts = self.choices[rows[:, 0], rows[:, 2 + process]]
+            for choice in range(int(counts.max())):
+                moving = np.flatnonzero(counts > choice)
+                after = self.table[rows[moving, 0], rows[moving, 2 + process], choice]
+                allowed = rows[moving, 1] >= after[:, 2]
+                moving, after = moving[allowed], after[allowed]
+                is_end[moving[after[:, 2] == 0]] = False
+                found.steps += len(moving)
+                moved = rows[moving]
+                moved[:, 0], moved[:, 2 + process] = after[:, 0], after[:, 1]
+                moved[:, 1] -= after[:, 2]
+                parts.append(self._pack(moved))
+        found.ends += int(is_end.sum())
+        if found.wrong is None and any(is_unsettled(self._state(row)) for row in rows[is_end]):
+            found.wrong = "everything has ended, and a message is still open"
+        return np.unique(np.concatenate(parts))
+
+    def _learn(self, rows: np.ndarray) -> None:
+        """Fill the table where these states look."""
+        pairs = np.unique(rows[:, [0]].astype(np.int64) << 32 | rows[:, 2:])
+        for shared, known in ((int(p >> 32), int(p & 0xFFFFFFFF)) for p in pairs):
+            if shared < len(self.choices) and known < self.choices.shape[1] and self.choices[shared, known] >= 0:
+                continue
+            outcomes = [self._number(after) for _, after in self._alone(shared, known)]
+            self._make_room()
+            self.choices[shared, known] = len(outcomes)
+            self.table[shared, known, : len(outcomes)] = np.array(outcomes, np.int32).reshape(-1, 3)
+
+    def _alone(self, shared: int, known: int) -> Iterator[tuple[Step, State]]:
+        batches, queue = self.shared[shared]
+        role, what = self.known[known]
+        alone = [(what,) if role == r else () for r in _ROLES]
+        return steps(State(batches, queue, *alone, crashes=1), self.rules)
+
+    def _number(self, after: State) -> tuple[int, int, int]:
+        [(role, known)] = [(r, k) for r, part in zip(_ROLES, after[2:5], strict=True) for k in part]
+        return self.shared.of((after.batches, after.queue)), self.known.of((role, known)), 1 - after.crashes
+
+    def _make_room(self) -> None:
+        assert len(self.shared) <= 1 << max(self.shared_bits, 0), "a number has too few bits"
+        assert len(self.known) <= 1 << _KNOWN_BITS, "a number has too few bits"
+        old = self.choices
+        if len(self.shared) > old.shape[0] or len(self.known) > old.shape[1]:
+            size = (2 * len(self.shared), 2 * len(self.known))
+            self.choices, table = np.full(size, -1, np.int32), np.zeros((*size, _CHOICES_MAX, 3), np.int32)
+            self.choices[: old.shape[0], : old.shape[1]] = old
+            table[: old.shape[0], : old.shape[1], : self.table.shape[2]] = self.table
+            self.table = table
+
+    # ------------------------------------------------------------------ what must hold
+    def _judge(self, layers: list[np.ndarray], found: Found) -> None:
+        """Whether anything is wrong in the last layer; it depends on what is shared alone."""
+        shared = (layers[-1] & np.uint64((1 << self.shared_bits) - 1)).astype(np.int64)
+        for number in np.unique(shared):
+            batches, queue = self.shared[number]
+            wrong = wrong_with(State(batches, queue, (), (), (), 0))
+            if wrong:
+                found.wrong = wrong
+                found.trace = self._way_to(layers, int(layers[-1][np.argmax(shared == number)]))
+                return
+
+    def _way_to(self, layers: list[np.ndarray], state: int) -> list[Step]:
+        """Steps from the first state to one of the last layer; each layer is asked which of its states leads on."""
+        way: list[Step] = []
+        for layer in layers[-2::-1]:
+            step, state = next(
+                (step, int(before))
+                for before in layer
+                for step, after in steps(self._state(self._unpack(np.array([before]))[0]), self.rules)
+                if self._number_of(after) == state
+            )
+            way.append(step)
+        return way[::-1]
+
+    def _number_of(self, state: State) -> int:
+        processes = [(role, known) for role, part in zip(_ROLES, state[2:5], strict=True) for known in part]
+        numbers = [self.shared.of((state.batches, state.queue)), state.crashes, *map(self.known.of, processes)]
+        return int(self._pack(np.array([numbers], np.int32))[0])
 
 
-def _trace(parents: dict[State, tuple[State, Step]], state: State) -> list[Step]:
-    way: list[Step] = []
-    while state in parents:
-        state, step = parents[state]
-        way.append(step)
-    return way[::-1]
+_ROLES = ("producer", "checker", "consumer")
+_CRASH_BITS, _KNOWN_BITS, _SHARED_BITS_MAX = 2, 7, 20
+_CHOICES_MAX = 8
+_CHUNK = 500_000
+"""States that are followed at once."""
+
+
+class _Numbers(list[Any]):
+    """Things by their numbers, in the order in which they were met."""
+
+    def __init__(self, *things: Any) -> None:
+        super().__init__(things)
+        self._number = {thing: number for number, thing in enumerate(things)}
+
+    def of(self, thing: Any) -> int:
+        if thing not in self._number:
+            self._number[thing] = len(self)
+            self.append(thing)
+        return self._number[thing]
+
+
+def _in_sorted(wanted: np.ndarray, among: np.ndarray) -> np.ndarray:
+    """Which of these are among sorted others."""
+    at = np.minimum(np.searchsorted(among, wanted), len(among) - 1)
+    return among[at] == wanted
 
 
 SMALL = beginning((0, 0), 2, 2, 1)
-"""Seconds instead of minutes."""
+"""Enough to find what is wrong without a rule."""
+LARGER = {
+    "four producers of one batch": beginning((0, 0, 0, 0)),
+    "two batches": beginning((0, 0, 1), checkers=2, consumers=1, crashes=1),
+}
+"""For a long run, when there is time."""
 
 
 def run(seconds: float, seed: int) -> dict[str, int | str | list[str]]:
-    """The whole search, and one for each rule turned off. There is nothing to choose, so the seed changes nothing."""
+    """Whole searches, and one for each rule turned off. There is nothing to choose, so the seed changes nothing."""
+    end = time.monotonic() + seconds
     found = search(beginning())
     failures = [found.wrong] if found.wrong else []
+    larger = {}
+    for name, bound in LARGER.items():
+        more = search(bound, seconds_max=end - time.monotonic())
+        larger[name] = f"{more.states:,} states" + ("" if more.finished else f" in {more.layers} steps, stopped")
+        print(f"model, {name}: {larger[name]}, {more.wrong or 'nothing is wrong'}", flush=True)
+        failures += [f"{name}: {more.wrong}"] if more.wrong else []
     caught = 0
     for rule in fields(Rules):
         broken = search(SMALL, Rules(**{rule.name: False}))
@@ -357,6 +515,7 @@ def run(seconds: float, seed: int) -> dict[str, int | str | list[str]]:
         "states": found.states,
         "steps": found.steps,
         "ends": found.ends,
+        **larger,
         "rules caught": caught,
         "failures": failures,
     }

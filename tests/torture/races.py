@@ -217,8 +217,13 @@ def s3_track(root: Path) -> Iterator[Track]:
 TRACKS = {"local": local_track, "s3": s3_track}
 
 
-def run_on(where: str, seconds: float, seed: int, commits: int) -> dict[str, int | str | list[str]]:
-    """Races until there are so many commits or the time is up; the folder of a failed one stays."""
+def run_on(
+    where: str, seconds: float, seed: int, commits: int, processes: int | None = None
+) -> dict[str, int | str | list[str]]:
+    """Races until there are so many commits or the time is up; the folder of a failed one stays.
+
+    Without a number of processes the first race has every role, and each other one a line-up of its own.
+    """
     end = time.monotonic() + seconds
     total = Report()
     races = 0
@@ -227,7 +232,7 @@ def run_on(where: str, seconds: float, seed: int, commits: int) -> dict[str, int
         root = Path(tempfile.mkdtemp(prefix=f"txmq_race_{where}_{seed + races}_"))
         with TRACKS[where](root) as track:
             left = min(RACE_COMMITS, commits - total.commits)
-            race = Race(track, seed + races, None if races else max(LINE_UPS))
+            race = Race(track, seed + races, processes or (None if races else max(LINE_UPS)))
             report = race.run(left, end - time.monotonic())
         total.commits += report.commits
         total.seconds += report.seconds

@@ -65,12 +65,27 @@ class Content:
     removed: dict[str, float] = field(default_factory=dict)
 
 
+_NO_ROWS: dict[int, tuple[pa.Schema, pa.Table]] = {}
+
+
+def no_rows(schema: pa.Schema) -> pa.Table:
+    """Of a schema: to make it takes longer than most reads, and so does a schema's hash."""
+    if id(schema) not in _NO_ROWS:
+        _NO_ROWS[id(schema)] = (schema, schema.empty_table())
+    return _NO_ROWS[id(schema)][1]
+
+
 class Files:
-    """Data files, as Arrow tables; as much of a file system as the log needs."""
+    """Data files, as Arrow tables; as much of a file system as the log needs.
+
+    Files never change, so what was read once is kept: most processes read what others have read.
+    """
 
     def __init__(self) -> None:
         self.tables: dict[str, pa.Table] = {}
         self.serial = 0
+        self.readings: dict[tuple[object, ...], pa.Table] = {}
+        self.addresses: dict[str, dict[tuple[str, int, int], int]] = {}
 
     def put(self, folder: str, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
         self.serial += 1
@@ -83,6 +98,23 @@ class Files:
             raise FileNotFoundError(path)
         return self.tables[path]
 
+    def read(self, paths: Sequence[str], columns: Sequence[str], where: pc.Expression | None) -> pa.Table:
+        """Rows of some files, all of which are there."""
+        tables = [self.get(path) for path in paths]
+        known = (*paths, *columns, str(where))
+        if known not in self.readings:
+            rows = pa.concat_tables(tables)
+            self.readings[known] = (rows if where is None else rows.filter(where)).select(list(columns))
+        return self.readings[known]
+
+    def positions(self, path: str) -> Mapping[tuple[str, int, int], int]:
+        """Where the rows of a half file lie, by half id, file number and row number."""
+        table = self.get(path)
+        if path not in self.addresses:
+            columns = [table[name].to_pylist() for name in ("half_id", "file_no", "row_no")]
+            self.addresses[path] = {address: i for i, address in enumerate(zip(*columns, strict=True))}
+        return self.addresses[path]
+
 
 def write_table(
     fs: Files, folder: str, table: pa.Table, *, prefix: str, stats_columns: Sequence[str], **_: object
@@ -93,17 +125,13 @@ def write_table(
 
 def read_range(fs: Files, folder: str, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
     """Stands in for ``files.read_range``: rows by their address."""
-    table = fs.get(f"{folder}/{wanted.path}")
-    numbers = {n for first, last in wanted.ranges for n in range(first, last + 1)}
-    rows = table.select(["half_id", "file_no", "row_no"]).to_pylist()
-    at = [
-        (r["row_no"], i)
-        for i, r in enumerate(rows)
-        if r["half_id"] == wanted.half_id and r["file_no"] == wanted.file_no and r["row_no"] in numbers
-    ]
+    positions = fs.positions(f"{folder}/{wanted.path}")
+    numbers = [n for first, last in wanted.ranges for n in range(first, last + 1)]
+    at = [positions[a] for n in numbers if (a := (wanted.half_id, wanted.file_no, n)) in positions]
     if len(at) != wanted.rows:
         raise CorruptLogError(f"{wanted.path} holds {len(at)} of {wanted.rows} rows of {wanted.half_id}")
-    yield 0, table.select(list(columns)).take([i for _, i in sorted(at)])
+    rows = fs.get(f"{folder}/{wanted.path}").select(list(columns))
+    yield 0, rows.slice(at[0], len(at)) if at == list(range(at[0], at[0] + len(at))) else rows.take(at)
 
 
 class SimulatedTable:
@@ -169,9 +197,8 @@ class SimulatedTable:
     ) -> pa.Table:
         names = list(columns) if columns is not None else self.schema.names
         if not paths:
-            return pa.schema([self.schema.field(n) for n in names]).empty_table()
-        rows = pa.concat_tables([self.fs.get(f"{self.folder}/{path}") for path in paths])
-        return (rows if where is None else rows.filter(where)).select(names)
+            return no_rows(self.schema).select(names)
+        return self.fs.read([f"{self.folder}/{path}" for path in paths], names, where)
 
     # ------------------------------------------------------------------ writing
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
@@ -269,7 +296,7 @@ class SimulatedTable:
     def rows(self) -> pa.Table:
         """What the newest version holds, whatever the weather; files that are gone hold nothing."""
         files = [self.fs.tables.get(f"{self.folder}/{path}") for path in self.content.versions[-1].files]
-        return pa.concat_tables([self.schema.empty_table(), *(f for f in files if f is not None)])
+        return pa.concat_tables([no_rows(self.schema), *(f for f in files if f is not None)])
 
     def note_versions(self) -> None:
         for state in self.content.versions:

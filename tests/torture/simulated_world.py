@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone, tzinfo
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pyarrow as pa
 
@@ -19,7 +19,7 @@ from rmq_spark.check import service
 from rmq_spark.commitlog import half, half_store, ledger, log, maintenance, table
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.ledger import Mask, Placed
+from rmq_spark.commitlog.ledger import Ledger, Mask, Placed
 from rmq_spark.commitlog.log import TOPICS_SCHEMA, CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA, Who, runs
 from rmq_spark.errors import VerdictConflictError
@@ -176,6 +176,63 @@ class _Datetime:
         return datetime.fromtimestamp(self._scheduler.wall_s(), zone or timezone.utc)
 
 
+REMEMBERED = ((ledger, "_check_rows"), (ledger, "_settled_rows"), (half_store, "_stored_files"))
+"""Functions of tables that do nothing else. Processes that follow one log ask them the same things."""
+
+Answer = TypeVar("Answer")
+
+
+def remembered(function: Callable[..., Answer]) -> Callable[..., Answer]:
+    """The function, which answers from memory what it was asked before about the very same tables."""
+    answers: dict[tuple[int | str, ...], tuple[tuple[Any, ...], Answer]] = {}
+
+    def asked(*arguments: Any) -> Answer:
+        key = tuple(a if isinstance(a, str) else id(a) for a in arguments)
+        if key not in answers:
+            answers[key] = (arguments, function(*arguments))  # the arguments too, so that no other gets their id
+        return answers[key][1]
+
+    return asked
+
+
+def read_together(read_since: Callable[..., pa.Table]) -> Callable[..., pa.Table]:
+    """``Ledger._read_since``, whose answer depends on the version of ``op`` and its arguments alone."""
+    answers: dict[tuple[int, int, int], pa.Table] = {}
+
+    def asked(ledger: Ledger, since: int, until: int) -> pa.Table:
+        key = (ledger.table.version, since, until)
+        if key not in answers:
+            answers[key] = read_since(ledger, since, until)
+        return answers[key]
+
+    return asked
+
+
+def started_together(catch_up: Callable[[Ledger], int]) -> Callable[[Ledger], int]:
+    """``Ledger._catch_up``, whose first call on a ledger depends on the version of ``op`` alone."""
+    answers: dict[int, dict[str, Any]] = {}
+
+    def asked(ledger: Ledger) -> int:
+        if ledger._seen_version >= 0 or ledger._known_whole or ledger._awaited is not None:
+            return catch_up(ledger)
+        version = ledger.table.version
+        if version in answers:
+            vars(ledger).update(copied(answers[version]))
+        else:
+            catch_up(ledger)
+            answers[version] = copied({n: v for n, v in vars(ledger).items() if n not in ("table", "_lock")})
+        return version
+
+    return asked
+
+
+def copied(value: Any) -> Any:
+    """A copy of whatever can change: tables, numbers and words cannot."""
+    if isinstance(value, dict):
+        return {key: copied(v) for key, v in value.items()}
+    return type(value)(map(copied, value)) if isinstance(value, (list, set)) else value
+
+
 @contextmanager
 def seam(world: World, settings: Mapping[str, int] | None = None) -> Iterator[None]:
     """Put the simulation's clocks, locks, threads and ids in the place of the real ones.
@@ -205,6 +262,10 @@ def seam(world: World, settings: Mapping[str, int] | None = None) -> Iterator[No
         (table, "random", world.chance),
         (half, "write_table", simulated_store.write_table),
         (half_store, "read_range", simulated_store.read_range),
+        (ledger, "OP_SCHEMA", SimpleNamespace(empty_table=lambda: simulated_store.no_rows(OP_SCHEMA))),
+        *[(module, name, remembered(getattr(module, name))) for module, name in REMEMBERED],
+        (Ledger, "_read_since", read_together(Ledger._read_since)),
+        (Ledger, "_catch_up", started_together(Ledger._catch_up)),
     ]
     names = {"OP_FILES_MAX": maintenance, "TAIL_CHUNKS_MAX": ledger, "HALF_IDS_KEPT": ledger}
     replaced += [(names[name], name, value) for name, value in (settings or {}).items()]

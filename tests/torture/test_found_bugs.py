@@ -80,14 +80,32 @@ def test_a_batch_prepared_after_a_rewrite_by_a_clock_that_is_behind_does_not_lie
     log = InMemoryCommitLog(topics={"orders": 1})
     commit(log, prepare(log, 0, 2))
     assert log.move_mark()
-    table = another(log).half.table
-    table.refresh()
-    old = table.actions()["path"].to_pylist()
-    change = Change(add=[table.write(table.read(old), "part", ("half_id",))], remove=old, modification_time_ms=1)
-    table.compare_and_set(lambda _: change, lambda _: True)
+    rewrite_by_a_clock_that_is_behind(log)
     clock = SimpleNamespace(time=lambda: 1_700_000_000.0, time_ns=lambda: 1_700_000_000_000_000_000)
     monkeypatch.setattr(half_store, "time", clock)
     monkeypatch.setattr(half, "time", clock)
 
     record = prepare(another(log), 1, 2)
     assert another(log).open_half_ids() == [record.half_id]
+
+
+@pytest.mark.xfail(strict=True, reason="what is open is looked for by a time that the rewriter made up")
+def test_a_batch_that_was_open_when_a_clock_that_is_behind_rewrote_it_is_still_checked() -> None:
+    """Seed 5124: the rewritten file's time lies below the mark, where nobody looks for what is open, until another
+    rewrite brings it back."""
+    log = InMemoryCommitLog(topics={"orders": 1})
+    commit(log, prepare(log, 0, 2))
+    record = prepare(log, 1, 2)
+    assert log.move_mark()
+    assert another(log).open_half_ids() == [record.half_id]
+    rewrite_by_a_clock_that_is_behind(log)
+    assert another(log).open_half_ids() == [record.half_id]
+
+
+def rewrite_by_a_clock_that_is_behind(log: InMemoryCommitLog) -> None:
+    """Somebody's OPTIMIZE of ``half``."""
+    table = another(log).half.table
+    table.refresh()
+    old = table.actions()["path"].to_pylist()
+    change = Change(add=[table.write(table.read(old), "part", ("half_id",))], remove=old, modification_time_ms=1)
+    table.compare_and_set(lambda _: change, lambda _: True)
