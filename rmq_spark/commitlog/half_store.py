@@ -42,6 +42,8 @@ class HalfRecord:
     header: HalfHeader
     prepared_ms: int
     files: Mapping[int, StoredFile]
+    sent_ms: int
+    """As ``prepared_ms``, but for rows that somebody rewrote, which have a new one: then the time of their staging."""
 
     @property
     def half_id(self) -> str:
@@ -121,7 +123,7 @@ class HalfStore:
         stored = {f.file_no: StoredFile(f.data.path, f.data.rows, f.segments, f.delayed) for f in files}
         # Any of the tries may be the one that landed. A batch taken for older than it is, is only looked at closer; for
         # one taken for younger, markers would be looked for above a low-water mark that they lie below.
-        return HalfRecord(header, min(tried_ms), dict(sorted(stored.items())))
+        return HalfRecord(header, min(tried_ms), dict(sorted(stored.items())), min(tried_ms))
 
     def _batch_id_in_log(self, header: HalfHeader) -> int | None:
         return None if self._find(header.half_id) is None else header.batch_id
@@ -173,25 +175,29 @@ class HalfStore:
         return actions.filter(pc.fill_null(inside, True))  # without statistics anything may be inside
 
     def _find(self, half_id: str) -> HalfRecord | None:
-        columns = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "deliver_at"]
+        columns = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "deliver_at", "store_timestamp"]
         files: dict[int, StoredFile] = {}
         header: HalfHeader | None = None
-        prepared_ms = 0
-        for action in self._candidates(half_id).select(["path", "modification_time"]).to_pylist():
+        prepared_ms = sent_ms = 0
+        for action in self._candidates(half_id).select(["path", "modification_time", "num_records"]).to_pylist():
             rows = self.table.read([action["path"]], columns, pc.field("half_id") == half_id)
             if rows.num_rows == 0:
                 continue
             if header is None:
                 header = HalfHeader(**{c: rows[c][0].as_py() for c in HEADER_COLUMNS})
+            found = _stored_files(action["path"], rows)
+            rewritten = len(found) > 1 or rows.num_rows < action["num_records"]
+            staged_ms = int(pc.max(rows["store_timestamp"]).as_py().timestamp() * 1000) if rewritten else None
             prepared_ms = max(prepared_ms, action["modification_time"])
-            for file_no, stored in _stored_files(action["path"], rows):
+            sent_ms = max(sent_ms, action["modification_time"] if staged_ms is None else staged_ms)
+            for file_no, stored in found:
                 if file_no in files:
                     raise CorruptLogError(
                         f"file {file_no} of half batch {half_id!r} lies in {files[file_no].path} and in {stored.path}: "
                         "its rows were spread by a rewrite that rmq_spark does not follow"
                     )
                 files[file_no] = stored
-        return None if header is None else HalfRecord(header, prepared_ms, dict(sorted(files.items())))
+        return None if header is None else HalfRecord(header, prepared_ms, dict(sorted(files.items())), sent_ms)
 
     def locate(self, half_id: str, file_no: int) -> str:
         """Where a half file's rows lie now, for a reader whose hint is out of date."""

@@ -200,8 +200,10 @@ def in_send_order(batches: Iterable[Open]) -> Iterator[tuple[Open, Mask]]:
     for batch in newest_first:
         record = batch.record
         header = record.header
-        # Somebody's OPTIMIZE gives old rows a new time of prepare; the numbers stay.
-        sent_ms = min(record.prepared_ms, not_after.get(header.app_id, record.prepared_ms))
+        # Somebody's OPTIMIZE gives old rows a new time of prepare. The numbers stay, and whatever was said of a half
+        # batch was said after its prepare.
+        said_ms = [int(h["when"].timestamp() * 1000) for h in batch.state.history]  # type: ignore[attr-defined]
+        sent_ms = min([record.sent_ms, not_after.get(header.app_id, record.sent_ms), *said_ms[:1]])
         not_after[header.app_id] = sent_ms
         for at_ms, mask in _sent_together(batch.state, sent_ms):
             units.append(((at_ms, header.app_id, header.batch_id, at_ms != sent_ms), batch, mask))

@@ -482,6 +482,12 @@ def _moved(before: Event | None, event: Event, length: int | None) -> Iterator[A
         yield Anomaly(AnomalyKind.NON_MONOTONIC_POLL, sentence, (before, event))
 
 
+def _was_held(run: _Run, event: Event) -> bool:
+    """It was committed, and placed later, behind what was sent meanwhile under other keys."""
+    row = run.by_payload.get(event.payload or "")
+    return row is not None and bool(row.placed) and row.placed[0].op == "place"
+
+
 def _non_monotonic_sends(run: _Run) -> Iterator[Anomaly]:
     """A message that was sent after another was known to be committed stands before it in their queue."""
     begun: dict[str | None, int] = {}
@@ -489,7 +495,7 @@ def _non_monotonic_sends(run: _Run) -> Iterator[Anomaly]:
     for event in run.of[Kind.SEND]:
         if event.phase is Phase.BEGIN:
             begun.setdefault(event.payload, run.position[id(event)])
-        elif event.phase is Phase.OK and event.verdict == COMMIT:
+        elif event.phase is Phase.OK and event.verdict == COMMIT and not _was_held(run, event):
             known.setdefault(event.payload, run.position[id(event)])
     for (topic, queue_id), events in run.queue_order().items():
         # From the end: the earliest moment at which any message behind this one was known to be committed.
@@ -538,9 +544,15 @@ def _broken_orders(run: _Run) -> Iterator[Anomaly]:
             before = last.get(key)
             if before is None or (before.sequence or 0) < send.sequence:
                 last[key] = send
-            elif topic in run.rules.fifo or not _decided_later(run, send, before):
+            elif not (_sent_again(run, send) if topic in run.rules.fifo else _decided_later(run, send, before)):
                 sentence = f"number {send.sequence} of key {send.key} stands behind number {before.sequence}"
                 yield Anomaly(AnomalyKind.ORDER_BROKEN, sentence, (before, send))
+
+
+def _sent_again(run: _Run, event: Event) -> bool:
+    """A message that was given up and reopened is sent when it is reopened, behind what was sent meanwhile."""
+    row = run.by_payload.get(event.payload or "")
+    return row is not None and any(marker.op in ("reopen", "quarantine") for marker in row.markers)
 
 
 def _decided_later(run: _Run, event: Event, before: Event) -> bool:

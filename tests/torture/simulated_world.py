@@ -220,7 +220,7 @@ def started_together(catch_up: Callable[[Ledger], int]) -> Callable[[Ledger], in
             vars(ledger).update(copied(answers[version]))
         else:
             catch_up(ledger)
-            answers[version] = copied({n: v for n, v in vars(ledger).items() if n not in ("table", "_lock")})
+            answers[version] = copied({n: v for n, v in vars(ledger).items() if n not in ("table", "_lock", "_placer")})
         return version
 
     return asked
@@ -229,7 +229,7 @@ def started_together(catch_up: Callable[[Ledger], int]) -> Callable[[Ledger], in
 def copied(value: Any) -> Any:
     """A copy of whatever can change: tables, numbers and words cannot."""
     if isinstance(value, dict):
-        return {key: copied(v) for key, v in value.items()}
+        return type(value)({key: copied(v) for key, v in value.items()})
     return type(value)(map(copied, value)) if isinstance(value, (list, set)) else value
 
 
@@ -284,8 +284,8 @@ def wall_clock(world: World) -> Callable[[], datetime]:
     return lambda: datetime.fromtimestamp(world.scheduler.wall_s(), timezone.utc)
 
 
-def create_topic(world: World, name: str, queues: int) -> None:
+def create_topic(world: World, name: str, queues: int, fifo: bool = False) -> None:
     """As ``CommitLog.create_topic`` does, without the weather."""
-    row = {"name": [name], "queues": [queues], "fifo": [False], "retention_s": [None], "created": [None]}
+    row = {"name": [name], "queues": [queues], "fifo": [fifo], "retention_s": [None], "created": [None]}
     change = table.Change(add=[world.topics.fs.put("topics", pa.table(row, schema=TOPICS_SCHEMA), "topics", ("name",))])
     assert world.topics.put(1, change)
