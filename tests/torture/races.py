@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -153,6 +154,15 @@ class Race:
         self._listed_at = time.monotonic()
 
     def _settle(self) -> None:
+        """Let checks settle what is open; on a slow machine that takes longer than entries of a Delta log stay."""
+        with ThreadPoolExecutor(1) as pool:
+            settled = pool.submit(self._check_all)
+            while not settled.done():
+                time.sleep(0.1)
+                self._list(LISTED_EVERY_S)
+            settled.result()
+
+    def _check_all(self) -> None:
         log = self.track.open()
         service = checks(log, Orders(self.track, self.history, "settler", self.chance), 0.0)
         deadline = time.monotonic() + SETTLE_S_MAX
