@@ -206,6 +206,12 @@ class HalfStore:
             raise CorruptLogError(f"half batch {half_id!r} has no file {file_no}")
         return record.files[file_no].path
 
+    def rows_until(self, low_water_ms: int) -> int:
+        """Rows of half batches that were prepared until a time, as far as :meth:`prepared_after` has looked."""
+        actions = self.table.actions()
+        until = pc.less_equal(actions["modification_time"], low_water_ms)
+        return pc.sum(actions.filter(until)["num_records"]).as_py() or 0
+
     def prepared_after(self, low_water_ms: int) -> dict[str, tuple[int, int]]:
         """Half batches prepared after a time: (prepare time in ms, rows) by half id."""
         self.table.refresh()

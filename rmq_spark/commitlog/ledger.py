@@ -75,6 +75,7 @@ class Ledger:
         self._tails: dict[tuple[str, int], int] = {}
         self._last_time = datetime.fromtimestamp(0, timezone.utc)
         self._low_water = 0
+        self._rows_below = 0  # half rows that lay below the newest mark when it was made; 0: it does not say
         self._tail_since = 0  # the tail holds all op rows from this version on
         self._known_whole: dict[str, None] = {}  # half batches with no op rows before the tail, oldest first
         self._waiting: dict[
@@ -136,7 +137,7 @@ class Ledger:
         marks = rows.filter(pc.equal(rows["kind"], Kind.MARK.value))
         if marks.num_rows:
             newest = _newest_mark(marks)
-            self._low_water = newest["low_water"]
+            self._low_water, self._rows_below = newest["low_water"], newest["count"] or 0
             self._tail_since = max(self._tail_since, newest["since_version"])
             kept = pc.greater_equal(self._tail["version"], self._tail_since)
             for half_id in pc.unique(self._tail.filter(pc.invert(kept))["half_id"]).to_pylist():
@@ -179,6 +180,11 @@ class Ledger:
     def low_water_ms(self) -> int:
         """Prepare time (ms) up to which every half batch is settled, but for those reopened later."""
         return self._low_water
+
+    def may_hide(self, rows_below: int) -> bool:
+        """True when more half rows lie below the mark than did when it was made: somebody whose clock is behind has
+        rewritten some from above it, and they may be open."""
+        return 0 < self._rows_below < rows_below
 
     @property
     def tails(self) -> dict[tuple[str, int], int]:
@@ -375,7 +381,7 @@ class Ledger:
         keyed = {half_id for half_id, counts in self._waiting.items() if None in counts}
         ids = {half_id for half_id, counts in self._waiting.items() if any(d is None or d <= now for d in counts)}
         if keyed or (record is not None and self._placer.fifo_of(record)):
-            above = self._placer.prepared_after(self._low_water)
+            above = self._placer.prepared()
             ids.update(self._open_of(above))
             ids.update(half_id for half_id in self._reopened() if half_id not in above)
         if record is not None:
@@ -507,7 +513,12 @@ class Ledger:
 
         self._append(build)
 
-    def mark(self, prepared: Callable[[], Mapping[str, tuple[int, int]]], is_open: Callable[[str], bool]) -> bool:
+    def mark(
+        self,
+        prepared: Callable[[], Mapping[str, tuple[int, int]]],
+        rows_until: Callable[[int], int],
+        is_open: Callable[[str], bool],
+    ) -> bool:
         """Move the low-water mark as far as it goes; False when it cannot move.
 
         Parameters
@@ -515,6 +526,8 @@ class Ledger:
         prepared : callable
             Half batches above the mark: (prepare time in ms, rows) by half id. It is called after the newest op rows
             were read, so that it knows every half batch that they name.
+        rows_until : callable
+            How many half rows lie below a time, as far as ``prepared`` has looked.
         is_open : callable
             As for :meth:`open_half_ids`.
         """
@@ -534,7 +547,8 @@ class Ledger:
             keep |= {h for h in self._reopened() if h not in above and is_open(h)} | set(self._waiting)
             kept = self._tail.filter(pc.is_in(self._tail["half_id"], value_set=pa.array(sorted(keep), pa.string())))
             since = pc.min(kept["version"]).as_py() if kept.num_rows else self.table.version + 1
-            return [OpRow(Kind.MARK, low_water=low_water, since_version=since, tails=dict(self._tails))]
+            below = rows_until(low_water)
+            return [OpRow(Kind.MARK, count=below, low_water=low_water, since_version=since, tails=dict(self._tails))]
 
         self._append(build)
         return moved

@@ -97,7 +97,7 @@ class CommitLog:
         self.path = path
         self.storage_options = dict(storage_options or {})
         self.half = HalfStore(half)
-        self.ledger = Ledger(op, Placer(self.half, self._fifo_among))
+        self.ledger = Ledger(op, Placer(self.half, self._fifo_among, self._prepared))
         self._op = op
         self._topics_table = topics
         self._topics: tuple[int, dict[str, int], frozenset[str]] | None = None  # version, queues, FIFO topics
@@ -404,10 +404,17 @@ class CommitLog:
         # here, and is looked at closely by whoever asked.
         with self._lock:
             self.ledger.refresh()
-            prepared = self.half.prepared_after(self.ledger.low_water_ms)
+            prepared = self._prepared()
             found = self.ledger.open_half_ids(prepared, self._is_open)
         # What was reopened below the mark is older than all above it.
         return sorted(found, key=lambda half_id: prepared.get(half_id, (0, 0))[0])
+
+    def _prepared(self) -> Mapping[str, tuple[int, int]]:
+        """Half batches that may be open, by half id: all above the low-water mark, or all when it may hide some."""
+        low_water = self.ledger.low_water_ms
+        prepared = self.half.prepared_after(low_water)
+        hidden = self.ledger.may_hide(self.half.rows_until(low_water))
+        return self.half.prepared_after(-1) if hidden else prepared
 
     def _is_open(self, half_id: str) -> bool:
         try:
@@ -559,7 +566,7 @@ class CommitLog:
     def move_mark(self) -> bool:
         """Move the low-water mark over everything settled; returns whether it moved."""
         with self._lock:
-            return self.ledger.mark(lambda: self.half.prepared_after(self.ledger.low_water_ms), self._is_open)
+            return self.ledger.mark(self._prepared, self.half.rows_until, self._is_open)
 
     def vacuum(self, older_than: str | None = None, dry_run: bool = False) -> list[str]:
         """Remove files that no table names (orphans of crashes, leftovers of compaction) and return their paths.

@@ -66,9 +66,17 @@ class Placer:
     half : HalfStore
     fifo_topics : callable
         Which of these topics are FIFO topics.
+    prepared : callable
+        Half batches above the low-water mark: (prepare time in ms, rows) by half id.
     """
 
-    def __init__(self, half: HalfStore, fifo_topics: Callable[[Collection[str]], frozenset[str]]) -> None:
+    def __init__(
+        self,
+        half: HalfStore,
+        fifo_topics: Callable[[Collection[str]], frozenset[str]],
+        prepared: Callable[[], Mapping[str, tuple[int, int]]],
+    ) -> None:
+        self.prepared = prepared
         self._half = half
         self._fifo_topics = fifo_topics
         self._records: OrderedDict[str, HalfRecord] = OrderedDict()
@@ -84,10 +92,6 @@ class Placer:
             if len(self._records) > RECORDS_KEPT:
                 self._records.popitem(last=False)
         return self._records[half_id]
-
-    def prepared_after(self, low_water_ms: int) -> Mapping[str, tuple[int, int]]:
-        """As :meth:`HalfStore.prepared_after`."""
-        return self._half.prepared_after(low_water_ms)
 
     def by_due(self, record: HalfRecord, mask: Mask, now: datetime) -> list[tuple[datetime | None, Mask]]:
         """Rows by the second in which they are due; None for those that need not wait.

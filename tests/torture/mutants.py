@@ -618,10 +618,10 @@ def _mark_past_open() -> Iterator[None]:
     mark, open_of = Ledger.mark, Ledger._open_of
     marking: set[int] = set()  # ledgers; their lock is held meanwhile
 
-    def hasty(self: Ledger, prepared: Any, is_open: Any) -> bool:
+    def hasty(self: Ledger, prepared: Any, rows_until: Any, is_open: Any) -> bool:
         marking.add(id(self))
         try:
-            return mark(self, prepared, is_open)
+            return mark(self, prepared, rows_until, is_open)
         finally:
             marking.discard(id(self))
 
