@@ -201,6 +201,9 @@ class InMemoryCommitLog(CommitLog):
         CommitLog.__init__(twin, self.path, *twin._tables[:3], default_queues=self._default_queues)
         return twin
 
+    def _has_groups(self) -> bool:
+        return True
+
     def _groups_table(self) -> MemoryTable:
         return self._tables[3]
 

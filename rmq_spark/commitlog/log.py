@@ -310,9 +310,12 @@ class CommitLog:
                 self._groups = GroupStore(self._groups_table())
             return self._groups
 
+    def _has_groups(self) -> bool:
+        return DeltaLogTable.exists(f"{self.path}/groups", self.storage_options or None)
+
     def _groups_table(self) -> Table:
         where, options = f"{self.path}/groups", self.storage_options or None
-        if not DeltaLogTable.exists(where, options):
+        if not self._has_groups():
             retention = self.half.table.configuration.get("delta.logRetentionDuration", f"interval {LOG_RETENTION}")  # type: ignore[attr-defined]
             settings = {"delta.appendOnly": "false", "delta.logRetentionDuration": retention, **OF_REPLACED_FILES}
             DeltaLogTable.create(where, "groups", GROUPS_SCHEMA, options, settings)
@@ -583,7 +586,9 @@ class CommitLog:
             raise OptionError(
                 f"older_than={older_than!r} is under {ORPHAN_AGE_S / 86400:.0f}d: files that young may be in use"
             )
-        tables = [self.half.table, self._op, self._topics_table, self.groups.table]
+        tables = [self.half.table, self._op, self._topics_table]
+        if self._has_groups():
+            tables.append(self.groups.table)
         with self._lock, self.ledger._lock:
             return maintenance.vacuum(tables, age_s, dry_run)
 
