@@ -121,6 +121,8 @@ def check_schema(schema: StructType, topic: str | None, transaction_key: str | N
         "queue_id": (T.IntegerType, T.ShortType, T.ByteType, T.LongType),
         "properties": (T.MapType,),
         "born_timestamp": (T.TimestampType,),
+        "deliver_at": (T.TimestampType,),
+        "delay_level": (T.IntegerType, T.ShortType, T.ByteType, T.LongType),
     }
     from rmq_spark.errors import MessageError
     from rmq_spark.message import INPUT_COLUMNS

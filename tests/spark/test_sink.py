@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ def log(log_path: str) -> txmq.CommitLog:
     made = txmq.CommitLog.create(log_path)
     made.create_topic("orders", queues=4)
     made.create_topic("bills", queues=1)
+    made.create_topic("steps", queues=4, fifo=True)
     return made
 
 
@@ -41,7 +45,9 @@ def numbers(spark: SparkSession, tmp_path: Path) -> Callable[[int], DataFrame]:
         first = len(list(source.iterdir()))
         for b in range(first, first + batches):
             rows = [json.dumps({"n": b * 10 + i}) for i in range(10)]
-            (source / f"{b:05}.json").write_text("\n".join(rows))
+            file = source / f"{b:05}.json"
+            file.write_text("\n".join(rows))
+            os.utime(file, (1_700_000_000 + b, 1_700_000_000 + b))  # Spark takes the oldest first
         frame = spark.readStream.schema("n long").option("maxFilesPerTrigger", 1).json(str(source))
         return frame.selectExpr("cast(n as string) body", "n % 3 as k")
 
@@ -167,6 +173,46 @@ def test_a_batch_write_takes_every_column(spark, log):
     assert row["producer_group"] == "shop"
 
 
+def test_every_column_of_messages_has_a_spark_type(spark):
+    from pyspark.sql.types import StructType
+
+    from rmq_spark.message import INPUT_COLUMNS
+    from rmq_spark.sink.writers import check_schema
+
+    ddl = ", ".join(f"{name} {kind.split(' or ')[0]}" for name, kind in INPUT_COLUMNS.items())
+    check_schema(StructType.fromDDL(ddl), None, None)
+
+
+def test_delayed_messages_wait_for_their_time(spark, log):
+    sql = """select 'now' body, cast(null as timestamp) deliver_at, cast(null as int) delay_level
+             union all select 'at', current_timestamp() + interval 3 second, null
+             union all select 'level', null, 1
+             union all select 'far', current_timestamp() + interval 2 days, null"""
+    began = datetime.now(timezone.utc)
+    write(spark.sql(sql), log, topic="bills")
+    deadline = time.monotonic() + 60
+    while log.read("bills").num_rows < 3:
+        assert time.monotonic() < deadline
+        log.place_due()
+        time.sleep(0.1)
+    seen = {r["body"]: r for r in log.read("bills").to_pylist()}
+    assert set(seen) == {b"now", b"at", b"level"}
+    assert seen[b"at"]["commit_timestamp"] >= began + timedelta(seconds=3)
+    assert seen[b"level"]["commit_timestamp"] >= seen[b"level"]["store_timestamp"] + timedelta(seconds=1)
+    assert log.open_messages()[("bills", 0)] == (0, 1)
+
+
+def test_a_fifo_topic_keeps_the_order_of_its_keys(log, numbers, tmp_path):
+    frame = numbers(4).selectExpr("body", "cast(k as string) sharding_key", "k owner")
+    send(
+        frame, log, tmp_path / "cp", topic="steps", transactionKey="owner",
+        transactionListener="listeners_for_sink:refuse_key_one",
+    )  # fmt: skip
+    rows = log.read("steps", columns=["sharding_key", "queue_id", "body"]).to_pylist()
+    by_key = {key: [int(r["body"]) for r in rows if r["sharding_key"] == key] for key in ("0", "2")}
+    assert by_key == {key: [n for n in range(40) if n % 3 == int(key)] for key in ("0", "2")}
+
+
 def test_a_batch_write_with_app_id_and_batch_id_may_be_retried(spark, log):
     frame = spark.range(5).selectExpr("cast(id as string) body")
     for _ in range(2):
@@ -218,6 +264,13 @@ BAD: dict[str, tuple[str, dict[str, str], str]] = {
     "reserved property": ("select 'x' as body, map('TAGS', 'y') as properties", {}, "reserved"),
     "properties too large": ("select 'x' as body, map('p', repeat('y', 32768)) as properties", {}, "32769 bytes"),
     "queue out of range": ("select 'x' as body, 4 as queue_id", {}, "queues 0 to 3"),
+    "no such delay level": ("select 'x' as body, 19 as delay_level", {}, "1 to 18"),
+    "too far ahead": ("select 'x' as body, current_timestamp() + interval 4 days as deliver_at", {}, "at most 72 h"),
+    "no time": ("select 'x' as body, 'soon' as deliver_at", {}, "timestamp is expected"),
+    "fifo without a key": (ONE, {"topic": "steps"}, "has no sharding_key"),
+    "fifo with a delay": (
+        "select 'x' as body, 'k' as sharding_key, 1 as delay_level", {"topic": "steps"}, "would leave the order",
+    ),
     "traversal in a topic": ("select 'x' as body, '../up' as topic", {}, "outside"),
     "wrong number of verdicts": (ONE, {"transactionListener": "listeners_for_sink:wrong_length"}, "3 verdicts for 1"),
 }  # fmt: skip
