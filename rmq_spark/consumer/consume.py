@@ -16,6 +16,7 @@ from rmq_spark.commitlog.files import filesystem
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import DELAY_LEVELS_S
+from rmq_spark.consumer.in_order import RESULT, Queue, QueueResult, by_queue, consume_queue
 from rmq_spark.consumer.listener import EachMessage, Listen, answers
 from rmq_spark.consumer.retry import MAX_RECONSUME_TIMES, NEEDED_COLUMNS, dlq_topic, restored, retry_topic, sent_back
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 CONCURRENTLY, ORDERLY = "concurrently", "orderly"
 SUSPEND_S = 1.0
 """How long a queue is suspended (RocketMQ: ``suspendCurrentQueueTimeMillis``)."""
-
-_RESULT = pa.schema([("result", pa.binary())])
 
 
 def consume(
@@ -222,24 +221,12 @@ class _Concurrently(_Consumer):
             context = TaskContext.get()
             fs, folder = filesystem(half_folder, storage_options)
             files: list[HalfFile] = writer.write(fs, folder, context.partitionId() if context else 0, failed())
-            yield pa.record_batch({"result": [pickle.dumps(files)]}, schema=_RESULT)
+            yield pa.record_batch({"result": [pickle.dumps(files)]}, schema=RESULT)
 
         return work
 
 
 # ---------------------------------------------------------------- orderly
-Queue = tuple[str, int]
-
-
-@dataclass
-class _QueueResult:
-    """What one pass made of a queue: the next offset, and the message that stopped it, as an Arrow stream."""
-
-    next_offset: int
-    stopped_at: bytes | None = None
-    reason: str | None = None
-
-
 @dataclass
 class _Progress:
     """Where the queues of a micro-batch stand."""
@@ -266,8 +253,8 @@ class _Orderly(_Consumer):
             time.sleep(self.suspend_s)
             frame = _of_queues(batch, stopped)
 
-    def _pass(self, frame: DataFrame, positions: Mapping[Queue, int]) -> dict[Queue, _QueueResult]:
-        found: dict[Queue, _QueueResult] = {}
+    def _pass(self, frame: DataFrame, positions: Mapping[Queue, int]) -> dict[Queue, QueueResult]:
+        found: dict[Queue, QueueResult] = {}
         for row in frame.mapInArrow(self._work(dict(positions)), "result binary").collect():
             for queue, result in pickle.loads(bytes(row["result"])).items():
                 if queue in found:
@@ -282,15 +269,15 @@ class _Orderly(_Consumer):
         listener = self.listener
 
         def work(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            found: dict[Queue, _QueueResult] = {}
+            found: dict[Queue, QueueResult] = {}
             for batch in batches:
-                for queue, messages in _by_queue(pa.table(batch)):
-                    _consume_queue(listener, queue, messages, positions.get(queue, 0), found)
-            yield pa.record_batch({"result": [pickle.dumps(found)]}, schema=_RESULT)
+                for queue, messages in by_queue(pa.table(batch)):
+                    consume_queue(listener, queue, messages, positions.get(queue, 0), found)
+            yield pa.record_batch({"result": [pickle.dumps(found)]}, schema=RESULT)
 
         return work
 
-    def _give_up(self, stopped: Mapping[Queue, _QueueResult], progress: _Progress) -> None:
+    def _give_up(self, stopped: Mapping[Queue, QueueResult], progress: _Progress) -> None:
         """Send messages that came too often to the dead letters, and let their queues go on behind them."""
         for queue, result in stopped.items():
             offset = result.next_offset
@@ -309,42 +296,6 @@ class _Orderly(_Consumer):
             two_phase.send(header, files)
             progress.positions[queue] = offset + 1
             self.log.groups.publish(self.group, {queue: offset + 1}, "sent to the dead letters")
-
-
-def _consume_queue(
-    listener: Listen | EachMessage, queue: Queue, messages: pa.Table, position: int, found: dict[Queue, _QueueResult]
-) -> None:
-    """Let the listener have the messages of a queue, from a position to the first that it does not consume."""
-    known = found.get(queue)
-    if known is not None and known.stopped_at is not None:
-        return
-    offsets = messages["queue_offset"].to_pylist()
-    if offsets != sorted(offsets) or (known is not None and offsets[0] < known.next_offset):
-        raise ConsumeError(
-            f"queue {queue[1]} of topic {queue[0]!r} came out of order: read the stream with the option ordered=true"
-        )
-    skip = sum(offset < position for offset in offsets)
-    found[queue] = _QueueResult(max(position, offsets[-1] + 1))
-    todo = restored(messages.slice(skip))
-    if not todo.num_rows:
-        return
-    for at, (consumed, reason) in enumerate(answers(listener, todo, orderly=True)):
-        if not consumed:
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, todo.schema) as stream:
-                stream.write_table(todo.slice(at, 1))
-            found[queue] = _QueueResult(offsets[skip + at], sink.getvalue().to_pybytes(), reason)
-            return
-
-
-def _by_queue(messages: pa.Table) -> Iterator[tuple[Queue, pa.Table]]:
-    """Runs of rows of one queue."""
-    queues = list(zip(messages["topic"].to_pylist(), messages["queue_id"].to_pylist(), strict=True))
-    start = 0
-    for at in range(1, len(queues) + 1):
-        if at == len(queues) or queues[at] != queues[start]:
-            yield queues[start], messages.slice(start, at - start)
-            start = at
 
 
 def _of_queues(batch: DataFrame, queues: Mapping[Queue, object]) -> DataFrame:

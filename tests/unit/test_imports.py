@@ -16,6 +16,7 @@ LIGHT = (
     "import rmq_spark.commitlog.op",
     "import rmq_spark.commitlog.reading",
     "import rmq_spark.selector",
+    "import rmq_spark.consumer.in_order, rmq_spark.consumer.listener, rmq_spark.consumer.retry",
 )
 
 

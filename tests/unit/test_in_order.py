@@ -1,0 +1,84 @@
+"""Queues in order, as a task consumes them: batch by batch, from a position on, up to what the listener refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import rmq_spark as txmq
+from rmq_spark.consumer.in_order import Queue, QueueResult, by_queue, consume_queue
+from rmq_spark.consumer.listener import SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT, EachMessage
+
+QUEUE = ("orders", 0)
+
+
+def messages(offsets: Sequence[int], queue_id: int = 0) -> pa.Table:
+    n = len(offsets)
+    columns: dict[str, Any] = {
+        "topic": ["orders"] * n,
+        "queue_id": pa.array([queue_id] * n, pa.int32()),
+        "queue_offset": pa.array(offsets, pa.int64()),
+        "msg_id": [str(o) for o in offsets],
+        "properties": pa.nulls(n, pa.map_(pa.string(), pa.string())),
+        "body": pa.array([str(o).encode() for o in offsets], pa.binary()),
+    }
+    return pa.table(columns)
+
+
+def consume(
+    batches: Sequence[Sequence[int]], position: int = 0, refuses: Callable[[int], bool] = lambda offset: False
+) -> tuple[list[int], QueueResult]:
+    seen: list[int] = []
+
+    def one(message: txmq.MessageExt) -> Any:
+        assert message.queue_offset is not None
+        seen.append(message.queue_offset)
+        return SUSPEND_CURRENT_QUEUE_A_MOMENT if refuses(message.queue_offset) else SUCCESS
+
+    found: dict[Queue, QueueResult] = {}
+    for offsets in batches:
+        for queue, table in by_queue(messages(offsets)):
+            consume_queue(EachMessage(one), queue, table, position, found)
+    return seen, found[QUEUE]
+
+
+def test_all_of_a_queue_in_any_number_of_batches() -> None:
+    seen, result = consume([range(10), range(10, 15)])
+    assert seen == list(range(15))
+    assert (result.next_offset, result.stopped_at) == (15, None)
+
+
+@pytest.mark.parametrize("position", [0, 3, 10, 12, 20])
+def test_what_was_consumed_before_is_skipped(position: int) -> None:
+    seen, result = consume([range(10), range(10, 20)], position)
+    assert seen == list(range(position, 20))
+    assert result.next_offset == 20
+
+
+def test_nothing_behind_a_refused_message_is_given_out() -> None:
+    seen, result = consume([range(10), range(10, 20)], refuses=lambda offset: offset == 4)
+    assert seen == [0, 1, 2, 3, 4]
+    assert result.next_offset == 4
+    assert result.stopped_at is not None
+    assert pa.ipc.open_stream(result.stopped_at).read_all()["body"].to_pylist() == [b"4"]
+
+
+@pytest.mark.parametrize("batches", [[[1, 0]], [[5, 6], [5, 7]]])
+def test_a_queue_out_of_order_is_refused(batches: list[list[int]]) -> None:
+    with pytest.raises(txmq.ConsumeError, match="ordered=true"):
+        consume(batches)
+
+
+def test_a_vectorised_listener_stops_at_the_first_refusal() -> None:
+    found: dict[Queue, QueueResult] = {}
+    statuses = [SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT, SUCCESS]
+    consume_queue(lambda table: statuses, QUEUE, messages([7, 8, 9]), 0, found)
+    assert found[QUEUE].next_offset == 8
+
+
+def test_queues_of_one_batch_are_told_apart() -> None:
+    table = pa.concat_tables([messages([0, 1], 0), messages([4], 1)])
+    assert [(queue, t.num_rows) for queue, t in by_queue(table)] == [(("orders", 0), 2), (("orders", 1), 1)]
