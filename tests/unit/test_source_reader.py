@@ -296,7 +296,7 @@ def test_a_planned_range_survives_a_foreign_optimize_and_vacuum(log: CommitLog) 
 def test_the_driver_never_lists_half(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     send(log, 0, 5)
     reader = TxmqReader({"path": log.path, "subscribe": "orders"}, schema())
-    half = reader.planner._log.half.table
+    half = reader.planner.log.half.table
     monkeypatch.setattr(type(half), "actions", lambda self: pytest.fail("half was listed") if self.name == "half" else
                         reader_module.pa.table(self._table.get_add_actions(flatten=True)))  # fmt: skip
     assert len(reader.partitions()) == 1
