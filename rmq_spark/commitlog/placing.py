@@ -16,11 +16,20 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.files import arange, bytes_array
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
-from rmq_spark.commitlog.op import BatchState, FileState, Ranges, RowState, mask_and, ranges_count, rows_without, runs
+from rmq_spark.commitlog.op import (
+    BatchState,
+    FileState,
+    Ranges,
+    RowState,
+    mask_and,
+    ranges_count,
+    rows_in_both,
+    rows_without,
+    runs,
+)
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.transaction import BATCH, KEY
 
-_COLUMNS = ("file_no", "row_no", "topic", "queue_id", "sharding_key", "transaction_key")
 RECORDS_KEPT = 1_000
 EPOCH = datetime.fromtimestamp(0, timezone.utc)
 
@@ -116,7 +125,7 @@ class Placer:
         pieces: list[Piece] = []
         for batch, sent in in_send_order(batches):
             decided = batch.state.rows_in((RowState.DECIDED,))
-            free = rows_without(_both(decided, sent), blocked.get(batch.record.half_id, {}))
+            free = rows_without(rows_in_both(decided, sent), blocked.get(batch.record.half_id, {}))
             for file_no, bits in sorted(free.items()):
                 pieces += _pieces(batch, file_no, bits, now)
         return sorted(pieces, key=lambda piece: piece.due or EPOCH)
@@ -156,7 +165,7 @@ class Placer:
     def _open_rows(self, batch: Open, sent: Mask, rank: int) -> pa.Table:
         """Rows that are pending, or committed and not placed: where they stand, their key and their transaction."""
         record, state = batch.record, batch.state
-        mask = _both(state.rows_in((RowState.PENDING, RowState.DECIDED)), sent)
+        mask = rows_in_both(state.rows_in((RowState.PENDING, RowState.DECIDED)), sent)
         rows = self._half.read(
             record, mask, ["file_no", "row_no", "topic", "queue_id", "sharding_key", "transaction_key"]
         )
@@ -261,11 +270,6 @@ def _equal_to(values: bytearray, value: int) -> bytes:
     table = bytearray(256)
     table[value] = 1
     return bytes(values.translate(table))
-
-
-def _both(mask: Mask, other: Mask) -> dict[int, bytes]:
-    both = {n: mask_and(bits, other[n]) for n, bits in mask.items() if n in other}
-    return {n: bits for n, bits in both.items() if b"\x01" in bits}
 
 
 def _chosen(mask: Mask, chosen: pa.BooleanArray) -> dict[int, bytes]:

@@ -116,16 +116,11 @@ def consume(
     for topic in (retry_topic(group), dlq_topic(group)):
         log.create_own_topic(topic)
     kind: type[_Consumer] = _Orderly if mode == ORDERLY else _Concurrently
-    reconsume_max = max_reconsume_times
-    if mode == CONCURRENTLY and reconsume_max is None:
-        reconsume_max = MAX_RECONSUME_TIMES
     consumer = kind(
         log=log,
         group=group,
         listener=listener,
-        reconsume_max=MAX_RECONSUME_TIMES
-        if max_reconsume_times is None and mode == CONCURRENTLY
-        else max_reconsume_times,
+        reconsume_max=max_reconsume_times,
         delay_level=delay_level,
         suspend_s=suspend_s,
         app_id=None if app_id is None else check_app_id(app_id),
