@@ -19,7 +19,7 @@ from rmq_spark.commitlog.group_store import GROUPS_SCHEMA, GroupStore
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter, unknown_topic
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.ledger import Ledger, Mask, Placed
-from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who, mask_array, mask_count, runs
+from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who, mask_count, runs, scatter
 from rmq_spark.commitlog.placing import Placer
 from rmq_spark.commitlog.reading import read_messages
 from rmq_spark.commitlog.storage import check_put_if_absent, check_storage_options, reaching
@@ -671,20 +671,10 @@ def masks_for(
         start += count
         for verdict in result:
             chosen = pc.equal(part, verdict.value)
-            rows = _scatter(bits, chosen)
+            rows = scatter(bits, chosen)
             if b"\x01" in rows:
                 result[verdict][file_no] = rows
     return result
-
-
-def _scatter(bits: bytes, chosen: pa.Array) -> bytes:
-    """Put a value per selected row back to where the row stands in the file."""
-    from rmq_spark.commitlog.op import mask_of
-
-    if bits.count(1) == len(bits):
-        return mask_of(chosen)
-    picked = mask_of(pc.replace_with_mask(mask_array(bits), mask_array(bits), chosen))
-    return picked
 
 
 def _normal_path(path: str | os.PathLike[str]) -> str:

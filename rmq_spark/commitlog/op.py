@@ -452,5 +452,12 @@ def mask_array(mask: bytes | bytearray) -> pa.BooleanArray:
     return pc.equal(bytes_array(mask), 1)
 
 
+def scatter(bits: bytes, chosen: pa.BooleanArray | pa.ChunkedArray) -> bytes:
+    """Those rows of a mask for which a value per row of it is true, put back to where they stand in the file."""
+    if bits.count(1) == len(bits):
+        return mask_of(chosen)
+    return mask_of(pc.replace_with_mask(mask_array(bits), mask_array(bits), chosen))
+
+
 def mask_count(mask: Mapping[int, bytes]) -> int:
     return sum(bits.count(1) for bits in mask.values())

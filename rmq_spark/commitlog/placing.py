@@ -26,6 +26,7 @@ from rmq_spark.commitlog.op import (
     rows_in_both,
     rows_without,
     runs,
+    scatter,
 )
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.transaction import BATCH, KEY
@@ -277,12 +278,9 @@ def _chosen(mask: Mask, chosen: pa.BooleanArray) -> dict[int, bytes]:
     found: dict[int, bytes] = {}
     start = 0
     for file_no, bits in sorted(mask.items()):
-        rows = pc.indices_nonzero(bytes_array(bits))
-        part = chosen.slice(start, len(rows))
-        start += len(rows)
-        picked = bytearray(len(bits))
-        for row in rows.filter(part).to_pylist():
-            picked[row] = 1
-        if any(picked):
-            found[file_no] = bytes(picked)
+        count = bits.count(1)
+        picked = scatter(bits, chosen.slice(start, count))
+        start += count
+        if b"\x01" in picked:
+            found[file_no] = picked
     return found
