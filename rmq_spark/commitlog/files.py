@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from rmq_spark.commitlog.seal import check_seal, reading, sealed
+from rmq_spark.commitlog.seal import check_seal, reading, seal
 from rmq_spark.errors import CorruptLogError, OptionError
 from rmq_spark.selector.tree import Filter
 
@@ -141,6 +141,7 @@ def write_table(
     stats_columns: Sequence[str],
     footer_columns: Sequence[str] = (),
     plain_columns: Sequence[str] = (),
+    constant_columns: Sequence[str] = (),
     row_group_rows: int = ROW_GROUP_ROWS,
     holds: str = "",
 ) -> DataFile:
@@ -154,6 +155,8 @@ def write_table(
         Columns with statistics in the footer alone: every writer's memory holds what the Delta log says of each file.
     plain_columns : sequence of str
         Columns whose values hardly repeat: they get no dictionary.
+    constant_columns : sequence of str
+        Columns with the same value in all rows: text is then hashed and compared once, not for each row.
     holds : str
         Which rows they are, for the file's seal.
     """
@@ -161,19 +164,29 @@ def write_table(
     flat = [f.name for f in table.schema if not pa.types.is_nested(f.type)]
     dictionary = [c for c in flat if c not in plain_columns]
     statistics = [c for c in flat if c in stats_columns or c in footer_columns]
-    full = f"{folder}/{path}"
-    with fs.open_output_stream(full) as sink:
-        pq.write_table(
-            sealed(table, path, holds),
+    encoded = table
+    for name in constant_columns:
+        if table[name].null_count == 0:
+            at = table.schema.get_field_index(name)
+            encoded = encoded.set_column(at, name, _constant(table[name][0], table.num_rows))
+    with fs.open_output_stream(f"{folder}/{path}") as sink:
+        with pq.ParquetWriter(
             sink,
-            row_group_size=row_group_rows,
+            encoded.schema,
             use_dictionary=dictionary,
             write_statistics=statistics,
             compression=COMPRESSION,
             write_page_checksum=True,
-        )
+            store_schema=False,  # or readers would get dictionaries
+        ) as writer:
+            writer.write_table(encoded, row_group_size=row_group_rows)
+            writer.add_key_value_metadata(seal(table.schema, path, holds))
         size = sink.tell()
     return DataFile(path, size, table.num_rows, column_stats(table, stats_columns))
+
+
+def _constant(value: pa.Scalar, rows: int) -> pa.DictionaryArray:
+    return pa.DictionaryArray.from_arrays(pa.repeat(pa.scalar(0, pa.int32()), rows), pa.array([value], value.type))
 
 
 def rows_of_half_file(half_id: str, file_no: int) -> str:

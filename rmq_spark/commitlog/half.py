@@ -164,12 +164,12 @@ class HalfWriter:
             For the first message that breaks a rule; the files written so far stay orphans for vacuum.
         """
         files: list[HalfFile] = []
-        waiting: list[pa.Table] = []
+        waiting: list[pa.RecordBatch] = []
         size = 0
         for batch in batches:
             if batch.num_rows:
-                waiting.append(self.normalize(pa.table(batch)))
-                size += waiting[-1].nbytes
+                waiting.append(batch)
+                size += batch.nbytes
             if size >= self.file_bytes_max:
                 files.append(self._write_file(fs, folder, partition, len(files), waiting))
                 waiting, size = [], 0
@@ -177,7 +177,7 @@ class HalfWriter:
             files.append(self._write_file(fs, folder, partition, len(files), waiting))
         return files
 
-    # ------------------------------------------------------------------ one batch of input columns
+    # ------------------------------------------------------------------ input columns
     def normalize(self, table: pa.Table) -> pa.Table:
         """Input columns as the message columns of ``half``; every rule about a single message is checked here."""
         check_columns(table.column_names, self.default_topic, self.transaction_key)
@@ -271,7 +271,7 @@ class HalfWriter:
 
     # ------------------------------------------------------------------ one file
     def _write_file(
-        self, fs: pafs.FileSystem, folder: str, partition: int, part: int, waiting: list[pa.Table]
+        self, fs: pafs.FileSystem, folder: str, partition: int, part: int, batches: list[pa.RecordBatch]
     ) -> HalfFile:
         if part >= FILES_PER_PARTITION_MAX:
             raise MessageError(
@@ -279,7 +279,7 @@ class HalfWriter:
                 f"{self.file_bytes_max} bytes: repartition the batch"
             )
         file_no = partition * FILES_PER_PARTITION_MAX + part
-        table, segments = self.arrange(pa.concat_tables(waiting), file_no)
+        table, segments = self.arrange(self.normalize(pa.Table.from_batches(batches)), file_no)
         staged_at = time.time()
         data = write_table(
             fs,
@@ -289,6 +289,7 @@ class HalfWriter:
             stats_columns=STATS_COLUMNS,
             footer_columns=FOOTER_COLUMNS,
             plain_columns=PLAIN_COLUMNS,
+            constant_columns=HEADER_COLUMNS if len({s.topic for s in segments}) > 1 else [*HEADER_COLUMNS, "topic"],
             holds=rows_of_half_file(self.header.half_id, file_no),
         )
         delayed = table["deliver_at"].null_count < table.num_rows
@@ -492,7 +493,7 @@ def _properties(table: pa.Table) -> pa.ChunkedArray:
     if len(immunity) and not pc.all(pc.match_substring_regex(immunity, r"^\d{1,11}$")).as_py():
         raise MessageError(f"property {CHECK_IMMUNITY_PROPERTY} is not a number of seconds of 0 or more")
     sizes = pc.add(pc.binary_length(pc.cast(keys, pa.binary())), pc.binary_length(pc.cast(values, pa.binary())))
-    if (pc.sum(sizes).as_py() or 0) > PROPERTIES_BYTES_MAX:
+    if (pc.max(pc.list_value_length(entries)).as_py() or 0) * (pc.max(sizes).as_py() or 0) > PROPERTIES_BYTES_MAX:
         parents = pc.list_parent_indices(entries)
         sums = pa.table({"row": parents, "size": sizes}).group_by("row").aggregate([("size", "sum")])
         largest = pc.max(sums["size_sum"]).as_py()

@@ -29,10 +29,9 @@ _RESTORE = "restore it from a copy, and write nothing to this commit log before"
 
 
 # ---------------------------------------------------------------- Parquet files
-def sealed(table: pa.Table, path: str, rows: str) -> pa.Table:
-    """The table as it is written under this name; ``rows`` says which rows they are."""
-    seal = {_NAME: path.encode(), _ROWS: rows.encode(), _COLUMNS: _checksum_of(table.schema)}
-    return table.replace_schema_metadata(seal)
+def seal(schema: pa.Schema, path: str, rows: str) -> dict[bytes, bytes]:
+    """What a file of this name and these columns says of itself; ``rows`` says which rows they are."""
+    return {_NAME: path.encode(), _ROWS: rows.encode(), _COLUMNS: _checksum_of(schema)}
 
 
 def _checksum_of(schema: pa.Schema) -> bytes:
@@ -66,16 +65,16 @@ def check_seal(schema: pa.Schema, path: str, table: str, columns: Iterable[str])
     CorruptLogError
         When it is another file than its name says, or has other columns.
     """
-    seal = schema.metadata or {}
+    said = schema.metadata or {}
     name = path.rpartition("/")[2]
-    found = seal.get(_NAME, b"").decode(errors="replace")
+    found = said.get(_NAME, b"").decode(errors="replace")
     if found and found != name and _is_ours(name, table):
         raise CorruptLogError(f"file {path} of table {table} holds what was written as {found}: {_RESTORE}")
     missing = [c for c in columns if c not in schema.names]
-    if missing or (found == name and seal.get(_COLUMNS) != _checksum_of(schema)):
+    if missing or (found == name and said.get(_COLUMNS) != _checksum_of(schema)):
         what = f"has no column {missing[0]!r}" if missing else "has other columns than it was written with"
         raise CorruptLogError(f"file {path} of table {table} {what}: {_RESTORE}")
-    return seal.get(_ROWS, b"").decode(errors="replace") if found == name else None
+    return said.get(_ROWS, b"").decode(errors="replace") if found == name else None
 
 
 def _is_ours(name: str, table: str) -> bool:
