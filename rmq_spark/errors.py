@@ -28,6 +28,10 @@ class GroupNotFoundError(TxmqError, LookupError):
     """A consumer group has no progress in the commit log."""
 
 
+class GroupInUseError(TxmqError):
+    """Another query reads the same queues for the same consumer group."""
+
+
 class ConsumeError(TxmqError):
     """A stream cannot be consumed in this way."""
 

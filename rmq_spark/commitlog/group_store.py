@@ -5,14 +5,19 @@ A file holds all of one group, so that a micro-batch's progress is one small com
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from uuid import uuid4
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.table import Change, Table
+from rmq_spark.errors import GroupInUseError
 from rmq_spark.message import TIMESTAMP, check_group
 
 GROUPS_SCHEMA = pa.schema(
@@ -23,12 +28,39 @@ GROUPS_SCHEMA = pa.schema(
         ("next_offset", pa.int64()),
         ("updated", TIMESTAMP),
         ("updated_by", pa.string()),
-        ("commit_id", pa.string()),
+        ("suspended_until", TIMESTAMP),
+        ("session", pa.string()),
     ]
 )
 
-Positions = Mapping[tuple[str, int], int]
+Queue = tuple[str, int]
+"""A topic and a queue_id."""
+Positions = Mapping[Queue, int]
 """The next offset of every queue."""
+
+
+class Place(NamedTuple):
+    """Where a group stands in a queue."""
+
+    next_offset: int
+    suspended_until: datetime | None = None
+    """Set while an orderly consumer has suspended the queue: then only that consumer moves it."""
+    session: str | None = None
+    """The run of a query that reads the queue for the group."""
+
+
+@dataclass
+class Session:
+    """One run of a query, which reads some queues for its group alone."""
+
+    name: str = field(default_factory=lambda: f"{time.time_ns():020d} {socket.gethostname()}@{os.getpid()}")
+    """A session that started earlier has a smaller name."""
+    claimed: set[Queue] = field(default_factory=set)
+
+    @property
+    def by(self) -> str:
+        """Who it is."""
+        return self.name.partition(" ")[2]
 
 
 class GroupStore:
@@ -42,51 +74,118 @@ class GroupStore:
         self.table.refresh()
         return self._rows(group).sort_by([(c, "ascending") for c in ("consumer_group", "topic", "queue_id")])
 
-    def positions(self, group: str) -> dict[tuple[str, int], int]:
-        """A group's next offset of every queue that it has read; empty for a group that is not known."""
-        rows = self.rows(group)
-        queues = zip(rows["topic"].to_pylist(), rows["queue_id"].to_pylist(), strict=True)
-        return dict(zip(queues, rows["next_offset"].to_pylist(), strict=True))
+    def places(self, group: str) -> dict[Queue, Place]:
+        """Where a group stands in every queue that it has read; empty for a group that is not known."""
+        return {queue: _place(row) for queue, row in _by_queue(self.rows(group)).items()}
 
-    def publish(self, group: str, positions: Positions, by: str) -> bool:
-        """Move a group on; a queue never moves backwards (RocketMQ: ``increaseOnly``). False when nothing moved."""
-        return self._change(group, by, lambda now: {**now, **{q: max(n, now.get(q, 0)) for q, n in positions.items()}})
+    def positions(self, group: str) -> dict[Queue, int]:
+        """A group's next offset of every queue that it has read; empty for a group that is not known."""
+        return {queue: place.next_offset for queue, place in self.places(group).items()}
+
+    def publish(
+        self,
+        group: str,
+        positions: Positions,
+        session: Session | None = None,
+        answered: Mapping[Queue, datetime] | None = None,
+    ) -> bool:
+        """Move a group on; a queue never moves backwards (RocketMQ: ``increaseOnly``). False when nothing moved.
+
+        Parameters
+        ----------
+        session : Session, optional
+            Who reads the queues, and claims them. Of two that read the same, both claim them again and again, and the
+            one that started later is told.
+        answered : mapping, optional
+            A suspended queue stays, unless this very suspension is answered: it was read again, and nobody suspended it
+            anew.
+
+        Raises
+        ------
+        GroupInUseError
+            When a session that started earlier reads one of the queues as well.
+        """
+        session = session or Session()
+
+        def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
+            after = dict(now)
+            for queue, offset in positions.items():
+                before = now.get(queue, Place(0))
+                if queue in session.claimed and before.session is not None and before.session < session.name:
+                    raise GroupInUseError(
+                        f"consumer group {group!r}: queue {queue[1]} of topic {queue[0]!r} is being read by an older "
+                        f"query ({Session(before.session).by}) as well: stop one of them, or give this one a group of "
+                        "its own"
+                    )
+                if before.suspended_until is None or before.suspended_until == (answered or {}).get(queue):
+                    after[queue] = Place(max(offset, before.next_offset), None, session.name)
+                else:
+                    after[queue] = before._replace(session=session.name)
+            return after
+
+        changed = self._change(group, session.by, moved)
+        session.claimed |= set(positions)
+        return changed
+
+    def progress(
+        self, group: str, positions: Positions, by: str, suspended_until: Mapping[Queue, datetime] | None = None
+    ) -> bool:
+        """What an orderly consumer did: it moves queues on, suspends some, and ends the suspension of the others."""
+        until = suspended_until or {}
+
+        def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
+            after = dict(now)
+            for queue, offset in positions.items():
+                before = now.get(queue, Place(0))
+                after[queue] = Place(max(offset, before.next_offset), until.get(queue), before.session)
+            return after
+
+        return self._change(group, by, moved)
 
     def set(self, group: str, positions: Positions, by: str) -> bool:
         """Put queues of a group where they are told to be, also backwards; the others stay."""
-        return self._change(group, by, lambda now: {**now, **positions})
+        return self._change(group, by, lambda now: {**now, **{q: Place(n) for q, n in positions.items()}})
 
     def delete(self, group: str) -> bool:
         """Forget a group; False when it is not known."""
         return self._change(group, "", lambda now: {})
 
-    def _change(
-        self, group: str, by: str, change: Callable[[dict[tuple[str, int], int]], Mapping[tuple[str, int], int]]
-    ) -> bool:
+    def _change(self, group: str, by: str, change: Callable[[dict[Queue, Place]], Mapping[Queue, Place]]) -> bool:
         check_group(group, "consumerGroup")
-        commit_id = uuid4().hex
 
         def decide(version: int) -> Change | None:
-            known = self._rows(group).to_pylist()
-            before = {(r["topic"], r["queue_id"]): r for r in known}
-            now = {queue: r["next_offset"] for queue, r in before.items()}
+            before = _by_queue(self._rows(group))
+            now = {queue: _place(row) for queue, row in before.items()}
             after = change(now)
             if after == now:
                 return None
-            time = datetime.now(timezone.utc)
+            updated = datetime.now(timezone.utc)
             rows = [
                 before[queue]
-                if now.get(queue) == offset
-                else dict(zip(GROUPS_SCHEMA.names, (group, *queue, offset, time, by, ""), strict=True))
-                for queue, offset in sorted(after.items())
+                if now.get(queue) == place
+                else {
+                    "consumer_group": group,
+                    "topic": queue[0],
+                    "queue_id": queue[1],
+                    "updated": updated,
+                    "updated_by": by,
+                    **place._asdict(),
+                }
+                for queue, place in sorted(after.items())
             ]
-            table = pa.Table.from_pylist([{**r, "commit_id": commit_id} for r in rows], schema=GROUPS_SCHEMA)
+            table = pa.Table.from_pylist(rows, schema=GROUPS_SCHEMA)
             added = [self.table.write(table, "groups", ("consumer_group",))] if rows else []
             return Change(add=added, remove=self._paths(group))
 
         def landed(change: Change) -> bool:
-            rows = self._rows(group)
-            return pc.any(pc.equal(rows["commit_id"], commit_id)).as_py() or (not change.add and not rows.num_rows)
+            live = set(self._paths(None))
+            if not live.isdisjoint(change.remove):
+                return False
+            if not change.add:
+                return not self._paths(group)
+            # Somebody may have replaced the file since.
+            gone = {f.path for f in change.add} - live
+            return not gone or gone <= self.table.removed_since()
 
         return self.table.compare_and_set(decide, landed) is not None
 
@@ -102,3 +201,11 @@ class GroupStore:
     def _rows(self, group: str | None) -> pa.Table:
         where = None if group is None else pc.field("consumer_group") == group
         return self.table.read(self._paths(group), None, where)
+
+
+def _by_queue(rows: pa.Table) -> dict[Queue, dict[str, Any]]:
+    return {(row["topic"], row["queue_id"]): row for row in rows.to_pylist()}
+
+
+def _place(row: Mapping[str, Any]) -> Place:
+    return Place(row["next_offset"], row["suspended_until"], row["session"])

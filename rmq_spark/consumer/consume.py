@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -19,6 +19,7 @@ from rmq_spark.config import DELAY_LEVELS_S
 from rmq_spark.consumer.in_order import RESULT, Queue, QueueResult, by_queue, consume_queue
 from rmq_spark.consumer.listener import EachMessage, Listen, answers
 from rmq_spark.consumer.retry import MAX_RECONSUME_TIMES, NEEDED_COLUMNS, dlq_topic, restored, retry_topic, sent_back
+from rmq_spark.consumer.sources import sources_of
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.message import check_app_id, check_group
@@ -44,7 +45,7 @@ def consume(
     listener: Listen | EachMessage,
     mode: str = CONCURRENTLY,
     *,
-    log: CommitLog | str | os.PathLike[str],
+    log: CommitLog | str | os.PathLike[str] | None = None,
     max_reconsume_times: int | None = None,
     delay_level: int | None = None,
     suspend_s: float = SUSPEND_S,
@@ -70,9 +71,9 @@ def consume(
     mode : {"concurrently", "orderly"}
         ``concurrently``: what is not CONSUME_SUCCESS goes to ``%RETRY%group`` and comes again after 10 s, 30 s, 1 min
         and so on, at last to ``%DLQ%group``. ``orderly``: SUSPEND_CURRENT_QUEUE_A_MOMENT stops the queue at that
-        message, and the listener gets it again a moment later; the other queues of the micro-batch go on.
-    log : CommitLog or path
-        Where retries and dead letters go.
+        message, and the listener gets it again a moment later; the other queues go on.
+    log : CommitLog or path, optional
+        Where retries and dead letters go: the log that the stream reads when not given.
     max_reconsume_times : int, optional
         16; without a limit for ``orderly``, where a message that cannot be consumed holds its queue up.
     delay_level : int, optional
@@ -112,7 +113,7 @@ def consume(
         raise OptionError(f"delay_level={delay_level!r} is not a delay level: 1 to {len(DELAY_LEVELS_S)} are there")
     if not suspend_s >= 0:
         raise OptionError(f"suspend_s={suspend_s!r} is not a number of seconds")
-    log = log if isinstance(log, CommitLog) else CommitLog.open(log, storage_options)
+    log = _log_of(stream, group, mode, log, storage_options)
     for topic in (retry_topic(group), dlq_topic(group)):
         log.create_own_topic(topic)
     kind: type[_Consumer] = _Orderly if mode == ORDERLY else _Concurrently
@@ -129,6 +130,31 @@ def consume(
     return stream.writeStream.foreachBatch(consumer)
 
 
+def _log_of(
+    stream: DataFrame,
+    group: str,
+    mode: str,
+    log: CommitLog | str | os.PathLike[str] | None,
+    storage_options: Mapping[str, str] | None,
+) -> CommitLog:
+    """The log for retries; OptionError when the stream's own options do not fit."""
+    mine = [source for source in sources_of(stream) if source.consumer_group == group]
+    if not mine:
+        raise OptionError(
+            f"the stream is not read for consumer group {group!r}, so what fails would not come again: load it with "
+            f".option('consumerGroup', {group!r})"
+        )
+    if mode == ORDERLY and not all(source.ordered for source in mine):
+        raise OptionError("mode='orderly' needs a stream that is loaded with .option('ordered', 'true')")
+    if isinstance(log, CommitLog):
+        return log
+    if log is None:
+        if len({source.path for source in mine}) > 1:
+            raise OptionError("the stream reads several commit logs: pass log=..., the one for retries")
+        return CommitLog.open(mine[0].path, {**mine[0].storage_options, **(storage_options or {})})
+    return CommitLog.open(log, storage_options)
+
+
 @dataclass
 class _Consumer:
     """What ``foreachBatch`` calls."""
@@ -141,6 +167,8 @@ class _Consumer:
     suspend_s: float
     app_id: str | None
     checkpoint_location: str | None
+    tries: dict[Queue, tuple[int, int]] = field(default_factory=dict)
+    """Of queues in order: the offset that stopped each, and how often it has."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Over Spark Connect the function is pickled to the server, which opens the log again.
@@ -222,31 +250,23 @@ class _Concurrently(_Consumer):
 
 
 # ---------------------------------------------------------------- orderly
-@dataclass
-class _Progress:
-    """Where the queues of a micro-batch stand."""
-
-    positions: dict[Queue, int]
-    tries: dict[Queue, tuple[int, int]] = field(default_factory=dict)  # the offset that stops it, and how often it has
-
-
 class _Orderly(_Consumer):
-    """The group's progress is written here after every pass, so that a batch that runs again skips what was done."""
+    """A micro-batch is one pass. A queue that stops is suspended where it stands: the stream keeps it back, and reads
+    it again from there when its moment is over. Progress is written here, so a batch that runs again skips what was
+    done."""
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
-        progress = _Progress(self.log.groups.positions(self.group))
-        frame = batch
-        while True:
-            results = self._pass(frame, progress.positions)
-            done = {queue: found.next_offset for queue, found in results.items()}
-            progress.positions.update(done)
-            self.log.groups.publish(self.group, done, f"{self.query_name(batch)} batch {batch_id}")
-            stopped = {queue: found for queue, found in results.items() if found.stopped_at is not None}
-            if not stopped:
-                return
-            self._give_up(stopped, progress)
-            time.sleep(self.suspend_s)
-            frame = _of_queues(batch, stopped)
+        results = self._pass(batch, self.log.groups.positions(self.group))
+        done = {queue: found.next_offset for queue, found in results.items()}
+        until: dict[Queue, datetime] = {}
+        for queue, found in results.items():
+            if found.stopped_at is None:
+                continue
+            dead = self._dies(queue, found, found.stopped_at)
+            done[queue] += dead
+            if done[queue] < found.seen_to:
+                until[queue] = datetime.now(timezone.utc) + timedelta(seconds=0 if dead else self.suspend_s)
+        self.log.groups.progress(self.group, done, f"{self.query_name(batch)} batch {batch_id}", until)
 
     def _pass(self, frame: DataFrame, positions: Mapping[Queue, int]) -> dict[Queue, QueueResult]:
         found: dict[Queue, QueueResult] = {}
@@ -272,31 +292,19 @@ class _Orderly(_Consumer):
 
         return work
 
-    def _give_up(self, stopped: Mapping[Queue, QueueResult], progress: _Progress) -> None:
-        """Send messages that came too often to the dead letters, and let their queues go on behind them."""
-        for queue, result in stopped.items():
-            offset = result.next_offset
-            before, times = progress.tries.get(queue, (offset, 0))
-            times = times + 1 if before == offset else 1
-            progress.tries[queue] = (offset, times)
-            logger.warning("queue %s stops at offset %d, time %d: %s", queue, offset, times, result.reason)
-            if self.reconsume_max is None or times <= self.reconsume_max or result.stopped_at is None:
-                continue
-            # A name of its own for each message: one that was sent already is not sent again.
-            header = self.header(f"dead.{self.group}.{queue[0]}.{queue[1]}.{offset}", 0, numbered=False)
-            two_phase = TwoPhase(self.log, CommitOncePrepared())
-            letter = sent_back(pa.ipc.open_stream(result.stopped_at).read_all(), [result.reason], self.group, 0, None)
-            replayed = two_phase.find_replayed(header)
-            files = [] if replayed else self.log.stage(self.writer(header), letter.to_batches())
-            two_phase.send(header, files)
-            progress.positions[queue] = offset + 1
-            self.log.groups.publish(self.group, {queue: offset + 1}, "sent to the dead letters")
-
-
-def _of_queues(batch: DataFrame, queues: Mapping[Queue, object]) -> DataFrame:
-    from functools import reduce
-
-    from pyspark.sql import functions as F
-
-    conditions = [(F.col("topic") == topic) & (F.col("queue_id") == queue_id) for topic, queue_id in queues]
-    return batch.where(reduce(lambda one, other: one | other, conditions))
+    def _dies(self, queue: Queue, found: QueueResult, message: bytes) -> bool:
+        """True when the message that stops a queue came too often; it is then among the dead letters."""
+        offset = found.next_offset
+        before, times = self.tries.get(queue, (offset, 0))
+        times = times + 1 if before == offset else 1
+        self.tries[queue] = (offset, times)
+        logger.warning("queue %s stops at offset %d, time %d: %s", queue, offset, times, found.reason)
+        if self.reconsume_max is None or times <= self.reconsume_max:
+            return False
+        # A name of its own for each message: one that was sent already is not sent again.
+        header = self.header(f"dead.{self.group}.{queue[0]}.{queue[1]}.{offset}", 0, numbered=False)
+        two_phase = TwoPhase(self.log, CommitOncePrepared())
+        letter = sent_back(pa.ipc.open_stream(message).read_all(), [found.reason], self.group, 0, None)
+        replayed = two_phase.find_replayed(header)
+        two_phase.send(header, [] if replayed else self.log.stage(self.writer(header), letter.to_batches()))
+        return True

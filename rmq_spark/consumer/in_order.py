@@ -32,9 +32,10 @@ def consume_queue(
 ) -> None:
     """Let the listener have the messages of a queue, from a position to the first that it does not consume."""
     known = found.get(queue)
-    if known is not None and known.stopped_at is not None:
-        return
     offsets = messages["queue_offset"].to_pylist()
+    if known is not None and known.stopped_at is not None:
+        known.seen_to = max(known.seen_to, offsets[-1] + 1)
+        return
     if offsets != sorted(offsets) or (known is not None and offsets[0] < known.seen_to):
         raise ConsumeError(
             f"queue {queue[1]} of topic {queue[0]!r} came out of order: read the stream with the option ordered=true"

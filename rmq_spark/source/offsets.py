@@ -22,23 +22,56 @@ Queue = tuple[str, int]
 """A topic and a queue_id."""
 Positions = dict[Queue, int]
 """The next offset of every queue."""
+Again = dict[Queue, tuple[int, datetime]]
+"""Suspended queues that a micro-batch reads again: from which offset, and when the suspension was over."""
 JsonOffsets = dict[str, dict[str, int]]
 """The same as JSON has it."""
+AGAIN = "@again"
+"""In a checkpoint, beside the topics (none has this name): what the micro-batch that ends here read again."""
 
 OFFSET_MAX = 2**63 - 1
 EPOCH_MS_MIN = 100_000_000_000
 """A smaller number (March 1973) is taken for seconds, and refused."""
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _QUEUE_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 _EXAMPLE = '{"orders": {"0": 23, "1": -1}}'
 
 
-def to_json(positions: Mapping[Queue, int]) -> JsonOffsets:
+def to_json(positions: Mapping[Queue, int], again: Again | None = None) -> JsonOffsets:
     """Positions in the order of topic and queue: equal positions are equal texts, which is how Spark compares them."""
     found: JsonOffsets = {}
     for (topic, queue_id), offset in sorted(positions.items()):
         found.setdefault(topic, {})[str(queue_id)] = offset
+    if again:
+        found[AGAIN] = {
+            json.dumps([topic, queue_id, (until - _EPOCH) // timedelta(microseconds=1)]): offset
+            for (topic, queue_id), (offset, until) in sorted(again.items())
+        }
     return found
+
+
+def from_checkpoint(value: JsonOffsets, what: str = "the checkpoint") -> tuple[Positions, Again]:
+    """What :func:`to_json` wrote.
+
+    Raises
+    ------
+    OffsetError
+        When it is of another form.
+    """
+    if not isinstance(value, dict) or AGAIN not in value:
+        return from_json(value, what), {}
+    again: Again = {}
+    try:
+        for text, offset in value[AGAIN].items():
+            topic, queue_id, until_us = json.loads(text)
+            found = from_json({topic: {str(queue_id): offset}}, what)
+            again |= {queue: (n, _EPOCH + timedelta(microseconds=until_us)) for queue, n in found.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError) as problem:
+        raise OffsetError(
+            f"{what} has {str(value[AGAIN])[:200]} under {AGAIN!r}, which no stream wrote: {problem}"
+        ) from problem
+    return from_json({topic: queues for topic, queues in value.items() if topic != AGAIN}, what), again
 
 
 def from_json(value: object, what: str, lowest: int = 0) -> Positions:
@@ -206,4 +239,4 @@ def parse_timestamp(text: str, option: str) -> datetime:
 
 
 def _from_ms(milliseconds: int) -> datetime:
-    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(milliseconds=milliseconds)
+    return _EPOCH + timedelta(milliseconds=milliseconds)

@@ -6,8 +6,6 @@ The driver plans (``plan``), executors read half files with pyarrow and hand who
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,9 +34,10 @@ from rmq_spark.commitlog.reading import (
 from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.selector.tree import Filter
 from rmq_spark.source import SOURCE_DDL, SOURCE_OPTIONS
-from rmq_spark.source.offsets import JsonOffsets, Positions, from_json, to_json
+from rmq_spark.source.offsets import Again, JsonOffsets, Positions, from_checkpoint, to_json
 from rmq_spark.source.options import ReadOptions, read_options
 from rmq_spark.source.plan import Planner, admit, split
+from rmq_spark.source.progress import GroupProgress, due, seconds_to_wait
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
@@ -73,7 +72,7 @@ class _Reader:
 
     def __getstate__(self) -> dict[str, Any]:
         # An open commit log stays where it is: Delta's engine must not reach a process that was forked.
-        return {**self.__dict__, "_planner": None}
+        return {**self.__dict__, "_planner": None, "_group_progress": None}
 
     @property
     def planner(self) -> Planner:
@@ -150,7 +149,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         super().__init__(options, schema)
         self._stop_at: Positions | None = None
-        self._published: Positions = {}
+        self._group_progress: GroupProgress | None = None
 
     def initialOffset(self) -> JsonOffsets:
         """Where a new query starts; one that has a checkpoint starts there.
@@ -177,49 +176,59 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         self._stop_at = self.planner.latest()
 
     def latestOffset(self, start: JsonOffsets, limit: ReadLimit) -> JsonOffsets:
-        """The end of the next micro-batch; ``start`` itself when nothing new is there."""
-        if self.options.consumer_group is not None:
-            self._place_due()
+        """The end of the next micro-batch; ``start`` itself when nothing new is there.
+
+        A queue that an orderly consumer has suspended stays where it is, while the others go on. When its moment is
+        over, the next micro-batch reads it again from the message that was not consumed.
+        """
+        group = self._progress()
+        if group is not None:
+            group.place_due()
         latest = self.planner.latest()
         if self._stop_at is not None:
             latest = self._stop_at
-        begin = self.planner.checked_start(from_json(start, "the checkpoint"), latest)
-        self._done_below(begin)
-        return to_json(admit(begin, latest, _rows_max(limit)))
+        before, answered = from_checkpoint(start)
+        begin = self.planner.checked_start(before, latest)
+        suspended: Again = {}
+        if group is not None:
+            group.publish(begin, answered)
+            suspended = group.suspended(begin)
+        self.planner.forget({**begin, **{queue: offset for queue, (offset, _) in suspended.items()}})
+        end = admit(begin, {**latest, **{queue: begin[queue] for queue in suspended}}, _rows_max(limit))
+        again = due(suspended)
+        if self._stop_at is not None and suspended and not again and end == begin:
+            time.sleep(seconds_to_wait(suspended))  # or the query would end, with messages that are not consumed
+            again = due(suspended)
+        return start if end == before and not again else to_json(end, again)
 
     def reportLatestOffset(self) -> JsonOffsets | None:
         """How far the log reached when it was last looked at, for the progress report."""
         return None if self._planner is None else to_json(self._planner.latest(refresh=False))
 
     def partitions(self, start: JsonOffsets, end: JsonOffsets) -> Sequence[InputPartition]:
-        return self._plan(from_json(start, "the start offset"), from_json(end, "the end offset"))
+        begin, _ = from_checkpoint(start, "the start offset")
+        finish, again = from_checkpoint(end, "the end offset")
+        return self._plan({**begin, **{queue: offset for queue, (offset, _) in again.items()}}, finish)
 
     def commit(self, end: JsonOffsets) -> None:
         """Spark has done everything below ``end``. It says so when it plans the next micro-batch; for the last one of
         all it never does, but it asks for :meth:`latestOffset` after it."""
-        if self._planner is not None:
-            self._done_below(from_json(end, "the committed offset"))
-
-    def _place_due(self) -> None:
-        # A group's retries come in time although nobody else writes to the log.
-        try:
-            self.planner.log.place_due()
-        except Exception:  # a round of checks, or the next trigger, places them
-            logger.warning("delayed messages were not placed", exc_info=True)
-
-    def _done_below(self, positions: Positions) -> None:
-        self.planner.forget(positions)
-        group = self.options.consumer_group
-        if group is None or positions == self._published:
+        if self._planner is None:
             return
-        try:
-            self.planner.log.groups.publish(group, positions, f"{socket.gethostname()}@{os.getpid()}")
-            self._published = positions
-        except Exception:  # the checkpoint is what counts; the next micro-batch publishes more
-            logger.warning("progress of consumer group %r was not published", group, exc_info=True)
+        positions, answered = from_checkpoint(end, "the committed offset")
+        group = self._progress()
+        if group is None:
+            self.planner.forget(positions)
+        else:
+            group.publish(positions, answered)
+
+    def _progress(self) -> GroupProgress | None:
+        if self._group_progress is None and self.options.consumer_group is not None:
+            self._group_progress = GroupProgress(self.planner.log, self.options.consumer_group)
+        return self._group_progress
 
     def stop(self) -> None:
-        self._planner = None
+        self._planner = self._group_progress = None
 
 
 def _rows_max(limit: ReadLimit) -> int | None:

@@ -212,6 +212,67 @@ def test_a_suspended_queue_keeps_its_order_while_others_go_on(
     assert {q: n for q, n in positions.items() if q[0] == "orders"} == {("orders", 0): 20, ("orders", 1): 20}
 
 
+def test_a_suspended_queue_does_not_keep_later_micro_batches_waiting(
+    spark: SparkSession, log: CommitLog, diary: Diary, tmp_path: Path, running: Any
+) -> None:
+    stuck = tmp_path / "stuck"
+    stuck.touch()
+
+    def book(message: txmq.MessageExt) -> txmq.ConsumeOrderlyStatus:
+        body = bytes(message.body).decode()
+        diary.note({"body": body})
+        return SUSPEND_CURRENT_QUEUE_A_MOMENT if body == "0-1" and stuck.exists() else SUCCESS
+
+    def of(queue_id: int) -> list[str]:
+        return [body for body in diary.bodies() if body.startswith(f"{queue_id}-")]
+
+    def start() -> StreamingQuery:
+        frame = stream(spark, log, ordered="true")
+        return running(txmq.consume(frame, GROUP, txmq.EachMessage(book), "orderly", suspend_s=0.3), tmp_path / "cp")  # type: ignore[no-any-return]
+
+    send(log, 0, [f"{q}-{i}" for i in range(3) for q in (0, 1)], queue_id=[0, 1] * 3)
+    query = start()
+    for batch in range(1, 4):
+        send(log, batch, [f"{q}-{i}" for i in range(batch * 3, batch * 3 + 3) for q in (0, 1)], queue_id=[0, 1] * 3)
+        wait_until(lambda done=batch * 3 + 3: of(1) == [f"1-{i}" for i in range(done)])
+        if batch == 2:
+            wait_until(lambda: txmq.ConsumerGroup(log, GROUP).positions()[("orders", 1)] == 9)
+            query.stop()
+            query = start()
+    assert of(0)[:2] == ["0-0", "0-1"]
+    assert set(of(0)[1:]) == {"0-1"}
+    lag = {
+        row["queue_id"]: row["lag"]
+        for row in txmq.ConsumerGroup(log, GROUP).lag().to_pylist()
+        if row["topic"] == "orders"
+    }
+    assert lag[0] == 11
+    stuck.unlink()
+    wait_until(lambda: of(0)[-1] == "0-11")
+    freed = of(0)[of(0).index("0-2") :]
+    assert freed == [f"0-{i}" for i in range(2, 12)]
+    assert of(1) == [f"1-{i}" for i in range(12)]
+
+
+def test_a_second_query_of_a_group_is_told(
+    spark: SparkSession, log: CommitLog, diary: Diary, tmp_path: Path, running: Any
+) -> None:
+    listener = fails(diary, {}, RECONSUME_LATER, CONSUME_SUCCESS)
+    first, second = (
+        running(txmq.consume(stream(spark, log), GROUP, listener, log=log), tmp_path / name) for name in ("one", "two")
+    )
+    n = 0
+    while second.isActive:
+        send(log, n, ["a", "b"], queue_id=[0, 1])
+        n += 1
+        time.sleep(0.5)
+        assert n < 200
+    assert "is being read by an older query" in str(second.exception())
+    send(log, n, ["last"])
+    wait_until(lambda: "last" in diary.bodies())
+    assert first.isActive
+
+
 def test_a_message_that_holds_its_queue_up_dies_when_told_to(
     spark: SparkSession, log: CommitLog, diary: Diary, tmp_path: Path
 ) -> None:
@@ -241,7 +302,7 @@ def test_an_orderly_batch_that_runs_again_goes_on_where_it_stopped(
 
     query = start(listener)
     wait_until(lambda: diary.bodies().count("3") >= 2)
-    query.stop()  # the micro-batch is not committed
+    query.stop()  # perhaps within a micro-batch
     before = diary.bodies()
     start(fails(diary, {}, SUSPEND_CURRENT_QUEUE_A_MOMENT, SUCCESS)).awaitTermination()
     assert diary.bodies()[len(before) :] in (["3", "4", "5"], ["3", "3", "4", "5"])
@@ -276,6 +337,20 @@ def test_arguments_are_checked_before_the_query_starts(
     given = {"group": GROUP, "listener": len, "log": log, **change}
     with pytest.raises(error, match=sentence):
         txmq.consume(stream(spark, log), **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "mode", "sentence"),
+    [
+        ({"consumerGroup": "others"}, "concurrently", "not read for consumer group 'points'"),
+        ({}, "orderly", "'ordered', 'true'"),
+    ],
+)
+def test_a_stream_that_would_lose_what_fails_is_refused(
+    spark: SparkSession, log: CommitLog, options: dict[str, str], mode: str, sentence: str
+) -> None:
+    with pytest.raises(txmq.OptionError, match=sentence):
+        txmq.consume(stream(spark, log, **options), GROUP, len, mode)  # type: ignore[arg-type]
 
 
 def test_a_stream_without_its_columns_is_refused(spark: SparkSession, log: CommitLog) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import rmq_spark as txmq
 from rmq_spark.cli import app
+from rmq_spark.commitlog.group_store import Place, Session
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.consumer.groups import groups
 from tests.half_batches import another, commit, make_log, prepare
@@ -23,29 +24,86 @@ def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
     return make_log(request.param, tmp_path / "log", orders=2, returns=1)
 
 
+QUEUE = ("orders", 0)
+
+
 def lag_of(group: txmq.ConsumerGroup, column: str = "lag") -> dict[tuple[str, int], object]:
     rows = group.lag().to_pylist()
     return {(r["topic"], r["queue_id"]): r[column] for r in rows}
 
 
 def test_progress_is_kept_and_never_runs_backwards(log: CommitLog) -> None:
-    assert log.groups.publish("points", {("orders", 0): 5, ("orders", 1): 3}, "one")
-    assert log.groups.publish("points", {("orders", 0): 4, ("orders", 1): 7}, "a zombie")
-    assert not log.groups.publish("points", {("orders", 0): 1}, "a zombie")
+    one, zombie = Session("1 one"), Session("0 a zombie")
+    assert log.groups.publish("points", {("orders", 0): 5, ("orders", 1): 3}, one)
+    assert log.groups.publish("points", {("orders", 1): 7}, zombie)
+    assert not log.groups.publish("points", {("orders", 1): 1}, zombie)
     group = txmq.ConsumerGroup(another(log), "points")
     assert group.positions() == {("orders", 0): 5, ("orders", 1): 7}
     by = {r["queue_id"]: r["updated_by"] for r in log.groups.rows("points").to_pylist()}
     assert by == {0: "one", 1: "a zombie"}
 
 
+def test_a_suspended_queue_stays_until_its_suspension_is_answered(log: CommitLog) -> None:
+    store = another(log).groups
+    now = datetime.now(timezone.utc)
+    store.publish("points", {QUEUE: 10, ("orders", 1): 10})
+    store.progress("points", {QUEUE: 12}, "batch 3", {QUEUE: now})
+    store.publish("points", {QUEUE: 20, ("orders", 1): 20})
+    assert store.positions("points") == {QUEUE: 12, ("orders", 1): 20}
+    later = now + timedelta(seconds=1)
+    store.progress("points", {QUEUE: 14}, "batch 4", {QUEUE: later})
+    store.publish("points", {QUEUE: 20}, answered={QUEUE: now})  # it was suspended anew
+    assert store.places("points")[QUEUE][:2] == Place(14, later)[:2]
+    store.publish("points", {QUEUE: 20}, answered={QUEUE: later})
+    assert store.places("points")[QUEUE][:2] == Place(20)[:2]
+
+
+def test_what_is_consumed_or_reset_is_not_suspended_any_more(log: CommitLog) -> None:
+    now = datetime.now(timezone.utc)
+    for free in (
+        lambda: log.groups.progress("points", {QUEUE: 14}, "batch 4"),
+        lambda: log.groups.set("points", {QUEUE: 14}, "a person"),
+    ):
+        log.groups.progress("points", {QUEUE: 12}, "batch 3", {QUEUE: now})
+        assert log.groups.places("points")[QUEUE].suspended_until == now
+        free()
+        assert log.groups.places("points")[QUEUE][:2] == (14, None)
+        log.groups.delete("points")
+
+
+def test_of_two_queries_of_a_group_the_second_is_told(log: CommitLog) -> None:
+    first, second = Session("1 first"), Session("2 second")
+    one, two = another(log).groups, another(log).groups
+    one.publish("points", {QUEUE: 5}, first)
+    two.publish("points", {QUEUE: 5}, second)  # perhaps the first has died: it may go on
+    one.publish("points", {QUEUE: 6}, first)
+    with pytest.raises(
+        txmq.GroupInUseError, match=r"queue 0 of topic 'orders' is being read by an older query \(first\)"
+    ):
+        two.publish("points", {QUEUE: 7}, second)
+    assert one.publish("points", {QUEUE: 7}, first)
+    assert one.publish("points", {("orders", 1): 7}, second), "another queue is free"
+
+
+def test_one_query_after_the_other_is_no_second(log: CommitLog) -> None:
+    for n in range(5):
+        session = Session(f"{n} run")
+        for offset in (2 * n, 2 * n + 1, 2 * n + 1):
+            log.groups.publish("points", {QUEUE: offset}, session)
+            log.groups.progress("points", {QUEUE: offset}, "an orderly consumer")
+    log.groups.set("points", {QUEUE: 0}, "a person")
+    assert log.groups.publish("points", {QUEUE: 1}, session)
+
+
 def test_groups_do_not_disturb_each_other(log: CommitLog) -> None:
     handles = [another(log) for _ in range(4)]
-    handles[0].groups.publish("g0", {("orders", 0): 0}, "warm up")  # the table is made once
+    handles[0].groups.publish("g0", {("orders", 0): 0}, Session("0 warm up"))  # the table is made once
 
     def work(i: int) -> None:
+        me = Session()
         for n in range(1, 8):
-            handles[i].groups.publish(f"g{i}", {("orders", 0): n}, "me")
-            handles[i].groups.publish("shared", {("orders", i % 2): n + i}, "me")
+            handles[i].groups.publish(f"g{i}", {("orders", 0): n}, me)
+            handles[i].groups.publish("shared", {("orders", i % 2): n + i})
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -67,7 +125,7 @@ def test_lag_counts_messages_seconds_and_what_is_not_visible_yet(log: CommitLog)
     later = datetime.now(timezone.utc) + timedelta(hours=1)
     commit(log, prepare(log, 3, {"body": ["x"], "deliver_at": [later], "queue_id": [1]}))
     group = txmq.ConsumerGroup(log, "points")
-    log.groups.publish("points", {("orders", 0): 2, ("orders", 1): 4}, "me")
+    log.groups.publish("points", {("orders", 0): 2, ("orders", 1): 4})
     assert lag_of(group) == {("orders", 0): 2, ("orders", 1): 0}
     assert lag_of(group, "end_offset") == {("orders", 0): 4, ("orders", 1): 4}
     seconds = lag_of(group, "lag_seconds")
@@ -134,7 +192,7 @@ def test_a_name_that_is_no_group_is_refused(log: CommitLog) -> None:
 def test_progress_survives_another_process_and_vacuum(tmp_path: Path) -> None:
     log = make_log("delta", tmp_path / "log")
     for n in range(30):
-        log.groups.publish("points", {("orders", 0): n + 1}, "me")
+        log.groups.publish("points", {("orders", 0): n + 1})
     CommitLog.open(log.path).vacuum()
     assert txmq.ConsumerGroup(log.path, "points").positions() == {("orders", 0): 30}
 

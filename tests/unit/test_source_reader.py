@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,14 @@ from pyspark.sql.types import (
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.reading import SOURCE_SCHEMA
-from rmq_spark.errors import MessageError, OffsetError, OffsetOutOfRangeError, OptionError, TopicNotFoundError
+from rmq_spark.errors import (
+    GroupInUseError,
+    MessageError,
+    OffsetError,
+    OffsetOutOfRangeError,
+    OptionError,
+    TopicNotFoundError,
+)
 from rmq_spark.message import PROPERTIES
 from rmq_spark.source import reader as reader_module
 from rmq_spark.source.reader import SOURCE_DDL, TxmqReader, TxmqStreamReader, to_batches
@@ -359,6 +368,95 @@ def test_available_now_ends_where_the_log_stood(log: CommitLog) -> None:
 def test_a_broken_checkpoint_offset_is_an_error(log: CommitLog) -> None:
     with pytest.raises(OffsetError, match="the checkpoint"):
         stream(log).latestOffset({"orders": 3}, ReadAllAvailable())  # type: ignore[dict-item]
+
+
+# ---------------------------------------------------------------- suspended queues
+def offsets_of(reader: TxmqStreamReader, start: object, end: object) -> dict[int, list[int]]:
+    rows = run(reader, reader.partitions(start, end)).to_pylist()  # type: ignore[arg-type]
+    found: dict[int, list[int]] = {}
+    for row in rows:
+        found.setdefault(row["queue_id"], []).append(row["queue_offset"])
+    return found
+
+
+def test_a_suspended_queue_is_kept_back_while_the_others_go_on_and_then_read_again(log: CommitLog) -> None:
+    send(log, 0, 12)
+    reader = stream(log, startingOffsets="earliest", consumerGroup="points", ordered="true")
+    at = reader.initialOffset()
+    first = reader.latestOffset(at, ReadAllAvailable())
+    until = datetime.now(timezone.utc) + timedelta(days=1)
+    log.groups.progress("points", {("orders", 1): 2}, "an orderly consumer", {("orders", 1): until})
+    assert reader.latestOffset(first, ReadAllAvailable()) == first
+    send(log, 1, 6)
+    second = reader.latestOffset(first, ReadAllAvailable())
+    assert offsets_of(reader, first, second) == {0: [4, 5], 2: [4, 5]}
+    assert log.groups.positions("points") == {("orders", 0): 4, ("orders", 1): 2, ("orders", 2): 4}
+
+    over = datetime.now(timezone.utc)
+    log.groups.progress("points", {("orders", 1): 3}, "an orderly consumer", {("orders", 1): over})
+    reader.commit(second)
+    third = reader.latestOffset(second, ReadAllAvailable())
+    assert offsets_of(reader, second, third) == {1: [3]}
+    assert offsets_of(stream(log), second, third) == {1: [3]}, "a batch that runs again reads the same"
+    again = json.loads(json.dumps(third))
+
+    # Suspended anew at the same message: that is another end, so Spark makes another micro-batch of it.
+    later = over + timedelta(microseconds=1)
+    log.groups.progress("points", {("orders", 1): 3}, "an orderly consumer", {("orders", 1): later})
+    reader.commit(again)
+    fourth = reader.latestOffset(again, ReadAllAvailable())
+    assert fourth != again
+    assert offsets_of(reader, again, fourth) == {1: [3]}
+
+    log.groups.progress("points", {("orders", 1): 4}, "an orderly consumer")
+    reader.commit(fourth)
+    fifth = reader.latestOffset(fourth, ReadAllAvailable())
+    assert offsets_of(reader, fourth, fifth) == {1: [4, 5]}
+    assert reader.latestOffset(fifth, ReadAllAvailable()) == fifth
+    assert set(log.groups.positions("points").values()) == {6}
+
+
+def test_a_queue_that_nobody_suspends_again_goes_on(log: CommitLog) -> None:
+    """The consumer that suspended it is gone, and another kind of query reads for the group."""
+    send(log, 0, 6)
+    reader = stream(log, startingOffsets="earliest", consumerGroup="points")
+    first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    now = datetime.now(timezone.utc)
+    log.groups.progress("points", {("orders", 1): 1}, "an orderly consumer", {("orders", 1): now})
+    second = reader.latestOffset(first, ReadAllAvailable())
+    assert offsets_of(reader, first, second) == {1: [1]}
+    assert reader.latestOffset(second, ReadAllAvailable()) == second
+    assert log.groups.places("points")[("orders", 1)][:2] == (2, None)
+
+
+def test_available_now_waits_for_a_suspended_queue(log: CommitLog) -> None:
+    send(log, 0, 6)
+    reader = stream(log, startingOffsets="earliest", consumerGroup="points")
+    reader.prepareForTriggerAvailableNow()
+    first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    soon = datetime.now(timezone.utc) + timedelta(seconds=0.3)
+    log.groups.progress("points", {("orders", 1): 1}, "an orderly consumer", {("orders", 1): soon})
+    second = reader.latestOffset(first, ReadAllAvailable())
+    assert datetime.now(timezone.utc) >= soon
+    assert offsets_of(reader, first, second) == {1: [1]}
+
+
+@pytest.mark.parametrize(
+    "wrong", [3, {"orders": 1}, {'["orders", 0]': 1}, {'["orders", 0, 1e99]': 1}, {'["o", 0, 1]': -1}]
+)
+def test_an_offset_that_no_stream_wrote_is_an_error(log: CommitLog, wrong: object) -> None:
+    with pytest.raises(OffsetError, match="the checkpoint"):
+        stream(log).latestOffset({"orders": {"0": 0}, "@again": wrong}, ReadAllAvailable())  # type: ignore[dict-item]
+
+
+def test_a_second_query_of_a_group_is_told(log: CommitLog) -> None:
+    send(log, 0, 6)
+    one, two = (stream(log, startingOffsets="earliest", consumerGroup="points") for _ in range(2))
+    ends = [r.latestOffset(r.initialOffset(), ReadAllAvailable()) for r in (one, two)]
+    one.commit(ends[0])
+    with pytest.raises(GroupInUseError, match="older query"):
+        two.commit(ends[1])
+    assert one.latestOffset(ends[0], ReadAllAvailable()) == ends[0]
 
 
 # ---------------------------------------------------------------- batches
