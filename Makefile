@@ -63,6 +63,10 @@ bench: install ## sink and source beside Spark's own Delta sink and source
 bench-growth: install ## what a longer log costs the sink, the planning and a cold start
 	@$(PY) -m benchmarks.growth
 
+.PHONY: bench-consumers
+bench-consumers: install ## what it costs that a result counts once, beside at least once
+	@$(PY) -m benchmarks.consumers
+
 .PHONY: lock
 lock: $(HAVE_VENV) ## requirements.lock anew from pyproject.toml (UPGRADE=1: newest versions)
 	@$(PY) -m pip install --quiet 'uv>=0.5'

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from rmq_spark.commitlog.files import filesystem
-from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfFile, HalfWriter
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import DELAY_LEVELS_S
 from rmq_spark.consumer.in_order import RESULT, Queue, QueueResult, by_queue, consume_queue
 from rmq_spark.consumer.listener import EachMessage, Listen, answers
 from rmq_spark.consumer.retry import MAX_RECONSUME_TIMES, NEEDED_COLUMNS, dlq_topic, restored, retry_topic, sent_back
+from rmq_spark.consumer.sending import own_header, own_writer, send_once
 from rmq_spark.consumer.sources import sources_of
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared
@@ -26,7 +27,6 @@ from rmq_spark.message import check_app_id, check_group
 from rmq_spark.sink.foreach_batch import query_id_of
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.sink.writers import hash_of_offsets
-from rmq_spark.transaction import BATCH
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -180,16 +180,6 @@ class _Consumer:
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         raise NotImplementedError
 
-    def header(self, app_id: str, batch_id: int, numbered: bool) -> HalfHeader:
-        """Of messages that are sent again: committed once prepared, by whoever sees them first."""
-        fence_id = CommitOncePrepared().fence_id
-        return HalfHeader(
-            half_id_of(app_id, batch_id), app_id, batch_id, None, None, fence_id, BATCH, self.group, numbered
-        )
-
-    def writer(self, header: HalfHeader) -> HalfWriter:
-        return HalfWriter(header, self.log.topics(), None, None, own=True)
-
     def query_name(self, batch: DataFrame) -> str:
         found = self.app_id or query_id_of(batch)
         if found is None:
@@ -206,8 +196,7 @@ class _Concurrently(_Consumer):
     a crash finds it, and knows that all its messages were consumed or sent back."""
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
-        # A dot is in no appId that a person gives.
-        header = self.header(f"retry.{self.group}.{self.query_name(batch)}", batch_id, numbered=True)
+        header = own_header(self.group, f"retry.{self.group}.{self.query_name(batch)}", batch_id, numbered=True)
         if self.checkpoint_location is not None:
             hashed = hash_of_offsets(*filesystem(self.checkpoint_location, self.log.storage_options), batch_id)
             header = replace(header, input_hash=hashed)
@@ -215,7 +204,7 @@ class _Concurrently(_Consumer):
         if two_phase.find_replayed(header) is not None:
             two_phase.send(header, [])
             return
-        rows = batch.mapInArrow(self._work(self.writer(header)), "result binary").collect()
+        rows = batch.mapInArrow(self._work(own_writer(self.log, header)), "result binary").collect()
         results = [pickle.loads(bytes(row["result"])) for row in rows]
         files = sorted((f for found in results for f in found), key=lambda f: f.file_no)
         if files:
@@ -302,9 +291,6 @@ class _Orderly(_Consumer):
         if self.reconsume_max is None or times <= self.reconsume_max:
             return False
         # A name of its own for each message: one that was sent already is not sent again.
-        header = self.header(f"dead.{self.group}.{queue[0]}.{queue[1]}.{offset}", 0, numbered=False)
-        two_phase = TwoPhase(self.log, CommitOncePrepared())
         letter = sent_back(pa.ipc.open_stream(message).read_all(), [found.reason], self.group, 0, None)
-        replayed = two_phase.find_replayed(header)
-        two_phase.send(header, [] if replayed else self.log.stage(self.writer(header), letter.to_batches()))
+        send_once(self.log, self.group, f"dead.{self.group}.{queue[0]}.{queue[1]}.{offset}", letter)
         return True

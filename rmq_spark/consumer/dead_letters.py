@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.consumer.retry import (
     DLQ_ORIGIN_MESSAGE_ID,
@@ -19,11 +18,9 @@ from rmq_spark.consumer.retry import (
     dlq_topic,
     retry_topic,
 )
+from rmq_spark.consumer.sending import send_once
 from rmq_spark.errors import OffsetError
-from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.message import PROPERTIES, check_group
-from rmq_spark.sink.two_phase import TwoPhase
-from rmq_spark.transaction import BATCH
 
 
 class DeadLetters:
@@ -95,21 +92,16 @@ class DeadLetters:
         return sum(self._resend(read.filter(pc.equal(read["queue_offset"], offset)), offset) for offset in wanted)
 
     def _resend(self, letter: pa.Table, offset: int) -> bool:
-        app_id = f"resend.{self.group}.{offset}"
-        fence_id = CommitOncePrepared().fence_id
-        header = HalfHeader(half_id_of(app_id, 0), app_id, 0, None, None, fence_id, BATCH, self.group, numbered=False)
-        two_phase = TwoPhase(self.log, CommitOncePrepared())
-        if two_phase.find_replayed(header) is not None:
-            two_phase.send(header, [])
-            return False
         properties = {**dict(letter["properties"][0].as_py() or ()), RECONSUME_TIME: "0"}
         dropped = (DLQ_ORIGIN_TOPIC, DLQ_ORIGIN_MESSAGE_ID, REASON)
-        again = letter.select(["tags", "keys", "sharding_key", "body", "born_timestamp"]).append_column(
-            "properties", pa.array([[(k, v) for k, v in properties.items() if k not in dropped]], PROPERTIES)
-        )
-        writer = HalfWriter(header, self.log.topics(), retry_topic(self.group), None, own=True)
-        two_phase.send(header, self.log.stage(writer, again.to_batches()))
-        return True
+        own = {
+            "topic": pa.array([retry_topic(self.group)]),
+            "properties": pa.array([[(k, v) for k, v in properties.items() if k not in dropped]], PROPERTIES),
+        }
+        again = letter.select(["tags", "keys", "sharding_key", "body", "born_timestamp"])
+        for name, column in own.items():
+            again = again.append_column(name, column)
+        return send_once(self.log, self.group, f"resend.{self.group}.{offset}", again)
 
     def _read(self, limit: int | None) -> pa.Table:
         return self.log.read(dlq_topic(self.group), limit=limit)

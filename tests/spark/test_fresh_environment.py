@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
-import sys
+import os, sys
 from pyspark.sql import SparkSession
 import rmq_spark as txmq
 
@@ -56,6 +56,20 @@ query = query.writeStream.format("parquet").option("checkpointLocation", folder 
 query = query.option("path", folder + "/out")
 query.trigger(availableNow=True).start().awaitTermination(120)
 print("streamed", spark.read.parquet(folder + "/out").count())
+
+def book(message):
+    seen = os.path.exists(folder + "/seen")
+    with open(folder + "/booked", "a") as file:
+        print(bytes(message.body).decode(), file=file)
+    if bytes(message.body) == b"3" and not seen:
+        open(folder + "/seen", "w").close()
+        return txmq.ConsumeOrderlyStatus.SUSPEND_CURRENT_QUEUE_A_MOMENT
+    return txmq.ConsumeOrderlyStatus.SUCCESS
+
+books = table.option("startingOffsets", "earliest").option("consumerGroup", "books").option("ordered", "true").load()
+query = txmq.consume(books, "books", txmq.EachMessage(book), "orderly", suspend_s=0.1, app_id="books")
+query.option("checkpointLocation", folder + "/cp5").trigger(availableNow=True).start().awaitTermination(120)
+print("booked", len(open(folder + "/booked").readlines()), sum(txmq.ConsumerGroup(log, "books").positions().values()))
 if kind == "connect":
     try:
         hidden = txmq.TransactionalSink(log, producer_group="shop", topic="orders", listener=None)
@@ -98,5 +112,6 @@ def test_the_wheel_registers_itself_and_every_door_works(fresh_python: Path, tmp
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"read {[*range(10), *sorted([*range(100, 105)] * 2)]}" in done.stdout
     assert "streamed 20" in done.stdout
+    assert "booked 21 20" in done.stdout  # one came twice
     if kind == "connect":
         assert "refused True" in done.stdout

@@ -1,0 +1,32 @@
+"""Messages that rmq_spark itself sends again: retries, dead letters, and letters that are sent back to their group."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.transaction import BATCH
+
+
+def own_header(group: str, app_id: str, batch_id: int = 0, numbered: bool = False) -> HalfHeader:
+    """Of a half batch that is committed once prepared, by whoever sees it first. A dot in ``app_id`` keeps it apart
+    from what people send: theirs have none."""
+    fence_id = CommitOncePrepared().fence_id
+    return HalfHeader(half_id_of(app_id, batch_id), app_id, batch_id, None, None, fence_id, BATCH, group, numbered)
+
+
+def own_writer(log: CommitLog, header: HalfHeader) -> HalfWriter:
+    """Stages messages that may have RocketMQ's reserved properties."""
+    return HalfWriter(header, log.topics(), None, None, own=True)
+
+
+def send_once(log: CommitLog, group: str, app_id: str, messages: pa.Table) -> bool:
+    """Send messages as a half batch of this name; False when that was done before."""
+    header = own_header(group, app_id)
+    two_phase = TwoPhase(log, CommitOncePrepared())
+    sent = two_phase.find_replayed(header) is not None
+    two_phase.send(header, [] if sent else log.stage(own_writer(log, header), messages.to_batches()))
+    return not sent

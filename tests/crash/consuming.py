@@ -1,0 +1,170 @@
+"""A Spark driver with four consumers of one commit log: ``consuming.py <folder>``. It runs until it is killed.
+
+``points`` consumes concurrently: some messages fail once, some always. ``books`` consumes in order: some messages
+suspend their queue when they come first. ``inbox`` writes into a database, ``table`` into a Delta table.
+With ``DIE_AT`` it stops itself at a point, the first time it comes there, and waits for its death.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import sqlalchemy as sa
+from delta import configure_spark_with_delta_pip
+from pyspark.sql import DataFrame, SparkSession
+
+import rmq_spark as txmq
+from rmq_spark.commitlog.group_store import GroupStore
+from rmq_spark.sink.two_phase import TwoPhase
+
+TOPIC, QUEUES = "orders", 4
+ONCE, ALWAYS, SUSPENDS = 7, 23, 11
+"""Every so manieth message fails once, fails always, suspends its queue once."""
+
+POINTS = ("consumed", "sent back", "in order", "progress written", "inbox committed", "table committed")
+
+
+def number_of(body: bytes) -> int:
+    return int(body.decode().split(":")[1])
+
+
+def note(root: Path, who: str, message: txmq.MessageExt) -> None:
+    """One line a message, in a file that every worker appends to."""
+    line = {"body": bytes(message.body).decode(), "offset": message.queue_offset, "queue": message.queue_id}
+    line["times"] = message.reconsume_times
+    with (root / f"{who}.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def gives_points(root: Path) -> Callable[[txmq.MessageExt], txmq.ConsumeConcurrentlyStatus]:
+    def listen(message: txmq.MessageExt) -> txmq.ConsumeConcurrentlyStatus:
+        note(root, "points", message)
+        number = number_of(message.body)
+        fails = number % ALWAYS == 0 or (number % ONCE == 0 and message.reconsume_times == 0)
+        return getattr(txmq.ConsumeConcurrentlyStatus, "RECONSUME_LATER" if fails else "CONSUME_SUCCESS")
+
+    return listen
+
+
+def books(root: Path) -> Callable[[txmq.MessageExt], txmq.ConsumeOrderlyStatus]:
+    def listen(message: txmq.MessageExt) -> txmq.ConsumeOrderlyStatus:
+        note(root, "books", message)
+        number = number_of(message.body)
+        file = root / "suspended" / str(number)
+        if number % SUSPENDS == 0 and not file.exists():
+            file.touch()
+            return txmq.ConsumeOrderlyStatus.SUSPEND_CURRENT_QUEUE_A_MOMENT
+        return txmq.ConsumeOrderlyStatus.SUCCESS
+
+    return listen
+
+
+def write_results(connection: sa.Connection, messages: pa.Table) -> None:
+    rows = [{"body": body.decode()} for body in messages["body"].to_pylist()]
+    connection.execute(sa.text("insert into results (body) values (:body)"), rows)
+
+
+def inbox(root: Path) -> txmq.SqlInbox:
+    return txmq.SqlInbox(f"sqlite:///{root}/results.db", "inbox", write_results)
+
+
+def make(root: Path) -> txmq.CommitLog:
+    log = txmq.CommitLog.create(root / "log")
+    log.create_topic(TOPIC, queues=QUEUES, fifo=True)
+    (root / "suspended").mkdir()
+    with sa.create_engine(f"sqlite:///{root}/results.db").begin() as connection:
+        connection.execute(sa.text("create table results (id integer primary key autoincrement, body text)"))
+    inbox(root).create()
+    return log
+
+
+# ---------------------------------------------------------------- dying
+def reach(root: Path, point: str) -> None:
+    """Stop here for good when this is the point: the file that says so is the last thing this process does."""
+    if os.environ.get("DIE_AT") == point:
+        (root / point).touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def arm(root: Path) -> None:
+    send, progress = TwoPhase.send, GroupStore.progress
+
+    def dying_send(self: TwoPhase, header: Any, files: Any, arg: Any = None) -> Any:
+        reach(root, "consumed")
+        outcome = send(self, header, files, arg)
+        reach(root, "sent back")
+        return outcome
+
+    def dying_progress(self: GroupStore, *arguments: Any) -> bool:
+        reach(root, "in order")
+        moved = progress(self, *arguments)
+        reach(root, "progress written")
+        return moved
+
+    TwoPhase.send = dying_send  # type: ignore[method-assign]
+    GroupStore.progress = dying_progress  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------- the driver
+def session() -> SparkSession:
+    builder = SparkSession.builder.master("local[2]").appName("crash test")
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.memory": "1g",
+        # A short life: what compiles well pays only later.
+        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.databricks.delta.snapshotPartitions": "2",
+        "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
+        "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
+    }
+    for key, value in settings.items():
+        builder = builder.config(key, value)
+    spark = configure_spark_with_delta_pip(builder).getOrCreate()
+    spark.sparkContext.setLogLevel("ERROR")
+    return spark
+
+
+def main(root: Path) -> None:
+    arm(root)
+    spark = session()
+
+    def stream(group: str) -> DataFrame:
+        frame = spark.readStream.format("txmq").option("path", str(root / "log")).option("subscribe", TOPIC)
+        frame = frame.option("consumerGroup", group).option("startingOffsets", "earliest").option("ordered", "true")
+        return frame.load()
+
+    def into_inbox(batch: DataFrame, batch_id: int) -> None:
+        inbox(root)(batch, batch_id)
+        reach(root, "inbox committed")
+
+    def into_table(batch: DataFrame, batch_id: int) -> None:
+        writer = batch.selectExpr("cast(body as string) body").write.format("delta").mode("append")
+        writer.option("txnAppId", "table").option("txnVersion", batch_id).save(str(root / "table"))
+        reach(root, "table committed")
+
+    points = txmq.EachMessage(gives_points(root))
+    writers = {
+        "points": txmq.consume(stream("points"), "points", points, max_reconsume_times=1, delay_level=1),
+        "books": txmq.consume(stream("books"), "books", txmq.EachMessage(books(root)), "orderly", suspend_s=0.1),
+        "inbox": stream("inbox").writeStream.foreachBatch(into_inbox),
+        "table": stream("table").writeStream.foreachBatch(into_table),
+    }
+    for name, writer in writers.items():
+        writer.option("checkpointLocation", str(root / f"{name}.checkpoint")).start()
+    spark.streams.awaitAnyTermination()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
