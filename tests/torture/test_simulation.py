@@ -19,7 +19,7 @@ from tests.torture.scheduler import Crash, NoEnd, Process, Scheduler, SimulatedL
 from tests.torture.simulated_store import Files, SimulatedTable, Unanswered, Weather
 from tests.torture.simulation import Scenario, run, simulate
 
-CI_SEEDS = int(os.environ.get("SIMULATION_SEEDS", "5000"))
+CI_SEEDS = int(os.environ.get("SIMULATION_SEEDS", "20000"))
 PARTS = -(-CI_SEEDS // 1000)
 
 KEPT_SEEDS: dict[int, str] = {
