@@ -31,8 +31,10 @@ LAG_SCHEMA = pa.schema(
         ("waiting", pa.int64()),
         ("updated", TIMESTAMP),
         ("updated_by", pa.string()),
+        ("suspended_until", TIMESTAMP),
     ]
 )
+_OF_PROGRESS = ("updated", "updated_by", "suspended_until")
 
 
 class ConsumerGroup:
@@ -68,7 +70,7 @@ class ConsumerGroup:
             ``consumer_group, topic, queue_id, next_offset, end_offset``; ``lag`` in messages that are visible and not
             read; ``lag_seconds`` since the first of them was committed (0 when there is none); ``pending`` half
             messages and ``waiting`` ones (committed, delayed or held for order), which are not in the lag; ``updated``
-            and ``updated_by``.
+            and ``updated_by``; ``suspended_until`` of a queue that an orderly listener could not go on in.
 
         Raises
         ------
@@ -97,8 +99,7 @@ class ConsumerGroup:
                 "lag_seconds": max(0.0, (now - since[queue]).total_seconds()) if queue in since else 0.0,
                 "pending": open_messages.get(queue, (0, 0))[0],
                 "waiting": open_messages.get(queue, (0, 0))[1],
-                "updated": known[queue]["updated"] if queue in known else None,
-                "updated_by": known[queue]["updated_by"] if queue in known else None,
+                **{name: known[queue][name] if queue in known else None for name in _OF_PROGRESS},
             }
             for queue in queues
         ]
