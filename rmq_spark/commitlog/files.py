@@ -142,7 +142,7 @@ def write_table(
     footer_columns: Sequence[str] = (),
     plain_columns: Sequence[str] = (),
     constant_columns: Sequence[str] = (),
-    row_group_rows: int = ROW_GROUP_ROWS,
+    row_group_rows: int | None = None,
     holds: str = "",
 ) -> DataFile:
     """Write one Parquet file under a new name and return what a commit needs to add it.
@@ -157,6 +157,8 @@ def write_table(
         Columns whose values hardly repeat: they get no dictionary.
     constant_columns : sequence of str
         Columns with the same value in all rows: text is then hashed and compared once, not for each row.
+    row_group_rows : int, optional
+        :data:`ROW_GROUP_ROWS` when not given.
     holds : str
         Which rows they are, for the file's seal.
     """
@@ -179,7 +181,7 @@ def write_table(
             write_page_checksum=True,
             store_schema=False,  # or readers would get dictionaries
         ) as writer:
-            writer.write_table(encoded, row_group_size=row_group_rows)
+            writer.write_table(encoded, row_group_size=row_group_rows or ROW_GROUP_ROWS)
             writer.add_key_value_metadata(seal(table.schema, path, holds))
         size = sink.tell()
     return DataFile(path, size, table.num_rows, column_stats(table, stats_columns))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import random
 from collections.abc import Sequence
 from datetime import date, datetime, timezone
 from itertools import groupby
@@ -22,6 +24,7 @@ from rmq_spark.commitlog.files import RowRange, check_path, read_range
 from rmq_spark.commitlog.half import FOOTER_COLUMNS, HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfWriter
 from rmq_spark.errors import CorruptLogError, MessageError, TopicNotFoundError
 from rmq_spark.message import PROPERTIES
+from rmq_spark.selector import parse_selector
 from tests.half_batches import header_of
 
 LOCAL = pafs.LocalFileSystem()
@@ -388,6 +391,58 @@ def test_a_file_as_written_is_read_by_position(tmp_path: Path, monkeypatch: pyte
     (file,) = write(tmp_path, {"body": [f"{i}" for i in range(10)]})
     monkeypatch.setattr(files_module, "_read_by_address", lambda *_: pytest.fail("by address"))
     assert len(read(tmp_path, file.data.path, file, [(2, 4)], ["body"])) == 3
+
+
+class CountedFiles:
+    """A file system that counts what is read of its files."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def open_input_file(self, path: str) -> pa.PythonFile:
+        count = self
+
+        class Counted(io.FileIO):
+            def read(self, size: int = -1) -> bytes:  # type: ignore[override]
+                found = super().read(size) or b""
+                count.bytes += len(found)
+                return found
+
+        return pa.PythonFile(Counted(path), mode="r")
+
+
+def bytes_read(folder: Path, file: HalfFile, selector: str | None) -> tuple[int, int]:
+    """Bytes read of a half file, and messages that are kept."""
+    counted, kept = CountedFiles(), 0
+    where = None if selector is None else parse_selector(selector).at(0)
+    wanted = RowRange(file.data.path, file.half_id, file.file_no, file.data.rows, ((0, file.data.rows - 1),))
+    for _, part in read_range(counted, str(folder), wanted, ["body", "keys"], where):  # type: ignore[arg-type]
+        kept += part.num_rows if where is None else pc.sum(part[files_module.KEPT]).as_py()
+    return counted.bytes, kept
+
+
+def test_a_filter_fetches_bodies_only_where_it_keeps_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_module, "ROW_GROUP_ROWS", 500)
+    rows = 4_000
+    columns = {
+        "body": [random.Random(i).randbytes(2_000) for i in range(rows)],
+        "tags": ["rare" if i < 500 else "often" for i in range(rows)],
+        "properties": maps([[("price", str(i))] for i in range(rows)]),
+        "queue_id": [0] * rows,
+    }
+    (file,) = write(tmp_path, columns)
+    everything, all_rows = bytes_read(tmp_path, file, None)
+    assert all_rows == rows
+    assert everything > rows * 2_000
+    for selector, kept, share in (
+        ("TAGS = 'none'", 0, 0.06),
+        ("TAGS = 'rare'", 500, 0.18),
+        ("price < 500", 500, 0.22),
+        ("price >= 0", rows, 1.1),
+    ):
+        read_bytes, found = bytes_read(tmp_path, file, selector)
+        assert found == kept
+        assert read_bytes < everything * share, selector
 
 
 def test_rows_that_a_file_does_not_hold_are_an_error(tmp_path: Path) -> None:
