@@ -558,8 +558,16 @@ class CommitLog:
         -------
         pyarrow.Table
             In (queue_id, queue_offset) order.
+
+        Raises
+        ------
+        TopicNotFoundError, OptionError
         """
         queues = self.require_topic(topic)
+        if not isinstance(start or {}, Mapping):
+            raise OptionError(
+                f"start={start!r} is no mapping: the first offset of each queue is expected, as {{0: 23}}"
+            )
         with self.ledger._lock:  # the tails of one version, whatever other threads of this process see meanwhile
             self.ledger.refresh()
             tails = dict(self.ledger.tails)

@@ -126,13 +126,13 @@ def test_a_killed_driver_s_consumers_lose_nothing_and_keep_what_they_promise(tmp
     again = Counter((n["body"], n["times"]) for n in notes)
     failing = {body for body in bodies if number_of(body.encode()) % 7 == 0 or number_of(body.encode()) % ALWAYS == 0}
     assert {body for body, times in again if times == 1} == failing
-    retries = log.read(retry_topic("points"), ["properties", "body"]).to_pylist()
+    retries = log.read(retry_topic("points"), columns=["properties", "body"]).to_pylist()
     assert sorted(r["body"].decode() for r in retries) == sorted(failing)
     origins = Counter(
         (dict(r["properties"])[ORIGIN_MESSAGE_ID], dict(r["properties"])[RECONSUME_TIME]) for r in retries
     )
     assert set(origins.values()) == {1}
-    dead = [bytes(body).decode() for body in log.read(dlq_topic("points"), ["body"])["body"].to_pylist()]
+    dead = [bytes(body).decode() for body in log.read(dlq_topic("points"), columns=["body"])["body"].to_pylist()]
     assert sorted(dead) == sorted(body for body in bodies if number_of(body.encode()) % ALWAYS == 0)
 
 

@@ -717,6 +717,11 @@ def test_reading_from_an_offset_with_a_limit(log: CommitLog) -> None:
     assert log.read("points").num_rows == 0
 
 
+def test_a_start_that_is_no_mapping_is_refused(log: CommitLog) -> None:
+    with pytest.raises(OptionError, match=r"start=\['body'\] is no mapping"):
+        log.read("orders", ["body"])  # type: ignore[arg-type]
+
+
 def _row(log: CommitLog, record: object, body: str) -> dict[int, bytes]:
     found: dict[int, bytes] = {}
     for file_no, file in record.files.items():  # type: ignore[attr-defined]
