@@ -126,12 +126,15 @@ def test_a_killed_driver_s_consumers_lose_nothing_and_keep_what_they_promise(tmp
     again = Counter((n["body"], n["times"]) for n in notes)
     failing = {body for body in bodies if number_of(body.encode()) % 7 == 0 or number_of(body.encode()) % ALWAYS == 0}
     assert {body for body, times in again if times == 1} == failing
-    retries = log.read(retry_topic("points"), columns=["properties", "body"]).to_pylist()
+    retries = log.read(retry_topic("points"), columns=["properties", "body", "commit_timestamp"]).to_pylist()
     assert sorted(r["body"].decode() for r in retries) == sorted(failing)
     origins = Counter(
         (dict(r["properties"])[ORIGIN_MESSAGE_ID], dict(r["properties"])[RECONSUME_TIME]) for r in retries
     )
     assert set(origins.values()) == {1}
+    half = DeltaTable(tmp_path / "log" / "half").to_pyarrow_table(columns=["topic", "body", "deliver_at"]).to_pylist()
+    due = {row["body"]: row["deliver_at"] for row in half if row["topic"] == retry_topic("points")}
+    assert all(r["commit_timestamp"] >= due[r["body"]] for r in retries), "a retry came before its time"
     dead = [bytes(body).decode() for body in log.read(dlq_topic("points"), columns=["body"])["body"].to_pylist()]
     assert sorted(dead) == sorted(body for body in bodies if number_of(body.encode()) % ALWAYS == 0)
 
