@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,22 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import sqlalchemy as sa
-from consuming import ALWAYS, POINTS, TOPIC, make, number_of
+from consuming import POINTS, SUSPENDS, TOPIC, failures, make, number_of
 from deltalake import DeltaTable
 from processes import Program, wait_until
 
 import rmq_spark as txmq
-from rmq_spark.consumer.retry import ORIGIN_MESSAGE_ID, RECONSUME_TIME, dlq_topic, retry_topic
+from tests.torture.consumption import (
+    Delivery,
+    dead_of,
+    messages_of,
+    of_deliveries,
+    of_order,
+    of_progress,
+    of_results,
+    of_retries,
+    retries_of,
+)
 
 MESSAGES_A_ROUND = 60
 KEYS = 8
@@ -55,9 +64,36 @@ class Sent:
         self.bodies += bodies
 
 
-def lines(root: Path, who: str) -> list[dict[str, Any]]:
+def deliveries(root: Path, who: str) -> list[Delivery]:
     file = root / f"{who}.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [Delivery(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def results(root: Path) -> list[str]:
+    with sa.create_engine(f"sqlite:///{root}/results.db").connect() as connection:
+        return list(connection.execute(sa.text("select body from results order by id")).scalars())
+
+
+def rows_of_table(root: Path) -> list[str]:
+    if not DeltaTable.is_deltatable(str(root / "table")):
+        return []
+    return [str(body) for body in DeltaTable(root / "table").to_pyarrow_table()["body"].to_pylist()]
+
+
+def progress_ahead(root: Path, log: txmq.CommitLog) -> list[str]:
+    """Of every group: what its progress says is done, and is not."""
+    places = {m.body: (m.queue, m.offset) for m in messages_of(log, TOPIC)}
+    done = {
+        **{who: {(d.queue, d.offset) for d in deliveries(root, who) if d.times == 0} for who in ("points", "books")},
+        "inbox": {places[body] for body in results(root)},
+        "table": {places[body] for body in rows_of_table(root)},
+    }
+    found: list[str] = []
+    for group, known in done.items():
+        positions = txmq.ConsumerGroup(log, group).positions()
+        of_topic = {queue_id: offset for (topic, queue_id), offset in positions.items() if topic == TOPIC}
+        found += [f"{group}: {sentence}" for sentence in of_progress(of_topic, known)]
+    return found
 
 
 def caught_up(log: txmq.CommitLog) -> bool:
@@ -95,53 +131,35 @@ def test_a_killed_driver_s_consumers_lose_nothing_and_keep_what_they_promise(tmp
     sent.more()
     for point in (*POINTS, None, None):
         if point is None:
-            before = len(lines(tmp_path, "points"))
-            run_until(tmp_path, lambda before=before: len(lines(tmp_path, "points")) > before, chance.uniform(0, 3))  # type: ignore[misc]
+            before = len(deliveries(tmp_path, "points"))
+            run_until(
+                tmp_path, lambda before=before: len(deliveries(tmp_path, "points")) > before, chance.uniform(0, 3)
+            )  # type: ignore[misc]
         else:
             run_until(tmp_path, (tmp_path / point).exists, DIE_AT=point)
+        assert progress_ahead(tmp_path, log) == []
         sent.more()
     run_until(tmp_path, lambda: caught_up(log))
 
-    bodies = set(sent.bodies)
-    # Into a database and a Delta table: each once.
-    with sa.create_engine(f"sqlite:///{tmp_path}/results.db").connect() as connection:
-        results = list(connection.execute(sa.text("select body from results order by id")).scalars())
-    assert sorted(results) == sorted(sent.bodies)
-    assert_order_of_keys(results)
-    assert sorted(DeltaTable(tmp_path / "table").to_pyarrow_table()["body"].to_pylist()) == sorted(sent.bodies)
-
-    # In order: all of it, and nothing before what stands before it.
-    notes = lines(tmp_path, "books")
-    assert {n["body"] for n in notes} == bodies
-    reached: dict[int, int] = defaultdict(int)
-    for n in notes:
-        assert n["offset"] <= reached[n["queue"]], f"{n} came before what stands before it"
-        reached[n["queue"]] = max(reached[n["queue"]], n["offset"] + 1)
+    messages = messages_of(log, TOPIC)
+    assert sorted(m.body for m in messages) == sorted(sent.bodies)
+    key_of = lambda body: body.partition(":")[0]  # noqa: E731
+    points, books = deliveries(tmp_path, "points"), deliveries(tmp_path, "books")
+    anomalies = {
+        "progress": progress_ahead(tmp_path, log),
+        "in order": of_deliveries(messages, books) + of_order(books),
+        "concurrently": of_deliveries(messages, points)
+        + of_retries(
+            messages,
+            points,
+            retries_of(log, "points"),
+            dead_of(log, "points"),
+            lambda m: failures(number_of(m.body)),
+            times_max=1,
+        ),
+        "inbox": of_results(messages, results(tmp_path), key_of),
+        "table": of_results(messages, rows_of_table(tmp_path), None),
+    }
+    assert not any(anomalies.values()), anomalies
     suspended = {f.name for f in (tmp_path / "suspended").iterdir()}
-    assert suspended == {str(n) for n in range(len(sent.bodies)) if n % 11 == 0}
-
-    # Concurrently: all of it; what failed came again once, and is dead once when it failed again.
-    notes = lines(tmp_path, "points")
-    assert {n["body"] for n in notes} == bodies
-    again = Counter((n["body"], n["times"]) for n in notes)
-    failing = {body for body in bodies if number_of(body.encode()) % 7 == 0 or number_of(body.encode()) % ALWAYS == 0}
-    assert {body for body, times in again if times == 1} == failing
-    retries = log.read(retry_topic("points"), columns=["properties", "body", "commit_timestamp"]).to_pylist()
-    assert sorted(r["body"].decode() for r in retries) == sorted(failing)
-    origins = Counter(
-        (dict(r["properties"])[ORIGIN_MESSAGE_ID], dict(r["properties"])[RECONSUME_TIME]) for r in retries
-    )
-    assert set(origins.values()) == {1}
-    half = DeltaTable(tmp_path / "log" / "half").to_pyarrow_table(columns=["topic", "body", "deliver_at"]).to_pylist()
-    due = {row["body"]: row["deliver_at"] for row in half if row["topic"] == retry_topic("points")}
-    assert all(r["commit_timestamp"] >= due[r["body"]] for r in retries), "a retry came before its time"
-    dead = [bytes(body).decode() for body in log.read(dlq_topic("points"), columns=["body"])["body"].to_pylist()]
-    assert sorted(dead) == sorted(body for body in bodies if number_of(body.encode()) % ALWAYS == 0)
-
-
-def assert_order_of_keys(results: list[str]) -> None:
-    of_key: dict[str, list[int]] = defaultdict(list)
-    for body in results:
-        key, number = body.split(":")
-        of_key[key].append(int(number))
-    assert all(numbers == sorted(numbers) for numbers in of_key.values())
+    assert suspended == {str(n) for n in range(len(sent.bodies)) if n % SUSPENDS == 0}
