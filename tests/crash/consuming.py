@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from rmq_spark.sink.two_phase import TwoPhase
 TOPIC, QUEUES = "orders", 4
 ONCE, ALWAYS, SUSPENDS = 7, 23, 11
 """Every so manieth message fails once, fails always, suspends its queue once."""
+
+SLOW_WORKER = "Python worker failed to connect back"
 
 POINTS = ("consumed", "sent back", "in order", "progress written", "inbox committed", "table committed")
 
@@ -165,9 +168,27 @@ def main(root: Path) -> None:
         "inbox": stream("inbox").writeStream.foreachBatch(into_inbox),
         "table": stream("table").writeStream.foreachBatch(into_table),
     }
+    queries = {}
     for name, writer in writers.items():
-        writer.option("checkpointLocation", str(root / f"{name}.checkpoint")).start()
-    spark.streams.awaitAnyTermination()
+        writer.option("checkpointLocation", str(root / f"{name}.checkpoint"))
+        queries[name] = writer.start()
+        # One after the other: Spark gives a Python worker ten seconds to start, and each query starts some.
+        wait_until(lambda query=queries[name]: query.lastProgress is not None or not query.isActive, name, 30)
+    while True:
+        time.sleep(0.5)
+        for name, query in queries.items():
+            if not query.isActive:
+                problem = query.exception()
+                if SLOW_WORKER not in str(problem):
+                    raise SystemExit(f"{name}: {problem}")
+                queries[name] = writers[name].start()
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.1)
+    print(what, "has begun", flush=True)
 
 
 if __name__ == "__main__":
