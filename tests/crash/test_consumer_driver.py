@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pytest
 import sqlalchemy as sa
 from consuming import POINTS, SUSPENDS, TOPIC, failures, make, number_of
 from deltalake import DeltaTable
@@ -124,6 +125,7 @@ def run_until(root: Path, condition: Callable[[], bool], and_s: float = 0, **env
     driver.kill()
 
 
+@pytest.mark.slow
 def test_a_killed_driver_s_consumers_lose_nothing_and_keep_what_they_promise(tmp_path: Path) -> None:
     chance = random.Random(SEED)
     log = make(tmp_path)

@@ -258,10 +258,11 @@ def test_a_second_query_of_a_group_is_told(
     spark: SparkSession, log: CommitLog, diary: Diary, tmp_path: Path, running: Any
 ) -> None:
     listener = fails(diary, {}, RECONSUME_LATER, CONSUME_SUCCESS)
-    first, second = (
-        running(txmq.consume(stream(spark, log), GROUP, listener, log=log), tmp_path / name) for name in ("one", "two")
-    )
-    n = 0
+    send(log, 0, ["first"])
+    first = running(txmq.consume(stream(spark, log), GROUP, listener, log=log), tmp_path / "one")
+    wait_until(lambda: "first" in diary.bodies())
+    second = running(txmq.consume(stream(spark, log), GROUP, listener, log=log), tmp_path / "two")
+    n = 1
     while second.isActive:
         send(log, n, ["a", "b"], queue_id=[0, 1])
         n += 1
