@@ -272,17 +272,26 @@ class CommitLog:
             self._topics_table.refresh()
             return dict(self._read_topics()[0])
 
+    def topics_with(self, names: Collection[str]) -> dict[str, int]:
+        """The topics known and their number of queues. A topic never changes once it is made, so the table is looked at
+        only when one of these names is not among them."""
+        with self._lock:
+            self._know(names)
+            return dict(self._read_topics()[0])
+
     def fifo_topics(self) -> frozenset[str]:
         """The FIFO topics among those of the last call of :meth:`topics`."""
         with self._lock:
             return self._read_topics()[1] if self._topics is None else self._topics[2]
 
     def _fifo_among(self, topics: Collection[str]) -> frozenset[str]:
-        # What kind of topic it is never changes, so only a topic that is new here needs a look at the table.
-        if self._topics is None or not self._topics[1].keys() >= set(topics):
+        # Without the lock: the ledger asks, which has one of its own.
+        self._know(topics)
+        return self._read_topics()[1].intersection(topics)
+
+    def _know(self, names: Collection[str]) -> None:
+        if self._topics is None or not self._topics[1].keys() >= set(names):
             self._topics_table.refresh()
-            self._read_topics()
-        return self._topics[2].intersection(topics) if self._topics is not None else frozenset()
 
     def _read_topics(self) -> tuple[dict[str, int], frozenset[str]]:
         version = self._topics_table.version
@@ -297,7 +306,7 @@ class CommitLog:
 
     def require_topic(self, name: str) -> int:
         """The number of queues of a topic; TopicNotFoundError names the nearest one that is there."""
-        topics = self.topics()
+        topics = self.topics_with([name])
         if name not in topics:
             raise TopicNotFoundError(unknown_topic(name, topics))
         return topics[name]

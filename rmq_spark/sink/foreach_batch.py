@@ -140,9 +140,12 @@ class TransactionalSink:
 
     def _stage(self, batch_df: DataFrame, header: HalfHeader) -> list[HalfFile]:
         """Write the half files on the executors and bring back what they are."""
+        from rmq_spark.sink.writers import topics_for
+
         half_folder = f"{self.log.path}/half"
         storage_options = dict(self.log.storage_options)
-        writer = HalfWriter(header, self.log.topics(), self.topic, self.transaction_key, self.log.fifo_topics())
+        topics = topics_for(self.log, batch_df.columns, self.topic)
+        writer = HalfWriter(header, topics, self.topic, self.transaction_key, self.log.fifo_topics())
 
         def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             from pyspark import TaskContext

@@ -143,7 +143,8 @@ class TwoPhase:
         UnresolvedTransactionError
             When a replay's checks stay UNKNOWN.
         """
-        replayed = self.find_replayed(header)
+        # Who staged files has looked before, and the commit's own loop looks again.
+        replayed = None if files else self.find_replayed(header)
         if replayed is None and not files:
             return Outcome()
         record = replayed or self.prepare(header, files)

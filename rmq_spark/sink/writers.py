@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -157,13 +157,12 @@ class _Writer:
         check_schema(schema, self.settings.topic, self.settings.transaction_key)
         log = open_log(self.settings.path, _frozen(self.settings.storage_options))
         listener = self.settings.listener()
-        if self.settings.topic is not None:
-            log.require_topic(self.settings.topic)
+        topics = topics_for(log, schema.names, self.settings.topic)
         self.header = self._header(options, listener)
         self.replayed = self._was_prepared(log)
         self.half_folder = f"{log.path}/half"
         self.half_writer = HalfWriter(
-            self.header, log.topics(), self.settings.topic, self.settings.transaction_key, log.fifo_topics()
+            self.header, topics, self.settings.topic, self.settings.transaction_key, log.fifo_topics()
         )
 
     def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
@@ -332,6 +331,13 @@ def hash_of_offsets(fs: Any, root: str, batch_id: int) -> str:
             f"the checkpoint {root} has no offsets/{batch_id}, which Spark writes before the batch: it was changed by "
             "hand, or is another query's"
         ) from problem
+
+
+def topics_for(log: CommitLog, columns: Sequence[str], topic: str | None) -> dict[str, int]:
+    """The topics that rows with these columns can be for; TopicNotFoundError when the log has not the default one."""
+    if topic is not None:
+        log.require_topic(topic)
+    return log.topics() if topic is None or "topic" in columns else log.topics_with([topic])
 
 
 def _frozen(options: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -489,6 +489,23 @@ def test_topics_are_made_once_and_counted(log: CommitLog) -> None:
         log.require_topic("order")
 
 
+def test_a_topic_that_is_known_is_not_looked_for_again(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = another(log)
+    assert log.topics_with(["orders"]) == {"orders": 2, "points": 3}
+    other.create_topic("carts", queues=1, fifo=True)
+    looks: list[str] = []
+    table = log._topics_table
+    refresh = table.refresh
+    monkeypatch.setattr(table, "refresh", lambda: looks.append("once more") or refresh())
+    assert log.require_topic("orders") == 2
+    assert log.topics_with(["orders", "points"]) == {"orders": 2, "points": 3}
+    assert looks == []
+    assert log.require_topic("carts") == 1
+    assert (log.fifo_topics(), looks) == (frozenset({"carts"}), ["once more"])
+    with pytest.raises(TopicNotFoundError, match="did you mean 'carts'"):
+        log.require_topic("cart")
+
+
 @pytest.mark.parametrize(
     "name", ["../x", "a/b", "..", "", "o rders", "\uff4frders", "\u043erders", "a\n", "x" * 128, "TBW102", "%DLQ%g"]
 )
