@@ -1,6 +1,6 @@
 """``make bench``: the sink and the source beside Spark's own Delta sink and source, on the same input, in turn.
 
-Environment: BENCH_ROUNDS (5), BENCH_ROWS a micro-batch (250000), BENCH_BATCHES (6).
+Environment: BENCH_ROUNDS (5), BENCH_ROWS a micro-batch (250000), BENCH_BATCHES (12).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.spark import median_ms, session
 
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
 ROWS = int(os.environ.get("BENCH_ROWS", "250000"))
-BATCHES = int(os.environ.get("BENCH_BATCHES", "6"))
+BATCHES = int(os.environ.get("BENCH_BATCHES", "12"))
 SMALL_ROWS = 100
 SMALL_BATCHES = 15
 WARM_UP = 2
@@ -101,7 +101,7 @@ def main() -> None:
         def read_delta() -> DataFrame:
             return spark.read.format("delta").load(str(last / "table"))
 
-        pairs = [(seconds(read_ours), seconds(read_delta)) for _ in range(ROUNDS + 1)][1:]
+        pairs = [(seconds(read_ours), seconds(read_delta)) for _ in range(2 * ROUNDS + 1)][1:]
         messages = ROWS * BATCHES
         publish(
             f"{ROWS:,} messages of about 290 B a micro-batch, full protocol (transactionListener=none)",
