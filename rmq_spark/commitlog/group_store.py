@@ -74,9 +74,12 @@ class GroupStore:
         self.table.refresh()
         return self._rows(group).sort_by([(c, "ascending") for c in ("consumer_group", "topic", "queue_id")])
 
-    def places(self, group: str) -> dict[Queue, Place]:
-        """Where a group stands in every queue that it has read; empty for a group that is not known."""
-        return {queue: _place(row) for queue, row in _by_queue(self.rows(group)).items()}
+    def places(self, group: str, refresh: bool = True) -> dict[Queue, Place]:
+        """Where a group stands in every queue that it has read; empty for a group that is not known. Without a refresh,
+        as it was last seen (after :meth:`publish`: then)."""
+        if refresh:
+            self.table.refresh()
+        return {queue: _place(row) for queue, row in _by_queue(self._rows(group)).items()}
 
     def positions(self, group: str) -> dict[Queue, int]:
         """A group's next offset of every queue that it has read; empty for a group that is not known."""

@@ -240,3 +240,15 @@ def parse_timestamp(text: str, option: str) -> datetime:
 
 def _from_ms(milliseconds: int) -> datetime:
     return _EPOCH + timedelta(milliseconds=milliseconds)
+
+
+# ---------------------------------------------------------------- suspended queues
+def due(suspended: Again) -> Again:
+    """Those of which the suspension is over."""
+    now = datetime.now(timezone.utc)
+    return {queue: (offset, until) for queue, (offset, until) in suspended.items() if until <= now}
+
+
+def seconds_to_wait(suspended: Again) -> float:
+    """Until the first suspension is over."""
+    return max(0.0, (min(until for _, until in suspended.values()) - datetime.now(timezone.utc)).total_seconds())

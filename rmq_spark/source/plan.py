@@ -11,12 +11,12 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.half import unknown_topic
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.reading import (
     PLACEMENT_COLUMNS,
@@ -29,6 +29,9 @@ from rmq_spark.commitlog.reading import (
 from rmq_spark.errors import OffsetOutOfRangeError, TopicNotFoundError
 from rmq_spark.source.offsets import Positions, Queue, resolve
 from rmq_spark.source.options import Subscription
+
+if TYPE_CHECKING:
+    from rmq_spark.commitlog.log import CommitLog
 
 logger = logging.getLogger(__name__)
 

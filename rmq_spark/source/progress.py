@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from rmq_spark.commitlog.group_store import Place, Session
@@ -39,7 +38,7 @@ class GroupProgress:
         try:
             answered = {queue: until for queue, (_, until) in again.items()}
             self._log.groups.publish(self._group, positions, self._session, answered)
-            self._places = self._log.groups.places(self._group)
+            self._places = self._log.groups.places(self._group, refresh=False)
             self._published = (positions, again)
         except GroupInUseError:
             raise
@@ -60,14 +59,3 @@ class GroupProgress:
             self._log.place_due()
         except Exception:  # a round of checks, or the next trigger, places them
             logger.warning("delayed messages were not placed", exc_info=True)
-
-
-def due(suspended: Again) -> Again:
-    """Those of which the suspension is over."""
-    now = datetime.now(timezone.utc)
-    return {queue: (offset, until) for queue, (offset, until) in suspended.items() if until <= now}
-
-
-def seconds_to_wait(suspended: Again) -> float:
-    """Until the first suspension is over."""
-    return max(0.0, (min(until for _, until in suspended.values()) - datetime.now(timezone.utc)).total_seconds())

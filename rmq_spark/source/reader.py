@@ -34,13 +34,21 @@ from rmq_spark.commitlog.reading import (
 from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.selector.tree import Filter
 from rmq_spark.source import SOURCE_DDL, SOURCE_OPTIONS
-from rmq_spark.source.offsets import Again, JsonOffsets, Positions, from_checkpoint, to_json
+from rmq_spark.source.offsets import (
+    Again,
+    JsonOffsets,
+    Positions,
+    due,
+    from_checkpoint,
+    seconds_to_wait,
+    to_json,
+)
 from rmq_spark.source.options import ReadOptions, read_options
 from rmq_spark.source.plan import Planner, admit, split
-from rmq_spark.source.progress import GroupProgress, due, seconds_to_wait
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark.source.progress import GroupProgress
 
 __all__ = ["SOURCE_DDL", "SOURCE_OPTIONS", "TxmqPartition", "TxmqReader", "TxmqStreamReader"]
 
@@ -224,6 +232,8 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def _progress(self) -> GroupProgress | None:
         if self._group_progress is None and self.options.consumer_group is not None:
+            from rmq_spark.source.progress import GroupProgress
+
             self._group_progress = GroupProgress(self.planner.log, self.options.consumer_group)
         return self._group_progress
 

@@ -26,6 +26,9 @@ LIGHT = (
     [
         *((s, ("deltalake", "lark", "pyspark", "sqlalchemy")) for s in LIGHT),
         ("import pyspark_txmq", ("deltalake", "lark", "sqlalchemy")),
+        # What Spark's workers load to run a task of the source or the sink.
+        ("import rmq_spark.source.reader", ("deltalake", "sqlalchemy")),
+        ("import rmq_spark.sink.writers", ("deltalake", "sqlalchemy")),
     ],
 )
 def test_importing_loads_no_engine_and_starts_no_thread(statement: str, unwanted: tuple[str, ...]) -> None:
