@@ -1,5 +1,7 @@
 """``make bench``: the sink and the source beside Spark's own Delta sink and source, on the same input, in turn.
 
+A second table has them beside a Python sink and source that do nothing: no Python data source can be faster than those.
+
 Environment: BENCH_ROUNDS (5), BENCH_ROWS a micro-batch (250000), BENCH_BATCHES (12).
 """
 
@@ -12,13 +14,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.feather as feather
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import DataStreamWriter
 
 import rmq_spark as txmq
+from benchmarks.nothing import BATCH_ROWS, Nothing
 from benchmarks.report import Pairs, publish
 from benchmarks.spark import median_ms, session
+from rmq_spark.source.reader import arrow_schema
 
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
 ROWS = int(os.environ.get("BENCH_ROWS", "250000"))
@@ -57,22 +62,31 @@ def delta_writer(frame: DataFrame, table: Path, checkpoint: Path) -> DataStreamW
     return frame.writeStream.format("delta").option("path", str(table)).option("checkpointLocation", str(checkpoint))
 
 
-def sinks(spark: SparkSession, folder: Path, source: Path, rounds: int, files: int) -> tuple[list[float], list[float]]:
-    """Median ms of a micro-batch, for the sink and for Delta's, in turn."""
+def nothing_writer(frame: DataFrame, checkpoint: Path) -> DataStreamWriter:
+    return frame.writeStream.format("nothing").option("checkpointLocation", str(checkpoint))
+
+
+def sinks(
+    spark: SparkSession, folder: Path, source: Path, rounds: int, files: int
+) -> tuple[list[float], list[float], list[float]]:
+    """Median ms of a micro-batch, for the sink, for Delta's and for one that does nothing, in turn."""
     ours: list[float] = []
     delta: list[float] = []
+    nothing: list[float] = []
     for r in range(rounds + 1):
         work = folder / f"round{r}"
         log = txmq.CommitLog.create(work / "log")
         log.create_topic("orders")
         mine = median_ms(txmq_writer(stream(spark, source, files), log, work / "cp1"), WARM_UP)
         peer = median_ms(delta_writer(stream(spark, source, files), work / "table", work / "cp2"), WARM_UP)
+        none = median_ms(nothing_writer(stream(spark, source, files), work / "cp3"), WARM_UP)
         if r > 0:  # the first round warms the JVM up
             ours.append(mine)
             delta.append(peer)
+            nothing.append(none)
         if r < rounds:
             shutil.rmtree(work)
-    return ours, delta
+    return ours, delta, nothing
 
 
 def seconds(read: Callable[[], DataFrame]) -> float:
@@ -84,11 +98,12 @@ def seconds(read: Callable[[], DataFrame]) -> float:
 def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="txmq_bench_"))
     spark = session()
+    spark.dataSource.register(Nothing)
     try:
         write_input(spark, folder / "large", ROWS, BATCHES)
         write_input(spark, folder / "small", SMALL_ROWS, SMALL_BATCHES)
-        large, large_delta = sinks(spark, folder / "l", folder / "large", ROUNDS, 2)
-        small, small_delta = sinks(spark, folder / "s", folder / "small", ROUNDS, 2)
+        large, large_delta, large_nothing = sinks(spark, folder / "l", folder / "large", ROUNDS, 2)
+        small, small_delta, small_nothing = sinks(spark, folder / "s", folder / "small", ROUNDS, 2)
 
         last = folder / "l" / f"round{ROUNDS}"
         columns = "topic string, tags string, keys string, properties map<string,string>, body binary"
@@ -101,8 +116,21 @@ def main() -> None:
         def read_delta() -> DataFrame:
             return spark.read.format("delta").load(str(last / "table"))
 
-        pairs = [(seconds(read_ours), seconds(read_delta)) for _ in range(2 * ROUNDS + 1)][1:]
         messages = ROWS * BATCHES
+        names = [column.split()[0] for column in columns.split(", ")]
+        batch = txmq.CommitLog.open(last / "log").read("orders", limit=BATCH_ROWS, columns=names)
+        batch = batch.cast(arrow_schema(read_ours().schema))
+        feather.write_feather(batch, str(folder / "batch"), compression="uncompressed")
+        parts = read_ours().rdd.getNumPartitions()
+
+        def read_nothing() -> DataFrame:
+            reader = spark.read.format("nothing").schema(columns).option("file", str(folder / "batch"))
+            return reader.option("rows", messages).option("partitions", parts).load()
+
+        reads = (read_ours, read_delta, read_nothing)
+        read, read_by_delta, read_by_nothing = zip(
+            *[[messages / seconds(r) for r in reads] for _ in range(2 * ROUNDS + 1)][1:], strict=True
+        )
         publish(
             f"{ROWS:,} messages of about 290 B a micro-batch, full protocol (transactionListener=none)",
             [
@@ -110,9 +138,20 @@ def main() -> None:
                       [ROWS / ms * 1000 for ms in large], [ROWS / ms * 1000 for ms in large_delta], True),
                 Pairs("small_batch_vs_delta", f"sink, {SMALL_ROWS} messages a batch", "ms", small, small_delta, False),
                 Pairs("read_vs_delta", f"source, {messages:,} messages", "rows/s",
-                      [messages / a for a, _ in pairs], [messages / b for _, b in pairs], True),
+                      read, read_by_delta, True),
             ],
             "Delta",
+        )  # fmt: skip
+        publish(
+            "The same beside a Python data source that does nothing",
+            [
+                Pairs("sink_vs_nothing", f"sink, {ROWS:,} messages a batch", "rows/s",
+                      [ROWS / ms * 1000 for ms in large], [ROWS / ms * 1000 for ms in large_nothing], True),
+                Pairs("small_batch_vs_nothing", f"sink, {SMALL_ROWS} messages a batch", "ms",
+                      small, small_nothing, False),
+                Pairs("read_vs_nothing", f"source, {messages:,} messages", "rows/s", read, read_by_nothing, True),
+            ],
+            "nothing",
         )  # fmt: skip
     finally:
         spark.stop()
