@@ -306,7 +306,7 @@ class CommitLog:
 
     def require_topic(self, name: str) -> int:
         """The number of queues of a topic; TopicNotFoundError names the nearest one that is there."""
-        topics = self.topics_with([name])
+        topics = self.topics()
         if name not in topics:
             raise TopicNotFoundError(unknown_topic(name, topics))
         return topics[name]

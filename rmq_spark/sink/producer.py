@@ -12,7 +12,6 @@ from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
@@ -209,15 +208,9 @@ class TransactionMQProducer:
             raise MessageError("no messages were given: a half batch has at least one")
         header = self._header(per, idempotency_key)
         replayed = self._two_phase.find_replayed(header)
-        writer = HalfWriter(header, self._topics(table, topic), topic, transaction_key, self.log.fifo_topics())
+        writer = HalfWriter(header, self.log.topics(), topic, transaction_key, self.log.fifo_topics())
         files = [] if replayed else self.log.stage(writer, table.to_batches())
         return self._result(header, self._two_phase.send(header, files, arg), table.num_rows)
-
-    def _topics(self, table: pa.Table, topic: str | None) -> dict[str, int]:
-        column = table["topic"] if "topic" in table.column_names else pa.nulls(1, pa.string())
-        if not pa.types.is_string(column.type):
-            return self.log.topics()
-        return self.log.topics_with([name for name in (topic, *pc.unique(column).to_pylist()) if name])
 
     def _header(self, per: str, idempotency_key: str | None) -> HalfHeader:
         # A dot is in no group, key or appId: so a key is its group's own, and is never taken for a stream's batch.

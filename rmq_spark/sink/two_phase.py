@@ -143,8 +143,7 @@ class TwoPhase:
         UnresolvedTransactionError
             When a replay's checks stay UNKNOWN.
         """
-        # Who staged files has looked before, and the commit's own loop looks again.
-        replayed = None if files else self.find_replayed(header)
+        replayed = self.find_replayed(header)
         if replayed is None and not files:
             return Outcome()
         record = replayed or self.prepare(header, files)

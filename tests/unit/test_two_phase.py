@@ -654,23 +654,6 @@ def test_batch_ids_may_have_gaps(log: CommitLog) -> None:
 
 
 # ---------------------------------------------------------------- several drivers
-def test_a_batch_is_sent_with_as_few_looks_at_the_tables_as_the_protocol_needs(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On an object store every look is a list and some gets, one after the other."""
-    files = stage(log, header(batch_id=1))
-    send(log, CommitOncePrepared(), header())
-    looks: Counter[str] = Counter()
-    for table in (log.half.table, log.ledger.table, log._topics_table):
-        refresh = table.refresh
-        monkeypatch.setattr(
-            table, "refresh", lambda table=table, refresh=refresh: looks.update([table.name]) or refresh()
-        )
-    TwoPhase(log, CommitOncePrepared()).send(header(batch_id=1), files)
-    # Before and after each of the two commits; the mark before the first, the state before the local transaction.
-    assert looks == {"half": 2, "op": 4}
-
-
 def test_a_driver_that_loses_the_race_to_prepare_takes_the_batch_up_as_a_replay(log: CommitLog) -> None:
     first, second = Told(COMMIT), Told(COMMIT, COMMIT)
 
