@@ -24,7 +24,7 @@ from rmq_spark.check.report import IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Mask
 from rmq_spark.commitlog.log import CommitLog, masks_for
-from rmq_spark.commitlog.op import BatchState, RowState, Who, mask_and, mask_count, rows_without
+from rmq_spark.commitlog.op import BatchState, RowState, Who, mask_count, rows_without
 from rmq_spark.config import (
     CHECK_ROUND_TIMEOUT_S,
     CHECKS_MAX,
@@ -383,11 +383,14 @@ class CheckService:
             return
         transactions, messages = batch.transactions.num_rows, mask_count(mask)
         if verdict is UNKNOWN:
-            self.log.ledger.quarantine(open_.record, open_.attempt, mask, Who.DISCARD, reason)
+            self.log.ledger.quarantine(open_.record, open_.attempt, mask, Who.DISCARD, reason, checks_min=limit)
             work.report.quarantined.add(transactions, messages)
             return
         commit, rollback = (mask, {}) if verdict is COMMIT_MESSAGE else ({}, mask)
-        self.log.decide(open_.record, open_.attempt, commit=commit, rollback=rollback, who=Who.DISCARD, reason=reason)
+        self.log.decide(
+            open_.record, open_.attempt, commit=commit, rollback=rollback, who=Who.DISCARD, reason=reason,
+            checks_min=limit,
+        )  # fmt: skip
         work.report.discarded.add(transactions, messages)
 
     def _quarantine_expired(self, open_: _Open, mask: Mask, age_s: float, report: CheckReport) -> None:
@@ -424,9 +427,7 @@ class _Open:
 
     def checked_at_least(self, mask: Mask, times: int) -> dict[int, bytes]:
         """The rows of a mask with so many answered checks."""
-        enough = bytes(1 if n >= times else 0 for n in range(256))
-        both = {n: mask_and(bits, self.state.files[n].checks.translate(enough)) for n, bits in mask.items()}
-        return {n: bits for n, bits in both.items() if b"\x01" in bits}
+        return self.state.checked_at_least(mask, times)
 
 
 @dataclass(frozen=True)

@@ -274,10 +274,17 @@ class Ledger:
         rollback: Mask,
         who: Who,
         reason: str | None = None,
+        checks_min: int = 0,
     ) -> list[Placed]:
         """Make verdicts final: commits with their offsets, rollbacks without. The first marker wins.
 
         Rows that have the same verdict already are left alone, so a decision may be repeated.
+
+        Parameters
+        ----------
+        checks_min : int
+            Answered checks that the rows must have: what was checked too often may have been reopened since, and is
+            then asked about again.
 
         Returns
         -------
@@ -289,7 +296,7 @@ class Ledger:
         VerdictConflictError
             When the opposite verdict is final; a ``conflict`` row is left behind.
         StaleAttemptError
-            When rows are under another attempt, or quarantined.
+            When rows are under another attempt, or quarantined, or have too few checks.
         """
         if rows_in_both(commit, rollback):
             raise ValueError(f"rows of half batch {record.half_id!r} are to be committed and rolled back at once")
@@ -306,6 +313,12 @@ class Ledger:
                     raise _too_late(state, against, attempt, verdict)
             to_commit = _undecided(state, commit, attempt, COMMIT_MESSAGE)
             to_roll_back = _undecided(state, rollback, attempt, ROLLBACK_MESSAGE)
+            for mask in (to_commit, to_roll_back):
+                if state.checked_at_least(mask, checks_min) != mask:
+                    raise StaleAttemptError(
+                        f"attempt {attempt} of half batch {record.half_id!r} was reopened since it was checked "
+                        f"{checks_min} times: it is asked about again"
+                    )
             rows = self._commit_rows(record, state, to_commit, attempt, who, reason)
             rows += _rows_for(Kind.ROLLBACK, record, to_roll_back, attempt, who, reason)
             return self._with_places(record, state, rows, placed)
@@ -412,18 +425,29 @@ class Ledger:
         return self._waiting
 
     # ------------------------------------------------------------------ what stays open
-    def quarantine(self, record: HalfRecord, attempt: int, mask: Mask, who: Who, reason: str) -> None:
-        """Hide pending rows until somebody resumes or resolves them."""
-        self._change(Kind.QUARANTINE, record, attempt, mask, who, reason)
+    def quarantine(
+        self, record: HalfRecord, attempt: int, mask: Mask, who: Who, reason: str, checks_min: int = 0
+    ) -> None:
+        """Hide pending rows until somebody resumes or resolves them; those that have so many answered checks."""
+        self._change(Kind.QUARANTINE, record, attempt, mask, who, reason, checks_min)
 
     def record_check(self, record: HalfRecord, attempt: int, mask: Mask, reason: str | None) -> None:
         """Count an answered check that left these rows pending."""
         self._change(Kind.CHECK, record, attempt, mask, Who.CHECK, reason)
 
-    def _change(self, kind: Kind, record: HalfRecord, attempt: int, mask: Mask, who: Who, reason: str | None) -> None:
+    def _change(
+        self,
+        kind: Kind,
+        record: HalfRecord,
+        attempt: int,
+        mask: Mask,
+        who: Who,
+        reason: str | None,
+        checks_min: int = 0,
+    ) -> None:
         def build() -> list[OpRow]:
             state = self.state_of(record, refresh=False)
-            still = _in_states(state, mask, (RowState.PENDING,), attempt)
+            still = state.checked_at_least(_in_states(state, mask, (RowState.PENDING,), attempt), checks_min)
             rows = _rows_for(kind, record, still, attempt, who, reason)
             return self._with_places(record, state, rows, []) if kind is Kind.QUARANTINE else rows
 

@@ -385,10 +385,20 @@ class CommitLog:
         )
 
     def decide(
-        self, record: HalfRecord, attempt: int, *, commit: Mask, rollback: Mask, who: Who, reason: str | None = None
+        self,
+        record: HalfRecord,
+        attempt: int,
+        *,
+        commit: Mask,
+        rollback: Mask,
+        who: Who,
+        reason: str | None = None,
+        checks_min: int = 0,
     ) -> list[Placed]:
         """Make verdicts final: see :meth:`Ledger.decide`."""
-        placed = self.ledger.decide(record, attempt, commit=commit, rollback=rollback, who=who, reason=reason)
+        placed = self.ledger.decide(
+            record, attempt, commit=commit, rollback=rollback, who=who, reason=reason, checks_min=checks_min
+        )
         self._maintain()
         return placed
 

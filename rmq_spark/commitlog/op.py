@@ -378,6 +378,12 @@ class BatchState:
                 found.update(set(self.files[file_no].attempt[first : last + 1]))
         return sorted(found)
 
+    def checked_at_least(self, mask: Mapping[int, bytes], times: int) -> dict[int, bytes]:
+        """The rows of a mask with so many answered checks."""
+        enough = bytes(1 if n >= times else 0 for n in range(256))
+        both = {n: mask_and(bits, self.files[n].checks.translate(enough)) for n, bits in mask.items()}
+        return {n: bits for n, bits in both.items() if b"\x01" in bits}
+
     def check_times(self, mask: Mapping[int, bytes]) -> int:
         """The most answered checks that any of these rows has had."""
         most = 0

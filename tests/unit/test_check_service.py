@@ -517,6 +517,28 @@ def test_a_users_own_policy_decides(log: CommitLog, answer: LocalTransactionStat
     assert states(log, record) == {state: 4}
 
 
+@pytest.mark.parametrize("answer", [COMMIT, ROLLBACK, None])
+def test_what_a_replay_reopened_while_the_policy_decided_is_asked_about_again(
+    log: CommitLog, answer: LocalTransactionState | None
+) -> None:
+    """Simulated seed 2579: the policy's old guess ended a batch of which nobody had been asked since its reopening."""
+    record = prepare(log)
+
+    class Slow(TransactionCheckListener):
+        def resolve_discarded(self, batch: HalfBatch, reason: str) -> LocalTransactionState | None:
+            other, mine = another(log), record.fresh_state().rows_in((RowState.PENDING,))
+            other.decide(record, 1, commit={}, rollback=mine, who=Who.DISCARD, reason=reason)
+            other.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "replay")
+            return answer
+
+    service = CheckService(log, {"shop": Says(UNKNOWN)}, transaction_check_max=1, discard_policy=Slow(), clock=later())
+    service.run_once()
+    report = service.run_once()
+    assert states(log, record) == {RowState.PENDING: 4}
+    assert report.discarded.messages == 0
+    assert checks(log, record) == 0
+
+
 def test_a_policy_that_raises_or_answers_nonsense_leaves_it_pending(log: CommitLog) -> None:
     class Bad(TransactionCheckListener):
         def resolve_discarded(self, batch: HalfBatch, reason: str) -> LocalTransactionState | None:
