@@ -353,7 +353,9 @@ def _second_copy() -> Iterator[None]:
     clock_steps=False,
 )  # fmt: skip
 def _discard_decided() -> Iterator[None]:
-    def change(self: Any, kind: Kind, record: Any, attempt: int, mask: Any, who: Any, reason: Any) -> None:
+    def change(
+        self: Any, kind: Kind, record: Any, attempt: int, mask: Any, who: Any, reason: Any, checks_min: int = 0
+    ) -> None:
         self._append(lambda: ledger_module._rows_for(kind, record, mask, attempt, who, reason))
 
     with replaced((Ledger, "_change", change)):
