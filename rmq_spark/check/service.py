@@ -268,7 +268,7 @@ class CheckService:
         age_s = self._age_s(open_, pending, work.report)
 
         if age_s >= self.file_reserved_time and listener is not self._without_fence:
-            checked_out = {} if listener is None else open_.checked_at_least(pending, self.transaction_check_max)
+            checked_out = {} if listener is None else open_.state.checked_at_least(pending, self.transaction_check_max)
             self._discard(open_, checked_out, work)
             self._quarantine_expired(open_, rows_without(pending, checked_out), age_s, work.report)
             return
@@ -281,7 +281,7 @@ class CheckService:
             work.report.skip(NO_LISTENER)
             work.report.without_listener[group] = work.report.without_listener.get(group, 0) + 1
             return
-        checked_out = open_.checked_at_least(due, self.transaction_check_max)
+        checked_out = open_.state.checked_at_least(due, self.transaction_check_max)
         self._discard(open_, checked_out, work)
         self._ask(open_, rows_without(due, checked_out), listener, work)
 
@@ -424,10 +424,6 @@ class _Open:
 
     def pending(self) -> dict[int, bytes]:
         return self.state.rows_in((RowState.PENDING,), self.attempt)
-
-    def checked_at_least(self, mask: Mask, times: int) -> dict[int, bytes]:
-        """The rows of a mask with so many answered checks."""
-        return self.state.checked_at_least(mask, times)
 
 
 @dataclass(frozen=True)

@@ -314,7 +314,7 @@ class Ledger:
             to_commit = _undecided(state, commit, attempt, COMMIT_MESSAGE)
             to_roll_back = _undecided(state, rollback, attempt, ROLLBACK_MESSAGE)
             for mask in (to_commit, to_roll_back):
-                if state.checked_at_least(mask, checks_min) != mask:
+                if checks_min and state.checked_at_least(mask, checks_min) != mask:
                     raise StaleAttemptError(
                         f"attempt {attempt} of half batch {record.half_id!r} was reopened since it was checked "
                         f"{checks_min} times: it is asked about again"
@@ -447,7 +447,9 @@ class Ledger:
     ) -> None:
         def build() -> list[OpRow]:
             state = self.state_of(record, refresh=False)
-            still = state.checked_at_least(_in_states(state, mask, (RowState.PENDING,), attempt), checks_min)
+            still = _in_states(state, mask, (RowState.PENDING,), attempt)
+            if checks_min:
+                still = state.checked_at_least(still, checks_min)
             rows = _rows_for(kind, record, still, attempt, who, reason)
             return self._with_places(record, state, rows, []) if kind is Kind.QUARANTINE else rows
 

@@ -103,21 +103,11 @@ class SimulatedLog(CommitLog):
         ]
 
     def decide(
-        self,
-        record: HalfRecord,
-        attempt: int,
-        *,
-        commit: Mask,
-        rollback: Mask,
-        who: Who,
-        reason: str | None = None,
-        checks_min: int = 0,
+        self, record: HalfRecord, attempt: int, *, commit: Mask, rollback: Mask, who: Who, **more: Any
     ) -> list[Placed]:
         verdicts = ((COMMIT_MESSAGE, commit), (ROLLBACK_MESSAGE, rollback))
         try:
-            placed = super().decide(
-                record, attempt, commit=commit, rollback=rollback, who=who, reason=reason, checks_min=checks_min
-            )
+            placed = super().decide(record, attempt, commit=commit, rollback=rollback, who=who, **more)
         except VerdictConflictError:
             self._note(Phase.FAIL, record, attempt, verdicts, who)
             raise
