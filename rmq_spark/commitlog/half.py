@@ -210,7 +210,7 @@ class HalfWriter:
                 raise MessageError("a message has no topic: set the option 'topic', or fill the column 'topic'")
             if name not in self.topics:
                 check_topic(name)
-                raise TopicNotFoundError(unknown_topic(name, self.topics))
+                check_known(name, self.topics)
         return topic
 
     def _check_fifo(self, topic: pa.ChunkedArray, sharding_key: pa.ChunkedArray, deliver_at: pa.ChunkedArray) -> None:
@@ -364,10 +364,13 @@ def _now() -> pa.Scalar:
     return pa.scalar(time.time_ns() // 1000, TIMESTAMP)
 
 
-def unknown_topic(name: str, topics: Mapping[str, int]) -> str:
-    """The sentence for a topic that the commit log does not have."""
-    known = nearest(name, topics) if topics else "the commit log has none yet"
-    return f"topic {name!r} is not in the commit log ({known}); make it with log.create_topic({name!r})"
+def check_known(name: str, topics: Mapping[str, int]) -> None:
+    """Raise TopicNotFoundError, which names the nearest topic, unless the commit log has this one."""
+    if name not in topics:
+        known = nearest(name, topics) if topics else "the commit log has none yet"
+        raise TopicNotFoundError(
+            f"topic {name!r} is not in the commit log ({known}); make it with log.create_topic({name!r})"
+        )
 
 
 def check_columns(names: Sequence[str], default_topic: str | None, transaction_key: str | None) -> None:

@@ -16,7 +16,7 @@ from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog import op as op_module
 from rmq_spark.commitlog.group_store import GROUPS_SCHEMA, GroupStore
-from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter, unknown_topic
+from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter, check_known
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.ledger import Ledger, Mask, Placed
 from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who, mask_count, runs, scatter
@@ -31,7 +31,6 @@ from rmq_spark.errors import (
     NotACommitLogError,
     OptionError,
     TopicExistsError,
-    TopicNotFoundError,
 )
 from rmq_spark.message import TIMESTAMP, check_topic
 from rmq_spark.transaction import HalfBatch, LocalTransactionState
@@ -307,8 +306,7 @@ class CommitLog:
     def require_topic(self, name: str) -> int:
         """The number of queues of a topic; TopicNotFoundError names the nearest one that is there."""
         topics = self.topics()
-        if name not in topics:
-            raise TopicNotFoundError(unknown_topic(name, topics))
+        check_known(name, topics)
         return topics[name]
 
     @property

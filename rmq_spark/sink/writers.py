@@ -24,9 +24,9 @@ from pyspark.sql.datasource import (
 )
 
 from rmq_spark.commitlog.files import filesystem
-from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, check_columns, half_id_of, unknown_topic
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, check_columns, check_known, half_id_of
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, Options, parse_int
-from rmq_spark.errors import CheckpointMismatchError, ListenerError, OptionError, TopicNotFoundError
+from rmq_spark.errors import CheckpointMismatchError, ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
 from rmq_spark.message import check_app_id, check_group
 from rmq_spark.transaction import BATCH, KEY, MESSAGE
@@ -336,8 +336,8 @@ def hash_of_offsets(fs: Any, root: str, batch_id: int) -> str:
 def topics_for(log: CommitLog, columns: Sequence[str], topic: str | None) -> dict[str, int]:
     """The topics that rows with these columns can be for; TopicNotFoundError when the log has not the default one."""
     topics = log.topics() if topic is None or "topic" in columns else log.topics_with([topic])
-    if topic is not None and topic not in topics:
-        raise TopicNotFoundError(unknown_topic(topic, topics))
+    if topic is not None:
+        check_known(topic, topics)
     return topics
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.half import unknown_topic
+from rmq_spark.commitlog.half import check_known
 from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.reading import (
     PLACEMENT_COLUMNS,
@@ -26,7 +26,7 @@ from rmq_spark.commitlog.reading import (
     select,
     walk_placements,
 )
-from rmq_spark.errors import OffsetOutOfRangeError, TopicNotFoundError
+from rmq_spark.errors import OffsetOutOfRangeError
 from rmq_spark.source.offsets import Positions, Queue, resolve
 from rmq_spark.source.options import Subscription
 
@@ -79,8 +79,7 @@ class Planner:
         """
         topics = self.log.topics()
         for name in self._subscription.topics:
-            if name not in topics:
-                raise TopicNotFoundError(unknown_topic(name, topics))
+            check_known(name, topics)
         return {name: count for name, count in topics.items() if self._subscription.matches(name)}
 
     def latest(self, refresh: bool = True) -> Positions:
