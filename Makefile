@@ -53,7 +53,7 @@ torture: install ## the long proof: kills, simulation, races, damage (MINUTES=12
 
 .PHONY: checker-selftest
 checker-selftest: install ## seeded bugs in the protocol: does the anomaly checker catch every one of them?
-	@$(PY) -m tests.torture.selftest
+	@$(PY) -m tests.torture.judge.selftest
 
 .PHONY: bench
 bench: install ## sink and source beside Spark's own Delta sink and source

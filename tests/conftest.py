@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from tests.torture.s3_server import BUILD_S_MAX, NoS3ServerError, S3Server, running
+from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
 
 # Spark's workers must be this interpreter, also when pytest is started without make.
 os.environ["PYSPARK_PYTHON"] = sys.executable

@@ -18,7 +18,7 @@ from deltalake import DeltaTable
 from processes import Program, wait_until
 
 import rmq_spark as txmq
-from tests.torture.consumption import (
+from tests.torture.judge.consumption import (
     Delivery,
     dead_of,
     messages_of,

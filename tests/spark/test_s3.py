@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 import rmq_spark as txmq
 from tests.spark.test_readme import ROOT, run_examples
-from tests.torture.s3_server import S3Server
+from tests.torture.s3.server import S3Server
 
 
 @pytest.fixture

@@ -20,7 +20,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.torture import corruption, disks, drivers, hostile, kills, model, races, selftest, simulation
+from tests.torture.damage import corruption
+from tests.torture.hostile import cases
+from tests.torture.judge import selftest
+from tests.torture.kill import disks, drivers, kills
+from tests.torture.race import races
+from tests.torture.simulate import model, simulation
 
 Level = Callable[[float, int], dict[str, Any]]
 
@@ -34,7 +39,7 @@ LEVELS: dict[str, tuple[Level, float, str]] = {
     "races": (partial(races.run_on, "local", commits=10_000), 0.08, "processes that race for one local log"),
     "races on S3": (partial(races.run_on, "s3", commits=10_000), 0.06, "the same on an S3 server"),
     "corruption": (corruption.run, 0.05, "damaged files"),
-    "hostile": (hostile.run, 0.05, "odd input at every door"),
+    "hostile": (cases.run, 0.05, "odd input at every door"),
 }
 """What to run, its share of the time, and what it is."""
 REPORT = Path("artifacts/torture.json")

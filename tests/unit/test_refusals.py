@@ -29,7 +29,7 @@ from rmq_spark.source.offsets import from_json
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import decode_json, normalize_verdicts
 from tests.half_batches import commit, header_of, pending, prepare
-from tests.torture.hostile_logs import edit_row
+from tests.torture.hostile.logs import edit_row
 
 
 # ---------------------------------------------------------------- messages
@@ -174,12 +174,12 @@ def test_properties_of_other_types_are_not_turned_into_texts(kind: pa.DataType) 
 # ---------------------------------------------------------------- listeners
 def test_the_allow_list_cannot_be_walked_around_through_a_module() -> None:
     with pytest.raises(ListenerError, match="goes through the module 'os'"):
-        load_listener("tests.torture.allowed_listeners:os.abort", ["tests.torture.allowed_listeners"])
+        load_listener("tests.torture.hostile.allowed_listeners:os.abort", ["tests.torture.hostile.allowed_listeners"])
 
 
 def test_a_listener_that_cannot_be_made_is_an_error_of_its_name() -> None:
     with pytest.raises(ListenerError, match=r"allowed_listeners:broken.*RuntimeError: the bank is closed"):
-        load_listener("tests.torture.allowed_listeners:broken")
+        load_listener("tests.torture.hostile.allowed_listeners:broken")
 
 
 # ---------------------------------------------------------------- op rows

@@ -1,0 +1,134 @@
+"""Damaged files, in short: every kind of file of a commit log in every way of damage, and every bit of a small file."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.errors import CorruptLogError
+from tests.torture.damage import corruption
+from tests.torture.damage.corruption import (
+    SEEDS_IN_CI,
+    Result,
+    files_by_kind,
+    flip_bits,
+    prepare_log,
+    run_case,
+    run_seeds,
+)
+from tests.torture.damage.ways import DAMAGES
+
+PARTS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log, and the right answers to all questions."""
+    made = tmp_path_factory.mktemp("damage")
+    prepare_log(made)
+    return made
+
+
+def test_the_log_has_a_file_of_every_kind(folder: Path) -> None:
+    kinds = files_by_kind(folder / "log")
+    expected = {f"{table} {kind}" for table in ("half", "op", "topics") for kind in ("parquet", "entry")}
+    expected |= {f"{table} {kind}" for table in ("half", "op") for kind in ("checkpoint", "_last_checkpoint")}
+    assert set(kinds) == expected
+    assert len(kinds) * len(DAMAGES) <= SEEDS_IN_CI
+
+
+def test_an_untouched_log_gives_the_right_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tests.torture.damage.corruption.damage", lambda log, seed: Result(seed, "none", "none", "nothing")
+    )
+    result = run_case(folder, pickle.loads((folder / "right").read_bytes()), 0)
+    assert (result.silent, result.unclear, result.errors) == ({}, {}, 0)
+
+
+def test_a_wrong_answer_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of the checks: a log that lost its newest entry gives wrong answers, and no error."""
+
+    def lose_the_newest_entry(log: Path, seed: int) -> Result:
+        sorted((log / "op" / "_delta_log").glob("*.json"))[-1].unlink()
+        return Result(seed, "op entry", "delete", "the newest")
+
+    monkeypatch.setattr(corruption, "damage", lose_the_newest_entry)
+    result = run_case(folder, pickle.loads((folder / "right").read_bytes()), 0)
+    assert {"pending", "read", "source", "stream"} <= set(result.silent)
+    assert not result.ok
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_damage_gives_the_right_answer_or_a_clear_failure(folder: Path, part: int) -> None:
+    seeds = range(SEEDS_IN_CI * part // PARTS, SEEDS_IN_CI * (part + 1) // PARTS)
+    results = list(run_seeds(folder, seeds))
+    assert sorted(r.seed for r in results) == list(seeds)
+    assert not [str(r) for r in results if not r.ok]
+    assert sum(r.errors > 0 for r in results) > len(seeds) // 5, "the damage hardly reached anything"
+
+
+@pytest.mark.parametrize("table", ["half", "op", "topics"])
+def test_a_flipped_bit_of_a_file_is_never_a_wrong_value(folder: Path, tmp_path: Path, table: str) -> None:
+    file = files_by_kind(folder / "log")[f"{table} parquet"][0]
+    counts, failures = flip_bits(file, table, tmp_path / "bits", step=9, first=3)
+    assert not failures
+    assert counts["right"] + counts["clear failures"] == counts["cases"] > 100
+
+
+# ---------------------------------------------------------------- cases that failed once
+def test_a_swapped_op_file_is_noticed(folder: Path, tmp_path: Path) -> None:
+    """Each holds good rows, but of other versions: what selects files by their bounds would pass rows over."""
+    log = tmp_path / "log"
+    shutil.copytree(folder / "log", log)
+    live = sorted(CommitLog.open(log)._op.actions()["path"].to_pylist())
+    one, other = (log / "op" / name for name in live[:2])
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    with pytest.raises(CorruptLogError, match="holds what was written as op-"):
+        CommitLog.open(log).pending()
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 512, b"{}\n", b"[1]\n", b"nonsense"])
+def test_an_entry_that_a_power_cut_left_empty_is_noticed(folder: Path, tmp_path: Path, content: bytes) -> None:
+    """delta-rs takes some of these for a commit that did nothing."""
+    log = tmp_path / "log"
+    shutil.copytree(folder / "log", log)
+    entry = sorted((log / "op" / "_delta_log").glob("*.json"))[-2]
+    entry.write_bytes(content)
+    with pytest.raises(Exception, match=r"table '?op|table 'op'") as raised:
+        CommitLog.open(log).pending()
+    assert type(raised.value).__module__ == "rmq_spark.errors"
+
+
+def test_a_reader_that_is_open_notices_a_damaged_entry_again_and_again(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    shutil.copytree(folder / "log", log)
+    reader, writer = CommitLog.open(log), CommitLog.open(log)
+    before = reader.topics()
+    writer.create_topic("more")
+    (log / "topics" / "_delta_log" / f"{3:020d}.json").write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(CorruptLogError, match=r"entry 0+3.json of the Delta log of table topics is empty"):
+            reader.topics()
+    assert "more" not in before
+
+
+@pytest.mark.parametrize(
+    ("found", "changed"),
+    [('"size":', '"size":1'), ("numRecords", "numRecord5"), ('\\"maxValues\\"', '\\"maxValuez\\"')],
+    ids=["a digit", "a name", "a bound"],
+)
+def test_a_changed_entry_does_not_pass(folder: Path, tmp_path: Path, found: str, changed: str) -> None:
+    log = tmp_path / "log"
+    shutil.copytree(folder / "log", log)
+    entry = sorted((log / "half" / "_delta_log").glob("*.json"))[-1]
+    text = entry.read_text()
+    assert found in text
+    entry.write_text(text.replace(found, changed))
+    with pytest.raises(CorruptLogError, match="its checksum says so"):
+        CommitLog.open(log).pending()

@@ -1,0 +1,429 @@
+"""Doors that lead to a commit log: columns of messages, and rows of the log's own tables that somebody edited."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
+
+from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog.half import HALF_SCHEMA, HalfWriter
+from rmq_spark.commitlog.half import STATS_COLUMNS as HALF_STATS
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import OP_SCHEMA, STATS_COLUMNS, Who
+from rmq_spark.commitlog.table import Change, Table
+from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.sink.producer import TransactionMQProducer
+from rmq_spark.source.offsets import from_json, to_json
+from rmq_spark.source.options import Subscription
+from rmq_spark.source.plan import Planner, admit
+from rmq_spark.source.reader import TxmqStreamReader
+from rmq_spark.testing import InMemoryCommitLog
+from rmq_spark.transaction import HalfBatch, normalize_verdicts
+from tests.half_batches import commit, header_of, pending, prepare, roll_back, split
+from tests.torture.damage.damaged_log import source_schema
+from tests.torture.hostile.doors import Door, attempt, require
+from tests.torture.hostile.values import ARROW_KINDS, anything, arrow_column, text
+
+TOPICS = {"orders": 2, "points": 1}
+UTC = timezone.utc
+
+
+# ---------------------------------------------------------------- columns
+_LIKELY: Mapping[str, tuple[pa.DataType, ...]] = {
+    "body": (pa.string(), pa.binary(), pa.large_binary(), pa.dictionary(pa.int32(), pa.string())),
+    "topic": (pa.string(),),
+    "tags": (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())),
+    "keys": (pa.string(), pa.list_(pa.string()), pa.large_list(pa.string())),
+    "sharding_key": (pa.string(),),
+    "queue_id": (pa.int8(), pa.int32(), pa.int64(), pa.uint64()),
+    "properties": (pa.map_(pa.string(), pa.string()),),
+    "born_timestamp": (pa.timestamp("us", "UTC"), pa.timestamp("ns", "UTC"), pa.timestamp("s", "Asia/Tokyo")),
+}
+
+
+def _table(rng: random.Random) -> pa.Table:
+    rows = rng.choice((0, 1, 2, 3, 7))
+    names = ["body", *rng.sample(sorted(set(_LIKELY) - {"body"}), rng.randrange(4))]
+    if rng.random() < 0.1:
+        names.append(text(rng).encode("utf-8", "ignore").decode())
+    columns: list[pa.ChunkedArray] = []
+    for name in names:
+        odd = rng.random() < 0.1 or name not in _LIKELY
+        kind = rng.choice(ARROW_KINDS if odd else _LIKELY[name])
+        column = arrow_column(rng, kind, rows, 0.3 if rng.random() < 0.1 else 0.0)
+        if name == "topic" and kind == pa.string() and rng.random() < 0.9:
+            column = pa.chunked_array([pa.array([rng.choice(sorted(TOPICS)) for _ in range(rows)], pa.string())])
+        columns.append(column)
+    return pa.Table.from_arrays(columns, names=names)
+
+
+def columns(rng: random.Random) -> bool:
+    """Arrow columns of any type, normalized as an executor does it."""
+    table = _table(rng)
+    key = rng.choice((None, None, *table.column_names))
+    writer = HalfWriter(header_of(0, per="key" if key else "batch"), TOPICS, rng.choice((None, "orders")), key)
+    ok, made = attempt(
+        lambda: writer.normalize(table), *table.column_names, "body", "topic", "propert", "transactionKey"
+    )
+    if ok and table.num_rows:
+        assert made is not None
+        _same_values(table, made)
+        rows, segments = writer.arrange(made, 0)
+        require(rows.num_rows == table.num_rows == sum(s.last - s.first + 1 for s in segments), "rows were lost")
+        require(sorted(rows["body"].to_pylist()) == sorted(made["body"].to_pylist()), "bodies were changed")
+        require(rows["row_no"].to_pylist() == list(range(table.num_rows)), "row numbers")
+        for s in segments:
+            queue = set(rows.slice(s.first, s.last - s.first + 1)["queue_id"].to_pylist())
+            require(queue == {s.queue_id} and 0 <= s.queue_id < TOPICS[s.topic], f"queue {queue} of {s}")
+    return ok
+
+
+def _same_values(given: pa.Table, made: pa.Table) -> None:
+    for name in ("body", "tags", "sharding_key", "keys", "queue_id", "properties"):
+        if name not in given.column_names:
+            continue
+        expected = given[name].to_pylist()
+        if name == "body":
+            expected = [v.encode() if isinstance(v, str) else v for v in expected]
+        elif name == "keys":
+            expected = [" ".join(v) if isinstance(v, list) else v for v in expected]
+        elif name == "queue_id" and "sharding_key" in given.column_names:
+            continue
+        found = made[name].to_pylist()
+        require(found == expected, f"{name}: {expected} became {found}")
+
+
+def sends(rng: random.Random) -> bool:
+    """A table of any kind through the producer, and what the log then shows."""
+    log = InMemoryCommitLog(topics=TOPICS)
+    table = _table(rng)
+    with TransactionMQProducer(log, "group", CommitOncePrepared(), check_interval=None) as producer:
+        per = rng.choice((None, None, "message", "batch", "key", text(rng)))
+        key = rng.choice((None, None, None, *table.column_names))
+        ok, sent = attempt(
+            lambda: producer.send_messages_in_transaction(
+                table,
+                topic="orders",
+                transaction_per=per,
+                transaction_key=key,
+                idempotency_key=rng.choice((None, text(rng))),
+            )
+        )
+    shown = [r for topic in TOPICS for r in log.read(topic).to_pylist()]
+    if not ok:
+        require(not shown, f"refused, and shown: {shown[:2]}")
+        return False
+    assert sent is not None
+    bodies = [v.encode() if isinstance(v, str) else v for v in table["body"].to_pylist()]
+    require(sorted(r["body"] for r in shown) == sorted(bodies), f"{bodies} became {[r['body'] for r in shown]}")
+    require(sent.messages == len(shown), f"{sent} for {len(shown)} messages")
+    return True
+
+
+# ---------------------------------------------------------------- verdicts
+def _open_batch(per: str) -> HalfBatch:
+    log = InMemoryCommitLog(topics=TOPICS)
+    record = prepare(log, 0, 3, per=per)
+    return log.half_batch(record, log.state_of(record), 1, pending(log, record))
+
+
+_OPEN = [_open_batch(per) for per in ("batch", "message")]
+
+
+def verdicts(rng: random.Random) -> bool:
+    """What a listener may return."""
+    batch = rng.choice(_OPEN)
+    words = ("COMMIT_MESSAGE", "ROLLBACK_MESSAGE", "UNKNOWN", "UNKNOW", None, text(rng), anything(rng))
+    answer: Any = rng.choice(
+        (
+            anything(rng),
+            [rng.choice(words) for _ in range(rng.choice((1, 3, 3, 4)))],
+            pa.array([rng.choice(("COMMIT_MESSAGE", None, "UNKNOW", "x")) for _ in range(3)], pa.string()),
+            arrow_column(rng, rng.choice(ARROW_KINDS), 3, 0.2),
+        )
+    )
+    ok, _ = attempt(lambda: normalize_verdicts(answer, batch))
+    return ok
+
+
+# ---------------------------------------------------------------- offsets of a checkpoint, against a log
+_LOG = InMemoryCommitLog(topics=TOPICS)
+commit(_LOG, prepare(_LOG, 0, 10))
+commit(_LOG, prepare(_LOG, 1, 4, topic="points"))
+
+
+class _MemoryReader(TxmqStreamReader):
+    """The stream's reader, planning on a log in memory."""
+
+    def __init__(self, fail_on_data_loss: bool) -> None:
+        options = {"path": "x", "subscribe": "orders,points", "failOnDataLoss": str(fail_on_data_loss).lower()}
+        super().__init__(options, source_schema())
+        self._planner = Planner(_LOG, Subscription(tuple(TOPICS)), fail_on_data_loss)
+
+
+def checkpoint_offsets(rng: random.Random) -> bool:
+    """A checkpoint that somebody edited: the range that is planned lies within it, or it is refused."""
+
+    def edited() -> Any:
+        value: Any = {"orders": {"0": rng.randrange(6), "1": rng.randrange(6)}, "points": {"0": rng.randrange(5)}}
+        where = rng.choice(("", "topic", "queue", "offset", "all"))
+        if where == "topic":
+            value[rng.choice(("", "\ud800", "order", text(rng)))] = value.pop("points")
+        elif where == "queue":
+            value["orders"][rng.choice(("2", "999999999", "-1", "x", "01", text(rng)))] = 1
+        elif where == "offset":
+            value["orders"]["0"] = rng.choice((99, -1, 2**31, 2**63 - 1, 2**63, 10**30, None, True, 1.0, "1", []))
+        elif where == "all":
+            value = anything(rng)
+        return value
+
+    reader = _MemoryReader(rng.random() < 0.5)
+    start, end = edited(), edited()
+    limit = rng.choice((ReadAllAvailable(), ReadMaxRows(3)))
+    ok, _ = attempt(lambda: reader.latestOffset(start, limit))
+    planned, partitions = attempt(lambda: reader.partitions(start, end))
+    if planned:
+        assert partitions is not None
+        wanted = {queue: (from_json(start, "x").get(queue, 0), stop) for queue, stop in from_json(end, "x").items()}
+        for placed in (p for partition in partitions for p in partition.ranges):  # type: ignore[attr-defined]
+            first, stop = wanted[(placed.topic, placed.queue_id)]
+            inside = first <= placed.queue_offset and placed.queue_offset + placed.count <= stop
+            require(inside, f"{placed} is outside of {start} to {end}")
+    attempt(lambda: reader.commit(end))
+    return ok
+
+
+# ---------------------------------------------------------------- rows that somebody edited
+def _log_to_edit(marked: bool) -> InMemoryCommitLog:
+    """Half batches in all states."""
+    log = InMemoryCommitLog(topics=TOPICS)
+    commit(log, prepare(log, 0, 6, partitions=2))
+    part = prepare(log, 1, 6, per="message")
+    rest, third = split(pending(log, part), 3)
+    log.decide(part, 1, commit=rest, rollback={}, who=Who.EXECUTE)
+    log.ledger.record_check(part, 1, third, "asked once")
+    roll_back(log, prepare(log, 2, 3))
+    if marked:
+        log.move_mark()
+    commit(log, prepare(log, 3, {"body": ["a", "b"], "k": ["x", "y"]}, per="key", key="k", topic="points"))
+    hidden = prepare(log, 4, 2)
+    log.ledger.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
+    for table in log._tables:  # decoded once, for all copies
+        table.read(table.actions()["path"].to_pylist())
+    return log
+
+
+_TO_EDIT = [_log_to_edit(marked) for marked in (False, True)]
+
+
+def _copy_of(log: InMemoryCommitLog) -> InMemoryCommitLog:
+    """Another log with the same content, which can be changed alone."""
+    copy = InMemoryCommitLog()
+    for mine, its in zip(copy._tables, log._tables, strict=True):
+        mine.fs.content, mine.fs.written = dict(its.fs.content), dict(its.fs.written)
+        mine.fs._tables = dict(its.fs._tables)
+        mine._versions.head = its._versions.head
+        mine.refresh()
+    return copy
+
+
+_INTEGERS = (None, -1, 0, 1, 2, 3, 5, 6, 7, 100, 2**31 - 1, 2**53, 2**62, 2**63 - 1, -(2**63))
+_PATHS = (
+    "../x.parquet",
+    "/etc/passwd",
+    "file:///etc/passwd",
+    "s3://bucket/x",
+    "half-gone.parquet",
+    "a/../../x",
+    "",
+    "a\x00b",
+)
+_TIMES = (
+    None,
+    datetime(1970, 1, 1, tzinfo=UTC),
+    datetime(9999, 12, 31, tzinfo=UTC),
+    datetime.now(UTC) + timedelta(days=900),
+)
+
+
+def _odd_value(rng: random.Random, name: str, kind: pa.DataType, column: list[Any]) -> Any:
+    choice = rng.random()
+    if choice < 0.25 and column:
+        return rng.choice(column)  # another row's
+    if choice < 0.35:
+        return None
+    if name == "ranges":
+        return [{"first": rng.choice(_INTEGERS), "last": rng.choice(_INTEGERS)} for _ in range(rng.randrange(4))]
+    if name == "tails":
+        return [
+            {
+                "topic": rng.choice(("orders", "x", None)),
+                "queue_id": rng.choice((0, 1, 9, None)),
+                "next_offset": rng.choice(_INTEGERS),
+            }
+            for _ in range(rng.randrange(3))
+        ]
+    if name == "kind":
+        return rng.choice(
+            (
+                "commit",
+                "place",
+                "rollback",
+                "quarantine",
+                "check",
+                "reopen",
+                "lease",
+                "conflict",
+                "mark",
+                "relocate",
+                "",
+                "x",
+            )
+        )
+    if name == "path":
+        return rng.choice(_PATHS)
+    if name == "half_id":
+        return rng.choice(("app:0", "app:1", "app:2", "app:3", "app:99", "", "x"))
+    if pa.types.is_timestamp(kind):
+        return rng.choice(_TIMES)
+    if pa.types.is_int32(kind):
+        return rng.choice([n for n in _INTEGERS if n is None or -(2**31) <= n < 2**31])
+    if pa.types.is_integer(kind):
+        return rng.choice(_INTEGERS)
+    if pa.types.is_map(kind):
+        return rng.choice(([("a", "1")], [("CHECK_IMMUNITY_TIME_IN_SECONDS", "x")], [("a", None)]))
+    if pa.types.is_binary(kind):
+        return rng.choice((b"", b"\xff"))
+    return rng.choice(("", "execute", "batch", "message", "key", "none", "os:system", "x" * 1000))
+
+
+def _edit(rng: random.Random, table: Table, schema: pa.Schema, stats: Sequence[str]) -> None:
+    """Replace the table's files by one with some edited rows."""
+    table.refresh()
+    paths = table.actions()["path"].to_pylist()
+    rows = table.read(paths).to_pylist()
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        row = rng.choice(rows)
+        deed = rng.random()
+        if deed < 0.8:
+            name = rng.choice(schema.names)
+            row[name] = _odd_value(rng, name, schema.field(name).type, [r[name] for r in rows])
+        elif deed < 0.9 and len(rows) > 1:
+            rows.remove(row)
+        else:
+            rows.append(dict(row))
+    _replace(table, paths, pa.Table.from_pylist(rows, schema=schema), stats)
+
+
+def edit_row(table: Table, kind: str, column: str | None, value: Any, row: int = 0) -> None:
+    """Give a row of ``op`` (the so-manieth of a kind) another value; without a column, take the row out."""
+    table.refresh()
+    paths = table.actions()["path"].to_pylist()
+    rows = table.read(paths).sort_by("version").to_pylist()
+    at = [i for i, r in enumerate(rows) if r["kind"] == kind][row]
+    if column is None:
+        del rows[at]
+    else:
+        rows[at][column] = value
+    _replace(table, paths, pa.Table.from_pylist(rows, schema=OP_SCHEMA), STATS_COLUMNS)
+
+
+def _replace(table: Table, paths: list[str], rows: pa.Table, stats: Sequence[str]) -> None:
+    change = Change(add=[table.write(rows, table.name, stats)], remove=paths, data_change=False)
+    table.compare_and_set(lambda _: change, lambda c: c.add[0].path in table.actions()["path"].to_pylist())
+
+
+def _ask_everything(log: CommitLog, outside: list[str]) -> list[dict[str, Any]]:
+    """Ask and tell the log everything; returns what it shows."""
+    for question in (
+        log.topics, log.pending, log.quarantined, log.conflicts, log.move_mark,
+        lambda: log.state_of(log.get("app:1")), lambda: _plan(log), lambda: log.resume("app:4"),
+    ):  # fmt: skip
+        attempt(question)
+    shown = _shown(log)
+    attempt(CheckService(log, {"group": CommitOncePrepared()}, transaction_timeout=0, round_timeout=None).run_once)
+    attempt(lambda: commit(log, prepare(log, 9, 3)))
+    require(not outside, f"files outside of the log were asked for: {outside}")
+    return shown + _shown(log)
+
+
+def _shown(log: CommitLog) -> list[dict[str, Any]]:
+    shown: list[dict[str, Any]] = []
+    for topic in TOPICS:
+        ok, table = attempt(lambda topic=topic: log.read(topic))  # type: ignore[misc]
+        if ok:
+            assert table is not None
+            shown += table.to_pylist()
+    return shown
+
+
+def _plan(log: CommitLog) -> None:
+    planner = Planner(log, Subscription(tuple(TOPICS)))
+    latest = planner.latest()
+    planner.ranges({}, admit({}, latest, 5))
+    planner.ranges({}, latest)
+    planner.resolve("startingTimestamp", datetime(2025, 3, 1, tzinfo=UTC))
+    to_json(latest)
+
+
+def _watch_paths(log: InMemoryCommitLog) -> list[str]:
+    """Names of files that are opened and lie outside of the tables."""
+    asked: list[str] = []
+    for table in (log.half.table, log._op):
+        opened = table.fs.open_input_file
+
+        def watching(path: str, opened: Callable[[str], Any] = opened, folder: str = table.folder) -> Any:
+            if not path.startswith(f"{folder}/") or ".." in path:
+                asked.append(path)
+            return opened(path)
+
+        table.fs.open_input_file = watching
+    return asked
+
+
+def _true_rows(log: CommitLog) -> dict[str, tuple[Any, ...]]:
+    half = log.half.table
+    half.refresh()
+    rows = half.read(half.actions()["path"].to_pylist()).to_pylist()
+    return {f"{r['half_id']}:{r['file_no']}.{r['row_no']}": (r["body"], r["tags"], r["keys"]) for r in rows}
+
+
+def edited_op_rows(rng: random.Random) -> bool:
+    """``op`` decides alone, so a row that contradicts nothing is believed; but only half rows are ever shown, as they
+    are, at offsets without gaps."""
+    made = _copy_of(rng.choice(_TO_EDIT))
+    outside = _watch_paths(made)
+    _edit(rng, made._op, OP_SCHEMA, STATS_COLUMNS)
+    log = made.another()
+    shown = _ask_everything(log, outside)
+    true = _true_rows(log)
+    for row in shown:
+        found = true.get(row["msg_id"])
+        require(found == (row["body"], row["tags"], row["keys"]), f"{row} is shown, and half has {found}")
+    return bool(shown)
+
+
+def edited_half_rows(rng: random.Random) -> bool:
+    """Whatever becomes of the edited ones, no other half batch's messages change."""
+    made = _copy_of(rng.choice(_TO_EDIT))
+    outside = _watch_paths(made)
+    before = {r["msg_id"]: r["body"] for r in _shown(made)}
+    _edit(rng, made.half.table, HALF_SCHEMA, HALF_STATS)
+    shown = _ask_everything(made.another(), outside)
+    return bool(shown) and bool(before)
+
+
+DOORS: Mapping[str, tuple[Door, int]] = {
+    "columns": (columns, 75),
+    "sends": (sends, 3),
+    "verdicts": (verdicts, 10),
+    "checkpoint offsets": (checkpoint_offsets, 15),
+    "edited op rows": (edited_op_rows, 3),
+    "edited half rows": (edited_half_rows, 1),
+}
+"""By name: the door, and how often it is taken."""

@@ -1,0 +1,888 @@
+"""Seeded bugs: small patches of the protocol, a listener or the store, each with the anomaly that it must show.
+
+A mutant is played with seeds of the simulation, in scenarios in which it has a chance to do harm, until the anomaly
+checker names what it must name. The same seeds without the patch must show nothing. Where the bug would live in
+something that is not built yet, there is a small copy here, with a good and a bad variant.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.check import service as service_module
+from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog import ledger as ledger_module
+from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.files import RowRange
+from rmq_spark.commitlog.ledger import Ledger
+from rmq_spark.commitlog.log import CommitLog, masks_for
+from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who, mask_count, rows_in_both, rows_without
+from rmq_spark.commitlog.placing import Placer
+from rmq_spark.commitlog.table import Change
+from rmq_spark.sink import two_phase
+from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.source.plan import Planner
+from rmq_spark.transaction import COMMIT_MESSAGE, UNKNOWN
+from tests.torture.judge.anomalies import Anomaly, AnomalyKind
+from tests.torture.simulate import store
+from tests.torture.simulate.fifo_play import play_fifo
+from tests.torture.simulate.shop import TOMBSTONE, FencedListener, VersionedListener
+from tests.torture.simulate.simulation import Scenario, Simulation, StreamSource
+from tests.torture.simulate.store import SimulatedTable, Weather
+from tests.torture.simulate.world import SimulatedLog
+
+SEEDS_MAX = 400
+"""So many seeds are played before a mutant counts as not caught."""
+
+Patch = Callable[[], AbstractContextManager[Any]]
+Play = Callable[[int], list[Anomaly]]
+A = AnomalyKind
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A seeded bug.
+
+    Attributes
+    ----------
+    name : str
+    expected : frozenset of AnomalyKind
+        One of these must be found.
+    bad : callable
+        A context in which the bug is there.
+    shape : mapping
+        What a scenario must have in it for the bug to matter, by the names of :class:`Scenario` (``weather.…``,
+        ``temper.…`` for those).
+    good : callable
+        A context for the control: nothing, or the good variant of a copy.
+    """
+
+    name: str
+    expected: frozenset[AnomalyKind]
+    bad: Patch
+    shape: Mapping[str, Any]
+    good: Patch = nullcontext
+
+    def play(self, seed: int, spoiled: bool) -> tuple[list[Anomaly], list[str]]:
+        """The anomalies of a seed, with the bug or without; and what else went wrong."""
+        with self.bad() if spoiled else self.good():
+            result = Simulation(seed, self.scenario(seed)).run()
+        return result.anomalies, result.problems
+
+    def scenario(self, seed: int) -> Scenario:
+        scenario = Scenario.draw(random.Random(seed), large=True)
+        if scenario.listener == "bare":  # it stands little of what a shape may ask for
+            scenario.listener = "fenced"
+        for name, value in self.shape.items():
+            target, _, attribute = name.rpartition(".")
+            setattr(getattr(scenario, target) if target else scenario, attribute, value)
+        scenario.weather, scenario.temper = replace(scenario.weather), replace(scenario.temper)
+        return scenario.made_possible()
+
+
+@dataclass(frozen=True)
+class Catch:
+    """What became of a mutant."""
+
+    mutant: str
+    found: str  # the anomaly, or what was seen instead
+    seed: int
+    tries: int
+    caught: bool
+    control: str  # empty: the same seeds show nothing without the bug
+
+
+def hunt(mutant: Mutant | FifoMutant, first_seed: int = 1, seeds_max: int = SEEDS_MAX) -> Catch:
+    """Play seeds until the mutant is caught; then the same seeds without it."""
+    seen: set[str] = set()
+    for seed in range(first_seed, first_seed + seeds_max):
+        anomalies, problems = mutant.play(seed, spoiled=True)
+        seen |= {a.kind.value for a in anomalies} | {p.split(":")[0] for p in problems}
+        kinds = sorted({a.kind for a in anomalies} & mutant.expected, key=lambda k: k.value)
+        if kinds:
+            control = ""
+            for again in range(first_seed, seed + 1):
+                anomalies, problems = mutant.play(again, spoiled=False)
+                if anomalies or problems:
+                    control = f"seed {again}: {[*problems, *(a.kind.value for a in anomalies)][0]}"
+                    break
+            return Catch(mutant.name, kinds[0].value, seed, seed - first_seed + 1, True, control)
+    return Catch(mutant.name, f"not caught; seen: {', '.join(sorted(seen)) or 'nothing'}", -1, seeds_max, False, "")
+
+
+# ---------------------------------------------------------------- how mutants are made
+MUTANTS: list[Mutant | FifoMutant] = []
+
+
+def mutant(
+    name: str, *expected: AnomalyKind, good: Patch = nullcontext, **shape: Any
+) -> Callable[[Callable[[], Iterator[None]]], Patch]:
+    """Register a generator that patches, yields and ends. ``weather_…`` and ``temper_…`` go to those parts."""
+    names = {n.replace("weather_", "weather.").replace("temper_", "temper."): v for n, v in shape.items()}
+
+    def register(make: Callable[[], Iterator[None]]) -> Patch:
+        bad = contextmanager(make)
+        MUTANTS.append(Mutant(name, frozenset(expected), bad, names, good))
+        return bad
+
+    return register
+
+
+def replaced(*parts: tuple[Any, str, Any]) -> ExitStack:
+    """A context in which these attributes are others."""
+    stack = ExitStack()
+    for target, name, value in parts:
+        stack.enter_context(patch.object(target, name, value))
+    return stack
+
+
+CALM = {"weather": Weather(), "clock_steps": False}
+BUSY = {"crash": 0.03, "pause": 0.02, "switch": 0.6}
+RESTARTS = {"crash": 0.03, "streams": 1, "senders": 0, "restored": None}
+
+
+# ---------------------------------------------------------------- prepare
+@mutant("no txn check: a batch that is prepared is prepared again", A.DUPLICATE, **RESTARTS, batches=2)
+def _no_txn_check() -> Iterator[None]:
+    with replaced((SimulatedTable, "transaction_version", lambda self, app_id: None)):
+        yield
+
+
+@mutant(
+    "abort deletes landed files", A.LOST_WRITE, **RESTARTS, temper_fails_before=0.3, on_listener_error="fail", upkeep=0
+)
+def _abort_deletes() -> Iterator[None]:
+    def abort(self: StreamSource, log: SimulatedLog, paths: Sequence[str]) -> None:
+        for path in paths:
+            log.half.table.fs.tables.pop(f"half/{path}", None)
+
+    with replaced((StreamSource, "abort", abort)):
+        yield
+
+
+@mutant("a restored checkpoint is taken for a replay", A.REPLAY_DIVERGENCE, streams=1, restored="offsets")
+def _restored_checkpoint() -> Iterator[None]:
+    def find(self: TwoPhase, header: Any) -> Any:
+        return self.log.find(header.app_id, header.batch_id)
+
+    with replaced((TwoPhase, "_require_replayed", find)):
+        yield
+
+
+@mutant("a new checkpoint is taken for a replay", A.REPLAY_DIVERGENCE, streams=1, restored="query")
+def _new_checkpoint() -> Iterator[None]:
+    with _restored_checkpoint():
+        yield
+
+
+# ---------------------------------------------------------------- the compare-and-set
+@mutant(
+    "check, then rename: a log entry is overwritten", A.OVERWRITTEN_VERSION, A.LOST_WRITE, **BUSY, streams=2, checkers=2
+)
+def _check_then_rename() -> Iterator[None]:
+    def put(self: SimulatedTable, version: int, change: Change) -> bool:
+        versions = self.content.versions
+        later = [state.change for state in versions[version + 1 :]]
+        del versions[version:]
+        for following in (change, *later):
+            assert following is not None
+            versions.append(self.next_state(versions[-1], following))
+        self.content.removed.update(dict.fromkeys(change.remove, 0.0))
+        return True
+
+    with replaced((SimulatedTable, "put", put)):
+        yield
+
+
+@mutant(
+    "decide without compare-and-set: a lost race is committed as it was built",
+    A.INCONSISTENT_OFFSETS, A.OVERWRITTEN_VERSION, A.DUPLICATE, A.OUTCOME_CHANGED,
+    **BUSY, **CALM, streams=2, queues=1, checkers=2,
+)  # fmt: skip
+def _no_compare_and_set() -> Iterator[None]:
+    def blind(table: Any, decide: Any, landed: Any, try_commit: Any) -> Change | None:
+        table.refresh()
+        change: Change | None = decide(table.version + 1)
+        while change is not None and not try_commit(change):
+            table.refresh()
+        if change is not None:
+            table.refresh()
+        return change
+
+    with replaced((store, "compare_and_set", blind)):
+        yield
+
+
+def _acknowledged_is_enough(believes: Callable[[SimulatedTable, Change], bool]) -> Callable[..., Change | None]:
+    """The loop, with a read-back that believes too much."""
+    loop = store.compare_and_set
+
+    def trusting(table: SimulatedTable, decide: Any, landed: Any, try_commit: Any) -> Change | None:
+        return loop(table, decide, lambda change: believes(table, change) or landed(change), try_commit)
+
+    return trusting
+
+
+CLEANED = {"pause": 0.08, "crash": 0.0, "switch": 0.6, "streams": 2, "upkeep": 12, **CALM}
+
+
+@mutant(
+    "no read-back after a commit below a cleaned-up head", A.LOST_WRITE, A.OVERWRITTEN_VERSION, A.STUCK_HALF, **CLEANED
+)
+def _no_read_back() -> Iterator[None]:
+    def acknowledged(table: SimulatedTable, change: Change) -> bool:
+        return table._acknowledged is not None
+
+    with _often_cleaned(), replaced((store, "compare_and_set", _acknowledged_is_enough(acknowledged))):
+        yield
+
+
+@mutant(
+    "the read-back looks at the log's history instead of the table's state",
+    A.LOST_WRITE, A.OVERWRITTEN_VERSION, A.STUCK_HALF, **CLEANED,
+)  # fmt: skip
+def _history_instead_of_state() -> Iterator[None]:
+    def has_entry(table: SimulatedTable, change: Change) -> bool:
+        return any(known is change for _, known in table.content.below_head)
+
+    with _often_cleaned(), replaced((store, "compare_and_set", _acknowledged_is_enough(has_entry))):
+        yield
+
+
+@contextmanager
+def _often_cleaned() -> Iterator[None]:
+    """Upkeep does nothing but remove entries of the logs, all that it can."""
+
+    def clean(self: Simulation) -> None:
+        for table in (self.world.half, self.world.op):
+            table.clean_up(0)
+
+    works = ("mark", "merge", "optimize", "vacuum", "step_clock", "clean_up")
+    with replaced(*[(Simulation, name, clean) for name in works]):
+        yield
+
+
+@mutant(
+    "offsets are assigned before the commit", A.INCONSISTENT_OFFSETS, A.GAP_IN_QUEUE, **BUSY, streams=2, queues=1,
+    temper_refuses=0.0,
+)  # fmt: skip
+def _early_offsets() -> Iterator[None]:
+    with_places = Ledger._with_places
+
+    def early(self: Any, record: Any, state: Any, rows: Any, placed: Any) -> Any:
+        newest = self._tails
+        attempt = {row.attempt for row in rows}
+        key = (record.half_id, *attempt)
+        self._tails = self.__dict__.setdefault("early_tails", {}).setdefault(key, dict(newest))
+        try:
+            return with_places(self, record, state, rows, placed)
+        finally:
+            self._tails = newest
+
+    with replaced((Ledger, "_with_places", early)):
+        yield
+
+
+@mutant(
+    "a cold start skips what was committed after the mark", A.INCONSISTENT_OFFSETS, A.DUPLICATE, A.OUTCOME_CHANGED,
+    streams=2, queues=1, crash=0.03, batches=3, checkers=2,
+)  # fmt: skip
+def _stale_tails() -> Iterator[None]:
+    cold_start = Ledger._cold_start
+
+    def skipping(self: Ledger) -> int:
+        since = cold_start(self)
+        return self.table.version + 1 if self._tails else since
+
+    with replaced((Ledger, "_cold_start", skipping)):
+        yield
+
+
+# ---------------------------------------------------------------- decisions
+def _loose(waiting: Callable[[BatchState, Any, int, Any], dict[int, bytes]]) -> AbstractContextManager[Any]:
+    """Decisions that refuse nothing, for these rows."""
+    return replaced((ledger_module, "_against", lambda *_: {}), (ledger_module, "_undecided", waiting))
+
+
+@mutant(
+    "a late commit is accepted after a check's rollback",
+    A.OUTCOME_CHANGED,
+    **CALM,
+    listener="bare",
+    pause=0.0,
+    crash=0.0,
+    zombies=0.0,
+    person=False,
+    stranger=False,
+    immunity=False,
+    checkers=2,
+    rounds=4,
+    check_timeout_s=30.0,
+    temper_slow=0.8,
+    temper_refuses=0.0,
+)
+def _late_commit() -> Iterator[None]:
+    def waiting(state: BatchState, mask: Any, attempt: int, verdict: Any) -> dict[int, bytes]:
+        return rows_without(mask, state.rows_in((RowState.COMMITTED,)))
+
+    with _no_lease(), _loose(waiting):
+        yield
+
+
+@mutant("a second COMMIT makes a second copy", A.DUPLICATE, **BUSY, checkers=2, rounds=4, temper_says_unknown=0.5)
+def _second_copy() -> Iterator[None]:
+    with _loose(lambda state, mask, attempt, verdict: dict(mask)):
+        yield
+
+
+@mutant(
+    "what is decided is discarded although a marker exists",
+    A.OUTCOME_CHANGED,
+    checkers=2, rounds=5, checks_max=1, discard="quarantine", temper_check_unknown=0.5, switch=0.6, pause=0.06,
+    temper_says_unknown=0.5,
+    streams=2,
+    batches=2,
+    clock_steps=False,
+)  # fmt: skip
+def _discard_decided() -> Iterator[None]:
+    def change(
+        self: Any, kind: Kind, record: Any, attempt: int, mask: Any, who: Any, reason: Any, checks_min: int = 0
+    ) -> None:
+        self._append(lambda: ledger_module._rows_for(kind, record, mask, attempt, who, reason))
+
+    with replaced((Ledger, "_change", change)):
+        yield
+
+
+@mutant(
+    "a marker is written whatever attempt the rows are under",
+    A.MARKER_OF_ANOTHER_ATTEMPT,
+    streams=2,
+    batches=2,
+    crash=0.0,
+    pause=0.06,
+    switch=0.6,
+    checkers=2,
+    rounds=4,
+    listener="fenced",
+    temper_fails_before=0.6,
+    temper_check_unknown=0.0,
+    temper_check_fails=0.0,
+    on_listener_error="fail",
+    clock_steps=False,
+)
+def _attempt_unchecked() -> Iterator[None]:
+    def in_states(state: BatchState, mask: Any, states: Any, attempt: int | None) -> dict[int, bytes]:
+        return rows_in_both(mask, state.rows_in(states))
+
+    with replaced((ledger_module, "_in_states", in_states)):
+        yield
+
+
+@mutant(
+    "a verdict that comes too late leaves no trace", A.CONFLICTING_OUTCOME,
+    checkers=2, rounds=4, checks_max=1, discard="rollback", listener="fenced", crash=0.0, temper_check_unknown=0.8,
+    temper_slow=0.6, temper_refuses=0.0,
+)  # fmt: skip
+def _no_conflict_row() -> Iterator[None]:
+    with _no_lease(), replaced((Ledger, "_leave_conflict", lambda *_: None)):
+        yield
+
+
+@mutant("a commit is torn: the rows of one file only", A.TORN_TRANSACTION, partitions=2, rows=3, per="batch")
+def _torn_commit() -> Iterator[None]:
+    decide = Ledger.decide
+
+    def torn(self: Ledger, record: Any, attempt: int, *, commit: Any, **others: Any) -> Any:
+        return decide(self, record, attempt, commit=dict(list(commit.items())[:1]), **others)
+
+    with replaced((Ledger, "decide", torn)):
+        yield
+
+
+@mutant(
+    "UNKNOWN is treated as COMMIT", A.LOCAL_STATE_DISAGREES, temper_fails_before=0.5, on_listener_error="unknown",
+    listener="fenced",
+)  # fmt: skip
+def _unknown_commits() -> Iterator[None]:
+    def hasty(log: Any, record: Any, mask: Any, batch: Any, verdicts: Any) -> Any:
+        masks = masks_for(log, record, mask, batch, verdicts)
+        for file_no, bits in masks[UNKNOWN].items():
+            masks[COMMIT_MESSAGE][file_no] = ledger_or(bits, masks[COMMIT_MESSAGE].get(file_no, bytes(len(bits))))
+        masks[UNKNOWN] = {}
+        return masks
+
+    def ledger_or(a: bytes, b: bytes) -> bytes:
+        return bytes(x | y for x, y in zip(a, b, strict=True))
+
+    with replaced((two_phase, "masks_for", hasty), (service_module, "masks_for", hasty)):
+        yield
+
+
+# ---------------------------------------------------------------- replays
+@mutant(
+    "a replay executes instead of checking", A.LOCAL_STATE_DISAGREES, crash=0.04, listener="bare", temper_refuses=0.0,
+    pause=0.0, zombies=0.0, **CALM, checkers=0, stranger=False, person=False,
+)  # fmt: skip
+def _execute_on_replay() -> Iterator[None]:
+    def execute(self: TwoPhase, run: Any, state: Any, attempt: int, mask: Any) -> bool:
+        self.execute(run, attempt, mask)
+        return False
+
+    with replaced((TwoPhase, "_check", execute)):
+        yield
+
+
+@mutant(
+    "the next attempt follows a discard", A.MARKER_OF_ANOTHER_ATTEMPT, A.LOCAL_STATE_DISAGREES,
+    **RESTARTS, checkers=2, rounds=4, checks_max=1, discard="rollback", temper_check_unknown=0.8, listener="fenced",
+    temper_fails_after=0.3, on_listener_error="fail",
+)  # fmt: skip
+def _next_attempt_after_discard() -> Iterator[None]:
+    def reopen(self: TwoPhase, run: Any, state: BatchState) -> bool:
+        unknown = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
+        for attempt in state.attempts(*unknown):
+            rows = self.log.ledger.reopen(run.record, attempt, unknown, attempt + 1, Who.EXECUTE, "discarded")
+            self.execute(run, attempt + 1, rows)
+            return True
+        return False
+
+    with replaced((TwoPhase, "_reopen_unknown", reopen)):
+        yield
+
+
+# ---------------------------------------------------------------- fences
+ZOMBIES = {"pause": 0.05, "crash": 0.0, "checkers": 2, "rounds": 4, "temper_refuses": 0.0, "temper_slow": 0.5}
+
+
+@mutant("a check rolls back without a tombstone", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME, listener="fenced",
+        **ZOMBIES)  # fmt: skip
+def _no_tombstone() -> Iterator[None]:
+    def bury(self: FencedListener, absent: Sequence[str], batch: Any) -> dict[str, str]:
+        return {**dict.fromkeys(absent, TOMBSTONE), **self.recorded(absent)}
+
+    with replaced((FencedListener, "bury", bury)):
+        yield
+
+
+@mutant(
+    "a fence is looked up in the wrong database", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME, listener="fenced",
+    stranger=True, rounds=4, checkers=0, temper_refuses=0.0, temper_says_unknown=0.6,
+)  # fmt: skip
+def _wrong_database() -> Iterator[None]:
+    with replaced((FencedListener, "require_same_fence", lambda self, batch: None)):
+        yield
+
+
+@mutant("a tombstone is written under another txn version", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME,
+        listener="versioned", per="batch", **ZOMBIES)  # fmt: skip
+def _other_txn_version() -> Iterator[None]:
+    with replaced((VersionedListener, "TOMBSTONE_VERSION", 0)):
+        yield
+
+
+# ---------------------------------------------------------------- checks
+@contextmanager
+def _no_lease() -> Iterator[None]:
+    """Leases are not taken: a slow local transaction is overtaken by checks."""
+    with replaced((Ledger, "lease", lambda self, record, seconds: None)):
+        yield
+
+
+@mutant(
+    "a lease is ignored", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME,
+    listener="bare", **CALM, pause=0.0, zombies=0.0, person=False, stranger=False, check_timeout_s=30.0,
+    checkers=2, rounds=4, temper_slow=0.8, temper_refuses=0.0, crash=0.0, checks_max=3,
+)  # fmt: skip
+def _lease_ignored() -> Iterator[None]:
+    fold = BatchState.fold
+
+    def deaf(self: BatchState, row: Mapping[str, object]) -> None:
+        fold(self, row)
+        self.lease_until = None
+
+    with replaced((BatchState, "fold", deaf)):
+        yield
+
+
+@mutant(
+    "a check that nobody answered is counted", A.DISCARDED_WITHOUT_CHECK,
+    checkers=2, rounds=4, checks_max=2, temper_check_fails=0.8, temper_says_unknown=0.8, crash=0.0,
+)  # fmt: skip
+def _unanswered_counts() -> Iterator[None]:
+    answer = CheckService._answer
+
+    def counting(self: CheckService, question: Any, ask: Any, here: bool, work: Any) -> Any:
+        call = answer(self, question, ask, here, work)
+        if call is None:
+            open_ = question.open_
+            self.log.ledger.record_check(open_.record, open_.attempt, question.mask, "no answer")
+        return call
+
+    with replaced((CheckService, "_answer", counting)):
+        yield
+
+
+@mutant(
+    "rounds under immunity eat the check count", A.DISCARDED_WITHOUT_CHECK,
+    checkers=2, rounds=4, checks_max=2, temper_says_unknown=0.9, crash=0.0, check_timeout_s=45.0,
+)  # fmt: skip
+def _immunity_counts() -> Iterator[None]:
+    due = CheckService._due
+
+    def counting(self: CheckService, open_: Any, pending: Any, age_s: float, report: Any) -> Any:
+        chosen = due(self, open_, pending, age_s, report)
+        young = rows_without(pending, chosen)
+        if mask_count(young):
+            self.log.ledger.record_check(open_.record, open_.attempt, young, "young")
+        return chosen
+
+    with replaced((CheckService, "_due", counting)):
+        yield
+
+
+@mutant(
+    "an exception stops the round for everyone", A.STUCK_HALF,
+    streams=2, senders=0, batches=1, temper_poison="app0:0", temper_says_unknown=1.0, stuck_after_s=50_000.0,
+    clock_steps=False, listener="fenced", checks_max=3, person=False, stranger=False, restored=None,
+    on_listener_error="unknown", crash=0.0, zombies=0.0, pause=0.0, checkers=1, weather=Weather(),
+)  # fmt: skip
+def _one_stops_all() -> Iterator[None]:
+    def check(self: CheckService, question: Any, ask: Any, here: bool, work: Any) -> Any:
+        call = service_module._Call(question, ask)
+        call.run()
+        if call.problem is not None:
+            raise OSError("the round ends here") from call.problem
+        return call
+
+    check_half_batch = CheckService._check_half_batch
+
+    def at_once(self: CheckService, half_id: str, work: Any) -> None:
+        if getattr(work, "ended", False):
+            return
+        try:
+            check_half_batch(self, half_id, work)
+        except OSError:
+            work.ended = True
+            raise
+
+    with replaced((CheckService, "_answer", check), (CheckService, "_check_half_batch", at_once)):
+        yield
+
+
+@mutant(
+    "what is as old as the immunity to the millisecond is never checked", A.STUCK_HALF,
+    tick=0.0, check_timeout_s=3.0, temper_says_unknown=0.9, checkers=1, rounds=3, crash=0.0, pause=0.0,
+    on_listener_error="unknown", clock_steps=False, weather=Weather(), upkeep=0, restored=None, zombies=0.0,
+)  # fmt: skip
+def _border_forgotten() -> Iterator[None]:
+    """RocketMQ's round went on past such a message, and never came back to it."""
+    passed: set[str] = set()
+    due, open_ids = CheckService._due, CheckService._open_half_ids
+
+    def strict(self: CheckService, open_: Any, pending: Any, age_s: float, report: Any) -> Any:
+        if age_s == self.transaction_timeout:
+            passed.add(open_.half_id)
+            return {}
+        return due(self, open_, pending, age_s, report)
+
+    def left(self: CheckService) -> list[str]:
+        return [half_id for half_id in open_ids(self) if half_id not in passed]
+
+    with replaced((CheckService, "_due", strict), (CheckService, "_open_half_ids", left)):
+        yield
+
+
+# ---------------------------------------------------------------- marks and compaction
+@mutant(
+    "the low-water mark goes past a reopened batch", A.STUCK_HALF,
+    streams=1, senders=1, checkers=2, rounds=4, checks_max=1, discard="quarantine", temper_says_unknown=1.0,
+    temper_check_unknown=0.9, restored=None, on_listener_error="unknown",
+)  # fmt: skip
+def _mark_past_reopened() -> Iterator[None]:
+    with replaced((Ledger, "_reopened", lambda self: [])):
+        yield
+
+
+@mutant(
+    "the low-water mark goes past what is open", A.STUCK_HALF, streams=2, temper_says_unknown=0.6, upkeep=5, checkers=2,
+    on_listener_error="unknown",
+)  # fmt: skip
+def _mark_past_open() -> Iterator[None]:
+    mark, open_of = Ledger.mark, Ledger._open_of
+    marking: set[int] = set()  # ledgers; their lock is held meanwhile
+
+    def hasty(self: Ledger, prepared: Any, rows_until: Any, is_open: Any) -> bool:
+        marking.add(id(self))
+        try:
+            return mark(self, prepared, rows_until, is_open)
+        finally:
+            marking.discard(id(self))
+
+    def none(self: Ledger, prepared: Any) -> list[str]:
+        return [] if id(self) in marking else open_of(self, prepared)
+
+    with replaced((Ledger, "mark", hasty), (Ledger, "_open_of", none)):
+        yield
+
+
+@mutant(
+    "older markers are not looked for after somebody's OPTIMIZE",
+    A.DUPLICATE, A.CHECKED_AFTER_RESOLUTION, A.OUTCOME_CHANGED, A.INCONSISTENT_OFFSETS,
+    upkeep=8, checkers=2, rounds=4, batches=3, streams=2, clock_steps=False, check_timeout_s=0.5,
+)  # fmt: skip
+def _older_markers_forgotten() -> Iterator[None]:
+    def none(self: Ledger, half_ids: Any) -> pa.Table:
+        return self._tail.slice(0, 0)
+
+    with replaced((Ledger, "_older_than_tail", none)):
+        yield
+
+
+@mutant("the merge of op files loses rows", A.LOST_WRITE, A.DUPLICATE, A.GAP_IN_QUEUE, A.STUCK_HALF, streams=2,
+        batches=3, op_files_max=3, upkeep=5)  # fmt: skip
+def _merge_loses() -> Iterator[None]:
+    def compact(table: Any) -> bool:
+        def decide(version: int) -> Change | None:
+            small = maintenance._small_files(table)
+            if len(small) < maintenance.OP_FILES_MAX:
+                return None
+            merged = table.write(table.read(small[1:]).sort_by("version"), "op", maintenance.STATS_COLUMNS)
+            return Change(add=[merged], remove=small, data_change=False)
+
+        def landed(change: Change) -> bool:
+            return set(table.actions()["path"].to_pylist()).isdisjoint(change.remove)
+
+        return table.compare_and_set(decide, landed) is not None
+
+    with replaced((maintenance, "compact_op", compact)):
+        yield
+
+
+def _half_compaction(careful: bool) -> Patch:
+    """A copy of a compaction of ``half``: refused half batches are dropped, the rest is merged into one file."""
+
+    def compact(self: Simulation) -> None:
+        log = self.world.open_log()
+        table = log.half.table
+        droppable: set[str] = set()
+        table.refresh()
+        last = {app: log.last_batch_id(app) for app in (s.name for s in self.sources)}
+        for half_id in log.half.prepared_after(0):
+            record = log.get(half_id)
+            state = log.state_of(record)
+            # A batch may come again until its application has prepared a later one.
+            behind = (last.get(record.header.app_id) or 0) > record.header.batch_id
+            final = (RowState.ROLLED_BACK,) if careful else (RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK)
+            if state.count(*final) == state.rows and (behind or not careful):
+                droppable.add(half_id)
+        old = table.actions()["path"].to_pylist()
+        rows = table.read(old)
+        kept = rows.filter(pc.invert(pc.is_in(rows["half_id"], value_set=pa.array(sorted(droppable), pa.string()))))
+        if not droppable or not kept.num_rows:
+            return
+        change = Change(add=[table.write(kept, "half", ("half_id",))], remove=old, data_change=False)
+
+        def decide(_: int) -> Change | None:
+            return change if set(table.actions()["path"].to_pylist()).issuperset(old) else None
+
+        def landed(change: Change) -> bool:
+            return change.add[0].path in set(table.actions()["path"].to_pylist())
+
+        table.compare_and_set(decide, landed)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with replaced(*[(Simulation, name, compact) for name in ("mark", "merge", "optimize", "clean_up")]):
+            yield
+
+    return context
+
+
+MUTANTS.append(
+    Mutant(
+        "compaction drops rows that can still be reopened",
+        frozenset({A.LOST_WRITE, A.STUCK_HALF}),
+        _half_compaction(careful=False),
+        {"streams": 1, "senders": 0, "upkeep": 10, "checkers": 2, "rounds": 4, "temper.fails_before": 0.6,
+         "on_listener_error": "fail", "crash": 0.0, "batches": 3, "listener": "fenced", "restored": None},
+        _half_compaction(careful=True),
+    )
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- readers
+READS = {"readers": 2, "polls": 4, "planner": False, "temper_slow": 0.5, "temper_refuses": 0.5, "batches": 3}
+
+
+@mutant("a reader shows what is pending", A.HALF_VISIBLE_READ, **READS)
+def _pending_shown() -> Iterator[None]:
+    with _also_shown(RowState.PENDING):
+        yield
+
+
+@mutant("a reader shows what was rolled back", A.ABORTED_READ, **READS)
+def _rolled_back_shown() -> Iterator[None]:
+    with _also_shown(RowState.ROLLED_BACK):
+        yield
+
+
+@contextmanager
+def _also_shown(wanted: RowState) -> Iterator[None]:
+    """Readings end with half rows in this state."""
+    read = CommitLog.read
+
+    def eager(self: CommitLog, topic: str, start: Any = None, limit: Any = None, columns: Any = None) -> pa.Table:
+        found = read(self, topic, start, limit, columns)
+        for half_id in self.half.prepared_after(0):
+            record = self.get(half_id)
+            mask = self.state_of(record).rows_in((wanted,))
+            if not mask:
+                continue
+            rows = self.half.read(record, mask, ["file_no", "row_no", "sharding_key", "body", "topic"])
+            n = rows.num_rows
+            shown = {
+                "topic": rows["topic"],
+                "queue_id": pa.repeat(pa.scalar(0, pa.int32()), n),
+                "queue_offset": pa.array(range(1000, 1000 + n), pa.int64()),
+                "msg_id": pa.repeat(f"{record.half_id}:0.0", n),
+                "transaction_id": pa.repeat(f"{record.half_id}:1", n),
+                "sharding_key": rows["sharding_key"],
+                "body": rows["body"],
+            }
+            found = pa.concat_tables([found, pa.table(shown).select(found.column_names).cast(found.schema)])
+            break
+        return found
+
+    with replaced((CommitLog, "read", eager)):
+        yield
+
+
+@mutant("rows of a rewritten file are taken by position", A.INCONSISTENT_OFFSETS, A.UNSTABLE_RANGE, A.DUPLICATE,
+        A.LOCAL_STATE_DISAGREES, upkeep=4, rows=3, batches=3, streams=2)  # fmt: skip
+def _by_position() -> Iterator[None]:
+    def by_position(fs: Any, folder: str, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+        table = fs.get(f"{folder}/{wanted.path}")
+        yield 0, table.select(list(columns)).take([n for a, b in wanted.ranges for n in range(a, b + 1)])
+
+    with replaced((store, "read_range", by_position)):
+        yield
+
+
+@mutant("a plan leaves out the first range", A.SKIPPED_POLL, readers=2, polls=6, planner=True, streams=2, batches=3,
+        temper_refuses=0.0)  # fmt: skip
+def _plan_skips() -> Iterator[None]:
+    ranges = Planner.ranges
+
+    def skipping(self: Planner, start: Any, end: Any) -> Any:
+        found = ranges(self, start, end)
+        return found[1:] if len(found) > 1 else found
+
+    with replaced((Planner, "ranges", skipping)):
+        yield
+
+
+@mutant("a plan begins again from the first offset", A.NON_MONOTONIC_POLL, readers=2, polls=6, planner=True, streams=2,
+        batches=3, temper_refuses=0.0)  # fmt: skip
+def _plan_repeats() -> Iterator[None]:
+    ranges = Planner.ranges
+
+    def again(self: Planner, start: Any, end: Any) -> Any:
+        return ranges(self, dict.fromkeys(start, 0), end)
+
+    with replaced((Planner, "ranges", again), (Planner, "forget", lambda self, start: None)):
+        yield
+
+
+@mutant("a decision commits the rows of a queue in reverse", A.ORDER_BROKEN, sharded=True, rows=3, partitions=1,
+        temper_refuses=0.0, per="batch", queues=1)  # fmt: skip
+def _reversed_rows() -> Iterator[None]:
+    with_places = Ledger._with_places
+
+    def backwards(self: Any, record: Any, state: Any, rows: Any, placed: Any) -> Any:
+        found = []
+        for row in with_places(self, record, state, rows, placed):
+            numbers = [n for a, b in row.ranges or () for n in range(a, b + 1)]
+            if row.queue_offset is None:
+                found.append(row)
+                continue
+            for at, number in enumerate(reversed(numbers)):
+                found.append(replace(row, ranges=((number, number),), count=1, queue_offset=row.queue_offset + at))
+        return found
+
+    with replaced((Ledger, "_with_places", backwards)):
+        yield
+
+
+@mutant(
+    "a send is reported as committed before its marker is in the log",
+    A.NON_MONOTONIC_SEND,
+    A.LOST_WRITE,
+    **CALM,
+    streams=1,
+    senders=0,
+    batches=3,
+    rows=1,
+    partitions=1,
+    queues=1,
+    crash=0.0,
+    pause=0.0,
+    restored=None,
+    checkers=0,
+    temper_refuses=0.0,
+    temper_fails_before=0.0,
+    temper_fails_after=0.0,
+    temper_says_unknown=0.0,
+    person=False,
+    stranger=False,
+    listener="fenced",
+)
+def _reported_early() -> Iterator[None]:
+    send, decide = TwoPhase.send, TwoPhase.decide
+
+    def later(self: TwoPhase, run: Any, batch: Any, mask: Any, verdicts: Any, who: Who) -> bool:
+        log = self.log
+        assert isinstance(log, SimulatedLog)
+        scheduler = log.world.scheduler
+
+        def work() -> None:
+            scheduler.sleep(log.world.chance.choice((0.0, 5.0, 50.0)))
+            decide(TwoPhase(log._reopened_handle(), self.listener), run, batch, mask, verdicts, who)
+
+        assert scheduler.current is not None
+        scheduler.spawn(scheduler.current.process, work)
+        return False
+
+    def at_once(self: TwoPhase, header: Any, files: Any, arg: Any = None) -> Any:
+        outcome = send(self, header, files, arg)
+        outcome.messages = {RowState.COMMITTED: 1}
+        return outcome
+
+    with replaced((TwoPhase, "decide", later), (TwoPhase, "send", at_once)):
+        yield
+
+
+# ---------------------------------------------------------------- FIFO topics
+@dataclass(frozen=True)
+class FifoMutant:
+    """A placer that lets a committed message overtake one of its key that is open."""
+
+    name: str = "a held message is placed before its blocker"
+    expected: frozenset[AnomalyKind] = frozenset({A.ORDER_BROKEN})
+
+    def play(self, seed: int, spoiled: bool) -> tuple[list[Anomaly], list[str]]:
+        if not spoiled:
+            return play_fifo(seed), []
+        with replaced((Placer, "_blocked", lambda self, batches: {})):
+            return play_fifo(seed), []
+
+
+MUTANTS.append(FifoMutant())

@@ -1,0 +1,166 @@
+"""What the tables of a log hold, noted in a history without the code under test: no ledger, no planning, no folding.
+
+Readers' results are noted here too, so that every level notes them in the same way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from tests.torture.judge.history import Event, History, Kind, Phase, payload_hash
+
+HALF_COLUMNS = [
+    "half_id", "batch_id", "transaction_per", "file_no", "row_no", "transaction_key", "topic", "sharding_key", "body",
+]  # fmt: skip
+OP_COLUMNS = [
+    "version", "op_time", "commit_id", "kind", "half_id", "file_no", "ranges", "attempt", "decided_by", "reason",
+    "topic", "queue_id", "queue_offset", "verdict",
+]  # fmt: skip
+READ_COLUMNS = ["topic", "queue_id", "queue_offset", "msg_id", "transaction_id", "sharding_key", "body"]
+"""What a reading must hold for :func:`note_messages`."""
+
+Files = dict[str, dict[int, list[int]]]
+"""By half id and file number, the row numbers that ``half`` holds."""
+
+
+def note_tables(history: History, half: pa.Table, op: pa.Table, prepared_s: Mapping[str, float] | None = None) -> None:
+    """Note every row of ``half``, and every word of ``op`` about one, in version order.
+
+    Parameters
+    ----------
+    prepared_s : mapping, optional
+        When each half batch was prepared.
+    """
+    files: Files = defaultdict(lambda: defaultdict(list))
+    for row in half.select(HALF_COLUMNS).to_pylist():
+        files[row["half_id"]][row["file_no"]].append(row["row_no"])
+        history.append(_half_row(row, (prepared_s or {}).get(row["half_id"], 0.0)))
+    rows = op.select(OP_COLUMNS).to_pylist()
+    for row in sorted(rows, key=lambda r: r["version"]):  # rows of one commit stay as they were written
+        for event in _markers(row, files):
+            history.append(event)
+
+
+def _half_row(row: Mapping[str, Any], time: float) -> Event:
+    address = f"{row['file_no']}.{row['row_no']}"
+    behind = {"batch": "", "key": f":{row['transaction_key']}", "message": f":{address}"}[row["transaction_per"]]
+    return Event(
+        Kind.HALF_ROW,
+        time=time,
+        half_id=row["half_id"],
+        batch_id=row["batch_id"],
+        transaction_id=f"{row['half_id']}:1{behind}",
+        key=row["sharding_key"],
+        payload=payload_hash(row["body"]),
+        topic=row["topic"],
+        address=address,
+        table="half",
+    )
+
+
+def _markers(row: Mapping[str, Any], files: Files) -> Iterator[Event]:
+    """One event for every half row that an op row names."""
+    half_id = row["half_id"]
+    if half_id is None or row["kind"] in ("mark", "relocate", "lease"):
+        return
+    stored = files.get(half_id, {})
+    chosen = sorted(stored) if row["file_no"] is None else [row["file_no"]]
+    offset = row["queue_offset"]
+    for file_no in chosen:
+        numbers = sorted(stored.get(file_no, ()))
+        if row["ranges"] is not None:
+            numbers = [n for r in row["ranges"] for n in range(r["first"], r["last"] + 1)]
+        for number in numbers:
+            yield Event(
+                Kind.MARKER,
+                time=row["op_time"].timestamp(),
+                half_id=half_id,
+                attempt=row["attempt"],
+                topic=row["topic"],
+                queue_id=row["queue_id"],
+                queue_offset=offset,
+                verdict=row["verdict"],
+                op=row["kind"],
+                who=row["decided_by"],
+                reason=row["reason"],
+                address=f"{file_no}.{number}",
+                table="op",
+                version=row["version"],
+                operation=row["commit_id"],
+            )
+            offset = None if offset is None else offset + 1
+
+
+def note_log(history: History, path: str, storage_options: Mapping[str, str] | None = None) -> None:
+    """Note the rows of the Delta tables ``half`` and ``op`` of a log at rest, read with deltalake and pyarrow alone."""
+    half, op = (_live(f"{path}/{name}", storage_options) for name in ("half", "op"))
+    note_tables(history, half[0], op[0], half[1])
+
+
+def _live(uri: str, storage_options: Mapping[str, str] | None) -> tuple[pa.Table, dict[str, float]]:
+    """The rows of a Delta table, and the newest time of a file of each half batch."""
+    from deltalake import DeltaTable  # its runtime must not start in a process that forks
+
+    table = DeltaTable(uri, storage_options=dict(storage_options or {}) or None)
+    dataset = table.to_pyarrow_dataset()
+    rows = dataset.to_table(columns=[*dataset.schema.names, "__filename"])
+    actions = pa.table(table.get_add_actions(flatten=True)).select(["path", "modification_time"]).to_pylist()
+    moments = {a["path"]: pa.scalar(a["modification_time"]).cast(pa.timestamp("ms", "UTC")).as_py() for a in actions}
+    times: dict[str, float] = {}
+    pairs = rows.select(["half_id", "__filename"]).group_by(["half_id", "__filename"]).aggregate([]).to_pylist()
+    for pair in pairs:
+        seconds = moments[pair["__filename"].rpartition("/")[2]].timestamp()
+        times[pair["half_id"]] = max(times.get(pair["half_id"], 0.0), seconds)
+    return rows.drop_columns(["__filename"]), times
+
+
+def note_listing(history: History, path: str) -> None:
+    """Note which versions the Delta logs of a local log hold now; twice in a run, it shows what was overwritten."""
+    for table in ("half", "op", "topics"):
+        for entry in sorted(Path(path, table, "_delta_log").glob("*.json")):
+            if not entry.stem.isdigit():
+                continue
+            try:
+                content = payload_hash(entry.read_bytes())
+            except FileNotFoundError:  # cleaned up since it was listed
+                continue
+            history.note(Kind.LISTED, table=table, version=int(entry.stem), payload=content)
+
+
+def note_messages(
+    history: History,
+    kind: Kind,
+    process: str,
+    operation: str,
+    messages: pa.Table,
+    version: int | None = None,
+) -> None:
+    """Note what a reader got, with :data:`READ_COLUMNS`.
+
+    Parameters
+    ----------
+    kind : Kind
+        READ for a topic from its start, POLL for what a consumer got next.
+    version : int, optional
+        The version of ``op`` that the reader went by.
+    """
+    for row in messages.select(READ_COLUMNS).to_pylist():
+        history.note(
+            kind,
+            Phase.OK,
+            process,
+            operation=operation,
+            half_id=row["msg_id"].rpartition(":")[0],
+            transaction_id=row["transaction_id"],
+            key=row["sharding_key"],
+            payload=payload_hash(row["body"]),
+            topic=row["topic"],
+            queue_id=row["queue_id"],
+            queue_offset=row["queue_offset"],
+            version=version,
+        )

@@ -1,0 +1,84 @@
+"""``make checker-selftest`` (``python -m tests.torture.judge.selftest``): is every seeded bug caught?
+
+Prints a table of the mutants and ``caught N of N``; exit code 1 when one got away, or when the same seeds show anything
+without the bug. A number as argument is the first seed; words pick the mutants whose name has them.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+from typing import Any
+
+import pyarrow as pa
+
+from tests.torture.judge.mutants import MUTANTS, SEEDS_MAX, Catch, hunt
+
+PROCESSES = 2
+
+
+def catch(number: int, first_seed: int = 1, seeds_max: int = SEEDS_MAX) -> Catch:
+    """Hunt one mutant in this process, without the noise of what it breaks."""
+    logging.disable(logging.CRITICAL)
+    threads = pa.cpu_count()
+    pa.set_cpu_count(1)  # tables of a few rows: a pool of threads only costs
+    gc.disable()
+    try:
+        return hunt(MUTANTS[number], first_seed, seeds_max)
+    finally:
+        pa.set_cpu_count(threads)
+        gc.enable()
+        gc.collect()
+        logging.disable(logging.NOTSET)
+
+
+def catch_all(numbers: Sequence[int], first_seed: int = 1, seeds_max: int = SEEDS_MAX) -> Iterator[Catch]:
+    """Hunt mutants in spawned processes, in the order of the list."""
+    with get_context("spawn").Pool(PROCESSES) as pool:
+        waiting = [pool.apply_async(catch, (number, first_seed, seeds_max)) for number in numbers]
+        for result in waiting:
+            yield result.get()
+
+
+def run(seconds: float, seed: int) -> dict[str, int | str | list[Any]]:
+    """Hunt every mutant once, beginning with this seed; it is done when all are, whatever the time."""
+    started = time.monotonic()
+    catches = list(catch_all(range(len(MUTANTS)), seed))
+    return {
+        "what": "self-test of the anomaly checker",
+        "mutants": len(catches),
+        "caught": sum(c.caught for c in catches),
+        "seeds tried": sum(c.tries for c in catches),
+        "first seed": seed,
+        "seconds": round(time.monotonic() - started),
+        "failures": [line(c) for c in catches if not c.caught or c.control],
+    }
+
+
+def line(found: Catch) -> str:
+    """A row of the table."""
+    what = f"the control failed: {found.control}" if found.control else found.found
+    return f"{found.mutant:78} {what:42} {found.seed:>8} {found.tries:>6}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    first_seed = next((int(a) for a in arguments if a.isdigit()), 1)
+    words = [a.lower() for a in arguments if not a.isdigit()]
+    numbers = [i for i, m in enumerate(MUTANTS) if all(w in m.name.lower() for w in words)]
+    print(f"{'mutant':78} {'caught as':42} {'seed':>8} {'tries':>6}")
+    catches = []
+    for found in catch_all(numbers, first_seed):
+        catches.append(found)
+        print(line(found), flush=True)
+    caught = sum(c.caught for c in catches)
+    sound = all(not c.control for c in catches)
+    print(f"caught {caught} of {len(catches)}" + ("" if sound else "; a control failed"))
+    return 0 if caught == len(catches) and sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,102 @@
+"""Processes of a real log killed and stopped at named points, and disks that fail under it: nothing is lost or doubled.
+
+The long forms are ``python -m tests.torture kills``, ``drivers`` and ``disks``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import Who
+from rmq_spark.commitlog.table import DeltaLogTable
+from tests.torture.judge.anomalies import AnomalyKind
+from tests.torture.kill import disks, programs
+from tests.torture.kill.kills import Matrix, judge, settle
+from tests.torture.kill.points import BY_ROLE
+from tests.torture.kill.programs import GROUP, Shop, listener
+
+KILLS = 45
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(1200)
+def test_processes_killed_and_stopped_at_named_points_lose_and_double_nothing(tmp_path: Path) -> None:
+    report = Matrix(tmp_path / "shop", seed=20261121).run(KILLS)
+    assert report.failures == []
+    assert sum(report.kills.values()) >= KILLS
+    assert len(report.points) >= 8
+    assert report.messages > 0
+
+
+def test_there_are_at_least_25_named_points() -> None:
+    assert len({point for points in BY_ROLE.values() for point in points}) >= 25
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    found = Shop(tmp_path / "shop")
+    found.open()
+    return found
+
+
+def send_all(shop: Shop, batches: range) -> None:
+    history = shop.history()
+    orders = listener(shop, history, "sender")
+    with programs.TransactionMQProducer(shop.log, GROUP, orders, check_interval=None) as producer:
+        for batch in batches:
+            programs.send(shop, producer, history, "sender", batch)
+
+
+def test_the_judge_finds_nothing_in_a_good_run(shop: Shop) -> None:
+    send_all(shop, range(6))
+    settle(shop, [])
+    messages, failures = judge(shop)
+    assert failures == []
+    assert messages > 0
+
+
+def test_the_judge_sees_a_message_whose_local_transaction_did_not_happen(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verdict turned round on its way to the log."""
+    decide = CommitLog.decide
+
+    def wrong(self: CommitLog, record: object, attempt: int, *, commit: object, rollback: object, who: Who) -> object:
+        return decide(self, record, attempt, commit=rollback, rollback=commit, who=who)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CommitLog, "decide", wrong)
+    send_all(shop, range(6))
+    _, failures = judge(shop)
+    assert any(f.startswith(AnomalyKind.LOCAL_STATE_DISAGREES.value) for f in failures)
+
+
+def test_the_judge_sees_a_commit_that_was_reported_and_is_not_there(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_all(shop, range(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(CommitLog, "decide", lambda *_, **__: [])
+        patch.setattr(programs.TransactionMQProducer, "_result", _as_if_committed)
+        send_all(shop, range(3, 4))
+    _, failures = judge(shop)
+    assert any(f.startswith(AnomalyKind.LOST_WRITE.value) for f in failures)
+    assert DeltaLogTable.exists(f"{shop.log}/op", None)
+
+
+def _as_if_committed(self: object, header: object, outcome: object, rows: int) -> object:
+    class Said:
+        local_transaction_state = "COMMIT_MESSAGE"
+
+    return Said()
+
+
+@pytest.mark.crash
+@pytest.mark.skipif(disks.compiler() is None, reason="a C compiler makes the failing disk")
+def test_full_broken_and_slow_disks_lose_and_double_nothing() -> None:
+    report = disks.run_preloaded(seconds=600, seed=20261121, cases=8)
+    assert report["failures"] == []
+    assert report["cases"] == 8
+    assert int(str(report["ended with an error"])) > 0

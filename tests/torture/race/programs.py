@@ -1,0 +1,291 @@
+"""What the processes of a race do: send, contend, check, merge and read, all on one log. They are spawned: delta-rs
+must not be forked.
+
+A folder holds the history and the files by which local transactions are known; the log lies there or on an object
+store.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import rmq_spark as txmq
+from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.op import Who
+from rmq_spark.commitlog.table import Change
+from rmq_spark.errors import AlreadyPreparedError, FencedError, VerdictConflictError
+from tests.half_batches import prepare
+from tests.torture.judge.history import History, Kind, Phase, payload_hash
+from tests.torture.judge.observation import READ_COLUMNS, note_messages
+
+GROUP = "racers"
+TOPIC = "orders"
+QUEUES = 2
+CONTESTED = "contested"
+"""The application whose batches two processes prepare and decide, with opposite verdicts."""
+CONTESTED_ROWS = 2
+OP_FILES_MAX = 8
+WHOLE_READ_EVERY_S = 20.0
+RETRIED, UNSURE, IMMEDIATE_CHECK_S = 0.1, 0.15, 0.3
+
+
+@dataclass(frozen=True)
+class Track:
+    """Where a race takes place.
+
+    Attributes
+    ----------
+    root : Path
+        Of the history and the local transactions.
+    uri : str
+        The commit log.
+    files : Path
+        The folder where its files can be looked at (of an object store: what the server serves).
+    storage_options : mapping, optional
+    """
+
+    root: Path
+    uri: str
+    files: Path
+    storage_options: Mapping[str, str] | None = field(default=None, repr=False)
+
+    def open(self) -> txmq.CommitLog:
+        return txmq.CommitLog.open(self.uri, self.storage_options)
+
+    def history(self) -> History:
+        return History(self.root / "history.jsonl")
+
+    @property
+    def stop(self) -> Path:
+        """While it is not there, programs go on."""
+        return self.root / "stop"
+
+    @property
+    def local(self) -> Path:
+        """A file an attempt: ``done`` by its local transaction, or a check's tombstone, whichever came first."""
+        return self.root / "local"
+
+
+def commit_name(paths: Iterable[str]) -> str:
+    """The name of a commit: no two commits add the same files."""
+    return payload_hash(" ".join(sorted(paths)))
+
+
+def note_versions(log: txmq.CommitLog, history: History, process: str) -> None:
+    """From now on, note at which version each acknowledged commit of this handle is."""
+    for table in (log.half.table, log._op):
+        real: Callable[[Change], bool] = table._try_commit  # type: ignore[attr-defined]
+
+        def noting(change: Change, table: Any = table, real: Callable[[Change], bool] = real) -> bool:
+            version = table.version + 1
+            acknowledged = real(change)
+            if acknowledged:
+                name = commit_name(f.path for f in change.add)
+                history.note(Kind.VERSION, Phase.OK, process, table=table.name, version=version, payload=name)
+            return acknowledged
+
+        table._try_commit = noting  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- local transactions
+class Orders(txmq.TransactionListener):
+    """A local transaction is a file that is made once, so a check's answer binds a late execute."""
+
+    def __init__(self, track: Track, history: History, process: str, chance: random.Random) -> None:
+        self._track, self._history, self._process, self._chance = track, history, process, chance
+
+    def execute_local_transaction(self, batch: txmq.HalfBatch) -> Any:
+        if not self._claim(batch, "done"):
+            raise FencedError(f"attempt {batch.attempt} of {batch.half_id} was rolled back by a check")
+        rows = batch.messages(["transaction_id", "body"]).to_pylist()
+        refused = _refused(rows)
+        for row in rows:
+            if row["transaction_id"] not in refused:
+                self._history.note(
+                    Kind.LOCAL, half_id=batch.half_id, transaction_id=row["transaction_id"], attempt=batch.attempt,
+                    payload=payload_hash(row["body"]),
+                )  # fmt: skip
+        unsure = self._chance.random() < UNSURE
+        self._note(Kind.EXECUTE, Phase.OK, batch, None if unsure else refused)
+        return txmq.UNKNOWN if unsure else batch.verdicts(rollback=refused)
+
+    def check_local_transaction(self, batch: txmq.HalfBatch) -> Any:
+        self._note(Kind.CHECK, Phase.BEGIN, batch, None)
+        if self._claim(batch, "tombstone"):
+            refused = set(batch.transactions["transaction_id"].to_pylist())
+        else:
+            refused = _refused(batch.messages(["transaction_id", "body"]).to_pylist())
+        self._note(Kind.CHECK, Phase.OK, batch, refused)
+        return batch.verdicts(rollback=refused)
+
+    def _claim(self, batch: txmq.HalfBatch, what: str) -> bool:
+        """True when the attempt's file says so now; False when it said something else before."""
+        file = self._track.local / f"{batch.half_id}.{batch.attempt}"
+        beside = file.with_name(f"{file.name}.{self._process}")
+        beside.write_text(what)
+        try:
+            os.link(beside, file)
+        except FileExistsError:
+            pass
+        finally:
+            beside.unlink()
+        return file.read_text() == what
+
+    def _note(self, kind: Kind, phase: Phase, batch: txmq.HalfBatch, refused: set[str] | None) -> None:
+        for transaction_id in batch.transactions["transaction_id"].to_pylist():
+            verdict = None if phase is Phase.BEGIN else str(txmq.UNKNOWN)
+            if refused is not None:
+                verdict = str(txmq.ROLLBACK_MESSAGE if transaction_id in refused else txmq.COMMIT_MESSAGE)
+            self._history.note(
+                kind, phase, self._process, half_id=batch.half_id, attempt=batch.attempt,
+                transaction_id=transaction_id, verdict=verdict,
+            )  # fmt: skip
+
+
+def _refused(rows: list[dict[str, Any]]) -> set[str]:
+    """The transactions of which the first message is one of every five."""
+    first: dict[str, bytes] = {}
+    for row in rows:
+        first.setdefault(row["transaction_id"], row["body"])
+    return {t for t, body in first.items() if zlib.crc32(body) % 5 == 0}
+
+
+# ---------------------------------------------------------------- programs
+def send(track: Track, history: History, process: str, chance: random.Random) -> None:
+    """Send small batches; now and then one comes twice, under an idempotency key."""
+    log = track.open()
+    note_versions(log, history, process)
+    sequence = 0
+    with txmq.TransactionMQProducer(
+        log, GROUP, Orders(track, history, process, chance), check_interval=None
+    ) as producer:
+        while not track.stop.exists():
+            messages = [
+                txmq.Message(TOPIC, f"{process}.{sequence}.{n}".encode(), sharding_key=process)
+                for n in range(chance.choice([1, 2, 3]))
+            ]
+            per = chance.choice(["batch", "message"])
+            key = f"{process}-{sequence}" if chance.random() < RETRIED else None
+            for _ in range(1 if key is None else 2):
+                _send(producer, history, process, sequence, messages, per, key)
+            sequence += 1
+
+
+def _send(
+    producer: txmq.TransactionMQProducer,
+    history: History,
+    process: str,
+    sequence: int,
+    messages: list[txmq.Message],
+    per: str,
+    key: str | None,
+) -> None:
+    def note(phase: Phase, verdict: str | None = None) -> None:
+        for n, message in enumerate(messages):
+            history.note(
+                Kind.SEND, phase, process, payload=payload_hash(message.body), key=process, sequence=sequence * 10 + n,
+                topic=TOPIC, verdict=verdict, operation=f"{process}.{sequence}",
+            )  # fmt: skip
+
+    note(Phase.BEGIN)
+    result = producer.send_messages_in_transaction(messages, transaction_per=per, idempotency_key=key)
+    decided = per == "batch" and result.local_transaction_state is not txmq.UNKNOWN
+    note(Phase.OK, str(result.local_transaction_state) if decided else None)
+
+
+def contend(track: Track, history: History, process: str, chance: random.Random, commits: bool) -> None:
+    """Prepare and decide the same half batches as somebody else, with the opposite verdict."""
+    log = track.open()
+    note_versions(log, history, process)
+    number = 0
+    while not track.stop.exists():
+        bodies = [f"{CONTESTED}.{number}.{n}" for n in range(CONTESTED_ROWS)]
+        try:
+            record = prepare(log, number, {"body": bodies}, app=CONTESTED, topic=TOPIC)
+        except AlreadyPreparedError:
+            record = log.get(f"{CONTESTED}:{number}")
+        mask = {n: b"\x01" * f.rows for n, f in record.files.items()}
+        try:
+            log.decide(record, 1, commit=mask if commits else {}, rollback={} if commits else mask, who=Who.EXECUTE)
+        except VerdictConflictError:
+            pass
+        else:
+            verdict = txmq.COMMIT_MESSAGE if commits else txmq.ROLLBACK_MESSAGE
+            history.note(
+                Kind.DECIDE, Phase.OK, process, half_id=record.half_id, transaction_id=f"{record.half_id}:1",
+                attempt=1, verdict=str(verdict), who="execute",
+            )  # fmt: skip
+        number += 1
+    log.close()
+
+
+def check(track: Track, history: History, process: str, chance: random.Random) -> None:
+    """Rounds of checks, many more and earlier than anybody would run: some overtake the sender."""
+    log = track.open()
+    note_versions(log, history, process)
+    service = checks(log, Orders(track, history, process, chance), IMMEDIATE_CHECK_S)
+    while not track.stop.exists():
+        service.run_once()
+        time.sleep(chance.uniform(0.1, 0.5))
+
+
+def checks(log: txmq.CommitLog, orders: Orders, timeout_s: float) -> txmq.CheckService:
+    return txmq.CheckService(log, {GROUP: orders}, transaction_timeout=timeout_s, only_groups=True)
+
+
+def keep_up(track: Track, history: History, process: str, chance: random.Random) -> None:
+    """Merge op files and move the mark all the time."""
+    maintenance.OP_FILES_MAX = OP_FILES_MAX
+    log = track.open()
+    note_versions(log, history, process)
+    while not track.stop.exists():
+        log.move_mark()
+        maintenance.compact_op(log._op)
+        time.sleep(chance.uniform(0.2, 1.0))
+
+
+def read_on(track: Track, history: History, process: str, chance: random.Random) -> None:
+    """A consumer that goes on from where it was, and now and then reads everything."""
+    log = track.open()
+    at = dict.fromkeys(range(QUEUES), 0)
+    polls, whole_at = 0, time.monotonic() + WHOLE_READ_EVERY_S / 4
+    while not track.stop.exists():
+        operation = f"{process}.{polls}"
+        polls += 1
+        if time.monotonic() > whole_at:
+            whole_at = time.monotonic() + WHOLE_READ_EVERY_S
+            note_messages(history, Kind.READ, process, operation, log.read(TOPIC, columns=READ_COLUMNS))
+        found = log.read(TOPIC, start=at, columns=READ_COLUMNS)
+        note_messages(history, Kind.POLL, process, operation, found)
+        for queue_id in range(QUEUES):
+            count = found["queue_id"].to_pylist().count(queue_id)
+            history.note(
+                Kind.POLLED, Phase.OK, process, operation=operation, topic=TOPIC, queue_id=queue_id,
+                queue_offset=at[queue_id], next_offset=at[queue_id] + count,
+            )  # fmt: skip
+            at[queue_id] += count
+        time.sleep(chance.uniform(0.2, 0.8))
+
+
+PROGRAMS: Mapping[str, Callable[..., None]] = {
+    "sender": send,
+    "contender": contend,
+    "checker": check,
+    "upkeep": keep_up,
+    "reader": read_on,
+}
+
+
+def main(role: str, track: Track, process: str, seed: int, *arguments: Any) -> None:
+    """The body of a process. What it prints is kept beside the history."""
+    out = os.open(track.root / f"{process}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    PROGRAMS[role](track, track.history(), process, random.Random(seed), *arguments)

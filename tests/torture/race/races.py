@@ -1,0 +1,284 @@
+"""Races: some processes send, contend, check, merge and read on one log, on a local path or a real S3 server.
+
+A race ends with everything settled, and the anomaly checker looks at its whole history: every message, and every
+version of the Delta tables, which must be there once and be the commit that its writer was told it is.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import rmq_spark as txmq
+from tests.torture.judge.anomalies import find_anomalies
+from tests.torture.judge.history import FINAL, History, Kind
+from tests.torture.judge.observation import READ_COLUMNS, note_log, note_messages
+from tests.torture.race import programs
+from tests.torture.race.programs import CONTESTED, CONTESTED_ROWS, QUEUES, TOPIC, Orders, Track, checks, commit_name
+from tests.torture.s3.server import NoS3ServerError, running
+
+SPAWN = get_context("spawn")
+LINE_UPS = {
+    2: "sender sender",
+    3: "sender sender upkeep",
+    4: "sender sender checker upkeep",
+    5: "sender sender checker upkeep reader",
+    6: "sender contender contender checker upkeep reader",
+    7: "sender sender contender contender checker upkeep reader",
+    8: "sender sender sender contender contender checker upkeep reader",
+}
+RACE_COMMITS = 2_500
+"""Of one race of a long run, so that several line-ups have their turn; the first one has every role."""
+LISTED_EVERY_S = 2.0
+"""Entries of a Delta log stay for a minute at least, so none is missed."""
+END_S_MAX = 120.0
+SETTLE_S_MAX = 180.0
+LOGS = ("half", "op")
+
+
+@dataclass
+class Report:
+    """What a race did, and what was wrong."""
+
+    commits: int = 0
+    seconds: float = 0.0
+    processes: int = 0
+    messages: int = 0
+    contested: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+class Race:
+    """One race.
+
+    Parameters
+    ----------
+    track : Track
+        Its root is an empty folder; there is no log yet.
+    seed : int
+        Chooses how many take part and what they do. The system's scheduler has its say too, so a race is run again, not
+        replayed; its folder holds the whole history.
+    """
+
+    def __init__(self, track: Track, seed: int, processes: int | None = None) -> None:
+        self.track = track
+        self.chance = random.Random(seed)
+        self.processes = processes or self.chance.choice(list(LINE_UPS))
+        track.local.mkdir(parents=True)
+        self.history = track.history()
+        self.listed: dict[tuple[str, int], str] = {}
+        self.failures: list[str] = []
+
+    def run(self, commits: int, seconds: float) -> Report:
+        """Race until there are so many commits, or the time is up; settle, and look."""
+        log = txmq.CommitLog.create(self.track.uri, storage_options=self.track.storage_options)
+        log.create_topic(TOPIC, QUEUES)
+        began = time.monotonic()
+        processes = dict(self._start())
+        try:
+            while len(self.listed) < commits and time.monotonic() < began + seconds and not self.failures:
+                time.sleep(LISTED_EVERY_S)
+                self._list()
+                self._look_after(processes)
+        finally:
+            self.track.stop.touch()
+            self._end(processes)
+        took = time.monotonic() - began
+        self._list()
+        made = len(self.listed)
+        self._settle()
+        self._list()
+        messages, contested = self._judge()
+        return Report(made, took, self.processes, messages, contested, self.failures)
+
+    # ------------------------------------------------------------------ processes
+    def _start(self) -> Iterator[tuple[str, BaseProcess]]:
+        contenders = 0
+        for number, role in enumerate(LINE_UPS[self.processes].split()):
+            name = f"{role}{number}"
+            more: tuple[bool, ...] = ()
+            if role == "contender":
+                contenders += 1
+                more = (contenders == 1,)
+            arguments = (role, self.track, name, self.chance.randrange(2**32), *more)
+            process = SPAWN.Process(target=programs.main, args=arguments)
+            process.start()
+            yield name, process
+
+    def _look_after(self, processes: dict[str, BaseProcess]) -> None:
+        for name, process in processes.items():
+            if process.exitcode is not None:
+                said = (self.track.root / f"{name}.out").read_text(errors="replace")
+                self.failures.append(f"{name} ended with {process.exitcode}: {said[-2000:]}")
+
+    def _end(self, processes: dict[str, BaseProcess]) -> None:
+        deadline = time.monotonic() + END_S_MAX
+        while any(p.is_alive() for p in processes.values()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            self._list(LISTED_EVERY_S)
+        for name, process in processes.items():
+            if process.is_alive():
+                process.kill()
+                self.failures.append(f"{name} did not come to an end within {END_S_MAX:.0f} s")
+            elif process.exitcode and not self.failures:
+                self._look_after({name: process})
+
+    # ------------------------------------------------------------------ what was committed
+    _listed_at = 0.0
+
+    def _list(self, every_s: float = 0.0) -> None:
+        """Note the versions that are new since the last time, and those that are another commit than then."""
+        if time.monotonic() < self._listed_at + every_s:
+            return
+        for table in LOGS:
+            for entry in (self.track.files / table / "_delta_log").glob("*.json"):
+                try:
+                    lines = [json.loads(line) for line in entry.read_text().splitlines()]
+                except FileNotFoundError:  # cleaned up meanwhile
+                    continue
+                version = int(entry.stem)
+                name = commit_name(line["add"]["path"] for line in lines if "add" in line)
+                if self.listed.get((table, version)) != name:
+                    self.listed[table, version] = name
+                    self.history.note(Kind.LISTED, table=table, version=version, payload=name)
+        self._listed_at = time.monotonic()
+
+    def _settle(self) -> None:
+        """Let checks settle what is open; on a slow machine that takes longer than entries of a Delta log stay."""
+        with ThreadPoolExecutor(1) as pool:
+            settled = pool.submit(self._check_all)
+            while not settled.done():
+                time.sleep(0.1)
+                self._list(LISTED_EVERY_S)
+            settled.result()
+
+    def _check_all(self) -> None:
+        log = self.track.open()
+        service = checks(log, Orders(self.track, self.history, "settler", self.chance), 0.0)
+        deadline = time.monotonic() + SETTLE_S_MAX
+        while time.monotonic() < deadline:
+            service.run_once()
+            if not self._open_half_ids(log):
+                return
+        self.failures.append(f"still open after {SETTLE_S_MAX:.0f} s: {self._open_half_ids(log)[:5]}")
+
+    def _open_half_ids(self, log: txmq.CommitLog) -> list[str]:
+        return [str(h) for h in log.pending()["half_id"].to_pylist()]
+
+    def _judge(self) -> tuple[int, int]:
+        track = self.track
+        note_log(self.history, track.uri, track.storage_options)
+        self.history.note(Kind.END)
+        log = track.open()
+        messages = log.read(TOPIC, columns=READ_COLUMNS)
+        note_messages(self.history, Kind.READ, "judge", FINAL, messages, log._op.version)
+        self.failures += [str(a) for a in find_anomalies(_without_contests(self.history))]
+        contested = self._judge_contests(log, [b.decode() for b in messages["body"].to_pylist()])
+        return messages.num_rows, contested
+
+    def _judge_contests(self, log: txmq.CommitLog, bodies: Sequence[str]) -> int:
+        """Each half batch that two decided has one winner, and the loser's verdict is on record."""
+        winners: dict[str, list[str]] = {}
+        for event in self.history:
+            if event.kind is Kind.DECIDE:
+                winners.setdefault(event.half_id or "", []).append(event.verdict or "")
+        conflicts = set(log.conflicts())
+        seen = [b.rpartition(".")[0].replace(".", ":") for b in bodies if b.startswith(CONTESTED)]
+        for half_id, verdicts in winners.items():
+            expected = CONTESTED_ROWS if verdicts == [str(txmq.COMMIT_MESSAGE)] else 0
+            if len(verdicts) != 1 or seen.count(half_id) != expected:
+                self.failures.append(f"{half_id}: {verdicts} won, and {seen.count(half_id)} of its messages are there")
+        # Each may have gone on alone when the other one had stopped.
+        if not conflicts <= set(winners):
+            self.failures.append(f"verdicts in conflict that nobody contested: {sorted(conflicts - set(winners))[:5]}")
+        return len(conflicts)
+
+
+def _without_contests(history: History) -> Iterator[object]:
+    """The history without the conflict rows that were asked for: the checker takes each for an anomaly."""
+    for event in history:
+        if not (event.kind is Kind.MARKER and event.op == "conflict" and (event.half_id or "").startswith(CONTESTED)):
+            yield event
+
+
+# ---------------------------------------------------------------- tracks
+@contextmanager
+def local_track(root: Path) -> Iterator[Track]:
+    yield Track(root / "race", str(root / "log"), root / "log")
+
+
+@contextmanager
+def s3_track(root: Path) -> Iterator[Track]:
+    with running(root / "s3") as server:
+        uri = f"{server.bucket('races')}/log"
+        yield Track(root / "race", uri, server.folder / "races" / "log", server.storage_options())
+
+
+TRACKS = {"local": local_track, "s3": s3_track}
+
+
+def run_on(
+    where: str, seconds: float, seed: int, commits: int, processes: int | None = None
+) -> dict[str, int | str | list[str]]:
+    """Races until there are so many commits or the time is up; the folder of a failed one stays.
+
+    Without a number of processes the first race has every role, and each other one a line-up of its own.
+    """
+    end = time.monotonic() + seconds
+    total = Report()
+    races = 0
+    line_ups: list[str] = []
+    while total.commits < commits and time.monotonic() < end and not total.failures:
+        root = Path(tempfile.mkdtemp(prefix=f"txmq_race_{where}_{seed + races}_"))
+        with TRACKS[where](root) as track:
+            left = min(RACE_COMMITS, commits - total.commits)
+            race = Race(track, seed + races, processes or (None if races else max(LINE_UPS)))
+            report = race.run(left, end - time.monotonic())
+        total.commits += report.commits
+        total.seconds += report.seconds
+        total.messages += report.messages
+        total.contested += report.contested
+        total.failures += [f"seed {seed + races}, folder {root}: {f}" for f in report.failures]
+        races += 1
+        line_ups.append(f"{report.commits} by {report.processes}")
+        if not report.failures:
+            shutil.rmtree(root)
+        print(
+            f"races on {where}: {total.commits:,} commits, {report.processes} processes in the last race, "
+            f"{report.seconds / max(1, report.commits) * 1000:.0f} ms a commit",
+            flush=True,
+        )
+    return {
+        "races": f"{races} ({', '.join(line_ups)} processes)",
+        "commits": total.commits,
+        "messages": total.messages,
+        "contested batches": total.contested,
+        "seconds": round(total.seconds),
+        "ms a commit": round(total.seconds / max(1, total.commits) * 1000),
+        "failures": total.failures,
+    }
+
+
+def run(seconds: float, seed: int, commits: int = 10_000) -> dict[str, int | str | list[str]]:
+    """So many commits on a local path, and as many on S3, in half of the time each."""
+    found: dict[str, int | str | list[str]] = {}
+    failures: list[str] = []
+    for where in TRACKS:
+        try:
+            result = run_on(where, seconds / 2, seed, commits)
+        except NoS3ServerError as problem:
+            found[f"{where}: not run"] = str(problem)
+            continue
+        failures += result.pop("failures")  # type: ignore[arg-type]
+        found.update({f"{where}: {name}": value for name, value in result.items()})
+    return {**found, "failures": failures}

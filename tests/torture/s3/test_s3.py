@@ -1,0 +1,331 @@
+"""The whole product but Spark on a real S3 server; and a store without put-if-absent is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rmq_spark as txmq
+from rmq_spark.commitlog import storage
+from rmq_spark.commitlog.files import filesystem
+from rmq_spark.commitlog.storage import PROBE
+from rmq_spark.errors import CommitLogExistsError, NotACommitLogError, OptionError, StorageError
+from tests.half_batches import another, bodies, check_offsets, commit, prepare, roll_back
+from tests.torture.s3.proxy import proxy
+from tests.torture.s3.server import S3Server
+
+PARTS_FROM_BYTES = 10 * 1024 * 1024
+"""pyarrow puts a file of more than this in parts."""
+
+
+class Told(txmq.TransactionListener):
+    """Says what it is told: at once, and when it is asked."""
+
+    def execute_local_transaction(self, batch: txmq.HalfBatch) -> object:
+        return batch.arg
+
+    def check_local_transaction(self, batch: txmq.HalfBatch) -> object:
+        return txmq.COMMIT_MESSAGE
+
+
+@pytest.fixture
+def uri(s3: S3Server, request: pytest.FixtureRequest) -> str:
+    """Where a commit log may be made; nothing is there yet."""
+    return f"{s3.bucket('shop')}/{request.node.name.split('[')[0]}/log"
+
+
+@pytest.fixture
+def log(s3: S3Server, uri: str) -> txmq.CommitLog:
+    made = txmq.CommitLog.create(uri, storage_options=s3.storage_options())
+    made.create_topic("orders", 2)
+    return made
+
+
+# ---------------------------------------------------------------- what the server must be like
+def test_of_writers_that_come_at_once_the_server_lets_one_create_a_table(s3: S3Server, uri: str) -> None:
+    claims = [storage._claims(f"{uri}/{i}", s3.storage_options()) for i in range(20)]
+    assert [c.count(True) for c in claims] == [1] * len(claims)
+    assert any(False in c for c in claims), "no two came to the same put"
+
+
+# ---------------------------------------------------------------- the commit log
+def test_a_log_on_s3_keeps_what_was_decided(log: txmq.CommitLog) -> None:
+    records = [prepare(log, i) for i in range(4)]
+    commit(log, records[0])
+    roll_back(log, records[1])
+    commit(log, records[2])
+    for handle in (log, another(log)):
+        assert sorted(bodies(handle)) == sorted(f"app.{i}.{j}" for i in (0, 2) for j in range(5))
+        assert handle.pending()["half_id"].to_pylist() == ["app:3"]
+        assert handle.read("orders", start={0: 1}, limit=3).num_rows == 3
+        assert handle.topics() == {"orders": 2}
+        check_offsets(handle)
+
+
+def test_files_in_parts_and_small_ones_are_read_back_as_written(log: txmq.CommitLog) -> None:
+    sent = [os.urandom(size) for size in (0, 1, 4 * 1024 * 1024, 4 * 1024 * 1024, 4 * 1024 * 1024)]
+    assert sum(map(len, sent)) > PARTS_FROM_BYTES
+    record = prepare(log, 0, {"body": sent})
+    commit(log, record)
+    assert sorted(log.read("orders", columns=["body"])["body"].to_pylist()) == sorted(sent)
+
+
+def test_upkeep_and_vacuum_work_on_s3(log: txmq.CommitLog, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rmq_spark.commitlog import maintenance
+
+    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 4)
+    for i in range(6):
+        commit(log, prepare(log, i))
+    log.close()
+    before = bodies(log)
+    assert len(another(log)._op.actions()) < 6
+    orphan = f"{log.half.table.folder}/half-orphan.parquet"
+    with log.half.table.fs.open_output_stream(orphan) as stream:
+        stream.write(b"left behind by a crash")
+    week_ago = (s3.folder / orphan).stat().st_mtime - 8 * 86_400
+    os.utime(s3.folder / orphan, (week_ago, week_ago))
+    assert log.vacuum(dry_run=True) == ["half/half-orphan.parquet"]
+    assert log.vacuum() == ["half/half-orphan.parquet"]
+    assert not (s3.folder / orphan).exists()
+    assert bodies(another(log)) == before
+
+
+def test_a_log_is_made_once_and_opened_only_where_there_is_one(log: txmq.CommitLog, s3: S3Server, uri: str) -> None:
+    options = s3.storage_options()
+    with pytest.raises(CommitLogExistsError):
+        txmq.CommitLog.create(uri, storage_options=options)
+    assert txmq.CommitLog.create(uri, exist_ok=True, storage_options=options).topics() == {"orders": 2}
+    with pytest.raises(NotACommitLogError, match="make one with CommitLog"):
+        txmq.CommitLog.open(f"{uri}/elsewhere", options)
+
+
+# ---------------------------------------------------------------- producer, checker, command line
+def test_a_producer_and_a_check_service_settle_transactions_on_s3(log: txmq.CommitLog, s3: S3Server, uri: str) -> None:
+    options = s3.storage_options()
+    with txmq.TransactionMQProducer(uri, "shop", Told(), check_interval=None, storage_options=options) as producer:
+        for number, verdict in enumerate([txmq.COMMIT_MESSAGE, txmq.ROLLBACK_MESSAGE, txmq.UNKNOWN]):
+            producer.send_message_in_transaction(txmq.Message("orders", b"order %d" % number), verdict)
+    assert bodies(log) == ["order 0"]
+    service = txmq.CheckService(uri, {"shop": Told()}, transaction_timeout=0, storage_options=options)
+    report = service.run_once()
+    assert report.problems == []
+    assert sorted(bodies(log)) == ["order 0", "order 2"]
+    assert log.pending().num_rows == 0
+
+
+LISTENER = """
+import rmq_spark as txmq
+
+class Listener(txmq.TransactionListener):
+    def execute_local_transaction(self, batch):
+        return txmq.UNKNOWN
+    def check_local_transaction(self, batch):
+        return txmq.COMMIT_MESSAGE
+"""
+
+
+def test_the_check_job_takes_its_storage_from_file_and_environment(
+    log: txmq.CommitLog, s3: S3Server, uri: str, tmp_path: Path
+) -> None:
+    with txmq.TransactionMQProducer(log, "shop", Told(), check_interval=None) as producer:
+        producer.send_message_in_transaction(txmq.Message("orders", b"order 0"), txmq.UNKNOWN)
+    options = s3.storage_options()
+    secret = options.pop("AWS_SECRET_ACCESS_KEY")
+    (tmp_path / "answers.py").write_text(LISTENER)
+    config = tmp_path / "txmq.toml"
+    lines = [f'path = "{uri}"', 'listener_modules = ["answers"]', '[listeners]\nshop = "answers:Listener"']
+    lines += ['[check]\ntransactionTimeout = "0s"', "[storage]", *(f'{k} = "{v}"' for k, v in options.items())]
+    config.write_text("\n".join(lines))
+    environment = {**os.environ, "TXMQ_STORAGE__AWS_SECRET_ACCESS_KEY": secret, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "rmq_spark.check.job", "--config", str(config), "--once"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert bodies(log) == ["order 0"]
+    assert secret not in done.stdout + done.stderr
+
+
+def txmq_command(s3: S3Server, *arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
+    options = {f"TXMQ_STORAGE__{k}": v for k, v in {**s3.storage_options(), **changed}.items()}
+    command = [sys.executable, "-m", "rmq_spark.cli", *arguments]
+    return subprocess.run(command, env={**os.environ, **options}, capture_output=True, text=True, check=False)
+
+
+def test_the_command_line_works_on_s3(s3: S3Server, uri: str) -> None:
+    assert txmq_command(s3, "create", uri).returncode == 0
+    assert txmq_command(s3, "topic", "create", uri, "orders").returncode == 0
+    log = txmq.CommitLog.open(uri, s3.storage_options())
+    with txmq.TransactionMQProducer(log, "shop", Told(), check_interval=None) as producer:
+        producer.send_message_in_transaction(txmq.Message("orders", b"order 0"), txmq.COMMIT_MESSAGE)
+        waits = producer.send_message_in_transaction(txmq.Message("orders", b"order 1"), txmq.UNKNOWN)
+    assert waits.half_id in txmq_command(s3, "pending", uri).stdout
+    done = txmq_command(s3, "resolve", uri, waits.half_id, "COMMIT", "--reason", "paid")
+    assert "1 messages became visible" in done.stdout, done.stderr
+    read = txmq_command(s3, "read", uri, "orders", "--json").stdout.splitlines()
+    assert sorted(json.loads(line)["body"] for line in read) == ["order 0", "order 1"]
+    assert txmq_command(s3, "vacuum", uri).stdout.strip() == "0 files were removed"
+
+
+# ---------------------------------------------------------------- secrets
+def test_no_secret_is_in_what_a_failure_says(s3: S3Server, uri: str, caplog: pytest.LogCaptureFixture) -> None:
+    wrong = {"AWS_SECRET_ACCESS_KEY": "a-secret-that-is-wrong"}
+    options = {**s3.storage_options(), **wrong}
+    hidden = [*wrong.values(), s3.secret_key, s3.access_key]
+    caplog.set_level("DEBUG")
+    said: list[str] = []
+    for attempt in (txmq.CommitLog.create, txmq.CommitLog.open):
+        with pytest.raises(StorageError, match="SignatureDoesNotMatch") as caught:
+            attempt(uri, storage_options=options)
+        error: BaseException | None = caught.value
+        while error is not None:
+            said += [str(error), repr(error)]
+            error = error.__cause__
+    for arguments in (["create", uri], ["pending", uri], ["read", uri, "orders"]):
+        done = txmq_command(s3, *arguments, **wrong)
+        assert done.returncode == 1
+        assert len(done.stderr.splitlines()) == 1
+        said += [done.stdout, done.stderr]
+    said.append(caplog.text)
+    assert not [word for word in hidden for text in said if word in text]
+
+
+@pytest.mark.parametrize("error", [OSError, NotACommitLogError])
+def test_what_a_store_answers_is_one_line_without_the_values_of_secret_options(error: type[Exception]) -> None:
+    options = {"AWS_SESSION_TOKEN": "a-token", "AWS_ACCESS_KEY_ID": "a-key", "AWS_REGION": "eu-central-1"}
+    answer = "\x1b[31m↳\x1b[0m 403\n  ↳ ExpiredToken a-token of a-key in eu-central-1"
+    expected = StorageError if error is OSError else NotACommitLogError
+    with pytest.raises(expected) as caught, storage.reaching("s3://shop/log", options):
+        raise error(answer)
+    assert str(caught.value).endswith("403 ExpiredToken *** of *** in eu-central-1")
+    assert "\n" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_what_holds_storage_options_does_not_show_them(s3: S3Server, log: txmq.CommitLog) -> None:
+    from rmq_spark.source.options import read_options
+
+    given = {f"storage.{k}": v for k, v in s3.storage_options().items()}
+    options = read_options({"path": log.path, "subscribe": "orders", **given}, streaming=False)
+    assert options.storage_options == s3.storage_options()
+    for thing in (options, log, s3):
+        assert s3.secret_key not in repr(thing)
+
+
+def test_credentials_in_the_path_are_refused_without_showing_them() -> None:
+    with pytest.raises(OptionError, match="credentials") as caught:
+        txmq.CommitLog.create("s3://key:hush@shop/log")
+    assert "hush" not in str(caught.value)
+
+
+# ---------------------------------------------------------------- stores that cannot hold a log
+@pytest.fixture
+def overwriting(s3: S3Server) -> Iterator[dict[str, str]]:
+    """Storage options of a store that takes every put."""
+    with proxy(s3.endpoint, overwriting=s3.folder) as between:
+        yield s3.storage_options(between.endpoint)
+
+
+def test_a_store_without_put_if_absent_is_refused_and_nothing_is_left_behind(
+    s3: S3Server, uri: str, overwriting: dict[str, str]
+) -> None:
+    for _ in range(5):
+        with pytest.raises(StorageError, match=r"without put-if-absent: [23] of 3 writers.*conditional puts"):
+            txmq.CommitLog.create(uri, storage_options=overwriting)
+    assert s3.objects("s3://shop" + uri.removeprefix("s3://shop").rsplit("/", 1)[0]) == []
+    made = txmq.CommitLog.create(uri, storage_options=s3.storage_options())
+    assert made.topics() == {}
+
+
+def test_a_proxy_that_takes_nothing_out_changes_nothing(s3: S3Server, uri: str) -> None:
+    with proxy(s3.endpoint) as between:
+        log = txmq.CommitLog.create(uri, storage_options=s3.storage_options(between.endpoint))
+        log.create_topic("orders", 1)
+        commit(log, prepare(log, 0))
+        asked = between.taken()
+    assert len(bodies(another(txmq.CommitLog.open(uri, s3.storage_options())))) == 5
+    assert asked["put if absent", "half"] == asked["put if absent", "op"] == 2
+    assert not [o for o in s3.objects(uri) if PROBE in o]
+
+
+@pytest.mark.parametrize("kind", ["local", "s3"])
+def test_the_probe_for_put_if_absent_leaves_nothing_behind(s3: S3Server, uri: str, tmp_path: Path, kind: str) -> None:
+    where = uri if kind == "s3" else str(tmp_path / "log")
+    txmq.CommitLog.create(where, storage_options=s3.storage_options() if kind == "s3" else None)
+    found = s3.objects(uri) if kind == "s3" else [str(p.relative_to(where)) for p in Path(where).rglob("*")]
+    first = "_delta_log/00000000000000000000.json"
+    assert {f for f in found if f.endswith(".json")} == {f"{t}/{first}" for t in ("half", "op", "topics")}
+    assert not [f for f in found if PROBE in f]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_S3_ALLOW_UNSAFE_RENAME", "true"),
+        ("aws_s3_allow_unsafe_rename", "1"),
+        ("MOUNT_ALLOW_UNSAFE_RENAME", "True"),
+        ("AWS_S3_LOCKING_PROVIDER", "dynamodb"),
+        ("AWS_CONDITIONAL_PUT", "disabled"),
+        ("conditional_put", "dynamo:table"),
+    ],
+)
+def test_settings_that_let_commits_overwrite_each_other_are_refused(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for attempt in (txmq.CommitLog.create, txmq.CommitLog.open):
+        with pytest.raises(OptionError, match=f"(?i){name}={value}.*leave it out"):
+            attempt("s3://shop/log", storage_options={name: value})
+    if name.isupper():
+        monkeypatch.setenv(name, value)
+        with pytest.raises(OptionError, match=name):
+            txmq.CommitLog.create(tmp_path / "log")
+
+
+def test_a_setting_that_says_no_is_not_refused(tmp_path: Path) -> None:
+    options = {"AWS_S3_ALLOW_UNSAFE_RENAME": "false", "AWS_CONDITIONAL_PUT": "etag"}
+    assert txmq.CommitLog.create(tmp_path / "log", storage_options=options).topics() == {}
+
+
+@pytest.mark.parametrize("said", ["options", "short options", "environment"])
+def test_pyarrow_and_delta_rs_are_told_the_same(
+    s3: S3Server, uri: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, str] | None = s3.storage_options()
+    if said == "short options":
+        options = {k.removeprefix("AWS_").lower(): v for k, v in s3.storage_options().items()}
+    elif said == "environment":
+        options = None
+        for name, value in s3.storage_options().items():
+            monkeypatch.setenv(name, value)
+    log = txmq.CommitLog.create(f"{uri}/{said}", storage_options=options)
+    log.create_topic("orders", 1)
+    commit(log, prepare(log, 0))
+    assert len(bodies(another(log))) == 5
+
+
+@pytest.mark.parametrize("name", ["with space", "per%20cent", "ü", "a=b+c"])
+def test_every_character_of_a_path_means_the_same_to_pyarrow_and_delta_rs(s3: S3Server, uri: str, name: str) -> None:
+    log = txmq.CommitLog.create(f"{uri}/{name}", storage_options=s3.storage_options())
+    log.create_topic("orders", 1)
+    commit(log, prepare(log, 0))
+    assert len(bodies(another(log))) == 5
+    assert name.replace("%20", " ") in {o.split("/")[0] for o in s3.objects(uri)}
+    assert name == name.replace("%20", " ") or not [o for o in s3.objects(uri) if o.startswith(name)]
+
+
+def test_a_checkpoint_on_s3_is_read_with_the_storage_options(s3: S3Server, log: txmq.CommitLog, uri: str) -> None:
+    from rmq_spark.sink.writers import read_checkpoint
+
+    options = s3.storage_options()
+    fs, folder = filesystem(f"{uri}/checkpoint", options)
+    for name, content in (("metadata", b'{"id": "q"}'), ("offsets/7", b"v1"), ("offsets/8", b"v1 more")):
+        with fs.open_output_stream(f"{folder}/{name}") as stream:
+            stream.write(content)
+    found = read_checkpoint(f"{uri}/checkpoint", options)
+    assert (found.query_id, found.batch_id) == ("q", 8)
+    sink = txmq.TransactionalSink(log, producer_group="g", listener=None, checkpoint_location=f"{uri}/checkpoint")
+    assert sink._input_hash(8) == found.input_hash

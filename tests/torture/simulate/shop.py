@@ -1,0 +1,291 @@
+"""The local side of a simulation: a database with a fence, and listeners that behave like the shipped ones.
+
+:class:`FencedListener` does what ``SqlTransactionListener`` does, :class:`VersionedListener` what
+``DeltaTransactionListener`` does with Delta's idempotent writes, :class:`BareListener` has no fence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from rmq_spark.errors import FencedError, FenceError, LocalTransactionError
+from rmq_spark.listener import CommitOncePrepared, TransactionListener, Verdicts
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, LocalTransactionState
+from tests.torture.judge.history import History, Kind, Phase, payload_hash
+from tests.torture.simulate.scheduler import Scheduler, SimulatedLock
+
+EXECUTED, ROLLED_BACK, TOMBSTONE = "executed", "rolled_back", "tombstone"
+VERDICTS = {EXECUTED: COMMIT_MESSAGE, ROLLED_BACK: ROLLBACK_MESSAGE, TOMBSTONE: ROLLBACK_MESSAGE}
+LOCK_TIMEOUT_S = 5.0
+
+
+class Broken(Exception):
+    """The user's work, or the connection to the database, failed."""
+
+
+@dataclass
+class Temper:
+    """How a listener behaves; each a chance per call."""
+
+    fails_before: float = 0.0
+    fails_after: float = 0.0  # the connection breaks at the commit: it happened
+    refuses: float = 0.3  # per transaction
+    says_unknown: float = 0.0  # although it happened, or did not
+    slow: float = 0.0  # the work takes slow_s
+    slow_s: float = 45.0
+    check_fails: float = 0.0
+    check_unknown: float = 0.0
+    poison: str | None = None  # this half batch: its work says UNKNOWN, and no check of it is ever answered
+
+    def calm(self) -> None:
+        for name in ("fails_before", "fails_after", "says_unknown", "slow", "check_fails", "check_unknown"):
+            setattr(self, name, 0.0)
+
+
+class Database:
+    """Rows of local transactions, and the fence's. It survives every process; a dead one's locks are released."""
+
+    def __init__(self, scheduler: Scheduler, history: History, fence_id: str) -> None:
+        self.fence_id = fence_id
+        self.fence: dict[str, str] = {}
+        self._history = history
+        self._scheduler = scheduler
+        self._locks: dict[str, SimulatedLock] = {}
+
+    def lock(self, half_id: str) -> SimulatedLock:
+        """One for all rows of a half batch: who claims a row waits for whoever claimed it and has not committed."""
+        return self._locks.setdefault(half_id, SimulatedLock(self._scheduler))
+
+    def commit(self, states: dict[str, str], batch: HalfBatch, bodies: Iterable[tuple[str, bytes]]) -> None:
+        """A database transaction: fence rows, and a row for each body, at one moment."""
+        self.fence.update(states)
+        for transaction_id, body in bodies:
+            self._history.note(
+                Kind.LOCAL, half_id=batch.half_id, transaction_id=transaction_id, attempt=batch.attempt,
+                payload=payload_hash(body),
+            )  # fmt: skip
+
+
+@dataclass
+class DeltaTwin:
+    """A Delta table with idempotent writes: a write whose ``txnVersion`` is there already is skipped in silence."""
+
+    id: str = "delta-table"
+    versions: dict[str, int] = field(default_factory=dict)
+    marks: dict[str, list[str]] = field(default_factory=dict)  # userMetadata of the commits that are in the log
+
+    def write(self, app_id: str, version: int, mark: str) -> bool:
+        if self.versions.get(app_id, -1) >= version:
+            return False
+        self.versions[app_id] = version
+        self.marks.setdefault(app_id, []).append(mark)
+        return True
+
+
+class Listener(TransactionListener):
+    """What all listeners of the simulation share: they note what they are asked and what they say."""
+
+    def __init__(self, database: Database, scheduler: Scheduler, history: History, temper: Temper) -> None:
+        self.database = database
+        self.temper = temper
+        self._scheduler, self._history = scheduler, history
+        self.seen_version = 0  # of op: whoever asks has certainly seen it
+        self.rollback_after_s = 20.0
+
+    # ------------------------------------------------------------------ the door
+    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        ids: list[str] = batch.transactions["transaction_id"].to_pylist()
+        self._note(Kind.EXECUTE, Phase.BEGIN, batch, ids)
+        if self._happens(self.temper.fails_before):
+            raise Broken("the work failed before it did anything")
+        self._scheduler.step()
+        verdicts = self.execute(batch, ids)
+        self._note(Kind.EXECUTE, Phase.OK, batch, ids, verdicts)
+        self._scheduler.step()
+        if self._happens(self.temper.fails_after):
+            raise Broken("the connection broke at the commit")
+        unknown = 1.0 if batch.half_id == self.temper.poison else self.temper.says_unknown
+        return self._answer([UNKNOWN if self._happens(unknown) else v for v in verdicts])
+
+    def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        ids: list[str] = batch.transactions["transaction_id"].to_pylist()
+        self._note(Kind.CHECK, Phase.BEGIN, batch, ids)
+        self._scheduler.step()
+        if self._happens(self.temper.check_fails) or batch.half_id == self.temper.poison:
+            self._note(Kind.CHECK, Phase.FAIL, batch, ids)
+            raise Broken("the database does not answer")
+        try:
+            verdicts = self.check(batch, ids)
+        except FenceError:
+            self._note(Kind.CHECK, Phase.FAIL, batch, ids)
+            raise
+        if self._happens(self.temper.check_unknown):
+            verdicts = [UNKNOWN] * len(ids)
+        self._note(Kind.CHECK, Phase.OK, batch, ids, verdicts)
+        self._scheduler.step()
+        return self._answer(verdicts)
+
+    def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+        raise NotImplementedError
+
+    def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ parts of the listeners
+    def is_old(self, batch: HalfBatch) -> bool:
+        return self._scheduler.wall_s() - batch.prepared_at.timestamp() >= self.rollback_after_s
+
+    def work(self, ids: Sequence[str]) -> dict[str, str]:
+        """The user's own work; it takes its time and may refuse a transaction."""
+        if self._happens(self.temper.slow):
+            self._scheduler.sleep(self.temper.slow_s)
+        self._scheduler.step()
+        return {i: ROLLED_BACK if self._happens(self.temper.refuses) else EXECUTED for i in ids}
+
+    def _happens(self, rate: float) -> bool:
+        return self._scheduler.chance.random() < rate
+
+    def _answer(self, verdicts: Sequence[LocalTransactionState]) -> Verdicts:
+        if len(set(verdicts)) == 1 and self._happens(0.5):
+            return verdicts[0]
+        return pa.array([v.value for v in verdicts], pa.string())
+
+    def _note(
+        self,
+        kind: Kind,
+        phase: Phase,
+        batch: HalfBatch,
+        ids: Sequence[str],
+        verdicts: Sequence[LocalTransactionState] = (),
+    ) -> None:
+        current = self._scheduler.current
+        version = self.seen_version if kind is Kind.CHECK else None
+        for at, transaction_id in enumerate(ids):
+            self._history.note(
+                kind, phase, current.process.name if current else "main", half_id=batch.half_id,
+                attempt=batch.attempt, transaction_id=transaction_id, version=version,
+                verdict=verdicts[at].value if verdicts else None,
+            )  # fmt: skip
+
+
+class FencedListener(Listener):
+    """A fence row a transaction, in one database transaction with the work; whoever inserts it first wins."""
+
+    @property
+    def fence_id(self) -> str:
+        return self.database.fence_id
+
+    def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+        database = self.database
+        self.require_same_fence(batch)
+        bodies = batch.messages(["transaction_id", "body"]).to_pylist()
+        with database.lock(batch.half_id):
+            recorded = self.recorded(ids)
+            if TOMBSTONE in recorded.values():
+                if set(recorded.values()) != {TOMBSTONE}:
+                    raise LocalTransactionError("some of the transactions ran, and some were rolled back by a check")
+                database.commit(dict.fromkeys(ids, TOMBSTONE), batch, ())
+                raise FencedError(f"a check was faster than attempt {batch.attempt} of {batch.half_id}")
+            if recorded:
+                if len(recorded) < len(ids):
+                    raise LocalTransactionError("some of the transactions ran before")
+                return [VERDICTS[recorded[i]] for i in ids]
+            states = self.work(ids)
+            done = [(r["transaction_id"], r["body"]) for r in bodies if states[r["transaction_id"]] == EXECUTED]
+            database.commit(states, batch, done)
+        return [VERDICTS[states[i]] for i in ids]
+
+    def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+        self.require_same_fence(batch)
+        recorded = self.recorded(ids)
+        absent = [i for i in ids if i not in recorded]
+        if absent and self.is_old(batch):
+            lock = self.database.lock(batch.half_id)
+            if not lock.acquire(LOCK_TIMEOUT_S):
+                return [UNKNOWN] * len(ids)
+            try:
+                recorded |= self.bury(absent, batch)
+            finally:
+                lock.release()
+        return [VERDICTS[recorded[i]] if i in recorded else UNKNOWN for i in ids]
+
+    def bury(self, absent: Sequence[str], batch: HalfBatch) -> dict[str, str]:
+        """Tombstones for those that still have no row."""
+        faster = self.recorded(absent)
+        self.database.commit({i: TOMBSTONE for i in absent if i not in faster}, batch, ())
+        return self.recorded(absent)
+
+    def recorded(self, ids: Sequence[str]) -> dict[str, str]:
+        return {i: self.database.fence[i] for i in ids if i in self.database.fence}
+
+    def require_same_fence(self, batch: HalfBatch) -> None:
+        if batch.fence_id != self.database.fence_id:
+            raise FenceError(f"{batch.half_id} was prepared with another fence than that of this database")
+
+
+class VersionedListener(Listener):
+    """A Delta commit a half batch; execute and tombstone write under the same transaction version."""
+
+    TOMBSTONE_VERSION = 1
+
+    def __init__(
+        self, database: Database, scheduler: Scheduler, history: History, temper: Temper, table: DeltaTwin
+    ) -> None:
+        super().__init__(database, scheduler, history, temper)
+        self.table = table
+
+    @property
+    def fence_id(self) -> str:
+        return self.table.id
+
+    def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+        self.require_same_table(batch)
+        [transaction_id] = ids
+        bodies = batch.messages(["transaction_id", "body"]).to_pylist()
+        state = self.work(ids)[transaction_id]
+        if self.table.write(transaction_id, 1, state) and state == EXECUTED:
+            self.database.commit({}, batch, [(r["transaction_id"], r["body"]) for r in bodies])
+        self._scheduler.step()
+        # Delta says nothing when it skips: look whose commit it was.
+        found = self.table.marks[transaction_id][0]
+        if found == TOMBSTONE:
+            raise FencedError(f"a check was faster than attempt {batch.attempt} of {batch.half_id}")
+        return [VERDICTS[found]]
+
+    def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+        self.require_same_table(batch)
+        [transaction_id] = ids
+        if transaction_id not in self.table.marks:
+            if not self.is_old(batch):
+                return [UNKNOWN]
+            self._scheduler.step()
+            self.table.write(transaction_id, self.TOMBSTONE_VERSION, TOMBSTONE)
+        return [VERDICTS[self.table.marks[transaction_id][0]]]
+
+    def require_same_table(self, batch: HalfBatch) -> None:
+        if batch.fence_id != self.table.id:
+            raise FenceError(f"{batch.half_id} was prepared with another table than this one")
+
+
+class BareListener(Listener):
+    """No fence: a check looks whether it happened. Safe against crashes, and as long as leases keep checks away."""
+
+    def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+        bodies = batch.messages(["transaction_id", "body"]).to_pylist()
+        states = self.work(ids)
+        done = [(r["transaction_id"], r["body"]) for r in bodies if states[r["transaction_id"]] == EXECUTED]
+        self.database.commit(states, batch, done)
+        return [VERDICTS[states[i]] for i in ids]
+
+    def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+        fence = self.database.fence
+        return [VERDICTS[fence[i]] if i in fence else ROLLBACK_MESSAGE for i in ids]
+
+
+class NoListener(CommitOncePrepared):
+    """``transactionListener=none``: plain sending."""
+
+    seen_version = 0

@@ -1,0 +1,811 @@
+"""The product's protocol, run from a seed on a store, a clock and processes that misbehave, and judged by its history.
+
+``simulate(seed)`` plays a small scenario: streams and senders that crash and come again (also while the first still
+sleeps), checkers, readers, a person, upkeep and somebody's OPTIMIZE. Then all is repaired: no more faults, everything
+is brought to its end and read. ``python -m tests.torture.simulate.simulation SEED`` shows a seed's history.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any
+
+import pyarrow as pa
+
+from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import BatchState, RowState
+from rmq_spark.commitlog.reading import stored_columns, to_messages
+from rmq_spark.commitlog.table import Change
+from rmq_spark.errors import (
+    CheckpointMismatchError,
+    CommitError,
+    FenceError,
+    LocalTransactionError,
+    LostCommitError,
+    StaleAttemptError,
+    UnresolvedTransactionError,
+    VerdictConflictError,
+)
+from rmq_spark.message import CHECK_IMMUNITY_PROPERTY, PROPERTIES
+from rmq_spark.sink.producer import TransactionMQProducer
+from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.source.options import Subscription
+from rmq_spark.source.plan import Planner, admit
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
+from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
+from tests.torture.judge.history import FINAL, Event, History, Kind, Phase, payload_hash
+from tests.torture.judge.observation import READ_COLUMNS, note_messages, note_tables
+from tests.torture.simulate.scheduler import NoEnd, Scheduler
+from tests.torture.simulate.shop import (
+    BareListener,
+    Broken,
+    Database,
+    DeltaTwin,
+    FencedListener,
+    Listener,
+    NoListener,
+    Temper,
+    VersionedListener,
+)
+from tests.torture.simulate.store import Weather, prepared_s
+from tests.torture.simulate.world import TOPIC, SimulatedLog, World, create_topic, seam, wall_clock
+
+GROUP = "group"
+DAY_S = 86_400.0
+INCARNATIONS_MAX = 6
+DRAIN_ROUNDS_MAX = 60
+SEEDS_WANTED = 1_000_000
+"""In a long run; it ends earlier when its time is up, and says how many there were."""
+
+EXPECTED = (
+    CheckpointMismatchError, CommitError, FenceError, LocalTransactionError, LostCommitError, StaleAttemptError,
+    UnresolvedTransactionError, VerdictConflictError, Broken, OSError,
+)  # fmt: skip
+"""What may end a process that meets a fault; anything else is a finding."""
+
+
+MOODS = ("storm", "clocks", "crowd", "guesses")
+"""Kinds of trouble that a scenario may have more of."""
+
+
+# ---------------------------------------------------------------- what a seed plays
+@dataclass
+class Scenario:
+    """What takes part, and how badly it all behaves."""
+
+    streams: int = 1
+    senders: int = 0
+    batches: int = 2
+    rows: int = 3
+    partitions: int = 1
+    per: str = "batch"
+    queues: int = 1
+    sharded: bool = False
+    fifo: bool = False  # the topic keeps the order of its sharding keys
+    checkers: int = 1
+    rounds: int = 3
+    readers: int = 1
+    polls: int = 3
+    planner: bool = False
+    upkeep: int = 3
+    person: bool = False
+    zombies: float = 0.0
+    restored: str | None = None  # "offsets" or "query": the last batch comes again from another checkpoint
+    stranger: bool = False  # one more checker, which looks into another database
+    listener: str = "fenced"
+    immunity: bool = False  # messages ask for longer, or shorter, than the time-out before their check
+    discard: str = "quarantine"
+    checks_max: int = 2
+    check_timeout_s: float = 6.0
+    on_listener_error: str = "fail"
+    switch: float = 0.3
+    tick: float = 0.02  # a step takes up to so many seconds
+    crash: float = 0.0
+    pause: float = 0.0
+    clock_steps: bool = False
+    op_files_max: int = 5
+    stuck_after_s: float | None = None
+    weather: Weather = field(default_factory=Weather)
+    temper: Temper = field(default_factory=Temper)
+
+    @classmethod
+    def draw(cls, chance: random.Random, large: bool | None = None) -> Scenario:
+        """A scenario of any kind; small ones, of which more can be played, are three in four unless told otherwise."""
+        pick, often = chance.choice, chance.random
+        if large is None:
+            large = often() < 0.25
+        scenario = cls(
+            streams=pick((0, 1, 1, 1, 2)) if large else pick((0, 1, 1, 1)),
+            senders=pick((0, 0, 0, 1)) if large else 0,
+            batches=pick((1, 1, 2, 3)) if large else pick((1, 1, 1, 2)),
+            rows=pick((1, 2, 3)) if large else pick((1, 2)),
+            partitions=pick((1, 1, 2)),
+            per=pick(("batch", "message", "key")),
+            queues=pick((1, 2)),
+            sharded=often() < 0.4,
+            checkers=pick((0, 1, 1, 2)) if large else pick((0, 1, 1)),
+            rounds=pick((1, 2, 3)) if large else pick((1, 1, 2)),
+            readers=pick((0, 0, 1, 1)) if large else pick((0, 0, 0, 1)),
+            polls=pick((1, 2, 3)) if large else 1,
+            planner=often() < 0.4,
+            upkeep=pick((0, 1, 2, 4)) if large else pick((0, 0, 1, 1)),
+            person=often() < 0.1,
+            zombies=pick((0.0, 0.0, 0.5)),
+            restored=pick((None,) * 8 + ("offsets", "query")),
+            stranger=often() < 0.08,
+            listener=pick(("fenced",) * 8 + ("versioned", "versioned", "bare", "bare", "none")),
+            immunity=pick((False, False, False, True)),
+            discard=pick(("quarantine",) * 3 + ("rollback", "commit")),
+            checks_max=pick((1, 2, 3)),
+            on_listener_error=pick(("fail", "unknown")),
+            switch=pick((0.1, 0.3, 0.6)),
+            crash=pick((0.0, 0.005, 0.02, 0.04)) if large else pick((0.0, 0.02, 0.05)),
+            pause=pick((0.0, 0.005, 0.02)) if large else pick((0.0, 0.02, 0.05)),
+            clock_steps=often() < 0.15,
+            op_files_max=pick((3, 5, 9)) if large else pick((2, 3, 5)),
+        )
+        if often() < 0.8:
+            scenario.weather = Weather(
+                **{name: pick((0.0, 0.05, 0.15)) for name in vars(Weather())} | {"unreadable": pick((0.0, 0.0, 0.01))}
+            )
+        scenario.temper = Temper(
+            fails_before=pick((0.0, 0.1)),
+            fails_after=pick((0.0, 0.1)),
+            refuses=pick((0.0, 0.3)),
+            says_unknown=pick((0.0, 0.0, 0.3)),
+            slow=pick((0.0, 0.0, 0.2)),
+            check_fails=pick((0.0, 0.1)),
+            check_unknown=pick((0.0, 0.3, 0.8)),
+        )
+        scenario.fifo = scenario.sharded and scenario.checks_max != 2  # drawn with them: seeds stay what they were
+        return scenario.in_mood(pick((None,) * 8 + MOODS)).made_possible()
+
+    def in_mood(self, mood: str | None) -> Scenario:
+        """The scenario, with more of one kind of trouble."""
+        if mood == "storm":
+            self.weather = Weather(0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.02)
+            self.pause, self.switch, self.zombies = 0.04, 0.6, 0.5
+        elif mood == "clocks":
+            self.clock_steps, self.upkeep, self.pause = True, max(self.upkeep, 3), 0.04
+        elif mood == "crowd":
+            self.streams, self.checkers, self.switch, self.zombies, self.op_files_max = 2, 2, 0.6, 0.8, 2
+        elif mood == "guesses":
+            self.discard, self.checks_max, self.checkers = "rollback" if self.rows > 1 else "commit", 1, 2
+            self.temper.check_unknown, self.temper.says_unknown = 0.5, 0.4
+        return self
+
+    def made_possible(self) -> Scenario:
+        """The scenario, less what its parts cannot promise together."""
+        if self.streams + self.senders == 0:
+            self.streams = 1
+        self.fifo = self.fifo and self.sharded
+        if self.fifo and self.senders:
+            self.upkeep = 0  # a rewrite of one pending send makes it a later one: the order of sends is their time's
+        if self.listener == "versioned":
+            self.per = "batch"
+        if self.listener == "bare":
+            self.immunity = False  # leases need their time
+            # Without a fence nobody may wake up late or overtake a lease; and a policy that guesses is a guess.
+            self.pause, self.zombies, self.clock_steps, self.weather = 0.0, 0.0, False, Weather()
+            self.person, self.check_timeout_s = False, 30.0
+            self.stranger = False  # nor tell another database from its own
+        self.partitions = min(self.partitions, self.rows)
+        return self
+
+
+@dataclass
+class Result:
+    """What became of a seed."""
+
+    seed: int
+    anomalies: list[Anomaly]
+    problems: list[str]
+    history: History
+    counts: Counter[str]
+
+    @property
+    def good(self) -> bool:
+        return not self.anomalies and not self.problems
+
+
+# ---------------------------------------------------------------- the run
+class Simulation:
+    """One scenario with one chance."""
+
+    def __init__(self, seed: int, scenario: Scenario | None = None) -> None:
+        self.seed = seed
+        self.chance = random.Random(seed)
+        self.scenario = s = Scenario.draw(self.chance) if scenario is None else scenario
+        self.scheduler = Scheduler(self.chance, s.switch, s.crash, s.pause, s.tick)
+        self.world = World(self.chance, self.scheduler, s.weather)
+        self.history = self.world.history
+        self.database = Database(self.scheduler, self.history, "fence")
+        self.wrong_database = Database(self.scheduler, self.history, "another fence")
+        self.delta = DeltaTwin()
+        self.sources: list[Source] = [StreamSource(self, f"app{i}") for i in range(s.streams)]
+        self.sources += [SendSource(self, f"sender{i}") for i in range(s.senders)]
+        self.positions: dict[str, dict[int, int]] = {}
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.at_ease = False
+
+    def run(self) -> Result:
+        settings = {"OP_FILES_MAX": self.scenario.op_files_max, "TAIL_CHUNKS_MAX": 4, "HALF_IDS_KEPT": 3}
+        with seam(self.world, settings):
+            create_topic(self.world, TOPIC, self.scenario.queues, self.scenario.fifo)
+            try:
+                self._play()
+                self._repair()
+                self._look()
+            except NoEnd as problem:
+                self.problems.append(f"{type(problem).__name__}: {problem}")
+        self.problems += [f"{name}: {type(p).__name__}: {p}" for name, p in self.scheduler.problems]
+        rules = Rules(
+            checks_max=self.scenario.checks_max,
+            stuck_after_s=self.scenario.stuck_after_s,
+            fifo=frozenset({TOPIC} if self.scenario.fifo else ()),
+        )
+        anomalies = find_anomalies(self.history, rules)
+        self.counts["steps"] += self.scheduler.steps
+        self.counts["crashes"] += self.scheduler.crashes
+        self.counts["pauses"] += self.scheduler.pauses
+        self.counts["events"] += len(self.history)
+        return Result(self.seed, anomalies, self.problems, self.history, self.counts)
+
+    def _play(self) -> None:
+        s = self.scenario
+        for source in self.sources:
+            self.world.spawn(f"cluster/{source.name}", Supervisor(self, source.name, source.work, s.zombies), True)
+        for i in range(s.checkers):
+            self.world.spawn(f"cluster/checker{i}", Supervisor(self, f"checker{i}", self.check_rounds), True)
+        if s.stranger:
+            self.world.spawn("stranger", lambda: self.check_rounds(self.wrong_database))
+        for i in range(s.readers):
+            reader = Reader(self, f"reader{i}")
+            self.world.spawn(f"cluster/reader{i}", Supervisor(self, f"reader{i}", reader.work), True)
+        if s.upkeep:
+            self.world.spawn("cluster/upkeep", Supervisor(self, "upkeep", self.upkeep), True)
+        if s.person:
+            self.world.spawn("person", self.person)
+        self.scheduler.run()
+
+    # ------------------------------------------------------------------ repair, and the end
+    def _repair(self) -> None:
+        """No more faults: bring everything to its end."""
+        self.at_ease = True
+        self.scheduler.crash_rate = self.scheduler.pause_rate = 0.0
+        self.scenario.weather.calm()
+        self.scenario.temper.calm()
+        self.world.spawn("repair", self._settle, immortal=True)
+        self.scheduler.run()
+
+    def _settle(self) -> None:
+        for round_ in range(DRAIN_ROUNDS_MAX):
+            unfinished = [source for source in self.sources if not source.finished]
+            for source in unfinished:
+                self.tolerate(source.work)
+            log, listener = self.world.open_log(), self.listener()
+            is_open = (
+                self._rows_open() and self.check_round(self.service(log, listener, "quarantine"), log, listener) != 0
+            )
+            if {"quarantine", "conflict"} & set(self.world.op.rows()["kind"].to_pylist()):
+                is_open |= self.put_right(log)
+            if not unfinished and not is_open:
+                break
+            # Clocks may have stepped by days, and then everything is young for as long.
+            self.scheduler.sleep(30.0 if round_ < 5 else DAY_S / 4)
+        self.problems += [f"{source.name} never comes to its end" for source in self.sources if not source.finished]
+
+    def _rows_open(self) -> bool:
+        """Whether op rows leave half rows open, counted from outside."""
+        op = self.world.op.rows().select(["kind", "count"]).to_pylist()
+        signs = {"commit": 1, "rollback": 1, "quarantine": 1, "reopen": -1}
+        return sum(signs.get(row["kind"], 0) * row["count"] for row in op) != self.world.half.rows().num_rows
+
+    def _look(self) -> None:
+        """Read everything, rewrite everything, and read it again; and note what the tables hold."""
+        self.history.note(Kind.END)
+
+        def read(operation: str) -> Callable[[], None]:
+            return lambda: note_messages(
+                self.history, Kind.READ, "final", operation, self.world.open_log().read(TOPIC, columns=READ_COLUMNS)
+            )
+
+        self.world.spawn("final", read(FINAL), immortal=True)
+        self.scheduler.run()
+        if self.scenario.upkeep > 1:
+            for work in (self.optimize, self.vacuum, self.merge, read(f"{FINAL} again")):
+                self.world.spawn("final", work, immortal=True)
+                self.scheduler.run()
+        note_tables(self.history, self.world.half.rows(), self.world.op.rows(), prepared_s(self.world.half))
+        for table in (self.world.half, self.world.op):
+            table.note_versions()
+
+    # ------------------------------------------------------------------ listeners and checkers
+    def listener(self, database: Database | None = None) -> Listener | NoListener:
+        """A listener of a process of its own."""
+        s = self.scenario
+        if s.listener == "none":
+            return NoListener()
+        parts = (database or self.database, self.scheduler, self.history, s.temper)
+        if s.listener == "versioned":
+            return VersionedListener(*parts, DeltaTwin("another table") if database else self.delta)
+        return (BareListener if s.listener == "bare" else FencedListener)(*parts)
+
+    def check_rounds(self, database: Database | None = None) -> None:
+        """A checker's life: some rounds."""
+        listener = self.listener(database)
+        log = self.world.open_log()
+        service = self.service(log, listener, self.scenario.discard)
+        for _ in range(self.scenario.rounds):
+            self.check_round(service, log, listener)
+            self.scheduler.sleep(self.chance.choice((3.0, 20.0, 40.0)))
+
+    def service(self, log: SimulatedLog, listener: Listener | NoListener, discard: str) -> CheckService:
+        return CheckService(
+            log, {GROUP: listener}, transaction_timeout=self.scenario.check_timeout_s,
+            transaction_check_max=self.scenario.checks_max, discard_policy=discard, round_timeout=None,
+            clock=wall_clock(self.world),
+        )  # fmt: skip
+
+    def check_round(self, service: CheckService, log: SimulatedLog, listener: Listener | NoListener) -> int | None:
+        """A round; how many half batches are open after it, or None when it failed."""
+        listener.seen_version = log.seen_version
+        self.counts["rounds"] += 1
+        try:
+            report = service.run_once()
+        except OSError:  # a round that fails as a whole is tried again
+            return None
+        self.counts["checked"] += report.checked.transactions
+        self.problems += [f"checker: {sentence}" for _, sentence in report.problems if "CorruptLog" in sentence]
+        return report.pending
+
+    # ------------------------------------------------------------------ a person
+    def person(self) -> None:
+        """Looks now and then at what is open, and decides by what the database says."""
+        for _ in range(2):
+            self.scheduler.sleep(self.chance.choice((5.0, 30.0, 90.0)))
+            self.tolerate(lambda: self.put_right(self.world.open_log(), also_pending=True))
+
+    def put_right(self, log: SimulatedLog, also_pending: bool = False) -> bool:
+        """Resolve what waits for a person, when anything does; what the database knows nothing uniform about is asked
+        again."""
+        waiting = set(log.conflicts()) | set(log.quarantined()["half_id"].to_pylist())
+        if also_pending:
+            waiting |= set(log.pending()["half_id"].to_pylist())
+        waiting.discard(self.scenario.temper.poison or "")  # nobody will ever answer for it
+        for half_id in sorted(waiting):
+            record = log.get(half_id)
+            state = log.state_of(record)
+            verdict = self._truth(log, record, state)
+            if verdict is None and state.in_conflict:
+                verdict = COMMIT_MESSAGE
+            if verdict is None or (not state.in_conflict and self.chance.random() < 0.5):
+                log.resume(half_id, "a person asks for another check")
+                continue
+            self.counts["resolved"] += 1
+            try:
+                log.resolve(half_id, verdict, "the database says so")
+            except VerdictConflictError:  # it is visible: only this is left
+                self.tolerate(lambda half_id=half_id: log.resolve(half_id, COMMIT_MESSAGE, "it is visible already"))
+        return bool(waiting)
+
+    def _truth(self, log: CommitLog, record: HalfRecord, state: BatchState) -> LocalTransactionState | None:
+        """What became of all that is open; None when that differs, or is not known for good."""
+        if self.scenario.listener != "fenced":
+            return None
+        found = set()
+        for attempt in state.attempts(*RowState):
+            mask = state.rows_in(tuple(RowState), attempt)
+            batch = log.half_batch(record, state, attempt, mask)
+            for transaction_id in batch.transactions["transaction_id"].to_pylist():
+                found.add(self.database.fence.get(transaction_id))
+        if found == {"executed"}:
+            return COMMIT_MESSAGE
+        return ROLLBACK_MESSAGE if found <= {"rolled_back", "tombstone"} else None
+
+    # ------------------------------------------------------------------ upkeep
+    def upkeep(self) -> None:
+        for _ in range(self.scenario.upkeep):
+            self.scheduler.sleep(self.chance.choice((1.0, 10.0, 60.0)))
+            work = self.chance.choice(
+                (self.mark, self.merge, self.optimize, self.vacuum, self.clean_up, self.step_clock)
+            )
+            self.counts[work.__name__] += 1
+            self.tolerate(work)
+
+    def mark(self) -> None:
+        self.world.open_log().move_mark()
+
+    def merge(self) -> None:
+        maintenance.compact_op(self.world.op.another())
+
+    def optimize(self) -> None:
+        """Somebody's OPTIMIZE of ``half``: other files, another order, a new time."""
+        table = self.world.half.another()
+        table.refresh()
+        old = table.actions()["path"].to_pylist()
+        if not old:
+            return
+        rows = table.read(old).sort_by([("row_no", "descending"), ("half_id", "ascending")])
+        change = Change(add=[table.write(rows, "part", ("half_id",))], remove=old, data_change=False)
+
+        def decide(_: int) -> Change | None:
+            live = set(table.actions()["path"].to_pylist())
+            return change if live.issuperset(old) else None
+
+        table.compare_and_set(decide, lambda c: c.add[0].path in set(table.actions()["path"].to_pylist()))
+
+    def vacuum(self) -> None:
+        """Somebody's VACUUM: half files that were rewritten are deleted."""
+        content = self.world.half.content
+        for path in set(content.removed) - set(content.versions[-1].files):
+            self.world.half.fs.tables.pop(f"half/{path}", None)
+
+    def clean_up(self) -> None:
+        kept = self.chance.choice((0, 0, 1, 3))
+        self.chance.choice((self.world.half, self.world.op)).clean_up(kept)
+
+    def step_clock(self) -> None:
+        if self.scenario.clock_steps:
+            self.scheduler.clock_offset_s += self.chance.choice((-DAY_S, -3600.0, -1.0, 1.0, 3600.0, DAY_S))
+
+    # ------------------------------------------------------------------ what processes share
+    def tolerate(self, work: Callable[[], object]) -> bool:
+        """Do it; True when it came to its end, False when a fault that must be expected stopped it."""
+        try:
+            work()
+        except EXPECTED as problem:
+            self.counts[type(problem).__name__] += 1
+            return False
+        return True
+
+
+class Supervisor:
+    """Starts a process again when it ended early; sometimes while the one before only sleeps."""
+
+    def __init__(self, simulation: Simulation, name: str, work: Callable[[], object], zombies: float = 0.0) -> None:
+        self._simulation, self._name, self._work, self._zombies = simulation, name, work, zombies
+
+    def __call__(self) -> None:
+        simulation, scheduler = self._simulation, self._simulation.scheduler
+        ended = False
+
+        def life() -> None:
+            nonlocal ended
+            ended = simulation.tolerate(self._work) or ended
+
+        for number in range(INCARNATIONS_MAX):
+            process = simulation.world.spawn(f"{self._name}#{number}", life)
+            if simulation.chance.random() < self._zombies:
+                scheduler.sleep(simulation.chance.choice((0.05, 1.0, 30.0)))  # taken for dead
+            else:
+                scheduler.join(process.tasks[0])
+            if ended:
+                return
+            scheduler.sleep(simulation.chance.choice((0.1, 5.0, 30.0)))
+
+
+# ---------------------------------------------------------------- who sends
+class Source:
+    """Batches that must be sent once each, by one incarnation after the other."""
+
+    def __init__(self, simulation: Simulation, name: str) -> None:
+        self.simulation, self.name = simulation, name
+        s = simulation.scenario
+        self.batches = s.batches
+        self.done = 0  # batches that the checkpoint says are done
+        self.restored: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= self.batches
+
+    def work(self) -> None:
+        raise NotImplementedError
+
+    def columns(self, batch_id: int, other: str = "") -> dict[str, list[Any]]:
+        """The messages of a batch: the same whenever it is asked for."""
+        s = self.simulation.scenario
+        bodies = [f"{self.name}.{batch_id}.{i}{other}" for i in range(s.rows)]
+        columns: dict[str, list[Any]] = {"body": bodies}
+        if s.per == "key":
+            columns["k"] = [f"k{i % 2}" for i in range(s.rows)]
+        if s.sharded:
+            columns["sharding_key"] = [f"{self.name}-{i % 2}" for i in range(s.rows)]
+        if s.immunity:
+            columns["properties"] = [[(CHECK_IMMUNITY_PROPERTY, "2" if i % 2 else "25")] for i in range(s.rows)]
+        return columns
+
+    def events(self, columns: dict[str, list[Any]], batch_id: int, half_id: str) -> list[Event]:
+        s = self.simulation.scenario
+        shards = columns.get("sharding_key")
+        return [
+            Event(
+                Kind.SEND, Phase.BEGIN, self.simulation.world.process, half_id=half_id, batch_id=batch_id,
+                payload=payload_hash(body), topic=TOPIC, operation=f"{self.simulation.world.process}/{batch_id}",
+                key=shards[i] if shards and s.partitions == 1 else None,
+                sequence=batch_id * s.rows + i if shards and s.partitions == 1 else None,
+            )
+            for i, body in enumerate(columns["body"])
+        ]  # fmt: skip
+
+    @staticmethod
+    def table(columns: dict[str, list[Any]]) -> pa.Table:
+        """The columns as a program gives them."""
+        kinds = {"properties": PROPERTIES}
+        return pa.table({name: pa.array(values, kinds.get(name)) for name, values in columns.items()})
+
+    def told(self, begun: Sequence[Event], phase: Phase, verdict: LocalTransactionState | None = None) -> None:
+        for event in begun:
+            self.simulation.history.note(
+                Kind.SEND, phase, event.process, half_id=event.half_id, batch_id=event.batch_id,
+                payload=event.payload, topic=TOPIC, operation=event.operation, key=event.key,
+                sequence=event.sequence, verdict=None if verdict is None else verdict.value,
+            )  # fmt: skip
+
+
+_VERDICT_OF = {RowState.COMMITTED: COMMIT_MESSAGE, RowState.ROLLED_BACK: ROLLBACK_MESSAGE}
+
+
+class StreamSource(Source):
+    """A streaming query: a driver that runs one micro-batch after the other, and goes on from its checkpoint."""
+
+    def work(self) -> None:
+        simulation, world = self.simulation, self.simulation.world
+        log = world.open_log()
+        listener = simulation.listener()
+        while not self.finished:
+            self.send(log, listener, self.done)
+            world.scheduler.step()  # Spark's own commit is another moment
+        if simulation.scenario.restored and self.restored is None:
+            self.restored = simulation.scenario.restored
+            self.send(log, listener, self.batches - 1, self.restored)
+
+    def send(
+        self, log: SimulatedLog, listener: Listener | NoListener, batch_id: int, restored: str | None = None
+    ) -> None:
+        simulation, s = self.simulation, self.simulation.scenario
+        columns = self.columns(batch_id, "'" if restored else "")
+        offsets = f"offsets of {batch_id}{'b' if restored == 'offsets' else ''}"
+        half_id = half_id_of(self.name, batch_id)
+        query = f"query of {self.name}{'b' if restored == 'query' else ''}"
+        header = HalfHeader(half_id, self.name, batch_id, query, offsets, listener.fence_id, s.per, GROUP)
+        fifo = frozenset({TOPIC} if s.fifo else ())
+        writer = HalfWriter(header, {TOPIC: s.queues}, TOPIC, "k" if s.per == "key" else None, fifo)
+        table = self.table(columns)
+        size = -(-table.num_rows // s.partitions)
+        files = []
+        for partition in range(s.partitions):
+            part = table.slice(partition * size, size)
+            files += log.stage(writer, part.to_batches(), partition)
+        self._remember_keys(log, half_id, [f.data.path for f in files])
+        begun = self.events(columns, batch_id, half_id)
+        simulation.history.extend(begun)
+        simulation.scheduler.step()
+        listener.seen_version = log.seen_version
+        two_phase = TwoPhase(
+            log, listener, on_listener_error=s.on_listener_error, replay_check_timeout_s=8.0, lease_s=60.0
+        )
+        try:
+            outcome = two_phase.send(header, files)
+        except CheckpointMismatchError:
+            self.told(begun, Phase.FAIL)
+            if restored:
+                return
+            raise
+        except EXPECTED:
+            self.told(begun, Phase.UNKNOWN)
+            self.abort(log, [f.data.path for f in files])
+            raise
+        verdicts = {_VERDICT_OF.get(state) for state in outcome.messages}
+        self.told(begun, Phase.OK, verdicts.pop() if len(verdicts) == 1 else None)
+        self.done = max(self.done, batch_id + 1)
+
+    def abort(self, log: SimulatedLog, paths: Sequence[str]) -> None:
+        """What Spark calls after a failed commit. A commit that timed out may still land: nothing is deleted."""
+
+    def _remember_keys(self, log: SimulatedLog, half_id: str, paths: Sequence[str]) -> None:
+        if self.simulation.scenario.per != "key":
+            return
+        for path in paths:
+            rows = log.half.table.fs.get(f"half/{path}").select(["file_no", "row_no", "transaction_key"])
+            for row in rows.to_pylist():
+                self.simulation.world.keys[half_id, row["file_no"], row["row_no"]] = row["transaction_key"]
+
+
+class SendSource(Source):
+    """A program that sends with TransactionMQProducer, and sends again under the same idempotency key."""
+
+    def work(self) -> None:
+        simulation, s = self.simulation, self.simulation.scenario
+        log = simulation.world.open_log()
+        listener = simulation.listener()
+        producer = TransactionMQProducer(
+            log, GROUP, listener, on_listener_error=s.on_listener_error, check_interval=None
+        )
+        producer.start()
+        producer._two_phase.replay_check_timeout_s = 8.0
+        while not self.finished:
+            batch_id = self.done
+            columns = self.columns(batch_id)
+            idempotency_key = f"{self.name}-{batch_id}"
+            half_id = half_id_of(f"send.{GROUP}.{idempotency_key}", 0)
+            self._know_keys(half_id, columns)
+            begun = self.events(columns, batch_id, half_id)
+            simulation.history.extend(begun)
+            listener.seen_version = log.seen_version
+            try:
+                result = producer.send_messages_in_transaction(
+                    self.table(columns), topic=TOPIC, transaction_key="k" if s.per == "key" else None,
+                    transaction_per=None if s.per == "key" else s.per, idempotency_key=idempotency_key,
+                )  # fmt: skip
+            except EXPECTED:
+                self.told(begun, Phase.UNKNOWN)
+                raise
+            verdict = result.local_transaction_state
+            self.told(begun, Phase.OK, None if verdict is LocalTransactionState.UNKNOWN else verdict)
+            self.done = max(self.done, batch_id + 1)
+            simulation.scheduler.step()
+
+    def _know_keys(self, half_id: str, columns: dict[str, list[Any]]) -> None:
+        """The producer stages by itself, as one file: rows by queue, and of one queue in order."""
+        s = self.simulation.scenario
+        if s.per != "key":
+            return
+        header = HalfHeader(half_id, half_id.rpartition(":")[0], 0, None, None, None, s.per, GROUP)
+        writer = HalfWriter(header, {TOPIC: s.queues}, TOPIC, "k")
+        rows, _ = writer.arrange(writer.normalize(self.table(columns)), 0)
+        for row_no, key in enumerate(rows["transaction_key"].to_pylist()):
+            self.simulation.world.keys[half_id, 0, row_no] = key
+
+
+# ---------------------------------------------------------------- who reads
+class Reader:
+    """A consumer that remembers how far it has come, over its deaths."""
+
+    def __init__(self, simulation: Simulation, name: str) -> None:
+        self.simulation, self.name = simulation, name
+        self.position: dict[int, int] = {}
+        self.polls = 0
+
+    def work(self) -> None:
+        simulation, s = self.simulation, self.simulation.scenario
+        log = simulation.world.open_log()
+        planner = Planner(log, Subscription((TOPIC,))) if s.planner else None
+        while self.polls < s.polls:
+            simulation.scheduler.sleep(simulation.chance.choice((1.0, 20.0, 60.0)))
+            self.polls += 1
+            operation = f"{simulation.world.process}/{self.polls}"
+            if simulation.chance.random() < 0.3:
+                found = log.read(TOPIC, columns=READ_COLUMNS)
+                note_messages(simulation.history, Kind.READ, simulation.world.process, operation, found,
+                              log.seen_version)  # fmt: skip
+                continue
+            limit = simulation.chance.choice((None, 1, 2))
+            found = self._plan(log, planner, limit) if planner else log.read(TOPIC, self.position, limit, READ_COLUMNS)
+            self._note(found, operation, log.seen_version)
+
+    def _plan(self, log: SimulatedLog, planner: Planner, limit: int | None) -> pa.Table:
+        """As the streaming source does."""
+        start = {(TOPIC, q): offset for q, offset in self.position.items()}
+        end = admit(start, planner.latest(), limit)
+        parts = [pa.schema(SCHEMA).empty_table()]
+        for placed in planner.ranges(start, end):
+            for position, rows in log.half.read_range(placed.rows, stored_columns(READ_COLUMNS, placed)):
+                parts.append(to_messages(placed, position, rows, READ_COLUMNS))
+        planner.forget(start)
+        return pa.concat_tables(parts)
+
+    def _note(self, found: pa.Table, operation: str, version: int) -> None:
+        simulation = self.simulation
+        process = simulation.world.process
+        note_messages(simulation.history, Kind.POLL, process, operation, found, version)
+        ends = found.group_by(["queue_id"], use_threads=False).aggregate([("queue_offset", "max")]).to_pylist()
+        for end in sorted(ends, key=lambda e: e["queue_id"]):
+            queue_id, next_offset = end["queue_id"], end["queue_offset_max"] + 1
+            simulation.history.note(
+                Kind.POLLED, Phase.OK, process, topic=TOPIC, queue_id=queue_id, operation=operation,
+                queue_offset=self.position.get(queue_id, 0), next_offset=next_offset,
+            )  # fmt: skip
+            self.position[queue_id] = next_offset
+
+
+SCHEMA = [
+    ("topic", pa.string()), ("queue_id", pa.int32()), ("queue_offset", pa.int64()), ("msg_id", pa.string()),
+    ("transaction_id", pa.string()), ("sharding_key", pa.string()), ("body", pa.binary()),
+]  # fmt: skip
+
+
+# ---------------------------------------------------------------- many seeds
+def simulate(seed: int, scenario: Scenario | None = None) -> Result:
+    """Play one seed."""
+    return Simulation(seed, scenario).run()
+
+
+def play_chunk(seeds: range) -> tuple[int, Counter[str], list[tuple[int, str]]]:
+    """Play some seeds in this process: how many, what happened in them, and what was wrong in which."""
+    logging.disable(logging.CRITICAL)
+    pa.set_cpu_count(1)  # tables of a few rows: a pool of threads only costs
+    counts: Counter[str] = Counter()
+    failures: list[tuple[int, str]] = []
+    gc.disable()
+    for seed in seeds:
+        result = simulate(seed)
+        counts += result.counts
+        if not result.good:
+            failures.append((seed, "; ".join([*result.problems, *(a.kind.value for a in result.anomalies)])))
+    gc.enable()
+    return len(seeds), counts, failures
+
+
+def run(
+    seconds: float, seed: int, count: int = SEEDS_WANTED, processes: int = 2, chunk: int = 25
+) -> dict[str, int | str | list[Any]]:
+    """Play seeds from ``seed`` on until the time, or their number, is reached.
+
+    Parameters
+    ----------
+    count : int
+        At most so many seeds.
+    processes : int
+        They are spawned: each has a simulation of its own.
+    """
+    started, told = time.monotonic(), time.monotonic()
+    played = 0
+    total: Counter[str] = Counter()
+    failures: list[str] = []
+
+    def chunks() -> Iterator[range]:
+        first = seed
+        while first < seed + count and time.monotonic() - started < seconds:
+            last = min(first + chunk, seed + count)
+            yield range(first, last)
+            first = last
+
+    with get_context("spawn").Pool(processes) as pool:
+        waiting: list[Any] = []
+        supply = chunks()
+        while True:
+            while len(waiting) < processes + 1 and (seeds := next(supply, None)) is not None:
+                waiting.append(pool.apply_async(play_chunk, (seeds,)))
+            if not waiting:
+                break
+            done, counts, failed = waiting.pop(0).get()
+            played += done
+            total += counts
+            failures += [f"seed {number}: {what}" for number, what in failed]
+            if time.monotonic() - told > 30:
+                told = time.monotonic()
+                print(f"simulation: {played:,} seeds, {played / (told - started):.1f} a second, {len(failures)} failed")
+    return {
+        "what": "deterministic simulation",
+        "seeds": played,
+        "first seed": seed,
+        "seeds wanted": count,
+        "seconds": round(time.monotonic() - started),
+        "failures": failures,
+        **{name.replace("_", " "): n for name, n in sorted(total.items())},
+    }
+
+
+if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)
+    for argument in sys.argv[1:]:
+        shown = simulate(int(argument))
+        for line in shown.history:
+            print(line)
+        for finding in [*shown.problems, *map(str, shown.anomalies)]:
+            print(finding)

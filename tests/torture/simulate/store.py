@@ -1,0 +1,322 @@
+"""Tables of a commit log on a store that behaves as badly as an object store may.
+
+It loses acknowledgements, reports races that were none, lets a commit land long after it was given up, shows an older
+version, and removes the head of a table's log under a writer that sleeps. Files are Arrow tables, unencoded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog.files import DataFile, RowRange, column_stats
+from rmq_spark.commitlog.table import Change, actions_schema, compare_and_set
+from rmq_spark.errors import CorruptLogError
+from tests.torture.judge.history import History, Kind, Phase
+from tests.torture.simulate.scheduler import Scheduler
+
+
+@dataclass
+class Weather:
+    """How often the store does what; each a chance per operation."""
+
+    lost_ack: float = 0.0  # the commit landed, and an error says that nobody knows
+    own_race: float = 0.0  # the commit landed, and the store says that somebody else was faster (412)
+    false_race: float = 0.0  # the store says that somebody was faster (409), and nobody was
+    failure: float = 0.0  # the commit did not land, and an error says that nobody knows
+    delayed: float = 0.0  # an error, and the commit lands later when its version is still free
+    stale: float = 0.0  # a refresh sees an older version
+    unreadable: float = 0.0  # a refresh fails
+
+    def calm(self) -> None:
+        for name in vars(self):
+            setattr(self, name, 0.0)
+
+
+class Unanswered(OSError):
+    """The store did not answer in time."""
+
+
+@dataclass
+class State:
+    """A version of a table."""
+
+    version: int
+    files: dict[str, dict[str, Any]]
+    transactions: dict[str, int]
+    name: str  # of the commit
+    change: Change | None = None
+    table: pa.Table | None = None
+
+
+@dataclass
+class Content:
+    """What all handles of a table share."""
+
+    versions: list[State]
+    kept_from: int = 0  # log entries below are cleaned up
+    below_head: list[tuple[int, Change]] = field(default_factory=list)
+    on_the_way: list[tuple[int, Change]] = field(default_factory=list)
+    removed: dict[str, float] = field(default_factory=dict)
+
+
+_NO_ROWS: dict[int, tuple[pa.Schema, pa.Table]] = {}
+
+
+def no_rows(schema: pa.Schema) -> pa.Table:
+    """Of a schema: to make it takes longer than most reads, and so does a schema's hash."""
+    if id(schema) not in _NO_ROWS:
+        _NO_ROWS[id(schema)] = (schema, schema.empty_table())
+    return _NO_ROWS[id(schema)][1]
+
+
+class Files:
+    """Data files, as Arrow tables; as much of a file system as the log needs.
+
+    Files never change, so what was read once is kept: most processes read what others have read.
+    """
+
+    def __init__(self) -> None:
+        self.tables: dict[str, pa.Table] = {}
+        self.serial = 0
+        self.readings: dict[tuple[object, ...], pa.Table] = {}
+        self.addresses: dict[str, dict[tuple[str, int, int], int]] = {}
+
+    def put(self, folder: str, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
+        self.serial += 1
+        path = f"{prefix}-{self.serial:04}.parquet"
+        self.tables[f"{folder}/{path}"] = rows
+        return DataFile(path, 1, rows.num_rows, column_stats(rows, stats_columns))
+
+    def get(self, path: str) -> pa.Table:
+        if path not in self.tables:
+            raise FileNotFoundError(path)
+        return self.tables[path]
+
+    def read(self, paths: Sequence[str], columns: Sequence[str], where: pc.Expression | None) -> pa.Table:
+        """Rows of some files, all of which are there."""
+        tables = [self.get(path) for path in paths]
+        known = (*paths, *columns, str(where))
+        if known not in self.readings:
+            rows = pa.concat_tables(tables)
+            self.readings[known] = (rows if where is None else rows.filter(where)).select(list(columns))
+        return self.readings[known]
+
+    def positions(self, path: str) -> Mapping[tuple[str, int, int], int]:
+        """Where the rows of a half file lie, by half id, file number and row number."""
+        table = self.get(path)
+        if path not in self.addresses:
+            columns = [table[name].to_pylist() for name in ("half_id", "file_no", "row_no")]
+            self.addresses[path] = {address: i for i, address in enumerate(zip(*columns, strict=True))}
+        return self.addresses[path]
+
+
+def write_table(
+    fs: Files, folder: str, table: pa.Table, *, prefix: str, stats_columns: Sequence[str], **_: object
+) -> DataFile:
+    """Stands in for ``files.write_table`` where half files are staged."""
+    return fs.put(folder, table, prefix, stats_columns)
+
+
+def read_range(fs: Files, folder: str, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+    """Stands in for ``files.read_range``: rows by their address."""
+    positions = fs.positions(f"{folder}/{wanted.path}")
+    numbers = [n for first, last in wanted.ranges for n in range(first, last + 1)]
+    at = [positions[a] for n in numbers if (a := (wanted.half_id, wanted.file_no, n)) in positions]
+    if len(at) != wanted.rows:
+        raise CorruptLogError(f"{wanted.path} holds {len(at)} of {wanted.rows} rows of {wanted.half_id}")
+    rows = fs.get(f"{folder}/{wanted.path}").select(list(columns))
+    yield 0, rows.slice(at[0], len(at)) if at == list(range(at[0], at[0] + len(at))) else rows.take(at)
+
+
+class SimulatedTable:
+    """A ``rmq_spark.commitlog.table.Table`` on a store with weather: one handle of one process."""
+
+    def __init__(
+        self,
+        name: str,
+        schema: pa.Schema,
+        scheduler: Scheduler,
+        weather: Weather,
+        history: History,
+        files: Files,
+        content: Content | None = None,
+    ) -> None:
+        self.name, self.schema, self.folder = name, schema, name
+        self.fs: Any = files
+        self.content = content or Content([State(0, {}, {}, f"{name} is made")])
+        self._scheduler, self._weather, self._history = scheduler, weather, history
+        self._state = self.content.versions[-1]
+        self._seen = self._state.version  # a refresh never shows less
+        self._acknowledged: int | None = None
+
+    def another(self) -> SimulatedTable:
+        """The handle of another process."""
+        parts = (self._scheduler, self._weather, self._history, self.fs, self.content)
+        return SimulatedTable(self.name, self.schema, *parts)
+
+    # ------------------------------------------------------------------ reading
+    @property
+    def version(self) -> int:
+        return self._state.version
+
+    def refresh(self) -> int:
+        self._scheduler.step()
+        self._let_land()
+        chance = self._scheduler.chance.random
+        if chance() < self._weather.unreadable:
+            raise Unanswered(f"the log of {self.name} cannot be listed")
+        head = self.content.versions[-1].version
+        if self._seen < head and chance() < self._weather.stale:
+            self._seen += int(chance() * (head - self._seen + 1))
+        else:
+            self._seen = head
+        self._state = self.content.versions[self._seen]
+        return self._seen
+
+    def actions(self) -> pa.Table:
+        state = self._state
+        if state.table is None:
+            state.table = pa.Table.from_pylist(list(state.files.values()), schema=actions_schema(self.schema))
+        return state.table
+
+    def removed_since(self, age_s: float | None = None) -> set[str]:
+        now = self._scheduler.wall_s()
+        return {path for path, at in self.content.removed.items() if age_s is None or now - at < age_s}
+
+    def transaction_version(self, app_id: str) -> int | None:
+        return self._state.transactions.get(app_id)
+
+    def read(
+        self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None
+    ) -> pa.Table:
+        names = list(columns) if columns is not None else self.schema.names
+        if not paths:
+            return no_rows(self.schema).select(names)
+        return self.fs.read([f"{self.folder}/{path}" for path in paths], names, where)
+
+    # ------------------------------------------------------------------ writing
+    def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
+        self._scheduler.step()
+        return self.fs.put(self.folder, rows, prefix, stats_columns)
+
+    def compare_and_set(
+        self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
+    ) -> Change | None:
+        self._acknowledged = None
+        change = compare_and_set(self, decide, landed, self.try_commit)
+        # A merge is content when somebody else has merged the same files: nobody is told whose commit it was.
+        if change is not None and self._acknowledged is not None and not change.remove:
+            self._history.note(
+                Kind.VERSION, Phase.OK, self._process(), table=self.name, version=self._acknowledged,
+                payload=name_of(change),
+            )  # fmt: skip
+        return change
+
+    def try_commit(self, change: Change) -> bool:
+        """Put the entry of the next version, and say what the store says."""
+        self._acknowledged = None
+        version = self._state.version + 1
+        self._scheduler.step()
+        self._let_land()
+        lands, answer = self._fate()
+        if lands is None:
+            self.content.on_the_way.append((version, change))
+        done = bool(lands) and self.put(version, change)
+        self._scheduler.step()  # the process may die between the commit and its acknowledgement
+        if answer is None:
+            raise Unanswered(f"version {version} of {self.name} timed out")
+        if not (done and answer):
+            return False
+        self._acknowledged = version
+        self._seen = max(self._seen, version)
+        return True
+
+    def _fate(self) -> tuple[bool | None, bool | None]:
+        """Whether a commit lands (None: later), and what the store says of it (None: nothing)."""
+        weather, chance = self._weather, self._scheduler.chance.random()
+        for rate, lands, answer in (
+            (weather.false_race, False, False),
+            (weather.failure, False, None),
+            (weather.delayed, None, None),
+            (weather.own_race, True, False),
+            (weather.lost_ack, True, None),
+        ):
+            chance -= rate
+            if chance < 0:
+                return lands, answer
+        return True, True
+
+    def put(self, version: int, change: Change) -> bool:
+        """Put-if-absent of a log entry. True also when it went below the head, where nobody looks."""
+        content = self.content
+        head = content.versions[-1]
+        if version <= head.version:
+            if version >= content.kept_from:
+                return False
+            content.below_head.append((version, change))
+            return True
+        content.versions.append(self.next_state(head, change))
+        content.removed.update(dict.fromkeys(change.remove, self._scheduler.wall_s()))
+        return True
+
+    def next_state(self, head: State, change: Change) -> State:
+        removed = set(change.remove)
+        files = {path: action for path, action in head.files.items() if path not in removed}
+        for f in change.add:
+            stats = json.loads(f.stats)
+            files[f.path] = {
+                "path": f.path,
+                "modification_time": change.modification_time_ms or int(self._scheduler.wall_s() * 1000),
+                "num_records": f.rows,
+                **{f"min.{k}": v for k, v in stats["minValues"].items()},
+                **{f"max.{k}": v for k, v in stats["maxValues"].items()},
+            }
+        transactions = head.transactions
+        if change.transaction:
+            transactions = {**transactions, change.transaction[0]: change.transaction[1]}
+        return State(head.version + 1, files, transactions, name_of(change), change)
+
+    def _let_land(self) -> None:
+        """What was given up may arrive now, when its version is still free."""
+        while self.content.on_the_way and self._scheduler.chance.random() < 0.5:
+            version, change = self.content.on_the_way.pop(0)
+            self.put(version, change)
+
+    def clean_up(self, kept: int) -> None:
+        """Remove the entries of the table's log but for the newest so many."""
+        self.content.kept_from = max(self.content.kept_from, self.content.versions[-1].version - kept)
+
+    # ------------------------------------------------------------------ afterwards
+    def rows(self) -> pa.Table:
+        """What the newest version holds, whatever the weather; files that are gone hold nothing."""
+        files = [self.fs.tables.get(f"{self.folder}/{path}") for path in self.content.versions[-1].files]
+        return pa.concat_tables([no_rows(self.schema), *(f for f in files if f is not None)])
+
+    def note_versions(self) -> None:
+        for state in self.content.versions:
+            self._history.note(Kind.LISTED, table=self.name, version=state.version, payload=state.name)
+
+    def _process(self) -> str:
+        current = self._scheduler.current
+        return current.process.name if current is not None else "main"
+
+
+def name_of(change: Change) -> str:
+    """What a commit is known by: its first file."""
+    return change.add[0].path
+
+
+def prepared_s(half: SimulatedTable) -> Mapping[str, float]:
+    """When each half batch was prepared: the time of its first file, whatever has become of that."""
+    found: dict[str, float] = {}
+    for state in half.content.versions:
+        for file in state.change.add if state.change else ():
+            action = state.files[file.path]
+            found.setdefault(action["min.half_id"], action["modification_time"] / 1000)
+    return found

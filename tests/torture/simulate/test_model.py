@@ -1,0 +1,241 @@
+"""The protocol's model: every state of a small bound, and the real commit log held to it step by step."""
+
+from __future__ import annotations
+
+import time as real_time
+from dataclasses import fields
+from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rmq_spark.commitlog import half_store, ledger
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptError
+from rmq_spark.listeners import sql
+from rmq_spark.testing import InMemoryCommitLog
+from rmq_spark.transaction import HalfBatch
+from tests.half_batches import another, bodies, check_offsets, merge_op_files, prepare, rewrite_half
+from tests.torture.simulate import model
+from tests.torture.simulate.model import Rules, State, Step, beginning, search, steps
+
+DAY = timedelta(days=1)
+ROWS = 2
+REAL = {
+    model.PENDING: RowState.PENDING,
+    model.COMMITTED: RowState.COMMITTED,
+    model.ROLLED_BACK: RowState.ROLLED_BACK,
+    model.BY_CHECK: RowState.ROLLED_BACK_BY_CHECK,
+}
+VERDICTS = {"COMMIT_MESSAGE": model.COMMIT, "ROLLBACK_MESSAGE": model.ROLLBACK}
+
+
+def test_nothing_is_wrong_in_any_state_of_three_producers_two_checkers_two_consumers_and_two_crashes() -> None:
+    found = search(beginning())
+    assert found.wrong is None, found.trace
+    assert (found.finished, found.states, found.steps) == (True, 1_208_339, 8_335_537)
+    assert found.ends > 0
+
+
+@pytest.mark.parametrize(("producers", "crashes"), [((0, 0), 1), ((0, 1), 0)])
+def test_a_search_visits_what_one_step_after_the_other_visits(producers: tuple[int, ...], crashes: int) -> None:
+    start = beginning(producers, checkers=1, consumers=1, crashes=crashes)
+    seen, left = {canonical(start)}, [start]
+    taken = 0
+    while left:
+        for _, after in steps(left.pop(), Rules()):
+            taken += 1
+            if canonical(after) not in seen:
+                seen.add(canonical(after))
+                left.append(canonical(after))
+    found = search(start)
+    assert (found.states, found.steps) == (len(seen), taken)
+
+
+def canonical(state: State) -> State:
+    """The processes of a kind in one order: they are all alike."""
+    producers = tuple(sorted(state.producers, key=lambda p: (p.batch, p)))
+    return state._replace(
+        producers=producers, checkers=tuple(sorted(state.checkers)), consumers=tuple(sorted(state.consumers))
+    )
+
+
+@pytest.mark.parametrize("name", [rule.name for rule in fields(Rules)])
+def test_the_search_finds_what_is_wrong_without_a_rule(name: str) -> None:
+    found = search(model.SMALL, Rules(**{name: False}))
+    assert found.wrong is not None
+    assert found.trace
+
+
+class _Clock:
+    """The clocks of all machines; they step together."""
+
+    def __init__(self) -> None:
+        self.offset = timedelta()
+
+    def now(self, zone: Any = None) -> datetime:
+        return datetime.now(timezone.utc) + self.offset
+
+    def time_ns(self) -> int:
+        return int(self.now().timestamp() * 1_000_000_000)
+
+
+class ProtocolMachine(RuleBasedStateMachine):
+    """Each step of the model is taken by the real log and the real SQL listener too, and both must agree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.clock = clock = _Clock()
+        calendar = SimpleNamespace(now=clock.now, fromtimestamp=datetime.fromtimestamp)
+        self.patch.setattr(ledger, "datetime", calendar)
+        self.patch.setattr(half_store, "time", SimpleNamespace(time_ns=clock.time_ns, time=real_time.time))
+        self.patch.setattr(sql, "_now", clock.now)
+        self.state = beginning((0, 0, 1), crashes=4)
+        log = InMemoryCommitLog(topics={"orders": 1})
+        self.log: CommitLog = log
+        processes = [("producer", 0), ("producer", 1), ("producer", 2), ("checker", 0), ("checker", 1)]
+        self.handles = {process: another(log) for process in processes}
+        self.records: dict[int, HalfRecord] = {}
+        self.refuse = False
+        engine = sa.create_engine("sqlite://", poolclass=sa.pool.StaticPool)
+        self.listener = sql.SqlTransactionListener(engine, self._work, rollback_after=0.0)
+        self.listener.create_fence()
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+    def _work(self, connection: sa.Connection, batch: HalfBatch) -> Any:
+        return "ROLLBACK_MESSAGE" if self.refuse else "COMMIT_MESSAGE"
+
+    # ------------------------------------------------------------------ steps of the model
+    @precondition(lambda self: any(steps(self.state, Rules())))
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        following = list(steps(self.state, Rules()))
+        step, after = following[data.draw(st.integers(0, len(following) - 1), label="which")]
+        data.draw(st.just(str(step)), label="step")
+        if self._take(step):
+            self.state = after
+
+    def _take(self, step: Step) -> bool:
+        """Do it for real; False when the listener would not say anything because a clock stepped back."""
+        if step.role == "consumer":
+            offset = self.state.consumers[step.who]
+            read = self.log.read("orders", {0: offset * ROWS}, limit=ROWS, columns=["body"])["body"].to_pylist()
+            assert read == [body.encode() for body in self._bodies(self.state.queue[offset])]
+            return True
+        key = (step.role, step.who)
+        if step.what == "crash":
+            self.handles[key] = another(self.log)
+            return True
+        log = self.handles[key]
+        worker = (self.state.producers if step.role == "producer" else self.state.checkers)[step.who]
+        if step.role == "checker" and step.what == model.START:
+            assert log.open_half_ids() == sorted(
+                (self.records[n].half_id for n, b in enumerate(self.state.batches) if b.state == model.PENDING),
+                key=lambda half_id: next(r.prepared_ms for r in self.records.values() if r.half_id == half_id),
+            )
+            return True
+        if step.what == model.START:
+            self._prepare(log, worker.batch)
+            return True
+        record, attempt = log.get(self.records[worker.batch].half_id), worker.attempt
+        if step.what in (model.RUN, model.ASK):
+            return self._ask_listener(log, record, worker, step)
+        if step.what == model.REOPEN:
+            by_check = (RowState.ROLLED_BACK_BY_CHECK,)
+            reopened = log.ledger.reopen(record, attempt, by_check, attempt + 1, Who.EXECUTE, "rolled back by a check")
+            batch = self.state.batches[worker.batch]
+            assert bool(reopened) == (batch.state == model.BY_CHECK and batch.attempt == attempt)
+            return True
+        self._decide(log, record, worker, Who.EXECUTE if step.what == model.DECIDE else Who.CHECK)
+        return True
+
+    def _prepare(self, log: CommitLog, number: int) -> None:
+        try:
+            columns = {"body": self._bodies(number)}
+            record = prepare(log, 0, columns, app=f"app{number}", fence_id=self.listener.fence_id)
+        except AlreadyPreparedError:
+            assert self.state.batches[number].state != model.NONE
+            return
+        assert self.state.batches[number].state == model.NONE
+        self.records[number] = record
+
+    def _ask_listener(self, log: CommitLog, record: HalfRecord, worker: model.Worker, step: Step) -> bool:
+        batch = log.half_batch(record, log.state_of(record), worker.attempt, self._all(record))
+        fence = self.state.batches[worker.batch].fence[worker.attempt - 1]
+        if step.what == model.RUN:
+            self.refuse = step.choice == model.REFUSED
+            try:
+                said = self.listener.execute_local_transaction(batch)
+            except FencedError:
+                assert fence == model.TOMBSTONE
+                return True
+        else:
+            said = self.listener.check_local_transaction(batch)
+        [verdict] = said.to_pylist()
+        if verdict == "UNKNOWN":
+            assert fence is None
+            assert self.clock.now() < batch.prepared_at
+            return False
+        executed = step.choice == model.EXECUTED if fence is None else fence == model.EXECUTED
+        assert VERDICTS[verdict] == (model.COMMIT if executed else model.ROLLBACK)
+        return True
+
+    def _decide(self, log: CommitLog, record: HalfRecord, worker: model.Worker, who: Who) -> None:
+        rows = self._all(record)
+        commit = worker.verdict == model.COMMIT
+        try:
+            log.decide(record, worker.attempt, commit=rows if commit else {}, rollback={} if commit else rows, who=who)
+        except StaleAttemptError:
+            assert self.state.batches[worker.batch].attempt != worker.attempt
+
+    # ------------------------------------------------------------------ what nobody may notice
+    @rule(days=st.sampled_from((-1, 1)))
+    def step_the_clocks(self, days: int) -> None:
+        self.clock.offset += days * DAY
+
+    @rule()
+    def move_mark(self) -> None:
+        another(self.log).move_mark()
+
+    @rule()
+    def merge_op_files(self) -> None:
+        merge_op_files(self.log)
+
+    @precondition(lambda self: self.records)
+    @rule()
+    def rewrite_half(self) -> None:
+        rewrite_half(self.log)
+
+    # ------------------------------------------------------------------ both must agree
+    @invariant()
+    def the_log_is_as_the_model_says(self) -> None:
+        seen = another(self.log)
+        for number, record in self.records.items():
+            batch, state = self.state.batches[number], seen.state_of(record)
+            assert state.rows_in((REAL[batch.state],), batch.attempt) == self._all(record)
+        assert bodies(seen) == [body for number in self.state.queue for body in self._bodies(number)]
+        check_offsets(seen)
+
+    @staticmethod
+    def _all(record: HalfRecord) -> dict[int, bytes]:
+        return {n: b"\x01" * f.rows for n, f in record.files.items()}
+
+    @staticmethod
+    def _bodies(number: int) -> list[str]:
+        return [f"{number}.{n}" for n in range(ROWS)]
+
+
+ProtocolMachine.TestCase.settings = settings(
+    max_examples=12, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+TestProtocolMachine = ProtocolMachine.TestCase
