@@ -43,6 +43,11 @@ class _Files:
             self._tables[path] = pq.read_table(self.open_input_file(path))
         return self._tables[path]
 
+    def copy(self) -> _Files:
+        twin = _Files()
+        twin.content, twin.written, twin._tables = dict(self.content), dict(self.written), dict(self._tables)
+        return twin
+
     def open_output_stream(self, path: str) -> _Writing:
         return _Writing(self, path)
 
@@ -102,6 +107,14 @@ class MemoryTable:
         twin.fs, twin._versions, twin._state = self.fs, self._versions, self._versions.head
         return twin
 
+    def copy(self) -> MemoryTable:
+        """Another table with the same content."""
+        twin = MemoryTable(self.name, self.schema)
+        twin.fs = self.fs.copy()
+        twin._versions.head, twin._versions.removed = self._versions.head, dict(self._versions.removed)
+        twin.refresh()
+        return twin
+
     @property
     def version(self) -> int:
         return self._state.version
@@ -140,9 +153,9 @@ class MemoryTable:
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
-        return compare_and_set(self, decide, landed, self._try_commit)
+        return compare_and_set(self, decide, landed, self.try_commit)
 
-    def _try_commit(self, change: Change) -> bool:
+    def try_commit(self, change: Change) -> bool:
         with self._versions.lock:
             if self._state is not self._versions.head:
                 return False
@@ -189,15 +202,22 @@ class InMemoryCommitLog(CommitLog):
             MemoryTable("topics", TOPICS_SCHEMA),
             MemoryTable("groups", GROUPS_SCHEMA),
         )
-        self._tables = tables
+        self._tables: tuple[MemoryTable, ...] = tables
         super().__init__("memory:", *tables[:3], default_queues=queues)
         for name, count in (topics or {}).items():
             self.create_topic(name, count)
 
-    def another(self) -> CommitLog:
+    def another(self) -> InMemoryCommitLog:
         """Another handle on the same content, as another process would have."""
+        return self._on([table.another() for table in self._tables])
+
+    def copy(self) -> InMemoryCommitLog:
+        """Another log with the same content: what is done to one changes nothing in the other."""
+        return self._on([table.copy() for table in self._tables])
+
+    def _on(self, tables: Sequence[MemoryTable]) -> InMemoryCommitLog:
         twin = InMemoryCommitLog.__new__(InMemoryCommitLog)
-        twin._tables = tuple(t.another() for t in self._tables)  # type: ignore[assignment]
+        twin._tables = tuple(tables)
         CommitLog.__init__(twin, self.path, *twin._tables[:3], default_queues=self._default_queues)
         return twin
 
@@ -206,9 +226,6 @@ class InMemoryCommitLog(CommitLog):
 
     def _groups_table(self) -> MemoryTable:
         return self._tables[3]
-
-    def _reopened_handle(self) -> CommitLog:
-        return self.another()
 
     def _in_background(self, work: Callable[[], None]) -> None:
         work()

@@ -34,7 +34,7 @@ def make_log(kind: str, folder: Path, **topics: int) -> CommitLog:
 
 def another(log: CommitLog) -> CommitLog:
     """A handle that knows nothing yet, as another process has."""
-    return log._reopened_handle()
+    return log.another()
 
 
 def header_of(batch_id: int, app: str = APP, per: str = "batch", fence_id: str | None = None) -> HalfHeader:
@@ -96,7 +96,7 @@ def merge_op_files(log: CommitLog) -> None:
     """Upkeep by another process, however few op files there are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(maintenance, "OP_FILES_MAX", 2)
-        maintenance.compact_op(another(log)._op)
+        maintenance.compact_op(another(log).op)
 
 
 def rewrite_half(log: CommitLog) -> None:
@@ -106,7 +106,7 @@ def rewrite_half(log: CommitLog) -> None:
     old = table.actions()["path"].to_pylist()
     rows = table.read(old).sort_by([("row_no", "descending"), ("half_id", "ascending")])
     change = Change(add=[table.write(rows, "part", ("half_id",))], remove=old, data_change=False)
-    assert compare_and_set(table, lambda _: change, lambda _: True, table._try_commit) is change  # type: ignore[attr-defined]
+    assert compare_and_set(table, lambda _: change, lambda _: True, table.try_commit) is change  # type: ignore[attr-defined]
 
 
 def bodies(log: CommitLog, topic: str = "orders") -> list[str]:

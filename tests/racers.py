@@ -60,5 +60,5 @@ def merge(path: str, ready: Barrier, stop: Event, outcomes: Any) -> None:
     merged = moved = 0
     while not stop.is_set():
         moved += log.move_mark()
-        merged += maintenance.compact_op(log._op)
+        merged += maintenance.compact_op(log.op)
     outcomes.put(("merge", merged, "moved", moved))

@@ -1,6 +1,6 @@
 """The ``op`` table: what is decided, what is open, and the next offset of every queue.
 
-Every decision goes through :meth:`Ledger._append`, one compare-and-set loop that looks at the newest state first. So a
+Every decision goes through :meth:`Ledger.append`, one compare-and-set loop that looks at the newest state first. So a
 row is decided once, a past attempt is never decided, and offsets have no gaps.
 """
 
@@ -324,7 +324,7 @@ class Ledger:
             return self._with_places(record, state, rows, placed)
 
         try:
-            self._append(build)
+            self.append(build)
         except VerdictConflictError as conflict:
             self._leave_conflict(record, attempt, against, who, conflict)
             raise
@@ -415,7 +415,7 @@ class Ledger:
             pieces = self._placer.placeable(self._others(None, now), now)
             return [_at_tail(_place_row(piece), tails, placed) for piece in pieces]
 
-        self._append(build)
+        self.append(build)
         return placed
 
     @property
@@ -453,7 +453,7 @@ class Ledger:
             rows = _rows_for(kind, record, still, attempt, who, reason)
             return self._with_places(record, state, rows, []) if kind is Kind.QUARANTINE else rows
 
-        self._append(build)
+        self.append(build)
 
     def reopen(
         self, record: HalfRecord, attempt: int, states: Sequence[RowState], new_attempt: int, who: Who, reason: str
@@ -475,14 +475,14 @@ class Ledger:
             reopened = self.state_of(record, refresh=False).rows_in(states, attempt)
             return _rows_for(Kind.REOPEN, record, reopened, new_attempt, who, reason)
 
-        self._append(build)
+        self.append(build)
         return reopened
 
     def lease(self, record: HalfRecord, seconds: float) -> datetime:
         """Keep checkers away from a half batch whose local transaction is running; returns until when."""
         until = datetime.now(timezone.utc) + timedelta(seconds=seconds)
         row = OpRow(Kind.LEASE, record.half_id, attempt=None, decided_by=Who.EXECUTE, until=until)
-        self._append(lambda: [row])
+        self.append(lambda: [row])
         return until
 
     def overrule(self, record: HalfRecord, verdict: LocalTransactionState, reason: str) -> list[Placed]:
@@ -526,7 +526,7 @@ class Ledger:
                 )
             return self._with_places(record, state, rows, placed)
 
-        self._append(build)
+        self.append(build)
         return placed
 
     def _leave_conflict(
@@ -537,7 +537,7 @@ class Ledger:
             rows = _rows_for(Kind.CONFLICT, record, new, attempt, who, str(conflict))
             return [replace(row, verdict=conflict.verdict) for row in rows]
 
-        self._append(build)
+        self.append(build)
 
     def mark(
         self,
@@ -576,10 +576,10 @@ class Ledger:
             below = rows_until(low_water)
             return [OpRow(Kind.MARK, count=below, low_water=low_water, since_version=since, tails=dict(self._tails))]
 
-        self._append(build)
+        self.append(build)
         return moved
 
-    def _append(self, build: Callable[[], Sequence[OpRow]]) -> None:
+    def append(self, build: Callable[[], Sequence[OpRow]]) -> None:
         """The one way to write op rows: build them from the newest state and commit at the next version, or again."""
         commit_id = uuid4().hex
 

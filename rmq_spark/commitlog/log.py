@@ -97,13 +97,15 @@ class CommitLog:
         self.storage_options = dict(storage_options or {})
         self.half = HalfStore(half)
         self.ledger = Ledger(op, Placer(self.half, self._fifo_among, self._prepared))
-        self._op = op
-        self._topics_table = topics
+        self.op = op
+        self.topics_table = topics
         self._topics: tuple[int, dict[str, int], frozenset[str]] | None = None  # version, queues, FIFO topics
         self._default_queues = default_queues
         self._lock = threading.RLock()
         self._maintenance: threading.Thread | None = None
         self._groups: GroupStore | None = None
+        self.upkeep = True
+        """Whether a decision compacts ``op`` when it has many small files; upkeep by hand goes on."""
 
     def __repr__(self) -> str:
         return f"CommitLog({self.path!r})"
@@ -260,15 +262,15 @@ class CommitLog:
                     return None
                 kind = "a FIFO topic" if name in in_order else "no FIFO topic"
                 raise TopicExistsError(f"topic {name!r} is there already, with {there[name]} queues, {kind}")
-            return Change(add=[self._topics_table.write(pa.table(row, schema=TOPICS_SCHEMA), "topics", ("name",))])
+            return Change(add=[self.topics_table.write(pa.table(row, schema=TOPICS_SCHEMA), "topics", ("name",))])
 
         with self._lock:
-            self._topics_table.compare_and_set(decide, lambda _: name in self._read_topics()[0])
+            self.topics_table.compare_and_set(decide, lambda _: name in self._read_topics()[0])
 
     def topics(self) -> dict[str, int]:
         """Topics and their number of queues."""
         with self._lock:
-            self._topics_table.refresh()
+            self.topics_table.refresh()
             return dict(self._read_topics()[0])
 
     def topics_with(self, names: Collection[str]) -> dict[str, int]:
@@ -290,13 +292,13 @@ class CommitLog:
 
     def _know(self, names: Collection[str]) -> None:
         if self._topics is None or not self._topics[1].keys() >= set(names):
-            self._topics_table.refresh()
+            self.topics_table.refresh()
 
     def _read_topics(self) -> tuple[dict[str, int], frozenset[str]]:
-        version = self._topics_table.version
+        version = self.topics_table.version
         if self._topics is None or self._topics[0] != version:
-            paths = self._topics_table.actions()["path"].to_pylist()
-            rows = self._topics_table.read(paths, ["name", "queues", "fifo"])
+            paths = self.topics_table.actions()["path"].to_pylist()
+            rows = self.topics_table.read(paths, ["name", "queues", "fifo"])
             names = rows["name"].to_pylist()
             queues = dict(sorted(zip(names, rows["queues"].to_pylist(), strict=True)))
             in_order = frozenset(n for n, fifo in zip(names, rows["fifo"].to_pylist(), strict=True) if fifo)
@@ -494,8 +496,8 @@ class CommitLog:
     def _with_kind(self, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
         with self.ledger._lock:
             self.ledger.refresh()
-            paths = self._op.actions()["path"].to_pylist()
-        ids = pc.unique(self._op.read(paths, ["half_id"], pc.field("kind") == kind.value)["half_id"]).to_pylist()
+            paths = self.op.actions()["path"].to_pylist()
+        ids = pc.unique(self.op.read(paths, ["half_id"], pc.field("kind") == kind.value)["half_id"]).to_pylist()
         for half_id in ids:
             record = self.get(half_id)
             yield record, self.state_of(record)
@@ -588,7 +590,7 @@ class CommitLog:
         with self.ledger._lock:  # the tails of one version, whatever other threads of this process see meanwhile
             self.ledger.refresh()
             tails = dict(self.ledger.tails)
-        return read_messages(self.half, self._op, tails, topic, queues, start or {}, limit, columns, tags, selector)
+        return read_messages(self.half, self.op, tails, topic, queues, start or {}, limit, columns, tags, selector)
 
     # ------------------------------------------------------------------ upkeep
     def move_mark(self) -> bool:
@@ -611,7 +613,7 @@ class CommitLog:
             raise OptionError(
                 f"older_than={older_than!r} is under {ORPHAN_AGE_S / 86400:.0f}d: files that young may be in use"
             )
-        tables = [self.half.table, self._op, self._topics_table]
+        tables = [self.half.table, self.op, self.topics_table]
         if self._has_groups():
             tables.append(self.groups.table)
         with self._lock, self.ledger._lock:
@@ -619,7 +621,11 @@ class CommitLog:
 
     def _maintain(self) -> None:
         """Compact ``op`` off the critical path, in a thread with tables of its own."""
-        if not maintenance.is_due(self._op) or (self._maintenance is not None and self._maintenance.is_alive()):
+        if (
+            not self.upkeep
+            or not maintenance.is_due(self.op)
+            or (self._maintenance is not None and self._maintenance.is_alive())
+        ):
             return
         self._maintenance = self._in_background(self._maintain_now)
 
@@ -628,14 +634,15 @@ class CommitLog:
         thread.start()
         return thread
 
-    def _reopened_handle(self) -> CommitLog:
+    def another(self) -> CommitLog:
+        """Another handle on this log, which has read nothing yet: what another process would open."""
         return type(self).open(self.path, self.storage_options)
 
     def _maintain_now(self) -> None:
         try:
-            log = self._reopened_handle()
+            log = self.another()
             log.ledger.refresh()
-            maintenance.compact_op(log._op)
+            maintenance.compact_op(log.op)
             log.move_mark()  # last: a cold start then reads the mark's own small file, and what came after it
         except Exception:  # upkeep is tried again after the next commits; it must not stop a sink
             logger.warning("upkeep of %s failed", self.path, exc_info=True)

@@ -381,9 +381,9 @@ class DeltaLogTable:
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
-        return compare_and_set(self, decide, landed, self._try_commit)
+        return compare_and_set(self, decide, landed, self.try_commit)
 
-    def _try_commit(self, change: Change) -> bool:
+    def try_commit(self, change: Change) -> bool:
         now_ms = time.time_ns() // 1_000_000
         written_ms = change.modification_time_ms or now_ms
         actions: list[AddAction | RemoveAction] = [

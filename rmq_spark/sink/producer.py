@@ -116,7 +116,7 @@ class TransactionMQProducer:
             raise ListenerError("TransactionMQProducer has no Spark session: use a listener that needs none")
         self.check_interval = check_interval
         self.transaction_timeout = transaction_timeout
-        self._two_phase = TwoPhase(self.log, self.listener, on_listener_error=on_listener_error)
+        self.two_phase = TwoPhase(self.log, self.listener, on_listener_error=on_listener_error)
         self._closing = threading.Event()
         self._checks: threading.Thread | None = None
         self._open = False
@@ -207,10 +207,10 @@ class TransactionMQProducer:
         if table.num_rows == 0:
             raise MessageError("no messages were given: a half batch has at least one")
         header = self._header(per, idempotency_key)
-        replayed = self._two_phase.find_replayed(header)
+        replayed = self.two_phase.find_replayed(header)
         writer = HalfWriter(header, self.log.topics(), topic, transaction_key, self.log.fifo_topics())
         files = [] if replayed else self.log.stage(writer, table.to_batches())
-        return self._result(header, self._two_phase.send(header, files, arg), table.num_rows)
+        return self._result(header, self.two_phase.send(header, files, arg), table.num_rows)
 
     def _header(self, per: str, idempotency_key: str | None) -> HalfHeader:
         # A dot is in no group, key or appId: so a key is its group's own, and is never taken for a stream's batch.

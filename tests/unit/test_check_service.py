@@ -672,7 +672,7 @@ def test_op_rows_changed_by_hand_stop_only_their_half_batch(log: CommitLog) -> N
     from rmq_spark.commitlog.op import Kind, OpRow
 
     bad, good = prepare(log, 0), prepare(log, 1)
-    log.ledger._append(lambda: [OpRow(Kind.CHECK, bad.half_id, 7, None, 1, 1, Who.CHECK)])
+    log.ledger.append(lambda: [OpRow(Kind.CHECK, bad.half_id, 7, None, 1, 1, Who.CHECK)])
     report = CheckService(log, {"shop": Says(COMMIT)}, clock=later()).run_once()
     assert states(log, good) == {RowState.COMMITTED: 4}
     assert [h for h, _ in report.problems] == [bad.half_id]

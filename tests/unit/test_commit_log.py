@@ -59,8 +59,8 @@ def ids(table: pa.Table) -> list[str]:
 
 
 def op_rows(log: CommitLog, kind: Kind | None = None) -> list[dict[str, object]]:
-    log._op.refresh()
-    rows = log._op.read(log._op.actions()["path"].to_pylist()).sort_by("version").to_pylist()
+    log.op.refresh()
+    rows = log.op.read(log.op.actions()["path"].to_pylist()).sort_by("version").to_pylist()
     return [r for r in rows if kind is None or r["kind"] == kind]
 
 
@@ -494,7 +494,7 @@ def test_a_topic_that_is_known_is_not_looked_for_again(log: CommitLog, monkeypat
     assert log.topics_with(["orders"]) == {"orders": 2, "points": 3}
     other.create_topic("carts", queues=1, fifo=True)
     looks: list[str] = []
-    table = log._topics_table
+    table = log.topics_table
     refresh = table.refresh
     monkeypatch.setattr(table, "refresh", lambda: looks.append("once more") or refresh())
     assert log.topics_with(["orders", "points"]) == {"orders": 2, "points": 3}
@@ -596,7 +596,7 @@ def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -
 
 def test_merging_op_files_changes_nothing(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintenance, "OP_FILES_MAX", 4)
-    monkeypatch.setattr(log, "_maintain", lambda: None)
+    log.upkeep = False
     for i in range(5):
         record = prepare(log, i)
         yes, no = split(pending(log, record), every=2)
@@ -604,12 +604,12 @@ def test_merging_op_files_changes_nothing(log: CommitLog, monkeypatch: pytest.Mo
     log.ledger.lease(prepare(log, 5), 60)
     other = another(log)
     before = (log.read("orders").to_pylist(), log.pending().to_pylist(), op_rows(log))
-    files = log._op.actions().num_rows
-    assert maintenance.compact_op(another(log)._op)
+    files = log.op.actions().num_rows
+    assert maintenance.compact_op(another(log).op)
     for handle in (log, other, another(log)):
         assert (handle.read("orders").to_pylist(), handle.pending().to_pylist(), op_rows(handle)) == before
-    assert log._op.actions().num_rows < files
-    assert not maintenance.compact_op(log._op)
+    assert log.op.actions().num_rows < files
+    assert not maintenance.compact_op(log.op)
     commit(log, prepare(log, 6))
     check_offsets(log)
 
@@ -631,7 +631,7 @@ def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch
         commit(log, prepare(log, i, 1))
         log.close()
     log.ledger.refresh()
-    assert log._op.actions().num_rows < 16
+    assert log.op.actions().num_rows < 16
     assert log.ledger.low_water_ms > 0
     check_offsets(log)
 

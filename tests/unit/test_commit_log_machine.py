@@ -100,7 +100,7 @@ class CommitLogMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------------ what all must see
     @invariant()
     def every_handle_sees_the_whole_history(self) -> None:
-        op = another(self.log)._op
+        op = another(self.log).op
         op.refresh()
         rows = op.read(op.actions()["path"].to_pylist()).sort_by("version").to_pylist()
         states = {r.half_id: r.fresh_state() for r in self.records}

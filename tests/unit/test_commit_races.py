@@ -146,8 +146,8 @@ class Faulty:
     """Lets commits of a table go wrong in turn: each plan says whether the commit lands, and what the caller hears."""
 
     def __init__(self, table: Any, plans: Sequence[tuple[bool, str]]) -> None:
-        self.table, self.plans, self.real = table, list(plans), table._try_commit
-        table._try_commit = self
+        self.table, self.plans, self.real = table, list(plans), table.try_commit
+        table.try_commit = self
 
     def __call__(self, change: Change) -> bool:
         if not self.plans:
@@ -178,18 +178,18 @@ def test_an_ambiguous_failure_never_makes_two_copies(
     log = make_log(kind, tmp_path / "log")
     Faulty(log.half.table, plans)
     records = [prepare(log, i) for i in range(2)]
-    Faulty(log._op, plans)
+    Faulty(log.op, plans)
     placed = log.decide(records[0], 1, commit=pending(log, records[0]), rollback={}, who=Who.EXECUTE)
     assert sum(p.count for p in placed) == 5
-    Faulty(log._op, plans)
+    Faulty(log.op, plans)
     log.ledger.record_check(records[1], 1, pending(log, records[1]), None)
     assert log.state_of(records[1]).check_times(pending(log, records[1])) == 1
     log.ledger.quarantine(records[1], 1, pending(log, records[1]), Who.DISCARD, "x")
-    Faulty(log._op, plans)
+    Faulty(log.op, plans)
     reopened = log.ledger.reopen(records[1], 1, (RowState.QUARANTINED,), 1, Who.EXECUTE, "y")
     assert sum(m.count(1) for m in reopened.values()) == 5
     commit(log, records[1])
-    Faulty(log._topics_table, plans)
+    Faulty(log.topics_table, plans)
     log.create_topic("points")
     for handle in (log, another(log)):
         assert sorted(bodies(handle)) == sorted(f"app.{i}.{j}" for i in range(2) for j in range(5))
@@ -202,7 +202,7 @@ def test_another_writer_may_win_the_version_of_an_ambiguous_commit(tmp_path: Pat
     log = make_log("delta", tmp_path / "log")
     other = another(log)
     first, second = prepare(log, 0), prepare(log, 1)
-    real = log._op._try_commit  # type: ignore[attr-defined]
+    real = log.op.try_commit  # type: ignore[attr-defined]
     calls = []
 
     def overtaken(change: Change) -> bool:
@@ -212,7 +212,7 @@ def test_another_writer_may_win_the_version_of_an_ambiguous_commit(tmp_path: Pat
             raise ConnectionError("time-out")
         return bool(real(change))
 
-    log._op._try_commit = overtaken  # type: ignore[attr-defined]
+    log.op.try_commit = overtaken  # type: ignore[attr-defined]
     commit(log, first)
     assert len(calls) == 2
     check_offsets(log)
@@ -222,14 +222,14 @@ def test_another_writer_may_win_the_version_of_an_ambiguous_commit(tmp_path: Pat
 def test_a_lost_acknowledgement_of_prepare_is_not_taken_for_another_writers(tmp_path: Path) -> None:
     log = make_log("delta", tmp_path / "log")
     other = another(log)
-    real = log.half.table._try_commit  # type: ignore[attr-defined]
+    real = log.half.table.try_commit  # type: ignore[attr-defined]
 
     def overtaken(change: Change) -> bool:
         if other.find("app", 0) is None:
             prepare(other, 0, 3)
         return bool(real(change))
 
-    log.half.table._try_commit = overtaken  # type: ignore[attr-defined]
+    log.half.table.try_commit = overtaken  # type: ignore[attr-defined]
     from rmq_spark.errors import AlreadyPreparedError
 
     with pytest.raises(AlreadyPreparedError):
@@ -255,7 +255,7 @@ def test_a_commit_that_never_succeeds_says_so(tmp_path: Path, monkeypatch: pytes
 def test_an_acknowledged_commit_that_is_not_in_the_state_is_an_error(tmp_path: Path) -> None:
     log = make_log("memory", tmp_path)
     record = prepare(log, 0)
-    Faulty(log._op, [(False, "yes")])
+    Faulty(log.op, [(False, "yes")])
     with pytest.raises(LostCommitError, match="Restart it"):
         commit(log, record)
     Faulty(log.half.table, [(False, "yes")])
@@ -268,18 +268,18 @@ def test_a_commit_is_known_again_after_any_number_of_others(tmp_path: Path) -> N
     log = make_log("memory", tmp_path)
     record = prepare(log, 0)
     other = another(log)
-    real = log._op._try_commit  # type: ignore[attr-defined]
+    real = log.op.try_commit  # type: ignore[attr-defined]
 
     def slept(change: Change) -> bool:
         done = bool(real(change))
-        other._op.refresh()
-        version = other._op.version + 1
+        other.op.refresh()
+        version = other.op.version + 1
         leases = [to_table([OpRow(Kind.LEASE, "app:0")], version, record.prepared_at, f"c{i}") for i in range(1100)]
-        file = other._op.write(pa.concat_tables(leases), "op", STATS_COLUMNS)
-        assert other._op.compare_and_set(lambda _: Change(add=[file]), lambda _: True)
+        file = other.op.write(pa.concat_tables(leases), "op", STATS_COLUMNS)
+        assert other.op.compare_and_set(lambda _: Change(add=[file]), lambda _: True)
         return done
 
-    log._op._try_commit = slept  # type: ignore[attr-defined]
+    log.op.try_commit = slept  # type: ignore[attr-defined]
     assert sum(p.count for p in log.decide(record, 1, commit=pending(log, record), rollback={}, who=Who.EXECUTE)) == 5
 
 
@@ -287,16 +287,16 @@ def test_a_batch_that_is_rewritten_right_after_its_commit_is_not_lost(tmp_path: 
     log = make_log("delta", tmp_path / "log")
     prepare(log, 0)
     table = log.half.table
-    real = table._try_commit  # type: ignore[attr-defined]
+    real = table.try_commit  # type: ignore[attr-defined]
 
     def then_rewritten(change: Change) -> bool:
         done = bool(real(change))
         rewrite(another(log).half.table)
         return done
 
-    table._try_commit = then_rewritten  # type: ignore[attr-defined]
+    table.try_commit = then_rewritten  # type: ignore[attr-defined]
     record = prepare(log, 1)
-    table._try_commit = real  # type: ignore[attr-defined]
+    table.try_commit = real  # type: ignore[attr-defined]
     commit(log, record)
     assert sorted(bodies(log)) == [f"app.1.{i}" for i in range(5)]
 
@@ -310,7 +310,7 @@ def rewrite(table: Any) -> None:
     merged = table.write(rows, "part", ("half_id",))
     change = Change(add=[merged], remove=old, data_change=False)
     assert compare_and_set(
-        table, lambda _: change, lambda c: c.add[0].path in table.actions()["path"].to_pylist(), table._try_commit
+        table, lambda _: change, lambda c: c.add[0].path in table.actions()["path"].to_pylist(), table.try_commit
     )
 
 
@@ -400,14 +400,14 @@ def test_a_writer_that_slept_between_its_look_and_its_commit_is_refused(tmp_path
     opened = number_table(tmp_path / "n")
     sleeper, busy = opened(), opened()
     put(sleeper, 0)
-    real, slept = sleeper._try_commit, []
+    real, slept = sleeper.try_commit, []
 
     def sleeps(change: Change) -> bool:
         if not slept:
             slept.append(clean_up(tmp_path / "n", busy, 1))
         return real(change)
 
-    sleeper._try_commit = sleeps  # type: ignore[method-assign]
+    sleeper.try_commit = sleeps  # type: ignore[method-assign]
     put(sleeper, 1000)
     assert numbers(busy) == numbers(opened()) == [*range(slept[0]), 1000]
 
@@ -428,7 +428,7 @@ def test_a_commit_below_the_head_of_the_log_is_never_taken_for_a_success(tmp_pat
         entry.write_text(json.dumps({"add": {**add, "dataChange": True, "stats": file.stats}}))
         return True
 
-    sleeper._try_commit = sleeps_within  # type: ignore[method-assign]
+    sleeper.try_commit = sleeps_within  # type: ignore[method-assign]
     with pytest.raises(LostCommitError, match="slept past the clean-up"):
         put(sleeper, 1000)
     assert 1000 not in numbers(opened())
@@ -440,5 +440,5 @@ def test_a_table_in_memory_refuses_a_stale_commit() -> None:
     table = MemoryTable("numbers", ONE)
     stale = table.another()
     file = table.write(pa.table({"version": [1]}, schema=ONE), "n", ("version",))
-    assert table._try_commit(Change(add=[file]))
-    assert not stale._try_commit(Change(add=[file]))
+    assert table.try_commit(Change(add=[file]))
+    assert not stale.try_commit(Change(add=[file]))

@@ -163,7 +163,7 @@ def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
 
 def edit(log: CommitLog, **changes: object) -> CommitLog:
     """Replace the log's only op row by an edited one, and come back with a handle that has not seen the first."""
-    op = another(log)._op
+    op = another(log).op
     op.refresh()
     paths = op.actions()["path"].to_pylist()
     (row,) = op.read(paths).to_pylist()
@@ -215,8 +215,8 @@ def test_deciding_over_an_edited_op_row_is_an_error(log: CommitLog, edited: str)
     changed = edit(log, **EDITS[edited])
     with pytest.raises(CorruptLogError):
         changed.decide(changed.get("app:0"), 1, commit={0: b"\1\0\0\0\0\0"}, rollback={}, who="execute")  # type: ignore[arg-type]
-    changed._op.refresh()
-    assert changed._op.read(changed._op.actions()["path"].to_pylist()).num_rows == 1
+    changed.op.refresh()
+    assert changed.op.read(changed.op.actions()["path"].to_pylist()).num_rows == 1
 
 
 def test_a_half_table_that_names_a_file_outside_is_not_read(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def log(request: pytest.FixtureRequest, log_path: str) -> Iterator[CommitLog]:
 
 
 def another(log: CommitLog) -> CommitLog:
-    return log._reopened_handle()
+    return log.another()
 
 
 def planner(log: CommitLog, subscription: Subscription = ORDERS, **more: Any) -> Planner:
@@ -117,7 +117,7 @@ def test_ranges_are_the_same_after_op_was_compacted(log: CommitLog, monkeypatch:
     before = planner(log).ranges({}, latest)
     monkeypatch.setattr(maintenance, "OP_FILES_MAX", 2)
     assert log.move_mark()
-    assert maintenance.compact_op(another(log)._op)
+    assert maintenance.compact_op(another(log).op)
     assert planner(log).ranges({}, latest) == before
     assert open_before.ranges({}, latest) == before
     send(log, 6)
@@ -131,10 +131,10 @@ def test_a_compaction_that_loses_races_to_a_busy_writer_merges_once(
     for batch_id in range(4):
         send(log, batch_id)
     monkeypatch.setattr(maintenance, "OP_FILES_MAX", 2)
-    monkeypatch.setattr(log, "_maintain", lambda: None)
-    op = another(log)._op
+    log.upkeep = False
+    op = another(log).op
     merged: list[int] = []
-    write, commit = op.write, op._try_commit
+    write, commit = op.write, op.try_commit
 
     def lose_twice(change: Any) -> bool:
         if len(merged) < 3:
@@ -144,7 +144,7 @@ def test_a_compaction_that_loses_races_to_a_busy_writer_merges_once(
 
     files: list[str] = []
     monkeypatch.setattr(op, "write", lambda *more: files.append("") or write(*more))
-    monkeypatch.setattr(op, "_try_commit", lose_twice)
+    monkeypatch.setattr(op, "try_commit", lose_twice)
     latest = planner(log).latest()
     before = planner(log).ranges({}, latest)
     assert maintenance.compact_op(op)
@@ -251,7 +251,7 @@ def test_a_hand_edited_op_row_that_points_outside_the_log_is_an_error(log: Commi
     offset = log.ledger.tails[("orders", 0)]
     row = OpRow(Kind.COMMIT, "app:0", 0, ((0, 0),), 1, 1, topic="orders", queue_id=0, queue_offset=offset,
                 path="../../secret.parquet", file_rows=3, transaction_per="batch", producer_group="g")  # fmt: skip
-    log.ledger._append(lambda: [row])
+    log.ledger.append(lambda: [row])
     plans = planner(log)
     with pytest.raises(CorruptLogError, match="not inside the table"):
         plans.ranges({}, plans.latest())

@@ -195,7 +195,7 @@ def test_a_mark_without_its_values_is_an_error(column: str) -> None:
     log = _log()
     assert log.move_mark()
     commit(log, prepare(log, 3, 2))
-    edit_row(log._op, "mark", column, None)
+    edit_row(log.op, "mark", column, None)
     with pytest.raises(CorruptLogError, match="table op has"):
         log.another().pending()
 
@@ -203,7 +203,7 @@ def test_a_mark_without_its_values_is_an_error(column: str) -> None:
 def test_a_mark_that_is_no_mark_any_more_is_an_error() -> None:
     log = _log()
     assert log.move_mark()
-    edit_row(log._op, "mark", "kind", "lease")
+    edit_row(log.op, "mark", "kind", "lease")
     with pytest.raises(CorruptLogError, match="lost its newest mark"):
         log.another().pending()
 
@@ -211,7 +211,7 @@ def test_a_mark_that_is_no_mark_any_more_is_an_error() -> None:
 @pytest.mark.parametrize("column", ["topic", "queue_id"])
 def test_a_placement_without_a_queue_is_an_error(column: str) -> None:
     log = _log()
-    edit_row(log._op, "commit", column, None)
+    edit_row(log.op, "commit", column, None)
     with pytest.raises(CorruptLogError, match="offsets that cannot be"):
         log.another().pending()
 
@@ -224,6 +224,6 @@ def test_a_lost_placement_is_an_error_before_anything_is_placed_behind_it(marked
         log.move_mark()
         commit(log, prepare(log, 4, 2))
         commit(log, prepare(log, 5, 2))
-    edit_row(log._op, "commit", None, None, row=3 if marked else 1)
+    edit_row(log.op, "commit", None, None, row=3 if marked else 1)
     with pytest.raises(CorruptLogError, match="op rows are lost or doubled"):
         log.another().pending()

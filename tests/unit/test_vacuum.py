@@ -59,7 +59,7 @@ def test_old_orphans_go_and_live_and_young_files_stay(log: CommitLog, tmp_path: 
     check_offsets(log)
 
 
-def test_another_handles_commits_are_not_orphans(log: CommitLog, tmp_path: Path) -> None:
+def test_anothers_commits_are_not_orphans(log: CommitLog, tmp_path: Path) -> None:
     other = CommitLog.open(tmp_path / "log")
     other.vacuum(dry_run=True)
     commit(log, prepare(log, 0))
@@ -87,26 +87,26 @@ def test_files_that_were_merged_lately_stay_for_those_who_read_them(
     log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
-    monkeypatch.setattr(log, "_maintain", lambda: None)
+    log.upkeep = False
     for i in range(4):
         commit(log, prepare(log, i))
     age(tmp_path / "log", 30)
     late = CommitLog.open(tmp_path / "log")
     late.ledger.refresh()
-    paths = late._op.actions()["path"].to_pylist()
-    assert maintenance.compact_op(CommitLog.open(tmp_path / "log")._op)
+    paths = late.op.actions()["path"].to_pylist()
+    assert maintenance.compact_op(CommitLog.open(tmp_path / "log").op)
     assert log.vacuum() == []
-    assert late._op.read(paths).num_rows == 8
+    assert late.op.read(paths).num_rows == 8
 
 
 def test_merged_files_go_in_the_end(log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
-    monkeypatch.setattr(log, "_maintain", lambda: None)
+    log.upkeep = False
     for i in range(4):
         commit(log, prepare(log, i))
-    assert maintenance.compact_op(CommitLog.open(tmp_path / "log")._op)
+    assert maintenance.compact_op(CommitLog.open(tmp_path / "log").op)
     age(tmp_path / "log", 8)
-    monkeypatch.setattr(type(log._op), "removed_since", lambda self, age_s=None: set())  # a week later
+    monkeypatch.setattr(type(log.op), "removed_since", lambda self, age_s=None: set())  # a week later
     assert len(log.vacuum()) == 4
     check_offsets(log)
     assert len(bodies(log)) == 20

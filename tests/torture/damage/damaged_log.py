@@ -123,8 +123,8 @@ def _compact(log: CommitLog) -> None:
     most = maintenance.OP_FILES_MAX
     maintenance.OP_FILES_MAX = 4
     try:
-        log._op.refresh()
-        assert maintenance.compact_op(log._op)
+        log.op.refresh()
+        assert maintenance.compact_op(log.op)
     finally:
         maintenance.OP_FILES_MAX = most
 

@@ -356,7 +356,7 @@ def _discard_decided() -> Iterator[None]:
     def change(
         self: Any, kind: Kind, record: Any, attempt: int, mask: Any, who: Any, reason: Any, checks_min: int = 0
     ) -> None:
-        self._append(lambda: ledger_module._rows_for(kind, record, mask, attempt, who, reason))
+        self.append(lambda: ledger_module._rows_for(kind, record, mask, attempt, who, reason))
 
     with replaced((Ledger, "_change", change)):
         yield
@@ -855,7 +855,7 @@ def _reported_early() -> Iterator[None]:
 
         def work() -> None:
             scheduler.sleep(log.world.chance.choice((0.0, 5.0, 50.0)))
-            decide(TwoPhase(log._reopened_handle(), self.listener), run, batch, mask, verdicts, who)
+            decide(TwoPhase(log.another(), self.listener), run, batch, mask, verdicts, who)
 
         assert scheduler.current is not None
         scheduler.spawn(scheduler.current.process, work)

@@ -220,7 +220,7 @@ def judge(shop: Shop) -> tuple[int, list[str]]:
     note_log(history, shop.log)
     history.note(Kind.END)
     messages = log.read(TOPIC, columns=READ_COLUMNS)
-    note_messages(history, Kind.READ, "judge", FINAL, messages, log._op.version)
+    note_messages(history, Kind.READ, "judge", FINAL, messages, log.op.version)
     whole = {FINAL, *(file.name for file in shop.readings.iterdir())}
     events = [e for e in history if e.kind is not Kind.READ or e.operation in whole]
     failures = [str(a) for a in find_anomalies(events, Rules(checks_max=CHECKS_MAX))]

@@ -116,7 +116,7 @@ def arm(what: Arm) -> None:
     _around(DeltaLogTable, "write", after=lambda table, *_, **__: f"{table.name} file written")
     _around(
         DeltaLogTable,
-        "_try_commit",
+        "try_commit",
         lambda table, change: f"{'merge' if change.remove else table.name} commit begins",
         lambda table, change: f"{'merge' if change.remove else table.name} commit done",
     )

@@ -165,8 +165,8 @@ def produce(shop: Shop, history: History, process: str, chance: random.Random, b
     """Send batches under an idempotency key each; one sent before, or by another right now, is a retry."""
     orders = listener(shop, history, process, chance)
     with TransactionMQProducer(shop.log, GROUP, orders, on_listener_error="fail", check_interval=None) as producer:
-        producer._two_phase.lease_s = 0.9
-        producer._two_phase.replay_check_timeout_s = 3.0
+        producer.two_phase.lease_s = 0.9
+        producer.two_phase.replay_check_timeout_s = 3.0
         for batch in batches:
             if shop.stop.exists():
                 return
@@ -222,7 +222,7 @@ def keep_up(shop: Shop, history: History, process: str, chance: random.Random) -
             log.move_mark()
         elif what == "merge":
             log.ledger.refresh()
-            maintenance.compact_op(log._op)
+            maintenance.compact_op(log.op)
         elif what == "vacuum":
             log.vacuum()
             reach("vacuumed")
@@ -284,7 +284,7 @@ def read_on(shop: Shop, history: History, process: str, chance: random.Random) -
 
 def _read_all(shop: Shop, log: txmq.CommitLog, history: History, process: str, operation: str) -> None:
     messages = log.read(TOPIC, columns=READ_COLUMNS)
-    note_messages(history, Kind.READ, process, operation, messages, log._op.version)
+    note_messages(history, Kind.READ, process, operation, messages, log.op.version)
     (shop.readings / operation).touch()
 
 

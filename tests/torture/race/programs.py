@@ -80,8 +80,8 @@ def commit_name(paths: Iterable[str]) -> str:
 
 def note_versions(log: txmq.CommitLog, history: History, process: str) -> None:
     """From now on, note at which version each acknowledged commit of this handle is."""
-    for table in (log.half.table, log._op):
-        real: Callable[[Change], bool] = table._try_commit  # type: ignore[attr-defined]
+    for table in (log.half.table, log.op):
+        real: Callable[[Change], bool] = table.try_commit  # type: ignore[attr-defined]
 
         def noting(change: Change, table: Any = table, real: Callable[[Change], bool] = real) -> bool:
             version = table.version + 1
@@ -91,7 +91,7 @@ def note_versions(log: txmq.CommitLog, history: History, process: str) -> None:
                 history.note(Kind.VERSION, Phase.OK, process, table=table.name, version=version, payload=name)
             return acknowledged
 
-        table._try_commit = noting  # type: ignore[attr-defined]
+        table.try_commit = noting  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------- local transactions
@@ -247,7 +247,7 @@ def keep_up(track: Track, history: History, process: str, chance: random.Random)
     note_versions(log, history, process)
     while not track.stop.exists():
         log.move_mark()
-        maintenance.compact_op(log._op)
+        maintenance.compact_op(log.op)
         time.sleep(chance.uniform(0.2, 1.0))
 
 

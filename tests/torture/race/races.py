@@ -181,7 +181,7 @@ class Race:
         self.history.note(Kind.END)
         log = track.open()
         messages = log.read(TOPIC, columns=READ_COLUMNS)
-        note_messages(self.history, Kind.READ, "judge", FINAL, messages, log._op.version)
+        note_messages(self.history, Kind.READ, "judge", FINAL, messages, log.op.version)
         self.failures += [str(a) for a in find_anomalies(_without_contests(self.history))]
         contested = self._judge_contests(log, [b.decode() for b in messages["body"].to_pylist()])
         return messages.num_rows, contested

@@ -84,7 +84,7 @@ def test_upkeep_and_vacuum_work_on_s3(log: txmq.CommitLog, s3: S3Server, monkeyp
         commit(log, prepare(log, i))
     log.close()
     before = bodies(log)
-    assert len(another(log)._op.actions()) < 6
+    assert len(another(log).op.actions()) < 6
     orphan = f"{log.half.table.folder}/half-orphan.parquet"
     with log.half.table.fs.open_output_stream(orphan) as stream:
         stream.write(b"left behind by a crash")

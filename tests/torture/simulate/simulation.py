@@ -637,7 +637,7 @@ class SendSource(Source):
             log, GROUP, listener, on_listener_error=s.on_listener_error, check_interval=None
         )
         producer.start()
-        producer._two_phase.replay_check_timeout_s = 8.0
+        producer.two_phase.replay_check_timeout_s = 8.0
         while not self.finished:
             batch_id = self.done
             columns = self.columns(batch_id)

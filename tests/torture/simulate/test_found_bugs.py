@@ -19,7 +19,7 @@ def test_a_batch_whose_prepare_landed_unseen_is_not_committed_a_second_time(monk
     a later time. The log keeps the first one's. A mark between the two times must not hide what is decided."""
     log = InMemoryCommitLog(topics={"orders": 1})
     table = log.half.table
-    try_commit, refresh = MemoryTable._try_commit, MemoryTable.refresh
+    try_commit, refresh = MemoryTable.try_commit, MemoryTable.refresh
     hidden = [False]
 
     def unlucky(self: MemoryTable, change: Change) -> bool:
@@ -33,7 +33,7 @@ def test_a_batch_whose_prepare_landed_unseen_is_not_committed_a_second_time(monk
             return self.version
         return refresh(self)
 
-    monkeypatch.setattr(MemoryTable, "_try_commit", unlucky)
+    monkeypatch.setattr(MemoryTable, "try_commit", unlucky)
     monkeypatch.setattr(MemoryTable, "refresh", stale)
     seconds = count(1_800_000_000)
     clock = SimpleNamespace(time=lambda: 1_800_000_000.0, time_ns=lambda: next(seconds) * 1_000_000_000)

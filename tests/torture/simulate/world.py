@@ -73,7 +73,7 @@ class SimulatedLog(CommitLog):
         tables = (world.half.another(), world.op.another(), world.topics.another())
         super().__init__("simulated:", *tables, default_queues=2)
 
-    def _reopened_handle(self) -> CommitLog:
+    def another(self) -> CommitLog:
         return self.world.open_log()
 
     def _in_background(self, work: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class SimulatedLog(CommitLog):
 
     @property
     def seen_version(self) -> int:
-        return self._op.version
+        return self.op.version
 
     def stage(self, writer: HalfWriter, batches: Sequence[pa.RecordBatch], partition: int = 0) -> list[HalfFile]:
         """What the writer makes of these messages; the same messages are taken from the last time."""
