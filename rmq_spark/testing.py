@@ -8,8 +8,7 @@ from __future__ import annotations
 import io
 import json
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -19,13 +18,14 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from rmq_spark.commitlog.files import DataFile, write_table
+from rmq_spark.commitlog.files import DataFile, RowRange, read_range, write_table
 from rmq_spark.commitlog.group_store import GROUPS_SCHEMA
 from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.log import TOPICS_SCHEMA, CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.table import Change, actions_schema, compare_and_set
 from rmq_spark.config import QUEUES_DEFAULT
+from rmq_spark.machine import MACHINE, Machine
 
 __all__ = ["InMemoryCommitLog", "MemoryTable"]
 
@@ -94,8 +94,9 @@ class _Versions:
 class MemoryTable:
     """A :class:`rmq_spark.commitlog.table.Table` in memory. Handles made with :meth:`another` share the content."""
 
-    def __init__(self, name: str, schema: pa.Schema) -> None:
+    def __init__(self, name: str, schema: pa.Schema, machine: Machine = MACHINE) -> None:
         self.name, self.schema, self.folder = name, schema, name
+        self.machine = machine
         self.fs: Any = _Files()
         self._versions = _Versions()
         self._state = self._versions.head
@@ -103,13 +104,13 @@ class MemoryTable:
 
     def another(self) -> MemoryTable:
         """Another handle, as another process would have."""
-        twin = MemoryTable(self.name, self.schema)
+        twin = MemoryTable(self.name, self.schema, self.machine)
         twin.fs, twin._versions, twin._state = self.fs, self._versions, self._versions.head
         return twin
 
     def copy(self) -> MemoryTable:
         """Another table with the same content."""
-        twin = MemoryTable(self.name, self.schema)
+        twin = MemoryTable(self.name, self.schema, self.machine)
         twin.fs = self.fs.copy()
         twin._versions.head, twin._versions.removed = self._versions.head, dict(self._versions.removed)
         twin.refresh()
@@ -131,7 +132,7 @@ class MemoryTable:
         return known[1]
 
     def removed_since(self, age_s: float | None = None) -> set[str]:
-        now = time.time()
+        now = self.machine.time()
         return {p for p, at in self._versions.removed.items() if age_s is None or now - at < age_s}
 
     def transaction_version(self, app_id: str) -> int | None:
@@ -150,6 +151,9 @@ class MemoryTable:
             parts = [p.filter(where) for p in parts]
         return pa.concat_tables([p.select(names).cast(schema) for p in parts]) if parts else schema.empty_table()
 
+    def read_range(self, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+        return read_range(self.fs, self.folder, wanted, columns)
+
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
@@ -165,7 +169,7 @@ class MemoryTable:
                 stats = json.loads(f.stats)
                 files[f.path] = {
                     "path": f.path,
-                    "modification_time": change.modification_time_ms or time.time_ns() // 1_000_000,
+                    "modification_time": change.modification_time_ms or self.machine.time_ms(),
                     "num_records": f.rows,
                     **{f"min.{k}": v for k, v in stats["minValues"].items()},
                     **{f"max.{k}": v for k, v in stats["maxValues"].items()},
@@ -173,7 +177,7 @@ class MemoryTable:
             transactions = dict(self._state.transactions)
             if change.transaction:
                 transactions[change.transaction[0]] = change.transaction[1]
-            self._versions.removed.update(dict.fromkeys(change.remove, time.time()))
+            self._versions.removed.update(dict.fromkeys(change.remove, self.machine.time()))
             self._versions.head = _State(self._state.version + 1, files, transactions)
         return True
 
@@ -187,6 +191,8 @@ class InMemoryCommitLog(CommitLog):
         Queues of a topic that is created without a number of its own.
     topics : mapping of str to int, optional
         Topics to create at once.
+    machine : Machine, optional
+        Gives the log another clock: see :class:`rmq_spark.machine.Machine`.
 
     Examples
     --------
@@ -195,12 +201,14 @@ class InMemoryCommitLog(CommitLog):
     {'orders': 2}
     """
 
-    def __init__(self, queues: int = QUEUES_DEFAULT, topics: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, queues: int = QUEUES_DEFAULT, topics: Mapping[str, int] | None = None, machine: Machine = MACHINE
+    ) -> None:
         tables = (
-            MemoryTable("half", HALF_SCHEMA),
-            MemoryTable("op", OP_SCHEMA),
-            MemoryTable("topics", TOPICS_SCHEMA),
-            MemoryTable("groups", GROUPS_SCHEMA),
+            MemoryTable("half", HALF_SCHEMA, machine),
+            MemoryTable("op", OP_SCHEMA, machine),
+            MemoryTable("topics", TOPICS_SCHEMA, machine),
+            MemoryTable("groups", GROUPS_SCHEMA, machine),
         )
         self._tables: tuple[MemoryTable, ...] = tables
         super().__init__("memory:", *tables[:3], default_queues=queues)

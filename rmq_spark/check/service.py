@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
@@ -36,6 +35,7 @@ from rmq_spark.config import (
 )
 from rmq_spark.errors import OptionError, StaleAttemptError, VerdictConflictError
 from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener, check_listener
+from rmq_spark.machine import Machine
 from rmq_spark.message import check_group
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
@@ -55,10 +55,6 @@ HUNG_CALLS_MAX = 8
 CLOCK_SKEW_S_MAX = 60.0
 """A half batch that is prepared further in the future is reported: it would stay young for as long."""
 STOP_POLL_S = 0.2
-
-
-def _now() -> datetime:
-    return datetime.now(timezone.utc)
 
 
 class CheckService:
@@ -137,7 +133,7 @@ class CheckService:
         self.discard_policy = check_policy(discard_policy)
         self.only_groups = only_groups
         self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
-        self._clock = clock or _now
+        self._clock = clock or self.log.machine.now
         self._without_fence = CommitOncePrepared()
         self._not_reached: list[str] = []
         self._foreign: set[str] = set()  # open half batches of other groups (only_groups)
@@ -172,10 +168,10 @@ class CheckService:
 
         Nothing that a single half batch or its listener does wrong ends the round; the report's ``problems`` say it.
         """
-        return self._round(threading.Event())
+        return self._round(self.log.machine.event())
 
     def _round(self, stop: threading.Event) -> CheckReport:
-        work = _Round(CheckReport(self._clock()), self.round_timeout, stop)
+        work = _Round(CheckReport(self._clock()), self.round_timeout, stop, self.log.machine)
         report = work.report
         waiting = self._open_half_ids()
         self._not_reached = []
@@ -348,7 +344,7 @@ class CheckService:
                     key[0], f"it was not asked about: {hung} calls of listeners have not come back; restart the checker"
                 )
                 return None
-            call = _Call(question, ask)
+            call = _Call(question, ask, self.log.machine)
             if here or self.round_timeout is None:
                 call.run()
             else:
@@ -438,13 +434,14 @@ class _Question:
 class _Call:
     """A call of a listener. It cannot be ended from outside, only left behind."""
 
-    def __init__(self, question: _Question, ask: Callable[[], Any]) -> None:
+    def __init__(self, question: _Question, ask: Callable[[], Any], machine: Machine) -> None:
         self.question = question
-        self.done = threading.Event()
+        self.done = machine.event()
         self.result: Any = None
         self.problem: BaseException | None = None
         self._ask = ask
-        self._started = time.monotonic()
+        self._machine = machine
+        self._started = machine.monotonic()
 
     def run(self) -> None:
         """In the caller's thread, which an exit or an interrupt of the user ends."""
@@ -464,7 +461,7 @@ class _Call:
                 self.problem = problem
                 self.done.set()
 
-        threading.Thread(target=run, name="txmq-check", daemon=True).start()
+        self._machine.start_thread(run, "txmq-check", daemon=True)
 
     def wait(self, work: _Round) -> None:
         while not self.done.wait(min(STOP_POLL_S, max(0.0, work.seconds_left()))):
@@ -472,7 +469,7 @@ class _Call:
                 return
 
     def seconds(self) -> float:
-        return time.monotonic() - self._started
+        return self._machine.monotonic() - self._started
 
 
 @dataclass
@@ -482,10 +479,14 @@ class _Round:
     report: CheckReport
     timeout_s: float | None
     stop: threading.Event
-    _started: float = field(default_factory=time.monotonic)
+    machine: Machine
+    _started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._started = self.machine.monotonic()
 
     def seconds(self) -> float:
-        return time.monotonic() - self._started
+        return self.machine.monotonic() - self._started
 
     def seconds_left(self) -> float:
         return float("inf") if self.timeout_s is None else self.timeout_s - self.seconds()

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -162,7 +162,7 @@ class GroupStore:
             after = change(now)
             if after == now:
                 return None
-            updated = datetime.now(timezone.utc)
+            updated = self.table.machine.now()
             rows = [
                 before[queue]
                 if now.get(queue) == place

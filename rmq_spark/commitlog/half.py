@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -22,6 +21,7 @@ from rmq_spark.config import (
     nearest,
 )
 from rmq_spark.errors import MessageError, TopicNotFoundError
+from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.message import (
     CHECK_IMMUNITY_PROPERTY,
     INPUT_COLUMNS,
@@ -143,6 +143,10 @@ class HalfWriter:
         Those of the topics that are FIFO topics.
     own : bool
         True for messages that rmq_spark itself sends again: they may have RocketMQ's reserved properties.
+    machine : Machine
+        Whose clock says when messages are stored.
+    write_file : callable, optional
+        In the place of :func:`~rmq_spark.commitlog.files.write_table`.
     """
 
     header: HalfHeader
@@ -152,6 +156,8 @@ class HalfWriter:
     fifo: frozenset[str] = frozenset()
     own: bool = False
     file_bytes_max: int = field(default=FILE_BYTES_MAX)
+    machine: Machine = MACHINE
+    write_file: Callable[..., DataFile] | None = None
 
     def write(
         self, fs: pafs.FileSystem, folder: str, partition: int, batches: Iterable[pa.RecordBatch]
@@ -184,7 +190,7 @@ class HalfWriter:
         queue_id = _column(table, "queue_id", pa.int32())
         sharding_key = _column(table, "sharding_key", pa.string())
         topic = self._topic(table)
-        deliver_at = _deliver_at(table)
+        deliver_at = _deliver_at(table, self._now())
         self._check_fifo(topic, sharding_key, deliver_at)
         return pa.table(
             {
@@ -196,7 +202,7 @@ class HalfWriter:
                 "sharding_key": sharding_key,
                 "properties": _column(table, "properties", PROPERTIES) if self.own else _properties(table),
                 "body": _body(table),
-                "born_timestamp": pc.fill_null(_column(table, "born_timestamp", TIMESTAMP), _now()),
+                "born_timestamp": pc.fill_null(_column(table, "born_timestamp", TIMESTAMP), self._now()),
                 "deliver_at": deliver_at,
             }
         )
@@ -280,8 +286,8 @@ class HalfWriter:
             )
         file_no = partition * FILES_PER_PARTITION_MAX + part
         table, segments = self.arrange(self.normalize(pa.Table.from_batches(batches)), file_no)
-        staged_at = time.time()
-        data = write_table(
+        staged_at = self.machine.time()
+        data = (self.write_file or write_table)(
             fs,
             folder,
             table,
@@ -316,9 +322,12 @@ class HalfWriter:
             "row_no": arange(count),
             **{c: rows_in_order[c] for c in rows_in_order.column_names},
             "queue_id": queue,
-            "store_timestamp": pa.repeat(_now(), count),
+            "store_timestamp": pa.repeat(self._now(), count),
         }
         return pa.table({f.name: columns[f.name] for f in HALF_SCHEMA}, schema=HALF_SCHEMA), tuple(segments)
+
+    def _now(self) -> pa.Scalar:
+        return pa.scalar(int(self.machine.time() * 1_000_000), TIMESTAMP)
 
     def _by_queue(self, topic: str, part: pa.Table, file_no: int) -> list[tuple[int, pa.Table]]:
         """The topic's rows a queue at a time. Rows that choose no queue are dealt out in even slices."""
@@ -358,10 +367,6 @@ def _of(table: pa.Table, column: str, value: object) -> pa.Table:
 
 def _constant(value: object, name: str, rows: int) -> pa.Array:
     return pa.repeat(pa.scalar(value, HALF_SCHEMA.field(name).type), rows)
-
-
-def _now() -> pa.Scalar:
-    return pa.scalar(time.time_ns() // 1000, TIMESTAMP)
 
 
 def check_known(name: str, topics: Mapping[str, int]) -> None:
@@ -444,8 +449,8 @@ def _body(table: pa.Table) -> pa.ChunkedArray:
     return body
 
 
-def _deliver_at(table: pa.Table) -> pa.ChunkedArray:
-    """When each message is to appear; null for at once. A delay level counts from now."""
+def _deliver_at(table: pa.Table, now: pa.Scalar) -> pa.ChunkedArray:
+    """When each message is to appear; null for at once. A delay level counts from ``now``."""
     deliver_at = _column(table, "deliver_at", TIMESTAMP)
     level = _column(table, "delay_level", pa.int32())
     if deliver_at.null_count == level.null_count == table.num_rows:
@@ -458,7 +463,6 @@ def _deliver_at(table: pa.Table) -> pa.ChunkedArray:
         )
     if pc.any(pc.and_(pc.is_valid(deliver_at), pc.is_valid(level))).as_py():
         raise MessageError("a message has a deliver_at and a delay_level: set one of them")
-    now = _now()
     delays = pa.array([s * 1_000_000 for s in DELAY_LEVELS_S], pa.duration("us")).take(pc.subtract(level, 1))
     times = pc.coalesce(deliver_at, pc.add(now, delays))
     latest, hours = pc.max(times).as_py(), DELIVER_DELAY_S_MAX / 3600

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -10,7 +9,7 @@ from datetime import datetime, timezone
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.files import RowRange, check_path, read_range
+from rmq_spark.commitlog.files import RowRange, check_path
 from rmq_spark.commitlog.half import HALF_SCHEMA, HEADER_COLUMNS, HalfFile, HalfHeader, Segment, half_id_of
 from rmq_spark.commitlog.op import BatchState, FileState, runs
 from rmq_spark.commitlog.table import Change, Table
@@ -103,13 +102,13 @@ class HalfStore:
                 raise AlreadyPreparedError(
                     f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: batch {last} is in the log"
                 )
-            age_s = time.time() - min(f.staged_at for f in files)
+            age_s = self.table.machine.time() - min(f.staged_at for f in files)
             if age_s > ORPHAN_AGE_S / 2:
                 raise StagedFilesTooOldError(
                     f"the files of half batch {header.half_id!r} were staged {age_s / 3600:.0f} h ago: vacuum may "
                     "remove them soon; run the batch again"
                 )
-            tried_ms.append(max(time.time_ns() // 1_000_000, self._last_prepared_ms() + 1, settled_ms() + 1))
+            tried_ms.append(max(self.table.machine.time_ms(), self._last_prepared_ms() + 1, settled_ms() + 1))
             return Change(
                 add=[f.data for f in files],
                 transaction=(header.app_id, header.batch_id) if header.numbered else None,
@@ -245,14 +244,13 @@ class HalfStore:
 
     def read_range(self, wanted: RowRange, columns: Sequence[str]) -> list[tuple[int, pa.Table]]:
         """The rows of a range; a file that somebody rewrote is found again by its address."""
-        fs, folder = self.table.fs, self.table.folder
         try:
-            return list(read_range(fs, folder, wanted, columns))
+            return list(self.table.read_range(wanted, columns))
         except FileNotFoundError:
             self.table.refresh()
             path = self.locate(wanted.half_id, wanted.file_no)
             moved = RowRange(path, wanted.half_id, wanted.file_no, wanted.file_rows, wanted.ranges)
-            return list(read_range(fs, folder, moved, columns))
+            return list(self.table.read_range(moved, columns))
 
 
 def _check_staged(header: HalfHeader, files: Sequence[HalfFile]) -> None:

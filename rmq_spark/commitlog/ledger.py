@@ -6,13 +6,11 @@ row is decided once, a past attempt is never decided, and offsets have no gaps.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
-from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,7 +18,7 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import (
     KINDS,
-    OP_SCHEMA,
+    NO_OPS,
     SETTLING,
     STATS_COLUMNS,
     BatchState,
@@ -68,10 +66,11 @@ class Ledger:
 
     def __init__(self, table: Table, placer: Placer) -> None:
         self.table = table
+        self.machine = table.machine
         self._placer = placer
-        self._lock = threading.RLock()
+        self._lock = self.machine.lock()
         self._seen_version = -1
-        self._tail = OP_SCHEMA.empty_table()
+        self._tail = NO_OPS
         self._tails: dict[tuple[str, int], int] = {}
         self._last_time = datetime.fromtimestamp(0, timezone.utc)
         self._low_water = 0
@@ -117,7 +116,7 @@ class Ledger:
     def _read_since(self, version: int, until: int) -> pa.Table:
         actions = self.table.actions()
         if actions.num_rows == 0:
-            return OP_SCHEMA.empty_table()
+            return NO_OPS
         new = pc.fill_null(pc.greater_equal(actions["max.version"], version), True)
         paths = actions.filter(new)["path"].to_pylist()
         # Another thread may have refreshed the table meanwhile: what is newer is read the next time, and once.
@@ -226,7 +225,7 @@ class Ledger:
         return self.table.read(self.table.actions()["path"].to_pylist(), None, where).sort_by("version")
 
     def _older_than_tail(self, half_ids: Sequence[str]) -> pa.Table:
-        return self._scan(half_ids, before=self._tail_since) if self._tail_since else OP_SCHEMA.empty_table()
+        return self._scan(half_ids, before=self._tail_since) if self._tail_since else NO_OPS
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """What the newest op markers say of one half batch."""
@@ -332,7 +331,7 @@ class Ledger:
 
     # ------------------------------------------------------------------ places
     def _now(self) -> datetime:
-        return max(datetime.now(timezone.utc), self._last_time)
+        return max(self.machine.now(), self._last_time)
 
     def _commit_rows(
         self, record: HalfRecord, state: BatchState, mask: Mask, attempt: int, who: Who, reason: str | None
@@ -480,7 +479,7 @@ class Ledger:
 
     def lease(self, record: HalfRecord, seconds: float) -> datetime:
         """Keep checkers away from a half batch whose local transaction is running; returns until when."""
-        until = datetime.now(timezone.utc) + timedelta(seconds=seconds)
+        until = self.machine.now() + timedelta(seconds=seconds)
         row = OpRow(Kind.LEASE, record.half_id, attempt=None, decided_by=Who.EXECUTE, until=until)
         self.append(lambda: [row])
         return until
@@ -581,7 +580,7 @@ class Ledger:
 
     def append(self, build: Callable[[], Sequence[OpRow]]) -> None:
         """The one way to write op rows: build them from the newest state and commit at the next version, or again."""
-        commit_id = uuid4().hex
+        commit_id = self.machine.unique_id()
 
         def decide(version: int) -> Change | None:
             self._catch_up()

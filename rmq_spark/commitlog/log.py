@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -101,7 +101,8 @@ class CommitLog:
         self.topics_table = topics
         self._topics: tuple[int, dict[str, int], frozenset[str]] | None = None  # version, queues, FIFO topics
         self._default_queues = default_queues
-        self._lock = threading.RLock()
+        self.machine = half.machine
+        self._lock = self.machine.lock()
         self._maintenance: threading.Thread | None = None
         self._groups: GroupStore | None = None
         self.upkeep = True
@@ -252,7 +253,7 @@ class CommitLog:
             "queues": [wanted],
             "fifo": [bool(fifo)],
             "retention_s": [None],
-            "created": [datetime.now(timezone.utc)],
+            "created": [self.machine.now()],
         }
 
         def decide(version: int) -> Change | None:
@@ -333,6 +334,7 @@ class CommitLog:
     # ------------------------------------------------------------------ the protocol's steps
     def stage(self, writer: HalfWriter, batches: Sequence[pa.RecordBatch], partition: int = 0) -> list[HalfFile]:
         """Write messages as half files from this process (executors do the same with ``HalfWriter`` alone)."""
+        writer = replace(writer, machine=self.machine)
         return writer.write(self.half.table.fs, self.half.table.folder, partition, batches)
 
     def last_batch_id(self, app_id: str) -> int | None:
@@ -630,9 +632,7 @@ class CommitLog:
         self._maintenance = self._in_background(self._maintain_now)
 
     def _in_background(self, work: Callable[[], None]) -> threading.Thread | None:
-        thread = threading.Thread(target=work, name="txmq-maintenance")
-        thread.start()
-        return thread
+        return self.machine.start_thread(work, "txmq-maintenance")
 
     def another(self) -> CommitLog:
         """Another handle on this log, which has read nothing yet: what another process would open."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import pyarrow.compute as pc
@@ -63,7 +62,7 @@ def vacuum(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
         # A file that was rewritten lately may be old itself, and a reader's plan may still name it.
         kept = set(table.actions()["path"].to_pylist()) | table.removed_since(age_s)
         for info in table.fs.get_file_info(pafs.FileSelector(table.folder)):
-            old = info.mtime is not None and time.time() - info.mtime.timestamp() > age_s
+            old = info.mtime is not None and table.machine.time() - info.mtime.timestamp() > age_s
             if info.type != pafs.FileType.File or not info.base_name.endswith(".parquet"):
                 continue
             if old and info.base_name not in kept:

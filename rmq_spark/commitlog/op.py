@@ -48,6 +48,7 @@ OP_SCHEMA = pa.schema(
         ("tails", TAILS),  # mark: the next offset of every queue
     ]
 )
+NO_OPS = OP_SCHEMA.empty_table()
 STATS_COLUMNS = ("version", "next_offset", "low_water")
 
 

@@ -5,7 +5,6 @@ Planning looks at ``op`` alone. What executors run (:func:`to_messages`) needs p
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -361,7 +360,7 @@ def read_messages(
     selector: str | None = None,
 ) -> pa.Table:
     """Committed messages of a topic in (queue, offset) order: what ``CommitLog.read`` returns."""
-    where = _wanted(tags, selector)
+    where = _wanted(tags, selector, op.machine.time_ms())
     names = check_source_columns(SOURCE_SCHEMA.names if columns is None else columns)
     for queue_id, offset in start.items():
         tail = tails.get((topic, queue_id), 0)
@@ -403,8 +402,8 @@ def _read_placed(half: HalfStore, placed: PlacedRange, names: Sequence[str], whe
     return messages if kept is None else messages.filter(kept)
 
 
-def _wanted(tags: str | None, selector: str | None) -> Filter | None:
-    """The filter that these expressions mean now; None wants all.
+def _wanted(tags: str | None, selector: str | None, now_ms: int) -> Filter | None:
+    """The filter that these expressions mean at a time; None wants all.
 
     Raises
     ------
@@ -418,4 +417,4 @@ def _wanted(tags: str | None, selector: str | None) -> Filter | None:
         if selector is not None
         else tag_selector(parse_tags(SUB_ALL if tags is None else tags))
     )
-    return None if wanted is None else wanted.at(time.time_ns() // 1_000_000)
+    return None if wanted is None else wanted.at(now_ms)

@@ -6,10 +6,8 @@ This module alone imports deltalake.
 from __future__ import annotations
 
 import logging
-import random
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 
-from rmq_spark.commitlog.files import DataFile, check_path, filesystem, write_table
+from rmq_spark.commitlog.files import DataFile, RowRange, check_path, filesystem, read_range, write_table
 from rmq_spark.commitlog.seal import (
     ENTRY_SEAL,
     added,
@@ -47,6 +45,7 @@ from rmq_spark.errors import (
     NotACommitLogError,
     TxmqError,
 )
+from rmq_spark.machine import MACHINE, Machine
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +91,8 @@ class Table(Protocol):
     folder: str
     fs: Any
     """A ``pyarrow.fs.FileSystem``, or as much of one as the tables need."""
+    machine: Machine
+    """Whose clock, locks and threads serve the table and all that stands on it."""
 
     @property
     def version(self) -> int:
@@ -117,6 +118,9 @@ class Table(Protocol):
         self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None
     ) -> pa.Table:
         """Rows of some live files."""
+
+    def read_range(self, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+        """Rows of one half file by their address, with the position of the first of each part."""
 
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
@@ -183,7 +187,7 @@ def compare_and_set(
                     "rows: this process slept past the clean-up of the table's log. Restart it"
                 )
             return change
-        time.sleep(random.uniform(0, min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** min(tries, 10))))
+        table.machine.sleep(table.machine.random() * min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** min(tries, 10)))
     table.refresh()
     if change is not None and landed(change):
         return change
@@ -200,7 +204,15 @@ def actions_schema(schema: pa.Schema) -> pa.Schema:
 class DeltaLogTable:
     """A Delta table of a commit log, through delta-rs."""
 
-    def __init__(self, uri: str, name: str, schema: pa.Schema, storage_options: Mapping[str, str] | None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        name: str,
+        schema: pa.Schema,
+        storage_options: Mapping[str, str] | None,
+        machine: Machine = MACHINE,
+    ) -> None:
+        self.machine = machine
         self.name = name
         self.schema = schema
         self._uri = uri
@@ -368,6 +380,9 @@ class DeltaLogTable:
                     one.to_table(columns=names, filter=where)
             raise
 
+    def read_range(self, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+        return read_range(self.fs, self.folder, wanted, columns)
+
     def _check_files(self, dataset: pads.Dataset, paths: Sequence[str]) -> None:
         """Raise CorruptLogError for files that are not what the table's log means."""
         actions = self.actions()
@@ -384,7 +399,7 @@ class DeltaLogTable:
         return compare_and_set(self, decide, landed, self.try_commit)
 
     def try_commit(self, change: Change) -> bool:
-        now_ms = time.time_ns() // 1_000_000
+        now_ms = self.machine.time_ms()
         written_ms = change.modification_time_ms or now_ms
         actions: list[AddAction | RemoveAction] = [
             AddAction(f.path, f.size_bytes, {}, written_ms, change.data_change, f.stats) for f in change.add

@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -254,7 +254,7 @@ class _Orderly(_Consumer):
             dead = self._dies(queue, found, found.stopped_at)
             done[queue] += dead
             if done[queue] < found.seen_to:
-                until[queue] = datetime.now(timezone.utc) + timedelta(seconds=0 if dead else self.suspend_s)
+                until[queue] = self.log.machine.now() + timedelta(seconds=0 if dead else self.suspend_s)
         self.log.groups.progress(self.group, done, f"{self.query_name(batch)} batch {batch_id}", until)
 
     def _pass(self, frame: DataFrame, positions: Mapping[Queue, int]) -> dict[Queue, QueueResult]:

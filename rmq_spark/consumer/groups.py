@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import datetime
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -87,7 +87,7 @@ class ConsumerGroup:
         start = {queue: known[queue]["next_offset"] if queue in known else 0 for queue in queues}
         since = self._waiting_since({q: n for q, n in start.items() if n < tails.get(q, 0)})
         open_messages = self.log.open_messages()
-        now = datetime.now(timezone.utc)
+        now = self.log.machine.now()
         found = [
             {
                 "consumer_group": self.name,

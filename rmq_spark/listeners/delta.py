@@ -24,6 +24,7 @@ from rmq_spark.errors import (
     VerdictError,
 )
 from rmq_spark.listener import TransactionListener, Verdicts
+from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.transaction import (
     BATCH,
     COMMIT_MESSAGE,
@@ -118,6 +119,8 @@ class DeltaTransactionListener(TransactionListener):
     """
 
     requires_spark = True
+    machine: Machine = MACHINE
+    """Whose clock says how old a half batch is."""
 
     def __init__(
         self,
@@ -245,7 +248,7 @@ class DeltaTransactionListener(TransactionListener):
         self._require_fit(spark, batch)
         found = self._look(self._open(spark), batch)
         if found.state is None:
-            if datetime.now(timezone.utc) - _utc(batch.prepared_at) < self._rollback_after:
+            if self.machine.now() - _utc(batch.prepared_at) < self._rollback_after:
                 return UNKNOWN
             found = self._seal(spark, batch, TOMBSTONE)
         if found.state is None:

@@ -34,6 +34,7 @@ from rmq_spark.errors import (
     VerdictError,
 )
 from rmq_spark.listener import TransactionListener, Verdicts
+from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -197,6 +198,9 @@ class SqlTransactionListener(TransactionListener):
     Fence rows must outlive the half batches they speak for: see :meth:`prune`.
     """
 
+    machine: Machine = MACHINE
+    """Whose clock says how old a half batch is."""
+
     def __init__(
         self,
         url_or_engine: str | sa.URL | sa.Engine,
@@ -270,7 +274,7 @@ class SqlTransactionListener(TransactionListener):
                 f"older_than={older_than!r} s is less than 7 days ({FENCE_RETENTION_MIN_S:.0f} s): fence "
                 "rows must outlive the half batches that they speak for"
             )
-        return self._fence.prune(_now() - timedelta(seconds=older_than))
+        return self._fence.prune(self.machine.now() - timedelta(seconds=older_than))
 
     # ------------------------------------------------------------------ execute
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
@@ -410,7 +414,7 @@ class SqlTransactionListener(TransactionListener):
                 self._require_same_fence(connection, batch)
                 recorded = self._fence.read(connection, ids)
             absent = [i for i in ids if i not in recorded]
-            if absent and _now() - _utc(batch.prepared_at) >= self._rollback_after:
+            if absent and self.machine.now() - _utc(batch.prepared_at) >= self._rollback_after:
                 recorded |= self._bury(absent, batch)
         except sa.exc.DBAPIError as problem:
             if not is_lock_problem(problem):
@@ -531,7 +535,7 @@ class _Fence(Database):
         with self.transaction() as connection:
             for table in (self._rows, self._id):
                 connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
-            row = {"one": 1, "fence_id": secrets.token_hex(16), "created_at": _now_naive()}
+            row = {"one": 1, "fence_id": secrets.token_hex(16), "created_at": MACHINE.now().replace(tzinfo=None)}
             insert_absent(connection, self._id.c.one, [row])
             return self.read_id(connection)
 
@@ -564,7 +568,7 @@ class _Fence(Database):
             "state": state,
             "half_id": batch.half_id,
             "attempt": batch.attempt,
-            "created_at": _now_naive(),
+            "created_at": MACHINE.now().replace(tzinfo=None),
         }
         # In one order on every side, so that two of them wait for each other in turn instead of in a circle.
         rows = [{"transaction_id": i, **common} for i in sorted(ids)]
@@ -592,14 +596,6 @@ class _Fence(Database):
         with self.transaction() as connection:
             old = self._rows.delete().where(self._rows.c.created_at < before.replace(tzinfo=None))
             return connection.execute(old).rowcount
-
-
-def _now() -> datetime:
-    return datetime.now(timezone.utc)
-
-
-def _now_naive() -> datetime:
-    return _now().replace(tzinfo=None)
 
 
 def _utc(moment: datetime) -> datetime:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
-from uuid import uuid4
 
 import pyarrow as pa
 
@@ -117,7 +116,7 @@ class TransactionMQProducer:
         self.check_interval = check_interval
         self.transaction_timeout = transaction_timeout
         self.two_phase = TwoPhase(self.log, self.listener, on_listener_error=on_listener_error)
-        self._closing = threading.Event()
+        self._closing = self.log.machine.event()
         self._checks: threading.Thread | None = None
         self._open = False
 
@@ -128,8 +127,7 @@ class TransactionMQProducer:
             self._open = True
             self._closing.clear()
             if self.check_interval is not None:
-                self._checks = threading.Thread(target=self._answer_checks, name="txmq-checks", daemon=True)
-                self._checks.start()
+                self._checks = self.log.machine.start_thread(self._answer_checks, "txmq-checks", daemon=True)
         return self
 
     def shutdown(self) -> None:
@@ -214,7 +212,10 @@ class TransactionMQProducer:
 
     def _header(self, per: str, idempotency_key: str | None) -> HalfHeader:
         # A dot is in no group, key or appId: so a key is its group's own, and is never taken for a stream's batch.
-        one_send = uuid4().hex if idempotency_key is None else check_app_id(idempotency_key, "idempotency_key")
+        if idempotency_key is None:
+            one_send = self.log.machine.unique_id()
+        else:
+            one_send = check_app_id(idempotency_key, "idempotency_key")
         app_id = f"send.{self.producer_group}.{one_send}"
         return HalfHeader(
             half_id=half_id_of(app_id, 0),

@@ -8,8 +8,6 @@ It speaks to a ``CommitLog`` and a listener, and knows neither Spark nor Delta. 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -248,7 +246,7 @@ class TwoPhase:
     # ------------------------------------------------------------------ what is left to do
     def _settle(self, run: _Run) -> None:
         """Go on until every row is decided, or waits for the check of an UNKNOWN that this run itself got."""
-        deadline = time.monotonic() + self.replay_check_timeout_s
+        deadline = self.log.machine.monotonic() + self.replay_check_timeout_s
         pause_s = REPLAY_BACKOFF_S_MIN
         # What this run has just decided was read back with its commit: most batches need no second look.
         state = self.log.state_of(run.record, refresh=run.outcome.replayed)
@@ -262,9 +260,9 @@ class TwoPhase:
                 break
             answers = [self._check(run, state, attempt, mask) for attempt, mask in to_check]
             if all(unknown for unknown in answers):
-                if time.monotonic() >= deadline:
+                if self.log.machine.monotonic() >= deadline:
                     raise UnresolvedTransactionError(self._unresolved(run))
-                time.sleep(pause_s)
+                self.log.machine.sleep(pause_s)
                 pause_s = min(pause_s * 2, REPLAY_BACKOFF_S_MAX)
         run.outcome.attempt = max(max(f.attempt) for f in state.files.values())
         run.outcome.messages = {s: n for s in RowState if (n := state.count(s))}
@@ -341,17 +339,14 @@ class _Lease(AbstractContextManager[None]):
 
     def __init__(self, log: CommitLog, record: HalfRecord, lease_s: float) -> None:
         self._log, self._record, self._lease_s = log, record, lease_s
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._done = log.machine.event()
 
     def __enter__(self) -> None:
-        self._thread = threading.Thread(target=self._renew, name="txmq-lease", daemon=True)
-        self._thread.start()
+        self._thread = self._log.machine.start_thread(self._renew, "txmq-lease", daemon=True)
 
     def __exit__(self, *details: object) -> None:
         self._done.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _renew(self) -> None:
         while not self._done.wait(self._lease_s / 3):

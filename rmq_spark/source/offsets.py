@@ -243,12 +243,11 @@ def _from_ms(milliseconds: int) -> datetime:
 
 
 # ---------------------------------------------------------------- suspended queues
-def due(suspended: Again) -> Again:
+def due(suspended: Again, now: datetime) -> Again:
     """Those of which the suspension is over."""
-    now = datetime.now(timezone.utc)
     return {queue: (offset, until) for queue, (offset, until) in suspended.items() if until <= now}
 
 
-def seconds_to_wait(suspended: Again) -> float:
+def seconds_to_wait(suspended: Again, now: datetime) -> float:
     """Until the first suspension is over."""
-    return max(0.0, (min(until for _, until in suspended.values()) - datetime.now(timezone.utc)).total_seconds())
+    return max(0.0, (min(until for _, until in suspended.values()) - now).total_seconds())

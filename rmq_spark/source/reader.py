@@ -6,7 +6,6 @@ The driver plans (``plan``), executors read half files with pyarrow and hand who
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -95,7 +94,7 @@ class _Reader:
         ranges = self.planner.ranges(start, end)
         options = self.options
         parts = split(ranges, options.ordered, options.partitions_min, options.partition_records_max)
-        now_ms = time.time_ns() // 1_000_000
+        now_ms = self.planner.log.machine.time_ms()
         return [TxmqPartition(tuple(part), now_ms) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -203,10 +202,12 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
             suspended = group.suspended(begin)
         self.planner.forget({**begin, **{queue: offset for queue, (offset, _) in suspended.items()}})
         end = admit(begin, {**latest, **{queue: begin[queue] for queue in suspended}}, _rows_max(limit))
-        again = due(suspended)
+        machine = self.planner.log.machine
+        again = due(suspended, machine.now())
         if self._stop_at is not None and suspended and not again and end == begin:
-            time.sleep(seconds_to_wait(suspended))  # or the query would end, with messages that are not consumed
-            again = due(suspended)
+            # Or the query would end, with messages that are not consumed.
+            machine.sleep(seconds_to_wait(suspended, machine.now()))
+            again = due(suspended, machine.now())
         return start if end == before and not again else to_json(end, again)
 
     def reportLatestOffset(self) -> JsonOffsets | None:

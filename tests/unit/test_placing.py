@@ -12,12 +12,12 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.commitlog import ledger as ledger_module
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.listener import CommitOncePrepared
-from tests.half_batches import another, commit, make_log, merge_op_files, pending, prepare, roll_back
+from tests.clocks import set_clock
+from tests.half_batches import another, commit, make_log, merge_op_files, pending, prepare, rewrite_half, roll_back
 
 COMMIT, ROLLBACK = txmq.LocalTransactionState.COMMIT_MESSAGE, txmq.LocalTransactionState.ROLLBACK_MESSAGE
 SEEDS = 60
@@ -125,8 +125,6 @@ def test_transactions_that_wait_for_each_other_alone_go_together(log: CommitLog)
 
 
 def test_batches_of_one_app_keep_their_order_after_an_optimize(tmp_path: Path) -> None:
-    from tests.half_batches import rewrite_half
-
     log = fifo_log("delta", tmp_path / "log")
     first = send(log, 0, "a")
     rewrite_half(log)
@@ -335,10 +333,10 @@ def test_a_delayed_message_appears_at_its_time_and_not_before(log: CommitLog) ->
 def test_the_next_commit_places_what_is_due_by_its_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = {"body": list("cab"), "deliver_at": [in_seconds(30), in_seconds(10), in_seconds(20)]}
     commit(log, prepare(log, 0, columns, topic="plain"))
-    _clock_ahead(monkeypatch, 25)
+    set_clock(monkeypatch, 25)
     commit(log, prepare(log, 1, {"body": ["x"]}, topic="plain"))
     assert bodies(log, "plain") == ["x", "a", "b"]
-    _clock_ahead(monkeypatch, 60)
+    set_clock(monkeypatch, 60)
     log = another(log)
     log.place_due()
     assert bodies(log, "plain") == ["x", "a", "b", "c"]
@@ -346,7 +344,7 @@ def test_the_next_commit_places_what_is_due_by_its_time(log: CommitLog, monkeypa
 
 def test_a_delayed_message_that_is_rolled_back_never_appears(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     roll_back(log, prepare(log, 0, {"body": ["x"], "delay_level": [1]}, topic="plain"))
-    _clock_ahead(monkeypatch, 60)
+    set_clock(monkeypatch, 60)
     assert log.place_due() == []
     assert bodies(log, "plain") == []
 
@@ -355,7 +353,7 @@ def test_a_pending_delayed_message_appears_when_it_is_committed_late(
     log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = prepare(log, 0, {"body": ["x"], "delay_level": [1]}, topic="plain")
-    _clock_ahead(monkeypatch, 60)
+    set_clock(monkeypatch, 60)
     assert log.place_due() == []
     commit(log, record)
     assert bodies(log, "plain") == ["x"]
@@ -387,7 +385,7 @@ def test_a_producer_sends_delayed_messages(log: CommitLog, monkeypatch: pytest.M
     assert sent.local_transaction_state is COMMIT
     assert sent.queue_offsets == {}
     assert bodies(log, "plain") == []
-    _clock_ahead(monkeypatch, 11.5)
+    set_clock(monkeypatch, 11.5)
     report = txmq.CheckService(log, {}).run_once()
     assert report.placed == 1
     assert "1 delayed message became visible" in str(report)
@@ -395,14 +393,3 @@ def test_a_producer_sends_delayed_messages(log: CommitLog, monkeypatch: pytest.M
     for wrong in ({"delay_level": 0}, {"deliver_at": datetime(2030, 1, 1)}):
         with pytest.raises(txmq.MessageError):
             txmq.Message("plain", b"x", **wrong)  # type: ignore[arg-type]
-
-
-def _clock_ahead(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """The clock of those who place; that of those who prepare stays."""
-
-    class Ahead(datetime):
-        @classmethod
-        def now(cls, tz: timezone | None = None) -> datetime:  # type: ignore[override]
-            return datetime.now(tz) + timedelta(seconds=seconds)
-
-    monkeypatch.setattr(ledger_module, "datetime", Ahead)

@@ -36,6 +36,7 @@ from rmq_spark.errors import (
     OptionError,
     TopicNotFoundError,
 )
+from rmq_spark.machine import Machine
 from rmq_spark.message import PROPERTIES
 from rmq_spark.source import reader as reader_module
 from rmq_spark.source.reader import SOURCE_DDL, TxmqReader, TxmqStreamReader, to_batches
@@ -216,7 +217,7 @@ def test_now_is_the_time_of_planning_also_for_a_task_that_is_tried_again(
     log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send_priced(log, 0, ["1000", "3000"])
-    monkeypatch.setattr(reader_module.time, "time_ns", lambda: 2_000 * 1_000_000)
+    monkeypatch.setattr(Machine, "time", lambda _: 2.0)
     reader = TxmqReader({"path": log.path, "subscribe": "orders", "selector": "price < now"}, schema())
     planned = reader.partitions()
     monkeypatch.undo()

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -43,6 +42,7 @@ from rmq_spark.transaction import (
     HalfBatch,
     normalize_verdicts,
 )
+from tests.clocks import set_clock
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 PERS = (BATCH, MESSAGE, KEY)
@@ -437,13 +437,7 @@ def test_a_replay_of_a_batch_in_conflict_is_refused_until_a_person_resolves_it(l
 def test_a_replay_asks_again_with_growing_pauses_and_then_gives_up_without_losing_anything(
     log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, pauses = [0.0], []
-
-    def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        now[0] += seconds
-
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    pauses = set_clock(monkeypatch).pauses
     record = prepared(log)
     listener = Told(COMMIT, UNKNOWN)
     with pytest.raises(UnresolvedTransactionError, match=r"app:0.*60s.*Nothing is lost.*replayCheckTimeout"):

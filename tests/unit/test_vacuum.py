@@ -14,6 +14,7 @@ from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import OptionError
 from rmq_spark.testing import InMemoryCommitLog
+from tests.clocks import set_clock
 from tests.half_batches import bodies, check_offsets, commit, header_of, make_log, prepare
 
 DAY_S = 24 * 3600
@@ -125,8 +126,7 @@ def test_the_twin_in_memory_removes_orphans_as_well(monkeypatch: pytest.MonkeyPa
     commit(log, prepare(log, 0))
     orphan = stage(log, 1)
     assert log.vacuum() == []
-    later = time.time() + 8 * DAY_S
-    monkeypatch.setattr(time, "time", lambda: later)
+    set_clock(monkeypatch, 8 * DAY_S)
     assert log.vacuum(dry_run=True) == [orphan]
     assert log.vacuum() == [orphan]
     assert log.vacuum() == []

@@ -557,7 +557,7 @@ def _immunity_counts() -> Iterator[None]:
 )  # fmt: skip
 def _one_stops_all() -> Iterator[None]:
     def check(self: CheckService, question: Any, ask: Any, here: bool, work: Any) -> Any:
-        call = service_module._Call(question, ask)
+        call = service_module._Call(question, ask, self.log.machine)
         call.run()
         if call.problem is not None:
             raise OSError("the round ends here") from call.problem

@@ -360,6 +360,9 @@ class SimulatedEvent:
     def is_set(self) -> bool:
         return self._set
 
+    def clear(self) -> None:
+        self._set = False
+
     def set(self) -> None:
         self._set = True
         while self._waiting:
@@ -379,15 +382,13 @@ class SimulatedEvent:
 class SimulatedThread:
     """``threading.Thread`` for tasks: it belongs to the process that starts it."""
 
-    def __init__(self, scheduler: Scheduler, target: Callable[[], object]) -> None:
-        self._scheduler, self._target = scheduler, target
-        self._task: Task | None = None
+    def __init__(self, scheduler: Scheduler, work: Callable[[], object]) -> None:
+        current = scheduler.current
+        self._scheduler = scheduler
+        self._task = scheduler.spawn(current.process if current is not None else Process("main"), work)
 
-    def start(self) -> None:
-        current = self._scheduler.current
-        process = current.process if current is not None else Process("main")
-        self._task = self._scheduler.spawn(process, self._target)
+    def is_alive(self) -> bool:
+        return not self._task.done
 
     def join(self, timeout: float | None = None) -> None:
-        if self._task is not None:
-            self._scheduler.join(self._task)
+        self._scheduler.join(self._task)

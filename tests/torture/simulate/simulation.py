@@ -60,7 +60,7 @@ from tests.torture.simulate.shop import (
     VersionedListener,
 )
 from tests.torture.simulate.store import Weather, prepared_s
-from tests.torture.simulate.world import TOPIC, SimulatedLog, World, create_topic, seam, wall_clock
+from tests.torture.simulate.world import TOPIC, SimulatedLog, World, create_topic, limits
 
 GROUP = "group"
 DAY_S = 86_400.0
@@ -242,8 +242,7 @@ class Simulation:
         self.at_ease = False
 
     def run(self) -> Result:
-        settings = {"OP_FILES_MAX": self.scenario.op_files_max, "TAIL_CHUNKS_MAX": 4, "HALF_IDS_KEPT": 3}
-        with seam(self.world, settings):
+        with limits(self.scenario.op_files_max):
             create_topic(self.world, TOPIC, self.scenario.queues, self.scenario.fifo)
             try:
                 self._play()
@@ -357,7 +356,6 @@ class Simulation:
         return CheckService(
             log, {GROUP: listener}, transaction_timeout=self.scenario.check_timeout_s,
             transaction_check_max=self.scenario.checks_max, discard_policy=discard, round_timeout=None,
-            clock=wall_clock(self.world),
         )  # fmt: skip
 
     def check_round(self, service: CheckService, log: SimulatedLog, listener: Listener | NoListener) -> int | None:

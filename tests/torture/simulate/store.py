@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog.files import DataFile, RowRange, column_stats
 from rmq_spark.commitlog.table import Change, actions_schema, compare_and_set
 from rmq_spark.errors import CorruptLogError
+from rmq_spark.machine import Machine
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.simulate.scheduler import Scheduler
 
@@ -144,11 +145,13 @@ class SimulatedTable:
         scheduler: Scheduler,
         weather: Weather,
         history: History,
+        machine: Machine,
         files: Files,
         content: Content | None = None,
     ) -> None:
         self.name, self.schema, self.folder = name, schema, name
         self.fs: Any = files
+        self.machine = machine
         self.content = content or Content([State(0, {}, {}, f"{name} is made")])
         self._scheduler, self._weather, self._history = scheduler, weather, history
         self._state = self.content.versions[-1]
@@ -157,7 +160,7 @@ class SimulatedTable:
 
     def another(self) -> SimulatedTable:
         """The handle of another process."""
-        parts = (self._scheduler, self._weather, self._history, self.fs, self.content)
+        parts = (self._scheduler, self._weather, self._history, self.machine, self.fs, self.content)
         return SimulatedTable(self.name, self.schema, *parts)
 
     # ------------------------------------------------------------------ reading
@@ -199,6 +202,9 @@ class SimulatedTable:
         if not paths:
             return no_rows(self.schema).select(names)
         return self.fs.read([f"{self.folder}/{path}" for path in paths], names, where)
+
+    def read_range(self, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+        return read_range(self.fs, self.folder, wanted, columns)
 
     # ------------------------------------------------------------------ writing
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from itertools import count
-from types import SimpleNamespace
 
 import pytest
 
-from rmq_spark.commitlog import half, half_store
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.table import Change
+from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog, MemoryTable
 from tests.half_batches import another, bodies, check_offsets, commit, pending, prepare
 
@@ -36,9 +35,7 @@ def test_a_batch_whose_prepare_landed_unseen_is_not_committed_a_second_time(monk
     monkeypatch.setattr(MemoryTable, "try_commit", unlucky)
     monkeypatch.setattr(MemoryTable, "refresh", stale)
     seconds = count(1_800_000_000)
-    clock = SimpleNamespace(time=lambda: 1_800_000_000.0, time_ns=lambda: next(seconds) * 1_000_000_000)
-    monkeypatch.setattr(half_store, "time", clock)
-    monkeypatch.setattr(half, "time", clock)
+    monkeypatch.setattr(Machine, "time", lambda _: float(next(seconds)))
 
     record = prepare(log, 0, 3)
     mask = pending(log, record)
@@ -81,9 +78,7 @@ def test_a_batch_prepared_after_a_rewrite_by_a_clock_that_is_behind_does_not_lie
     commit(log, prepare(log, 0, 2))
     assert log.move_mark()
     rewrite_by_a_clock_that_is_behind(log)
-    clock = SimpleNamespace(time=lambda: 1_700_000_000.0, time_ns=lambda: 1_700_000_000_000_000_000)
-    monkeypatch.setattr(half_store, "time", clock)
-    monkeypatch.setattr(half, "time", clock)
+    monkeypatch.setattr(Machine, "time", lambda _: 1_700_000_000.0)
 
     record = prepare(another(log), 1, 2)
     assert another(log).open_half_ids() == [record.half_id]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time as real_time
 from dataclasses import fields
-from datetime import datetime, timedelta, timezone
-from types import SimpleNamespace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,12 +12,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rmq_spark.commitlog import half_store, ledger
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptError
 from rmq_spark.listeners import sql
+from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import HalfBatch
 from tests.half_batches import another, bodies, check_offsets, merge_op_files, prepare, rewrite_half
@@ -74,17 +72,14 @@ def test_the_search_finds_what_is_wrong_without_a_rule(name: str) -> None:
     assert found.trace
 
 
-class _Clock:
+class _Clock(Machine):
     """The clocks of all machines; they step together."""
 
     def __init__(self) -> None:
         self.offset = timedelta()
 
-    def now(self, zone: Any = None) -> datetime:
-        return datetime.now(timezone.utc) + self.offset
-
-    def time_ns(self) -> int:
-        return int(self.now().timestamp() * 1_000_000_000)
+    def time(self) -> float:
+        return super().time() + self.offset.total_seconds()
 
 
 class ProtocolMachine(RuleBasedStateMachine):
@@ -92,14 +87,9 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch = pytest.MonkeyPatch()
-        self.clock = clock = _Clock()
-        calendar = SimpleNamespace(now=clock.now, fromtimestamp=datetime.fromtimestamp)
-        self.patch.setattr(ledger, "datetime", calendar)
-        self.patch.setattr(half_store, "time", SimpleNamespace(time_ns=clock.time_ns, time=real_time.time))
-        self.patch.setattr(sql, "_now", clock.now)
+        self.clock = _Clock()
         self.state = beginning((0, 0, 1), crashes=4)
-        log = InMemoryCommitLog(topics={"orders": 1})
+        log = InMemoryCommitLog(topics={"orders": 1}, machine=self.clock)
         self.log: CommitLog = log
         processes = [("producer", 0), ("producer", 1), ("producer", 2), ("checker", 0), ("checker", 1)]
         self.handles = {process: another(log) for process in processes}
@@ -107,10 +97,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.refuse = False
         engine = sa.create_engine("sqlite://", poolclass=sa.pool.StaticPool)
         self.listener = sql.SqlTransactionListener(engine, self._work, rollback_after=0.0)
+        self.listener.machine = self.clock
         self.listener.create_fence()
-
-    def teardown(self) -> None:
-        self.patch.undo()
 
     def _work(self, connection: sa.Connection, batch: HalfBatch) -> Any:
         return "ROLLBACK_MESSAGE" if self.refuse else "COMMIT_MESSAGE"

@@ -18,6 +18,7 @@ from tests.torture.judge.history import History
 from tests.torture.simulate.scheduler import Crash, NoEnd, Process, Scheduler, SimulatedLock
 from tests.torture.simulate.simulation import Scenario, run, simulate
 from tests.torture.simulate.store import Files, SimulatedTable, Unanswered, Weather
+from tests.torture.simulate.world import SimulatedMachine
 
 CI_SEEDS = int(os.environ.get("SIMULATION_SEEDS", "20000"))
 PARTS = -(-CI_SEEDS // 1000)
@@ -32,6 +33,7 @@ a bug of the product has its story in ``test_found_bugs.py`` besides."""
 DIGEST = """
 import hashlib, logging
 logging.disable(logging.CRITICAL)
+from tests.torture.simulate.world import SimulatedMachine
 from tests.torture.simulate.simulation import simulate
 lines = [e.to_json() for seed in range({first}, {last}) for e in simulate(seed).history]
 print(len(lines), hashlib.blake2b("\\n".join(lines).encode()).hexdigest())
@@ -80,7 +82,8 @@ def test_another_seed_is_another_history() -> None:
 
 # ---------------------------------------------------------------- the store
 def table(weather: Weather) -> SimulatedTable:
-    return SimulatedTable("op", OP_SCHEMA, Scheduler(random.Random(1)), weather, History(), Files())
+    scheduler = Scheduler(random.Random(1))
+    return SimulatedTable("op", OP_SCHEMA, scheduler, weather, History(), SimulatedMachine(scheduler), Files())
 
 
 def change(of: SimulatedTable) -> Change:

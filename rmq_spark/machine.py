@@ -1,0 +1,67 @@
+"""What the protocol asks of the machine it runs on: the time, a pause, chance, locks and threads.
+
+A table has one, and hands it to all that stands on it: ``log.machine`` is that of the whole commit log. So a simulation
+can run the same code on another clock, and let one thread run at a time.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import datetime, timezone
+from uuid import uuid4
+
+__all__ = ["MACHINE", "Machine"]
+
+
+class Machine:
+    """This machine. A test overrides :meth:`time`, :meth:`monotonic` and :meth:`sleep` to have a clock of its own."""
+
+    def time(self) -> float:
+        """Seconds since the epoch, as the machine's clock says; it may be wrong, and may be set back."""
+        return time.time()
+
+    def time_ms(self) -> int:
+        """Milliseconds since the epoch."""
+        return int(self.time() * 1_000)
+
+    def now(self) -> datetime:
+        """The time, in UTC."""
+        return datetime.fromtimestamp(self.time(), timezone.utc)
+
+    def monotonic(self) -> float:
+        """Seconds since some moment; never set back."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+    def random(self) -> float:
+        """A number from 0 up to 1, without 1."""
+        return random.random()
+
+    def unique_id(self) -> str:
+        """32 hexadecimal digits that nobody else has."""
+        return uuid4().hex
+
+    def lock(self) -> AbstractContextManager[object]:
+        """A lock that its thread may take again."""
+        return threading.RLock()
+
+    def event(self) -> threading.Event:
+        """An event that is not set."""
+        return threading.Event()
+
+    def start_thread(self, work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
+        """Run something beside this thread."""
+        thread = threading.Thread(target=work, name=name, daemon=daemon)
+        thread.start()
+        return thread
+
+
+MACHINE = Machine()
+"""The real one."""

@@ -1,0 +1,37 @@
+"""A clock that a test sets: that of the product's :class:`~rmq_spark.machine.Machine`, for the length of the test."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from rmq_spark.machine import Machine
+
+
+class Clock:
+    """The machine's clock, and so many seconds. Who sleeps moves it on, and does not wait."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+        self.pauses: list[float] = []
+
+    def time(self, machine: Machine) -> float:
+        return time.time() + self.ahead_s
+
+    def monotonic(self, machine: Machine) -> float:
+        return time.monotonic() + sum(self.pauses)
+
+    def sleep(self, machine: Machine, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.ahead_s += seconds
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, ahead_s: float = 0.0) -> Clock:
+    """From now on the product's time is ``clock.ahead_s`` seconds ahead."""
+    clock = Clock()
+    clock.ahead_s = ahead_s
+    for name in ("time", "monotonic", "sleep"):
+        method = getattr(clock, name)
+        monkeypatch.setattr(Machine, name, lambda *arguments, method=method: method(*arguments))
+    return clock
