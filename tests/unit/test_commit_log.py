@@ -620,9 +620,9 @@ def test_what_is_kept_in_memory_follows_what_is_open(log: CommitLog) -> None:
         commit(log, prepare(log, i, 2))
         if i % 10 == 9:
             log.move_mark()
-            kept.append(log.ledger._tail.num_rows)
+            kept.append(log.ledger.rows_kept)
     assert max(kept) <= 2  # the mark itself
-    assert len(log.ledger._known_whole) <= 1
+    assert log.ledger.half_ids_kept <= 1
 
 
 def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_a_planner_follows_the_log_and_reads_only_what_is_new(log: CommitLog, mo
         found = plans.ranges(at, latest)
         seen += sum(placed.count for placed in found)
         plans.forget(latest)
-        assert plans._rows.num_rows == 0
+        assert plans.rows_kept == 0
         at = latest
     assert seen == 20
     assert len(asked) == 5
@@ -164,7 +164,7 @@ def test_a_cache_over_its_size_is_filled_again_as_the_stream_goes_on(
     while at != latest:
         end = admit(at, latest, 7)
         parts += plans.ranges(at, end)
-        assert plans._rows.num_rows <= 4 * 4
+        assert plans.rows_kept <= 4 * 4
         plans.forget(end)
         at = end
     assert read(log, parts).equals(whole(log))
@@ -179,10 +179,11 @@ def test_a_cold_planner_at_the_head_reads_the_newest_files_only(
     send(log, 40, 3)
     plans = planner(log)
     files: list[int] = []
-    real = plans._op.read
-    monkeypatch.setattr(plans._op, "read", lambda paths, *more: files.append(len(paths)) or real(paths, *more))
+    op = plans.log.op
+    real = op.read
+    monkeypatch.setattr(op, "read", lambda paths, *more: files.append(len(paths)) or real(paths, *more))
     assert sum(placed.count for placed in plans.ranges(before, plans.latest())) == 3
-    assert sum(files) <= 16
+    assert 0 < sum(files) <= 16
 
 
 def test_only_committed_rows_are_read_and_their_queues_have_no_gaps(log: CommitLog) -> None:
