@@ -44,7 +44,7 @@ def header_of(batch_id: int, app: str = APP, per: str = "batch", fence_id: str |
 def prepare(
     log: CommitLog,
     batch_id: int,
-    columns: int | Mapping[str, Any] = 5,
+    columns: int | Mapping[str, Any] | pa.Table = 5,
     *,
     app: str = APP,
     per: str = "batch",
@@ -58,7 +58,7 @@ def prepare(
         columns = {"body": [f"{app}.{batch_id}.{i}" for i in range(columns)]}
     header = header_of(batch_id, app, per, fence_id)
     writer = HalfWriter(header, log.topics(), topic, key, log.fifo_topics())
-    table = pa.table(dict(columns))
+    table = columns if isinstance(columns, pa.Table) else pa.table(dict(columns))
     size = -(-table.num_rows // partitions)
     files = []
     for partition in range(partitions):

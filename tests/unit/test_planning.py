@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -23,9 +24,9 @@ from rmq_spark.source import plan
 from rmq_spark.source.offsets import Positions
 from rmq_spark.source.options import Subscription, parse_tags, read_options
 from rmq_spark.source.plan import Planner, admit, split
-from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import message_ids, transaction_ids
-from tests.source_logs import decide, prepare, send
+from tests.half_batches import another, make_log, prepare
+from tests.source_logs import decide, send
 
 ORDERS = Subscription(("orders",))
 NOW = datetime(2025, 3, 1, tzinfo=timezone.utc)
@@ -34,15 +35,9 @@ OPTIONS = {"path": "log", "subscribe": "orders"}
 
 @pytest.fixture(params=["memory", "delta"])
 def log(request: pytest.FixtureRequest, log_path: str) -> Iterator[CommitLog]:
-    made = InMemoryCommitLog() if request.param == "memory" else CommitLog.create(log_path)
-    made.create_topic("orders", queues=3)
-    made.create_topic("carts", queues=1)
+    made = make_log(request.param, Path(log_path), orders=3, carts=1)
     yield made
     made.close()
-
-
-def another(log: CommitLog) -> CommitLog:
-    return log.another()
 
 
 def planner(log: CommitLog, subscription: Subscription = ORDERS, **more: Any) -> Planner:
