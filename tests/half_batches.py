@@ -15,7 +15,7 @@ from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Placed
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.table import Change, compare_and_set
+from rmq_spark.commitlog.table import Change
 from rmq_spark.testing import InMemoryCommitLog
 
 APP = "app"
@@ -44,7 +44,7 @@ def header_of(batch_id: int, app: str = APP, per: str = "batch", fence_id: str |
 def prepare(
     log: CommitLog,
     batch_id: int,
-    columns: int | Mapping[str, Any] = 5,
+    columns: int | Mapping[str, Any] | pa.Table = 5,
     *,
     app: str = APP,
     per: str = "batch",
@@ -58,7 +58,7 @@ def prepare(
         columns = {"body": [f"{app}.{batch_id}.{i}" for i in range(columns)]}
     header = header_of(batch_id, app, per, fence_id)
     writer = HalfWriter(header, log.topics(), topic, key, log.fifo_topics())
-    table = pa.table(dict(columns))
+    table = columns if isinstance(columns, pa.Table) else pa.table(dict(columns))
     size = -(-table.num_rows // partitions)
     files = []
     for partition in range(partitions):
@@ -106,7 +106,7 @@ def rewrite_half(log: CommitLog) -> None:
     old = table.actions()["path"].to_pylist()
     rows = table.read(old).sort_by([("row_no", "descending"), ("half_id", "ascending")])
     change = Change(add=[table.write(rows, "part", ("half_id",))], remove=old, data_change=False)
-    assert compare_and_set(table, lambda _: change, lambda _: True, table.try_commit) is change  # type: ignore[attr-defined]
+    assert table.compare_and_set(lambda _: change, lambda _: True) is change
 
 
 def bodies(log: CommitLog, topic: str = "orders") -> list[str]:

@@ -190,6 +190,16 @@ class Ledger:
         """The next offset of every queue that has messages; read-only."""
         return self._tails
 
+    @property
+    def rows_kept(self) -> int:
+        """How many op rows are kept in memory."""
+        return int(self._tail.num_rows)
+
+    @property
+    def half_ids_kept(self) -> int:
+        """How many half batches are kept in memory as having all their op rows among the kept ones."""
+        return len(self._known_whole)
+
     def rows_of(self, record: HalfRecord) -> pa.Table:
         """The op rows of one half batch, in version order."""
         half_id = record.half_id

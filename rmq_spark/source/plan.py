@@ -68,6 +68,11 @@ class Planner:
         self._until = log.ledger.refresh() + 1
         self._floor: Positions = dict(log.ledger.tails)
 
+    @property
+    def rows_kept(self) -> int:
+        """How many placements are kept in memory."""
+        return int(self._rows.num_rows)
+
     # ------------------------------------------------------------------ what there is
     def queues(self) -> dict[str, int]:
         """The topics subscribed to that are in the log, and their number of queues.

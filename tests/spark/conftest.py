@@ -1,15 +1,17 @@
-"""One Spark session with Delta for all tests of this folder."""
+"""One Spark session with Delta for all tests of this folder, and a stream to send from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 HERE = Path(__file__).parent
 
@@ -47,3 +49,23 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     session.sparkContext.setLogLevel("ERROR")
     yield session
     session.stop()
+
+
+@pytest.fixture
+def numbers(spark: SparkSession, tmp_path: Path) -> Callable[[int], DataFrame]:
+    """A file stream of one JSON file a micro-batch, with ``body`` (a number) and ``k`` (its rest by three); each call
+    adds files with ten rows."""
+    source = tmp_path / "in"
+    source.mkdir()
+
+    def stream(batches: int) -> DataFrame:
+        first = len(list(source.iterdir()))
+        for b in range(first, first + batches):
+            rows = [json.dumps({"n": b * 10 + i}) for i in range(10)]
+            file = source / f"{b:05}.json"
+            file.write_text("\n".join(rows))
+            os.utime(file, (1_700_000_000 + b, 1_700_000_000 + b))  # Spark takes the oldest first
+        frame = spark.readStream.schema("n long").option("maxFilesPerTrigger", 1).json(str(source))
+        return frame.selectExpr("cast(n as string) body", "n % 3 as k")
+
+    return stream

@@ -20,7 +20,8 @@ import rmq_spark as txmq
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.consumer.listener import CONSUME_SUCCESS, RECONSUME_LATER, SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT
 from rmq_spark.consumer.retry import retry_topic
-from tests.source_logs import decide, prepare
+from tests.half_batches import prepare
+from tests.source_logs import decide
 
 GROUP = "points"
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
-from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -33,25 +31,6 @@ def log(log_path: str) -> txmq.CommitLog:
     made.create_topic("bills", queues=1)
     made.create_topic("steps", queues=4, fifo=True)
     return made
-
-
-@pytest.fixture
-def numbers(spark: SparkSession, tmp_path: Path) -> Callable[[int], DataFrame]:
-    """A file stream of one JSON file a micro-batch; each call adds files with ten rows."""
-    source = tmp_path / "in"
-    source.mkdir()
-
-    def stream(batches: int) -> DataFrame:
-        first = len(list(source.iterdir()))
-        for b in range(first, first + batches):
-            rows = [json.dumps({"n": b * 10 + i}) for i in range(10)]
-            file = source / f"{b:05}.json"
-            file.write_text("\n".join(rows))
-            os.utime(file, (1_700_000_000 + b, 1_700_000_000 + b))  # Spark takes the oldest first
-        frame = spark.readStream.schema("n long").option("maxFilesPerTrigger", 1).json(str(source))
-        return frame.selectExpr("cast(n as string) body", "n % 3 as k")
-
-    return stream
 
 
 def send(frame: DataFrame, log: txmq.CommitLog, checkpoint: Path, **options: str) -> None:

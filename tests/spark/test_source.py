@@ -15,7 +15,8 @@ from pyspark.sql import DataFrame, SparkSession
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.message import PROPERTIES
-from tests.source_logs import decide, prepare, send
+from tests.half_batches import prepare
+from tests.source_logs import decide, send
 
 HALF_JOINED_WITH_OP = """
     with placed as (

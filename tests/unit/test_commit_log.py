@@ -14,6 +14,7 @@ import pytest
 
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog import table as table_module
+from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog, masks_for
 from rmq_spark.commitlog.op import Kind, RowState, Who
 from rmq_spark.errors import (
@@ -177,12 +178,18 @@ def test_rows_cannot_be_committed_and_rolled_back_at_once(log: CommitLog) -> Non
     assert op_rows(log) == []
 
 
-def test_a_conflict_is_resolved_as_commit(log: CommitLog) -> None:
+def in_conflict(log: CommitLog) -> HalfRecord:
+    """A half batch that a check has rolled back, and that its sender then wanted to commit."""
     record = prepare(log, 0)
     mask = pending(log, record)
     roll_back(log, record, who=Who.CHECK)
     with pytest.raises(VerdictConflictError):
         log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    return record
+
+
+def test_a_conflict_is_resolved_as_commit(log: CommitLog) -> None:
+    in_conflict(log)
     placed = log.resolve("app:0", COMMIT_MESSAGE, "the order is in the database")
     assert sum(p.count for p in placed) == 5
     assert len(bodies(log)) == 5
@@ -191,11 +198,7 @@ def test_a_conflict_is_resolved_as_commit(log: CommitLog) -> None:
 
 
 def test_a_conflict_resolved_as_rollback_is_final(log: CommitLog) -> None:
-    record = prepare(log, 0)
-    mask = pending(log, record)
-    roll_back(log, record, who=Who.CHECK)
-    with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    record = in_conflict(log)
     assert log.resolve("app:0", ROLLBACK_MESSAGE, "it was undone") == []
     assert log.conflicts() == another(log).conflicts() == []
     assert log.state_of(record).count(RowState.ROLLED_BACK) == 5
@@ -613,9 +616,9 @@ def test_what_is_kept_in_memory_follows_what_is_open(log: CommitLog) -> None:
         commit(log, prepare(log, i, 2))
         if i % 10 == 9:
             log.move_mark()
-            kept.append(log.ledger._tail.num_rows)
+            kept.append(log.ledger.rows_kept)
     assert max(kept) <= 2  # the mark itself
-    assert len(log.ledger._known_whole) <= 1
+    assert log.ledger.half_ids_kept <= 1
 
 
 def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:

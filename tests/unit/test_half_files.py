@@ -387,12 +387,6 @@ def _runs(mask: bytes) -> list[tuple[int, int]]:
     return list(runs(mask))
 
 
-def test_a_file_as_written_is_read_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (file,) = write(tmp_path, {"body": [f"{i}" for i in range(10)]})
-    monkeypatch.setattr(files_module, "_read_by_address", lambda *_: pytest.fail("by address"))
-    assert len(read(tmp_path, file.data.path, file, [(2, 4)], ["body"])) == 3
-
-
 class CountedFiles:
     """A file system that counts what is read of its files."""
 
@@ -411,14 +405,33 @@ class CountedFiles:
         return pa.PythonFile(Counted(path), mode="r")
 
 
-def bytes_read(folder: Path, file: HalfFile, selector: str | None) -> tuple[int, int]:
-    """Bytes read of a half file, and messages that are kept."""
+def bytes_read(
+    folder: Path,
+    file: HalfFile,
+    selector: str | None = None,
+    rows: tuple[int, int] | None = None,
+    path: str | None = None,
+) -> tuple[int, int]:
+    """Bytes read of a half file (all rows of it, where it was written, unless told otherwise), and messages kept."""
     counted, kept = CountedFiles(), 0
     where = None if selector is None else parse_selector(selector).at(0)
-    wanted = RowRange(file.data.path, file.half_id, file.file_no, file.data.rows, ((0, file.data.rows - 1),))
+    ranges = (rows or (0, file.data.rows - 1),)
+    wanted = RowRange(path or file.data.path, file.half_id, file.file_no, file.data.rows, ranges)
     for _, part in read_range(counted, str(folder), wanted, ["body", "keys"], where):  # type: ignore[arg-type]
         kept += part.num_rows if where is None else pc.sum(part[files_module.KEPT]).as_py()
     return counted.bytes, kept
+
+
+def test_a_file_as_written_is_read_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_module, "ROW_GROUP_ROWS", 100)
+    (file,) = write(tmp_path, {"body": [random.Random(i).randbytes(2_000) for i in range(1_000)]})
+    pq.write_table(stored(tmp_path, file), tmp_path / "part-0.parquet", row_group_size=100)
+    read_bytes, rows = bytes_read(tmp_path, file, rows=(150, 249))
+    assert rows == 100
+    assert 2 * 100 * 2_000 < read_bytes < 3 * 100 * 2_000, "two row groups of ten hold the rows"
+    read_bytes, rows = bytes_read(tmp_path, file, rows=(150, 249), path="part-0.parquet")
+    assert rows == 100
+    assert read_bytes > 1_000 * 2_000, "a file that somebody else wrote is searched for the rows"
 
 
 def test_a_filter_fetches_bodies_only_where_it_keeps_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +444,7 @@ def test_a_filter_fetches_bodies_only_where_it_keeps_something(tmp_path: Path, m
         "queue_id": [0] * rows,
     }
     (file,) = write(tmp_path, columns)
-    everything, all_rows = bytes_read(tmp_path, file, None)
+    everything, all_rows = bytes_read(tmp_path, file)
     assert all_rows == rows
     assert everything > rows * 2_000
     for selector, kept, share in (

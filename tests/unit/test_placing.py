@@ -17,7 +17,17 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.listener import CommitOncePrepared
 from tests.clocks import set_clock
-from tests.half_batches import another, commit, make_log, merge_op_files, pending, prepare, rewrite_half, roll_back
+from tests.half_batches import (
+    another,
+    bodies,
+    commit,
+    make_log,
+    merge_op_files,
+    pending,
+    prepare,
+    rewrite_half,
+    roll_back,
+)
 
 COMMIT, ROLLBACK = txmq.LocalTransactionState.COMMIT_MESSAGE, txmq.LocalTransactionState.ROLLBACK_MESSAGE
 SEEDS = 60
@@ -32,10 +42,6 @@ def fifo_log(kind: str, folder: Path, queues: int = 1) -> CommitLog:
 def send(log: CommitLog, batch_id: int, *keys: str, **more: object) -> HalfRecord:
     columns = {"body": [f"{more.get('app', 'app')}.{batch_id}.{i}" for i in range(len(keys))], "sharding_key": keys}
     return prepare(log, batch_id, columns, **more)  # type: ignore[arg-type]
-
-
-def bodies(log: CommitLog, topic: str = "orders") -> list[str]:
-    return [b.decode() for b in log.read(topic, columns=["body"])["body"].to_pylist()]
 
 
 @pytest.fixture(params=["memory", "delta"])

@@ -15,16 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxFiles, ReadMaxRows
-from pyspark.sql.types import (
-    BinaryType,
-    IntegerType,
-    LongType,
-    MapType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampType,
-)
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.reading import SOURCE_SCHEMA
@@ -39,28 +29,12 @@ from rmq_spark.errors import (
 from rmq_spark.machine import Machine
 from rmq_spark.message import PROPERTIES
 from rmq_spark.source import reader as reader_module
+from rmq_spark.source.plan import Planner
 from rmq_spark.source.reader import SOURCE_DDL, TxmqReader, TxmqStreamReader, to_batches
-from tests.source_logs import decide, prepare, send
+from tests.half_batches import prepare
+from tests.source_logs import decide, send, source_schema
 
-TYPES = {
-    "string": StringType(),
-    "int": IntegerType(),
-    "bigint": LongType(),
-    "binary": BinaryType(),
-    "timestamp": TimestampType(),
-    "map<string,string>": MapType(StringType(), StringType()),
-}
 IN_ORDER = [("topic", "ascending"), ("queue_id", "ascending"), ("queue_offset", "ascending")]
-
-
-def schema(ddl: str = SOURCE_DDL) -> StructType:
-    """A schema without a Spark session, which would parse it."""
-    return StructType([StructField(*_field(part)) for part in ddl.split(", ")])
-
-
-def _field(part: str) -> tuple[str, Any]:
-    name, kind = part.split(" ")
-    return name, TYPES[kind]
 
 
 @pytest.fixture
@@ -73,14 +47,15 @@ def log(log_path: str) -> Iterator[CommitLog]:
 
 def read(log: CommitLog, ddl: str = SOURCE_DDL, **options: str) -> pa.Table:
     """A batch read, with every pickling that Spark does."""
-    reader = TxmqReader({"path": log.path, "subscribe": "orders", **options}, schema(ddl))
+    reader = TxmqReader({"path": log.path, "subscribe": "orders", **options}, source_schema(ddl))
     partitions = pickle.loads(pickle.dumps(reader.partitions()))
     return run(reader, partitions)
 
 
 def run(reader: Any, partitions: Any) -> pa.Table:
-    worker = pickle.loads(pickle.dumps(reader))
-    assert worker._planner is None
+    pickled = pickle.dumps(reader)
+    assert Planner.__name__.encode() not in pickled, "an open commit log goes to the executors"
+    worker = pickle.loads(pickled)
     batches = [batch for partition in partitions for batch in worker.read(partition)]
     found = pa.Table.from_batches(batches, reader.schema)
     return found.sort_by(IN_ORDER) if "queue_offset" in found.column_names else found
@@ -102,7 +77,7 @@ def test_the_source_reads_what_the_log_reads(log: CommitLog) -> None:
 
 def test_an_empty_topic_reads_as_nothing(log: CommitLog) -> None:
     assert read(log).num_rows == 0
-    assert list(TxmqReader({"path": log.path, "subscribe": "orders"}, schema()).read(None)) == []  # type: ignore[arg-type]
+    assert list(TxmqReader({"path": log.path, "subscribe": "orders"}, source_schema()).read(None)) == []  # type: ignore[arg-type]
 
 
 def test_columns_are_projected_and_bodies_may_be_text(log: CommitLog) -> None:
@@ -129,7 +104,7 @@ def test_a_body_that_is_not_text_is_named(log: CommitLog) -> None:
 )
 def test_columns_that_the_source_does_not_have_are_refused(ddl: str, words: str) -> None:
     with pytest.raises(OptionError, match=words):
-        TxmqReader({"path": "x", "subscribe": "orders"}, schema(ddl))
+        TxmqReader({"path": "x", "subscribe": "orders"}, source_schema(ddl))
 
 
 def test_tags_are_filtered_before_rows_go_to_spark(log: CommitLog) -> None:
@@ -218,7 +193,7 @@ def test_now_is_the_time_of_planning_also_for_a_task_that_is_tried_again(
 ) -> None:
     send_priced(log, 0, ["1000", "3000"])
     monkeypatch.setattr(Machine, "time", lambda _: 2.0)
-    reader = TxmqReader({"path": log.path, "subscribe": "orders", "selector": "price < now"}, schema())
+    reader = TxmqReader({"path": log.path, "subscribe": "orders", "selector": "price < now"}, source_schema())
     planned = reader.partitions()
     monkeypatch.undo()
     assert [bodies(run(reader, planned)) for _ in range(2)] == [{"0.0"}, {"0.0"}]
@@ -291,7 +266,7 @@ def test_a_planned_range_survives_a_foreign_optimize_and_vacuum(log: CommitLog) 
         record = prepare(log, batch_id, {"body": [f"{batch_id}.{i}" for i in range(50)]}, per="message", partitions=2)
         decide(log, record, roll_back_every=5)
     before = read(log)
-    reader = TxmqReader({"path": log.path, "subscribe": "orders"}, schema())
+    reader = TxmqReader({"path": log.path, "subscribe": "orders"}, source_schema())
     planned = reader.partitions()
     half = DeltaTable(f"{log.path}/half")
     assert half.optimize.compact()["numFilesRemoved"] == 10
@@ -305,7 +280,7 @@ def test_a_planned_range_survives_a_foreign_optimize_and_vacuum(log: CommitLog) 
 
 def test_the_driver_never_lists_half(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     send(log, 0, 5)
-    reader = TxmqReader({"path": log.path, "subscribe": "orders"}, schema())
+    reader = TxmqReader({"path": log.path, "subscribe": "orders"}, source_schema())
     half = reader.planner.log.half.table
     monkeypatch.setattr(type(half), "actions", lambda self: pytest.fail("half was listed") if self.name == "half" else
                         reader_module.pa.table(self._table.get_add_actions(flatten=True)))  # fmt: skip
@@ -325,7 +300,7 @@ def test_a_lost_file_is_an_error_or_a_warning(log: CommitLog, caplog: pytest.Log
 
 # ---------------------------------------------------------------- streams
 def stream(log: CommitLog, **options: str) -> TxmqStreamReader:
-    return TxmqStreamReader({"path": log.path, "subscribe": "orders", **options}, schema())
+    return TxmqStreamReader({"path": log.path, "subscribe": "orders", **options}, source_schema())
 
 
 def test_a_stream_starts_at_the_end_and_takes_what_comes(log: CommitLog) -> None:

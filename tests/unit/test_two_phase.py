@@ -31,7 +31,6 @@ from rmq_spark.errors import (
 from rmq_spark.listener import CommitOncePrepared, TransactionListener
 from rmq_spark.sink import two_phase as module
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
-from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import (
     BATCH,
     COMMIT_MESSAGE,
@@ -43,6 +42,7 @@ from rmq_spark.transaction import (
     normalize_verdicts,
 )
 from tests.clocks import set_clock
+from tests.half_batches import another, make_log
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 PERS = (BATCH, MESSAGE, KEY)
@@ -52,19 +52,6 @@ QUERY = "query-1"
 
 
 # ---------------------------------------------------------------- logs and batches
-def make_log(kind: str, folder: Path) -> CommitLog:
-    if kind == "memory":
-        return InMemoryCommitLog(topics={"orders": 2})
-    log = CommitLog.create(folder)
-    log.create_topic("orders", queues=2)
-    return log
-
-
-def another(log: CommitLog) -> CommitLog:
-    """A handle of its own, as a process that starts anew has."""
-    return log.another() if isinstance(log, InMemoryCommitLog) else CommitLog.open(log.path)
-
-
 @pytest.fixture(params=["memory", "delta"])
 def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CommitLog]:
     log = make_log(request.param, tmp_path / "log")

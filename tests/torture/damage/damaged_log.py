@@ -16,17 +16,6 @@ from typing import Any
 import pyarrow as pa
 from deltalake import DeltaTable
 from pyspark.sql.streaming.datasource import ReadAllAvailable
-from pyspark.sql.types import (
-    BinaryType,
-    DataType,
-    IntegerType,
-    LongType,
-    MapType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampType,
-)
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import maintenance
@@ -36,10 +25,10 @@ from rmq_spark.errors import VerdictConflictError
 from rmq_spark.listener import TransactionListener
 from rmq_spark.message import PROPERTIES, Message
 from rmq_spark.sink.producer import TransactionMQProducer
-from rmq_spark.source import SOURCE_DDL
 from rmq_spark.source.reader import TxmqReader, TxmqStreamReader
 from rmq_spark.transaction import COMMIT_MESSAGE, HalfBatch, LocalTransactionState
 from tests.half_batches import commit, pending, prepare, roll_back, split
+from tests.source_logs import source_schema
 
 GROUP = "group"  # of tests.half_batches
 TOPICS = {"orders": 3, "points": 1}
@@ -174,22 +163,6 @@ def _states(log: CommitLog, half_ids: tuple[str, ...]) -> Rows:
         state = log.state_of(log.get(half_id))
         found.append((half_id, *((bytes(f.state), bytes(f.attempt)) for f in state.files.values())))
     return found
-
-
-_TYPES: Mapping[str, DataType] = {
-    "string": StringType(),
-    "int": IntegerType(),
-    "bigint": LongType(),
-    "binary": BinaryType(),
-    "timestamp": TimestampType(),
-    "map<string,string>": MapType(StringType(), StringType()),
-}
-
-
-def source_schema() -> StructType:
-    """All columns of the source, without a Spark session to parse them."""
-    fields = [part.split(" ", 1) for part in SOURCE_DDL.split(", ")]
-    return StructType([StructField(name, _TYPES[kind]) for name, kind in fields])
 
 
 def _by_source(path: str) -> Rows:

@@ -26,7 +26,8 @@ CHANGES_VALUES = ("flip_a_bit", "flip_some_bits", "zero_a_block")
 """Damage that SQLite cannot tell from a value that somebody wrote."""
 
 
-def _work(connection: sa.Connection, batch: HalfBatch) -> None:
+def work(connection: sa.Connection, batch: HalfBatch) -> None:
+    """The even half batches run; the odd ones are rolled back."""
     if batch.batch_id % 2:
         raise Rollback
 
@@ -36,7 +37,7 @@ def build(folder: Path) -> list[HalfBatch]:
     file = folder / "fence.db"
     url = sa.make_url(f"sqlite:///{file}")
     fence_id = create_fence(url)
-    listener = SqlTransactionListener(url, _work)
+    listener = SqlTransactionListener(url, work)
     log = InMemoryCommitLog(topics={"orders": 1})
     batches: list[HalfBatch] = []
     for batch_id in range(BATCHES):
@@ -56,7 +57,7 @@ def try_damage(folder: Path, batches: list[HalfBatch], seed: int) -> Counter[str
     shutil.copy(folder / "fence.db", copy)
     counts: Counter[str] = Counter()
     DAMAGES[damage](copy, [], rng)
-    listener = SqlTransactionListener(sa.make_url(f"sqlite:///{copy}"), _work, lock_timeout=0.1)
+    listener = SqlTransactionListener(sa.make_url(f"sqlite:///{copy}"), work, lock_timeout=0.1)
     for batch in batches:
         right = ROLLBACK_MESSAGE if batch.batch_id % 2 else COMMIT_MESSAGE
         try:

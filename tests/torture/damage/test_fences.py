@@ -43,7 +43,7 @@ def test_a_word_that_no_fence_writes_is_named(tmp_path: Path) -> None:
         ]
         connection.exec_driver_sql(f"UPDATE {table} SET {outcome} = 'executee' WHERE {outcome} = 'executed'")
     with pytest.raises(FenceError, match=r"'executee', which is not one of executed"):
-        SqlTransactionListener(url, fences._work).check_local_transaction(batches[0])
+        SqlTransactionListener(url, fences.work).check_local_transaction(batches[0])
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -25,7 +25,7 @@ from rmq_spark.source.reader import TxmqStreamReader
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import HalfBatch, normalize_verdicts
 from tests.half_batches import commit, header_of, pending, prepare, roll_back, split
-from tests.torture.damage.damaged_log import source_schema
+from tests.source_logs import source_schema
 from tests.torture.hostile.doors import Door, attempt, require
 from tests.torture.hostile.values import ARROW_KINDS, anything, arrow_column, text
 

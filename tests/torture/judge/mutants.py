@@ -2,7 +2,8 @@
 
 A mutant is played with seeds of the simulation, in scenarios in which it has a chance to do harm, until the anomaly
 checker names what it must name. The same seeds without the patch must show nothing. Where the bug would live in
-something that is not built yet, there is a small copy here, with a good and a bad variant.
+something that is not built yet, there is a small copy here, with a good and a bad variant. A seeded bug is an edit of
+the product's own code, so this module replaces private functions.
 """
 
 from __future__ import annotations
