@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -313,22 +311,6 @@ def test_tags_are_a_selector_too() -> None:
     assert wanted is not None
     assert wanted.at(0).columns == ["tags"]
     assert wanted.at(0).keeps(rows_of([{"TAGS": "b"}, {"TAGS": "c"}, {}])).to_pylist() == [True, False, False]
-
-
-def test_an_executor_needs_no_parser() -> None:
-    script = (
-        "import pickle, sys; sys.modules['lark'] = None\n"
-        f"selector = pickle.loads({pickle.dumps(parse_selector('a > 5'))!r})\n"
-        "import pyarrow as pa\n"
-        "rows = pa.table({'properties': pa.array([[('a', '6')]], pa.map_(pa.string(), pa.string()))})\n"
-        "assert selector.at(0).keeps(rows).to_pylist() == [True]\n"
-        "from rmq_spark.selector import parse_selector\n"
-        "try:\n    parse_selector('a > 5')\n"
-        "except Exception as problem:\n    print(type(problem).__name__, problem)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("OptionError selectors need the package lark on the driver: pip install")
 
 
 # ---------------------------------------------------------------- against a slow evaluator, a row at a time
