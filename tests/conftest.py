@@ -8,12 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
 
 # Spark's workers must be this interpreter, also when pytest is started without make.
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+
+# How many examples hypothesis tries: a quick run sees few, `make test-all` many. A test whose examples are slow takes
+# its share of them: `settings.default.max_examples // 5`.
+settings.register_profile("quick", deadline=None, max_examples=50)
+settings.register_profile("all", deadline=None, max_examples=500)
+settings.load_profile(os.environ.get("TXMQ_TESTS", "quick"))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rmq_spark.errors import OptionError
@@ -279,7 +279,6 @@ def test_text_that_looks_like_code_is_only_text() -> None:
 
 
 @given(st.text(alphabet="abNOTANDIS NULL()'%_-+<>=.,0159eE\n/*\u00e9", max_size=40))
-@settings(max_examples=300, deadline=None)
 def test_any_text_is_a_selector_or_an_option_error(text: str) -> None:
     try:
         selector = parse_selector(text)
@@ -477,7 +476,6 @@ messages = st.lists(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(VALU
 
 
 @given(conditions, messages)
-@settings(max_examples=500, deadline=None)
 def test_columns_give_what_a_row_at_a_time_gives(expression: Expression, rows: list[Row]) -> None:
     text, evaluate = expression
     expected: list[bool | None] = []
