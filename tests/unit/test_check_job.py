@@ -1,52 +1,19 @@
-"""The check job: its TOML file and environment, and real processes on real logs."""
+"""The check job: its TOML file, and the environment over it."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from rmq_spark.check.policy import NamedPolicy
 from rmq_spark.check.settings import CHECK_NAMES, JobSettings
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import ConfigError
-from rmq_spark.listener import NO_LISTENER_FENCE
+from tests.check_jobs import make_folder, write
 
 ROOT = Path(__file__).parents[2]
 SECRET = "s3cr3t-value"
-DEADLINE_S = 60.0
-
-LISTENERS = """
-from rmq_spark import COMMIT_MESSAGE, UNKNOWN, TransactionListener
-from rmq_spark.check.policy import TransactionCheckListener
-
-class Orders(TransactionListener):
-    def execute_local_transaction(self, batch):
-        raise AssertionError
-
-    def check_local_transaction(self, batch):
-        if batch.batch_id == 1:
-            raise RuntimeError("the bank is closed")
-        return UNKNOWN if batch.batch_id == 2 else COMMIT_MESSAGE
-
-class Mail(TransactionCheckListener):
-    def resolve_discarded(self, batch, reason):
-        return COMMIT_MESSAGE
-
-def listener():
-    return Orders()
-
-class Sparky(Orders):
-    requires_spark = True
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -56,47 +23,9 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def prepare(log: CommitLog, batch_id: int, group: str = "order-service", fence_id: str | None = None) -> None:
-    header = HalfHeader(half_id_of("app", batch_id), "app", batch_id, None, None, fence_id, "batch", group)
-    writer = HalfWriter(header, log.topics(), "orders", None)
-    log.prepare(header, log.stage(writer, pa.table({"body": [f"{batch_id}.0", f"{batch_id}.1"]}).to_batches()))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a log, a listener's module and a configuration."""
-    log = CommitLog.create(tmp_path / "log")
-    log.create_topic("orders", queues=1)
-    (tmp_path / "shop_orders.py").write_text(LISTENERS)
-    write(tmp_path)
-    return tmp_path
-
-
-def write(folder: Path, check: str = 'transactionTimeout = "0s"', more: str = "", listener: str | None = None) -> Path:
-    file = folder / "txmq.toml"
-    file.write_text(
-        f'path = "{folder / "log"}"\nlistener_modules = ["shop_orders"]\n'
-        f'[listeners]\n"order-service" = "{listener or "shop_orders:listener"}"\n[check]\n{check}\n{more}'
-    )
-    return file
-
-
-def start(folder: Path, *arguments: str, script: bool = False, **environment: str) -> subprocess.Popen[str]:
-    job = [str(ROOT / "rmq_spark/check/job.py")] if script else ["-m", "rmq_spark.check.job"]
-    return subprocess.Popen(
-        [sys.executable, *job, "--config", "txmq.toml", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run(folder: Path, *arguments: str, script: bool = False, **environment: str) -> tuple[int, str, str]:
-    process = start(folder, *arguments, script=script, **environment)
-    out, err = process.communicate(timeout=DEADLINE_S)
-    return process.returncode, out, err
+    return make_folder(tmp_path)
 
 
 # ---------------------------------------------------------------- the file
@@ -232,81 +161,3 @@ def test_an_environment_that_cannot_be_used_is_named(
     with pytest.raises(ConfigError) as problem:
         JobSettings.load(write(tmp_path))
     assert words in str(problem.value)
-
-
-# ---------------------------------------------------------------- processes
-def test_once_settles_what_is_due_and_exits_with_zero(folder: Path) -> None:
-    log = CommitLog.open(folder / "log")
-    prepare(log, 0)
-    prepare(log, 2)
-    prepare(log, 3, group="nobody", fence_id=NO_LISTENER_FENCE)
-    code, out, err = run(folder, "--once", "--json")
-    assert code == 0, err
-    report = json.loads(out)
-    assert report["committed"] == {"transactions": 2, "messages": 4}
-    assert report["unknown"]["messages"] == 2
-    assert report["pending"] == 1
-    assert "listeners: order-service (shop_orders:listener)" in err
-    assert log.read("orders").num_rows == 4
-
-
-def test_once_exits_with_one_when_a_half_batch_had_a_problem(folder: Path) -> None:
-    log = CommitLog.open(folder / "log")
-    prepare(log, 0)
-    prepare(log, 1)
-    code, out, err = run(folder, "--once", script=True)
-    assert code == 1, err
-    assert len(out.splitlines()) == 1
-    assert "1 transaction (2 messages) committed" in out
-    assert "problem with app:1: its listener did not answer: RuntimeError: the bank is closed" in out
-    assert log.read("orders").num_rows == 2
-
-
-def test_a_configuration_that_cannot_be_used_exits_with_two_and_one_line(folder: Path) -> None:
-    write(folder, "transactionTimeout = 6")
-    code, out, err = run(folder, "--once")
-    assert code == 2
-    assert out == ""
-    assert err.startswith("ConfigError: check.transactionTimeout='6' is not a duration")
-    assert len(err.splitlines()) == 1
-
-
-def test_a_path_that_is_no_log_exits_with_one_and_one_line(folder: Path) -> None:
-    code, _, err = run(folder, "--once", TXMQ_PATH=str(folder))
-    assert code == 1
-    assert err.startswith("NotACommitLogError: ")
-    assert len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_loop_ends_cleanly_on_a_signal(folder: Path, number: signal.Signals) -> None:
-    write(folder, 'transactionTimeout = "0s"\ntransactionCheckInterval = "100ms"')
-    log = CommitLog.open(folder / "log")
-    prepare(log, 0)
-    process = start(folder, "--json")
-    assert process.stdout is not None
-    assert json.loads(process.stdout.readline())["committed"]["messages"] == 2
-    prepare(log, 3)
-    deadline = time.monotonic() + DEADLINE_S
-    while json.loads(process.stdout.readline())["committed"]["messages"] == 0:
-        assert time.monotonic() < deadline
-    process.send_signal(number)
-    _, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0
-    assert f"stopping after {number.name}" in err
-    assert "Traceback" not in err
-
-
-def test_spark_that_is_not_installed_is_a_configuration_error(folder: Path) -> None:
-    write(folder, listener="shop_orders:Sparky")
-    (folder / "pyspark.py").write_text("raise ModuleNotFoundError(\"No module named 'pyspark'\", name='pyspark')")
-    code, _, err = run(folder, "--once", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
-    assert code == 2
-    assert "the listener of 'order-service' needs Spark: pip install 'rmq-spark[spark]'" in err
-
-
-def test_a_missing_extra_is_named(folder: Path) -> None:
-    (folder / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
-    code, _, err = run(folder, "--once", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
-    assert code == 1
-    assert err.strip() == "the check job needs typer: pip install 'rmq-spark[job]'"

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -891,53 +887,3 @@ def test_policies_have_names_and_the_nearest_is_offered() -> None:
 def test_a_path_opens_the_log(delta_log: CommitLog) -> None:
     prepare(delta_log)
     assert CheckService(delta_log.path, {"shop": Says(COMMIT)}, clock=later()).run_once().committed.messages == 4
-
-
-def test_the_service_needs_no_spark() -> None:
-    code = "import sys, rmq_spark.check.service; sys.exit('pyspark' in sys.modules or 'typer' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-# ---------------------------------------------------------------- several checkers
-KEYS = [f"k{i}" for i in range(6)]
-
-
-class Judge(TransactionListener):
-    """Decides by the key alone, so that all checkers agree."""
-
-    def execute_local_transaction(self, batch: HalfBatch) -> Any:
-        raise AssertionError
-
-    def check_local_transaction(self, batch: HalfBatch) -> Any:
-        keys = batch.transactions["transaction_key"].to_pylist()
-        return batch.verdicts(rollback=[k for k in keys if k in ("k1", "k4")])
-
-
-def checker(path: str, start: Any, result: Any) -> None:
-    service = CheckService(path, {"shop": Judge()}, clock=later())
-    start.wait(DEADLINE_S)
-    reports = [service.run_once() for _ in range(3)]
-    result.put((os.getpid(), [p for r in reports for p in r.problems], sum(r.checked.messages for r in reports)))
-
-
-def test_checkers_racing_on_one_log_settle_every_message_once(delta_log: CommitLog) -> None:
-    batches = 8
-    for i in range(batches):
-        prepare(delta_log, i, per=KEY, keys=KEYS)
-    spawn = multiprocessing.get_context("spawn")
-    start, result = spawn.Barrier(3), spawn.Queue()
-    workers = [spawn.Process(target=checker, args=(delta_log.path, start, result)) for _ in range(3)]
-    for w in workers:
-        w.start()
-    answers = [result.get(timeout=60) for _ in workers]
-    for w in workers:
-        w.join(DEADLINE_S)
-    assert [p for _, problems, _ in answers for p in problems] == []
-    log = CommitLog.open(delta_log.path)
-    assert log.pending().num_rows == 0
-    assert bodies(log) == sorted(f"{b}.{k}" for b in range(batches) for k in range(6) if k not in (1, 4))
-    offsets = log.read("orders", columns=["queue_id", "queue_offset"]).to_pylist()
-    for queue in (0, 1):
-        found = [r["queue_offset"] for r in offsets if r["queue_id"] == queue]
-        assert found == list(range(len(found)))
-    assert log.conflicts() == []

@@ -1,4 +1,4 @@
-"""The txmq command: in this process by typer's runner, and once as a real one."""
+"""The txmq command, in this process, by typer's runner."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import base64
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,7 +21,6 @@ from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.listener import CommitOncePrepared
 
-ROOT = Path(__file__).parents[2]
 SECRET = "s3cr3t-value"
 
 
@@ -209,32 +206,6 @@ def test_what_a_check_did_is_what_the_command_shows(log: CommitLog) -> None:
     prepare(log)
     CheckService(log, {"shop": CommitOncePrepared()}, transaction_timeout=0).run_once()
     assert json.loads(txmq("topics", log.path, "--json")[0])[0]["committed"] == 2
-
-
-# ---------------------------------------------------------------- a real process
-def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rmq_spark.cli", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_the_command_as_a_process(tmp_path: Path) -> None:
-    made = run("create", tmp_path / "log")
-    assert (made.returncode, made.stderr) == (0, "")
-    failed = run("pending", tmp_path)
-    assert (failed.returncode, failed.stdout) == (1, "")
-    assert len(failed.stderr.splitlines()) == 1
-
-
-def test_a_missing_extra_is_named(tmp_path: Path) -> None:
-    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
-    failed = run("topics", tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
-    assert failed.returncode == 1
-    assert failed.stderr.strip() == "the txmq command needs typer: pip install 'rmq-spark[job]'"
 
 
 # ---------------------------------------------------------------- dead letters

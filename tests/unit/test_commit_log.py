@@ -612,7 +612,7 @@ def test_merging_op_files_changes_nothing(log: CommitLog, monkeypatch: pytest.Mo
 
 def test_what_is_kept_in_memory_follows_what_is_open(log: CommitLog) -> None:
     kept = []
-    for i in range(60):
+    for i in range(30):
         commit(log, prepare(log, i, 2))
         if i % 10 == 9:
             log.move_mark()
@@ -661,7 +661,7 @@ def test_threads_share_a_log(log: CommitLog) -> None:
             commit(log, record)
 
     def look() -> None:
-        for _ in range(15):
+        for _ in range(8):
             log.pending()
             placed = placements(log)
             assert len(placed) == len(set(placed))

@@ -170,6 +170,6 @@ def _text(row: dict[str, Any]) -> str:
 
 
 CommitLogMachine.TestCase.settings = settings(
-    deadline=None, max_examples=25, stateful_step_count=15, suppress_health_check=list(HealthCheck)
+    max_examples=settings.default.max_examples // 5, stateful_step_count=15, suppress_health_check=list(HealthCheck)
 )
 TestCommitLogMachine = CommitLogMachine.TestCase

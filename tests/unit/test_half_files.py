@@ -243,7 +243,6 @@ sends = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(sends, st.integers(0, 5), st.integers(0, 9), st.integers(1, 4))
 def test_rows_stand_by_topic_and_queue_in_the_order_they_came(
     tmp_path_factory: pytest.TempPathFactory, sent: list[Any], partition: int, batch_id: int, chunks: int
@@ -355,7 +354,7 @@ def read(folder: Path, path: str, file: HalfFile, ranges: Any, columns: Sequence
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.data())
 def test_reading_by_position_and_by_address_agree(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

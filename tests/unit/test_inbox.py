@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +13,17 @@ import sqlalchemy as sa
 import rmq_spark as txmq
 from rmq_spark.commitlog.log import CommitLog
 from tests.half_batches import commit, make_log, prepare
-
-ROOT = Path(__file__).parents[2]
-
-
-def count_each(connection: sa.Connection, messages: pa.Table) -> None:
-    for body in messages["body"].to_pylist():
-        connection.execute(sa.text("insert into results (body) values (:body)"), {"body": body.decode()})
+from tests.inboxes import count_each, inbox_of, make_database, results
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    found = f"sqlite:///{tmp_path / 'results.db'}"
-    with sa.create_engine(found).begin() as connection:
-        connection.execute(sa.text("create table results (body text)"))
-    return found
+    return make_database(tmp_path)
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> CommitLog:
     return make_log("memory", tmp_path, orders=2)
-
-
-def results(url: str) -> list[str]:
-    with sa.create_engine(url).connect() as connection:
-        return sorted(connection.execute(sa.text("select body from results")).scalars())
-
-
-def inbox_of(url: str, work: Callable[..., Any] = count_each, group: str = "points") -> txmq.SqlInbox:
-    made = txmq.SqlInbox(url, group, work)
-    made.create()
-    return made
 
 
 def test_messages_count_once_however_often_they_come(url: str, log: CommitLog) -> None:
@@ -81,7 +56,7 @@ def test_groups_have_positions_of_their_own(url: str, log: CommitLog) -> None:
     assert [inbox_of(url, group=g).apply(log.read("orders")) for g in ("a", "b", "a")] == [4, 4, 0]
 
 
-def test_processes_that_race_write_each_result_once(tmp_path: Path, url: str) -> None:
+def test_consumers_that_race_write_each_result_once(tmp_path: Path, url: str) -> None:
     log = make_log("memory", tmp_path, orders=2)
     commit(log, prepare(log, 0, 20))
     messages = log.read("orders")
@@ -101,69 +76,6 @@ def test_processes_that_race_write_each_result_once(tmp_path: Path, url: str) ->
         thread.join()
     assert outcomes.count(20) == 1
     assert len(results(url)) == 20
-
-
-@pytest.mark.postgres
-def test_two_drivers_on_postgres(postgres: sa.URL, log: CommitLog) -> None:
-    engine = sa.create_engine(postgres)
-    with engine.begin() as connection:
-        connection.execute(sa.text("drop table if exists results"))
-        connection.execute(sa.text("drop table if exists txmq_inbox"))
-        connection.execute(sa.text("create table results (body text)"))
-    commit(log, prepare(log, 0, 6))
-    messages = log.read("orders")
-    within, go_on = threading.Event(), threading.Event()
-
-    def slow(connection: sa.Connection, new: pa.Table) -> None:
-        count_each(connection, new)
-        within.set()
-        go_on.wait(30)
-
-    first = inbox_of(str(postgres.render_as_string(hide_password=False)), slow)
-    done: list[int] = []
-    thread = threading.Thread(target=lambda: done.append(first.apply(messages)))
-    thread.start()
-    assert within.wait(30)
-    threading.Timer(0.3, go_on.set).start()
-    with pytest.raises(txmq.InboxConflictError, match="nothing was written"):
-        inbox_of(postgres.render_as_string(hide_password=False)).apply(messages)  # waits for the first
-    thread.join()
-    assert done == [6]
-    with engine.connect() as connection:
-        assert connection.execute(sa.text("select count(*) from results")).scalar_one() == 6
-    engine.dispose()
-
-
-KILLED = """
-import os, signal, sys
-import sqlalchemy as sa
-import rmq_spark as txmq
-from tests.unit.test_inbox import count_each, inbox_of
-
-url, path, where = sys.argv[1:]
-log = txmq.CommitLog.open(path)
-
-def work(connection, messages):
-    count_each(connection, messages)
-    if where == "within":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-inbox_of(url, work).apply(log.read("orders"))
-if where == "after":
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.parametrize("where", ["within", "after"])
-def test_a_kill_between_results_and_position_changes_nothing(tmp_path: Path, url: str, where: str) -> None:
-    log = make_log("delta", tmp_path / "log")
-    commit(log, prepare(log, 0, 5))
-    inbox_of(url)
-    command = [sys.executable, "-c", KILLED, url, log.path, where]
-    died = subprocess.run(command, check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
-    assert died.returncode == -signal.SIGKILL
-    assert inbox_of(url).apply(log.read("orders")) == (5 if where == "within" else 0)
-    assert len(results(url)) == 5
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
@@ -103,7 +103,6 @@ def test_an_offset_past_the_end_is_refused() -> None:
         resolve("startingOffsets", positions, QUEUES, TAILS)
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.tuples(st.text(min_size=1, max_size=3), st.integers(0, 1023)), st.integers(0, 2**62)))
 def test_positions_survive_json_and_stand_in_one_order(positions: dict[tuple[str, int], int]) -> None:
     value = to_json(positions)

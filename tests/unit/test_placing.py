@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from hypothesis import settings
 
 import rmq_spark as txmq
 from rmq_spark.commitlog.half_store import HalfRecord
@@ -30,7 +31,7 @@ from tests.half_batches import (
 )
 
 COMMIT, ROLLBACK = txmq.LocalTransactionState.COMMIT_MESSAGE, txmq.LocalTransactionState.ROLLBACK_MESSAGE
-SEEDS = 60
+SEEDS = settings.default.max_examples // 5
 
 
 def fifo_log(kind: str, folder: Path, queues: int = 1) -> CommitLog:
@@ -323,12 +324,12 @@ def in_seconds(seconds: float) -> datetime:
     return datetime.now(timezone.utc) + timedelta(seconds=seconds)
 
 
-def test_a_delayed_message_appears_at_its_time_and_not_before(log: CommitLog) -> None:
+def test_a_delayed_message_appears_at_its_time_and_not_before(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = {"body": ["now", "later"], "deliver_at": pa.array([None, in_seconds(1)], pa.timestamp("us", "UTC"))}
     commit(log, prepare(log, 0, columns, topic="plain"))
     assert bodies(log, "plain") == ["now"]
     assert log.place_due() == []
-    time.sleep(2.05)
+    set_clock(monkeypatch, 2.05)
     assert bodies(log, "plain") == ["now"]  # nobody has placed it
     assert [p.count for p in log.place_due()] == [1]
     assert bodies(log, "plain") == ["now", "later"]

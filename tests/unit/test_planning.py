@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rmq_spark.commitlog import maintenance
@@ -280,7 +280,6 @@ queues = st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 3))
 positions = st.dictionaries(queues, st.integers(0, 1000), max_size=8)
 
 
-@settings(deadline=None)
 @given(positions, positions, st.integers(1, 300))
 def test_a_trigger_takes_at_most_its_limit_and_something_while_there_is_any(
     start: Positions, lags: Positions, limit: int
@@ -303,7 +302,6 @@ def test_a_trigger_shares_in_proportion_to_what_waits() -> None:
     assert end[("a", 2)] == pytest.approx(69, abs=1)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 8), st.integers(1, 7))
 def test_no_queue_starves_when_the_limit_is_below_the_number_of_queues(count: int, limit: int) -> None:
     at: Positions = {("a", q): 0 for q in range(count)}
@@ -361,7 +359,6 @@ def row_spans(ranges: list[PlacedRange]) -> list[tuple[int, int, int, int, int]]
     return spans
 
 
-@settings(deadline=None)
 @given(placed_ranges(offset=7), st.data())
 def test_cut_ranges_concatenate_to_the_whole(placed: PlacedRange, data: st.DataObject) -> None:
     stop = placed.queue_offset + placed.count
@@ -371,7 +368,6 @@ def test_cut_ranges_concatenate_to_the_whole(placed: PlacedRange, data: st.DataO
     assert row_spans(parts) == row_spans([placed])
 
 
-@settings(deadline=None)
 @given(queues_of_ranges(), st.none() | st.integers(1, 50), st.none() | st.integers(20_000, 10**6))
 def test_any_split_concatenates_to_the_whole(
     ranges: list[PlacedRange], partitions_min: int | None, records_max: int | None
@@ -385,7 +381,6 @@ def test_any_split_concatenates_to_the_whole(
         assert all(sum(p.count for p in part) <= records_max for part in parts)
 
 
-@settings(deadline=None)
 @given(queues_of_ranges())
 def test_ordered_reads_each_queue_in_one_partition_in_order(ranges: list[PlacedRange]) -> None:
     parts = split(ranges, ordered=True)
@@ -393,7 +388,6 @@ def test_ordered_reads_each_queue_in_one_partition_in_order(ranges: list[PlacedR
     assert len(parts) == len({placed.queue_id for placed in ranges})
 
 
-@settings(deadline=None)
 @given(queues_of_ranges())
 def test_no_block_of_row_groups_is_read_by_two_partitions(ranges: list[PlacedRange]) -> None:
     found: dict[tuple[int, int], int] = {}

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rmq_spark.commitlog.op import (
@@ -45,7 +45,6 @@ def masks_of(sizes: dict[int, int]) -> st.SearchStrategy[dict[int, bytes]]:
 
 
 # ---------------------------------------------------------------- masks and ranges
-@settings(deadline=None)
 @given(bits)
 def test_runs_name_exactly_the_ones(mask: bytes) -> None:
     found = runs(mask)
@@ -54,7 +53,6 @@ def test_runs_name_exactly_the_ones(mask: bytes) -> None:
     assert all(b + 1 < c for (_, b), (c, _) in pairwise(found))
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(0, 64))
 def test_masks_behave_as_sets_of_rows(data: st.DataObject, size: int) -> None:
     of_size = st.lists(st.sampled_from((0, 1)), min_size=size, max_size=size).map(bytes)
@@ -63,7 +61,6 @@ def test_masks_behave_as_sets_of_rows(data: st.DataObject, size: int) -> None:
     assert mask_of(mask_array(a)) == a
 
 
-@settings(deadline=None)
 @given(masks_of(SIZES), masks_of(SIZES))
 def test_masks_of_files_behave_as_sets_of_addresses(a: dict[int, bytes], b: dict[int, bytes]) -> None:
     def addresses(mask: dict[int, bytes]) -> set[tuple[int, int]]:
@@ -75,7 +72,6 @@ def test_masks_of_files_behave_as_sets_of_addresses(a: dict[int, bytes], b: dict
     assert all(b"\x01" in m for m in (rows_in_both(a, b) | rows_without(a, b)).values())
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from((True, False, None)), max_size=40), st.integers(0, 40), st.integers(0, 40))
 def test_a_mask_of_a_slice_is_the_slice_of_the_mask(values: list[bool | None], start: int, length: int) -> None:
     whole = pa.array(values, pa.bool_())
@@ -84,7 +80,6 @@ def test_a_mask_of_a_slice_is_the_slice_of_the_mask(values: list[bool | None], s
     assert mask_of(pa.chunked_array([whole.slice(0, start), whole.slice(start)])) == expected
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(st.none(), bits.filter(lambda m: 1 in m)), min_size=1, max_size=6))
 def test_ranges_survive_the_table(masks: list[bytes | None]) -> None:
     given_ranges = [None if m is None else runs(m) for m in masks]
@@ -149,7 +144,6 @@ events = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(events)
 def test_fold_does_to_ranges_what_the_model_does_to_rows(steps: list[tuple[object, ...]]) -> None:
     state = fresh()

@@ -1,12 +1,13 @@
-"""SqlTransactionListener on real databases: SQLite and PostgreSQL, one suite for both."""
+"""SqlTransactionListener on a real database: SQLite here.
+
+Tests that have a ``url`` run once more on PostgreSQL, in ``tests/process/test_sql_listener.py``.
+"""
 
 from __future__ import annotations
 
 import json
 import pickle
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -54,23 +55,18 @@ def run(url: sa.URL, *statements: str) -> None:
             connection.exec_driver_sql(statement)
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> sa.URL:
-    """A database with the empty table ``orders`` and nothing else."""
-    if request.param == "sqlite":
-        found = sa.make_url(f"sqlite:///{tmp_path / 'orders.db'}")
-    else:
-        found = request.getfixturevalue("postgres")
-        run(
-            found,
-            "DROP SCHEMA IF EXISTS fences CASCADE",
-            "DROP SCHEMA public CASCADE",
-            "CREATE SCHEMA public",
-        )
-    engine = sa.create_engine(found)
+def make_orders(url: sa.URL) -> sa.URL:
+    """Make the empty table ``orders``, and return the URL."""
+    engine = sa.create_engine(url)
     metadata.create_all(engine)
     engine.dispose()
-    return found
+    return url
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> sa.URL:
+    """A database with the empty table ``orders`` and nothing else."""
+    return make_orders(sa.make_url(f"sqlite:///{tmp_path / 'orders.db'}"))
 
 
 @pytest.fixture
@@ -580,19 +576,6 @@ def test_fences_of_other_names_are_other_fences(url: sa.URL, fence: str) -> None
         listener(url, fence_table='fence"; DROP TABLE orders --')
 
 
-@pytest.mark.postgres
-def test_a_fence_may_live_in_a_schema_of_its_own(url: sa.URL) -> None:
-    if not url.drivername.startswith("postgresql"):
-        pytest.skip("SQLite has no schemas to create")
-    with sa.create_engine(url).begin() as connection:
-        connection.exec_driver_sql("CREATE SCHEMA fences")
-    orders_listener = listener(url, schema="fences")
-    with pytest.raises(FenceError, match=r"'fences\.txmq_fence_id'"):
-        _ = orders_listener.fence_id
-    batch = half_batch(orders_listener.create_fence(), age=OLD)
-    assert verdicts(orders_listener.check_local_transaction(batch)) == [ROLLBACK]
-
-
 def test_prune_deletes_rows_past_retention_only(url: sa.URL, fence: str) -> None:
     orders_listener = listener(url, lambda *_: None)
     orders_listener.execute_local_transaction(half_batch(fence, half_id="old"))
@@ -621,40 +604,6 @@ def test_a_users_own_engine_is_used_as_it_is(url: sa.URL, fence: str) -> None:
         connection.execute(orders.insert(), {"id": "x", "lines": 1})
         connection.rollback()
     assert stored(url) == {"a": 2, "b": 1, "c": 1}
-
-
-@pytest.mark.postgres
-def test_an_engine_in_autocommit_is_refused(url: sa.URL, fence: str) -> None:
-    if url.drivername == "sqlite":
-        pytest.skip("SQLite's transactions are begun by the listener itself")
-    with pytest.raises(ListenerError, match="AUTOCOMMIT"):
-        listener(sa.create_engine(url, isolation_level="AUTOCOMMIT")).execute_local_transaction(half_batch(fence))
-    assert stored(url) == {}
-
-
-@pytest.mark.postgres
-@pytest.mark.parametrize("when", ["in work", "between batches"])
-def test_a_lost_connection_leaves_the_batch_pending_and_is_replaced(url: sa.URL, fence: str, when: str) -> None:
-    if url.drivername == "sqlite":
-        pytest.skip("SQLite has no connection to lose")
-    pids: list[int] = []
-
-    def work(connection: sa.Connection, batch: HalfBatch) -> None:
-        insert_all(connection, batch)
-        pids.append(connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one())
-        if when == "in work" and len(pids) == 1:
-            run(url, f"SELECT pg_terminate_backend({pids[0]})")
-
-    orders_listener = listener(url, work)
-    if when == "in work":
-        with pytest.raises(sa.exc.OperationalError):
-            orders_listener.execute_local_transaction(half_batch(fence))
-        assert stored(url) == fence_rows(url) == {}
-    else:
-        orders_listener.execute_local_transaction(half_batch(fence, ["z"]))
-        run(url, f"SELECT pg_terminate_backend({pids[0]})")
-    assert verdicts(orders_listener.execute_local_transaction(half_batch(fence, half_id="app-8"))) == [COMMIT]
-    assert len(set(pids)) == 2
 
 
 def test_a_strictly_isolated_engine_keeps_both_sides_agreed(url: sa.URL, fence: str) -> None:
@@ -715,19 +664,3 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         _ = listener("nosuchdb://host/x").fence_id  # type: ignore[arg-type]
     with pytest.raises(ListenerError, match="cannot be pickled: make it in the process"):
         pickle.dumps(listener("sqlite://"))  # type: ignore[arg-type]
-
-
-def test_without_sqlalchemy_the_extra_is_named() -> None:
-    hide = "import sys; sys.modules['sqlalchemy'] = None"
-    code = f"{hide}; import rmq_spark.listeners as l; l.SqlTransactionListener"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "needs SQLAlchemy 2: pip install 'rmq-spark[sql]'" in done.stderr
-
-
-def test_the_package_of_listeners_imports_nothing_before_it_is_asked() -> None:
-    code = (
-        "import sys; import rmq_spark.listeners as l; "
-        "assert not {'sqlalchemy', 'pyspark', 'deltalake'} & set(sys.modules); l.DeltaTransactionListener; "
-        "assert 'pyspark' not in sys.modules; l.Rollback; assert 'sqlalchemy' in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -443,10 +443,12 @@ def test_the_error_of_a_replay_names_what_the_check_raised(log: CommitLog) -> No
         send(log, Told(check=OSError("the database is away")), record.header)
 
 
-def test_a_replay_goes_on_when_the_answer_comes_late(log: CommitLog) -> None:
+def test_a_replay_goes_on_when_the_answer_comes_late(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = set_clock(monkeypatch).pauses
     answers = iter([UNKNOWN, OSError("away"), None, COMMIT])
     record = prepared(log)
     send(log, Told(check=lambda b: next(answers)), record.header, timeout_s=DEADLINE_S)
+    assert len(pauses) == 3
     assert visible(log) == bodies()
 
 
@@ -693,7 +695,7 @@ def test_a_slow_local_transaction_keeps_renewing_its_lease_and_a_quick_one_write
             time.sleep(0.01)
         return COMMIT
 
-    send(log, Told(slow), header(), lease_s=0.3)
+    send(log, Told(slow), header(), lease_s=0.1)
     assert sorted(set(seen)) == list(dict.fromkeys(seen))
     assert len(set(seen)) == 4
     assert visible(log) == bodies()
@@ -792,7 +794,7 @@ def crash_and_agree(log: CommitLog, per: str, plan: Mapping[str, str], runs: Seq
     assert visible(log) == sorted(wanted + bodies(batch_id=1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(per=st.sampled_from(PERS), plan=PLAN, runs=st.lists(RUN, max_size=4))
 def test_local_effects_and_visible_messages_agree_after_any_crashes_in_memory(
     per: str, plan: dict[str, str], runs: list[tuple[str, str, bool]]
@@ -800,7 +802,7 @@ def test_local_effects_and_visible_messages_agree_after_any_crashes_in_memory(
     crash_and_agree(make_log("memory", Path()), per, plan, runs)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings.default.max_examples // 12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(per=st.sampled_from(PERS), plan=PLAN, runs=st.lists(RUN, min_size=1, max_size=3))
 def test_local_effects_and_visible_messages_agree_after_any_crashes_on_delta(
     tmp_path_factory: pytest.TempPathFactory,

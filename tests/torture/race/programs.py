@@ -1,5 +1,5 @@
-"""What the processes of a race do: send, contend, check, merge and read, all on one log. They are spawned: delta-rs
-must not be forked.
+"""What the processes of a race do: send, contend, check, merge and read, all on one log. They are spawned, because
+delta-rs must not be forked.
 
 A folder holds the history and the files by which local transactions are known; the log lies there or on an object
 store.
@@ -33,6 +33,8 @@ CONTESTED = "contested"
 CONTESTED_ROWS = 2
 OP_FILES_MAX = 8
 WHOLE_READ_EVERY_S = 20.0
+MERGED, APPENDED = "merged", "appended"
+"""What a commit did to its table: the ``op`` of a version."""
 RETRIED, UNSURE, IMMEDIATE_CHECK_S = 0.1, 0.15, 0.3
 
 
@@ -79,7 +81,7 @@ def commit_name(paths: Iterable[str]) -> str:
 
 
 def note_versions(log: txmq.CommitLog, history: History, process: str) -> None:
-    """From now on, note at which version each acknowledged commit of this handle is."""
+    """From now on, note at which version each acknowledged commit of this handle is, and whether it merged files."""
     for table in (log.half.table, log.op):
         real: Callable[[Change], bool] = table.try_commit  # type: ignore[attr-defined]
 
@@ -88,7 +90,8 @@ def note_versions(log: txmq.CommitLog, history: History, process: str) -> None:
             acknowledged = real(change)
             if acknowledged:
                 name = commit_name(f.path for f in change.add)
-                history.note(Kind.VERSION, Phase.OK, process, table=table.name, version=version, payload=name)
+                op = MERGED if change.remove else APPENDED
+                history.note(Kind.VERSION, Phase.OK, process, table=table.name, version=version, payload=name, op=op)
             return acknowledged
 
         table.try_commit = noting  # type: ignore[attr-defined]
@@ -215,13 +218,13 @@ def contend(track: Track, history: History, process: str, chance: random.Random,
         try:
             log.decide(record, 1, commit=mask if commits else {}, rollback={} if commits else mask, who=Who.EXECUTE)
         except VerdictConflictError:
-            pass
+            told = Phase.FAIL
         else:
-            verdict = txmq.COMMIT_MESSAGE if commits else txmq.ROLLBACK_MESSAGE
-            history.note(
-                Kind.DECIDE, Phase.OK, process, half_id=record.half_id, transaction_id=f"{record.half_id}:1",
-                attempt=1, verdict=str(verdict), who="execute",
-            )  # fmt: skip
+            told = Phase.OK
+        history.note(
+            Kind.DECIDE, told, process, half_id=record.half_id, transaction_id=f"{record.half_id}:1", attempt=1,
+            verdict=str(txmq.COMMIT_MESSAGE if commits else txmq.ROLLBACK_MESSAGE), who="execute",
+        )  # fmt: skip
         number += 1
     log.close()
 
@@ -248,7 +251,7 @@ def keep_up(track: Track, history: History, process: str, chance: random.Random)
     while not track.stop.exists():
         log.move_mark()
         maintenance.compact_op(log.op)
-        time.sleep(chance.uniform(0.2, 1.0))
+        time.sleep(chance.uniform(0.1, 0.5))
 
 
 def read_on(track: Track, history: History, process: str, chance: random.Random) -> None:

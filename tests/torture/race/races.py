@@ -11,6 +11,7 @@ import random
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,10 +22,20 @@ from pathlib import Path
 
 import rmq_spark as txmq
 from tests.torture.judge.anomalies import find_anomalies
-from tests.torture.judge.history import FINAL, History, Kind
+from tests.torture.judge.history import FINAL, Event, History, Kind, Phase
 from tests.torture.judge.observation import READ_COLUMNS, note_log, note_messages
 from tests.torture.race import programs
-from tests.torture.race.programs import CONTESTED, CONTESTED_ROWS, QUEUES, TOPIC, Orders, Track, checks, commit_name
+from tests.torture.race.programs import (
+    CONTESTED,
+    CONTESTED_ROWS,
+    MERGED,
+    QUEUES,
+    TOPIC,
+    Orders,
+    Track,
+    checks,
+    commit_name,
+)
 from tests.torture.s3.server import NoS3ServerError, running
 
 SPAWN = get_context("spawn")
@@ -43,18 +54,28 @@ LISTED_EVERY_S = 2.0
 """Entries of a Delta log stay for a minute at least, so none is missed."""
 END_S_MAX = 120.0
 SETTLE_S_MAX = 180.0
-LOGS = ("half", "op")
+TABLES = ("half", "op", "topics")
 
 
 @dataclass
 class Report:
-    """What a race did, and what was wrong."""
+    """What a race did, and what was wrong.
+
+    Attributes
+    ----------
+    contested : int
+        The half batches that two processes decided with opposite verdicts.
+    merges, marks : int
+        What upkeep did beside the others: merges of op files, and moves of the low-water mark.
+    """
 
     commits: int = 0
     seconds: float = 0.0
     processes: int = 0
     messages: int = 0
     contested: int = 0
+    merges: int = 0
+    marks: int = 0
     failures: list[str] = field(default_factory=list)
 
 
@@ -77,29 +98,33 @@ class Race:
         track.local.mkdir(parents=True)
         self.history = track.history()
         self.listed: dict[tuple[str, int], str] = {}
+        self._added: dict[str, tuple[str, int]] = {}
         self.failures: list[str] = []
 
     def run(self, commits: int, seconds: float) -> Report:
-        """Race until there are so many commits, or the time is up; settle, and look."""
+        """Race until there are so many commits and every role had its part, or the time is up; settle, and look."""
         log = txmq.CommitLog.create(self.track.uri, storage_options=self.track.storage_options)
         log.create_topic(TOPIC, QUEUES)
         began = time.monotonic()
         processes = dict(self._start())
         try:
-            while len(self.listed) < commits and time.monotonic() < began + seconds and not self.failures:
+            while time.monotonic() < began + seconds and not self.failures:
+                if len(self.listed) >= commits and self._all_had_their_part():
+                    break
                 time.sleep(LISTED_EVERY_S)
-                self._list()
+                self.list_versions()
                 self._look_after(processes)
         finally:
             self.track.stop.touch()
             self._end(processes)
         took = time.monotonic() - began
-        self._list()
+        self.list_versions()
         made = len(self.listed)
         self._settle()
-        self._list()
-        messages, contested = self._judge()
-        return Report(made, took, self.processes, messages, contested, self.failures)
+        self.list_versions()
+        report = self.judge()
+        report.commits, report.seconds = made, took
+        return report
 
     # ------------------------------------------------------------------ processes
     def _start(self) -> Iterator[tuple[str, BaseProcess]]:
@@ -125,7 +150,7 @@ class Race:
         deadline = time.monotonic() + END_S_MAX
         while any(p.is_alive() for p in processes.values()) and time.monotonic() < deadline:
             time.sleep(0.1)
-            self._list(LISTED_EVERY_S)
+            self.list_versions(LISTED_EVERY_S)
         for name, process in processes.items():
             if process.is_alive():
                 process.kill()
@@ -136,22 +161,30 @@ class Race:
     # ------------------------------------------------------------------ what was committed
     _listed_at = 0.0
 
-    def _list(self, every_s: float = 0.0) -> None:
+    def list_versions(self, every_s: float = 0.0) -> None:
         """Note the versions that are new since the last time, and those that are another commit than then."""
         if time.monotonic() < self._listed_at + every_s:
             return
-        for table in LOGS:
+        for table in TABLES:
             for entry in (self.track.files / table / "_delta_log").glob("*.json"):
                 try:
                     lines = [json.loads(line) for line in entry.read_text().splitlines()]
                 except FileNotFoundError:  # cleaned up meanwhile
                     continue
                 version = int(entry.stem)
-                name = commit_name(line["add"]["path"] for line in lines if "add" in line)
+                added = [line["add"]["path"] for line in lines if "add" in line]
+                name = commit_name(added)
                 if self.listed.get((table, version)) != name:
                     self.listed[table, version] = name
                     self.history.note(Kind.LISTED, table=table, version=version, payload=name)
+                    self._see_added(table, version, added)
         self._listed_at = time.monotonic()
+
+    def _see_added(self, table: str, version: int, paths: Sequence[str]) -> None:
+        for path in paths:
+            first = self._added.setdefault(path, (table, version))
+            if first != (table, version):
+                self.failures.append(f"{path} was added to {table} at version {version}, and before at {first}")
 
     def _settle(self) -> None:
         """Let checks settle what is open; on a slow machine that takes longer than entries of a Delta log stay."""
@@ -159,7 +192,7 @@ class Race:
             settled = pool.submit(self._check_all)
             while not settled.done():
                 time.sleep(0.1)
-                self._list(LISTED_EVERY_S)
+                self.list_versions(LISTED_EVERY_S)
             settled.result()
 
     def _check_all(self) -> None:
@@ -175,7 +208,8 @@ class Race:
     def _open_half_ids(self, log: txmq.CommitLog) -> list[str]:
         return [str(h) for h in log.pending()["half_id"].to_pylist()]
 
-    def _judge(self) -> tuple[int, int]:
+    def judge(self) -> Report:
+        """Look at the log at rest and at the whole history."""
         track = self.track
         note_log(self.history, track.uri, track.storage_options)
         self.history.note(Kind.END)
@@ -183,31 +217,54 @@ class Race:
         messages = log.read(TOPIC, columns=READ_COLUMNS)
         note_messages(self.history, Kind.READ, "judge", FINAL, messages, log.op.version)
         self.failures += [str(a) for a in find_anomalies(_without_contests(self.history))]
-        contested = self._judge_contests(log, [b.decode() for b in messages["body"].to_pylist()])
-        return messages.num_rows, contested
+        self._judge_contests(log, [b.decode() for b in messages["body"].to_pylist()])
+        return Report(processes=self.processes, messages=messages.num_rows, **self._parts(), failures=self.failures)
 
-    def _judge_contests(self, log: txmq.CommitLog, bodies: Sequence[str]) -> int:
-        """Each half batch that two decided has one winner, and the loser's verdict is on record."""
-        winners: dict[str, list[str]] = {}
+    def _parts(self) -> dict[str, int]:
+        """What the roles that race against the senders have done so far."""
+        found: Counter[str] = Counter()
         for event in self.history:
-            if event.kind is Kind.DECIDE:
+            if event.kind is Kind.VERSION and event.process.startswith("upkeep"):
+                found["merges" if event.op == MERGED else "marks"] += 1
+            elif event.kind is Kind.DECIDE and event.phase is Phase.FAIL:
+                found["contested"] += 1
+        roles = {"merges": "upkeep", "marks": "upkeep", "contested": "contender"}
+        return {part: found[part] for part, role in roles.items() if role in LINE_UPS[self.processes]}
+
+    def _all_had_their_part(self) -> bool:
+        try:
+            return all(self._parts().values())
+        except ValueError:  # a process is writing the last line
+            return False
+
+    def _judge_contests(self, log: txmq.CommitLog, bodies: Sequence[str]) -> None:
+        """Each half batch that two decided has one winner, and every loser's verdict is on record."""
+        winners: dict[str, list[str]] = {}
+        losers: set[str] = set()
+        for event in self.history:
+            if event.kind is Kind.DECIDE and event.phase is Phase.FAIL:
+                losers.add(event.half_id or "")
+            elif event.kind is Kind.DECIDE:
                 winners.setdefault(event.half_id or "", []).append(event.verdict or "")
         conflicts = set(log.conflicts())
         seen = [b.rpartition(".")[0].replace(".", ":") for b in bodies if b.startswith(CONTESTED)]
-        for half_id, verdicts in winners.items():
+        for half_id in winners.keys() | losers:
+            verdicts = winners.get(half_id, [])
             expected = CONTESTED_ROWS if verdicts == [str(txmq.COMMIT_MESSAGE)] else 0
             if len(verdicts) != 1 or seen.count(half_id) != expected:
                 self.failures.append(f"{half_id}: {verdicts} won, and {seen.count(half_id)} of its messages are there")
-        # Each may have gone on alone when the other one had stopped.
-        if not conflicts <= set(winners):
-            self.failures.append(f"verdicts in conflict that nobody contested: {sorted(conflicts - set(winners))[:5]}")
-        return len(conflicts)
+        # The last ones may have a winner alone: the other contender had stopped.
+        if conflicts != losers:
+            self.failures.append(f"conflicts on record and verdicts refused differ: {sorted(conflicts ^ losers)[:5]}")
 
 
-def _without_contests(history: History) -> Iterator[object]:
-    """The history without the conflict rows that were asked for: the checker takes each for an anomaly."""
+def _without_contests(history: History) -> Iterator[Event]:
+    """The history without the conflicts that were asked for: the checker takes each for an anomaly."""
     for event in history:
-        if not (event.kind is Kind.MARKER and event.op == "conflict" and (event.half_id or "").startswith(CONTESTED)):
+        contested = (event.half_id or "").startswith(CONTESTED)
+        on_record = event.kind is Kind.MARKER and event.op == "conflict"
+        refused = event.kind is Kind.DECIDE and event.phase is Phase.FAIL
+        if not (contested and (on_record or refused)):
             yield event
 
 
@@ -248,6 +305,8 @@ def run_on(
         total.seconds += report.seconds
         total.messages += report.messages
         total.contested += report.contested
+        total.merges += report.merges
+        total.marks += report.marks
         total.failures += [f"seed {seed + races}, folder {root}: {f}" for f in report.failures]
         races += 1
         line_ups.append(f"{report.commits} by {report.processes}")
@@ -263,6 +322,8 @@ def run_on(
         "commits": total.commits,
         "messages": total.messages,
         "contested batches": total.contested,
+        "merges": total.merges,
+        "moves of the mark": total.marks,
         "seconds": round(total.seconds),
         "ms a commit": round(total.seconds / max(1, total.commits) * 1000),
         "failures": total.failures,

@@ -1,4 +1,4 @@
-"""Short races, on a local path and on a real S3 server; and that what they look for would be found."""
+"""Races on a local path and on a real S3 server; and that what they look for would be found."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from rmq_spark.commitlog.log import CommitLog
-from tests.half_batches import commit, prepare
+from tests.half_batches import check_offsets, commit, prepare
 from tests.torture.judge.anomalies import AnomalyKind, find_anomalies, kinds_of
-from tests.torture.judge.history import History, Kind
+from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.race.programs import TOPIC, Track, note_versions
-from tests.torture.race.races import Race
+from tests.torture.race.races import LINE_UPS, Race
 from tests.torture.s3.server import S3Server
 
 pytestmark = pytest.mark.timeout(1_500)
@@ -26,15 +26,24 @@ def check_race(track: Track, commits: int, processes: int) -> None:
     assert report.failures == []
     assert report.commits >= COMMITS_MIN
     assert report.messages > 0
-    if processes > 5:
+    if "contender" in LINE_UPS[processes]:
         assert report.contested > 0
+    if "upkeep" in LINE_UPS[processes]:
+        assert report.merges > 0
+        assert report.marks > 0
+    check_offsets(track.open(), TOPIC)
 
 
-@pytest.mark.parametrize("processes", [2, 8])
-def test_racing_processes_on_a_local_path_lose_double_and_overwrite_nothing(tmp_path: Path, processes: int) -> None:
-    check_race(Track(tmp_path / "race", str(tmp_path / "log"), tmp_path / "log"), 250, processes)
+@pytest.mark.parametrize(
+    ("processes", "commits"), [(7, 60), *(pytest.param(n, 250, marks=pytest.mark.long) for n in (2, 8))]
+)
+def test_racing_processes_on_a_local_path_lose_double_and_overwrite_nothing(
+    tmp_path: Path, processes: int, commits: int
+) -> None:
+    check_race(Track(tmp_path / "race", str(tmp_path / "log"), tmp_path / "log"), commits, processes)
 
 
+@pytest.mark.long
 def test_racing_processes_on_s3_lose_double_and_overwrite_nothing(s3: S3Server, tmp_path: Path) -> None:
     uri = f"{s3.bucket('races')}/log"
     check_race(Track(tmp_path / "race", uri, s3.folder / "races" / "log", s3.storage_options()), 250, 7)
@@ -51,7 +60,7 @@ def race(tmp_path: Path) -> Race:
     note_versions(log, made.history, "writer")
     for number in range(4):
         commit(log, prepare(log, number, 2))
-    made._list()
+    made.list_versions()
     assert found(made) == set()
     return made
 
@@ -72,7 +81,7 @@ def test_each_acknowledged_commit_is_noted_with_its_version(race: Race) -> None:
 
 def test_a_version_that_another_commit_overwrote_is_found(race: Race) -> None:
     entry(race, 2).write_bytes(entry(race, 3).read_bytes())
-    race._list()
+    race.list_versions()
     assert found(race) == {AnomalyKind.OVERWRITTEN_VERSION}
 
 
@@ -81,7 +90,7 @@ def test_a_version_that_was_overwritten_before_it_was_listed_is_found(race: Race
     note_versions(log, race.history, "another writer")
     prepare(log, 9, 2)
     entry(race, 5, "half").write_bytes(entry(race, 4, "half").read_bytes())
-    race._list()
+    race.list_versions()
     assert found(race) == {AnomalyKind.OVERWRITTEN_VERSION}
 
 
@@ -89,8 +98,15 @@ def test_a_version_that_is_missing_is_found(race: Race) -> None:
     race.listed.clear()
     entry(race, 3).unlink()
     race.history = History(race.track.root / "anew.jsonl")
-    race._list()
+    race.list_versions()
     assert found(race) == {AnomalyKind.MISSING_VERSION}
+
+
+def test_a_file_that_was_added_twice_is_found(race: Race) -> None:
+    entry(race, 5).write_bytes(entry(race, 4).read_bytes())
+    race.list_versions()
+    (failure,) = race.failures
+    assert "was added to op at version 5, and before at ('op', 4)" in failure
 
 
 def test_two_winners_of_a_contested_batch_are_found(race: Race) -> None:
@@ -99,11 +115,21 @@ def test_two_winners_of_a_contested_batch_are_found(race: Race) -> None:
     commit(log, record)
     for verdict in ("COMMIT_MESSAGE", "ROLLBACK_MESSAGE"):
         race.history.note(Kind.DECIDE, half_id=record.half_id, transaction_id="contested:0:1", verdict=verdict)
-    race._judge()
+    race.judge()
     assert any("contested:0: ['COMMIT_MESSAGE', 'ROLLBACK_MESSAGE'] won" in failure for failure in race.failures)
+
+
+def test_a_refused_verdict_that_is_not_on_record_is_found(race: Race) -> None:
+    log = race.track.open()
+    record = prepare(log, 0, 2, app="contested")
+    commit(log, record)
+    for phase, verdict in ((Phase.OK, "COMMIT_MESSAGE"), (Phase.FAIL, "ROLLBACK_MESSAGE")):
+        race.history.note(Kind.DECIDE, phase, half_id=record.half_id, transaction_id="contested:0:1", verdict=verdict)
+    race.judge()
+    assert race.failures == ["conflicts on record and verdicts refused differ: ['contested:0']"]
 
 
 def test_a_race_that_leaves_something_open_fails(race: Race) -> None:
     prepare(race.track.open(), 9, 2)
-    race._judge()
+    race.judge()
     assert any("stuck half" in failure for failure in race.failures)

@@ -15,10 +15,12 @@ import rmq_spark as txmq
 from rmq_spark.commitlog import storage
 from rmq_spark.commitlog.files import filesystem
 from rmq_spark.commitlog.storage import PROBE
-from rmq_spark.errors import CommitLogExistsError, NotACommitLogError, OptionError, StorageError
-from tests.half_batches import another, bodies, check_offsets, commit, prepare, roll_back
+from rmq_spark.errors import CommitLogExistsError, NotACommitLogError, StorageError
+from tests.half_batches import another, bodies, commit, prepare
 from tests.torture.s3.proxy import proxy
 from tests.torture.s3.server import S3Server
+
+pytestmark = pytest.mark.long
 
 PARTS_FROM_BYTES = 10 * 1024 * 1024
 """pyarrow puts a file of more than this in parts."""
@@ -34,19 +36,6 @@ class Told(txmq.TransactionListener):
         return txmq.COMMIT_MESSAGE
 
 
-@pytest.fixture
-def uri(s3: S3Server, request: pytest.FixtureRequest) -> str:
-    """Where a commit log may be made; nothing is there yet."""
-    return f"{s3.bucket('shop')}/{request.node.name.split('[')[0]}/log"
-
-
-@pytest.fixture
-def log(s3: S3Server, uri: str) -> txmq.CommitLog:
-    made = txmq.CommitLog.create(uri, storage_options=s3.storage_options())
-    made.create_topic("orders", 2)
-    return made
-
-
 # ---------------------------------------------------------------- what the server must be like
 def test_of_writers_that_come_at_once_the_server_lets_one_create_a_table(s3: S3Server, uri: str) -> None:
     claims = [storage._claims(f"{uri}/{i}", s3.storage_options()) for i in range(20)]
@@ -55,19 +44,6 @@ def test_of_writers_that_come_at_once_the_server_lets_one_create_a_table(s3: S3S
 
 
 # ---------------------------------------------------------------- the commit log
-def test_a_log_on_s3_keeps_what_was_decided(log: txmq.CommitLog) -> None:
-    records = [prepare(log, i) for i in range(4)]
-    commit(log, records[0])
-    roll_back(log, records[1])
-    commit(log, records[2])
-    for handle in (log, another(log)):
-        assert sorted(bodies(handle)) == sorted(f"app.{i}.{j}" for i in (0, 2) for j in range(5))
-        assert handle.pending()["half_id"].to_pylist() == ["app:3"]
-        assert handle.read("orders", start={0: 1}, limit=3).num_rows == 3
-        assert handle.topics() == {"orders": 2}
-        check_offsets(handle)
-
-
 def test_files_in_parts_and_small_ones_are_read_back_as_written(log: txmq.CommitLog) -> None:
     sent = [os.urandom(size) for size in (0, 1, 4 * 1024 * 1024, 4 * 1024 * 1024, 4 * 1024 * 1024)]
     assert sum(map(len, sent)) > PARTS_FROM_BYTES
@@ -194,18 +170,6 @@ def test_no_secret_is_in_what_a_failure_says(s3: S3Server, uri: str, caplog: pyt
     assert not [word for word in hidden for text in said if word in text]
 
 
-@pytest.mark.parametrize("error", [OSError, NotACommitLogError])
-def test_what_a_store_answers_is_one_line_without_the_values_of_secret_options(error: type[Exception]) -> None:
-    options = {"AWS_SESSION_TOKEN": "a-token", "AWS_ACCESS_KEY_ID": "a-key", "AWS_REGION": "eu-central-1"}
-    answer = "\x1b[31m↳\x1b[0m 403\n  ↳ ExpiredToken a-token of a-key in eu-central-1"
-    expected = StorageError if error is OSError else NotACommitLogError
-    with pytest.raises(expected) as caught, storage.reaching("s3://shop/log", options):
-        raise error(answer)
-    assert str(caught.value).endswith("403 ExpiredToken *** of *** in eu-central-1")
-    assert "\n" not in str(caught.value)
-    assert caught.value.__suppress_context__
-
-
 def test_what_holds_storage_options_does_not_show_them(s3: S3Server, log: txmq.CommitLog) -> None:
     from rmq_spark.source.options import read_options
 
@@ -214,12 +178,6 @@ def test_what_holds_storage_options_does_not_show_them(s3: S3Server, log: txmq.C
     assert options.storage_options == s3.storage_options()
     for thing in (options, log, s3):
         assert s3.secret_key not in repr(thing)
-
-
-def test_credentials_in_the_path_are_refused_without_showing_them() -> None:
-    with pytest.raises(OptionError, match="credentials") as caught:
-        txmq.CommitLog.create("s3://key:hush@shop/log")
-    assert "hush" not in str(caught.value)
 
 
 # ---------------------------------------------------------------- stores that cannot hold a log
@@ -260,34 +218,6 @@ def test_the_probe_for_put_if_absent_leaves_nothing_behind(s3: S3Server, uri: st
     first = "_delta_log/00000000000000000000.json"
     assert {f for f in found if f.endswith(".json")} == {f"{t}/{first}" for t in ("half", "op", "topics")}
     assert not [f for f in found if PROBE in f]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("AWS_S3_ALLOW_UNSAFE_RENAME", "true"),
-        ("aws_s3_allow_unsafe_rename", "1"),
-        ("MOUNT_ALLOW_UNSAFE_RENAME", "True"),
-        ("AWS_S3_LOCKING_PROVIDER", "dynamodb"),
-        ("AWS_CONDITIONAL_PUT", "disabled"),
-        ("conditional_put", "dynamo:table"),
-    ],
-)
-def test_settings_that_let_commits_overwrite_each_other_are_refused(
-    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for attempt in (txmq.CommitLog.create, txmq.CommitLog.open):
-        with pytest.raises(OptionError, match=f"(?i){name}={value}.*leave it out"):
-            attempt("s3://shop/log", storage_options={name: value})
-    if name.isupper():
-        monkeypatch.setenv(name, value)
-        with pytest.raises(OptionError, match=name):
-            txmq.CommitLog.create(tmp_path / "log")
-
-
-def test_a_setting_that_says_no_is_not_refused(tmp_path: Path) -> None:
-    options = {"AWS_S3_ALLOW_UNSAFE_RENAME": "false", "AWS_CONDITIONAL_PUT": "etag"}
-    assert txmq.CommitLog.create(tmp_path / "log", storage_options=options).topics() == {}
 
 
 @pytest.mark.parametrize("said", ["options", "short options", "environment"])

@@ -1,0 +1,126 @@
+"""The check job as a process on a real log."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.listener import NO_LISTENER_FENCE
+from tests import half_batches
+from tests.check_jobs import make_folder, write
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path)
+
+
+def prepare(log: CommitLog, batch_id: int, group: str = "order-service", fence_id: str | None = None) -> None:
+    half_batches.prepare(log, batch_id, 2, group=group, fence_id=fence_id)
+
+
+def start(folder: Path, *arguments: str, script: bool = False, **environment: str) -> subprocess.Popen[str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("TXMQ_")}
+    job = [str(ROOT / "rmq_spark/check/job.py")] if script else ["-m", "rmq_spark.check.job"]
+    return subprocess.Popen(
+        [sys.executable, *job, "--config", "txmq.toml", *arguments],
+        cwd=folder,
+        env={**own, "PYTHONPATH": str(ROOT), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(folder: Path, *arguments: str, script: bool = False, **environment: str) -> tuple[int, str, str]:
+    process = start(folder, *arguments, script=script, **environment)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, out, err
+
+
+def test_once_settles_what_is_due_and_exits_with_zero(folder: Path) -> None:
+    log = CommitLog.open(folder / "log")
+    prepare(log, 0)
+    prepare(log, 2)
+    prepare(log, 3, group="nobody", fence_id=NO_LISTENER_FENCE)
+    code, out, err = run(folder, "--once", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["committed"] == {"transactions": 2, "messages": 4}
+    assert report["unknown"]["messages"] == 2
+    assert report["pending"] == 1
+    assert "listeners: order-service (shop_orders:listener)" in err
+    assert log.read("orders").num_rows == 4
+
+
+def test_once_exits_with_one_when_a_half_batch_had_a_problem(folder: Path) -> None:
+    log = CommitLog.open(folder / "log")
+    prepare(log, 0)
+    prepare(log, 1)
+    code, out, err = run(folder, "--once", script=True)
+    assert code == 1, err
+    assert len(out.splitlines()) == 1
+    assert "1 transaction (2 messages) committed" in out
+    assert "problem with app:1: its listener did not answer: RuntimeError: the bank is closed" in out
+    assert log.read("orders").num_rows == 2
+
+
+def test_a_configuration_that_cannot_be_used_exits_with_two_and_one_line(folder: Path) -> None:
+    write(folder, "transactionTimeout = 6")
+    code, out, err = run(folder, "--once")
+    assert code == 2
+    assert out == ""
+    assert err.startswith("ConfigError: check.transactionTimeout='6' is not a duration")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_path_that_is_no_log_exits_with_one_and_one_line(folder: Path) -> None:
+    code, _, err = run(folder, "--once", TXMQ_PATH=str(folder))
+    assert code == 1
+    assert err.startswith("NotACommitLogError: ")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_loop_ends_cleanly_on_a_signal(folder: Path, number: signal.Signals) -> None:
+    write(folder, 'transactionTimeout = "0s"\ntransactionCheckInterval = "100ms"')
+    log = CommitLog.open(folder / "log")
+    prepare(log, 0)
+    process = start(folder, "--json")
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())["committed"]["messages"] == 2
+    prepare(log, 3)
+    deadline = time.monotonic() + DEADLINE_S
+    while json.loads(process.stdout.readline())["committed"]["messages"] == 0:
+        assert time.monotonic() < deadline
+    process.send_signal(number)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
+    assert f"stopping after {number.name}" in err
+    assert "Traceback" not in err
+
+
+def test_spark_that_is_not_installed_is_a_configuration_error(folder: Path) -> None:
+    write(folder, listener="shop_orders:Sparky")
+    (folder / "pyspark.py").write_text("raise ModuleNotFoundError(\"No module named 'pyspark'\", name='pyspark')")
+    code, _, err = run(folder, "--once", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
+    assert code == 2
+    assert "the listener of 'order-service' needs Spark: pip install 'rmq-spark[spark]'" in err
+
+
+def test_a_missing_extra_is_named(folder: Path) -> None:
+    (folder / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
+    code, _, err = run(folder, "--once", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
+    assert code == 1
+    assert err.strip() == "the check job needs typer: pip install 'rmq-spark[job]'"

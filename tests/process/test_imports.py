@@ -1,0 +1,87 @@
+"""What an import may bring along: Spark's workers fork, and Delta's engine must not run in a process that forks."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from rmq_spark.selector import parse_selector
+
+LIGHT = (
+    "import rmq_spark",
+    "import rmq_spark; dir(rmq_spark); rmq_spark.Message; rmq_spark.COMMIT_MESSAGE; rmq_spark.TransactionListener",
+    "import rmq_spark.commitlog",
+    "import rmq_spark.commitlog.files",
+    "import rmq_spark.commitlog.half",
+    "import rmq_spark.commitlog.op",
+    "import rmq_spark.commitlog.reading",
+    "import rmq_spark.listeners",
+    "import rmq_spark.selector",
+    "import rmq_spark.consumer.in_order, rmq_spark.consumer.listener, rmq_spark.consumer.retry",
+)
+WORKERS = (
+    *((statement, ("deltalake", "lark", "pyspark", "sqlalchemy")) for statement in LIGHT),
+    # Spark itself imports pyspark_txmq, for every look-up of a Python data source.
+    ("import pyspark_txmq", ("deltalake", "lark", "sqlalchemy")),
+    # What Spark's workers load to run a task of the source or the sink.
+    ("import rmq_spark.source.reader", ("deltalake", "sqlalchemy")),
+    ("import rmq_spark.sink.writers", ("deltalake", "sqlalchemy")),
+)
+DRIVERS = (
+    ("import rmq_spark.listeners; rmq_spark.listeners.DeltaTransactionListener", ("pyspark", "sqlalchemy", "typer")),
+    ("import rmq_spark.check.service", ("pyspark", "sqlalchemy", "typer")),
+    ("import sys, rmq_spark.listeners; rmq_spark.listeners.Rollback; assert 'sqlalchemy' in sys.modules", ("pyspark",)),
+)
+
+RUN = """
+import sys, threading
+
+def run(statement, unwanted):
+    for name in [m for m in sys.modules if m.split(".")[0] in ("rmq_spark", "pyspark_txmq")]:
+        del sys.modules[name]
+    exec(statement, {})
+    heavy = sorted({m.split(".")[0] for m in sys.modules}.intersection(unwanted))
+    assert not heavy, f"{statement!r} loads {heavy}"
+    assert threading.active_count() == 1, f"{statement!r} starts a thread"
+"""
+"""Runs a statement with nothing of this project loaded. What earlier ones loaded of other packages is still there."""
+
+
+def python(program: str) -> str:
+    """What a program prints in an interpreter of its own; it must end well."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("statements", [WORKERS, DRIVERS], ids=["workers", "drivers"])
+def test_importing_loads_no_engine_and_starts_no_thread(statements: Sequence[tuple[str, tuple[str, ...]]]) -> None:
+    python(RUN + "\n".join(f"run({statement!r}, {unwanted!r})" for statement, unwanted in statements))
+
+
+def test_an_executor_needs_no_parser() -> None:
+    said = python(
+        "import pickle, sys; sys.modules['lark'] = None\n"
+        f"selector = pickle.loads({pickle.dumps(parse_selector('a > 5'))!r})\n"
+        "import pyarrow as pa\n"
+        "rows = pa.table({'properties': pa.array([[('a', '6')]], pa.map_(pa.string(), pa.string()))})\n"
+        "assert selector.at(0).keeps(rows).to_pylist() == [True]\n"
+        "from rmq_spark.selector import parse_selector\n"
+        "try:\n    parse_selector('a > 5')\n"
+        "except Exception as problem:\n    print(type(problem).__name__, problem)\n"
+    )
+    assert said.startswith("OptionError selectors need the package lark on the driver: pip install")
+
+
+def test_without_sqlalchemy_the_extra_is_named() -> None:
+    said = python(
+        "import sys; sys.modules['sqlalchemy'] = None\n"
+        "import rmq_spark.listeners\n"
+        "try:\n    rmq_spark.listeners.SqlTransactionListener\n"
+        "except Exception as problem:\n    print(problem)\n"
+    )
+    assert "needs SQLAlchemy 2: pip install 'rmq-spark[sql]'" in said

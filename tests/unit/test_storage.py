@@ -1,0 +1,57 @@
+"""What is said and refused about an object store before anybody asks it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import rmq_spark as txmq
+from rmq_spark.commitlog import storage
+from rmq_spark.errors import NotACommitLogError, OptionError, StorageError
+
+
+@pytest.mark.parametrize("error", [OSError, NotACommitLogError])
+def test_what_a_store_answers_is_one_line_without_the_values_of_secret_options(error: type[Exception]) -> None:
+    options = {"AWS_SESSION_TOKEN": "a-token", "AWS_ACCESS_KEY_ID": "a-key", "AWS_REGION": "eu-central-1"}
+    answer = "\x1b[31m↳\x1b[0m 403\n  ↳ ExpiredToken a-token of a-key in eu-central-1"
+    expected = StorageError if error is OSError else NotACommitLogError
+    with pytest.raises(expected) as caught, storage.reaching("s3://shop/log", options):
+        raise error(answer)
+    assert str(caught.value).endswith("403 ExpiredToken *** of *** in eu-central-1")
+    assert "\n" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_credentials_in_the_path_are_refused_without_showing_them() -> None:
+    with pytest.raises(OptionError, match="credentials") as caught:
+        txmq.CommitLog.create("s3://key:hush@shop/log")
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_S3_ALLOW_UNSAFE_RENAME", "true"),
+        ("aws_s3_allow_unsafe_rename", "1"),
+        ("MOUNT_ALLOW_UNSAFE_RENAME", "True"),
+        ("AWS_S3_LOCKING_PROVIDER", "dynamodb"),
+        ("AWS_CONDITIONAL_PUT", "disabled"),
+        ("conditional_put", "dynamo:table"),
+    ],
+)
+def test_settings_that_let_commits_overwrite_each_other_are_refused(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for attempt in (txmq.CommitLog.create, txmq.CommitLog.open):
+        with pytest.raises(OptionError, match=f"(?i){name}={value}.*leave it out"):
+            attempt("s3://shop/log", storage_options={name: value})
+    if name.isupper():
+        monkeypatch.setenv(name, value)
+        with pytest.raises(OptionError, match=name):
+            txmq.CommitLog.create(tmp_path / "log")
+
+
+def test_a_setting_that_says_no_is_not_refused(tmp_path: Path) -> None:
+    options = {"AWS_S3_ALLOW_UNSAFE_RENAME": "false", "AWS_CONDITIONAL_PUT": "etag"}
+    assert txmq.CommitLog.create(tmp_path / "log", storage_options=options).topics() == {}
