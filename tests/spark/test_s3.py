@@ -13,6 +13,8 @@ import rmq_spark as txmq
 from tests.spark.test_readme import ROOT, run_examples
 from tests.torture.s3.server import S3Server
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def log(s3: S3Server, request: pytest.FixtureRequest) -> txmq.CommitLog:
