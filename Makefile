@@ -8,6 +8,8 @@ MAKEFLAGS += --no-print-directory
 VENV ?= .venv
 PY := $(CURDIR)/$(VENV)/bin/python
 PYTEST_ARGS ?=
+# Two workers for two cores; tests/conftest.py says which tests stay together. PYTEST_ARGS="-n 0": one process.
+PYTEST = $(PY) -m pytest -n 2 --dist loadgroup
 
 # Spark starts its workers with this interpreter, whatever `python3` is on the PATH.
 export PYSPARK_PYTHON := $(PY)
@@ -31,12 +33,16 @@ demo: install ## a grocer's year of orders, a killed driver, and the proof that 
 	@$(PY) -m rmq_spark.demo
 
 .PHONY: test
-test: install ## all tests (PYTEST_ARGS="-k word" picks some)
-	@$(PY) -m pytest tests --durations=10 $(PYTEST_ARGS)
+test: install ## what every change must pass, in 12 minutes (PYTEST_ARGS="-k word" picks some, SEED=n replays)
+	@$(PYTEST) tests --durations=10 $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: install ## every test, with the long counts of the proof, in about an hour
+	@TXMQ_TESTS=all $(PYTEST) tests -m "" --durations=25 $(PYTEST_ARGS)
 
 .PHONY: test-unit
-test-unit: $(HAVE_PROJECT) ## the tests that need no Java, in seconds
-	@$(PY) -m pytest tests/unit $(PYTEST_ARGS)
+test-unit: $(HAVE_PROJECT) ## the tests that need no Java, in 90 seconds
+	@$(PYTEST) tests/unit $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(HAVE_PROJECT) ## ruff: rules and format
@@ -52,8 +58,8 @@ torture: install ## the long proof: kills, simulation, races, damage (MINUTES=12
 	@$(PY) -m tests.torture $(LEVELS)
 
 .PHONY: checker-selftest
-checker-selftest: install ## seeded bugs in the protocol: does the anomaly checker catch every one of them?
-	@$(PY) -m tests.torture.judge.selftest
+checker-selftest: install ## seeded bugs in the protocol: does the anomaly checker catch every one of them? (SEED=n)
+	@$(PY) -m tests.torture.judge.selftest $(SEED)
 
 .PHONY: bench
 bench: install ## sink and source beside Spark's own Delta sink and source

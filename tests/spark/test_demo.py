@@ -34,6 +34,7 @@ ORDERS = BASKETS - REFUSED
 
 # Five Spark sessions start one after the other: a minute on a machine of its own, much more on a busy one.
 pytestmark = pytest.mark.timeout(1800)
+runs_the_demo = pytest.mark.long
 
 
 class Finished:
@@ -88,6 +89,7 @@ def sql(folder: Folder, *statements: str) -> None:
 
 
 # ---------------------------------------------------------------------- the run
+@runs_the_demo
 def test_the_demo_ends_with_agreement_and_its_figures(finished: Finished) -> None:
     assert finished.code == 0, finished.out + finished.err
     assert finished.figure("lines of the data set") == f"{LINES:,}"
@@ -101,6 +103,7 @@ def test_the_demo_ends_with_agreement_and_its_figures(finished: Finished) -> Non
     assert finished.out.rstrip().splitlines()[-1].startswith("Proven:")
 
 
+@runs_the_demo
 def test_each_kill_hit_its_point_and_left_a_half_batch_pending(finished: Finished) -> None:
     kills = read_kills(finished.folder)
     assert [(k["point"], k["batch_id"], k["attempt"]) for k in kills] == [
@@ -114,6 +117,7 @@ def test_each_kill_hit_its_point_and_left_a_half_batch_pending(finished: Finishe
     assert finished.out.count("none survived") == 3
 
 
+@runs_the_demo
 def test_the_checker_settled_two_half_batches_and_a_replay_the_other(finished: Finished) -> None:
     op = DeltaTable(str(finished.folder.log / "op"))
     rows = op.to_pyarrow_table(columns=["kind", "decided_by", "half_id", "attempt"]).to_pylist()
@@ -129,12 +133,14 @@ def test_the_checker_settled_two_half_batches_and_a_replay_the_other(finished: F
 
 
 # ---------------------------------------------------------------------- the proof
+@runs_the_demo
 def test_the_proof_holds_on_what_the_demo_left(copied: Folder) -> None:
     proof = prove(copied, reader(copied))
     assert proof.disagreements == []
     assert (proof.baskets, proof.refused, proof.orders) == (BASKETS, REFUSED, ORDERS)
 
 
+@runs_the_demo
 def test_a_lost_order_is_reported_and_ends_the_demo_with_1(
     copied: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +158,7 @@ def test_a_lost_order_is_reported_and_ends_the_demo_with_1(
     assert str(tmp_path / "work") in told.err
 
 
+@runs_the_demo
 @pytest.mark.parametrize(
     ("statement", "expected"),
     [
@@ -167,6 +174,7 @@ def test_a_tampered_database_is_found(copied: Folder, statement: str, expected: 
     assert any(expected in sentence for sentence in prove(copied, reader(copied)).disagreements)
 
 
+@runs_the_demo
 @pytest.mark.parametrize(
     ("tamper", "expected"),
     [
@@ -179,6 +187,7 @@ def test_tampered_messages_are_found(copied: Folder, tamper: Callable[[pa.Table]
     assert any(expected in sentence for sentence in prove(copied, reader(copied, tamper)).disagreements)
 
 
+@runs_the_demo
 def test_a_message_of_a_refused_basket_is_found(copied: Folder) -> None:
     refused = with_zero_quantity(read_input(copied.input))[0].as_py()
 
@@ -192,6 +201,7 @@ def test_a_message_of_a_refused_basket_is_found(copied: Folder) -> None:
     assert any("1 of them are of refused baskets" in sentence for sentence in proof.disagreements)
 
 
+@runs_the_demo
 def test_a_local_transaction_that_was_started_again_is_found(copied: Folder) -> None:
     with copied.journal.open("r+", encoding="utf-8") as stream:
         first = stream.readline()

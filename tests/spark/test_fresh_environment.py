@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.long  # a wheel, an environment, and two Sparks of its own
+
 PROGRAM = """
 import os, sys
 from pyspark.sql import SparkSession

@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
+pytestmark = pytest.mark.long  # each starts a Spark of its own
+
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_runs_unchanged(notebook: Path, tmp_path: Path) -> None:

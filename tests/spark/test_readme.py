@@ -48,9 +48,14 @@ def test_the_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert "COMMIT_MESSAGE" in printed
 
 
-HOW_TOS = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != NEEDS_S3]
+HOW_TOS = [
+    pytest.param(page, id=page.stem, marks=[pytest.mark.long] if "SparkSession" in page.read_text() else [])
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    if page.stem != NEEDS_S3
+]
+"""Those that start a Spark of their own take as long as the README."""
 
 
-@pytest.mark.parametrize("page", HOW_TOS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", HOW_TOS)
 def test_a_how_to_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     run_examples(page, tmp_path)

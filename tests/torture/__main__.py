@@ -1,8 +1,9 @@
 """``make torture``: every level of the proof for a long time, and a report.
 
 ``python -m tests.torture [level …]`` runs all levels, or those that are named. Environment: MINUTES in all (120), SEED
-(today's date). A level ends when its count is reached or its share of the time is used up; what it found is printed
-with its seed, and everything goes into ``artifacts/torture.json``. The exit code is 1 when anything was found.
+(the commit's, see :mod:`tests.seeds`). A level ends when its count is reached or its share of the time is used up; what
+it found is printed with its seed, and everything goes into ``artifacts/torture.json``. The exit code is 1 when anything
+was found.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tests import seeds
 from tests.torture.damage import corruption
 from tests.torture.hostile import cases
 from tests.torture.judge import selftest
@@ -53,10 +54,11 @@ def main(names: list[str]) -> int:
         print(f"there is no level {unknown[0]!r}: there are {', '.join(LEVELS)}")
         return 2
     seconds = float(os.environ.get("MINUTES", "120")) * 60
-    seed = int(os.environ.get("SEED", date.today().strftime("%Y%m%d")))
+    seed = seeds.first_seed()
     chosen = {n: level for n, level in LEVELS.items() if not names or n in names}
     shares = sum(share for _, share, _ in chosen.values())
     console = Console(width=140)
+    console.print(seeds.say())
     report: dict[str, Any] = {"seed": seed}
     for name, (run, share, what) in chosen.items():
         console.rule(f"{name}: {what}")

@@ -35,7 +35,6 @@ CASE_SECONDS_MAX = 60.0
 CASE_MEMORY_BYTES_MAX = 1024 * 1024 * 1024
 """What one case may add to the largest memory that its process has had."""
 WORKERS = 2
-SEEDS_IN_CI = 100
 BITS_STRIDE = 97
 WORDS_OF_A_PLACE = ("half", "op", "topics", "commit log")
 

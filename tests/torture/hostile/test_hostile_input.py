@@ -1,4 +1,4 @@
-"""Hostile input, in short: every door of ``tests.torture.hostile`` some thousand times, from one seed."""
+"""Hostile input, in short: every door of ``tests.torture.hostile``, from the seed of this run."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ from collections import Counter
 
 import pytest
 
+from tests.seeds import ALL, first_seed, how_many
 from tests.torture.hostile.cases import DOORS, play, try_case
 
-SEED = 1
 CASES = {
-    "source options": 2500,
-    "sink options": 2500,
-    "durations and numbers": 2500,
-    "names": 2000,
-    "tag selectors": 1500,
-    "offsets": 2500,
-    "messages": 3000,
-    "JSON bodies": 700,
-    "listener paths": 1500,
-    "configuration files": 500,
-    "check settings": 500,
-    "log arguments": 500,
-    "columns": 1500,
-    "sends": 80,
-    "verdicts": 400,
-    "checkpoint offsets": 300,
-    "edited op rows": 80,
-    "edited half rows": 40,
+    "source options": how_many(220, 2500),
+    "sink options": how_many(150, 2500),
+    "durations and numbers": how_many(180, 2500),
+    "names": how_many(100, 2000),
+    "tag selectors": how_many(200, 1500),
+    "offsets": how_many(100, 2500),
+    "messages": how_many(110, 3000),
+    "JSON bodies": how_many(160, 700),
+    "listener paths": how_many(60, 3000),
+    "configuration files": how_many(100, 500),
+    "check settings": how_many(260, 500),
+    "log arguments": how_many(60, 1000),
+    "columns": how_many(80, 1500),
+    "sends": how_many(22, 120),
+    "verdicts": how_many(120, 400),
+    "checkpoint offsets": how_many(60, 300),
+    "edited op rows": how_many(12, 80),
+    "edited half rows": how_many(6, 40),
 }
+SELDOM_ACCEPTED = {"durations and numbers", "listener paths", "configuration files", "log arguments", "sends"}
+SELDOM_REFUSED = {"edited op rows"}
+"""Doors whose few quick cases may all end alike; the many of ``make test-all`` do not."""
+NEVER_REFUSED = {"edited half rows"}
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +48,13 @@ def test_every_door_is_tried() -> None:
 @pytest.mark.parametrize("door", CASES)
 def test_input_is_accepted_and_kept_or_refused_in_words(door: str) -> None:
     counts: Counter[str] = Counter()
-    failures = [f for number in range(CASES[door]) if (f := try_case(SEED, door, number, counts))]
+    failures = [f for number in range(CASES[door]) if (f := try_case(first_seed(), door, number, counts))]
     assert not failures, "\n".join(map(str, failures[:5]))
     accepted = counts[f"{door}: accepted"]
-    assert accepted > 0, "nothing was accepted: the door was never really tried"
-    assert door in ("edited half rows",) or accepted < CASES[door], "nothing was refused: the input was not hostile"
+    if ALL or door not in SELDOM_ACCEPTED:
+        assert accepted > 0, "nothing was accepted: the door was never really tried"
+    if door not in NEVER_REFUSED and (ALL or door not in SELDOM_REFUSED):
+        assert accepted < CASES[door], "nothing was refused: the input was not hostile"
 
 
 @pytest.mark.parametrize(

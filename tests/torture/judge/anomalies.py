@@ -49,6 +49,22 @@ class AnomalyKind(str, Enum):
     LOCAL_STATE_DISAGREES = "local state and messages disagree"
 
 
+_K = AnomalyKind
+FAMILIES: dict[str, frozenset[AnomalyKind]] = {
+    "lost and doubled messages": frozenset({_K.LOST_WRITE, _K.DUPLICATE}),
+    "visibility": frozenset({_K.ABORTED_READ, _K.HALF_VISIBLE_READ, _K.TORN_TRANSACTION}),
+    "outcome of a transaction": frozenset({_K.CONFLICTING_OUTCOME, _K.OUTCOME_CHANGED}),
+    "attempts and replays": frozenset({_K.MARKER_OF_ANOTHER_ATTEMPT, _K.REPLAY_DIVERGENCE}),
+    "offsets": frozenset({_K.INCONSISTENT_OFFSETS, _K.GAP_IN_QUEUE}),
+    "polling": frozenset({_K.SKIPPED_POLL, _K.NON_MONOTONIC_POLL, _K.UNSTABLE_RANGE}),
+    "order": frozenset({_K.NON_MONOTONIC_SEND, _K.ORDER_BROKEN}),
+    "checks": frozenset({_K.CHECKED_AFTER_RESOLUTION, _K.DISCARDED_WITHOUT_CHECK, _K.STUCK_HALF}),
+    "Delta versions": frozenset({_K.MISSING_VERSION, _K.OVERWRITTEN_VERSION}),
+    "local state": frozenset({_K.LOCAL_STATE_DISAGREES}),
+}
+"""Each kind in one family: kinds of a family break the same promise."""
+
+
 @dataclass(frozen=True)
 class Anomaly:
     """One thing that is wrong, and the events that show it."""

@@ -20,6 +20,20 @@ from tests.torture.judge.mutants import MUTANTS, SEEDS_MAX, Catch, hunt
 
 PROCESSES = 2
 
+ONE_OF_A_FAMILY = {
+    "lost and doubled messages": "no txn check: a batch that is prepared is prepared again",
+    "visibility": "a commit is torn: the rows of one file only",
+    "outcome of a transaction": "a late commit is accepted after a check's rollback",
+    "attempts and replays": "a new checkpoint is taken for a replay",
+    "offsets": "the merge of op files loses rows",
+    "polling": "a plan leaves out the first range",
+    "order": "a decision commits the rows of a queue in reverse",
+    "checks": "a check that nobody answered is counted",
+    "Delta versions": "check, then rename: a log entry is overwritten",
+    "local state": "a replay executes instead of checking",
+}
+"""The mutant that every test run hunts for a family of anomalies: the quickest one that is caught as a kind of it."""
+
 
 def catch(number: int, first_seed: int = 1, seeds_max: int = SEEDS_MAX) -> Catch:
     """Hunt one mutant in this process, without the noise of what it breaks."""

@@ -418,6 +418,26 @@ def test_a_person_may_commit_what_was_in_conflict() -> None:
     assert find_anomalies(events) == []
 
 
+def test_a_policys_rollback_that_was_reopened_and_committed_by_a_check_is_no_contradiction() -> None:
+    """Found by a seed of the simulation: a policy guesses; a check knows, and may say the opposite."""
+    asked = [
+        Event(Kind.CHECK, phase, "checker", half_id="app:3", transaction_id="app:3:1", verdict=UNKNOWN, version=5)
+        for phase in (BEGIN, OK)
+    ]
+    by_policy = replace(decided("app:3:1", ROLLBACK, "checker"), who="discard")
+    events = [
+        *good(), half_row("app:3", 0, "e"), Event(Kind.LOCAL, transaction_id="app:3:1", half_id="app:3", payload="e"),
+        *asked, marker("check", "app:3", 0, 6, who="check"),
+        marker("rollback", "app:3", 0, 7, who="discard"), by_policy, marker("reopen", "app:3", 0, 8, who="admin"),
+        marker("commit", "app:3", 0, 9, who="check", queue_offset=3), decided("app:3:1", COMMIT, "checker"),
+        Event(Kind.READ, OK, "final", operation=FINAL, payload="e", half_id="app:3", transaction_id="app:3:1", **at(3)),
+    ]  # fmt: skip
+    rules = Rules(checks_max=1)
+    assert find_anomalies(events, rules) == []
+    by_one_who_knows = [replace(e, who="execute") if e.who == "discard" else e for e in events]
+    assert AnomalyKind.CONFLICTING_OUTCOME in kinds_of(find_anomalies(by_one_who_knows, rules))
+
+
 # ---------------------------------------------------------------- histories in files
 def test_a_history_in_a_file_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"

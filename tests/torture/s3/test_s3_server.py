@@ -25,6 +25,7 @@ def run_without_go(folder: Path, **environment: str) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_without_go_the_tests_on_s3_are_skipped_and_say_why(tmp_path: Path) -> None:
     done = run_without_go(tmp_path)
     assert done.returncode == 0, done.stdout
@@ -32,6 +33,7 @@ def test_without_go_the_tests_on_s3_are_skipped_and_say_why(tmp_path: Path) -> N
     assert "Go is missing" in done.stdout
 
 
+@pytest.mark.long
 def test_without_go_the_tests_on_s3_fail_in_ci(tmp_path: Path) -> None:
     done = run_without_go(tmp_path, CI="true")
     assert done.returncode == 1

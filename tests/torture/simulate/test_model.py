@@ -21,6 +21,7 @@ from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import HalfBatch
 from tests.half_batches import another, bodies, check_offsets, merge_op_files, prepare, rewrite_half
+from tests.seeds import how_many
 from tests.torture.simulate import model
 from tests.torture.simulate.model import Rules, State, Step, beginning, search, steps
 
@@ -35,6 +36,14 @@ REAL = {
 VERDICTS = {"COMMIT_MESSAGE": model.COMMIT, "ROLLBACK_MESSAGE": model.ROLLBACK}
 
 
+def test_nothing_is_wrong_in_any_state_of_two_producers_two_checkers_two_consumers_and_one_crash() -> None:
+    found = search(model.SMALL)
+    assert found.wrong is None, found.trace
+    assert (found.finished, found.states, found.steps) == (True, 90_801, 411_792)
+    assert found.ends > 0
+
+
+@pytest.mark.long
 def test_nothing_is_wrong_in_any_state_of_three_producers_two_checkers_two_consumers_and_two_crashes() -> None:
     found = search(beginning())
     assert found.wrong is None, found.trace
@@ -224,6 +233,9 @@ class ProtocolMachine(RuleBasedStateMachine):
 
 
 ProtocolMachine.TestCase.settings = settings(
-    max_examples=12, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=how_many(quick=12, in_all=100),
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestProtocolMachine = ProtocolMachine.TestCase

@@ -1,0 +1,51 @@
+"""Which seeds a test run plays, and how many.
+
+Seeds are counted from the commit: each commit plays others, so a run searches where no run has searched before, and the
+same commit plays the same ones again. ``SEED=n`` counts from ``n`` instead, to play again what a run reported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+WITHOUT_A_COMMIT = 1
+"""The first seed outside a git checkout, for example of a source archive."""
+ALL = os.environ.get("TXMQ_TESTS", "quick") == "all"
+"""Whether this is ``make test-all``, the run with the long counts."""
+
+
+def how_many(quick: int, in_all: int) -> int:
+    """The count for this run: of ``make test``, or of ``make test-all``."""
+    return in_all if ALL else quick
+
+
+def first_seed() -> int:
+    """``SEED``, or the short hash of the commit read as a number."""
+    if given := os.environ.get("SEED"):
+        return int(given)
+    commit = short_commit()
+    return int(commit, 16) if commit else WITHOUT_A_COMMIT
+
+
+def short_commit() -> str | None:
+    """Seven hexadecimal digits of the commit that is checked out."""
+    try:
+        told = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.stdout.strip()[:7]
+
+
+def say() -> str:
+    """A line for the top of a run: where its seeds begin, and how to play them again."""
+    if os.environ.get("SEED"):
+        return f"seeds: from {first_seed()} (SEED)"
+    commit = short_commit()
+    whence = f"commit {commit}" if commit else "no commit"
+    return f"seeds: from {first_seed()} ({whence}; SEED={first_seed()} to replay)"
