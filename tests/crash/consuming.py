@@ -86,7 +86,6 @@ def make(root: Path) -> txmq.CommitLog:
     return log
 
 
-# ---------------------------------------------------------------- the driver
 def main(root: Path) -> None:
     spark = start_session("local[2]", delta=True)
 

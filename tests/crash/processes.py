@@ -134,3 +134,10 @@ class Program:
 def start_driver(root: Path, *streams: str, fate: Fate | None = None, tries: int = 1) -> Program:
     """A Spark driver that runs streams of a shop to the end of their input, with so many tries of a task."""
     return Program("driver", root, str(tries), *streams, fate=fate)
+
+
+def kill_driver_at(point: str, batch: int, attempt: int, root: Path, *streams: str) -> None:
+    """Start a driver, and kill all of it when each of its streams has come to the point of this micro-batch."""
+    driver = start_driver(root, *streams, fate=Fate(point, stops=True, batch=batch, attempt=attempt))
+    driver.wait_for(*streams)
+    driver.kill()

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.processes import start_driver
+from tests.crash.processes import kill_driver_at, start_driver
 from tests.crash.shop import ROWS, STREAMS, accepted, assert_agreement, check, open_shop, orders, visible
-from tests.torture.kill.points import SINK, Fate
+from tests.torture.kill.points import SINK
 
 Case = tuple[str, int]
 """The point of a death, and the attempt: the second one is of a batch that a check rolled back after a first death."""
@@ -71,10 +71,10 @@ class Story:
         if case < len(self.cases):
             point, attempt = self.cases[case]
             if attempt == 2:
-                self._die("prepared", case + 1, 1)
+                kill_driver_at("prepared", case + 1, 1, self.root, *self.streams)
                 for name in self.streams:
                     assert check(self.root, name).rolled_back.messages == ROWS
-            self._die(point, case + 1, attempt)
+            kill_driver_at(point, case + 1, attempt, self.root, *self.streams)
         else:
             start_driver(self.root, *self.streams).finish()
         self._snapshots.append(
@@ -83,12 +83,6 @@ class Story:
                 {name: visible(self.root, name) for name in self.streams},
             )
         )
-
-    def _die(self, point: str, batch: int, attempt: int) -> None:
-        fate = Fate(point, stops=True, batch=batch, attempt=attempt)
-        driver = start_driver(self.root, *self.streams, fate=fate)
-        driver.wait_for(*self.streams)
-        driver.kill()
 
 
 def of_batches(counter: Counter[str], batches: range) -> Counter[str]:

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.crash.processes import Program, start_driver
+from tests.crash.processes import Program, kill_driver_at, start_driver
 from tests.crash.shop import STREAMS, add_input, assert_agreement, batches_in, check, open_shop
 from tests.torture.kill.points import SINK, WORKER, Fate
 
@@ -54,20 +54,14 @@ class Drivers:
         add_input(self.root, 1)
 
     def _die_at(self, point: str, batch: int) -> None:
-        self._die_within(point, batch, attempt=1)
+        kill_driver_at(point, batch, 1, self.root, *STREAMS)
         self.kills[point] += 1
         if point == "prepared":
             for name in STREAMS:
                 check(self.root, name)
             second = self.chance.choice(["prepared", "executed", "decided"])
-            self._die_within(second, batch, attempt=2)
+            kill_driver_at(second, batch, 2, self.root, *STREAMS)
             self.kills[f"{second}, attempt 2"] += 1
-
-    def _die_within(self, point: str, batch: int, attempt: int) -> None:
-        fate = Fate(point, stops=True, batch=batch, attempt=attempt)
-        driver = start_driver(self.root, *STREAMS, fate=fate)
-        driver.wait_for(*STREAMS)
-        driver.kill()
 
     def _worker_dies(self, point: str) -> None:
         driver = start_driver(self.root, *STREAMS, fate=Fate(point), tries=self.chance.choice([1, 3]))

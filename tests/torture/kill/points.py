@@ -14,7 +14,7 @@ import functools
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,7 +92,7 @@ class Fate:
         The process ends only in this micro-batch, and only under this attempt. Points that know no batch don't count.
     name : str
         The file that says "reached" has this name. Of all processes that share a name the first one ends, the others go
-        on. Without a name it is the batch's ``app_id``: then every stream has its own end.
+        on. Without a name it is the batch's ``app_id``, so that every stream has its own end; or else the point.
     """
 
     point: str
@@ -141,7 +141,7 @@ def _is_here(point: str, of: Of) -> bool:
 def _is_of(fate: Fate, of: Of) -> bool:
     if of is None:
         return fate.batch is None and fate.attempt is None
-    return fate.batch in (None, of.batch_id) and (None in (fate.attempt, of.attempt) or fate.attempt == of.attempt)
+    return fate.batch in (None, of.batch_id) and (of.attempt is None or fate.attempt in (None, of.attempt))
 
 
 def _end(of: Of = None, last_act: Callable[[], None] = lambda: None) -> None:
@@ -170,41 +170,13 @@ def arm(fate: Fate, folder: Path) -> None:
     _around(CommitLog, "prepare", "staged", of=lambda log, header, files: _of_header(header))
     _around(CommitLog, "open_half_ids", after="open batches listed")
     _around(DeltaLogTable, "write", after=lambda table, *_, **__: f"{table.name} file written")
-    _around(
-        DeltaLogTable,
-        "try_commit",
-        lambda table, change: f"{'merge' if change.remove else table.name} commit begins",
-        lambda table, change: f"{'merge' if change.remove else table.name} commit done",
-    )
-    _around(
-        _Fence,
-        "claim",
-        after=lambda fence, connection, ids, state, batch: (
-            "fence rows written" if state == EXECUTED else "tombstones written"
-        ),
-    )
+    _around(DeltaLogTable, "try_commit", _of_commit("begins"), _of_commit("done"))
+    _around(_Fence, "claim", after=_of_claim)
     _around(SqlTransactionListener, "_bury", after="tombstones commit")
     _around(SqlTransactionListener, "check_local_transaction", "asked", "answered")
-    _around(
-        TwoPhase,
-        "send",
-        "send begins",
-        "sent",
-        of=lambda two_phase, header, *_, **__: _of_header(header),
-    )
-    _around(
-        TwoPhase,
-        "execute",
-        "prepared",
-        of=lambda two_phase, run, attempt, rows: _of_header(run.record.header, attempt),
-    )
-    _around(
-        TwoPhase,
-        "decide",
-        _if_executed("executed"),
-        _if_executed("decided"),
-        of=lambda two_phase, run, batch, *_, **__: batch,
-    )
+    _around(TwoPhase, "send", "send begins", "sent", of=lambda sink, header, *_, **__: _of_header(header))
+    _around(TwoPhase, "execute", "prepared", of=lambda sink, run, attempt, _: _of_header(run.record.header, attempt))
+    _around(TwoPhase, "decide", _if_executed("executed"), _if_executed("decided"), of=lambda *arguments: arguments[2])
     _around(TwoPhase, "_check", "replay asks")
     _around(Ledger, "lease", after="lease written")
     _around(Ledger, "reopen", after="reopened")
@@ -227,8 +199,16 @@ def _of_header(header: HalfHeader, attempt: int | None = None) -> Batch:
     return Batch(header.app_id, header.batch_id, attempt)
 
 
+def _of_commit(step: str) -> Callable[..., str]:
+    return lambda table, change: f"{'merge' if change.remove else table.name} commit {step}"
+
+
+def _of_claim(fence: _Fence, connection: sa.Connection, ids: Sequence[str], state: str, batch: HalfBatch) -> str:
+    return "fence rows written" if state == EXECUTED else "tombstones written"
+
+
 def _if_executed(point: str) -> Callable[..., str]:
-    return lambda two_phase, run, batch, mask, verdicts, who: point if who is Who.EXECUTE else ""
+    return lambda sink, run, batch, mask, verdicts, who: point if who is Who.EXECUTE else ""
 
 
 def _wrap_half_files() -> None:
