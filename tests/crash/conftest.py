@@ -1,15 +1,15 @@
-"""Crash tests start real processes. Their programs import the modules of this folder, and so do the tests."""
+"""Crash tests start real processes, and leave none behind."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.crash.processes import Program
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,7 +22,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_process_outlives_its_test() -> Iterator[None]:
-    from processes import Program
-
     yield
     Program.kill_all()

@@ -1,37 +1,31 @@
-"""A Spark driver with four consumers of one commit log: ``consuming.py <folder>``. It runs until it is killed.
+"""A Spark driver with four consumers of one commit log: ``consuming <folder>``. It runs until it is killed.
 
 ``points`` consumes concurrently: some messages fail once, some always. ``books`` consumes in order: some messages
 suspend their queue when they come first. ``inbox`` writes into a database, ``table`` into a Delta table.
-With ``DIE_AT`` it stops itself at a point, the first time it comes there, and waits for its death.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import sqlalchemy as sa
-from delta import configure_spark_with_delta_pip
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 
 import rmq_spark as txmq
-from rmq_spark.commitlog.group_store import GroupStore
-from rmq_spark.sink.two_phase import TwoPhase
+from tests.crash.processes import wait_until
+from tests.crash.session import start_session
+from tests.torture.kill.points import reach
 
 TOPIC, QUEUES = "orders", 4
 ONCE, ALWAYS, SUSPENDS = 7, 23, 11
 """Every so manieth message fails once, fails always, suspends its queue once."""
 
 SLOW_WORKER = "Python worker failed to connect back"
-
-POINTS = ("consumed", "sent back", "in order", "progress written", "inbox committed", "table committed")
 
 
 def number_of(body: str) -> int:
@@ -92,60 +86,8 @@ def make(root: Path) -> txmq.CommitLog:
     return log
 
 
-# ---------------------------------------------------------------- dying
-def reach(root: Path, point: str) -> None:
-    """Stop here for good when this is the point: the file that says so is the last thing this process does."""
-    if os.environ.get("DIE_AT") == point:
-        (root / point).touch()
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def arm(root: Path) -> None:
-    send, progress = TwoPhase.send, GroupStore.progress
-
-    def dying_send(self: TwoPhase, header: Any, files: Any, arg: Any = None) -> Any:
-        reach(root, "consumed")
-        outcome = send(self, header, files, arg)
-        reach(root, "sent back")
-        return outcome
-
-    def dying_progress(self: GroupStore, *arguments: Any) -> bool:
-        reach(root, "in order")
-        moved = progress(self, *arguments)
-        reach(root, "progress written")
-        return moved
-
-    TwoPhase.send = dying_send  # type: ignore[method-assign]
-    GroupStore.progress = dying_progress  # type: ignore[method-assign]
-
-
-# ---------------------------------------------------------------- the driver
-def session() -> SparkSession:
-    builder = SparkSession.builder.master("local[2]").appName("crash test")
-    settings = {
-        "spark.ui.enabled": "false",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.memory": "1g",
-        # A short life: what compiles well pays only later.
-        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-        "spark.ui.showConsoleProgress": "false",
-        "spark.sql.session.timeZone": "UTC",
-        "spark.sql.shuffle.partitions": "2",
-        "spark.databricks.delta.snapshotPartitions": "2",
-        "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
-        "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
-    }
-    for key, value in settings.items():
-        builder = builder.config(key, value)
-    spark = configure_spark_with_delta_pip(builder).getOrCreate()
-    spark.sparkContext.setLogLevel("ERROR")
-    return spark
-
-
 def main(root: Path) -> None:
-    arm(root)
-    spark = session()
+    spark = start_session("local[2]", delta=True)
 
     def stream(group: str) -> DataFrame:
         frame = spark.readStream.format("txmq").option("path", str(root / "log")).option("subscribe", TOPIC)
@@ -154,12 +96,12 @@ def main(root: Path) -> None:
 
     def into_inbox(batch: DataFrame, batch_id: int) -> None:
         inbox(root)(batch, batch_id)
-        reach(root, "inbox committed")
+        reach("inbox committed")
 
     def into_table(batch: DataFrame, batch_id: int) -> None:
         writer = batch.selectExpr("cast(body as string) body").write.format("delta").mode("append")
         writer.option("txnAppId", "table").option("txnVersion", batch_id).save(str(root / "table"))
-        reach(root, "table committed")
+        reach("table committed")
 
     points = txmq.EachMessage(gives_points(root))
     writers = {
@@ -173,7 +115,7 @@ def main(root: Path) -> None:
         writer.option("checkpointLocation", str(root / f"{name}.checkpoint"))
         queries[name] = writer.start()
         # One after the other: Spark gives a Python worker ten seconds to start, and each query starts some.
-        wait_until(lambda query=queries[name]: query.lastProgress is not None or not query.isActive, name, 30)
+        wait_until(lambda query=queries[name]: query.lastProgress is not None or not query.isActive, f"{name} begins")
     while True:
         time.sleep(0.5)
         for name, query in queries.items():
@@ -182,13 +124,6 @@ def main(root: Path) -> None:
                 if SLOW_WORKER not in str(problem):
                     raise SystemExit(f"{name}: {problem}")
                 queries[name] = writers[name].start()
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.1)
-    print(what, "has begun", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A Spark driver that runs streams of a shop to the end of their input: ``driver.py <folder> <stream>…``."""
+"""A Spark driver that runs streams of a shop to the end of their input: ``driver <folder> <tries> <stream>…``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 import sys
 from pathlib import Path
 
-import shop
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from pyspark.sql.streaming import StreamingQuery
 
 import rmq_spark as txmq
+from tests.crash import shop
+from tests.crash.session import start_session
 
 
 def start(frame: DataFrame, root: Path, name: str) -> StreamingQuery:
@@ -30,33 +31,24 @@ def start(frame: DataFrame, root: Path, name: str) -> StreamingQuery:
         "path": str(root / name / "log"),
         "topic": "orders",
         "producerGroup": shop.GROUP,
-        "transactionListener": f"shop:{name}",
+        "transactionListener": f"{shop.__name__}:{name}",
         "appId": name,
     }
     per = {"transactionKey": "k"} if shop.STREAMS[name] == "key" else {"transactionPer": shop.STREAMS[name]}
     return writer.format("txmq").options(**options, **per).start()
 
 
-def main(root: Path, names: list[str]) -> None:
-    builder = SparkSession.builder.master(f"local[1,{os.environ.get('TASK_TRIES', '1')}]").appName("crash test")
-    settings = {
-        "spark.ui.enabled": "false",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.memory": "1g",
-        # A short life: what compiles well pays only later.
-        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-        "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-        "spark.sql.codegen.wholeStage": "false",
-        "spark.ui.showConsoleProgress": "false",
-        # A task after the other, in one Python worker: each takes seconds to start.
-        "spark.sql.leafNodeDefaultParallelism": "2",
-        "spark.sql.session.timeZone": "UTC",
-    }
-    for key, value in settings.items():
-        builder = builder.config(key, value)
-    spark = builder.getOrCreate()
-    spark.sparkContext.setLogLevel("ERROR")
+def main(root: Path, tries: int, names: list[str]) -> None:
+    os.environ[shop.FOLDER] = str(root)  # Spark's workers inherit it
+    spark = start_session(
+        f"local[1,{tries}]",
+        {
+            "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+            "spark.sql.codegen.wholeStage": "false",
+            # A task after the other, in one Python worker: each takes seconds to start.
+            "spark.sql.leafNodeDefaultParallelism": "2",
+        },
+    )
     source = spark.readStream.option("maxFilesPerTrigger", shop.FILES).text(str(root / "in"))
     queries = []
     for name in names:
@@ -70,4 +62,4 @@ def main(root: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,6 +1,6 @@
 """Many messages of many keys through a FIFO topic into an inbox.
 
-``fifo_flood.py <folder> send <number>``, ``… check``, ``… consume``: each goes on where an earlier run was killed.
+``fifo_flood <folder> send <number>``, ``… check``, ``… consume``: each goes on where an earlier run was killed.
 """
 
 from __future__ import annotations

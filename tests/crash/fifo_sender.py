@@ -1,7 +1,7 @@
 """Sends the steps of some orders to a FIFO topic, and goes on where an earlier run was killed.
 
-``fifo_sender.py <folder> <number> <senders> <orders>`` sends its orders, step after step, and often does not say what
-became of one. ``fifo_sender.py <folder> check``: rounds of checks until it is ended.
+``fifo_sender <folder> <number> <senders> <orders>`` sends its orders, step after step, and often does not say what
+became of one. ``fifo_sender <folder> check``: rounds of checks until it is ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A program without Spark that sends one half batch of a shop: ``sender.py <folder> <stream>``."""
+"""A program without Spark that sends one half batch of a shop: ``sender <folder> <stream>``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pyarrow as pa
-import shop
 
 import rmq_spark as txmq
+from tests.crash import shop
 
 
 def send(root: Path, name: str) -> txmq.TransactionSendResult:

@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import dying
 import sqlalchemy as sa
 
 import rmq_spark as txmq
 from rmq_spark.check.service import CheckReport, CheckService
 from rmq_spark.listeners.sql import SqlTransactionListener
+from tests.torture.kill import points
 
+FOLDER = "RMQ_SPARK_TEST_SHOP"
+"""The environment variable by which a Spark driver tells its workers the shop's folder."""
 GROUP = "shop"
 ROWS = 30
 FILES = 2
@@ -76,7 +78,7 @@ def listener(root: Path, name: str, rollback_after: float = 0.5) -> SqlTransacti
         taken = [{"id": str(n), "attempt": batch.attempt} for n, no in zip(numbers, refused, strict=True) if not no]
         if taken:
             connection.execute(sa.text("INSERT INTO orders VALUES (:id, :attempt)"), taken)
-        dying.reach_in("executing", batch)
+        points.reach("executing", batch)
         if per == "batch":
             return txmq.ROLLBACK_MESSAGE if all(refused) else txmq.COMMIT_MESSAGE
         name = "transaction_key" if per == "key" else "transaction_id"
@@ -89,7 +91,7 @@ def listener(root: Path, name: str, rollback_after: float = 0.5) -> SqlTransacti
 
 
 def _of_the_driver(name: str) -> Callable[[], SqlTransactionListener]:
-    return lambda: listener(Path(os.environ["DIE_ROOT"]), name)
+    return lambda: listener(Path(os.environ[FOLDER]), name)
 
 
 # What transactionListener names; the process that runs commit() imports this module.

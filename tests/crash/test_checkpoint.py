@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import Program
-from shop import accepted, add_input, assert_agreement, batches_in, open_shop
 
+from tests.crash.processes import start_driver
+from tests.crash.shop import accepted, add_input, assert_agreement, batches_in, open_shop
 
-def drive(root: Path) -> Program:
-    return Program("driver.py", root, "key", DIE_ROOT=str(root))
+pytestmark = pytest.mark.long
 
 
 def assert_all_sent_once(root: Path) -> None:
@@ -24,7 +23,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A shop whose stream has run to the end of its input."""
     root = tmp_path_factory.mktemp("checkpoint") / "shop"
     open_shop(root, ["key"])
-    drive(root).finish()
+    start_driver(root, "key").finish()
     assert_all_sent_once(root)
     return root
 
@@ -39,7 +38,7 @@ def root(finished: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def assert_refused(root: Path, *words: str) -> None:
-    driver = drive(root)
+    driver = start_driver(root, "key")
     assert driver.end() != 0
     said = driver.text()
     remedy = "Go on with the checkpoint that this appId last used; or, if the input is meant to be sent again"
@@ -51,7 +50,7 @@ def test_a_checkpoint_that_lost_its_newest_commit_runs_the_batch_again_and_sends
     commits = root / "key" / "checkpoint" / "commits"
     for file in (commits / "2", commits / ".2.crc"):
         file.unlink(missing_ok=True)
-    drive(root).finish()
+    start_driver(root, "key").finish()
     assert (commits / "2").exists()
     assert_all_sent_once(root)
 
@@ -60,7 +59,7 @@ def test_a_checkpoint_restored_from_an_older_copy_is_refused_with_the_remedy(roo
     checkpoint = root / "key" / "checkpoint"
     shutil.copytree(checkpoint, root / "older")
     add_input(root, 1)
-    drive(root).finish()
+    start_driver(root, "key").finish()
     assert_all_sent_once(root)
     shutil.rmtree(checkpoint)
     shutil.move(root / "older", checkpoint)

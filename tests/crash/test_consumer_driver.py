@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import sqlalchemy as sa
-from consuming import POINTS, SUSPENDS, TOPIC, failures, make, number_of
 from deltalake import DeltaTable
-from processes import Program, wait_until
 
 import rmq_spark as txmq
+from tests.crash.consuming import SUSPENDS, TOPIC, failures, make, number_of
+from tests.crash.processes import Program, wait_until
 from tests.torture.judge.consumption import (
     Delivery,
     dead_of,
@@ -29,6 +29,9 @@ from tests.torture.judge.consumption import (
     of_retries,
     retries_of,
 )
+from tests.torture.kill.points import CONSUMER, Fate
+
+pytestmark = pytest.mark.long
 
 MESSAGES_A_ROUND = 60
 KEYS = 8
@@ -108,16 +111,16 @@ def caught_up(log: txmq.CommitLog) -> bool:
     return all((pc.sum(lag["lag"]).as_py() or 0) == 0 for lag in lags.values())
 
 
-def run_until(root: Path, condition: Callable[[], bool], and_s: float = 0, **environment: str) -> None:
+def run_until(root: Path, condition: Callable[[], bool], and_s: float = 0, fate: Fate | None = None) -> None:
     """Let a driver run until then, and kill it. Spark gives up where a worker starts slowly: then there is another."""
-    driver = Program("consuming.py", root, **environment)
+    driver = Program("consuming", root, fate=fate)
 
     def holds() -> bool:
         nonlocal driver
         if condition():
             return True
         if not driver.pids():
-            driver = Program("consuming.py", root, **environment)
+            driver = Program("consuming", root, fate=fate)
         return False
 
     wait_until(holds, "the consumers come so far")
@@ -125,20 +128,20 @@ def run_until(root: Path, condition: Callable[[], bool], and_s: float = 0, **env
     driver.kill()
 
 
-@pytest.mark.slow
 def test_a_killed_driver_s_consumers_lose_nothing_and_keep_what_they_promise(tmp_path: Path) -> None:
     chance = random.Random(SEED)
     log = make(tmp_path)
     sent = Sent(log)
     sent.more()
-    for point in (*POINTS, None, None):
+    for point in (*CONSUMER, None, None):
         if point is None:
             before = len(deliveries(tmp_path, "points"))
             run_until(
                 tmp_path, lambda before=before: len(deliveries(tmp_path, "points")) > before, chance.uniform(0, 3)
             )  # type: ignore[misc]
         else:
-            run_until(tmp_path, (tmp_path / point).exists, DIE_AT=point)
+            fate = Fate(point, stops=True, name=point)
+            run_until(tmp_path, (tmp_path / "reached" / point).exists, fate=fate)
         assert progress_ahead(tmp_path, log) == []
         sent.more()
     run_until(tmp_path, lambda: caught_up(log))

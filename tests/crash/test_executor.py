@@ -5,22 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dying import WORKER_POINTS
-from processes import Program
-from shop import assert_agreement, log_of, open_shop
+
+from tests.crash.processes import start_driver
+from tests.crash.shop import assert_agreement, log_of, open_shop
+from tests.torture.kill.points import WORKER, Fate
+
+pytestmark = pytest.mark.long
 
 
-def drive(root: Path, **environment: str) -> Program:
-    return Program("driver.py", root, "key", DIE_ROOT=str(root), **environment)
-
-
-@pytest.mark.parametrize("point", WORKER_POINTS)
+@pytest.mark.parametrize("point", WORKER)
 def test_a_worker_killed_while_it_writes_is_tried_again_by_spark_and_leaves_only_orphans(
     tmp_path: Path, point: str
 ) -> None:
     open_shop(tmp_path, ["key"])
-    drive(tmp_path, DIE_AT=point, TASK_TRIES="3").finish()
-    assert (tmp_path / "reached" / "worker").exists()
+    driver = start_driver(tmp_path, "key", fate=Fate(point), tries=3)
+    driver.finish()
+    assert (driver.reached / point).exists()
     assert_agreement(tmp_path, "key")
     table = log_of(tmp_path, "key").half.table
     live = set(table.actions()["path"].to_pylist())
@@ -29,7 +29,6 @@ def test_a_worker_killed_while_it_writes_is_tried_again_by_spark_and_leaves_only
 
 def test_a_worker_killed_with_no_try_left_fails_the_query_and_the_next_run_sends_all(tmp_path: Path) -> None:
     open_shop(tmp_path, ["key"])
-    driver = drive(tmp_path, DIE_AT="half file torn")
-    assert driver.end() != 0
-    drive(tmp_path).finish()
+    assert start_driver(tmp_path, "key", fate=Fate("half file torn")).end() != 0
+    start_driver(tmp_path, "key").finish()
     assert_agreement(tmp_path, "key")

@@ -7,11 +7,14 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
-from fifo_sender import STEPS, TOPIC, make
-from processes import Program, wait_until
 
 from rmq_spark.commitlog.log import CommitLog
+from tests.crash.fifo_sender import STEPS, TOPIC, make
+from tests.crash.processes import Program, wait_until
+
+pytestmark = pytest.mark.long
 
 SENDERS, ORDERS, KILLS = 2, 24, 12
 SEED = 20261122
@@ -22,10 +25,10 @@ def test_the_steps_of_every_order_stand_in_order_whoever_was_killed(tmp_path: Pa
     make(tmp_path)
 
     def start(number: int) -> Program:
-        return Program("fifo_sender.py", tmp_path, str(number), str(SENDERS), str(ORDERS))
+        return Program("fifo_sender", tmp_path, str(number), str(SENDERS), str(ORDERS))
 
     senders = [start(n) for n in range(SENDERS)]
-    checker = Program("fifo_sender.py", tmp_path, "check")
+    checker = Program("fifo_sender", tmp_path, "check")
     log = CommitLog.open(tmp_path / "log")
     for _ in range(KILLS):
         seen = log.half.table.refresh()
@@ -35,7 +38,7 @@ def test_the_steps_of_every_order_stand_in_order_whoever_was_killed(tmp_path: Pa
         at = chance.randrange(SENDERS + 1)
         if at == SENDERS:
             checker.kill()
-            checker = Program("fifo_sender.py", tmp_path, "check")
+            checker = Program("fifo_sender", tmp_path, "check")
         else:
             senders[at].kill()
             senders[at] = start(at)

@@ -6,11 +6,14 @@ import random
 import time
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
-from fifo_flood import MESSAGES, SENDERS, TOPIC, inbox, make
-from processes import Program, wait_until
 
 from rmq_spark.commitlog.log import CommitLog
+from tests.crash.fifo_flood import MESSAGES, SENDERS, TOPIC, inbox, make
+from tests.crash.processes import Program, wait_until
+
+pytestmark = pytest.mark.long
 
 KILLS = 9
 SEED = 20261122
@@ -20,7 +23,7 @@ def test_every_message_counts_once_and_in_the_order_of_its_key(tmp_path: Path) -
     chance = random.Random(SEED)
     make(tmp_path)
     roles = [("send", str(n)) for n in range(SENDERS)] + [("check",), ("consume",)]
-    running = {role: Program("fifo_flood.py", tmp_path, *role) for role in roles}
+    running = {role: Program("fifo_flood", tmp_path, *role) for role in roles}
     log = CommitLog.open(tmp_path / "log")
     for kill in range(KILLS):
         seen = log.half.table.refresh()
@@ -28,7 +31,7 @@ def test_every_message_counts_once_and_in_the_order_of_its_key(tmp_path: Path) -
         time.sleep(chance.uniform(0, 0.3))
         role = roles[kill % len(roles)]
         running[role].kill()
-        running[role] = Program("fifo_flood.py", tmp_path, *role)
+        running[role] = Program("fifo_flood", tmp_path, *role)
     senders = [running[role] for role in roles[:SENDERS]]
     wait_until(lambda: all("all is sent" in s.text() for s in senders), "all is sent", 600)
     wait_until(lambda: log.pending().num_rows == 0, "all is settled", 120)

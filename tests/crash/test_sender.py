@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from dying import POINTS
-from processes import Program
-from sender import send
-from shop import (
+
+from rmq_spark.check.service import CheckService
+from rmq_spark.listeners.sql import SqlTransactionListener
+from tests.crash.processes import Program
+from tests.crash.sender import send
+from tests.crash.shop import (
     GROUP,
     accepted,
     assert_agreement,
@@ -21,12 +23,13 @@ from shop import (
     orders,
     visible,
 )
+from tests.torture.kill.points import SINK, Fate
 
-from rmq_spark.check.service import CheckService
-from rmq_spark.listeners.sql import SqlTransactionListener
-
-PERS = ("batch", "message", "key")
+PERS = (*(pytest.param(per, marks=pytest.mark.long) for per in ("batch", "message")), "key")
+"""What a transaction is: one kind in the quick tier, all of them in the long one."""
 APP_ID = f"send.{GROUP}.one"
+WITHIN = ("prepared", "executing", "executed", "decided")
+"""The points between the commit of a half batch and the end of its protocol."""
 
 
 @pytest.fixture(params=PERS)
@@ -37,15 +40,15 @@ def per(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def paused(root: Path, per: str, point: str, attempt: int = 1) -> Program:
-    sender = Program("sender.py", root, per, DIE_ROOT=str(root), DIE_AT=point, DIE_ATTEMPT=str(attempt))
+    sender = Program("sender", root, per, fate=Fate(point, stops=True, batch=0, attempt=attempt))
     sender.wait_for(APP_ID)
     return sender
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", SINK)
 def test_a_sender_killed_at_a_point_loses_and_doubles_nothing(tmp_path: Path, per: str, point: str) -> None:
     paused(tmp_path, per, point).kill()
-    done = point in ("executed", "decided", "before Spark's commit")
+    done = point in ("executed", "decided", "sent")
     assert sum(orders(tmp_path, per).values()) == (sum(accepted(per, [0]).values()) if done else 0)
     result = send(tmp_path, per)
     assert result.replayed == (point != "staged")
@@ -54,7 +57,7 @@ def test_a_sender_killed_at_a_point_loses_and_doubles_nothing(tmp_path: Path, pe
     assert_agreement(tmp_path, per, accepted(per, [0]))
 
 
-@pytest.mark.parametrize("point", POINTS[1:5])
+@pytest.mark.parametrize("point", WITHIN)
 def test_a_sender_killed_within_a_reopened_attempt_loses_and_doubles_nothing(
     tmp_path: Path, per: str, point: str
 ) -> None:
@@ -65,7 +68,7 @@ def test_a_sender_killed_within_a_reopened_attempt_loses_and_doubles_nothing(
     assert_agreement(tmp_path, per, accepted(per, [0]))
 
 
-@pytest.mark.parametrize("point", POINTS[1:5])
+@pytest.mark.parametrize("point", WITHIN)
 def test_without_a_retry_a_check_alone_makes_orders_and_messages_agree(tmp_path: Path, per: str, point: str) -> None:
     """RocketMQ's own promise: whoever sent is gone for good."""
     paused(tmp_path, per, point).kill()

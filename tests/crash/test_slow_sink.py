@@ -17,13 +17,15 @@ from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.sink.two_phase import TwoPhase
 
+pytestmark = pytest.mark.long
+
 # The package's own defaults, in seconds; a local transaction of 90 s, and a checker every 5 s.
 SLOW_S, INTERVAL_S, TIMEOUT_S, ROLLBACK_AFTER_S, LEASE_S = 90.0, 5.0, 6.0, 60.0, 60.0
 
 
 @pytest.mark.parametrize(
     "scale",
-    [pytest.param(1 / 30, id="30 times faster"), pytest.param(1.0, id="in real time", marks=pytest.mark.slow)],
+    [pytest.param(1 / 30, id="30 times faster"), pytest.param(1.0, id="in real time")],
 )
 @pytest.mark.parametrize("leased", [True, False], ids=["with its lease", "with a lease that is never written"])
 def test_a_slow_but_living_sink_beside_a_checker_has_one_outcome(tmp_path: Path, scale: float, leased: bool) -> None:

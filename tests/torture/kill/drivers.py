@@ -16,11 +16,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "crash"))
-
-from dying import POINTS, WORKER_POINTS
-from processes import Program
-from shop import STREAMS, add_input, assert_agreement, batches_in, check, open_shop
+from tests.crash.processes import Program, kill_driver_at, start_driver
+from tests.crash.shop import STREAMS, add_input, assert_agreement, batches_in, check, open_shop
+from tests.torture.kill.points import SINK, WORKER, Fate
 
 KILLS_A_SHOP = 12
 CHECKED = 0.4
@@ -42,11 +40,11 @@ class Drivers:
         batch = len(batches_in(self.root)) - 1
         kind = self.chance.random()
         if kind < 0.7:
-            self._die_at(self.chance.choice(POINTS), batch)
+            self._die_at(self.chance.choice(SINK), batch)
         elif kind < 0.85:
-            self._worker_dies(self.chance.choice(WORKER_POINTS))
+            self._worker_dies(self.chance.choice(WORKER))
         else:
-            driver = self._driver()
+            driver = start_driver(self.root, *STREAMS)
             time.sleep(self.chance.uniform(*ANY_MOMENT_S))
             driver.kill()
             self.kills["anywhere"] += 1
@@ -56,34 +54,27 @@ class Drivers:
         add_input(self.root, 1)
 
     def _die_at(self, point: str, batch: int) -> None:
-        driver = self._driver(DIE_AT=point, DIE_BATCH=str(batch), DIE_ATTEMPT="1")
-        driver.wait_for(*STREAMS)
-        driver.kill()
+        kill_driver_at(point, batch, 1, self.root, *STREAMS)
         self.kills[point] += 1
         if point == "prepared":
             for name in STREAMS:
                 check(self.root, name)
             second = self.chance.choice(["prepared", "executed", "decided"])
-            driver = self._driver(DIE_AT=second, DIE_BATCH=str(batch), DIE_ATTEMPT="2")
-            driver.wait_for(*STREAMS)
-            driver.kill()
+            kill_driver_at(second, batch, 2, self.root, *STREAMS)
             self.kills[f"{second}, attempt 2"] += 1
 
     def _worker_dies(self, point: str) -> None:
-        (self.root / "reached" / "worker").unlink(missing_ok=True)
-        driver = self._driver(DIE_AT=point, TASK_TRIES=self.chance.choice(["1", "3"]))
+        driver = start_driver(self.root, *STREAMS, fate=Fate(point), tries=self.chance.choice([1, 3]))
         driver.end()
-        assert (self.root / "reached" / "worker").exists(), driver.text()[-3000:]
+        assert (driver.reached / point).exists(), driver.text()[-3000:]
+        (driver.reached / point).unlink()
         self.kills[f"worker: {point}"] += 1
 
     def finish(self) -> None:
         """A driver that lives to the end of the input: all agrees."""
-        self._driver().finish()
+        start_driver(self.root, *STREAMS).finish()
         for name in STREAMS:
             assert_agreement(self.root, name)
-
-    def _driver(self, **environment: str) -> Program:
-        return Program("driver.py", self.root, *STREAMS, DIE_ROOT=str(self.root), **environment)
 
 
 def run(seconds: float, seed: int, kills: int = 100) -> dict[str, int | str | list[str]]:

@@ -29,7 +29,7 @@ from tests.torture.judge.anomalies import Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Kind, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_listing, note_log, note_messages
 from tests.torture.kill import programs
-from tests.torture.kill.points import BY_ROLE, Arm
+from tests.torture.kill.points import BY_ROLE, Fate, is_stopped
 from tests.torture.kill.programs import CHECKS_MAX, GROUP, TOPIC, Shop, listener
 
 SLOTS = ("producer", "producer", "checker", "reader", "upkeep")
@@ -56,7 +56,7 @@ class _Alive:
     process: BaseProcess
     role: str
     name: str
-    arm: Arm
+    fate: Fate
     until: float
     wake_at: float | None = None
 
@@ -125,19 +125,19 @@ class Matrix:
     def _start(self, role: str) -> _Alive:
         self._started += 1
         name = f"{role}{self._started}"
-        what = Arm(
+        fate = Fate(
             self.chance.choice(BY_ROLE[role]),
-            self.chance.choice([1, 1, 1, 2, 2, 3, 5]),
-            self.chance.random() < STOPPED,
-            str(self.shop.root / "reached"),
+            stops=self.chance.random() < STOPPED,
+            nth=self.chance.choice([1, 1, 1, 2, 2, 3, 5]),
+            name=name,
         )
         arguments = (self._batches_to_send(),) if role == "producer" else ()
         process = self._context.Process(
             target=programs.run,
-            args=(role, str(self.shop.root), name, self.chance.randrange(2**32), what, *arguments),
+            args=(role, str(self.shop.root), name, self.chance.randrange(2**32), fate, *arguments),
         )
         process.start()
-        return _Alive(process, role, name, what, time.monotonic() + self.chance.uniform(*LIFE_S))
+        return _Alive(process, role, name, fate, time.monotonic() + self.chance.uniform(*LIFE_S))
 
     def _batches_to_send(self) -> Sequence[int]:
         """Those that a dead producer left, new ones, and now and then one that another is sending at this moment."""
@@ -156,8 +156,8 @@ class Matrix:
         if code is not None:
             self._ended(alive, code)
             return None
-        if alive.wake_at is None and _is_stopped(alive.process.pid):
-            self.report.stops[f"{alive.role}: {alive.arm.point}"] += 1
+        if alive.wake_at is None and is_stopped(alive.process.pid):
+            self.report.stops[f"{alive.role}: {alive.fate.point}"] += 1
             alive.wake_at = now + self.chance.uniform(*SLEEP_S)
         elif alive.wake_at is not None and now > alive.wake_at:
             if self.chance.random() < WOKEN:
@@ -172,9 +172,8 @@ class Matrix:
 
     def _ended(self, alive: _Alive, code: int) -> None:
         if code == -signal.SIGKILL:
-            reached = self.shop.root / "reached" / str(alive.process.pid)
-            at = alive.arm.point if reached.exists() and not alive.arm.stop else "anywhere"
-            reached.unlink(missing_ok=True)
+            died_there = (self.shop.reached / alive.name).exists() and not alive.fate.stops
+            at = alive.fate.point if died_there else "anywhere"
             self.report.kills[f"{alive.role}: {at}"] += 1
         elif code != 0:
             said = (self.shop.root / f"{alive.name}.out").read_text(errors="replace")
@@ -227,13 +226,6 @@ def judge(shop: Shop) -> tuple[int, list[str]]:
     if log.conflicts():
         failures.append(f"verdicts in conflict: {log.conflicts()}")
     return messages.num_rows, failures
-
-
-def _is_stopped(pid: int | None) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
 
 
 def run(seconds: float, seed: int, kills: int = 1_000) -> dict[str, int | str | list[str]]:

@@ -1,44 +1,52 @@
-"""Named places of the protocol at which a process dies or stops, when it was told to.
+"""The named points of the protocol at which a test lets a process die or stop.
 
-Nothing in rmq_spark knows about them: :func:`arm` wraps its functions in this process. A process that dies here dies by
-SIGKILL, with no ``finally`` and no flush, as with a power switch for the process alone.
+This module alone knows what a point is, who is told to end there, and how. A process is told by :func:`arm`, or by its
+environment (:meth:`Fate.environment`), which Spark hands on to its workers. Nothing in rmq_spark knows about points:
+:func:`arm` wraps the product's functions in this one process, and some programs call :func:`reach` in their own code.
+
+A process dies by SIGKILL, with no ``finally`` and no flush, as with a power switch for the process alone. Or it stops
+by SIGSTOP: its watcher wakes it later, or kills it together with all that belongs to it.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
 from rmq_spark.commitlog import half as half_module
+from rmq_spark.commitlog.group_store import GroupStore
+from rmq_spark.commitlog.half import HalfHeader
 from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.table import DeltaLogTable
 from rmq_spark.listeners.sql import EXECUTED, SqlTransactionListener, _Fence
 from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.transaction import HalfBatch
 
+WORKER = ("half file torn", "half file written")
+"""An executor's worker comes here. It knows no batch."""
+SINK = ("staged", "prepared", "executing", "executed", "decided", "sent")
+"""Every micro-batch that is new comes here, in this order. A fate may name the micro-batch and the attempt."""
 PRODUCER = (
-    "half file torn",
-    "half file written",
-    "staged",
+    *WORKER,
+    *SINK,
+    "send begins",
     "half commit begins",
     "half commit done",
-    "prepared",
     "fence rows written",
-    "working",
     "database commits",
-    "executed",
     "op file written",
     "op commit begins",
     "op commit done",
-    "decided",
     "lease written",
     "reopened",
     "replay asks",
@@ -58,118 +66,193 @@ CHECKER = (
 )
 UPKEEP = ("merge commit begins", "merge commit done", "mark moved", "half rewritten", "checkpoint made", "vacuumed")
 READER = ("planned", "reading", "read", "offsets written", "offsets stored")
-BY_ROLE = {"producer": PRODUCER, "checker": CHECKER, "upkeep": UPKEEP, "reader": READER}
+CONSUMER = ("send begins", "sent", "progress begins", "progress written", "inbox committed", "table committed")
+"""A consumer sends back what failed; then it moves its group's progress, or the result and the progress are one."""
+BY_ROLE = {"producer": PRODUCER, "checker": CHECKER, "upkeep": UPKEEP, "reader": READER, "consumer": CONSUMER}
+
+TOLD = "RMQ_SPARK_TEST_FATE"
+"""The environment variable that tells a process its fate."""
+ROOT = Path(__file__).parents[3]
+AT_START = Path(__file__).with_name("at_start")
+"""On the path of processes that are told by their environment: Python imports its ``sitecustomize`` at their start."""
 
 
 @dataclass(frozen=True)
-class Arm:
-    """What to do, and where.
+class Fate:
+    """Where a process ends, and how.
 
     Attributes
     ----------
     point : str
+    stops : bool
+        The process stops by SIGSTOP; otherwise it dies by SIGKILL.
     nth : int
-        The how-manieth time it is reached, from 1.
-    stop : bool
-        SIGSTOP instead of SIGKILL: a zombie, which whoever watches wakes or kills.
-    folder : str
-        Takes a file named after the process, which says that it was here.
+        The process ends when it comes to its point for the nth time, from 1.
+    batch, attempt : int or None
+        The process ends only in this micro-batch, and only under this attempt. Points that know no batch don't count.
+    name : str
+        The file that says "reached" has this name. Of all processes that share a name the first one ends, the others go
+        on. Without a name it is the batch's ``app_id``, so that every stream has its own end; or else the point.
     """
 
     point: str
-    nth: int
-    stop: bool
-    folder: str
+    stops: bool = False
+    nth: int = 1
+    batch: int | None = None
+    attempt: int | None = None
+    name: str = ""
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """What tells this fate to a program and its descendants; the files that say "reached" go to the folder."""
+        path = os.pathsep.join([str(AT_START), str(ROOT)])
+        return {TOLD: json.dumps({"folder": str(folder), **asdict(self)}), "PYTHONPATH": path}
 
 
-_armed: Arm | None = None
+class Batch(NamedTuple):
+    """The micro-batch of a point that has no half batch at hand. ``attempt`` is None where it is not known."""
+
+    app_id: str
+    batch_id: int
+    attempt: int | None = None
+
+
+Of = HalfBatch | Batch | None
+
+_fate: Fate | None = None
+_folder = Path()
 _times = 0
 
 
-def reach(point: str) -> None:
-    """Die or stop here, when this is the place."""
-    if _is_here(point):
-        _end()
+# ---------------------------------------------------------------- to be at a point
+def reach(point: str, of: Of = None) -> None:
+    """The process is at this point, with this batch: it ends here when its fate says so."""
+    if _is_here(point, of):
+        _end(of)
 
 
-def _is_here(point: str) -> bool:
+def _is_here(point: str, of: Of) -> bool:
     global _times
-    if _armed is None or point != _armed.point:
+    if _fate is None or point != _fate.point or not _is_of(_fate, of):
         return False
     _times += 1
-    return _times == _armed.nth
+    return _times == _fate.nth
 
 
-def _end() -> None:
-    assert _armed is not None
-    Path(_armed.folder, str(os.getpid())).write_text(_armed.point)
-    os.kill(os.getpid(), signal.SIGSTOP if _armed.stop else signal.SIGKILL)
+def _is_of(fate: Fate, of: Of) -> bool:
+    if of is None:
+        return fate.batch is None and fate.attempt is None
+    return fate.batch in (None, of.batch_id) and (of.attempt is None or fate.attempt in (None, of.attempt))
 
 
-def arm(what: Arm) -> None:
-    """Wrap the functions of this process."""
-    global _armed
-    _armed = what
+def _end(of: Of = None, last_act: Callable[[], None] = lambda: None) -> None:
+    """Say "reached", and end. The file is there at once with all that it says, and is made by one process only."""
+    assert _fate is not None
+    name = _fate.name or (of.app_id if of is not None else _fate.point)
+    _folder.mkdir(exist_ok=True)
+    draft = _folder / f".{os.getpid()}"
+    draft.write_text(str(os.getpid()))
+    try:
+        os.link(draft, _folder / name)
+    except FileExistsError:
+        return
+    finally:
+        draft.unlink()
+    last_act()
+    os.kill(os.getpid(), signal.SIGSTOP if _fate.stops else signal.SIGKILL)
+
+
+# ---------------------------------------------------------------- to be told
+def arm(fate: Fate, folder: Path) -> None:
+    """Tell this process its fate. The files that say "reached" go to the folder."""
+    global _fate, _folder
+    _fate, _folder = fate, folder
     _wrap_half_files()
-    _around(CommitLog, "prepare", "staged", "prepared")
+    _around(CommitLog, "prepare", "staged", of=lambda log, header, files: _of_header(header))
     _around(CommitLog, "open_half_ids", after="open batches listed")
     _around(DeltaLogTable, "write", after=lambda table, *_, **__: f"{table.name} file written")
-    _around(
-        DeltaLogTable,
-        "try_commit",
-        lambda table, change: f"{'merge' if change.remove else table.name} commit begins",
-        lambda table, change: f"{'merge' if change.remove else table.name} commit done",
-    )
-    _around(
-        _Fence,
-        "claim",
-        after=lambda fence, connection, ids, state, batch: (
-            "fence rows written" if state == EXECUTED else "tombstones written"
-        ),
-    )
+    _around(DeltaLogTable, "try_commit", _of_commit("begins"), _of_commit("done"))
+    _around(_Fence, "claim", after=_of_claim)
     _around(SqlTransactionListener, "_bury", after="tombstones commit")
     _around(SqlTransactionListener, "check_local_transaction", "asked", "answered")
-    _around(TwoPhase, "decide", _if_executed("executed"), _if_executed("decided"))
+    _around(TwoPhase, "send", "send begins", "sent", of=lambda sink, header, *_, **__: _of_header(header))
+    _around(TwoPhase, "execute", "prepared", of=lambda sink, run, attempt, _: _of_header(run.record.header, attempt))
+    _around(TwoPhase, "decide", _if_executed("executed"), _if_executed("decided"), of=lambda *arguments: arguments[2])
     _around(TwoPhase, "_check", "replay asks")
     _around(Ledger, "lease", after="lease written")
     _around(Ledger, "reopen", after="reopened")
     _around(Ledger, "record_check", after="check counted")
     _around(Ledger, "quarantine", after="quarantined")
     _around(Ledger, "mark", after="mark moved")
+    _around(GroupStore, "progress", "progress begins", "progress written")
     sa.event.listen(sa.Engine, "commit", lambda connection: reach("database commits"))
 
 
+def arm_as_told() -> None:
+    """Tell this process the fate of its environment, if there is one."""
+    told = json.loads(os.environ.get(TOLD, "{}"))
+    if told:
+        folder = Path(told.pop("folder"))
+        arm(Fate(**told), folder)
+
+
+def _of_header(header: HalfHeader, attempt: int | None = None) -> Batch:
+    return Batch(header.app_id, header.batch_id, attempt)
+
+
+def _of_commit(step: str) -> Callable[..., str]:
+    return lambda table, change: f"{'merge' if change.remove else table.name} commit {step}"
+
+
+def _of_claim(fence: _Fence, connection: sa.Connection, ids: Sequence[str], state: str, batch: HalfBatch) -> str:
+    return "fence rows written" if state == EXECUTED else "tombstones written"
+
+
 def _if_executed(point: str) -> Callable[..., str]:
-    return lambda two_phase, run, batch, mask, verdicts, who: point if who is Who.EXECUTE else ""
+    return lambda sink, run, batch, mask, verdicts, who: point if who is Who.EXECUTE else ""
 
 
 def _wrap_half_files() -> None:
     write = half_module.write_table
 
-    def dying_write(fs: Any, folder: str, *arguments: Any, **options: Any) -> Any:
+    def wrapped(fs: Any, folder: str, *arguments: Any, **options: Any) -> Any:
         file = write(fs, folder, *arguments, **options)
-        if _is_here("half file torn"):  # only the dead leave such a file: who wakes up has written it to its end
-            if _armed is not None and not _armed.stop:
+
+        def tear() -> None:  # only the dead leave such a file: a process that wakes up writes it to its end
+            if _fate is not None and not _fate.stops:
                 os.truncate(f"{folder}/{file.path}", file.size_bytes // 2)
-            _end()
+
+        if _is_here("half file torn", None):
+            _end(last_act=tear)
         reach("half file written")
         return file
 
-    half_module.write_table = dying_write
+    half_module.write_table = wrapped
 
 
 Point = str | Callable[..., str]
 
 
-def _around(owner: Any, name: str, before: Point = "", after: Point = "") -> None:
-    """A point before and after a method; a function gets its arguments and says which point it is."""
+def _around(
+    owner: Any, name: str, before: Point = "", after: Point = "", of: Callable[..., Of] = lambda *_, **__: None
+) -> None:
+    """A point before and after a method. A function gets the method's arguments and says the point, or the batch."""
     inner = getattr(owner, name)
 
     @functools.wraps(inner)
     def wrapped(*arguments: Any, **options: Any) -> Any:
-        reach(before if isinstance(before, str) else before(*arguments, **options))
+        batch = of(*arguments, **options)
+        reach(before if isinstance(before, str) else before(*arguments, **options), batch)
         result = inner(*arguments, **options)
-        reach(after if isinstance(after, str) else after(*arguments, **options))
+        reach(after if isinstance(after, str) else after(*arguments, **options), batch)
         return result
 
     setattr(owner, name, wrapped)
+
+
+# ---------------------------------------------------------------- to watch
+def is_stopped(pid: int | None) -> bool:
+    """Whether the process is there and has stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False

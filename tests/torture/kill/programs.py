@@ -32,7 +32,7 @@ from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.sink.producer import TransactionMQProducer
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_messages
-from tests.torture.kill.points import Arm, arm, reach
+from tests.torture.kill.points import Fate, arm, reach
 
 GROUP = "shop"
 TOPIC = "orders"
@@ -73,6 +73,11 @@ class Shop:
         return self.root / "sent"
 
     @property
+    def reached(self) -> Path:
+        """A file for each process that came to its point."""
+        return self.root / "reached"
+
+    @property
     def readings(self) -> Path:
         """A file for each reading that was noted to its end: who dies in between has not seen half of a transaction."""
         return self.root / "readings"
@@ -82,7 +87,7 @@ class Shop:
 
     def open(self) -> None:
         """Make it: an empty log, and a database with its fence."""
-        for folder in (self.root, self.sent, self.readings, self.root / "reached"):
+        for folder in (self.root, self.sent, self.readings):
             folder.mkdir(parents=True, exist_ok=True)
         txmq.CommitLog.create(self.log).create_topic(TOPIC, QUEUES)
         with sqlite3.connect(self.database) as database:
@@ -147,7 +152,7 @@ def listener(shop: Shop, history: History, process: str, chance: random.Random |
         ]
         if taken:
             connection.execute(sa.text("INSERT INTO orders VALUES (:body, :half_id, :id, :attempt)"), taken)
-        reach("working")
+        reach("executing", batch)
         if chance is not None and chance.random() < 0.2:
             time.sleep(1.0)
         return batch.verdicts(rollback=refused)
@@ -297,14 +302,14 @@ PROGRAMS: dict[str, Callable[..., None]] = {
 }
 
 
-def run(role: str, root: str, process: str, seed: int, what: Arm | None, *arguments: object) -> None:
-    """The body of a process: its role, armed or not. What it prints is kept beside the log."""
+def run(role: str, root: str, process: str, seed: int, fate: Fate | None, *arguments: object) -> None:
+    """The body of a process: its role, with a fate or without. What it prints is kept beside the log."""
     shop = Shop(Path(root))
     out = os.open(shop.root / f"{process}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(out, 1)
     os.dup2(out, 2)
     half_store.ORPHAN_AGE_S = log_module.ORPHAN_AGE_S = ORPHAN_AGE_S
     maintenance.OP_FILES_MAX = 6
-    if what is not None:
-        arm(what)
+    if fate is not None:
+        arm(fate, shop.reached)
     PROGRAMS[role](shop, shop.history(), process, random.Random(seed), *arguments)

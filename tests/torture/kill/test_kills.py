@@ -1,6 +1,6 @@
 """Processes of a real log killed and stopped at named points, and disks that fail under it: nothing is lost or doubled.
 
-The long forms are ``python -m tests.torture kills``, ``drivers`` and ``disks``.
+The longest forms are ``python -m tests.torture kills``, ``drivers`` and ``disks``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from tests.torture.kill.kills import Matrix, judge, settle
 from tests.torture.kill.points import BY_ROLE
 from tests.torture.kill.programs import GROUP, Shop, listener
 
-KILLS = 45
-
 
 @pytest.mark.crash
 @pytest.mark.timeout(1200)
-def test_processes_killed_and_stopped_at_named_points_lose_and_double_nothing(tmp_path: Path) -> None:
-    report = Matrix(tmp_path / "shop", seed=20261121).run(KILLS)
+@pytest.mark.parametrize(("kills", "points"), [(12, 4), pytest.param(45, 8, marks=pytest.mark.long)])
+def test_processes_killed_and_stopped_at_named_points_lose_and_double_nothing(
+    tmp_path: Path, kills: int, points: int
+) -> None:
+    report = Matrix(tmp_path / "shop", seed=20261121).run(kills)
     assert report.failures == []
-    assert sum(report.kills.values()) >= KILLS
-    assert len(report.points) >= 8
+    assert sum(report.kills.values()) >= kills
+    assert len(report.points) >= points
     assert report.messages > 0
 
 
@@ -93,6 +94,7 @@ def _as_if_committed(self: object, header: object, outcome: object, rows: int) -
     return Said()
 
 
+@pytest.mark.long
 @pytest.mark.crash
 @pytest.mark.skipif(disks.compiler() is None, reason="a C compiler makes the failing disk")
 def test_full_broken_and_slow_disks_lose_and_double_nothing() -> None:
