@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import sqlalchemy as sa
+from hypothesis import settings
 
 from rmq_spark.errors import (
     FencedError,
@@ -457,7 +458,7 @@ def test_a_racing_execute_and_check_never_disagree(url: sa.URL, fence: str, firs
         return verdicts(checking.check_local_transaction(batch))[0]
 
     with ThreadPoolExecutor(2) as pool:
-        for round_no in range(50):
+        for round_no in range(settings.default.max_examples // 2):
             key = f"order{round_no}"
             batch = half_batch(fence, [key], per=per, age=OLD, half_id=f"{first}-{round_no}")
             late, early = rng.uniform(0, 0.004), rng.uniform(0, 0.002)

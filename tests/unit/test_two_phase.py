@@ -794,7 +794,7 @@ def crash_and_agree(log: CommitLog, per: str, plan: Mapping[str, str], runs: Seq
     assert visible(log) == sorted(wanted + bodies(batch_id=1))
 
 
-@settings(max_examples=settings.default.max_examples // 3)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(per=st.sampled_from(PERS), plan=PLAN, runs=st.lists(RUN, max_size=4))
 def test_local_effects_and_visible_messages_agree_after_any_crashes_in_memory(
     per: str, plan: dict[str, str], runs: list[tuple[str, str, bool]]
