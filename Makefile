@@ -9,7 +9,7 @@ VENV ?= .venv
 PY := $(CURDIR)/$(VENV)/bin/python
 PYTEST_ARGS ?=
 # Two workers for two cores; tests/conftest.py says which tests stay together. PYTEST_ARGS="-n 0": one process.
-PYTEST = $(PY) -m pytest -n 2 --dist loadgroup
+PYTEST = $(PY) -m pytest -n 2
 
 # Spark starts its workers with this interpreter, whatever `python3` is on the PATH.
 export PYSPARK_PYTHON := $(PY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,8 @@ from hypothesis import settings
 from tests import seeds
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
 
-HERE = Path(__file__).parent
-SPARK = (HERE / "spark",)
-PROCESSES = (HERE / "crash", HERE / "torture" / "kill", HERE / "torture" / "race")
-"""Folders whose tests start, kill and watch processes."""
-SERVERS = ("postgres", "s3")
-"""Fixtures that start a server, and markers of tests that ask for it in another way."""
+TOGETHER = ("tests/spark/", "tests/crash/", "tests/process/", "tests/torture/s3/")
+"""Each has one Spark session, one server of a kind, or one story of killed processes at a time."""
 
 SEEDS = pytest.StashKey[str]()
 
@@ -51,33 +47,26 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 # ---------------------------------------------------------------- workers
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, when there is more than one worker
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):
+        """Folders of :data:`TOGETHER` go to one worker each, as a whole; any other test to whichever is free."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid)
+
+    return ByFolder(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        if "s3" in fixtures:  # the first of them may build the server
+        if "s3" in getattr(item, "fixturenames", ()):  # the first of them may build the server
             item.add_marker(pytest.mark.timeout(BUILD_S_MAX + 600))
-        group = group_of(item, fixtures)
-        if group and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(group))
-
-
-def group_of(item: pytest.Item, fixtures: Collection[str]) -> str | None:
-    """Tests of a group run in one worker, one after the other; a test without a group runs in whichever is free.
-
-    So there is one Spark session and one server of a kind, and never two stories of killed processes at a time.
-    """
-    folders = item.path.parents
-    if "spark" in fixtures or any(folder in folders for folder in SPARK):
-        return "spark"
-    if any(folder in folders for folder in PROCESSES):
-        return "processes"
-    return next((s for s in SERVERS if s in fixtures or item.get_closest_marker(s)), None)
 
 
 # ---------------------------------------------------------------- fixtures
-
-
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A real S3 server for all tests. Without Go they are skipped; where ``CI`` is set they fail."""
