@@ -13,8 +13,8 @@ from hypothesis import settings
 from tests import seeds
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
 
-TOGETHER = ("tests/spark/", "tests/crash/", "tests/process/", "tests/torture/s3/")
-"""Each has one Spark session, one server of a kind, or one story of killed processes at a time."""
+TOGETHER = ("tests/spark/", "tests/crash/", "tests/process/", "tests/torture/s3/", "tests/torture/damage/")
+"""Each has one Spark session, one server of a kind, one log to damage, or one story of killed processes at a time."""
 
 SEEDS = pytest.StashKey[str]()
 

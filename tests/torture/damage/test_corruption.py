@@ -25,8 +25,6 @@ from tests.torture.damage.ways import DAMAGES
 CASES = how_many(quick=20, in_all=100)
 PARTS = how_many(quick=1, in_all=4)
 
-pytestmark = pytest.mark.xdist_group("damage")  # they share a log, which is made once
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
