@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from rmq_spark.commitlog.seal import check_seal, reading, seal
+from rmq_spark.commitlog.seal import check_groups, check_seal, reading, seal
 from rmq_spark.errors import CorruptLogError, OptionError
 from rmq_spark.selector.tree import Filter
 
@@ -258,6 +258,7 @@ def read_range(
     looked_at = [] if where is None else where.columns
     with reading(path, "half"), fs.open_input_file(f"{folder}/{path}") as source:
         file = pq.ParquetFile(source, page_checksum_verification=True)
+        check_groups(file.metadata, path, "half")
         if _is_as_written(file, wanted, [*columns, *looked_at]):
             yield from _read_by_position(file, wanted, columns, where)
             return

@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from rmq_spark.errors import CorruptLogError, LostFileError, TxmqError, UnreadableFileError
 
@@ -85,6 +86,19 @@ def check_count(found: int, said: int | None, path: str, table: str) -> None:
     """Raise CorruptLogError when a file has not as many rows as the Delta log says."""
     if said is not None and found != said:
         raise CorruptLogError(f"file {path} of table {table} has {found} rows, its Delta log says {said}: {_RESTORE}")
+
+
+def check_groups(footer: pq.FileMetaData, path: str, table: str) -> None:
+    """Raise CorruptLogError when a file's row groups do not have the rows that its footer counts.
+
+    pyarrow believes each row group by itself: of one that says it is empty it reads nothing, without an error.
+    """
+    found = sum(footer.row_group(g).num_rows for g in range(footer.num_row_groups))
+    if found != footer.num_rows:
+        raise CorruptLogError(
+            f"file {path} of table {table} has {found} rows in its row groups, its footer says {footer.num_rows}: "
+            f"{_RESTORE}"
+        )
 
 
 def check_bounds(actions: pa.Table, table: str) -> None:

@@ -30,6 +30,7 @@ from rmq_spark.commitlog.seal import (
     check_bounds,
     check_count,
     check_entries,
+    check_groups,
     check_seal,
     entry_seal,
     is_panic,
@@ -392,6 +393,7 @@ class DeltaLogTable:
             path = fragment.path.removeprefix(f"{self.folder}/")
             check_seal(fragment.physical_schema, path, self.name, self.schema.names)
             check_count(fragment.metadata.num_rows, rows.get(path), path, self.name)
+            check_groups(fragment.metadata, path, self.name)
 
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]

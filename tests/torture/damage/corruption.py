@@ -182,7 +182,7 @@ def _difference(found: Any, right: Any) -> str:
 def flip_bits(file: Path, table: str, scratch: Path, step: int = 1, first: int = 0) -> tuple[Counter[str], list[str]]:
     """Flip a bit in every ``step``-th byte of a Parquet file, and read it as the log does, in a scratch folder."""
     content = file.read_bytes()
-    read = _reader_of(file, table, scratch)
+    read = reader_of(file, table, scratch)
     right = read(content)
     counts: Counter[str] = Counter()
     failures: list[str] = []
@@ -205,7 +205,7 @@ def flip_bits(file: Path, table: str, scratch: Path, step: int = 1, first: int =
     return counts, failures
 
 
-def _reader_of(file: Path, table: str, folder: Path) -> Callable[[bytes], Any]:
+def reader_of(file: Path, table: str, folder: Path) -> Callable[[bytes], Any]:
     """Writes a content to the file's place, and reads it: a half file as executors do, the others as the log does."""
     schema = {"half": HALF_SCHEMA, "op": OP_SCHEMA, "topics": TOPICS_SCHEMA}[table]
     DeltaLogTable.create(str(folder), table, schema, None, {})

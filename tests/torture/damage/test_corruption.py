@@ -6,6 +6,7 @@ import pickle
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from rmq_spark.commitlog.log import CommitLog
@@ -17,6 +18,7 @@ from tests.torture.damage.corruption import (
     files_by_kind,
     flip_bits,
     prepare_log,
+    reader_of,
     run_case,
     run_seeds,
 )
@@ -111,6 +113,19 @@ def test_a_swapped_op_file_is_noticed(folder: Path, tmp_path: Path) -> None:
     other.write_bytes(content)
     with pytest.raises(CorruptLogError, match="holds what was written as op-"):
         CommitLog.open(log).pending()
+
+
+@pytest.mark.parametrize("table", ["half", "op", "topics"])
+def test_a_row_group_that_says_it_has_fewer_rows_is_noticed(folder: Path, tmp_path: Path, table: str) -> None:
+    """One bit of a footer: pyarrow then reads fewer rows, and says nothing."""
+    file = files_by_kind(folder / "log")[f"{table} parquet"][0]
+    content, rows = file.read_bytes(), pq.read_metadata(file).num_rows
+    count = b"\x16" + bytes([2 * rows]) + b"&"  # in Thrift's words: a number, and the next field
+    assert rows < 64
+    damaged = bytearray(content)
+    damaged[content.rindex(count) + 1] -= 2
+    with pytest.raises(CorruptLogError, match="rows in its row groups"):
+        reader_of(file, table, tmp_path / "one")(bytes(damaged))
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 512, b"{}\n", b"[1]\n", b"nonsense"])
