@@ -268,6 +268,9 @@ def _check_staged(header: HalfHeader, files: Sequence[HalfFile]) -> None:
 
 
 def _stored_files(path: str, rows: pa.Table) -> list[tuple[int, StoredFile]]:
+    for name in ("file_no", "row_no", "topic", "queue_id", "store_timestamp"):
+        if rows[name].null_count:
+            raise CorruptLogError(f"{path} has a row without {name}: table half was changed by hand")
     runs_of_queues = rows.group_by(["file_no", "topic", "queue_id"], use_threads=False).aggregate(
         [("row_no", "min"), ("row_no", "max"), ("row_no", "count"), ("deliver_at", "count")]
     )
