@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import core, settings
 
 from tests import seeds
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SEEDS] = seeds.say()
     # Whatever is committed meanwhile, the processes of this run count from the same seed.
     os.environ.setdefault("SEED", str(seeds.first_seed()))
+    if core.global_force_seed is None:  # --hypothesis-seed was not given
+        core.global_force_seed = seeds.first_seed()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

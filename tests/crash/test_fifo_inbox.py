@@ -12,11 +12,12 @@ import sqlalchemy as sa
 from rmq_spark.commitlog.log import CommitLog
 from tests.crash.fifo_flood import MESSAGES, SENDERS, TOPIC, inbox, make
 from tests.crash.processes import Program, wait_until
+from tests.seeds import first_seed
 
 pytestmark = pytest.mark.long
 
 KILLS = 9
-SEED = 20261122
+SEED = first_seed()
 
 
 def test_every_message_counts_once_and_in_the_order_of_its_key(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.table import DeltaLogTable
+from tests.seeds import first_seed
 from tests.torture.judge.anomalies import AnomalyKind
 from tests.torture.kill import disks, programs
 from tests.torture.kill.kills import Matrix, judge, settle
@@ -25,7 +26,7 @@ from tests.torture.kill.programs import GROUP, Shop, listener
 def test_processes_killed_and_stopped_at_named_points_lose_and_double_nothing(
     tmp_path: Path, kills: int, points: int
 ) -> None:
-    report = Matrix(tmp_path / "shop", seed=20261121).run(kills)
+    report = Matrix(tmp_path / "shop", seed=first_seed()).run(kills)
     assert report.failures == []
     assert sum(report.kills.values()) >= kills
     assert len(report.points) >= points
@@ -98,7 +99,7 @@ def _as_if_committed(self: object, header: object, outcome: object, rows: int) -
 @pytest.mark.crash
 @pytest.mark.skipif(disks.compiler() is None, reason="a C compiler makes the failing disk")
 def test_full_broken_and_slow_disks_lose_and_double_nothing() -> None:
-    report = disks.run_preloaded(seconds=600, seed=20261121, cases=8)
+    report = disks.run_preloaded(seconds=600, seed=first_seed(), cases=8)
     assert report["failures"] == []
     assert report["cases"] == 8
     assert int(str(report["ended with an error"])) > 0

@@ -8,6 +8,7 @@ import pytest
 
 from rmq_spark.commitlog.log import CommitLog
 from tests.half_batches import check_offsets, commit, prepare
+from tests.seeds import first_seed
 from tests.torture.judge.anomalies import AnomalyKind, find_anomalies, kinds_of
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.race.programs import TOPIC, Track, note_versions
@@ -22,7 +23,7 @@ COMMITS_MIN = 20
 
 
 def check_race(track: Track, commits: int, processes: int) -> None:
-    report = Race(track, seed=1, processes=processes).run(commits, SECONDS_MAX)
+    report = Race(track, seed=first_seed(), processes=processes).run(commits, SECONDS_MAX)
     assert report.failures == []
     assert report.commits >= COMMITS_MIN
     assert report.messages > 0
