@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -158,7 +159,8 @@ def _end(of: Of = None, last_act: Callable[[], None] = lambda: None) -> None:
     finally:
         draft.unlink()
     last_act()
-    os.kill(os.getpid(), signal.SIGSTOP if _fate.stops else signal.SIGKILL)
+    # To this thread: a signal to the process may wait for another thread, and this one would go on past its point.
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP if _fate.stops else signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- to be told
