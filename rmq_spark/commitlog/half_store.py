@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog.files import RowRange, check_path
 from rmq_spark.commitlog.half import HALF_SCHEMA, HEADER_COLUMNS, HalfFile, HalfHeader, Segment, half_id_of
 from rmq_spark.commitlog.op import BatchState, FileState, runs
+from rmq_spark.commitlog.seal import check_count
 from rmq_spark.commitlog.table import Change, Table
 from rmq_spark.config import ORPHAN_AGE_S
 from rmq_spark.errors import (
@@ -178,8 +179,10 @@ class HalfStore:
         files: dict[int, StoredFile] = {}
         header: HalfHeader | None = None
         prepared_ms = sent_ms = 0
-        for action in self._candidates(half_id).select(["path", "modification_time", "num_records"]).to_pylist():
+        for action in self._candidates(half_id).to_pylist():
             rows = self.table.read([action["path"]], columns, pc.field("half_id") == half_id)
+            if action["min.half_id"] == half_id == action["max.half_id"]:
+                check_count(rows.num_rows, action["num_records"], action["path"], "half")
             if rows.num_rows == 0:
                 continue
             if header is None:

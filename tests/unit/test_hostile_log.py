@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, Schema
 
+import rmq_spark as txmq
 from rmq_spark.commitlog import log as log_module
 from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.log import TOPICS_SCHEMA, CommitLog
@@ -254,3 +255,23 @@ def test_a_half_file_of_which_the_delta_log_says_no_count_is_counted_by_its_rows
     assert log.open_half_ids() == [record.half_id]
     assert log.pending()["messages"].to_pylist() == [3]
     assert log.get(record.half_id).files == record.files
+
+
+# ---------------------------------------------------------------- footers that say too little
+@pytest.mark.parametrize("name", ["op", "half"])
+def test_a_file_that_gives_fewer_rows_than_the_delta_log_says_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A flipped bit in the bounds of a footer lets pyarrow pass over rows. What was committed was then committed again,
+    or half of a transaction was visible."""
+    log = make_log("memory", Path(), orders=1)
+    commit(log, prepare(log, 0, 2))
+    record = prepare(log, 1, 3)
+    handle = another(log)
+    table = handle.op if name == "op" else handle.half.table
+    read = table.read
+    monkeypatch.setattr(
+        table, "read", lambda paths, columns=None, where=None: read(paths, columns, where).slice(where is not None)
+    )
+    with pytest.raises(CorruptLogError, match=f"of table {name}"):
+        handle.resolve(record.half_id, txmq.COMMIT_MESSAGE, "the order is there")
