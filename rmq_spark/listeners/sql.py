@@ -198,9 +198,6 @@ class SqlTransactionListener(TransactionListener):
     Fence rows must outlive the half batches they speak for: see :meth:`prune`.
     """
 
-    machine: Machine = MACHINE
-    """Whose clock says how old a half batch is."""
-
     def __init__(
         self,
         url_or_engine: str | sa.URL | sa.Engine,
@@ -275,6 +272,15 @@ class SqlTransactionListener(TransactionListener):
                 "rows must outlive the half batches that they speak for"
             )
         return self._fence.prune(self.machine.now() - timedelta(seconds=older_than))
+
+    @property
+    def machine(self) -> Machine:
+        """Whose clock says how old half batches and fence rows are."""
+        return self._fence.machine
+
+    @machine.setter
+    def machine(self, machine: Machine) -> None:
+        self._fence.machine = machine
 
     # ------------------------------------------------------------------ execute
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
@@ -505,6 +511,7 @@ class _Fence(Database):
         if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,55}", name) is None:
             raise OptionError(f"fence_table={name!r} is not a plain table name of at most 56 letters, digits and _")
         super().__init__(url_or_engine)
+        self.machine = MACHINE
         metadata = sa.MetaData(schema=schema)
         self._rows = sa.Table(
             name,
@@ -535,7 +542,7 @@ class _Fence(Database):
         with self.transaction() as connection:
             for table in (self._rows, self._id):
                 connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
-            row = {"one": 1, "fence_id": secrets.token_hex(16), "created_at": MACHINE.now().replace(tzinfo=None)}
+            row = {"one": 1, "fence_id": secrets.token_hex(16), "created_at": self.machine.now().replace(tzinfo=None)}
             insert_absent(connection, self._id.c.one, [row])
             return self.read_id(connection)
 
@@ -568,7 +575,7 @@ class _Fence(Database):
             "state": state,
             "half_id": batch.half_id,
             "attempt": batch.attempt,
-            "created_at": MACHINE.now().replace(tzinfo=None),
+            "created_at": self.machine.now().replace(tzinfo=None),
         }
         # In one order on every side, so that two of them wait for each other in turn instead of in a circle.
         rows = [{"transaction_id": i, **common} for i in sorted(ids)]
