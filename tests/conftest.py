@@ -26,7 +26,7 @@ os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
 # its share of them: `settings.default.max_examples // 5`.
 settings.register_profile("quick", deadline=None, max_examples=50)
 settings.register_profile("all", deadline=None, max_examples=500)
-settings.load_profile(os.environ.get("TXMQ_TESTS", "quick"))
+settings.load_profile("all" if seeds.ALL else "quick")
 
 
 @pytest.fixture
@@ -38,11 +38,12 @@ def log_path(tmp_path: Path) -> str:
 # ---------------------------------------------------------------- seeds
 def pytest_configure(config: pytest.Config) -> None:
     try:
+        seeds.check_environment()
         config.stash[SEEDS] = seeds.say()
     except ValueError as problem:
         raise pytest.UsageError(str(problem)) from problem
     # Whatever is committed meanwhile, the processes of this run count from the same seed.
-    os.environ.setdefault("SEED", str(seeds.first_seed()))
+    os.environ["SEED"] = str(seeds.first_seed())
     if core.global_force_seed is None:  # --hypothesis-seed was not given
         core.global_force_seed = seeds.first_seed()
 

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 WITHOUT_A_COMMIT = 1
 """The first seed outside a git checkout, for example of a source archive."""
 SEED_MAX = 2**60
-ALL = os.environ.get("TXMQ_TESTS", "quick") == "all"
+TIER = os.environ.get("TXMQ_TESTS") or "quick"
+ALL = TIER == "all"
 """Whether this is ``make test-all``, the run with the long counts."""
 
 
@@ -43,6 +44,13 @@ def short_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return told.stdout.strip()[:7]
+
+
+def check_environment() -> None:
+    """Raise ValueError when the environment asks for a tier or a seed that does not exist."""
+    if TIER not in ("quick", "all"):
+        raise ValueError(f"TXMQ_TESTS={TIER} is no tier of tests: 'quick' or 'all' is expected")
+    first_seed()
 
 
 def say() -> str:

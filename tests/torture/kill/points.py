@@ -90,7 +90,8 @@ class Fate:
     nth : int
         The process ends when it comes to its point for the nth time, from 1.
     batch, attempt : int or None
-        The process ends only in this micro-batch, and only under this attempt. Points that know no batch don't count.
+        The process ends only in this micro-batch, and only under this attempt. Points that know no batch don't count. A
+        point that knows no attempt takes any.
     name : str
         The file that says "reached" has this name. Of all processes that share a name the first one ends, the others go
         on. Without a name it is the batch's ``app_id``, so that every stream has its own end; or else the point.
@@ -102,6 +103,11 @@ class Fate:
     batch: int | None = None
     attempt: int | None = None
     name: str = ""
+
+    def __post_init__(self) -> None:
+        points = {point for points in BY_ROLE.values() for point in points}
+        if self.point not in points or self.nth < 1:
+            raise ValueError(f"a process never comes to the point {self.point!r} for the {self.nth}th time: {points}")
 
     def environment(self, folder: Path) -> dict[str, str]:
         """What tells this fate to a program and its descendants; the files that say "reached" go to the folder."""
