@@ -106,7 +106,8 @@ class Ledger:
         if marked is None:
             return 0
         paths = actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist()
-        mark = self.table.read(paths).filter(pc.field("kind") == Kind.MARK.value).sort_by("version")
+        rows = self.table.read(paths)
+        mark = rows.filter(pc.equal(rows["kind"], Kind.MARK.value)).sort_by("version")
         newest = _newest_mark(mark)
         self._tails = {(t["topic"], t["queue_id"]): t["next_offset"] for t in newest["tails"]}
         self._tail_since = int(newest["since_version"])
@@ -119,10 +120,11 @@ class Ledger:
             return NO_OPS
         new = pc.fill_null(pc.greater_equal(actions["max.version"], version), True)
         paths = actions.filter(new)["path"].to_pylist()
-        # Another thread may have refreshed the table meanwhile: what is newer is read the next time, and once.
-        where = (pc.field("version") >= version) & (pc.field("version") <= until)
         # Not by the reader: it passes over what a footer says is outside, and nothing guards that from a flipped bit.
-        return self.table.read(paths).filter(where).sort_by("version")
+        rows = self.table.read(paths)
+        # Another thread may have refreshed the table meanwhile: what is newer is read the next time, and once.
+        new = pc.and_(pc.greater_equal(rows["version"], version), pc.less_equal(rows["version"], until))
+        return rows.filter(new).sort_by("version")
 
     def _follow(self, rows: pa.Table) -> None:
         if rows.num_rows == 0:
