@@ -8,6 +8,8 @@ MAKEFLAGS += --no-print-directory
 VENV ?= .venv
 PY := $(CURDIR)/$(VENV)/bin/python
 PYTEST_ARGS ?=
+# Folders or files to run instead of all: make test-unit TESTS=tests/unit/test_offsets.py
+TESTS ?=
 # Two workers for two cores; tests/conftest.py says which tests stay together. PYTEST_ARGS="-n 0": one process.
 PYTEST = $(PY) -m pytest -n 2
 
@@ -33,16 +35,16 @@ demo: install ## a grocer's year of orders, a killed driver, and the proof that 
 	@$(PY) -m rmq_spark.demo
 
 .PHONY: test
-test: install ## what every change must pass, in 12 minutes (PYTEST_ARGS="-k word" picks some, SEED=n replays)
-	@$(PYTEST) tests --durations=10 $(PYTEST_ARGS)
+test: install ## what every change must pass, in 12 minutes (TESTS=file, PYTEST_ARGS="-k word", SEED=n to replay)
+	@$(PYTEST) $(or $(TESTS),tests) --durations=10 $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: install ## every test, with the long counts of the proof, in about an hour
-	@TXMQ_TESTS=all $(PYTEST) tests -m "" --durations=25 $(PYTEST_ARGS)
+	@TXMQ_TESTS=all $(PYTEST) $(or $(TESTS),tests) -m "" --durations=25 $(PYTEST_ARGS)
 
 .PHONY: test-unit
 test-unit: $(HAVE_PROJECT) ## the tests that need no Java, in 90 seconds
-	@$(PYTEST) tests/unit $(PYTEST_ARGS)
+	@$(PYTEST) $(or $(TESTS),tests/unit) $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(HAVE_PROJECT) ## ruff: rules and format

@@ -1,7 +1,7 @@
 """What the protocol asks of the machine it runs on: the time, a pause, chance, locks and threads.
 
-A table has one, and hands it to all that stands on it: ``log.machine`` is that of the whole commit log. So a simulation
-can run the same code on another clock, and let one thread run at a time.
+Each table holds a machine and passes it on, so a commit log has one: ``log.machine``. A test gives a log another one
+with ``InMemoryCommitLog(machine=…)``. So a simulation can run the same code on another clock, one thread at a time.
 """
 
 from __future__ import annotations

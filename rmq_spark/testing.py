@@ -10,7 +10,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
@@ -33,7 +33,8 @@ __all__ = ["InMemoryCommitLog", "MemoryTable"]
 class _Files:
     """Just enough of a pyarrow file system for Parquet files in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
         self.content: dict[str, bytes] = {}
         self.written: dict[str, datetime] = {}
         self._tables: dict[str, pa.Table] = {}  # files never change, so each is decoded once
@@ -44,7 +45,7 @@ class _Files:
         return self._tables[path]
 
     def copy(self) -> _Files:
-        twin = _Files()
+        twin = _Files(self.machine)
         twin.content, twin.written, twin._tables = dict(self.content), dict(self.written), dict(self._tables)
         return twin
 
@@ -70,7 +71,7 @@ class _Writing(io.BytesIO):
         self._files, self._path = files, path
 
     def __exit__(self, *details: Any) -> None:
-        self._files.written[self._path] = datetime.now(timezone.utc)
+        self._files.written[self._path] = self._files.machine.now()
         self._files.content[self._path] = self.getvalue()
         super().__exit__(*details)
 
@@ -98,7 +99,7 @@ class MemoryTable:
         self.name, self.schema, self.folder = name, schema, name
         self.machine = machine
         self.lock = machine.lock()
-        self.fs: Any = _Files()
+        self.fs: Any = _Files(machine)
         self._versions = _Versions()
         self._state = self._versions.head
         self._actions: tuple[int, pa.Table] | None = None

@@ -1,4 +1,7 @@
-"""A clock that a test sets: that of the product's :class:`~rmq_spark.machine.Machine`, for the length of the test."""
+"""A clock that a test sets, for all logs of the process at once, and also for those on Delta.
+
+A test of one log in memory can give that log a machine of its own: ``InMemoryCommitLog(machine=…)``.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,10 @@ def log_path(tmp_path: Path) -> str:
 
 # ---------------------------------------------------------------- seeds
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[SEEDS] = seeds.say()
+    try:
+        config.stash[SEEDS] = seeds.say()
+    except ValueError as problem:
+        raise pytest.UsageError(str(problem)) from problem
     # Whatever is committed meanwhile, the processes of this run count from the same seed.
     os.environ.setdefault("SEED", str(seeds.first_seed()))
     if core.global_force_seed is None:  # --hypothesis-seed was not given

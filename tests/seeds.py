@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 WITHOUT_A_COMMIT = 1
 """The first seed outside a git checkout, for example of a source archive."""
+SEED_MAX = 2**60
 ALL = os.environ.get("TXMQ_TESTS", "quick") == "all"
 """Whether this is ``make test-all``, the run with the long counts."""
 
@@ -26,6 +27,8 @@ def how_many(quick: int, in_all: int) -> int:
 def first_seed() -> int:
     """``SEED``, or the short hash of the commit read as a number."""
     if given := os.environ.get("SEED"):
+        if not given.isdecimal() or int(given) > SEED_MAX:
+            raise ValueError(f"SEED={given} is no seed: a whole number from 0 to {SEED_MAX} is expected")
         return int(given)
     commit = short_commit()
     return int(commit, 16) if commit else WITHOUT_A_COMMIT

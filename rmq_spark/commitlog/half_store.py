@@ -185,8 +185,9 @@ class HalfStore:
             if header is None:
                 header = HalfHeader(**{c: rows[c][0].as_py() for c in HEADER_COLUMNS})
             found = _stored_files(action["path"], rows)
-            rewritten = len(found) > 1 or rows.num_rows < action["num_records"]
-            staged_ms = int(pc.max(rows["store_timestamp"]).as_py().timestamp() * 1000) if rewritten else None
+            # A file of which the Delta log says no count is another writer's, or the log is damaged: look closer.
+            alone = len(found) == 1 and rows.num_rows == action["num_records"]
+            staged_ms = None if alone else int(pc.max(rows["store_timestamp"]).as_py().timestamp() * 1000)
             prepared_ms = max(prepared_ms, action["modification_time"])
             sent_ms = max(sent_ms, action["modification_time"] if staged_ms is None else staged_ms)
             for file_no, stored in found:
@@ -219,7 +220,7 @@ class HalfStore:
         if actions.num_rows == 0:
             return {}
         low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
-        whole = pc.fill_null(pc.equal(low, high), False)
+        whole = pc.and_(pc.fill_null(pc.equal(low, high), False), pc.is_valid(actions["num_records"]))
         counted = pa.table({"half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"]})
         counted = counted.filter(whole)
         for mixed in actions.filter(pc.invert(whole)).select(["path", "modification_time"]).to_pylist():

@@ -26,7 +26,7 @@ from tests.crash.shop import (
 from tests.torture.kill.points import SINK, Fate
 
 PERS = (*(pytest.param(per, marks=pytest.mark.long) for per in ("batch", "message")), "key")
-"""What a transaction is: one kind in the quick tier, all of them in the long one."""
+"""What a transaction is: one kind in `make test`, all of them in `make test-all`."""
 APP_ID = f"send.{GROUP}.one"
 WITHIN = ("prepared", "executing", "executed", "decided")
 """The points between the commit of a half batch and the end of its protocol."""

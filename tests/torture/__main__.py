@@ -54,7 +54,11 @@ def main(names: list[str]) -> int:
         print(f"there is no level {unknown[0]!r}: there are {', '.join(LEVELS)}")
         return 2
     seconds = float(os.environ.get("MINUTES", "120")) * 60
-    seed = seeds.first_seed()
+    try:
+        seed = seeds.first_seed()
+    except ValueError as problem:
+        print(problem)
+        return 2
     chosen = {n: level for n, level in LEVELS.items() if not names or n in names}
     shares = sum(share for _, share, _ in chosen.values())
     console = Console(width=140)

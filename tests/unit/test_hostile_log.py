@@ -237,3 +237,20 @@ def test_one_bad_row_does_not_hide_behind_a_mark(log: CommitLog) -> None:
     roll_back(log, log.get("app:0"))
     assert log.move_mark()
     assert pending(log, log.get("app:0")) == {}
+
+
+def test_a_half_file_of_which_the_delta_log_says_no_count_is_counted_by_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Flipped bits in a checkpoint took the counts away, and every question about open half batches was a TypeError."""
+    log = make_log("memory", Path(), orders=1)
+    commit(log, prepare(log, 0, 2))
+    record = prepare(log, 1, 3)
+    table = log.half.table
+    actions = table.actions()
+    at = actions.schema.get_field_index("num_records")
+    uncounted = actions.set_column(at, "num_records", pa.nulls(actions.num_rows, pa.int64()))
+    monkeypatch.setattr(table, "actions", lambda: uncounted)
+    assert log.open_half_ids() == [record.half_id]
+    assert log.pending()["messages"].to_pylist() == [3]
+    assert log.get(record.half_id).files == record.files

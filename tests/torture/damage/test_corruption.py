@@ -46,8 +46,8 @@ def test_the_log_has_a_file_of_every_kind(folder: Path) -> None:
 def seeds_of_damage(folder: Path) -> list[int]:
     """Each kind of file twice, and in ``make test-all`` each kind in every way of damage.
 
-    A seed's last digit, so to say, is the kind and the one before it the way; a step of one more than there are kinds
-    takes the next of both.
+    The rest of a seed's division by the number of kinds picks the file, the quotient picks the damage. So a step of one
+    more than there are kinds takes the next of both.
     """
     kinds = len(files_by_kind(folder / "log"))
     step = 1 if ALL else kinds + 1

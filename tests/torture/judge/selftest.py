@@ -83,6 +83,10 @@ def main(arguments: Sequence[str]) -> int:
     first_seed = next((int(a) for a in arguments if a.isdigit()), 1)
     words = [a.lower() for a in arguments if not a.isdigit()]
     numbers = [i for i, m in enumerate(MUTANTS) if all(w in m.name.lower() for w in words)]
+    if not numbers:
+        print(f"no seeded bug has {' and '.join(map(repr, words))} in its name. There are:")
+        print(*(m.name for m in MUTANTS), sep="\n")
+        return 2
     print(f"{'mutant':78} {'caught as':42} {'seed':>8} {'tries':>6}")
     catches = []
     for found in catch_all(numbers, first_seed):

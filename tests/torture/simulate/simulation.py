@@ -799,11 +799,23 @@ def run(
     }
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> int:
+    """Show the history of some seeds, and what is wrong in each; 1 when anything is."""
+    if not arguments or not all(a.isdigit() for a in arguments):
+        print("python -m tests.torture.simulate.simulation SEED [SEED …]: plays these seeds and shows their histories")
+        return 2
     logging.disable(logging.CRITICAL)
-    for argument in sys.argv[1:]:
+    good = True
+    for argument in arguments:
         shown = simulate(int(argument))
         for line in shown.history:
             print(line)
         for finding in [*shown.problems, *map(str, shown.anomalies)]:
             print(finding)
+        print(f"seed {argument}: {len(shown.history)} events, {'nothing' if shown.good else 'something'} is wrong")
+        good &= shown.good
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
