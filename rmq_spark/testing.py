@@ -98,6 +98,7 @@ class MemoryTable:
     def __init__(self, name: str, schema: pa.Schema, machine: Machine = MACHINE) -> None:
         self.name, self.schema, self.folder = name, schema, name
         self.machine = machine
+        self.lock = machine.lock()
         self.fs: Any = _Files(machine)
         self._versions = _Versions()
         self._state = self._versions.head
@@ -122,8 +123,9 @@ class MemoryTable:
         return self._state.version
 
     def refresh(self) -> int:
-        self._state = self._versions.head
-        return self._state.version
+        with self.lock:
+            self._state = self._versions.head
+            return self._state.version
 
     def actions(self) -> pa.Table:
         state, known = self._state, self._actions
@@ -158,7 +160,8 @@ class MemoryTable:
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
-        return compare_and_set(self, decide, landed, self.try_commit)
+        with self.lock:
+            return compare_and_set(self, decide, landed, self.try_commit)
 
     def try_commit(self, change: Change) -> bool:
         with self._versions.lock:

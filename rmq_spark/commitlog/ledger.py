@@ -68,7 +68,6 @@ class Ledger:
         self.table = table
         self.machine = table.machine
         self._placer = placer
-        self._lock = self.machine.lock()
         self._seen_version = -1
         self._tail = NO_OPS
         self._tails: dict[tuple[str, int], int] = {}
@@ -86,7 +85,7 @@ class Ledger:
     # ------------------------------------------------------------------ following the table
     def refresh(self) -> int:
         """Read the op rows that are new, and return the version they reach."""
-        with self._lock:
+        with self.table.lock:
             self.table.refresh()
             return self._catch_up()
 
@@ -218,12 +217,12 @@ class Ledger:
 
     def expect(self, half_id: str) -> None:
         """Tell of a half batch that is about to be prepared: its op markers are all still to come."""
-        with self._lock:
+        with self.table.lock:
             self._remember_whole([half_id])
 
     def forget(self, half_id: str) -> None:
         """Take :meth:`expect` back."""
-        with self._lock:
+        with self.table.lock:
             self._known_whole.pop(half_id, None)
 
     def _remember_whole(self, half_ids: Iterable[str]) -> None:
@@ -242,7 +241,7 @@ class Ledger:
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """What the newest op markers say of one half batch."""
-        with self._lock:
+        with self.table.lock:
             if refresh:
                 self.refresh()
             state = record.fresh_state()
@@ -607,7 +606,7 @@ class Ledger:
             self._catch_up()
             return self._arrived
 
-        with self._lock:
+        with self.table.lock:
             self._awaited, self._arrived = commit_id, False
             try:
                 self.table.compare_and_set(decide, landed)

@@ -94,6 +94,9 @@ class CommitLog:
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
+        self.lock = half.lock
+        for table in (op, topics):
+            table.lock = self.lock
         self.storage_options = dict(storage_options or {})
         self.half = HalfStore(half)
         self.ledger = Ledger(op, Placer(self.half, self._fifo_among, self._prepared))
@@ -102,7 +105,6 @@ class CommitLog:
         self._topics: tuple[int, dict[str, int], frozenset[str]] | None = None  # version, queues, FIFO topics
         self._default_queues = default_queues
         self.machine = half.machine
-        self._lock = self.machine.lock()
         self._maintenance: threading.Thread | None = None
         self._groups: GroupStore | None = None
         self.upkeep = True
@@ -265,29 +267,33 @@ class CommitLog:
                 raise TopicExistsError(f"topic {name!r} is there already, with {there[name]} queues, {kind}")
             return Change(add=[self.topics_table.write(pa.table(row, schema=TOPICS_SCHEMA), "topics", ("name",))])
 
-        with self._lock:
-            self.topics_table.compare_and_set(decide, lambda _: name in self._read_topics()[0])
+        def landed(change: Change) -> bool:
+            # A topic of this name may be another process's: what counts is the file, also when it was rewritten since.
+            (file,) = change.add
+            live = self.topics_table.actions()["path"].to_pylist()
+            return file.path in live or file.path in self.topics_table.removed_since()
+
+        self.topics_table.compare_and_set(decide, landed)
 
     def topics(self) -> dict[str, int]:
         """Topics and their number of queues."""
-        with self._lock:
+        with self.lock:
             self.topics_table.refresh()
             return dict(self._read_topics()[0])
 
     def topics_with(self, names: Collection[str]) -> dict[str, int]:
         """The topics known and their number of queues. A topic never changes once it is made, so the table is looked at
         only when one of these names is not among them."""
-        with self._lock:
+        with self.lock:
             self._know(names)
             return dict(self._read_topics()[0])
 
     def fifo_topics(self) -> frozenset[str]:
         """The FIFO topics among those of the last call of :meth:`topics`."""
-        with self._lock:
+        with self.lock:
             return self._read_topics()[1] if self._topics is None else self._topics[2]
 
     def _fifo_among(self, topics: Collection[str]) -> frozenset[str]:
-        # Without the lock: the ledger asks, which has one of its own.
         self._know(topics)
         return self._read_topics()[1].intersection(topics)
 
@@ -315,9 +321,11 @@ class CommitLog:
     @property
     def groups(self) -> GroupStore:
         """The progress of consumer groups; its table is made when it is first needed."""
-        with self._lock:
+        with self.lock:
             if self._groups is None:
-                self._groups = GroupStore(self._groups_table())
+                table = self._groups_table()
+                table.lock = self.lock
+                self._groups = GroupStore(table)
             return self._groups
 
     def _has_groups(self) -> bool:
@@ -339,22 +347,22 @@ class CommitLog:
 
     def last_batch_id(self, app_id: str) -> int | None:
         """The newest batch id that this application prepared."""
-        with self._lock:
+        with self.lock:
             return self.half.last_batch_id(app_id)
 
     def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
         """The half batch of an application and batch id."""
-        with self._lock:
+        with self.lock:
             return self.half.find(app_id, batch_id)
 
     def get(self, half_id: str) -> HalfRecord:
         """The half batch of this id; HalfBatchNotFoundError when there is none."""
-        with self._lock:
+        with self.lock:
             return self.half.get(half_id)
 
     def prepare(self, header: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord:
         """Commit staged files: see :meth:`HalfStore.prepare`."""
-        with self._lock:
+        with self.lock:
             self.ledger.expect(header.half_id)
             try:
                 return self.half.prepare(header, files, self._settled_ms)
@@ -414,7 +422,7 @@ class CommitLog:
     # ------------------------------------------------------------------ what is open
     def open_batches(self) -> Iterator[tuple[HalfRecord, BatchState]]:
         """Half batches with pending rows, oldest first. The cost follows what is open, not the age of the log."""
-        with self._lock:
+        with self.lock:
             records = [self.half.get(half_id) for half_id in self.open_half_ids()]
         for record in records:
             state = self.state_of(record)
@@ -426,7 +434,7 @@ class CommitLog:
         not hide the others."""
         # op before half: every half batch that an op row names is known then. One that is decided in between looks open
         # here, and is looked at closely by whoever asked.
-        with self._lock:
+        with self.lock:
             self.ledger.refresh()
             prepared = self._prepared()
             found = self.ledger.open_half_ids(prepared, self._is_open)
@@ -496,7 +504,7 @@ class CommitLog:
         return [record.half_id for record, state in self._with_kind(Kind.CONFLICT) if state.in_conflict]
 
     def _with_kind(self, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
-        with self.ledger._lock:
+        with self.lock:
             self.ledger.refresh()
             paths = self.op.actions()["path"].to_pylist()
         ids = pc.unique(self.op.read(paths, ["half_id"], pc.field("kind") == kind.value)["half_id"]).to_pylist()
@@ -589,7 +597,7 @@ class CommitLog:
             raise OptionError(
                 f"start={start!r} is no mapping: the first offset of each queue is expected, as {{0: 23}}"
             )
-        with self.ledger._lock:  # the tails of one version, whatever other threads of this process see meanwhile
+        with self.lock:  # the tails of one version, whatever other threads of this process see meanwhile
             self.ledger.refresh()
             tails = dict(self.ledger.tails)
         return read_messages(self.half, self.op, tails, topic, queues, start or {}, limit, columns, tags, selector)
@@ -597,7 +605,7 @@ class CommitLog:
     # ------------------------------------------------------------------ upkeep
     def move_mark(self) -> bool:
         """Move the low-water mark over everything settled; returns whether it moved."""
-        with self._lock:
+        with self.lock:
             return self.ledger.mark(self._prepared, self.half.rows_until, self._is_open)
 
     def vacuum(self, older_than: str | None = None, dry_run: bool = False) -> list[str]:
@@ -618,7 +626,7 @@ class CommitLog:
         tables = [self.half.table, self.op, self.topics_table]
         if self._has_groups():
             tables.append(self.groups.table)
-        with self._lock, self.ledger._lock:
+        with self.lock:
             return maintenance.vacuum(tables, age_s, dry_run)
 
     def _maintain(self) -> None:
@@ -660,7 +668,7 @@ class _LogRows:
         self._log, self._record, self._mask = log, record, mask
 
     def read(self, columns: Sequence[str]) -> pa.Table:
-        with self._log._lock:
+        with self._log.lock:
             return self._log.half.read(self._record, self._mask, columns)
 
     def to_spark(self, spark: SparkSession) -> DataFrame:

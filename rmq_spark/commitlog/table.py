@@ -6,9 +6,9 @@ This module alone imports deltalake.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,6 +94,9 @@ class Table(Protocol):
     """A ``pyarrow.fs.FileSystem``, or as much of one as the tables need."""
     machine: Machine
     """Whose clock, locks and threads serve the table and all that stands on it."""
+    lock: AbstractContextManager[object]
+    """Whoever moves the handle holds it. Between ``decide`` and its commit no other thread may refresh, or the commit
+    stands on a version that its decision never saw. The tables of a commit log share one."""
 
     @property
     def version(self) -> int:
@@ -221,7 +224,7 @@ class DeltaLogTable:
         self._delta_schema = Schema.from_arrow(schema)
         self.fs: pafs.FileSystem
         self.fs, self.folder = filesystem(uri, storage_options)
-        self._lock = threading.RLock()
+        self.lock = machine.lock()
         self._actions: tuple[int, pa.Table] | None = None
         # half has a file or more a transaction: it opens while op is read, and for readers of op not at all.
         self._opening = self._open_in_background()
@@ -303,7 +306,7 @@ class DeltaLogTable:
         return dict(self._table.metadata().configuration)
 
     def refresh(self) -> int:
-        with self._lock:
+        with self.lock:
             before = self.version
             try:
                 self._table.update_incremental()
@@ -326,7 +329,7 @@ class DeltaLogTable:
             check_entries(Path(self.folder, "_delta_log"), self.name, since, int(table.version()))
 
     def actions(self) -> pa.Table:
-        with self._lock:
+        with self.lock:
             version = self.version
             if self._actions is None or self._actions[0] != version:
                 self._actions = (version, self._read_actions())
@@ -349,12 +352,12 @@ class DeltaLogTable:
             listed = self._table.vacuum(retention_hours=hours, dry_run=True, enforce_retention_duration=False)
             return {unquote(p) for p in listed}
 
-        with self._lock:
+        with self.lock:
             removed = removed_before(0)
             return removed if age_s is None else removed - removed_before(int(age_s // 3600))
 
     def transaction_version(self, app_id: str) -> int | None:
-        with self._lock:
+        with self.lock:
             return self._table.transaction_version(app_id)
 
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
@@ -398,7 +401,8 @@ class DeltaLogTable:
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
-        return compare_and_set(self, decide, landed, self.try_commit)
+        with self.lock:
+            return compare_and_set(self, decide, landed, self.try_commit)
 
     def try_commit(self, change: Change) -> bool:
         now_ms = self.machine.time_ms()

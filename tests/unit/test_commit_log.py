@@ -708,7 +708,7 @@ class _Racing:
 
     def __init__(self, table: table_module.Table, actions: Callable[[], pa.Table]) -> None:
         self._table, self.actions = table, actions
-        self.read, self.refresh = table.read, table.refresh
+        self.read, self.refresh, self.lock = table.read, table.refresh, table.lock
 
     @property
     def version(self) -> int:

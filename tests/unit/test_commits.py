@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,77 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark.commitlog import table as table_module
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter
+from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import STATS_COLUMNS, Kind, OpRow, RowState, Who, to_table
 from rmq_spark.commitlog.table import Change, DeltaLogTable, compare_and_set
-from rmq_spark.errors import AlreadyPreparedError, CommitError, LostCommitError
+from rmq_spark.errors import AlreadyPreparedError, CommitError, LostCommitError, TopicExistsError
 from rmq_spark.testing import MemoryTable
-from tests.half_batches import another, bodies, check_offsets, commit, make_log, pending, prepare
+from tests.half_batches import another, bodies, check_offsets, commit, header_of, make_log, pending, prepare
+
+
+# ---------------------------------------------------------------- threads that share a handle
+def look_meanwhile(table: Any, elsewhere: Callable[[], object], look: Callable[[], object]) -> None:
+    """Before the next commit of a table: another process commits, and then another thread of this one looks."""
+    real = table.try_commit
+
+    def overtaken(change: Change) -> bool:
+        table.try_commit = real
+        elsewhere()
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join(LOOKS_S)
+        return bool(real(change))
+
+    table.try_commit = overtaken
+
+
+LOOKS_S = 0.3
+"""So long the other thread has to look; it has to wait until the commit is done."""
+
+
+@pytest.mark.parametrize("kind", ["memory", "delta"])
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda log: log.half.get("other:0"),
+        lambda log: log.open_half_ids(),
+        lambda log: log.find("other", 0),
+        lambda log: log.read("orders"),
+        lambda log: commit(log, log.get("other:0")),
+    ],
+    ids=["get", "open half batches", "find", "read", "decide"],
+)
+def test_a_thread_that_looks_between_a_decision_and_its_commit_lets_nothing_be_prepared_twice(
+    tmp_path: Path, kind: str, look: Callable[[CommitLog], object]
+) -> None:
+    """Two processes send under one idempotency key. The look moved the shared handle to a version that the decision of
+    the slower one had not seen, and its commit was accepted there."""
+    log = make_log(kind, tmp_path / "log", orders=1)
+    prepare(log, 0, 2, app="other")
+    header = replace(header_of(0), numbered=False)
+    files = {handle: stage(handle, header) for handle in (log, another(log))}
+    mine, theirs = files
+    look_meanwhile(log.half.table, lambda: theirs.prepare(header, files[theirs]), lambda: look(log))
+    with pytest.raises(AlreadyPreparedError):
+        mine.prepare(header, files[mine])
+    assert another(log).get(header.half_id).rows == 1
+
+
+@pytest.mark.parametrize("kind", ["memory", "delta"])
+def test_a_thread_that_looks_for_topics_lets_no_topic_be_made_twice(tmp_path: Path, kind: str) -> None:
+    log = make_log(kind, tmp_path / "log", orders=1)
+    look_meanwhile(
+        log.topics_table, lambda: another(log).create_topic("bills", 2), lambda: log.topics_with(["no such topic"])
+    )
+    with pytest.raises(TopicExistsError):
+        log.create_topic("bills", 3)
+    assert another(log).topics() == {"bills": 2, "orders": 1}
+
+
+def stage(log: CommitLog, header: HalfHeader) -> list[HalfFile]:
+    writer = HalfWriter(header, log.topics(), "orders", None)
+    return log.stage(writer, pa.table({"body": ["a"]}).to_batches())
 
 
 # ---------------------------------------------------------------- failures of unknown outcome

@@ -152,6 +152,7 @@ class SimulatedTable:
         self.name, self.schema, self.folder = name, schema, name
         self.fs: Any = files
         self.machine = machine
+        self.lock = machine.lock()
         self.content = content or Content([State(0, {}, {}, f"{name} is made")])
         self._scheduler, self._weather, self._history = scheduler, weather, history
         self._state = self.content.versions[-1]
@@ -169,6 +170,10 @@ class SimulatedTable:
         return self._state.version
 
     def refresh(self) -> int:
+        with self.lock:
+            return self._refresh()
+
+    def _refresh(self) -> int:
         self._scheduler.step()
         self._let_land()
         chance = self._scheduler.chance.random
@@ -215,7 +220,8 @@ class SimulatedTable:
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
         self._acknowledged = None
-        change = compare_and_set(self, decide, landed, self.try_commit)
+        with self.lock:
+            change = compare_and_set(self, decide, landed, self.try_commit)
         # A merge is content when somebody else has merged the same files: nobody is told whose commit it was.
         if change is not None and self._acknowledged is not None and not change.remove:
             self._history.note(
