@@ -19,6 +19,7 @@ from rmq_spark.errors import (
     AlreadyPreparedError,
     CorruptLogError,
     HalfBatchNotFoundError,
+    LostFileError,
     MessageError,
     StagedFilesTooOldError,
 )
@@ -203,8 +204,21 @@ class HalfStore:
         return None if header is None else HalfRecord(header, prepared_ms, dict(sorted(files.items())), sent_ms)
 
     def locate(self, half_id: str, file_no: int) -> str:
-        """Where a half file's rows lie now, for a reader whose hint is out of date."""
-        record = self.get(half_id)
+        """Where a half file's rows lie now, for a reader whose hint is out of date.
+
+        Raises
+        ------
+        LostFileError
+            When this handle does not see the half batch: op names its rows, so it is there, or it is lost.
+        """
+        try:
+            record = self.get(half_id)
+        except HalfBatchNotFoundError as problem:
+            raise LostFileError(
+                f"the files of half batch {half_id!r} are not where op says, and version {self.table.version} of table "
+                "half has no such half batch: the store answers with an older list (read again), or table half was "
+                "set back (restore it from a copy)"
+            ) from problem
         if file_no not in record.files:
             raise CorruptLogError(f"half batch {half_id!r} has no file {file_no}")
         return record.files[file_no].path

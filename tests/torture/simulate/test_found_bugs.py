@@ -8,6 +8,7 @@ import pytest
 
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.table import Change
+from rmq_spark.errors import LostFileError
 from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog, MemoryTable
 from tests.half_batches import another, bodies, check_offsets, commit, pending, prepare
@@ -99,6 +100,27 @@ def test_a_batch_that_was_open_when_a_clock_that_is_behind_rewrote_it_is_still_c
     commit(log, prepare(log, 2, 2))
     assert another(log).move_mark()
     assert another(log).open_half_ids() == []
+
+
+def test_a_reader_whose_list_of_half_is_older_than_a_rewritten_batch_is_told_to_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seed 207604894: an OPTIMIZE and a VACUUM moved the rows, and the list of half that the store showed was older
+    than their prepare. The reader said that there is no such half batch, as if somebody had mistyped its id."""
+    log = InMemoryCommitLog(topics={"orders": 1})
+    reader = another(log)
+    commit(log, prepare(log, 0, 2))
+    (path,) = another(log).half.table.actions()["path"].to_pylist()
+    rewrite_by_a_clock_that_is_behind(log)
+    log.half.table.fs.delete_file(f"half/{path}")
+
+    with monkeypatch.context() as patch:
+        refresh = MemoryTable.refresh
+        behind = reader.half.table
+        patch.setattr(MemoryTable, "refresh", lambda self: self.version if self is behind else refresh(self))
+        with pytest.raises(LostFileError, match="read again"):
+            reader.read("orders")
+    assert reader.read("orders").num_rows == 2
 
 
 def rewrite_by_a_clock_that_is_behind(log: InMemoryCommitLog) -> None:
