@@ -28,6 +28,13 @@ TRANSACTION_CHECK_MAX = 15
 FILE_RESERVED_TIME_S = 72 * 3600.0
 CHECK_ROUND_TIMEOUT_S = 60.0
 LEASE_S = 60.0
+LEASE_S_MAX = 3600.0
+"""A lease that ends later than this from now is a wrong clock's."""
+CLOCK_SKEW_S_MAX = 60.0
+"""How far the clocks of writers may be from the store's, and a time in the log in the future."""
+FROM_THE_FUTURE_AGE_S = 3600.0
+"""The age of a half batch whose times all lie in the future, by a clock that was ahead: nobody knows it. Old enough to
+be asked about, too young to be given up."""
 """How long a lease keeps checkers away; a living sink renews it at a third of this, from 20 s on."""
 REPLAY_CHECK_TIMEOUT_S = 60.0
 ORPHAN_AGE_S = 7 * 24 * 3600.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -45,6 +47,8 @@ class HalfRecord:
     files: Mapping[int, StoredFile]
     sent_ms: int
     """As ``prepared_ms``, but for rows that somebody rewrote, which have a new one: then the time of their staging."""
+    staged_ms: int
+    """When its newest row was staged, by the clock of the machine that did it."""
 
     @property
     def half_id(self) -> str:
@@ -53,6 +57,10 @@ class HalfRecord:
     @property
     def prepared_at(self) -> datetime:
         return datetime.fromtimestamp(self.prepared_ms / 1000, timezone.utc)
+
+    @property
+    def staged_at(self) -> datetime:
+        return datetime.fromtimestamp(self.staged_ms / 1000, timezone.utc)
 
     @property
     def rows(self) -> int:
@@ -67,6 +75,24 @@ class HalfRecord:
         """The state before any op marker: every row pending under attempt 1."""
         files = {n: FileState(f.path, f.rows, f.segments) for n, f in self.files.items()}
         return BatchState(self.half_id, files)
+
+
+class Prepared(NamedTuple):
+    """What the Delta log says of a prepared half batch.
+
+    Attributes
+    ----------
+    ms : int
+        When it was prepared, or rewritten.
+    rows : int
+        Those in the files that were looked at.
+    rewritten : bool
+        True when some lie in a file that somebody rewrote: other rows of it may lie elsewhere.
+    """
+
+    ms: int
+    rows: int
+    rewritten: bool
 
 
 class HalfStore:
@@ -124,7 +150,8 @@ class HalfStore:
         stored = {f.file_no: StoredFile(f.data.path, f.data.rows, f.segments, f.delayed) for f in files}
         # Any of the tries may be the one that landed. A batch taken for older than it is, is only looked at closer; for
         # one taken for younger, markers would be looked for above a low-water mark that they lie below.
-        return HalfRecord(header, min(tried_ms), dict(sorted(stored.items())), min(tried_ms))
+        staged_ms = int(max(f.staged_at for f in files) * 1000)
+        return HalfRecord(header, min(tried_ms), dict(sorted(stored.items())), min(tried_ms), staged_ms)
 
     def _batch_id_in_log(self, header: HalfHeader) -> int | None:
         return None if self._find(header.half_id) is None else header.batch_id
@@ -179,7 +206,7 @@ class HalfStore:
         columns = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "deliver_at", "store_timestamp"]
         files: dict[int, StoredFile] = {}
         header: HalfHeader | None = None
-        prepared_ms = sent_ms = 0
+        prepared_ms = sent_ms = staged_ms = 0
         for action in self._candidates(half_id).to_pylist():
             rows = self.table.read([action["path"]], columns, pc.field("half_id") == half_id)
             if action["min.half_id"] == half_id == action["max.half_id"]:
@@ -191,9 +218,10 @@ class HalfStore:
             found = _stored_files(action["path"], rows)
             # A file of which the Delta log says no count is another writer's, or the log is damaged: look closer.
             alone = len(found) == 1 and rows.num_rows == action["num_records"]
-            staged_ms = None if alone else int(pc.max(rows["store_timestamp"]).as_py().timestamp() * 1000)
+            file_staged_ms = int(pc.max(rows["store_timestamp"]).as_py().timestamp() * 1000)
+            staged_ms = max(staged_ms, file_staged_ms)
             prepared_ms = max(prepared_ms, action["modification_time"])
-            sent_ms = max(sent_ms, action["modification_time"] if staged_ms is None else staged_ms)
+            sent_ms = max(sent_ms, action["modification_time"] if alone else file_staged_ms)
             for file_no, stored in found:
                 if file_no in files:
                     raise CorruptLogError(
@@ -201,7 +229,9 @@ class HalfStore:
                         "its rows were spread by a rewrite that rmq_spark does not follow"
                     )
                 files[file_no] = stored
-        return None if header is None else HalfRecord(header, prepared_ms, dict(sorted(files.items())), sent_ms)
+        if header is None:
+            return None
+        return HalfRecord(header, prepared_ms, dict(sorted(files.items())), sent_ms, staged_ms)
 
     def locate(self, half_id: str, file_no: int) -> str:
         """Where a half file's rows lie now, for a reader whose hint is out of date.
@@ -223,14 +253,22 @@ class HalfStore:
             raise CorruptLogError(f"half batch {half_id!r} has no file {file_no}")
         return record.files[file_no].path
 
-    def rows_until(self, low_water_ms: int) -> int:
-        """Rows of half batches that were prepared until a time, as far as :meth:`prepared_after` has looked."""
-        actions = self.table.actions()
-        until = pc.less_equal(actions["modification_time"], low_water_ms)
-        return pc.sum(actions.filter(until)["num_records"]).as_py() or 0
+    def rewritten_below(self, low_water_ms: int) -> str:
+        """Stands for the files below a time that somebody rewrote (OPTIMIZE by Spark, for instance); ``""`` for none.
 
-    def prepared_after(self, low_water_ms: int) -> dict[str, tuple[int, int]]:
-        """Half batches prepared after a time: (prepare time in ms, rows) by half id."""
+        It is another one when such a file came or went; as far as :meth:`prepared_after` has looked.
+        """
+        actions = self.table.actions()
+        below = pc.less_equal(actions["modification_time"], low_water_ms)
+        rewritten = pc.and_(below, pc.invert(self._ours(actions)))
+        paths = sorted(actions["path"].filter(rewritten).to_pylist())
+        return hashlib.sha256("\n".join(paths).encode()).hexdigest()[:32] if paths else ""
+
+    def _ours(self, actions: pa.Table) -> pa.ChunkedArray:
+        return pc.starts_with(actions["path"], f"{self.table.name}-")
+
+    def prepared_after(self, low_water_ms: int) -> dict[str, Prepared]:
+        """Half batches in files that were prepared or rewritten after a time, by half id."""
         self.table.refresh()
         actions = self.table.actions()
         actions = actions.filter(pc.greater(actions["modification_time"], low_water_ms))
@@ -238,16 +276,23 @@ class HalfStore:
             return {}
         low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
         whole = pc.and_(pc.fill_null(pc.equal(low, high), False), pc.is_valid(actions["num_records"]))
-        counted = pa.table({"half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"]})
+        counted = pa.table({
+            "half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"],
+            "rewritten": pc.invert(self._ours(actions)),
+        })  # fmt: skip
         counted = counted.filter(whole)
         for mixed in actions.filter(pc.invert(whole)).select(["path", "modification_time"]).to_pylist():
             ids = self.table.read([mixed["path"]], ["half_id"])["half_id"]
             ms = pa.repeat(pa.scalar(mixed["modification_time"], pa.int64()), len(ids))
             ones = pa.repeat(pa.scalar(1, pa.int64()), len(ids))
-            counted = pa.concat_tables([counted, pa.table({"half_id": ids, "ms": ms, "rows": ones})])
-        sums = counted.group_by("half_id", use_threads=False).aggregate([("rows", "sum"), ("ms", "max")])
-        values = zip(sums["half_id"].to_pylist(), sums["ms_max"].to_pylist(), sums["rows_sum"].to_pylist(), strict=True)
-        return {half_id: (ms, rows) for half_id, ms, rows in values}
+            yes = pa.repeat(pa.scalar(True), len(ids))
+            part = pa.table({"half_id": ids, "ms": ms, "rows": ones, "rewritten": yes})
+            counted = pa.concat_tables([counted, part])
+        sums = counted.group_by("half_id", use_threads=False).aggregate(
+            [("ms", "max"), ("rows", "sum"), ("rewritten", "any")]
+        )
+        columns = [sums[name].to_pylist() for name in ("half_id", "ms_max", "rows_sum", "rewritten_any")]
+        return {half_id: Prepared(*values) for half_id, *values in zip(*columns, strict=True)}
 
     # ------------------------------------------------------------------ rows
     def read(self, record: HalfRecord, mask: Mapping[int, bytes], columns: Sequence[str]) -> pa.Table:

@@ -6,20 +6,17 @@ row is decided once, a past attempt is never decided, and offsets have no gaps.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta, timezone
-from typing import Any
+from datetime import datetime, timedelta
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.follow import Followed, Tails, Waiting, settled_rows
+from rmq_spark.commitlog.half_store import HalfRecord, Prepared
 from rmq_spark.commitlog.op import (
-    KINDS,
     NO_OPS,
-    SETTLING,
     STATS_COLUMNS,
     BatchState,
     Kind,
@@ -36,7 +33,7 @@ from rmq_spark.commitlog.op import (
 from rmq_spark.commitlog.placing import Open, Piece, Placer
 from rmq_spark.commitlog.table import Change, Table
 from rmq_spark.config import ATTEMPTS_MAX
-from rmq_spark.errors import CorruptLogError, StaleAttemptError, VerdictConflictError
+from rmq_spark.errors import StaleAttemptError, VerdictConflictError
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 
 Mask = Mapping[int, bytes]
@@ -68,17 +65,8 @@ class Ledger:
         self.table = table
         self.machine = table.machine
         self._placer = placer
-        self._seen_version = -1
-        self._tail = NO_OPS
-        self._tails: dict[tuple[str, int], int] = {}
-        self._last_time = datetime.fromtimestamp(0, timezone.utc)
-        self._low_water = 0
-        self._rows_below = 0  # half rows that lay below the newest mark when it was made; 0: it does not say
-        self._tail_since = 0  # the tail holds all op rows from this version on
-        self._known_whole: dict[str, None] = {}  # half batches with no op rows before the tail, oldest first
-        self._waiting: dict[
-            str, Counter[datetime | None]
-        ] = {}  # committed rows without a place, by the time they are due
+        self._followed = Followed()
+        self._known_whole: dict[str, None] = {}  # half batches with no op rows before the kept ones, oldest first
         self._awaited: str | None = None  # the commit id that is being written
         self._arrived = False  # it was among the rows that were followed
 
@@ -90,112 +78,71 @@ class Ledger:
             return self._catch_up()
 
     def _catch_up(self) -> int:
-        version = self.table.version
-        if version <= self._seen_version:
+        before, version = self._followed, self.table.version
+        if version <= before.version:
             return version
-        since = self._seen_version + 1 if self._seen_version >= 0 else self._cold_start()
-        self._follow(self._read_since(since, version))
-        self._seen_version = version
+        if before.version < 0:
+            before = self._start()
+        rows = self._read_between(before.version + 1, version)
+        after = before.after(rows, version)
+        # An exception (an interrupt, a full memory) may end us at any line: each leaves what is true.
+        for half_id in _cut_off(before, rows, after):
+            self._known_whole.pop(half_id, None)
+        if self._awaited is not None and pc.any(pc.equal(rows["commit_id"], self._awaited)).as_py():
+            self._arrived = True
+        self._followed = after
         return version
 
-    def _cold_start(self) -> int:
-        """Take the queue tails from the newest mark, and return the version from which rows are needed."""
+    def _start(self) -> Followed:
+        """Where a cold start goes on from: the newest mark."""
         actions = self.table.actions()
         marked = pc.max(actions["max.low_water"]).as_py() if actions.num_rows else None
         if marked is None:
-            return 0
-        paths = actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist()
-        rows = self.table.read(paths)
-        mark = rows.filter(pc.equal(rows["kind"], Kind.MARK.value)).sort_by("version")
-        newest = _newest_mark(mark)
-        self._tails = {(t["topic"], t["queue_id"]): t["next_offset"] for t in newest["tails"]}
-        self._tail_since = int(newest["since_version"])
+            return Followed()
         self._known_whole.clear()  # what was expected before may have been decided, and passed by the mark
-        return self._tail_since
+        return Followed.from_mark(
+            self.table.read(actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist())
+        )
 
-    def _read_since(self, version: int, until: int) -> pa.Table:
+    def _read_between(self, first: int, last: int) -> pa.Table:
+        """The op rows of these versions, in version order."""
         actions = self.table.actions()
         if actions.num_rows == 0:
             return NO_OPS
-        new = pc.fill_null(pc.greater_equal(actions["max.version"], version), True)
-        paths = actions.filter(new)["path"].to_pylist()
-        # Not by the reader: it passes over what a footer says is outside, and nothing guards that from a flipped bit.
-        rows = self.table.read(paths)
-        # Another thread may have refreshed the table meanwhile: what is newer is read the next time, and once.
-        new = pc.and_(pc.greater_equal(rows["version"], version), pc.less_equal(rows["version"], until))
-        return rows.filter(new).sort_by("version")
-
-    def _follow(self, rows: pa.Table) -> None:
-        if rows.num_rows == 0:
-            return
-        _check_rows(rows)
-        self._take_ends(rows.filter(pc.is_valid(rows["next_offset"])))
-        self._last_time = max(self._last_time, pc.max(rows["op_time"]).as_py())
-        if self._awaited is not None and pc.any(pc.equal(rows["commit_id"], self._awaited)).as_py():
-            self._arrived = True
-        self._tail = pa.concat_tables([self._tail, rows])
-        self._follow_waiting(rows)
-        marks = rows.filter(pc.equal(rows["kind"], Kind.MARK.value))
-        if marks.num_rows:
-            newest = _newest_mark(marks)
-            self._low_water, self._rows_below = newest["low_water"], newest["count"] or 0
-            self._tail_since = max(self._tail_since, newest["since_version"])
-            kept = pc.greater_equal(self._tail["version"], self._tail_since)
-            for half_id in pc.unique(self._tail.filter(pc.invert(kept))["half_id"]).to_pylist():
-                self._known_whole.pop(half_id, None)
-            self._tail = self._tail.filter(kept)
-        if self._tail["version"].num_chunks > TAIL_CHUNKS_MAX:
-            self._tail = self._tail.combine_chunks()
-
-    def _follow_waiting(self, rows: pa.Table) -> None:
-        placing = pc.equal(rows["kind"], Kind.PLACE.value)
-        waiting = pc.and_(pc.equal(rows["kind"], Kind.COMMIT.value), pc.is_null(rows["queue_offset"]))
-        changes = rows.filter(pc.or_(placing, waiting)).select(["kind", "half_id", "count", "until"])
-        for r in changes.to_pylist():
-            counts = self._waiting.setdefault(r["half_id"], Counter())
-            counts[r["until"]] += r["count"] if r["kind"] == Kind.COMMIT.value else -r["count"]
-            if counts[r["until"]] <= 0:
-                del counts[r["until"]]
-                if not counts:
-                    del self._waiting[r["half_id"]]
-
-    def _take_ends(self, placed: pa.Table) -> None:
-        """Move the tails over new placements: gaps or overlaps mean that op rows are lost or doubled."""
-        sums = [("queue_offset", "min"), ("next_offset", "max"), ("count", "sum")]
-        for r in placed.group_by(["topic", "queue_id"], use_threads=False).aggregate(sums).to_pylist():
-            queue = (r["topic"], r["queue_id"])
-            known, count, end = self._tails.get(queue, 0), r["count_sum"], r["next_offset_max"]
-            if r["queue_offset_min"] < known:  # a cold start reads some rows that the mark knows of
-                mine = pc.and_(pc.equal(placed["topic"], queue[0]), pc.equal(placed["queue_id"], queue[1]))
-                new = pc.and_(mine, pc.greater_equal(placed["queue_offset"], known))
-                count, end = pc.sum(placed.filter(new)["count"]).as_py() or 0, max(end, known)
-            if known + count != end:
-                raise CorruptLogError(
-                    f"table op places {count} messages at offsets {known} to {end - 1} of queue {queue[1]} of topic "
-                    f"{queue[0]!r}: op rows are lost or doubled; restore the table from a copy"
-                )
-            self._tails[queue] = end
+        new = pc.fill_null(pc.greater_equal(actions["max.version"], first), True)
+        # Not filtered by the reader: it passes over what a footer says is outside, and nothing guards that from a
+        # flipped bit.
+        rows = self.table.read(actions.filter(new)["path"].to_pylist())
+        between = pc.and_(pc.greater_equal(rows["version"], first), pc.less_equal(rows["version"], last))
+        return rows.filter(between).sort_by("version")
 
     # ------------------------------------------------------------------ questions
     @property
     def low_water_ms(self) -> int:
         """Prepare time (ms) up to which every half batch is settled, but for those reopened later."""
-        return self._low_water
+        return self._followed.low_water
 
-    def may_hide(self, rows_below: int) -> bool:
-        """True when more half rows lie below the mark than did when it was made: somebody whose clock is behind has
-        rewritten some from above it, and they may be open."""
-        return 0 < self._rows_below < rows_below
+    def may_hide(self, rewritten_below: str) -> bool:
+        """True when other files lie below the mark, rewritten by somebody, than did when it was made: they may hold
+        rows from above it, which may be open. Nothing is prepared below the mark, so all that comes there is rewritten.
+        """
+        return bool(rewritten_below) and rewritten_below != self._followed.rewritten_below
 
     @property
-    def tails(self) -> dict[tuple[str, int], int]:
-        """The next offset of every queue that has messages; read-only."""
-        return self._tails
+    def tails(self) -> Tails:
+        """The next offset of every queue that has messages."""
+        return self._followed.tails
+
+    @property
+    def waiting(self) -> Waiting:
+        """Committed messages that have no place yet, by half id and the time at which they are due (None: when an
+        earlier message of their sharding key is decided)."""
+        return self._followed.waiting
 
     @property
     def rows_kept(self) -> int:
         """How many op rows are kept in memory."""
-        return int(self._tail.num_rows)
+        return int(self._followed.rows.num_rows)
 
     @property
     def half_ids_kept(self) -> int:
@@ -205,15 +152,16 @@ class Ledger:
     def rows_of(self, record: HalfRecord) -> pa.Table:
         """The op rows of one half batch, in version order."""
         half_id = record.half_id
-        settled = record.prepared_ms <= self._low_water and half_id not in self._waiting
-        if settled:  # its markers may be older than the tail
+        followed = self._followed
+        settled = record.prepared_ms <= followed.low_water and half_id not in followed.waiting
+        if settled:  # its markers may be older than the kept ones
             return self._scan([half_id])
         if half_id not in self._known_whole:
             # Somebody's OPTIMIZE gives old rows a new prepare time: look once whether there are older markers.
-            if self._older_than_tail([half_id]).num_rows:
+            if self._older([half_id]).num_rows:
                 return self._scan([half_id])
             self._remember_whole([half_id])
-        return self._tail.filter(pc.equal(self._tail["half_id"], half_id))
+        return followed.rows.filter(pc.equal(followed.rows["half_id"], half_id))
 
     def expect(self, half_id: str) -> None:
         """Tell of a half batch that is about to be prepared: its op markers are all still to come."""
@@ -236,8 +184,10 @@ class Ledger:
             where &= pc.field("version") < before
         return self.table.read(self.table.actions()["path"].to_pylist(), None, where).sort_by("version")
 
-    def _older_than_tail(self, half_ids: Sequence[str]) -> pa.Table:
-        return self._scan(half_ids, before=self._tail_since) if self._tail_since else NO_OPS
+    def _older(self, half_ids: Sequence[str]) -> pa.Table:
+        """The op rows of half batches before those that are kept in memory."""
+        since = self._followed.since
+        return self._scan(half_ids, before=since) if since else NO_OPS
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """What the newest op markers say of one half batch."""
@@ -249,31 +199,33 @@ class Ledger:
                 state.fold(row)
             return state
 
-    def open_half_ids(self, prepared: Mapping[str, tuple[int, int]], is_open: Callable[[str], bool]) -> list[str]:
+    def open_half_ids(self, prepared: Mapping[str, Prepared], is_open: Callable[[str], bool]) -> list[str]:
         """Half batches with pending rows.
 
         Parameters
         ----------
         prepared : mapping
-            Half batches above the low-water mark: (prepare time in ms, rows) by half id.
+            Half batches that may be open, by half id.
         is_open : callable
             Looks closely at one half batch. Asked about those below the mark that were reopened, of which the rows kept
             in memory do not tell.
         """
         opened = self._open_of(prepared)
-        return opened + [half_id for half_id in self._reopened() if half_id not in prepared and is_open(half_id)]
+        return opened + [h for h in self._reopened(prepared) if h not in opened and is_open(h)]
 
-    def _open_of(self, prepared: Mapping[str, tuple[int, int]]) -> list[str]:
-        net = _settled_rows(self._tail)
-        opened = [half_id for half_id, (_, rows) in prepared.items() if rows > net.get(half_id, 0)]
+    def _open_of(self, prepared: Mapping[str, Prepared]) -> list[str]:
+        net = settled_rows(self._followed.rows)
+        opened = [half_id for half_id, p in prepared.items() if p.rows > net.get(half_id, 0)]
         doubtful = [half_id for half_id in opened if half_id not in self._known_whole]
-        older = _settled_rows(self._older_than_tail(doubtful)) if doubtful else {}
+        older = settled_rows(self._older(doubtful)) if doubtful else {}
         self._remember_whole(h for h in doubtful if h not in older)
-        return [h for h in opened if prepared[h][1] > net.get(h, 0) + older.get(h, 0)]
+        return [h for h in opened if prepared[h].rows > net.get(h, 0) + older.get(h, 0)]
 
-    def _reopened(self) -> list[str]:
-        rows = self._tail.filter(pc.equal(self._tail["kind"], Kind.REOPEN.value))
-        return [str(h) for h in pc.unique(rows["half_id"]).to_pylist()]
+    def _reopened(self, prepared: Mapping[str, Prepared]) -> list[str]:
+        """Half batches that were reopened and of which ``prepared`` may not know all rows."""
+        rows = self._followed.rows
+        ids = pc.unique(rows.filter(pc.equal(rows["kind"], Kind.REOPEN.value))["half_id"]).to_pylist()
+        return [h for h in ids if h not in prepared or prepared[h].rewritten]
 
     # ------------------------------------------------------------------ decisions
     def decide(
@@ -342,8 +294,9 @@ class Ledger:
         return [p for p in placed if p.half_id == record.half_id]
 
     # ------------------------------------------------------------------ places
-    def _now(self) -> datetime:
-        return max(self.machine.now(), self._last_time)
+    def _op_time(self) -> datetime:
+        """The time of new rows, not before the newest one's. Only the order counts: what is due says our own clock."""
+        return max(self.machine.now(), self._followed.last_time)
 
     def _commit_rows(
         self, record: HalfRecord, state: BatchState, mask: Mask, attempt: int, who: Who, reason: str | None
@@ -367,7 +320,7 @@ class Ledger:
                 producer_group=record.header.producer_group,
                 until=due,
             )
-            for due, due_mask in self._placer.by_due(record, mask, self._now())
+            for due, due_mask in self._placer.by_due(record, mask, self.machine.now())
             for file_no, bits in sorted(due_mask.items())
             for file in [state.files[file_no]]
             for segment in file.segments
@@ -386,12 +339,12 @@ class Ledger:
         placed : list
             Takes up what becomes visible.
         """
-        tails = dict(self._tails)
+        tails = dict(self.tails)
         if not rows:
             return rows
-        if not (self._waiting or record.delayed or self._placer.fifo_of(record)):
+        if not (self.waiting or record.delayed or self._placer.fifo_of(record)):
             return [_at_tail(row, tails, placed) for row in rows]
-        now = self._now()
+        now = self.machine.now()
         for row in rows:
             state.fold(row.as_read(now))
         pieces = self._placer.placeable([*self._others(record, now), Open(record, state)], now)
@@ -402,12 +355,12 @@ class Ledger:
 
     def _others(self, record: HalfRecord | None, now: datetime) -> list[Open]:
         """Other half batches whose messages may be due, or may wait for each other."""
-        keyed = {half_id for half_id, counts in self._waiting.items() if None in counts}
-        ids = {half_id for half_id, counts in self._waiting.items() if any(d is None or d <= now for d in counts)}
+        keyed = {half_id for half_id, counts in self.waiting.items() if None in counts}
+        ids = {half_id for half_id, counts in self.waiting.items() if any(d is None or d <= now for d in counts)}
         if keyed or (record is not None and self._placer.fifo_of(record)):
             above = self._placer.prepared()
             ids.update(self._open_of(above))
-            ids.update(half_id for half_id in self._reopened() if half_id not in above)
+            ids.update(self._reopened(above))
         if record is not None:
             ids.discard(record.half_id)
         records = [self._placer.record(half_id) for half_id in sorted(ids)]
@@ -419,21 +372,15 @@ class Ledger:
 
         def build() -> list[OpRow]:
             placed.clear()
-            now = self._now()
-            if not any(due is not None and due <= now for counts in self._waiting.values() for due in counts):
+            now = self.machine.now()
+            if not any(due is not None and due <= now for counts in self.waiting.values() for due in counts):
                 return []
-            tails = dict(self._tails)
+            tails = dict(self.tails)
             pieces = self._placer.placeable(self._others(None, now), now)
             return [_at_tail(_place_row(piece), tails, placed) for piece in pieces]
 
         self.append(build)
         return placed
-
-    @property
-    def waiting(self) -> Mapping[str, Mapping[datetime | None, int]]:
-        """Committed messages that have no place yet, by half id and the time at which they are due (None: when an
-        earlier message of their sharding key is decided)."""
-        return self._waiting
 
     # ------------------------------------------------------------------ what stays open
     def quarantine(
@@ -552,8 +499,8 @@ class Ledger:
 
     def mark(
         self,
-        prepared: Callable[[], Mapping[str, tuple[int, int]]],
-        rows_until: Callable[[int], int],
+        prepared: Callable[[], Mapping[str, Prepared]],
+        rewritten_below: Callable[[int], str],
         is_open: Callable[[str], bool],
     ) -> bool:
         """Move the low-water mark as far as it goes; False when it cannot move.
@@ -561,10 +508,10 @@ class Ledger:
         Parameters
         ----------
         prepared : callable
-            Half batches above the mark: (prepare time in ms, rows) by half id. It is called after the newest op rows
-            were read, so that it knows every half batch that they name.
-        rows_until : callable
-            How many half rows lie below a time, as far as ``prepared`` has looked.
+            Half batches that may be open. It is called after the newest op rows were read, so that it knows every half
+            batch that they name.
+        rewritten_below : callable
+            Stands for the files below a time that somebody rewrote, as far as ``prepared`` has looked.
         is_open : callable
             As for :meth:`open_half_ids`.
         """
@@ -573,19 +520,26 @@ class Ledger:
         def build() -> list[OpRow]:
             nonlocal moved
             moved = False
-            above = prepared()
-            first_open = min((above[h][0] for h in self._open_of(above)), default=None)
-            settled_ms = [ms for ms, _ in above.values() if first_open is None or ms < first_open]
-            low_water = max(settled_ms, default=self._low_water)
-            if low_water <= self._low_water:
+            # Nobody looks again at what a mark passes: so it stands on what the table says, not on what was kept.
+            start = self._start()
+            self._followed = start.after(self._read_between(start.version + 1, self.table.version), self.table.version)
+            before, above = self._followed, prepared()
+            opened = set(self.open_half_ids(above, is_open))
+            first_open = min((above[h].ms for h in opened if h in above), default=None)
+            settled_ms = [p.ms for p in above.values() if first_open is None or p.ms < first_open]
+            low_water = max(settled_ms, default=before.low_water)
+            rewritten = rewritten_below(low_water)
+            if first_open is not None and first_open <= before.low_water:
+                return []
+            if low_water < before.low_water or (low_water == before.low_water and not self.may_hide(rewritten)):
                 return []
             moved = True
-            keep = {h for h, (ms, _) in above.items() if ms > low_water}
-            keep |= {h for h in self._reopened() if h not in above and is_open(h)} | set(self._waiting)
-            kept = self._tail.filter(pc.is_in(self._tail["half_id"], value_set=pa.array(sorted(keep), pa.string())))
+            keep = {h for h, p in above.items() if p.ms > low_water} | opened | set(before.waiting)
+            kept = before.rows.filter(pc.is_in(before.rows["half_id"], value_set=pa.array(sorted(keep), pa.string())))
             since = pc.min(kept["version"]).as_py() if kept.num_rows else self.table.version + 1
-            below = rows_until(low_water)
-            return [OpRow(Kind.MARK, count=below, low_water=low_water, since_version=since, tails=dict(self._tails))]
+            return [
+                OpRow(Kind.MARK, reason=rewritten or None, low_water=low_water, since_version=since, tails=before.tails)
+            ]
 
         self.append(build)
         return moved
@@ -599,7 +553,7 @@ class Ledger:
             rows = build()
             if not rows:
                 return None
-            table = to_table(rows, self.table.version + 1, self._now(), commit_id)
+            table = to_table(rows, self.table.version + 1, self._op_time(), commit_id)
             return Change(add=[self.table.write(table, "op", STATS_COLUMNS)])
 
         def landed(change: Change) -> bool:
@@ -612,6 +566,14 @@ class Ledger:
                 self.table.compare_and_set(decide, landed)
             finally:
                 self._awaited = None
+
+
+def _cut_off(before: Followed, rows: pa.Table, after: Followed) -> list[str]:
+    """Half batches with op rows that a new mark let go."""
+    if after.since == before.since:
+        return []
+    ids = [r.filter(pc.less(r["version"], after.since))["half_id"] for r in (before.rows, rows)]
+    return [str(h) for part in ids for h in pc.unique(part).to_pylist()]
 
 
 def _at_tail(row: OpRow, tails: dict[tuple[str, int], int], placed: list[Placed]) -> OpRow:
@@ -642,47 +604,6 @@ def _place_row(piece: Piece) -> OpRow:
         producer_group=header.producer_group,
         until=piece.due,
     )
-
-
-def _check_rows(rows: pa.Table) -> None:
-    """Raise CorruptLogError for op rows that rmq_spark cannot have written, before anything is made of them."""
-    kinds = [k for k in pc.unique(rows["kind"]).to_pylist() if k not in KINDS]
-    if kinds:
-        raise CorruptLogError(
-            f"table op has a row of the kind {kinds[0]!r}: it was changed by hand, or by a newer version of rmq_spark"
-        )
-    offset, end, count = rows["queue_offset"], rows["next_offset"], rows["count"]
-    right = pc.and_(pc.greater_equal(offset, 0), pc.equal(end, pc.add(offset, count)))
-    right = pc.and_(right, pc.and_(pc.is_valid(rows["topic"]), pc.is_valid(rows["queue_id"])))
-    right = pc.or_kleene(pc.fill_null(right, False), pc.and_(pc.is_null(offset), pc.is_null(end)))
-    if not pc.all(right).as_py():
-        wrong = rows.filter(pc.invert(right)).select(["half_id", "version", "queue_offset", "next_offset", "count"])
-        raise CorruptLogError(f"table op has a row with offsets that cannot be: {wrong.slice(0, 1).to_pylist()[0]}")
-
-
-def _newest_mark(marks: pa.Table) -> dict[str, Any]:
-    """The last of some mark rows, in version order; CorruptLogError when it says nothing that can be used."""
-    if marks.num_rows == 0:
-        raise CorruptLogError("table op has lost its newest mark: restore the table from a copy")
-    newest: dict[str, Any] = marks.slice(marks.num_rows - 1).to_pylist()[0]
-    whole = newest["tails"] is not None and all(None not in tail.values() for tail in newest["tails"])
-    if not whole or newest["low_water"] is None or newest["since_version"] is None:
-        raise CorruptLogError(
-            f"table op has a mark at version {newest['version']} without tails, low_water or since_version: it was "
-            "changed by hand"
-        )
-    return newest
-
-
-def _settled_rows(rows: pa.Table) -> dict[str, int]:
-    """By half id: rows that op markers settled, less those that were reopened."""
-    settling = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in SETTLING]))
-    reopening = pc.equal(rows["kind"], Kind.REOPEN.value)
-    sign = pc.subtract(pc.cast(settling, pa.int64()), pc.cast(reopening, pa.int64()))
-    signed = pa.table({"half_id": rows["half_id"], "n": pc.multiply(sign, rows["count"])})
-    signed = signed.filter(pc.is_valid(signed["half_id"]))
-    sums = signed.group_by("half_id", use_threads=False).aggregate([("n", "sum")])
-    return dict(zip(sums["half_id"].to_pylist(), sums["n_sum"].to_pylist(), strict=True))
 
 
 def _in_states(state: BatchState, mask: Mask, states: Sequence[RowState], attempt: int | None) -> dict[int, bytes]:

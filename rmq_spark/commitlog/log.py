@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,14 +18,21 @@ from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog import op as op_module
 from rmq_spark.commitlog.group_store import GROUPS_SCHEMA, GroupStore
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter, check_known
-from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
+from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Prepared
 from rmq_spark.commitlog.ledger import Ledger, Mask, Placed
 from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who, mask_count, runs, scatter
 from rmq_spark.commitlog.placing import Placer
 from rmq_spark.commitlog.reading import read_messages
 from rmq_spark.commitlog.storage import check_put_if_absent, check_storage_options, reaching
 from rmq_spark.commitlog.table import Change, DeltaLogTable, Table
-from rmq_spark.config import ORPHAN_AGE_S, QUEUES_DEFAULT, QUEUES_MAX, parse_duration
+from rmq_spark.config import (
+    CLOCK_SKEW_S_MAX,
+    FROM_THE_FUTURE_AGE_S,
+    ORPHAN_AGE_S,
+    QUEUES_DEFAULT,
+    QUEUES_MAX,
+    parse_duration,
+)
 from rmq_spark.errors import (
     CommitLogExistsError,
     LogFormatError,
@@ -386,13 +394,26 @@ class CommitLog:
             batch_id=record.header.batch_id,
             attempt=attempt,
             producer_group=record.header.producer_group,
-            prepared_at=max(record.prepared_at, state.opened_at.get(attempt, record.prepared_at)),
+            prepared_at=self._began_at(record, state, attempt),
             check_times=state.check_times(mask),
             transaction_per=record.header.transaction_per,
             fence_id=record.header.fence_id,
             rows=_LogRows(self, record, mask),
             arg=arg,
         )
+
+    def _began_at(self, record: HalfRecord, state: BatchState, attempt: int) -> datetime:
+        """When an attempt began, as far as it can be believed.
+
+        A clock that was ahead has written times that lie in the future, and all later half batches come after those:
+        nothing would be old enough to be asked about. What was staged by a right clock says when that was; of the rest
+        nobody knows.
+        """
+        now = self.machine.now()
+        for said in (state.opened_at.get(attempt, record.prepared_at), record.staged_at):
+            if said <= now + timedelta(seconds=CLOCK_SKEW_S_MAX):
+                return said
+        return now - timedelta(seconds=FROM_THE_FUTURE_AGE_S)
 
     def decide(
         self,
@@ -439,13 +460,13 @@ class CommitLog:
             prepared = self._prepared()
             found = self.ledger.open_half_ids(prepared, self._is_open)
         # What was reopened below the mark is older than all above it.
-        return sorted(found, key=lambda half_id: prepared.get(half_id, (0, 0))[0])
+        return sorted(found, key=lambda half_id: prepared[half_id].ms if half_id in prepared else 0)
 
-    def _prepared(self) -> Mapping[str, tuple[int, int]]:
+    def _prepared(self) -> Mapping[str, Prepared]:
         """Half batches that may be open, by half id: all above the low-water mark, or all when it may hide some."""
         low_water = self.ledger.low_water_ms
         prepared = self.half.prepared_after(low_water)
-        hidden = self.ledger.may_hide(self.half.rows_until(low_water))
+        hidden = self.ledger.may_hide(self.half.rewritten_below(low_water))
         return self.half.prepared_after(-1) if hidden else prepared
 
     def _is_open(self, half_id: str) -> bool:
@@ -606,7 +627,7 @@ class CommitLog:
     def move_mark(self) -> bool:
         """Move the low-water mark over everything settled; returns whether it moved."""
         with self.lock:
-            return self.ledger.mark(self._prepared, self.half.rows_until, self._is_open)
+            return self.ledger.mark(self._prepared, self.half.rewritten_below, self._is_open)
 
     def vacuum(self, older_than: str | None = None, dry_run: bool = False) -> list[str]:
         """Remove files that no table names (orphans of crashes, leftovers of compaction) and return their paths.

@@ -32,7 +32,7 @@ OP_SCHEMA = pa.schema(
         ("count", pa.int64()),  # rows named
         ("attempt", pa.int32()),
         ("decided_by", pa.string()),  # execute, check, discard, admin
-        ("reason", pa.string()),
+        ("reason", pa.string()),  # mark: stands for the files below low_water that somebody rewrote
         ("topic", pa.string()),
         ("queue_id", pa.int32()),
         ("queue_offset", pa.int64()),  # of the first row named; the others follow in order

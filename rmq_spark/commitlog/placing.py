@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.files import arange, bytes_array
-from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
+from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Prepared
 from rmq_spark.commitlog.op import (
     BatchState,
     FileState,
@@ -77,14 +77,14 @@ class Placer:
     fifo_topics : callable
         Which of these topics are FIFO topics.
     prepared : callable
-        Half batches above the low-water mark: (prepare time in ms, rows) by half id.
+        Half batches that may be open, by half id.
     """
 
     def __init__(
         self,
         half: HalfStore,
         fifo_topics: Callable[[Collection[str]], frozenset[str]],
-        prepared: Callable[[], Mapping[str, tuple[int, int]]],
+        prepared: Callable[[], Mapping[str, Prepared]],
     ) -> None:
         self.prepared = prepared
         self._half = half

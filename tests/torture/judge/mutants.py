@@ -23,6 +23,7 @@ from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import ledger as ledger_module
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.files import RowRange
+from rmq_spark.commitlog.follow import Followed
 from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog, masks_for
 from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who, mask_count, rows_in_both, rows_without
@@ -279,14 +280,15 @@ def _early_offsets() -> Iterator[None]:
     with_places = Ledger._with_places
 
     def early(self: Any, record: Any, state: Any, rows: Any, placed: Any) -> Any:
-        newest = self._tails
+        newest = self._followed
         attempt = {row.attempt for row in rows}
         key = (record.half_id, *attempt)
-        self._tails = self.__dict__.setdefault("early_tails", {}).setdefault(key, dict(newest))
+        early = self.__dict__.setdefault("early_tails", {}).setdefault(key, newest.tails)
+        self._followed = replace(newest, tails=early)
         try:
             return with_places(self, record, state, rows, placed)
         finally:
-            self._tails = newest
+            self._followed = newest
 
     with replaced((Ledger, "_with_places", early)):
         yield
@@ -297,13 +299,13 @@ def _early_offsets() -> Iterator[None]:
     streams=2, queues=1, crash=0.03, batches=3, checkers=2,
 )  # fmt: skip
 def _stale_tails() -> Iterator[None]:
-    cold_start = Ledger._cold_start
+    start = Ledger._start
 
-    def skipping(self: Ledger) -> int:
-        since = cold_start(self)
-        return self.table.version + 1 if self._tails else since
+    def skipping(self: Ledger) -> Followed:
+        found = start(self)
+        return replace(found, version=self.table.version) if found.tails else found
 
-    with replaced((Ledger, "_cold_start", skipping)):
+    with replaced((Ledger, "_start", skipping)):
         yield
 
 
@@ -609,7 +611,7 @@ def _border_forgotten() -> Iterator[None]:
     temper_check_unknown=0.9, restored=None, on_listener_error="unknown",
 )  # fmt: skip
 def _mark_past_reopened() -> Iterator[None]:
-    with replaced((Ledger, "_reopened", lambda self: [])):
+    with replaced((Ledger, "_reopened", lambda self, prepared: [])):
         yield
 
 
@@ -621,10 +623,10 @@ def _mark_past_open() -> Iterator[None]:
     mark, open_of = Ledger.mark, Ledger._open_of
     marking: set[int] = set()  # ledgers; their lock is held meanwhile
 
-    def hasty(self: Ledger, prepared: Any, rows_until: Any, is_open: Any) -> bool:
+    def hasty(self: Ledger, prepared: Any, rewritten_below: Any, is_open: Any) -> bool:
         marking.add(id(self))
         try:
-            return mark(self, prepared, rows_until, is_open)
+            return mark(self, prepared, rewritten_below, is_open)
         finally:
             marking.discard(id(self))
 
@@ -642,9 +644,9 @@ def _mark_past_open() -> Iterator[None]:
 )  # fmt: skip
 def _older_markers_forgotten() -> Iterator[None]:
     def none(self: Ledger, half_ids: Any) -> pa.Table:
-        return self._tail.slice(0, 0)
+        return self._followed.rows.slice(0, 0)
 
-    with replaced((Ledger, "_older_than_tail", none)):
+    with replaced((Ledger, "_older", none)):
         yield
 
 

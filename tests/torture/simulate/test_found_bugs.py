@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from rmq_spark.commitlog.op import Who
+from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.table import Change
 from rmq_spark.errors import LostFileError
 from rmq_spark.machine import Machine
@@ -102,6 +102,46 @@ def test_a_batch_that_was_open_when_a_clock_that_is_behind_rewrote_it_is_still_c
     assert another(log).open_half_ids() == []
 
 
+def test_two_rewrites_that_swap_settled_rows_for_open_ones_hide_nothing() -> None:
+    """One OPTIMIZE lifts settled rows above the mark, another one, by a clock that is behind, sinks as many open rows
+    below it. The mark counted the rows below: they were as many as before, and nobody looked at them."""
+    log = InMemoryCommitLog(topics={"orders": 1})
+    commit(log, prepare(log, 0, 2))
+    record = prepare(log, 1, 2)
+    assert log.move_mark()
+    (settled,) = files_of(log, "app:0")
+    (still_open,) = files_of(log, "app:1")
+    rewrite(log, [settled], at_ms=log.machine.time_ms() + 1000)
+    rewrite(log, [still_open], at_ms=1)
+
+    assert another(log).open_half_ids() == [record.half_id]
+    assert not another(log).move_mark()
+    assert another(log).open_half_ids() == [record.half_id]
+    commit(log, another(log).get(record.half_id))
+    assert another(log).open_half_ids() == []
+    assert another(log).move_mark()
+
+
+def test_a_half_batch_of_which_a_rewrite_lifted_one_file_is_still_found_when_it_is_reopened() -> None:
+    """Two files, rolled back by a check, and the mark is above them. An OPTIMIZE lifts one of them. When its rows are
+    reopened, the rows above the mark are no more than those that stay rolled back."""
+    log = InMemoryCommitLog(topics={"orders": 1})
+    record = prepare(log, 0, 4, per="message", partitions=2)
+    mask = pending(log, record)
+    log.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
+    commit(log, prepare(log, 1, 2))
+    assert log.move_mark()
+    (first, _) = files_of(log, record.half_id)
+    rewrite(log, [first], at_ms=log.machine.time_ms() + 1000)
+    record = another(log).get(record.half_id)
+    states = (RowState.ROLLED_BACK_BY_CHECK,)
+    log.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "again")
+    log.decide(record, 2, commit={0: mask[0]}, rollback={}, who=Who.EXECUTE)
+
+    assert another(log).open_half_ids() == [record.half_id]
+    assert log.open_half_ids() == [record.half_id]
+
+
 def test_a_reader_whose_list_of_half_is_older_than_a_rewritten_batch_is_told_to_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -127,6 +167,18 @@ def rewrite_by_a_clock_that_is_behind(log: InMemoryCommitLog) -> None:
     """Somebody's OPTIMIZE of ``half``."""
     table = another(log).half.table
     table.refresh()
-    old = table.actions()["path"].to_pylist()
-    change = Change(add=[table.write(table.read(old), "part", ("half_id",))], remove=old, modification_time_ms=1)
+    rewrite(log, table.actions()["path"].to_pylist(), at_ms=1)
+
+
+def rewrite(log: InMemoryCommitLog, paths: list[str], at_ms: int) -> None:
+    """Somebody's OPTIMIZE of some files of ``half``, at a time by that machine's clock."""
+    table = another(log).half.table
+    table.refresh()
+    rows = table.write(table.read(paths), "part", ("half_id",))
+    change = Change(add=[rows], remove=paths, modification_time_ms=at_ms)
     table.compare_and_set(lambda _: change, lambda _: True)
+
+
+def files_of(log: InMemoryCommitLog, half_id: str) -> list[str]:
+    record = another(log).get(half_id)
+    return [file.path for _, file in sorted(record.files.items())]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark.commitlog import ledger, maintenance
+from rmq_spark.commitlog import follow, ledger, maintenance
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Mask, Placed
@@ -169,7 +169,7 @@ def limits(op_files_max: int) -> Iterator[None]:
     """Bounds of the product that are low enough for upkeep to happen within a run."""
     found = (
         (maintenance, "OP_FILES_MAX", op_files_max),
-        (ledger, "TAIL_CHUNKS_MAX", 4),
+        (follow, "CHUNKS_MAX", 4),
         (ledger, "HALF_IDS_KEPT", 3),
     )
     before = [(module, name, getattr(module, name)) for module, name, _ in found]

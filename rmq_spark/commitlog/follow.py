@@ -1,0 +1,170 @@
+"""What ``op`` says up to a version, followed commit by commit.
+
+:class:`Followed` is a value. Whoever follows ``op`` makes the next value aside and takes it in one step. An exception
+on the way (an interrupt in a notebook, a full memory) leaves the last one, which is right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog.op import KINDS, NO_OPS, SETTLING, Kind
+from rmq_spark.errors import CorruptLogError
+
+CHUNKS_MAX = 64
+EPOCH = datetime.fromtimestamp(0, timezone.utc)
+
+Tails = Mapping[tuple[str, int], int]
+"""The next offset of every queue that has messages, by topic and queue."""
+Waiting = Mapping[str, Mapping[datetime | None, int]]
+"""Committed messages without a place, by half id and the time at which they are due (None: when an earlier message of
+their sharding key is decided)."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What the op rows up to a version say.
+
+    Attributes
+    ----------
+    version : int
+        The last one that was followed.
+    since : int
+        ``rows`` holds all op rows from this version on.
+    low_water : int
+        Prepare time (ms) up to which every half batch is settled, but for those reopened later.
+    rewritten_below : str
+        Stands for the files below ``low_water`` that somebody had rewritten when the mark was made.
+    """
+
+    version: int = -1
+    rows: pa.Table = field(default_factory=lambda: NO_OPS)
+    since: int = 0
+    tails: Tails = field(default_factory=dict)
+    waiting: Waiting = field(default_factory=dict)
+    last_time: datetime = EPOCH
+    low_water: int = 0
+    rewritten_below: str = ""
+
+    @classmethod
+    def from_mark(cls, rows: pa.Table) -> Followed:
+        """Where to go on from the newest of some mark rows: just before the first version that is still needed."""
+        mark = _newest_mark(rows.filter(pc.equal(rows["kind"], Kind.MARK.value)).sort_by("version"))
+        since = int(mark["since_version"])
+        tails = {(t["topic"], t["queue_id"]): t["next_offset"] for t in mark["tails"]}
+        return cls(version=since - 1, since=since, tails=tails)
+
+    def after(self, rows: pa.Table, version: int) -> Followed:
+        """What they say together with all rows that came since, up to ``version``, in version order.
+
+        Raises
+        ------
+        CorruptLogError
+            When the rows contradict each other, or what was there before.
+        """
+        if rows.num_rows == 0:
+            return replace(self, version=version)
+        _check_rows(rows)
+        kept = pa.concat_tables([self.rows, rows])
+        since, low_water, rewritten_below = self.since, self.low_water, self.rewritten_below
+        marks = rows.filter(pc.equal(rows["kind"], Kind.MARK.value))
+        if marks.num_rows:
+            newest = _newest_mark(marks)
+            low_water, rewritten_below = newest["low_water"], newest["reason"] or ""
+            since = max(since, newest["since_version"])
+            kept = kept.filter(pc.greater_equal(kept["version"], since))
+        if kept["version"].num_chunks > CHUNKS_MAX:
+            kept = kept.combine_chunks()
+        return Followed(
+            version,
+            kept,
+            since,
+            _moved(self.tails, rows.filter(pc.is_valid(rows["next_offset"]))),
+            _still_waiting(self.waiting, rows),
+            max(self.last_time, pc.max(rows["op_time"]).as_py()),
+            low_water,
+            rewritten_below,
+        )
+
+
+def settled_rows(rows: pa.Table) -> dict[str, int]:
+    """By half id: rows that op markers settled, less those that were reopened."""
+    settling = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in SETTLING]))
+    reopening = pc.equal(rows["kind"], Kind.REOPEN.value)
+    sign = pc.subtract(pc.cast(settling, pa.int64()), pc.cast(reopening, pa.int64()))
+    signed = pa.table({"half_id": rows["half_id"], "n": pc.multiply(sign, rows["count"])})
+    signed = signed.filter(pc.is_valid(signed["half_id"]))
+    sums = signed.group_by("half_id", use_threads=False).aggregate([("n", "sum")])
+    return dict(zip(sums["half_id"].to_pylist(), sums["n_sum"].to_pylist(), strict=True))
+
+
+def _moved(tails: Tails, placed: pa.Table) -> Tails:
+    """The tails after new placements: gaps or overlaps mean that op rows are lost or doubled."""
+    moved = dict(tails)
+    sums = [("queue_offset", "min"), ("next_offset", "max"), ("count", "sum")]
+    for r in placed.group_by(["topic", "queue_id"], use_threads=False).aggregate(sums).to_pylist():
+        queue = (r["topic"], r["queue_id"])
+        known, count, end = tails.get(queue, 0), r["count_sum"], r["next_offset_max"]
+        if r["queue_offset_min"] < known:  # a cold start reads some rows that the mark knows of
+            mine = pc.and_(pc.equal(placed["topic"], queue[0]), pc.equal(placed["queue_id"], queue[1]))
+            new = pc.and_(mine, pc.greater_equal(placed["queue_offset"], known))
+            count, end = pc.sum(placed.filter(new)["count"]).as_py() or 0, max(end, known)
+        if known + count != end:
+            raise CorruptLogError(
+                f"table op places {count} messages at offsets {known} to {end - 1} of queue {queue[1]} of topic "
+                f"{queue[0]!r}: op rows are lost or doubled; restore the table from a copy"
+            )
+        moved[queue] = end
+    return moved
+
+
+def _still_waiting(waiting: Waiting, rows: pa.Table) -> Waiting:
+    placing = pc.equal(rows["kind"], Kind.PLACE.value)
+    committing = pc.and_(pc.equal(rows["kind"], Kind.COMMIT.value), pc.is_null(rows["queue_offset"]))
+    changes = rows.filter(pc.or_(placing, committing)).select(["kind", "half_id", "count", "until"]).to_pylist()
+    if not changes:
+        return waiting
+    changed = {half_id: Counter(waiting.get(half_id, {})) for half_id in {r["half_id"] for r in changes}}
+    for r in changes:
+        counts = changed[r["half_id"]]
+        counts[r["until"]] += r["count"] if r["kind"] == Kind.COMMIT.value else -r["count"]
+        if counts[r["until"]] <= 0:
+            del counts[r["until"]]
+    return {half_id: counts for half_id, counts in {**waiting, **changed}.items() if counts}
+
+
+def _check_rows(rows: pa.Table) -> None:
+    """Raise CorruptLogError for op rows that rmq_spark cannot have written, before anything is made of them."""
+    kinds = [k for k in pc.unique(rows["kind"]).to_pylist() if k not in KINDS]
+    if kinds:
+        raise CorruptLogError(
+            f"table op has a row of the kind {kinds[0]!r}: it was changed by hand, or by a newer version of rmq_spark"
+        )
+    offset, end, count = rows["queue_offset"], rows["next_offset"], rows["count"]
+    right = pc.and_(pc.greater_equal(offset, 0), pc.equal(end, pc.add(offset, count)))
+    right = pc.and_(right, pc.and_(pc.is_valid(rows["topic"]), pc.is_valid(rows["queue_id"])))
+    right = pc.or_kleene(pc.fill_null(right, False), pc.and_(pc.is_null(offset), pc.is_null(end)))
+    if not pc.all(right).as_py():
+        wrong = rows.filter(pc.invert(right)).select(["half_id", "version", "queue_offset", "next_offset", "count"])
+        raise CorruptLogError(f"table op has a row with offsets that cannot be: {wrong.slice(0, 1).to_pylist()[0]}")
+
+
+def _newest_mark(marks: pa.Table) -> dict[str, Any]:
+    """The last of some mark rows, in version order; CorruptLogError when it says nothing that can be used."""
+    if marks.num_rows == 0:
+        raise CorruptLogError("table op has lost its newest mark: restore the table from a copy")
+    newest: dict[str, Any] = marks.slice(marks.num_rows - 1).to_pylist()[0]
+    whole = newest["tails"] is not None and all(None not in tail.values() for tail in newest["tails"])
+    if not whole or newest["low_water"] is None or newest["since_version"] is None:
+        raise CorruptLogError(
+            f"table op has a mark at version {newest['version']} without tails, low_water or since_version: it was "
+            "changed by hand"
+        )
+    return newest
