@@ -89,6 +89,10 @@ class StorageError(TxmqError):
     """The store cannot be reached, or cannot do what a commit log needs."""
 
 
+class ClockError(TxmqError):
+    """This machine's clock is too far from the store's."""
+
+
 class CommitError(TxmqError):
     """A commit to a Delta table did not succeed within its tries."""
 

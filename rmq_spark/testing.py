@@ -23,7 +23,7 @@ from rmq_spark.commitlog.group_store import GROUPS_SCHEMA
 from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.log import TOPICS_SCHEMA, CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA
-from rmq_spark.commitlog.table import Change, actions_schema, compare_and_set
+from rmq_spark.commitlog.table import Change, Clock, actions_schema, compare_and_set
 from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.machine import MACHINE, Machine
 
@@ -92,6 +92,13 @@ class _Versions:
         self.removed: dict[str, float] = {}
 
 
+class _SameClock:
+    """A store in memory has the machine's own clock."""
+
+    def check(self) -> None:
+        pass
+
+
 class MemoryTable:
     """A :class:`rmq_spark.commitlog.table.Table` in memory. Handles made with :meth:`another` share the content."""
 
@@ -100,6 +107,7 @@ class MemoryTable:
         self.machine = machine
         self.lock = machine.lock()
         self.fs: Any = _Files(machine)
+        self.clock: Clock = _SameClock()
         self._versions = _Versions()
         self._state = self._versions.head
         self._actions: tuple[int, pa.Table] | None = None

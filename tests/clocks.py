@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from rmq_spark.commitlog.clock import StoreClock
 from rmq_spark.machine import Machine
 
 
@@ -37,4 +38,5 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, ahead_s: float = 0.0) -> Clock:
     for name in ("time", "monotonic", "sleep"):
         method = getattr(clock, name)
         monkeypatch.setattr(Machine, name, lambda *arguments, method=method: method(*arguments))
+    monkeypatch.setattr(StoreClock, "stored_at", lambda store: store._machine.time())  # the store's goes with it
     return clock

@@ -27,6 +27,7 @@ from rmq_spark.commitlog.op import BatchState, RowState, Who, mask_count, rows_w
 from rmq_spark.config import (
     CHECK_ROUND_TIMEOUT_S,
     CHECKS_MAX,
+    CLOCK_SKEW_S_MAX,
     DURATION_S_MAX,
     FILE_RESERVED_TIME_S,
     TRANSACTION_CHECK_INTERVAL_S,
@@ -52,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 HUNG_CALLS_MAX = 8
 """So many calls of listeners may be under way beyond their round; with more, nothing is asked."""
-CLOCK_SKEW_S_MAX = 60.0
-"""A half batch that is prepared further in the future is reported: it would stay young for as long."""
 STOP_POLL_S = 0.2
 
 
@@ -243,7 +242,7 @@ class CheckService:
         if state.in_conflict:
             work.report.problem(half_id, _IN_CONFLICT)
             return
-        if state.lease_until is not None and state.lease_until > self._clock():
+        if state.leased(self._clock()):
             work.report.skip(LEASED)
             return
         for attempt in state.attempts(RowState.PENDING):
@@ -282,15 +281,14 @@ class CheckService:
         self._ask(open_, rows_without(due, checked_out), listener, work)
 
     def _age_s(self, open_: _Open, pending: Mask, report: CheckReport) -> float:
-        prepared_at = self._half_batch(open_, pending).prepared_at
-        age_s = (self._clock() - prepared_at).total_seconds()
-        if age_s < -CLOCK_SKEW_S_MAX:
+        ahead_s = (open_.record.prepared_at - self._clock()).total_seconds()
+        if ahead_s > CLOCK_SKEW_S_MAX:
             report.problem(
                 open_.half_id,
-                f"it was prepared at {prepared_at}, which is {-age_s:.0f} s in the future: set the clocks of the "
-                "sink's and the checker's machines",
+                f"it says that it was prepared at {open_.record.prepared_at}, which is {ahead_s:.0f} s in the future: "
+                "the clock of this machine, or of one that wrote to the log, is wrong. It is checked all the same",
             )
-        return age_s
+        return (self._clock() - self._half_batch(open_, pending).prepared_at).total_seconds()
 
     def _due(self, open_: _Open, pending: Mask, age_s: float, report: CheckReport) -> Mask:
         messages = self._half_batch(open_, pending).messages(COLUMNS)

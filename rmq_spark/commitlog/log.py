@@ -104,7 +104,7 @@ class CommitLog:
         self.path = path
         self.lock = half.lock
         for table in (op, topics):
-            table.lock = self.lock
+            table.lock, table.clock = half.lock, half.clock
         self.storage_options = dict(storage_options or {})
         self.half = HalfStore(half)
         self.ledger = Ledger(op, Placer(self.half, self._fifo_among, self._prepared))
@@ -332,7 +332,7 @@ class CommitLog:
         with self.lock:
             if self._groups is None:
                 table = self._groups_table()
-                table.lock = self.lock
+                table.lock, table.clock = self.lock, self.half.table.clock
                 self._groups = GroupStore(table)
             return self._groups
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import Enum
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.files import bytes_array
 from rmq_spark.commitlog.half import Segment
-from rmq_spark.config import ATTEMPTS_MAX
+from rmq_spark.config import ATTEMPTS_MAX, LEASE_S_MAX
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.message import TIMESTAMP
 
@@ -258,6 +258,10 @@ class BatchState:
         self.lease_until: datetime | None = None
         self.opened_at: dict[int, datetime] = {}  # attempt → when it was reopened
         self.history: list[dict[str, object]] = []  # decisions, for the words of an error
+
+    def leased(self, now: datetime) -> bool:
+        """True while a local transaction is known to run. A lease that ends far in the future is a wrong clock's."""
+        return self.lease_until is not None and now < self.lease_until <= now + timedelta(seconds=LEASE_S_MAX)
 
     def fold(self, row: Mapping[str, object]) -> None:
         """Apply one op row of this half batch (rows come in version order).

@@ -23,6 +23,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 
+from rmq_spark.commitlog.clock import StoreClock
 from rmq_spark.commitlog.files import DataFile, RowRange, check_path, filesystem, read_range, write_table
 from rmq_spark.commitlog.seal import (
     ENTRY_SEAL,
@@ -84,6 +85,13 @@ class Change:
     data_change: bool = True
 
 
+class Clock(Protocol):
+    """:class:`rmq_spark.commitlog.clock.StoreClock`, or its twin."""
+
+    def check(self) -> None:
+        """Raise ClockError when the writer's clock is too far from the store's."""
+
+
 class Table(Protocol):
     """A table of the commit log. ``DeltaLogTable`` is the real one, ``rmq_spark.testing`` has its twin."""
 
@@ -97,6 +105,9 @@ class Table(Protocol):
     lock: AbstractContextManager[object]
     """Whoever moves the handle holds it. Between ``decide`` and its commit no other thread may refresh, or the commit
     stands on a version that its decision never saw. The tables of a commit log share one."""
+
+    clock: Clock
+    """Asked before anything is written. The tables of a commit log share one."""
 
     @property
     def version(self) -> int:
@@ -153,11 +164,14 @@ def compare_and_set(
 
     Raises
     ------
+    ClockError
+        When this machine's clock is too far from the store's; nothing was written.
     CommitError
         When the tries are used up.
     LostCommitError
         When a commit was acknowledged but the state does not have it: it went below the log's head.
     """
+    table.clock.check()
     failures = 0
     change: Change | None = None
     for tries in range(COMMIT_TRIES_MAX):
@@ -225,6 +239,7 @@ class DeltaLogTable:
         self.fs: pafs.FileSystem
         self.fs, self.folder = filesystem(uri, storage_options)
         self.lock = machine.lock()
+        self.clock: Clock = StoreClock(self.fs, self.folder, machine)
         self._actions: tuple[int, pa.Table] | None = None
         # half has a file or more a transaction: it opens while op is read, and for readers of op not at all.
         self._opening = self._open_in_background()

@@ -20,7 +20,7 @@ from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Mask, Placed
 from rmq_spark.commitlog.log import CommitLog, masks_for
 from rmq_spark.commitlog.op import BatchState, RowState, Who, rows_in_both, rows_without
-from rmq_spark.config import LEASE_S, REPLAY_CHECK_TIMEOUT_S
+from rmq_spark.config import LEASE_S, LEASE_S_MAX, REPLAY_CHECK_TIMEOUT_S
 from rmq_spark.errors import (
     AlreadyPreparedError,
     CheckpointMismatchError,
@@ -120,6 +120,8 @@ class TwoPhase:
     ) -> None:
         if on_listener_error not in ON_LISTENER_ERROR:
             raise OptionError(f"onListenerError={on_listener_error!r} is not one of {', '.join(ON_LISTENER_ERROR)}")
+        if not 0 < lease_s <= LEASE_S_MAX:
+            raise OptionError(f"lease_s={lease_s!r} is out of range: seconds up to {LEASE_S_MAX:g} are expected")
         self.log = log
         self.listener = listener
         self.on_listener_error = on_listener_error

@@ -31,6 +31,7 @@ class Process:
         self.dead = False
         self.paused_until = 0.0
         self.immortal = False
+        self.clock_offset_s = 0.0  # how far its machine's clock is ahead of all others
         self.tasks: list[Task] = []
 
 
@@ -303,8 +304,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------ clocks
     def wall_s(self) -> float:
-        """What the machines' clocks say; it may step."""
+        """What the clocks say that are not wrong, and the store's; it may step."""
         return EPOCH_S + self.now + self.clock_offset_s
+
+    def machine_s(self) -> float:
+        """What the clock of the current process's machine says."""
+        return self.wall_s() + (self.current.process.clock_offset_s if self.current is not None else 0.0)
 
 
 EPOCH_S = 1_800_000_000.0

@@ -30,6 +30,7 @@ from rmq_spark.commitlog.reading import stored_columns, to_messages
 from rmq_spark.commitlog.table import Change
 from rmq_spark.errors import (
     CheckpointMismatchError,
+    ClockError,
     CommitError,
     FenceError,
     LocalTransactionError,
@@ -59,7 +60,7 @@ from tests.torture.simulate.shop import (
     Temper,
     VersionedListener,
 )
-from tests.torture.simulate.store import Weather, prepared_s
+from tests.torture.simulate.store import SimulatedClock, Weather, prepared_s
 from tests.torture.simulate.world import TOPIC, SimulatedLog, World, create_topic, limits
 
 GROUP = "group"
@@ -70,13 +71,13 @@ SEEDS_WANTED = 1_000_000
 """In a long run; it ends earlier when its time is up, and says how many there were."""
 
 EXPECTED = (
-    CheckpointMismatchError, CommitError, FenceError, LocalTransactionError, LostCommitError, StaleAttemptError,
-    UnresolvedTransactionError, VerdictConflictError, Broken, OSError,
+    CheckpointMismatchError, ClockError, CommitError, FenceError, LocalTransactionError, LostCommitError,
+    StaleAttemptError, UnresolvedTransactionError, VerdictConflictError, Broken, OSError,
 )  # fmt: skip
 """What may end a process that meets a fault; anything else is a finding."""
 
 
-MOODS = ("storm", "clocks", "crowd", "guesses")
+MOODS = ("storm", "clocks", "wrong clocks", "crowd", "guesses")
 """Kinds of trouble that a scenario may have more of."""
 
 
@@ -115,6 +116,7 @@ class Scenario:
     crash: float = 0.0
     pause: float = 0.0
     clock_steps: bool = False
+    wrong_clocks: float = 0.0
     op_files_max: int = 5
     stuck_after_s: float | None = None
     weather: Weather = field(default_factory=Weather)
@@ -158,7 +160,7 @@ class Scenario:
         )
         if often() < 0.8:
             scenario.weather = Weather(
-                **{name: pick((0.0, 0.05, 0.15)) for name in vars(Weather())} | {"unreadable": pick((0.0, 0.0, 0.01))}
+                **{name: pick((0.0, 0.05, 0.15)) for name in Weather.chances()} | {"unreadable": pick((0.0, 0.0, 0.01))}
             )
         scenario.temper = Temper(
             fails_before=pick((0.0, 0.1)),
@@ -179,6 +181,9 @@ class Scenario:
             self.pause, self.switch, self.zombies = 0.04, 0.6, 0.5
         elif mood == "clocks":
             self.clock_steps, self.upkeep, self.pause = True, max(self.upkeep, 3), 0.04
+        elif mood == "wrong clocks":
+            self.clock_steps, self.upkeep, self.wrong_clocks = False, max(self.upkeep, 4), 0.4
+            self.weather.on_own_disk = self.rows > 1
         elif mood == "crowd":
             self.streams, self.checkers, self.switch, self.zombies, self.op_files_max = 2, 2, 0.6, 0.8, 2
         elif mood == "guesses":
@@ -199,6 +204,7 @@ class Scenario:
             self.immunity = False  # leases need their time
             # Without a fence nobody may wake up late or overtake a lease; and a policy that guesses is a guess.
             self.pause, self.zombies, self.clock_steps, self.weather = 0.0, 0.0, False, Weather()
+            self.wrong_clocks = 0.0
             self.person, self.check_timeout_s = False, 30.0
             self.stranger = False  # nor tell another database from its own
         self.partitions = min(self.partitions, self.rows)
@@ -230,6 +236,7 @@ class Simulation:
         self.scenario = s = Scenario.draw(self.chance) if scenario is None else scenario
         self.scheduler = Scheduler(self.chance, s.switch, s.crash, s.pause, s.tick)
         self.world = World(self.chance, self.scheduler, s.weather)
+        self.world.wrong_clocks = s.wrong_clocks
         self.history = self.world.history
         self.database = Database(self.scheduler, self.history, "fence")
         self.wrong_database = Database(self.scheduler, self.history, "another fence")
@@ -303,8 +310,9 @@ class Simulation:
                 is_open |= self.put_right(log)
             if not unfinished and not is_open:
                 break
-            # Clocks may have stepped by days, and then everything is young for as long.
-            self.scheduler.sleep(30.0 if round_ < 5 else DAY_S / 4)
+            # All clocks may have stepped by days, and then everything is young for as long. A wrong one of a single
+            # machine must keep nothing open.
+            self.scheduler.sleep(DAY_S / 4 if round_ >= 5 and self.scenario.clock_steps else 30.0)
         self.problems += [f"{source.name} never comes to its end" for source in self.sources if not source.finished]
 
     def _rows_open(self) -> bool:
@@ -433,8 +441,11 @@ class Simulation:
     def optimize(self) -> None:
         """Somebody's OPTIMIZE of ``half``: other files, another order, a new time."""
         table = self.world.half.another()
+        table.clock = SimulatedClock(self.scheduler, on_own_disk=True)  # somebody else's program asks nobody
         table.refresh()
         old = table.actions()["path"].to_pylist()
+        if self.chance.random() < 0.5:
+            old = [path for path in old if self.chance.random() < 0.5]
         if not old:
             return
         rows = table.read(old).sort_by([("row_no", "descending"), ("half_id", "ascending")])

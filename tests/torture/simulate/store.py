@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.files import DataFile, RowRange, column_stats
-from rmq_spark.commitlog.table import Change, actions_schema, compare_and_set
-from rmq_spark.errors import CorruptLogError
+from rmq_spark.commitlog.table import Change, Clock, actions_schema, compare_and_set
+from rmq_spark.config import CLOCK_SKEW_S_MAX
+from rmq_spark.errors import ClockError, CorruptLogError
 from rmq_spark.machine import Machine
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.simulate.scheduler import Scheduler
@@ -33,10 +34,15 @@ class Weather:
     delayed: float = 0.0  # an error, and the commit lands later when its version is still free
     stale: float = 0.0  # a refresh sees an older version
     unreadable: float = 0.0  # a refresh fails
+    on_own_disk: bool = False  # whose clock is the writer's
 
     def calm(self) -> None:
-        for name in vars(self):
+        for name in self.chances():
             setattr(self, name, 0.0)
+
+    @classmethod
+    def chances(cls) -> list[str]:
+        return [f.name for f in fields(cls) if f.name != "on_own_disk"]
 
 
 class Unanswered(OSError):
@@ -135,6 +141,18 @@ def read_range(fs: Files, folder: str, wanted: RowRange, columns: Sequence[str])
     yield 0, rows.slice(at[0], len(at)) if at == list(range(at[0], at[0] + len(at))) else rows.take(at)
 
 
+class SimulatedClock:
+    """The store's clock is right. A disk of the machine's own goes wrong with it, and notices nothing."""
+
+    def __init__(self, scheduler: Scheduler, on_own_disk: bool = False) -> None:
+        self._scheduler, self.on_own_disk = scheduler, on_own_disk
+
+    def check(self) -> None:
+        ahead_s = self._scheduler.machine_s() - self._scheduler.wall_s()
+        if abs(ahead_s) > CLOCK_SKEW_S_MAX and not self.on_own_disk:
+            raise ClockError(f"the clock is {ahead_s:g} s ahead")
+
+
 class SimulatedTable:
     """A ``rmq_spark.commitlog.table.Table`` on a store with weather: one handle of one process."""
 
@@ -153,6 +171,7 @@ class SimulatedTable:
         self.fs: Any = files
         self.machine = machine
         self.lock = machine.lock()
+        self.clock: Clock = SimulatedClock(scheduler, weather.on_own_disk)
         self.content = content or Content([State(0, {}, {}, f"{name} is made")])
         self._scheduler, self._weather, self._history = scheduler, weather, history
         self._state = self.content.versions[-1]
@@ -284,7 +303,7 @@ class SimulatedTable:
             stats = json.loads(f.stats)
             files[f.path] = {
                 "path": f.path,
-                "modification_time": change.modification_time_ms or int(self._scheduler.wall_s() * 1000),
+                "modification_time": change.modification_time_ms or int(self._scheduler.machine_s() * 1000),
                 "num_records": f.rows,
                 **{f"min.{k}": v for k, v in stats["minValues"].items()},
                 **{f"max.{k}": v for k, v in stats["maxValues"].items()},

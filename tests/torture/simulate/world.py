@@ -28,6 +28,7 @@ from tests.torture.simulate.scheduler import EPOCH_S, Process, Scheduler, Simula
 from tests.torture.simulate.store import Files, SimulatedTable, Weather
 
 TOPIC = "orders"
+CLOCK_OFFSETS_S = (-86_400.0, -3_600.0, -90.0, -5.0, 5.0, 90.0, 3_600.0, 86_400.0, 3 * 86_400.0)
 
 
 class World:
@@ -44,6 +45,7 @@ class World:
         self.op = SimulatedTable("op", OP_SCHEMA, *parts, Files())
         self.topics = SimulatedTable("topics", TOPICS_SCHEMA, *parts, Files())
         self.keys: dict[tuple[str, int, int], str] = {}  # the transaction keys of staged rows
+        self.wrong_clocks = 0.0  # how often a process starts on a machine whose clock is wrong
 
     def open_log(self) -> SimulatedLog:
         """The log, as a process that has just started opens it."""
@@ -57,6 +59,8 @@ class World:
     def spawn(self, name: str, work: Callable[[], object], immortal: bool = False) -> Process:
         process = Process(name)
         process.immortal = immortal
+        if "#" in name and self.chance.random() < self.wrong_clocks:
+            process.clock_offset_s = self.chance.choice(CLOCK_OFFSETS_S)
         self.scheduler.spawn(process, work)
         return process
 
@@ -139,7 +143,7 @@ class SimulatedMachine(Machine):
         self._serial = 0
 
     def time(self) -> float:
-        return self._scheduler.wall_s()
+        return self._scheduler.machine_s()
 
     def monotonic(self) -> float:
         return self._scheduler.now

@@ -1,0 +1,55 @@
+"""A writer's clock beside the store's: how old things are, the clocks of many machines tell together."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any
+
+from rmq_spark.config import CLOCK_SKEW_S_MAX
+from rmq_spark.errors import ClockError
+from rmq_spark.machine import Machine
+
+PROBE = "_clock"
+"""A file of a few bytes in a table's folder, written over and over. Delta passes over names that begin with ``_``."""
+STEP_S = 1.0
+"""A clock that went this much faster or slower than time itself is looked at again."""
+
+
+class StoreClock:
+    """Compares this machine's clock with that of the store in which a table lies.
+
+    It asks the store when the process writes first, and again when the machine's clock was set or drifted. On a local
+    disk the two are one clock, and always agree.
+    """
+
+    def __init__(self, fs: Any, folder: str, machine: Machine) -> None:
+        self._fs, self._folder, self._machine = fs, folder, machine
+        self._looked_at: float | None = None  # how far the clock was from the monotonic one when it was right
+
+    def check(self) -> None:
+        """Raise ClockError when the two clocks are further apart than :data:`CLOCK_SKEW_S_MAX`."""
+        began = self._machine.time()
+        from_monotonic = began - self._machine.monotonic()
+        if self._looked_at is not None and abs(from_monotonic - self._looked_at) < STEP_S:
+            return
+        stored = self.stored_at()
+        if not began - CLOCK_SKEW_S_MAX <= stored <= self._machine.time() + CLOCK_SKEW_S_MAX:
+            ahead_s = began - stored
+            raise ClockError(
+                f"this machine's clock says {_when(began)}, the store's says {_when(stored)}: "
+                f"{abs(ahead_s):.0f} s {'less' if ahead_s > 0 else 'more'}, and {CLOCK_SKEW_S_MAX:.0f} s are allowed. "
+                "Nothing was written; set this machine's clock (NTP), then try again"
+            )
+        self._looked_at = from_monotonic
+
+    def stored_at(self) -> float:
+        """The store's time of something that is written now, in seconds since the epoch."""
+        path = f"{self._folder}/{PROBE}"
+        with self._fs.open_output_stream(path) as stream:
+            stream.write(b"txmq")
+        written = self._fs.get_file_info(path).mtime
+        return self._machine.time() if written is None else float(written.timestamp())
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(sep=" ", timespec="seconds")

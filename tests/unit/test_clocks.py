@@ -1,0 +1,173 @@
+"""Clocks of writers that are wrong: what they may write, and what becomes of a log in which they have written."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog import clock as module
+from rmq_spark.commitlog.clock import StoreClock
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.errors import ClockError
+from rmq_spark.listener import TransactionListener
+from rmq_spark.machine import MACHINE, Machine
+from rmq_spark.testing import InMemoryCommitLog
+from rmq_spark.transaction import ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, LocalTransactionState
+from tests.clocks import set_clock
+from tests.half_batches import another, bodies, commit, prepare
+
+DAY_S = 86_400.0
+DAYS_S = 3 * DAY_S
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> CommitLog:
+    log = CommitLog.create(tmp_path / "log")
+    log.create_topic("orders", 1)
+    return log
+
+
+def clock_goes(monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
+    """This machine's clock, and not the store's."""
+    time = Machine.time
+    monkeypatch.setattr(Machine, "time", lambda self: time(self) + ahead_s)
+
+
+# ---------------------------------------------------------------- at the door
+@pytest.mark.parametrize("ahead_s", [120, DAYS_S, -120, -DAYS_S])
+def test_a_writer_whose_clock_is_not_the_stores_is_refused_before_anything_is_written(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    record = prepare(log, 0, 2)
+    versions = log.half.table.version, log.op.version
+    with monkeypatch.context() as patch:
+        clock_goes(patch, ahead_s)
+        wrong = another(log)
+        with pytest.raises(ClockError, match="the store's says"):
+            prepare(wrong, 1, 2)
+        with pytest.raises(ClockError, match="set this machine's clock"):
+            commit(wrong, wrong.get(record.half_id))
+        with pytest.raises(ClockError):
+            wrong.vacuum()
+    assert (another(log).half.table.refresh(), another(log).op.refresh()) == versions
+    commit(log, record)
+    assert len(bodies(log)) == 2
+
+
+def test_a_clock_that_jumps_while_a_process_runs_is_noticed(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(log, 0, 2)
+    with monkeypatch.context() as patch:
+        clock_goes(patch, DAYS_S)
+        with pytest.raises(ClockError, match="259200 s less"):
+            prepare(log, 1, 2)
+    prepare(log, 1, 2)
+
+
+def test_the_store_is_asked_for_its_time_once_while_the_clock_goes_on(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    stored_at = StoreClock.stored_at
+
+    def counted(self: StoreClock) -> float:
+        asked.append(stored_at(self))
+        return asked[-1]
+
+    monkeypatch.setattr(StoreClock, "stored_at", counted)
+    process = another(log)
+    for batch in range(3):
+        commit(process, prepare(process, batch, 1))
+    assert len(asked) == 1
+
+
+def test_the_probe_is_no_file_of_the_table(log: CommitLog) -> None:
+    commit(log, prepare(log, 0, 2))
+    assert os.path.exists(f"{log.path}/half/{module.PROBE}")
+    assert log.vacuum() == []
+    assert os.path.exists(f"{log.path}/half/{module.PROBE}")
+    assert len(bodies(log)) == 2
+
+
+# ---------------------------------------------------------------- on a disk whose clock went wrong with the machine's
+class Silent(TransactionListener):
+    """Knows nothing of any transaction, and rolls back what is old enough."""
+
+    def execute_local_transaction(self, batch: HalfBatch) -> LocalTransactionState:
+        return UNKNOWN
+
+    def check_local_transaction(self, batch: HalfBatch) -> LocalTransactionState:
+        old = MACHINE.now() - batch.prepared_at >= timedelta(seconds=60)
+        return ROLLBACK_MESSAGE if old else UNKNOWN
+
+
+@pytest.fixture
+def damaged(monkeypatch: pytest.MonkeyPatch) -> InMemoryCommitLog:
+    """A log in which a clock that is three days ahead has written; then it was set right."""
+    log = InMemoryCommitLog(topics={"orders": 1})
+    with monkeypatch.context() as patch:
+        set_clock(patch, DAYS_S)
+        commit(log, prepare(log, 0, 1))
+        prepare(log, 1, 1)
+        log.move_mark()
+    return another(log)
+
+
+def test_after_a_clock_that_was_days_ahead_half_batches_are_still_asked_about(
+    damaged: InMemoryCommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both the one that it wrote itself, and those after it, which must come after it by their time of prepare."""
+    later = prepare(damaged, 2, 1)
+    assert later.prepared_at > datetime.now(timezone.utc) + timedelta(days=2)
+    set_clock(monkeypatch, 61)
+    report = CheckService(another(damaged), {"group": Silent()}, transaction_timeout=1).run_once()
+
+    assert another(damaged).open_half_ids() == []
+    assert report.rolled_back.messages == 2
+    assert ["in the future" in text for _, text in report.problems] == [True, True]
+
+
+def test_after_a_clock_that_was_days_ahead_a_young_half_batch_is_left_alone(damaged: InMemoryCommitLog) -> None:
+    young = prepare(damaged, 2, 1)
+    CheckService(another(damaged), {"group": Silent()}, transaction_timeout=30).run_once()
+    assert another(damaged).open_half_ids() == [young.half_id]
+
+
+def test_after_a_clock_that_was_days_ahead_delayed_messages_still_wait_for_their_time(
+    damaged: InMemoryCommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    due = datetime.now(timezone.utc) + timedelta(hours=1)
+    visible = len(bodies(damaged))
+    commit(damaged, prepare(damaged, 2, {"body": ["later"], "deliver_at": [due]}))
+    assert damaged.place_due() == []
+    assert len(bodies(damaged)) == visible
+    set_clock(monkeypatch, 3601)
+    assert sum(p.count for p in damaged.place_due()) == 1
+
+
+def test_a_lease_that_a_clock_days_ahead_has_left_keeps_no_check_away(
+    damaged: InMemoryCommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = prepare(damaged, 2, 1)
+    with monkeypatch.context() as patch:
+        set_clock(patch, DAYS_S)
+        another(damaged).ledger.lease(record, 60)
+    set_clock(monkeypatch, 61)
+    CheckService(another(damaged), {"group": Silent()}, transaction_timeout=1).run_once()
+    assert another(damaged).open_half_ids() == []
+
+
+def test_after_a_clock_that_was_days_ahead_messages_keep_the_order_in_which_they_were_sent(
+    damaged: InMemoryCommitLog,
+) -> None:
+    """Their times of prepare and commit go on from the wrong one: only the order counts."""
+    records = [prepare(damaged, batch, {"body": [str(batch)]}) for batch in range(2, 6)]
+    assert [r.prepared_ms for r in records] == sorted({r.prepared_ms for r in records})
+    for record in records:
+        commit(damaged, record)
+    assert bodies(damaged)[-4:] == ["2", "3", "4", "5"]
+    times = damaged.read("orders", columns=["commit_timestamp"])["commit_timestamp"].to_pylist()
+    assert times == sorted(times)
