@@ -28,7 +28,7 @@ TRANSACTION_CHECK_MAX = 15
 FILE_RESERVED_TIME_S = 72 * 3600.0
 CHECK_ROUND_TIMEOUT_S = 60.0
 LEASE_S = 60.0
-LEASE_S_MAX = 3600.0
+LEASE_S_MAX = 300.0
 """A lease that ends later than this from now is a wrong clock's."""
 CLOCK_SKEW_S_MAX = 60.0
 """How far the clocks of writers may be from the store's, and a time in the log in the future."""

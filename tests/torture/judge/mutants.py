@@ -24,6 +24,7 @@ from rmq_spark.commitlog import ledger as ledger_module
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.files import RowRange
 from rmq_spark.commitlog.follow import Followed
+from rmq_spark.commitlog.half_store import HalfStore
 from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog, masks_for
 from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who, mask_count, rows_in_both, rows_without
@@ -634,6 +635,36 @@ def _mark_past_open() -> Iterator[None]:
         return [] if id(self) in marking else open_of(self, prepared)
 
     with replaced((Ledger, "mark", hasty), (Ledger, "_open_of", none)):
+        yield
+
+
+@mutant(
+    "times in the future are believed", A.STUCK_HALF, streams=2, wrong_clocks=0.5, clock_steps=False,
+    weather_on_own_disk=True, temper_says_unknown=0.6, on_listener_error="unknown",
+)  # fmt: skip
+def _future_believed() -> Iterator[None]:
+    def believed(self: CommitLog, record: Any, state: BatchState, attempt: int) -> Any:
+        return max(record.prepared_at, state.opened_at.get(attempt, record.prepared_at))
+
+    with replaced((CommitLog, "_began_at", believed)):
+        yield
+
+
+@mutant(
+    "rewritten rows below the mark are counted, not known", A.STUCK_HALF, streams=2, upkeep=24,
+    fifo=False, wrong_clocks=0.5, clock_steps=False, batches=4, weather_on_own_disk=True, temper_says_unknown=0.6,
+    on_listener_error="unknown", checkers=1,
+)  # fmt: skip
+def _rewritten_counted() -> Iterator[None]:
+    def counted(self: HalfStore, low_water_ms: int) -> str:
+        actions = self.table.actions()
+        below = pc.less_equal(actions["modification_time"], low_water_ms)
+        return str(pc.sum(actions.filter(below)["num_records"]).as_py() or 0)
+
+    def more(self: Ledger, below: str) -> bool:
+        return 0 < int(self._followed.rewritten_below or 0) < int(below)
+
+    with replaced((HalfStore, "rewritten_below", counted), (Ledger, "may_hide", more)):
         yield
 
 

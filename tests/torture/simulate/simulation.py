@@ -198,6 +198,8 @@ class Scenario:
         self.fifo = self.fifo and self.sharded
         if self.fifo and self.senders:
             self.upkeep = 0  # a rewrite of one pending send makes it a later one: the order of sends is their time's
+        if self.fifo and self.wrong_clocks:
+            self.streams = 1  # after a rewrite, the order of two applications is that of the clocks that staged
         if self.listener == "versioned":
             self.per = "batch"
         if self.listener == "bare":
