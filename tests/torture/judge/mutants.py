@@ -37,6 +37,7 @@ from rmq_spark.transaction import COMMIT_MESSAGE, UNKNOWN
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 from tests.torture.simulate import store
 from tests.torture.simulate.fifo_play import play_fifo
+from tests.torture.simulate.rewrite_play import play_rewrites
 from tests.torture.simulate.shop import TOMBSTONE, FencedListener, VersionedListener
 from tests.torture.simulate.simulation import Scenario, Simulation, StreamSource
 from tests.torture.simulate.store import SimulatedTable, Weather
@@ -103,7 +104,7 @@ class Catch:
     control: str  # empty: the same seeds show nothing without the bug
 
 
-def hunt(mutant: Mutant | FifoMutant, first_seed: int = 1, seeds_max: int = SEEDS_MAX) -> Catch:
+def hunt(mutant: Mutant | PlayMutant, first_seed: int = 1, seeds_max: int = SEEDS_MAX) -> Catch:
     """Play seeds until the mutant is caught; then the same seeds without it."""
     seen: set[str] = set()
     for seed in range(first_seed, first_seed + seeds_max):
@@ -122,7 +123,7 @@ def hunt(mutant: Mutant | FifoMutant, first_seed: int = 1, seeds_max: int = SEED
 
 
 # ---------------------------------------------------------------- how mutants are made
-MUTANTS: list[Mutant | FifoMutant] = []
+MUTANTS: list[Mutant | PlayMutant] = []
 
 
 def mutant(
@@ -651,24 +652,6 @@ def _future_believed() -> Iterator[None]:
 
 
 @mutant(
-    "rewritten rows below the mark are counted, not known", A.STUCK_HALF, streams=2, upkeep=24,
-    fifo=False, wrong_clocks=0.5, clock_steps=False, batches=4, weather_on_own_disk=True, temper_says_unknown=0.6,
-    on_listener_error="unknown", checkers=1,
-)  # fmt: skip
-def _rewritten_counted() -> Iterator[None]:
-    def counted(self: HalfStore, low_water_ms: int) -> str:
-        actions = self.table.actions()
-        below = pc.less_equal(actions["modification_time"], low_water_ms)
-        return str(pc.sum(actions.filter(below)["num_records"]).as_py() or 0)
-
-    def more(self: Ledger, below: str) -> bool:
-        return 0 < int(self._followed.rewritten_below or 0) < int(below)
-
-    with replaced((HalfStore, "rewritten_below", counted), (Ledger, "may_hide", more)):
-        yield
-
-
-@mutant(
     "older markers are not looked for after somebody's OPTIMIZE",
     A.DUPLICATE, A.CHECKED_AFTER_RESOLUTION, A.OUTCOME_CHANGED, A.INCONSISTENT_OFFSETS,
     upkeep=8, checkers=2, rounds=4, batches=3, streams=2, clock_steps=False, check_timeout_s=0.5,
@@ -904,19 +887,41 @@ def _reported_early() -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------- FIFO topics
+# ---------------------------------------------------------------- plays of their own
 @dataclass(frozen=True)
-class FifoMutant:
-    """A placer that lets a committed message overtake one of its key that is open."""
+class PlayMutant:
+    """A bug that a small play shows much sooner than the simulation."""
 
-    name: str = "a held message is placed before its blocker"
-    expected: frozenset[AnomalyKind] = frozenset({A.ORDER_BROKEN})
+    name: str
+    expected: frozenset[AnomalyKind]
+    of_seed: Callable[[int], list[Anomaly]]
+    bad: Patch
 
     def play(self, seed: int, spoiled: bool) -> tuple[list[Anomaly], list[str]]:
-        if not spoiled:
-            return play_fifo(seed), []
-        with replaced((Placer, "_blocked", lambda self, batches: {})):
-            return play_fifo(seed), []
+        with self.bad() if spoiled else nullcontext():
+            return self.of_seed(seed), []
 
 
-MUTANTS.append(FifoMutant())
+def _overtaking() -> AbstractContextManager[None]:
+    return replaced((Placer, "_blocked", lambda self, batches: {}))
+
+
+def _rewritten_counted() -> AbstractContextManager[None]:
+    def counted(self: HalfStore, low_water_ms: int) -> str:
+        actions = self.table.actions()
+        below = pc.less_equal(actions["modification_time"], low_water_ms)
+        return str(pc.sum(actions.filter(below)["num_records"]).as_py() or 0)
+
+    def more(self: Ledger, below: str) -> bool:
+        return 0 < int(self._followed.rewritten_below or 0) < int(below)
+
+    return replaced((HalfStore, "rewritten_below", counted), (Ledger, "may_hide", more))
+
+
+MUTANTS += [
+    PlayMutant("a held message is placed before its blocker", frozenset({A.ORDER_BROKEN}), play_fifo, _overtaking),
+    PlayMutant(
+        "rewritten rows below the mark are counted, not known", frozenset({A.STUCK_HALF}), play_rewrites,
+        _rewritten_counted,
+    ),
+]  # fmt: skip

@@ -61,7 +61,7 @@ from tests.torture.simulate.shop import (
     VersionedListener,
 )
 from tests.torture.simulate.store import SimulatedClock, Weather, prepared_s
-from tests.torture.simulate.world import TOPIC, SimulatedLog, World, create_topic, limits
+from tests.torture.simulate.world import CLOCK_OFFSETS_S, TOPIC, SimulatedLog, World, create_topic, limits
 
 GROUP = "group"
 DAY_S = 86_400.0
@@ -451,7 +451,11 @@ class Simulation:
         if not old:
             return
         rows = table.read(old).sort_by([("row_no", "descending"), ("half_id", "ascending")])
-        change = Change(add=[table.write(rows, "part", ("half_id",))], remove=old, data_change=False)
+        clock_ahead_s = self.chance.choice(CLOCK_OFFSETS_S) if self.scenario.wrong_clocks else 0.0
+        change = Change(
+            add=[table.write(rows, "part", ("half_id",))], remove=old, data_change=False,
+            modification_time_ms=int((self.scheduler.wall_s() + clock_ahead_s) * 1000),
+        )  # fmt: skip
 
         def decide(_: int) -> Change | None:
             live = set(table.actions()["path"].to_pylist())
