@@ -89,6 +89,10 @@ class StorageError(TxmqError):
     """The store cannot be reached, or cannot do what a commit log needs."""
 
 
+class UnreachableStoreError(StorageError, OSError):
+    """The store failed when an open commit log was read: it may answer the next time."""
+
+
 class CommitError(TxmqError):
     """A commit to a Delta table did not succeed within its tries."""
 
@@ -99,6 +103,10 @@ class LostCommitError(CommitError):
 
 class StagedFilesTooOldError(TxmqError):
     """Staged files are so old that vacuum may be about to remove them."""
+
+
+class LostStagedFileError(TxmqError):
+    """A staged file was removed before its commit, so nothing was committed."""
 
 
 # ---------------------------------------------------------------- what became of a transaction

@@ -23,6 +23,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 
+from rmq_spark.commitlog.answers import asking, plainly
 from rmq_spark.commitlog.files import DataFile, RowRange, check_path, filesystem, read_range, write_table
 from rmq_spark.commitlog.seal import (
     ENTRY_SEAL,
@@ -226,8 +227,10 @@ class DeltaLogTable:
         self.fs, self.folder = filesystem(uri, storage_options)
         self.lock = machine.lock()
         self._actions: tuple[int, pa.Table] | None = None
+        self._id: str | None = None
+        self._seen = -1  # the newest version that this handle knows of
         # half has a file or more a transaction: it opens while op is read, and for readers of op not at all.
-        self._opening = self._open_in_background()
+        self._opening: Future[DeltaTable] | None = self._open_in_background()
 
     @staticmethod
     def create(
@@ -270,31 +273,70 @@ class DeltaLogTable:
         return self.wait_until_open()
 
     def wait_until_open(self) -> DeltaTable:
-        """The table opens in the background; here, or at its first use, one hears that it cannot be opened."""
-        return self._opening.result()
+        """The table opens in the background; here, or at its first use, one hears that it cannot be opened.
+
+        A failure is told once: the next use opens the table again.
+        """
+        opening = self._opening
+        if opening is None:
+            with self.lock:
+                opening = self._opening = self._opening or self._open_in_background()
+        try:
+            return opening.result()
+        except BaseException:
+            with self.lock:
+                if self._opening is opening:
+                    self._lose()
+            raise
+
+    def _lose(self) -> None:
+        """Forget the table and all that was read of it: the next use opens it again."""
+        self._opening = None
+        self._actions = None
 
     def _open_in_background(self) -> Future[DeltaTable]:
         return ThreadPoolExecutor(1, f"txmq-open-{self.name}").submit(self._open)
 
     def _open(self) -> DeltaTable:
         try:
-            table = DeltaTable(self._uri, storage_options=self._storage_options or None)
+            with asking(self._uri, self._storage_options):
+                table = DeltaTable(self._uri, storage_options=self._storage_options or None)
         except TableNotFoundError as problem:
             raise NotACommitLogError(f"no Delta table {self.name!r} at {self._uri}: is it a commit log?") from problem
         except BaseException as problem:  # a panic of delta-rs is no Exception
             if not isinstance(problem, DeltaError) and not is_panic(problem):
                 raise
-            raise NotACommitLogError(
-                f"the Delta table {self.name!r} at {self._uri} cannot be opened: {problem}"
-            ) from problem
-        self._check_entries(table, -1)
+            said = plainly(str(problem), self._storage_options)
+            if self._id is None:
+                raise NotACommitLogError(
+                    f"the Delta table {self.name!r} at {self._uri} cannot be opened: {said}"
+                ) from problem
+            self._check_entries(-1, None)
+            raise CorruptLogError(f"the Delta log of table {self.name} cannot be read any more: {said}") from problem
+        self._check_entries(-1, int(table.version()))
         have = set(pa.schema(table.schema().to_arrow()).names)
         missing = [n for n in self.schema.names if n not in have]
         if missing:
             raise LogFormatError(
                 f"table {self.name} has no column {missing[0]!r}: it was changed by hand, or is no log"
             )
+        self._check_same(table)
         return table
+
+    def _check_same(self, table: DeltaTable) -> None:
+        """Raise when what was opened is not what this handle knew before: its answers would contradict each other."""
+        if self._id is None:
+            return
+        if str(table.metadata().id) != self._id:
+            raise NotACommitLogError(
+                f"another table {self.name!r} lies at {self._uri} than before: the commit log was removed and made "
+                "anew. Open it again"
+            )
+        if table.version() < self._seen:
+            raise CorruptLogError(
+                f"table {self.name} is at version {table.version()}, and this process has seen version {self._seen}: "
+                "entries of its Delta log were removed, or an older copy put in its place. Restore it from a copy"
+            )
 
     @property
     def version(self) -> int:
@@ -307,26 +349,37 @@ class DeltaLogTable:
 
     def refresh(self) -> int:
         with self.lock:
-            before = self.version
+            table = self._table
+            before = self._seen = int(table.version())
+            self._id = self._id or str(table.metadata().id)
+            whole = False
             try:
-                self._table.update_incremental()
-                self._check_entries(self._table, before)
+                with asking(self._uri, self._storage_options):
+                    table.update_incremental()
+                    self._check_entries(before, int(table.version()))
+                    # delta-rs takes a folder without a single entry for one without new entries.
+                    whole = table.version() > before or self._has_entry(before)
             except BaseException as problem:  # a panic of delta-rs is no Exception
+                # The entries after ours are cleaned up, and only a checkpoint knows the way from here; or one of them
+                # is damaged, and opening says so.
                 if not isinstance(problem, (DeltaError, CorruptLogError)) and not is_panic(problem):
                     raise
-                # The entries after ours are cleaned up, and only a checkpoint knows the way from here; or one of them
-                # is damaged, and opening says so, now and at every later use.
-                self._opening = self._open_in_background()
-                self._actions = None
+            finally:
+                if not whole:
+                    self._lose()
             return self.version
 
-    def _check_entries(self, table: DeltaTable, since: int) -> None:
-        """Raise CorruptLogError for damaged entries of the Delta log after version ``since``.
+    def _has_entry(self, version: int) -> bool:
+        entry = f"{self.folder}/_delta_log/{version:020d}.json"
+        return bool(self.fs.get_file_info(entry).type == pafs.FileType.File)
+
+    def _check_entries(self, since: int, until: int | None) -> None:
+        """Raise CorruptLogError for damaged entries of the Delta log after one version, up to another or to the newest.
 
         On a local disk only: an object store checks its objects itself, and has no half-written ones.
         """
         if isinstance(self.fs, pafs.LocalFileSystem):
-            check_entries(Path(self.folder, "_delta_log"), self.name, since, int(table.version()))
+            check_entries(Path(self.folder, "_delta_log"), self.name, since, until)
 
     def actions(self) -> pa.Table:
         with self.lock:
