@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -44,6 +44,8 @@ from rmq_spark.errors import (
     CorruptLogError,
     LogFormatError,
     LostCommitError,
+    LostFileError,
+    LostStagedFileError,
     NotACommitLogError,
     TxmqError,
 )
@@ -58,6 +60,11 @@ CHECKED_PARQUET = pads.ParquetFileFormat(
 COMMIT_TRIES_MAX = 200
 """Lost races before a commit gives up; each waits a little longer, up to BACKOFF_S_MAX."""
 UNEXPECTED_ERRORS_MAX = 3
+STAGED_UNSEEN_S = 60.0
+"""So long a file counts as there that was just written, or looked at. A VACUUM that keeps what is younger has not taken
+it; one that keeps less can come between any look and its commit, and against that helps the look after the commit."""
+LOOKS_AT_ONCE = 16
+"""Requests to an object store that look for files; each takes a round trip."""
 BACKOFF_S_MIN = 0.002
 BACKOFF_S_MAX = 0.25
 CHECKPOINT_INTERVAL = 100
@@ -119,6 +126,12 @@ class Table(Protocol):
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
         """Write a data file; it belongs to the table once a commit adds it."""
 
+    def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
+        """Those of some data files that are not there, or not as long as they were."""
+
+    def put_back(self, file: DataFile) -> None:
+        """Write a data file again that :meth:`write` wrote."""
+
     def read(
         self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None
     ) -> pa.Table:
@@ -158,17 +171,28 @@ def compare_and_set(
         When the tries are used up.
     LostCommitError
         When a commit was acknowledged but the state does not have it: it went below the log's head.
+    LostStagedFileError
+        When a file that only its stager can write again is gone before the commit.
+    LostFileError
+        When it is gone after the commit.
     """
     failures = 0
     change: Change | None = None
+    staged = _Staged(table)
+
+    def has_landed(change: Change) -> bool:
+        staged.keep(change)
+        return landed(change)
+
     for tries in range(COMMIT_TRIES_MAX):
         table.refresh()
         # An earlier try of ours may have landed although it was reported lost.
-        if change is not None and landed(change):
+        if change is not None and has_landed(change):
             return change
         change = decide(table.version + 1)
         if change is None:
             return None
+        staged.require(change)
         try:
             acknowledged = try_commit(change)
         except TxmqError:
@@ -177,7 +201,7 @@ def compare_and_set(
             failures += 1
             if failures >= UNEXPECTED_ERRORS_MAX:
                 table.refresh()
-                if landed(change):
+                if has_landed(change):
                     return change
                 raise CommitError(
                     f"a commit to table {table.name} failed {failures} times, the last time with "
@@ -186,7 +210,7 @@ def compare_and_set(
             acknowledged = False
         if acknowledged:
             table.refresh()
-            if not landed(change):
+            if not has_landed(change):
                 raise LostCommitError(
                     f"a commit to table {table.name} was acknowledged, but version {table.version} does not hold its "
                     "rows: this process slept past the clean-up of the table's log. Restart it"
@@ -194,9 +218,57 @@ def compare_and_set(
             return change
         table.machine.sleep(table.machine.random() * min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** min(tries, 10)))
     table.refresh()
-    if change is not None and landed(change):
+    if change is not None and has_landed(change):
         return change
     raise CommitError(f"a commit to table {table.name} lost {COMMIT_TRIES_MAX} races in a row: too many writers")
+
+
+class _Staged:
+    """The files of a compare-and-set. Until their commit nothing names them, so anybody's VACUUM may remove them."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._seen_s: dict[str, float] = {}
+
+    def require(self, change: Change) -> None:
+        """Before the commit: see that its files are there."""
+        lost = self._restore([f for f in change.add if self._is_doubtful(f)])
+        if lost:
+            raise LostStagedFileError(
+                f"file {lost[0].path}, staged for table {self._table.name}, is gone or cut: somebody removed it, as a "
+                "VACUUM with a short retention does. Nothing was committed: run the batch again"
+            )
+
+    def keep(self, change: Change) -> None:
+        """After the commit: see that it names no file that was removed between the last look and the commit. The files
+        that it replaces can be gone by now, so its own are the only copy."""
+        looked_at = [f for f in change.add if f.content is not None or self._is_doubtful(f)]
+        if not looked_at:
+            return
+        live = set(self._table.actions()["path"].to_pylist())
+        lost = self._restore([f for f in looked_at if f.path in live])
+        if lost:
+            raise LostFileError(
+                f"file {lost[0].path} was removed while this process slept, and then committed to table "
+                f"{self._table.name}: its rows are lost. Keep VACUUM from files younger than the longest such sleep"
+            )
+
+    def _is_doubtful(self, file: DataFile) -> bool:
+        known_s = self._seen_s.get(file.path, file.written_s)
+        return known_s is None or self._table.machine.monotonic() - known_s > STAGED_UNSEEN_S
+
+    def _restore(self, files: Sequence[DataFile]) -> list[DataFile]:
+        """Put back those files that are gone; returns those of which this process does not have the content."""
+        if not files:
+            return []
+        now_s = self._table.machine.monotonic()
+        gone = self._table.missing(files)
+        for file in gone:
+            if file.content is not None:
+                logger.warning("%s was removed from table %s before its commit: put back", file.path, self._table.name)
+                self._table.put_back(file)
+        self._seen_s.update((file.path, now_s) for file in files)
+        return [file for file in gone if file.content is None]
 
 
 def actions_schema(schema: pa.Schema) -> pa.Schema:
@@ -414,9 +486,26 @@ class DeltaLogTable:
             return self._table.transaction_version(app_id)
 
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
-        return write_table(
-            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=ROW_GROUP_ROWS
-        )
+        began_s = self.machine.monotonic()
+        file = write_table(
+            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=ROW_GROUP_ROWS,
+            keep_content=True,
+        )  # fmt: skip
+        return replace(file, written_s=began_s)
+
+    def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
+        paths = [f"{self.folder}/{f.path}" for f in files]
+        with asking(self._uri, self._storage_options):
+            if len(paths) == 1 or isinstance(self.fs, pafs.LocalFileSystem):
+                infos = self.fs.get_file_info(paths)
+            else:  # pyarrow asks for one after the other
+                with ThreadPoolExecutor(min(LOOKS_AT_ONCE, len(paths)), "txmq-look") as pool:
+                    infos = list(pool.map(self.fs.get_file_info, paths))
+        return [f for f, i in zip(files, infos, strict=True) if (i.type, i.size) != (pafs.FileType.File, f.size_bytes)]
+
+    def put_back(self, file: DataFile) -> None:
+        with self.fs.open_output_stream(f"{self.folder}/{file.path}") as stream:
+            stream.write(file.content)
 
     def read(
         self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None
