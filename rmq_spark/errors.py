@@ -106,7 +106,7 @@ class StagedFilesTooOldError(TxmqError):
 
 
 class LostStagedFileError(TxmqError):
-    """A staged file was removed before its commit, so nothing was committed."""
+    """A staged file was removed before its commit, which was not made."""
 
 
 # ---------------------------------------------------------------- what became of a transaction

@@ -228,21 +228,23 @@ class _Staged:
 
     def __init__(self, table: Table) -> None:
         self._table = table
+        self._own: dict[str, DataFile] = {}  # of every try: one that was given up may still land
         self._seen_s: dict[str, float] = {}
 
     def require(self, change: Change) -> None:
         """Before the commit: see that its files are there."""
+        self._own.update({f.path: f for f in change.add if f.content is not None})
         lost = self._restore([f for f in change.add if self._is_doubtful(f)])
         if lost:
             raise LostStagedFileError(
                 f"file {lost[0].path}, staged for table {self._table.name}, is gone or cut: somebody removed it, as a "
-                "VACUUM with a short retention does. Nothing was committed: run the batch again"
+                "VACUUM with a short retention does. The commit was not made: run the batch again"
             )
 
     def keep(self, change: Change) -> None:
         """After the commit: see that it names no file that was removed between the last look and the commit. The files
         that it replaces can be gone by now, so its own are the only copy."""
-        looked_at = [f for f in change.add if f.content is not None or self._is_doubtful(f)]
+        looked_at = [*self._own.values(), *(f for f in change.add if f.content is None and self._is_doubtful(f))]
         if not looked_at:
             return
         live = set(self._table.actions()["path"].to_pylist())
@@ -265,7 +267,7 @@ class _Staged:
         gone = self._table.missing(files)
         for file in gone:
             if file.content is not None:
-                logger.warning("%s was removed from table %s before its commit: put back", file.path, self._table.name)
+                logger.warning("file %s of table %s was removed by somebody: put back", file.path, self._table.name)
                 self._table.put_back(file)
         self._seen_s.update((file.path, now_s) for file in files)
         return [file for file in gone if file.content is None]

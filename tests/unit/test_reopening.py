@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.table import DeltaLogTable
-from rmq_spark.errors import CorruptLogError, NotACommitLogError, StorageError, UnreachableStoreError
+from rmq_spark.errors import CorruptLogError, NotACommitLogError, StorageError, TxmqError, UnreachableStoreError
 from tests.half_batches import bodies, commit, make_log, prepare
 
 
@@ -168,3 +170,47 @@ def test_a_table_that_was_set_back_is_not_read_on_by_who_has_seen_more(folder: P
         with pytest.raises(CorruptLogError, match=r"version 1.*has seen version 2"):
             table.refresh()
     assert CommitLog.open(folder).op.refresh() == 1
+
+
+# ---------------------------------------------------------------- threads
+def test_threads_that_share_a_handle_all_hear_of_a_failed_opening_and_all_come_back(folder: Path) -> None:
+    def ask(table: DeltaLogTable) -> int | None:
+        try:
+            return table.version
+        except StorageError:
+            return None
+
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(5):
+            with unreadable(folder, "op"):
+                table = DeltaLogTable(str(folder / "op"), "op", OP_SCHEMA, None)
+                assert set(threads.map(ask, [table] * 40)) == {None}
+            assert set(threads.map(ask, [table] * 40)) == {1}
+
+
+# ---------------------------------------------------------------- seeded bugs
+# The simulation's tables are never opened: it cannot see these.
+@pytest.mark.parametrize(
+    ("story", "method", "bug"),
+    [
+        (
+            test_a_store_that_fails_while_half_opens_in_the_background_is_asked_again_at_the_next_use,
+            "_lose",
+            lambda self: None,
+        ),
+        (test_an_entry_that_was_damaged_for_a_moment_does_not_poison_a_handle, "_lose", lambda self: None),
+        (test_a_log_that_was_removed_has_no_topics_any_more, "_has_entry", lambda self, version: True),
+        (test_a_table_that_was_set_back_is_not_read_on_by_who_has_seen_more, "_check_same", lambda self, table: None),
+    ],
+    ids=["the failure is kept", "the damage is kept", "an empty folder has no news", "any table is the same"],
+)
+def test_a_seeded_bug_is_noticed(
+    story: Callable[[Path], None],
+    method: str,
+    bug: Callable[..., object],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DeltaLogTable, method, bug)
+    with pytest.raises((AssertionError, TxmqError, pytest.fail.Exception)):
+        story(folder)
