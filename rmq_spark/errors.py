@@ -93,6 +93,10 @@ class ClockError(TxmqError):
     """This machine's clock is too far from the store's."""
 
 
+class UnreachableStoreError(StorageError, OSError):
+    """The store failed when an open commit log was read: it may answer the next time."""
+
+
 class CommitError(TxmqError):
     """A commit to a Delta table did not succeed within its tries."""
 
@@ -103,6 +107,10 @@ class LostCommitError(CommitError):
 
 class StagedFilesTooOldError(TxmqError):
     """Staged files are so old that vacuum may be about to remove them."""
+
+
+class LostStagedFileError(TxmqError):
+    """A staged file was removed before its commit, which was not made."""
 
 
 # ---------------------------------------------------------------- what became of a transaction

@@ -9,7 +9,7 @@ import io
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -63,6 +63,7 @@ class _Files:
 
     def delete_file(self, path: str) -> None:
         del self.content[path]
+        self._tables.pop(path, None)
 
 
 class _Writing(io.BytesIO):
@@ -150,7 +151,17 @@ class MemoryTable:
         return self._state.transactions.get(app_id)
 
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
-        return write_table(self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns)
+        began_s = self.machine.monotonic()
+        file = write_table(self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, keep_content=True)
+        return replace(file, written_s=began_s)
+
+    def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
+        content = self.fs.content
+        return [f for f in files if len(content.get(f"{self.folder}/{f.path}", b"")) != f.size_bytes]
+
+    def put_back(self, file: DataFile) -> None:
+        with self.fs.open_output_stream(f"{self.folder}/{file.path}") as stream:
+            stream.write(file.content)
 
     def read(
         self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import unquote
 from uuid import uuid4
 
@@ -46,12 +48,18 @@ class DataFile:
     size_bytes, rows : int
     stats : str
         Delta's statistics, as JSON.
+    content : bytes or None
+        Its bytes, when the process that commits it also wrote it: it can then put it back.
+    written_s : float or None
+        When that began, by that process's monotonic clock.
     """
 
     path: str
     size_bytes: int
     rows: int
     stats: str
+    content: bytes | None = field(default=None, repr=False, compare=False)
+    written_s: float | None = field(default=None, repr=False, compare=False)
 
 
 def check_path(path: object, table: str) -> str:
@@ -144,6 +152,7 @@ def write_table(
     constant_columns: Sequence[str] = (),
     row_group_rows: int | None = None,
     holds: str = "",
+    keep_content: bool = False,
 ) -> DataFile:
     """Write one Parquet file under a new name and return what a commit needs to add it.
 
@@ -161,6 +170,8 @@ def write_table(
         :data:`ROW_GROUP_ROWS` when not given.
     holds : str
         Which rows they are, for the file's seal.
+    keep_content : bool
+        Return the file's bytes as well.
     """
     path = f"{prefix}-{uuid4().hex}.parquet"
     flat = [f.name for f in table.schema if not pa.types.is_nested(f.type)]
@@ -171,7 +182,8 @@ def write_table(
         if table[name].null_count == 0:
             at = table.schema.get_field_index(name)
             encoded = encoded.set_column(at, name, _constant(table[name][0], table.num_rows))
-    with fs.open_output_stream(f"{folder}/{path}") as sink:
+
+    def write_to(sink: Any) -> int:
         with pq.ParquetWriter(
             sink,
             encoded.schema,
@@ -183,8 +195,18 @@ def write_table(
         ) as writer:
             writer.write_table(encoded, row_group_size=row_group_rows or ROW_GROUP_ROWS)
             writer.add_key_value_metadata(seal(table.schema, path, holds))
-        size = sink.tell()
-    return DataFile(path, size, table.num_rows, column_stats(table, stats_columns))
+        return int(sink.tell())
+
+    content = None
+    with fs.open_output_stream(f"{folder}/{path}") as stream:
+        if keep_content:
+            memory = io.BytesIO()
+            size = write_to(memory)
+            content = memory.getvalue()
+            stream.write(content)
+        else:
+            size = write_to(stream)
+    return DataFile(path, size, table.num_rows, column_stats(table, stats_columns), content)
 
 
 def _constant(value: pa.Scalar, rows: int) -> pa.DictionaryArray:

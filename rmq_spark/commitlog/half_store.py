@@ -118,6 +118,8 @@ class HalfStore:
             When this batch id, or a later one of the application, is in the log.
         StagedFilesTooOldError
             When vacuum could be about to remove the files.
+        LostStagedFileError
+            When somebody has removed one of them.
         MessageError
             When there are no files, or not those of one half batch.
         """

@@ -164,17 +164,20 @@ def entry_seal(version: int, actions: Iterable[Action]) -> str:
     return f"{version}:{zlib.crc32(json.dumps(sorted(actions)).encode()):08x}"
 
 
-def check_entries(log_folder: Path, table: str, since: int, until: int) -> None:
+def check_entries(log_folder: Path, table: str, since: int, until: int | None) -> None:
     """Raise CorruptLogError for entries of a local Delta log that are not what was written.
 
     delta-rs takes an empty entry, as a power cut leaves it, for a commit that did nothing.
 
     Parameters
     ----------
-    since, until : int
-        Versions: after the first, up to the second. Entries that are cleaned up, or that a checkpoint stands for, are
-        passed over.
+    since : int
+    until : int, optional
+        Versions: after the first, up to the second (None: to the newest). Entries that are cleaned up, or that a
+        checkpoint stands for, are passed over.
     """
+    if until is None:
+        until = max((int(f.stem) for f in log_folder.glob("*.json") if f.stem.isdigit()), default=-1)
     if since < 0:
         checkpoints = [int(f.name[:20]) for f in log_folder.glob("*.checkpoint*.parquet") if f.name[:20].isdigit()]
         since = max((v for v in checkpoints if v <= until), default=-1)

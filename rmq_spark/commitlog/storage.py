@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from uuid import uuid4
 
+from rmq_spark.commitlog.answers import plainly
 from rmq_spark.commitlog.table import claim_table, remove_table
 from rmq_spark.errors import NotACommitLogError, OptionError, StorageError
 
@@ -24,8 +25,6 @@ ROUNDS_MAX = 40
 PROBE = "_probe-"
 
 _YES = ("1", "true", "on", "yes", "y")
-_PUBLIC = ("region", "endpoint", "allow_http", "conditional_put", "retr", "timeout", "virtual", "bucket")
-"""Parts of the names of options whose values may be shown."""
 
 
 # ---------------------------------------------------------------- settings
@@ -71,21 +70,15 @@ def reaching(where: str, storage_options: Mapping[str, str] | None) -> Iterator[
     """
     try:
         yield
+    except StorageError:
+        raise
     except (OSError, NotACommitLogError) as problem:
         if "://" not in where or where.startswith("file://"):
             raise
-        said = _plainly(str(problem), storage_options)
+        said = plainly(str(problem), storage_options)
         if isinstance(problem, NotACommitLogError):
             raise NotACommitLogError(said) from None
         raise StorageError(f"{where} cannot be used: {said}") from None
-
-
-def _plainly(text: str, storage_options: Mapping[str, str] | None) -> str:
-    for name, value in (storage_options or {}).items():
-        if len(value) > 3 and not any(part in name.lower() for part in _PUBLIC):
-            text = text.replace(value, "***")
-    text = re.sub(r"\x1b\[[0-9;]*m|[^\S ]", " ", text)
-    return re.sub(r" +(↳ )?", " ", text).strip()
 
 
 # ---------------------------------------------------------------- the probe

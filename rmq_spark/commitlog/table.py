@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -23,6 +23,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 
+from rmq_spark.commitlog.answers import asking, plainly
 from rmq_spark.commitlog.clock import StoreClock
 from rmq_spark.commitlog.files import DataFile, RowRange, check_path, filesystem, read_range, write_table
 from rmq_spark.commitlog.seal import (
@@ -44,6 +45,8 @@ from rmq_spark.errors import (
     CorruptLogError,
     LogFormatError,
     LostCommitError,
+    LostFileError,
+    LostStagedFileError,
     NotACommitLogError,
     TxmqError,
 )
@@ -58,6 +61,11 @@ CHECKED_PARQUET = pads.ParquetFileFormat(
 COMMIT_TRIES_MAX = 200
 """Lost races before a commit gives up; each waits a little longer, up to BACKOFF_S_MAX."""
 UNEXPECTED_ERRORS_MAX = 3
+STAGED_UNSEEN_S = 60.0
+"""So long a file counts as there that was just written, or looked at. A VACUUM that keeps what is younger has not taken
+it; one that keeps less can come between any look and its commit, and against that helps the look after the commit."""
+LOOKS_AT_ONCE = 16
+"""Requests to an object store that look for files; each takes a round trip."""
 BACKOFF_S_MIN = 0.002
 BACKOFF_S_MAX = 0.25
 CHECKPOINT_INTERVAL = 100
@@ -129,6 +137,12 @@ class Table(Protocol):
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
         """Write a data file; it belongs to the table once a commit adds it."""
 
+    def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
+        """Those of some data files that are not there, or not as long as they were."""
+
+    def put_back(self, file: DataFile) -> None:
+        """Write a data file again that :meth:`write` wrote."""
+
     def read(
         self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None
     ) -> pa.Table:
@@ -170,18 +184,29 @@ def compare_and_set(
         When the tries are used up.
     LostCommitError
         When a commit was acknowledged but the state does not have it: it went below the log's head.
+    LostStagedFileError
+        When a file that only its stager can write again is gone before the commit.
+    LostFileError
+        When it is gone after the commit.
     """
     table.clock.check()
     failures = 0
     change: Change | None = None
+    staged = _Staged(table)
+
+    def has_landed(change: Change) -> bool:
+        staged.keep(change)
+        return landed(change)
+
     for tries in range(COMMIT_TRIES_MAX):
         table.refresh()
         # An earlier try of ours may have landed although it was reported lost.
-        if change is not None and landed(change):
+        if change is not None and has_landed(change):
             return change
         change = decide(table.version + 1)
         if change is None:
             return None
+        staged.require(change)
         try:
             acknowledged = try_commit(change)
         except TxmqError:
@@ -190,7 +215,7 @@ def compare_and_set(
             failures += 1
             if failures >= UNEXPECTED_ERRORS_MAX:
                 table.refresh()
-                if landed(change):
+                if has_landed(change):
                     return change
                 raise CommitError(
                     f"a commit to table {table.name} failed {failures} times, the last time with "
@@ -199,7 +224,7 @@ def compare_and_set(
             acknowledged = False
         if acknowledged:
             table.refresh()
-            if not landed(change):
+            if not has_landed(change):
                 raise LostCommitError(
                     f"a commit to table {table.name} was acknowledged, but version {table.version} does not hold its "
                     "rows: this process slept past the clean-up of the table's log. Restart it"
@@ -207,9 +232,59 @@ def compare_and_set(
             return change
         table.machine.sleep(table.machine.random() * min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** min(tries, 10)))
     table.refresh()
-    if change is not None and landed(change):
+    if change is not None and has_landed(change):
         return change
     raise CommitError(f"a commit to table {table.name} lost {COMMIT_TRIES_MAX} races in a row: too many writers")
+
+
+class _Staged:
+    """The files of a compare-and-set. Until their commit nothing names them, so anybody's VACUUM may remove them."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._own: dict[str, DataFile] = {}  # of every try: one that was given up may still land
+        self._seen_s: dict[str, float] = {}
+
+    def require(self, change: Change) -> None:
+        """Before the commit: see that its files are there."""
+        self._own.update({f.path: f for f in change.add if f.content is not None})
+        lost = self._restore([f for f in change.add if self._is_doubtful(f)])
+        if lost:
+            raise LostStagedFileError(
+                f"file {lost[0].path}, staged for table {self._table.name}, is gone or cut: somebody removed it, as a "
+                "VACUUM with a short retention does. The commit was not made: run the batch again"
+            )
+
+    def keep(self, change: Change) -> None:
+        """After the commit: see that it names no file that was removed between the last look and the commit. The files
+        that it replaces can be gone by now, so its own are the only copy."""
+        looked_at = [*self._own.values(), *(f for f in change.add if f.content is None and self._is_doubtful(f))]
+        if not looked_at:
+            return
+        live = set(self._table.actions()["path"].to_pylist())
+        lost = self._restore([f for f in looked_at if f.path in live])
+        if lost:
+            raise LostFileError(
+                f"file {lost[0].path} was removed while this process slept, and then committed to table "
+                f"{self._table.name}: its rows are lost. Keep VACUUM from files younger than the longest such sleep"
+            )
+
+    def _is_doubtful(self, file: DataFile) -> bool:
+        known_s = self._seen_s.get(file.path, file.written_s)
+        return known_s is None or self._table.machine.monotonic() - known_s > STAGED_UNSEEN_S
+
+    def _restore(self, files: Sequence[DataFile]) -> list[DataFile]:
+        """Put back those files that are gone; returns those of which this process does not have the content."""
+        if not files:
+            return []
+        now_s = self._table.machine.monotonic()
+        gone = self._table.missing(files)
+        for file in gone:
+            if file.content is not None:
+                logger.warning("file %s of table %s was removed by somebody: put back", file.path, self._table.name)
+                self._table.put_back(file)
+        self._seen_s.update((file.path, now_s) for file in files)
+        return [file for file in gone if file.content is None]
 
 
 def actions_schema(schema: pa.Schema) -> pa.Schema:
@@ -241,8 +316,10 @@ class DeltaLogTable:
         self.lock = machine.lock()
         self.clock: Clock = StoreClock(self.fs, self.folder, machine)
         self._actions: tuple[int, pa.Table] | None = None
+        self._id: str | None = None
+        self._seen = -1  # the newest version that this handle knows of
         # half has a file or more a transaction: it opens while op is read, and for readers of op not at all.
-        self._opening = self._open_in_background()
+        self._opening: Future[DeltaTable] | None = self._open_in_background()
 
     @staticmethod
     def create(
@@ -285,31 +362,70 @@ class DeltaLogTable:
         return self.wait_until_open()
 
     def wait_until_open(self) -> DeltaTable:
-        """The table opens in the background; here, or at its first use, one hears that it cannot be opened."""
-        return self._opening.result()
+        """The table opens in the background; here, or at its first use, one hears that it cannot be opened.
+
+        A failure is told once: the next use opens the table again.
+        """
+        opening = self._opening
+        if opening is None:
+            with self.lock:
+                opening = self._opening = self._opening or self._open_in_background()
+        try:
+            return opening.result()
+        except BaseException:
+            with self.lock:
+                if self._opening is opening:
+                    self._lose()
+            raise
+
+    def _lose(self) -> None:
+        """Forget the table and all that was read of it: the next use opens it again."""
+        self._opening = None
+        self._actions = None
 
     def _open_in_background(self) -> Future[DeltaTable]:
         return ThreadPoolExecutor(1, f"txmq-open-{self.name}").submit(self._open)
 
     def _open(self) -> DeltaTable:
         try:
-            table = DeltaTable(self._uri, storage_options=self._storage_options or None)
+            with asking(self._uri, self._storage_options):
+                table = DeltaTable(self._uri, storage_options=self._storage_options or None)
         except TableNotFoundError as problem:
             raise NotACommitLogError(f"no Delta table {self.name!r} at {self._uri}: is it a commit log?") from problem
         except BaseException as problem:  # a panic of delta-rs is no Exception
             if not isinstance(problem, DeltaError) and not is_panic(problem):
                 raise
-            raise NotACommitLogError(
-                f"the Delta table {self.name!r} at {self._uri} cannot be opened: {problem}"
-            ) from problem
-        self._check_entries(table, -1)
+            said = plainly(str(problem), self._storage_options)
+            if self._id is None:
+                raise NotACommitLogError(
+                    f"the Delta table {self.name!r} at {self._uri} cannot be opened: {said}"
+                ) from problem
+            self._check_entries(-1, None)
+            raise CorruptLogError(f"the Delta log of table {self.name} cannot be read any more: {said}") from problem
+        self._check_entries(-1, int(table.version()))
         have = set(pa.schema(table.schema().to_arrow()).names)
         missing = [n for n in self.schema.names if n not in have]
         if missing:
             raise LogFormatError(
                 f"table {self.name} has no column {missing[0]!r}: it was changed by hand, or is no log"
             )
+        self._check_same(table)
         return table
+
+    def _check_same(self, table: DeltaTable) -> None:
+        """Raise when what was opened is not what this handle knew before: its answers would contradict each other."""
+        if self._id is None:
+            return
+        if str(table.metadata().id) != self._id:
+            raise NotACommitLogError(
+                f"another table {self.name!r} lies at {self._uri} than before: the commit log was removed and made "
+                "anew. Open it again"
+            )
+        if table.version() < self._seen:
+            raise CorruptLogError(
+                f"table {self.name} is at version {table.version()}, and this process has seen version {self._seen}: "
+                "entries of its Delta log were removed, or an older copy put in its place. Restore it from a copy"
+            )
 
     @property
     def version(self) -> int:
@@ -322,26 +438,37 @@ class DeltaLogTable:
 
     def refresh(self) -> int:
         with self.lock:
-            before = self.version
+            table = self._table
+            before = self._seen = int(table.version())
+            self._id = self._id or str(table.metadata().id)
+            whole = False
             try:
-                self._table.update_incremental()
-                self._check_entries(self._table, before)
+                with asking(self._uri, self._storage_options):
+                    table.update_incremental()
+                    self._check_entries(before, int(table.version()))
+                    # delta-rs takes a folder without a single entry for one without new entries.
+                    whole = table.version() > before or self._has_entry(before)
             except BaseException as problem:  # a panic of delta-rs is no Exception
+                # The entries after ours are cleaned up, and only a checkpoint knows the way from here; or one of them
+                # is damaged, and opening says so.
                 if not isinstance(problem, (DeltaError, CorruptLogError)) and not is_panic(problem):
                     raise
-                # The entries after ours are cleaned up, and only a checkpoint knows the way from here; or one of them
-                # is damaged, and opening says so, now and at every later use.
-                self._opening = self._open_in_background()
-                self._actions = None
+            finally:
+                if not whole:
+                    self._lose()
             return self.version
 
-    def _check_entries(self, table: DeltaTable, since: int) -> None:
-        """Raise CorruptLogError for damaged entries of the Delta log after version ``since``.
+    def _has_entry(self, version: int) -> bool:
+        entry = f"{self.folder}/_delta_log/{version:020d}.json"
+        return bool(self.fs.get_file_info(entry).type == pafs.FileType.File)
+
+    def _check_entries(self, since: int, until: int | None) -> None:
+        """Raise CorruptLogError for damaged entries of the Delta log after one version, up to another or to the newest.
 
         On a local disk only: an object store checks its objects itself, and has no half-written ones.
         """
         if isinstance(self.fs, pafs.LocalFileSystem):
-            check_entries(Path(self.folder, "_delta_log"), self.name, since, int(table.version()))
+            check_entries(Path(self.folder, "_delta_log"), self.name, since, until)
 
     def actions(self) -> pa.Table:
         with self.lock:
@@ -376,9 +503,26 @@ class DeltaLogTable:
             return self._table.transaction_version(app_id)
 
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
-        return write_table(
-            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=ROW_GROUP_ROWS
-        )
+        began_s = self.machine.monotonic()
+        file = write_table(
+            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=ROW_GROUP_ROWS,
+            keep_content=True,
+        )  # fmt: skip
+        return replace(file, written_s=began_s)
+
+    def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
+        paths = [f"{self.folder}/{f.path}" for f in files]
+        with asking(self._uri, self._storage_options):
+            if len(paths) == 1 or isinstance(self.fs, pafs.LocalFileSystem):
+                infos = self.fs.get_file_info(paths)
+            else:  # pyarrow asks for one after the other
+                with ThreadPoolExecutor(min(LOOKS_AT_ONCE, len(paths)), "txmq-look") as pool:
+                    infos = list(pool.map(self.fs.get_file_info, paths))
+        return [f for f, i in zip(files, infos, strict=True) if (i.type, i.size) != (pafs.FileType.File, f.size_bytes)]
+
+    def put_back(self, file: DataFile) -> None:
+        with self.fs.open_output_stream(f"{self.folder}/{file.path}") as stream:
+            stream.write(file.content)
 
     def read(
         self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None

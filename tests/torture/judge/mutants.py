@@ -22,6 +22,7 @@ from rmq_spark.check import service as service_module
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import ledger as ledger_module
 from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog import table as table_module
 from rmq_spark.commitlog.files import RowRange
 from rmq_spark.commitlog.follow import Followed
 from rmq_spark.commitlog.half_store import HalfStore
@@ -151,6 +152,18 @@ def replaced(*parts: tuple[Any, str, Any]) -> ExitStack:
 CALM = {"weather": Weather(), "clock_steps": False}
 BUSY = {"crash": 0.03, "pause": 0.02, "switch": 0.6}
 RESTARTS = {"crash": 0.03, "streams": 1, "senders": 0, "restored": None}
+
+
+# ---------------------------------------------------------------- staged files
+@mutant(
+    "files that a VACUUM removed are committed without a look",
+    A.LOST_WRITE, A.GAP_IN_QUEUE, A.STUCK_HALF, A.DUPLICATE,
+    streams=1, senders=0, batches=3, checkers=0, readers=0, upkeep=25, op_files_max=2, pause=0.1, crash=0.0, switch=0.6,
+    person=False, stranger=False, zombies=0.0, restored=None,
+)  # fmt: skip
+def _no_look_at_files() -> Iterator[None]:
+    with replaced((table_module._Staged, "_restore", lambda self, files: [])):
+        yield
 
 
 # ---------------------------------------------------------------- prepare

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
 from rmq_spark.commitlog import storage
 from rmq_spark.commitlog.files import filesystem
+from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.commitlog.storage import PROBE
-from rmq_spark.errors import CommitLogExistsError, NotACommitLogError, StorageError
-from tests.half_batches import another, bodies, commit, prepare
+from rmq_spark.errors import CommitLogExistsError, LostStagedFileError, NotACommitLogError, StorageError
+from tests.half_batches import another, bodies, commit, header_of, prepare
 from tests.torture.s3.proxy import proxy
 from tests.torture.s3.server import S3Server
 
@@ -168,6 +171,37 @@ def test_no_secret_is_in_what_a_failure_says(s3: S3Server, uri: str, caplog: pyt
         said += [done.stdout, done.stderr]
     said.append(caplog.text)
     assert not [word for word in hidden for text in said if word in text]
+
+
+def test_a_store_that_went_away_under_an_open_log_is_a_storage_error_without_secrets(
+    s3: S3Server, log: txmq.CommitLog, uri: str
+) -> None:
+    with proxy(s3.endpoint) as between:
+        options = {**s3.storage_options(between.endpoint), "max_retries": "0"}
+        through = txmq.CommitLog.open(uri, options)
+        assert through.topics() == {"orders": 2}
+    for ask in (through.topics, through.pending, lambda: through.read("orders"), through.topics):
+        with pytest.raises(StorageError, match="its store fails") as caught:
+            ask()
+        assert not [word for word in (s3.secret_key, s3.access_key) if word in str(caught.value)]
+        assert "\n" not in str(caught.value)
+
+
+def test_a_log_whose_objects_are_deleted_is_no_log_any_more(s3: S3Server, log: txmq.CommitLog, uri: str) -> None:
+    assert log.topics() == {"orders": 2}
+    shutil.rmtree(s3.folder / uri.removeprefix("s3://"))
+    for _ in range(2):
+        with pytest.raises(NotACommitLogError):
+            log.topics()
+
+
+def test_a_half_file_that_was_deleted_is_not_prepared_on_s3(s3: S3Server, log: txmq.CommitLog, uri: str) -> None:
+    writer = HalfWriter(header_of(0), log.topics(), "orders", None)
+    files = [f for n in range(20) for f in log.stage(writer, pa.table({"body": [f"{n}"]}).to_batches(), n)]
+    (s3.folder / uri.removeprefix("s3://") / "half" / files[13].data.path).unlink()
+    with pytest.raises(LostStagedFileError, match=files[13].data.path):
+        log.prepare(header_of(0), files)
+    assert another(log).find("app", 0) is None
 
 
 def test_what_holds_storage_options_does_not_show_them(s3: S3Server, log: txmq.CommitLog) -> None:

@@ -27,7 +27,7 @@ from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, RowState
 from rmq_spark.commitlog.reading import stored_columns, to_messages
-from rmq_spark.commitlog.table import Change
+from rmq_spark.commitlog.table import STAGED_UNSEEN_S, Change
 from rmq_spark.errors import (
     CheckpointMismatchError,
     ClockError,
@@ -35,6 +35,7 @@ from rmq_spark.errors import (
     FenceError,
     LocalTransactionError,
     LostCommitError,
+    LostStagedFileError,
     StaleAttemptError,
     UnresolvedTransactionError,
     VerdictConflictError,
@@ -72,7 +73,7 @@ SEEDS_WANTED = 1_000_000
 
 EXPECTED = (
     CheckpointMismatchError, ClockError, CommitError, FenceError, LocalTransactionError, LostCommitError,
-    StaleAttemptError, UnresolvedTransactionError, VerdictConflictError, Broken, OSError,
+    LostStagedFileError, StaleAttemptError, UnresolvedTransactionError, VerdictConflictError, Broken, OSError,
 )  # fmt: skip
 """What may end a process that meets a fault; anything else is a finding."""
 
@@ -441,7 +442,8 @@ class Simulation:
         maintenance.compact_op(self.world.op.another())
 
     def optimize(self) -> None:
-        """Somebody's OPTIMIZE of ``half``: other files, another order, a new time."""
+        """Somebody's OPTIMIZE of ``half``, other files, another order, a new time; and VACUUM of ``op``."""
+        self.vacuum_op()
         table = self.world.half.another()
         table.clock = SimulatedClock(self.scheduler, on_own_disk=True)  # somebody else's program asks nobody
         table.refresh()
@@ -468,6 +470,11 @@ class Simulation:
         content = self.world.half.content
         for path in set(content.removed) - set(content.versions[-1].files):
             self.world.half.fs.tables.pop(f"half/{path}", None)
+        self.vacuum_op()
+
+    def vacuum_op(self) -> None:
+        """Somebody's VACUUM of ``op``: files that no version names since a while, or ever."""
+        self.counts["op files vacuumed"] += self.world.op.vacuum(STAGED_UNSEEN_S)
 
     def clean_up(self) -> None:
         kept = self.chance.choice((0, 0, 1, 3))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pyarrow as pa
@@ -70,6 +70,8 @@ class Content:
     below_head: list[tuple[int, Change]] = field(default_factory=list)
     on_the_way: list[tuple[int, Change]] = field(default_factory=list)
     removed: dict[str, float] = field(default_factory=dict)
+    written: dict[str, float] = field(default_factory=dict)  # when, by the store's own clock
+    at_commit: set[str] = field(default_factory=set)  # files whose commit is under way
 
 
 _NO_ROWS: dict[int, tuple[pa.Schema, pa.Table]] = {}
@@ -90,6 +92,7 @@ class Files:
 
     def __init__(self) -> None:
         self.tables: dict[str, pa.Table] = {}
+        self.ever: dict[str, pa.Table] = {}  # also those that were removed
         self.serial = 0
         self.readings: dict[tuple[object, ...], pa.Table] = {}
         self.addresses: dict[str, dict[tuple[str, int, int], int]] = {}
@@ -97,7 +100,7 @@ class Files:
     def put(self, folder: str, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
         self.serial += 1
         path = f"{prefix}-{self.serial:04}.parquet"
-        self.tables[f"{folder}/{path}"] = rows
+        self.tables[f"{folder}/{path}"] = self.ever[f"{folder}/{path}"] = rows
         return DataFile(path, 1, rows.num_rows, column_stats(rows, stats_columns))
 
     def get(self, path: str) -> pa.Table:
@@ -232,8 +235,34 @@ class SimulatedTable:
 
     # ------------------------------------------------------------------ writing
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
+        began_s = self._scheduler.now
+        file = self.fs.put(self.folder, rows, prefix, stats_columns)
+        self.content.written[file.path] = began_s
         self._scheduler.step()
-        return self.fs.put(self.folder, rows, prefix, stats_columns)
+        return replace(file, content=b"", written_s=began_s)
+
+    def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
+        return [f for f in files if f"{self.folder}/{f.path}" not in self.fs.tables]
+
+    def put_back(self, file: DataFile) -> None:
+        path = f"{self.folder}/{file.path}"
+        self.fs.tables[path] = self.fs.ever[path]
+        self.content.written[file.path] = self._scheduler.now
+
+    def vacuum(self, retention_s: float) -> int:
+        """Somebody's VACUUM: what no version names, or none since so long, is deleted; returns how many files.
+
+        Those whose commit is under way stay. What is taken there its writer puts back, unless it dies just then: that
+        is not promised.
+        """
+        content, head = self.content, self.content.versions[-1]
+        orphans = content.written.keys() - content.removed.keys() - content.at_commit
+        old = {path for path in orphans if self._scheduler.now - content.written[path] > retention_s}
+        old |= {path for path, at in content.removed.items() if self._scheduler.wall_s() - at > retention_s}
+        paths = {f"{self.folder}/{path}" for path in old - head.files.keys()} & self.fs.tables.keys()
+        for path in paths:
+            del self.fs.tables[path]
+        return len(paths)
 
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
@@ -253,12 +282,15 @@ class SimulatedTable:
         """Put the entry of the next version, and say what the store says."""
         self._acknowledged = None
         version = self._state.version + 1
+        self.content.at_commit.update(f.path for f in change.add)
         self._scheduler.step()
         self._let_land()
         lands, answer = self._fate()
         if lands is None:
             self.content.on_the_way.append((version, change))
         done = bool(lands) and self.put(version, change)
+        if lands is not None:
+            self.content.at_commit.difference_update(f.path for f in change.add)
         self._scheduler.step()  # the process may die between the commit and its acknowledgement
         if answer is None:
             raise Unanswered(f"version {version} of {self.name} timed out")

@@ -1,0 +1,216 @@
+"""A handle whose store fails for a moment, whose table is damaged for a moment, or whose log is gone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import OP_SCHEMA
+from rmq_spark.commitlog.table import DeltaLogTable
+from rmq_spark.errors import CorruptLogError, NotACommitLogError, StorageError, TxmqError, UnreachableStoreError
+from tests.half_batches import bodies, commit, make_log, prepare
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "log"
+    log = make_log("delta", folder, orders=1)
+    commit(log, prepare(log, 0, 2))
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "log"))
+
+
+@contextmanager
+def unreadable(folder: Path, *tables: str) -> Iterator[None]:
+    """The Delta logs of these tables cannot be listed or read for a moment: no folder is there, but a file."""
+    logs = [folder / table / "_delta_log" for table in tables]
+    for log in logs:
+        log.rename(log.with_name("away"))
+        log.write_text("")
+    yield
+    for log in logs:
+        log.unlink()
+        log.with_name("away").rename(log)
+
+
+@contextmanager
+def damaged(folder: Path, table: str) -> Iterator[None]:
+    """The newest entry of a Delta log is no JSON for a moment."""
+    entry = newest_entry(folder, table)
+    content = entry.read_bytes()
+    entry.write_bytes(content[: len(content) // 2])
+    yield
+    entry.write_bytes(content)
+
+
+def newest_entry(folder: Path, table: str) -> Path:
+    return max((folder / table / "_delta_log").glob("*.json"))
+
+
+# ---------------------------------------------------------------- a failure is told once
+def test_a_store_that_fails_while_half_opens_in_the_background_is_asked_again_at_the_next_use(folder: Path) -> None:
+    with unreadable(folder, "half"):
+        log = CommitLog.open(folder)
+        for _ in range(2):
+            with pytest.raises(StorageError, match=r"half cannot be read.*try again"):
+                log.find("app", 0)
+    record = log.find("app", 0)
+    assert record is not None
+    assert record.rows == 2
+
+
+def test_an_entry_that_was_damaged_for_a_moment_does_not_poison_a_handle(folder: Path) -> None:
+    log = CommitLog.open(folder)
+    assert len(bodies(log)) == 2
+    writer = CommitLog.open(folder)
+    commit(writer, prepare(writer, 1, 1))
+    with damaged(folder, "op"):
+        for _ in range(2):
+            with pytest.raises(CorruptLogError, match=f"entry {newest_entry(folder, 'op').name}.* is not JSON"):
+                log.read("orders")
+    assert len(bodies(log)) == 3
+
+
+def test_a_store_that_fails_while_a_handle_reopens_does_not_poison_it(folder: Path) -> None:
+    """What a handle lost it opens anew: first the entry is damaged, then the store fails, then all is well."""
+    log = CommitLog.open(folder)
+    assert len(bodies(log)) == 2
+    writer = CommitLog.open(folder)
+    commit(writer, prepare(writer, 1, 1))
+    with damaged(folder, "op"), pytest.raises(CorruptLogError):
+        log.read("orders")
+    with unreadable(folder, "op"):
+        for _ in range(2):
+            with pytest.raises(StorageError):
+                log.read("orders")
+    assert len(bodies(log)) == 3
+
+
+def test_a_handle_that_lost_its_table_gives_no_old_answers(folder: Path) -> None:
+    table = CommitLog.open(folder).op
+    table.refresh()
+    before = table.actions()
+    with unreadable(folder, "op"):
+        for ask in (table.refresh, table.actions, lambda: table.version, table.removed_since):
+            with pytest.raises(UnreachableStoreError) as raised:
+                ask()
+            assert isinstance(raised.value, OSError)
+            assert "\x1b" not in str(raised.value)
+    assert table.refresh() == 1
+    assert table.actions() == before
+
+
+# ---------------------------------------------------------------- a log that is gone
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def remove_delta_log(folder: Path) -> None:
+    shutil.rmtree(folder / "op" / "_delta_log")
+
+
+def empty_delta_log(folder: Path) -> None:
+    remove_delta_log(folder)
+    (folder / "op" / "_delta_log").mkdir()
+
+
+def make_anew(folder: Path) -> None:
+    shutil.rmtree(folder)
+    make_log("delta", folder, orders=1)
+
+
+@pytest.mark.parametrize("goes", [remove, remove_delta_log, empty_delta_log, make_anew])
+def test_a_log_that_vanished_is_no_log_and_never_an_old_answer(folder: Path, goes: Callable[[Path], None]) -> None:
+    """delta-rs takes a list without new entries for "nothing is new", also when no entry is left."""
+    table = CommitLog.open(folder).op
+    assert table.refresh() == 1
+    goes(folder)
+    for ask in (table.refresh, table.refresh, table.actions, lambda: table.version):
+        with pytest.raises(NotACommitLogError):
+            ask()
+
+
+def test_a_log_that_was_removed_has_no_topics_any_more(folder: Path) -> None:
+    log = CommitLog.open(folder)
+    assert log.topics() == {"orders": 1}
+    shutil.rmtree(folder)
+    for ask in (log.topics, log.pending, lambda: log.read("orders"), lambda: prepare(log, 1)):
+        with pytest.raises(NotACommitLogError):
+            ask()
+
+
+def test_a_log_that_was_away_is_read_on_when_it_is_back(folder: Path) -> None:
+    log = CommitLog.open(folder)
+    assert len(bodies(log)) == 2
+    folder.rename(folder.with_name("away"))
+    with pytest.raises(NotACommitLogError):
+        log.read("orders")
+    folder.with_name("away").rename(folder)
+    commit(CommitLog.open(folder), prepare(CommitLog.open(folder), 1, 1))
+    assert len(bodies(log)) == 3
+
+
+def test_a_table_that_was_set_back_is_not_read_on_by_who_has_seen_more(folder: Path) -> None:
+    writer = CommitLog.open(folder)
+    commit(writer, prepare(writer, 1, 1))
+    table: DeltaLogTable = CommitLog.open(folder).op  # type: ignore[assignment]
+    assert table.refresh() == 2
+    newest_entry(folder, "op").unlink()
+    for _ in range(2):
+        with pytest.raises(CorruptLogError, match=r"version 1.*has seen version 2"):
+            table.refresh()
+    assert CommitLog.open(folder).op.refresh() == 1
+
+
+# ---------------------------------------------------------------- threads
+def test_threads_that_share_a_handle_all_hear_of_a_failed_opening_and_all_come_back(folder: Path) -> None:
+    def ask(table: DeltaLogTable) -> int | None:
+        try:
+            return table.version
+        except StorageError:
+            return None
+
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(5):
+            with unreadable(folder, "op"):
+                table = DeltaLogTable(str(folder / "op"), "op", OP_SCHEMA, None)
+                assert set(threads.map(ask, [table] * 40)) == {None}
+            assert set(threads.map(ask, [table] * 40)) == {1}
+
+
+# ---------------------------------------------------------------- seeded bugs
+# The simulation's tables are never opened: it cannot see these.
+@pytest.mark.parametrize(
+    ("story", "method", "bug"),
+    [
+        (
+            test_a_store_that_fails_while_half_opens_in_the_background_is_asked_again_at_the_next_use,
+            "_lose",
+            lambda self: None,
+        ),
+        (test_an_entry_that_was_damaged_for_a_moment_does_not_poison_a_handle, "_lose", lambda self: None),
+        (test_a_log_that_was_removed_has_no_topics_any_more, "_has_entry", lambda self, version: True),
+        (test_a_table_that_was_set_back_is_not_read_on_by_who_has_seen_more, "_check_same", lambda self, table: None),
+    ],
+    ids=["the failure is kept", "the damage is kept", "an empty folder has no news", "any table is the same"],
+)
+def test_a_seeded_bug_is_noticed(
+    story: Callable[[Path], None],
+    method: str,
+    bug: Callable[..., object],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DeltaLogTable, method, bug)
+    with pytest.raises((AssertionError, TxmqError, pytest.fail.Exception)):
+        story(folder)
