@@ -241,6 +241,7 @@ class DeltaLogTable:
         self.lock = machine.lock()
         self.clock: Clock = StoreClock(self.fs, self.folder, machine)
         self._actions: tuple[int, pa.Table] | None = None
+        self._checked = -1  # the version up to which the entries of the Delta log were looked at
         # half has a file or more a transaction: it opens while op is read, and for readers of op not at all.
         self._opening = self._open_in_background()
 
@@ -303,6 +304,7 @@ class DeltaLogTable:
                 f"the Delta table {self.name!r} at {self._uri} cannot be opened: {problem}"
             ) from problem
         self._check_entries(table, -1)
+        self._checked = int(table.version())
         have = set(pa.schema(table.schema().to_arrow()).names)
         missing = [n for n in self.schema.names if n not in have]
         if missing:
@@ -322,10 +324,11 @@ class DeltaLogTable:
 
     def refresh(self) -> int:
         with self.lock:
-            before = self.version
+            table = self._table
             try:
-                self._table.update_incremental()
-                self._check_entries(self._table, before)
+                table.update_incremental()
+                self._check_entries(table, self._checked)
+                self._checked = int(table.version())
             except BaseException as problem:  # a panic of delta-rs is no Exception
                 if not isinstance(problem, (DeltaError, CorruptLogError)) and not is_panic(problem):
                     raise
