@@ -243,7 +243,7 @@ class DeltaLogTable:
         self._actions: tuple[int, pa.Table] | None = None
         self._checked = -1  # the version up to which the entries of the Delta log were looked at
         # half has a file or more a transaction: it opens while op is read, and for readers of op not at all.
-        self._opening = self._open_in_background()
+        self._opening: Future[DeltaTable] | None = self._open_in_background()
 
     @staticmethod
     def create(
@@ -286,8 +286,15 @@ class DeltaLogTable:
         return self.wait_until_open()
 
     def wait_until_open(self) -> DeltaTable:
-        """The table opens in the background; here, or at its first use, one hears that it cannot be opened."""
-        return self._opening.result()
+        """The table opens in the background; here, or at its first use, one hears that it cannot be opened. The next
+        use tries again: the store may answer then, or the table be repaired."""
+        self._opening = opening = self._opening or self._open_in_background()
+        try:
+            return opening.result()
+        except BaseException:
+            if opening.done() and opening.exception() is not None:
+                self._opening = None
+            raise
 
     def _open_in_background(self) -> Future[DeltaTable]:
         return ThreadPoolExecutor(1, f"txmq-open-{self.name}").submit(self._open)
