@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.clock import StoreClock
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who
@@ -76,6 +77,7 @@ def stopped_clock() -> Iterator[StoppedClock]:
     clock = StoppedClock()
     with (
         patch.object(Machine, "time", lambda machine: clock.now.timestamp()),
+        patch.object(StoreClock, "stored_at", lambda store: clock.now.timestamp()),
         patch.object(Machine, "random", lambda machine: 0.0),
         patch.object(Machine, "unique_id", lambda machine: f"{next(clock.ids):032x}"),
     ):
@@ -604,7 +606,7 @@ def read_truth(log: CommitLog, content: Content, known: Sequence[Truth] = ()) ->
     progress = tables.groups.rows().select(["consumer_group", "topic", "queue_id", "next_offset", "suspended_until"])
     said = Said(
         [sorted(commits[version]) for version in sorted(commits)],
-        sorted((half_id, rows) for half_id, (_, rows) in half.items()),
+        sorted((half_id, found.rows) for half_id, found in half.items()),
         sorted(tables.topics()),
         {tuple(row.values()) for row in progress.to_pylist()},
     )

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import TxmqError
+from rmq_spark.sink.producer import TransactionMQProducer
+from rmq_spark.testing import InMemoryCommitLog
 from tests.seeds import first_seed
 from tests.torture.interrupt.interruptions import (
     OPERATIONS,
@@ -18,6 +25,7 @@ from tests.torture.interrupt.interruptions import (
     Finding,
     InMemory,
     OnDisk,
+    Sender,
     StoppedClock,
     Twin,
     every_line,
@@ -70,18 +78,46 @@ def on_disk(clock: StoppedClock, tmp_path_factory: pytest.TempPathFactory) -> Tw
 
 # ---------------------------------------------------------------- in short
 def test_a_follower_that_is_interrupted_follows_on(in_memory: Twins) -> None:
-    assert in_memory.interrupted(FOLLOWER, 20, random.Random(first_seed())) == []
+    assert in_memory.interrupted(FOLLOWER, 10, random.Random(first_seed())) == []
 
 
 def test_an_operation_that_is_interrupted_is_done_whole_or_not_at_all(in_memory: Twins) -> None:
     chance = random.Random(first_seed())
-    for name in chance.sample(list(OPERATIONS), 5):
-        assert in_memory.interrupted(name, 5, chance) == []
+    for name in chance.sample(list(OPERATIONS), 4):
+        assert in_memory.interrupted(name, 4, chance) == []
 
 
 def test_a_log_on_disk_is_used_on_after_an_interruption(on_disk: Twins) -> None:
     chance = random.Random(first_seed())
-    assert on_disk.interrupted(chance.choice(list(OPERATIONS)), 3, chance) == []
+    assert on_disk.interrupted(chance.choice(list(OPERATIONS)), 2, chance) == []
+
+
+def test_rows_that_are_taken_before_their_version_are_caught(in_memory: Twins) -> None:
+    """The seeded bug of this level, at every line that it has."""
+    with rows_before_version():
+        twin = uninterrupted(in_memory.content, OPERATIONS[FOLLOWER])
+        moments = [n for n, (_, place) in enumerate(twin.places, 1) if place[0][0].co_name == "two_steps"]
+        found = told(interrupt(in_memory.content, twin, moment) for moment in moments)
+    assert any("open half batches" in finding for finding in found)
+
+
+@contextmanager
+def rows_before_version() -> Iterator[None]:
+    """A follower that changes in two steps: the new rows first, and then the version up to which they are there."""
+    catch_up = Ledger._catch_up
+
+    def two_steps(self: Ledger) -> int:
+        before = self._followed
+        version = catch_up(self)
+        after = self._followed
+        self._followed = replace(after, version=before.version)
+        self._followed = after
+        return version
+
+    # Its lines count as lines of the product.
+    two_steps.__code__ = two_steps.__code__.replace(co_filename=catch_up.__code__.co_filename)
+    with patch.object(Ledger, "_catch_up", two_steps):
+        yield
 
 
 # ---------------------------------------------------------------- at length
@@ -128,3 +164,27 @@ def test_a_damaged_entry_that_an_interrupted_refresh_passed_is_told_of(tmp_path:
     assert isinstance(Tracer(looks).run(log.topics), Interrupted)
     with pytest.raises(TxmqError, match=entry.name):
         log.topics()
+
+
+def test_a_producer_whose_start_was_interrupted_answers_checks_when_it_is_started_again() -> None:
+    def threads() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "txmq-checks"]
+
+    def producer() -> TransactionMQProducer:
+        return TransactionMQProducer(InMemoryCommitLog(), "group", Sender())
+
+    def stopped(started: TransactionMQProducer) -> bool:
+        started.shutdown()
+        for thread in threads():
+            thread.join(60)
+        return not threads()
+
+    counted, first = Tracer(), producer()
+    counted.run(first.start)
+    assert stopped(first)
+    for moment in range(1, counted.moments + 1):
+        again = producer()
+        assert isinstance(Tracer(moment).run(again.start), Interrupted)
+        again.start()
+        assert threads()
+        assert stopped(again)
