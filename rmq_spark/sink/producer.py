@@ -124,10 +124,10 @@ class TransactionMQProducer:
     def start(self) -> TransactionMQProducer:
         """Open the producer (``with`` does it)."""
         if not self._open:
-            self._open = True
             self._closing.clear()
             if self.check_interval is not None:
                 self._checks = self.log.machine.start_thread(self._answer_checks, "txmq-checks", daemon=True)
+            self._open = True
         return self
 
     def shutdown(self) -> None:

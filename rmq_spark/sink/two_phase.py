@@ -203,12 +203,15 @@ class TwoPhase:
         if not mask:  # a check was faster than we are
             return
         batch = self.log.half_batch(run.record, state, attempt, mask, run.arg)
+        lease = _Lease(self.log, run.record, self.lease_s)
         try:
-            with _Lease(self.log, run.record, self.lease_s):
+            with lease:
                 verdicts = self._ask_execute(run, batch)
         except FencedError:
             self._end_fenced(run, batch, mask)
             return
+        finally:
+            lease.end()  # `with` does not, when an interrupt comes while it enters or leaves
         run.executed.append((attempt, mask))
         self.decide(run, batch, mask, verdicts, Who.EXECUTE)
 
@@ -347,8 +350,12 @@ class _Lease(AbstractContextManager[None]):
         self._thread = self._log.machine.start_thread(self._renew, "txmq-lease", daemon=True)
 
     def __exit__(self, *details: object) -> None:
-        self._done.set()
+        self.end()
         self._thread.join()
+
+    def end(self) -> None:
+        """Renew it no more."""
+        self._done.set()
 
     def _renew(self) -> None:
         while not self._done.wait(self._lease_s / 3):

@@ -23,6 +23,7 @@ from rich.table import Table
 from tests import seeds
 from tests.torture.damage import corruption
 from tests.torture.hostile import cases
+from tests.torture.interrupt import interruptions
 from tests.torture.judge import selftest
 from tests.torture.kill import disks, drivers, kills
 from tests.torture.race import races
@@ -33,7 +34,7 @@ Level = Callable[[float, int], dict[str, Any]]
 LEVELS: dict[str, tuple[Level, float, str]] = {
     "selftest": (selftest.run, 0.05, "seeded bugs that the anomaly checker must catch"),
     "model": (model.run, 0.08, "every state of the protocol's model"),
-    "simulation": (simulation.run, 0.27, "seeds of the protocol on a store that misbehaves"),
+    "simulation": (simulation.run, 0.22, "seeds of the protocol on a store that misbehaves"),
     "kills": (kills.run, 0.12, "producers, checkers, upkeep and readers killed at named points"),
     "drivers": (drivers.run, 0.20, "Spark drivers and their workers killed"),
     "disks": (disks.run_preloaded, 0.04, "full, broken and slow disks"),
@@ -41,6 +42,7 @@ LEVELS: dict[str, tuple[Level, float, str]] = {
     "races on S3": (partial(races.run_on, "s3", commits=10_000), 0.06, "the same on an S3 server"),
     "corruption": (corruption.run, 0.05, "damaged files"),
     "hostile": (cases.run, 0.05, "odd input at every door"),
+    "interruptions": (interruptions.run, 0.05, "operations interrupted at any line"),
 }
 """What to run, its share of the time, and what it is."""
 REPORT = Path("artifacts/torture.json")
