@@ -21,7 +21,7 @@ from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import STATS_COLUMNS, Kind, OpRow, RowState, Who, to_table
 from rmq_spark.commitlog.table import Change, DeltaLogTable, compare_and_set
-from rmq_spark.errors import AlreadyPreparedError, CommitError, LostCommitError, NotACommitLogError, TopicExistsError
+from rmq_spark.errors import AlreadyPreparedError, CommitError, LostCommitError, TopicExistsError
 from rmq_spark.testing import MemoryTable
 from tests.half_batches import another, bodies, check_offsets, commit, header_of, make_log, pending, prepare
 
@@ -382,21 +382,6 @@ def test_a_commit_below_the_head_of_the_log_is_never_taken_for_a_success(tmp_pat
         put(sleeper, 1000)
     assert 1000 not in numbers(opened())
     assert 1000 not in numbers(busy)
-
-
-def test_a_handle_that_could_not_open_its_table_opens_it_when_the_store_has_it_again(tmp_path: Path) -> None:
-    opened = number_table(tmp_path / "n")
-    handle, other = opened(), opened()
-    put(handle, 0)
-    put(other, 1)
-    entry = max((tmp_path / "n" / "_delta_log").glob("*.json"))
-    whole = entry.read_bytes()
-    entry.write_bytes(whole[:20])
-    for _ in range(2):
-        with pytest.raises(NotACommitLogError, match="cannot be opened"):
-            numbers(handle)
-    entry.write_bytes(whole)
-    assert numbers(handle) == [0, 1]
 
 
 # ---------------------------------------------------------------- the twin
