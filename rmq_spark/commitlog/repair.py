@@ -1,7 +1,7 @@
 """Half batches whose rows lie in ``half`` twice: which copy stays, and how the other one leaves the table.
 
-Before one lock owned the tables of a commit log, two processes that sent under one idempotency key could prepare a half
-batch twice, when threads of one of them shared a log. Everything that looks at such a half batch raises CorruptLogError.
+Before one lock owned the tables of a commit log, two processes that sent under one idempotency key could prepare a
+half batch twice, when threads of one of them shared a log. Whatever looks at such a half batch raises CorruptLogError.
 """
 
 from __future__ import annotations

@@ -284,13 +284,16 @@ class Simulation:
         s = self.scenario
         roles = [Role(source.role, source.work) for source in self.sources]
         roles += [Role(f"checker{i}", self.check_rounds) for i in range(s.checkers)]
-        roles += [Role(f"reader{i}", Reader(self, f"reader{i}").work) for i in range(s.readers)]
+        readers = [Role(f"reader{i}", Reader(self, f"reader{i}").work) for i in range(s.readers)]
+        roles += readers
         roles += [Role(f"clerk{i}", self.make_topics) for i in range(s.clerks)]
         if s.upkeep:
             roles.append(Role("upkeep", self.upkeep))
         for name, group in self._processes(roles):
-            sends = {role.name for role in group} & {source.role for source in self.sources}
-            supervisor = Supervisor(self, name, group, s.zombies if sends else 0.0)
+            names = {role.name for role in group}
+            # Two incarnations of a reader at once would each leave out what the other one has read.
+            may_sleep = names & {source.role for source in self.sources} and not names & {r.name for r in readers}
+            supervisor = Supervisor(self, name, group, s.zombies if may_sleep else 0.0)
             self.world.spawn(f"cluster/{name}", supervisor, True)
         if s.stranger:
             self.world.spawn("stranger", lambda: self.check_rounds(self.world.open_log(), self.wrong_database))
