@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog import op as op_module
+from rmq_spark.commitlog import repair as repair_module
 from rmq_spark.commitlog.group_store import GROUPS_SCHEMA, GroupStore
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter, check_known
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Prepared
@@ -23,6 +24,7 @@ from rmq_spark.commitlog.ledger import Ledger, Mask, Placed
 from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who, mask_count, runs, scatter
 from rmq_spark.commitlog.placing import Placer
 from rmq_spark.commitlog.reading import read_messages
+from rmq_spark.commitlog.repair import RepairReport
 from rmq_spark.commitlog.storage import check_put_if_absent, check_storage_options, reaching
 from rmq_spark.commitlog.table import Change, DeltaLogTable, Table
 from rmq_spark.config import (
@@ -649,6 +651,25 @@ class CommitLog:
             tables.append(self.groups.table)
         with self.lock:
             return maintenance.vacuum(tables, age_s, dry_run)
+
+    def repair(self, dry_run: bool = True) -> RepairReport:
+        """Find half batches whose rows lie twice in ``half``, and take the second copies out of the table.
+
+        The copy stays that op names, or the one that was prepared first. Nothing visible changes. Files that leave the
+        table stay on disk until a vacuum. Let no producer and no checker run meanwhile.
+
+        Parameters
+        ----------
+        dry_run : bool
+            Only say what would be done (default).
+
+        Returns
+        -------
+        RepairReport
+            ``print`` it. Its ``left`` are half batches that still lie twice.
+        """
+        with self.lock:
+            return repair_module.repair(self.half.table, self.op, dry_run)
 
     def _maintain(self) -> None:
         """Compact ``op`` off the critical path, in a thread with tables of its own."""

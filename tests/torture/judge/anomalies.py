@@ -290,7 +290,11 @@ def _lost_writes(run: _Run) -> Iterator[Anomaly]:
 
 
 def _duplicates(run: _Run) -> Iterator[Anomaly]:
-    """A message is in a queue twice, or in two queues; or its half row is there twice."""
+    """A message is in a queue twice, or in two queues; or its half row, or a topic, is there twice."""
+    made: dict[str | None, Event] = {}
+    for event in run.of[Kind.TOPIC]:
+        if made.setdefault(event.topic, event) is not event:
+            yield Anomaly(AnomalyKind.DUPLICATE, f"topic {event.topic} is there twice", (made[event.topic], event))
     stored: dict[tuple[str | None, str | None], Event] = {}
     for event in run.of[Kind.HALF_ROW]:
         first = stored.setdefault((event.half_id, event.address), event)

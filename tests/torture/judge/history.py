@@ -51,6 +51,8 @@ class Kind(str, Enum):
     """What a local transaction left in its database for a message."""
     HALF_ROW = "half row"
     """A row of ``half``; ``transaction_id`` is that of attempt 1, ``time`` that of its prepare."""
+    TOPIC = "topic"
+    """A row of ``topics``."""
     MARKER = "marker"
     """An op row's word about one half row: ``op`` is its kind. In version order."""
     LISTED = "listed"

@@ -278,7 +278,7 @@ def _history_instead_of_state() -> Iterator[None]:
 def _often_cleaned() -> Iterator[None]:
     """Upkeep does nothing but remove entries of the logs, all that it can."""
 
-    def clean(self: Simulation) -> None:
+    def clean(self: Simulation, *_: SimulatedLog) -> None:
         for table in (self.world.half, self.world.op):
             table.clean_up(0)
 
@@ -700,7 +700,7 @@ def _merge_loses() -> Iterator[None]:
 def _half_compaction(careful: bool) -> Patch:
     """A copy of a compaction of ``half``: refused half batches are dropped, the rest is merged into one file."""
 
-    def compact(self: Simulation) -> None:
+    def compact(self: Simulation, *_: SimulatedLog) -> None:
         log = self.world.open_log()
         table = log.half.table
         droppable: set[str] = set()
@@ -747,6 +747,48 @@ MUTANTS.append(
         _half_compaction(careful=True),
     )
 )  # fmt: skip
+
+
+# ---------------------------------------------------------------- threads that share a handle
+SHARED = {"threads": 3, "crash": 0.0, "pause": 0.0, "switch": 0.6, "zombies": 0.0, "person": False, "stranger": False}
+
+
+@mutant(
+    "half is refreshed under another lock than that of its commits", A.DUPLICATE, A.STUCK_HALF,
+    **SHARED, streams=1, senders=1, rivals=True, sharded=True, fifo=True, queues=1, checkers=2, rounds=4,
+    listener="fenced",
+)  # fmt: skip
+def _locks_of_their_own() -> Iterator[None]:
+    """Each table had a lock of its own, and so had the ledger, which looks at half when it places in a FIFO topic."""
+    make = CommitLog.__init__
+
+    def init(self: CommitLog, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        self.op.lock, self.lock = self.machine.lock(), self.machine.lock()
+
+    with replaced(
+        (CommitLog, "__init__", init),
+        (SimulatedTable, "refresh", SimulatedTable._refresh),
+        (SimulatedTable, "compare_and_set", SimulatedTable._compare_and_set),
+    ):
+        yield
+
+
+@mutant(
+    "topics are refreshed without the lock", A.DUPLICATE, **SHARED, streams=1, senders=1, clerks=4, listener="fenced"
+)
+def _topics_unlocked() -> Iterator[None]:
+    refresh = SimulatedTable.refresh
+
+    def unlocked(self: SimulatedTable) -> int:
+        return self._refresh() if self.name == "topics" else refresh(self)
+
+    def topics(self: CommitLog) -> dict[str, int]:
+        self.topics_table.refresh()
+        return dict(self._read_topics()[0])
+
+    with replaced((SimulatedTable, "refresh", unlocked), (CommitLog, "topics", topics)):
+        yield
 
 
 # ---------------------------------------------------------------- readers

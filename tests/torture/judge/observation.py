@@ -6,13 +6,16 @@ Readers' results are noted here too, so that every level notes them in the same 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from tests.torture.judge.history import Event, History, Kind, Phase, payload_hash
+
+if TYPE_CHECKING:
+    from deltalake import DeltaTable
 
 HALF_COLUMNS = [
     "half_id", "batch_id", "transaction_per", "file_no", "row_no", "transaction_key", "topic", "sharding_key", "body",
@@ -28,14 +31,24 @@ Files = dict[str, dict[int, list[int]]]
 """By half id and file number, the row numbers that ``half`` holds."""
 
 
-def note_tables(history: History, half: pa.Table, op: pa.Table, prepared_s: Mapping[str, float] | None = None) -> None:
+def note_tables(
+    history: History,
+    half: pa.Table,
+    op: pa.Table,
+    prepared_s: Mapping[str, float] | None = None,
+    topics: Sequence[str] = (),
+) -> None:
     """Note every row of ``half``, and every word of ``op`` about one, in version order.
 
     Parameters
     ----------
     prepared_s : mapping, optional
         When each half batch was prepared.
+    topics : sequence of str
+        The names in ``topics``.
     """
+    for name in topics:
+        history.note(Kind.TOPIC, topic=name)
     files: Files = defaultdict(lambda: defaultdict(list))
     for row in half.select(HALF_COLUMNS).to_pylist():
         files[row["half_id"]][row["file_no"]].append(row["row_no"])
@@ -97,16 +110,18 @@ def _markers(row: Mapping[str, Any], files: Files) -> Iterator[Event]:
 
 
 def note_log(history: History, path: str, storage_options: Mapping[str, str] | None = None) -> None:
-    """Note the rows of the Delta tables ``half`` and ``op`` of a log at rest, read with deltalake and pyarrow alone."""
-    half, op = (_live(f"{path}/{name}", storage_options) for name in ("half", "op"))
-    note_tables(history, half[0], op[0], half[1])
-
-
-def _live(uri: str, storage_options: Mapping[str, str] | None) -> tuple[pa.Table, dict[str, float]]:
-    """The rows of a Delta table, and the newest time of a file of each half batch."""
+    """Note the rows of the Delta tables of a log at rest, read with deltalake and pyarrow alone."""
     from deltalake import DeltaTable  # its runtime must not start in a process that forks
 
-    table = DeltaTable(uri, storage_options=dict(storage_options or {}) or None)
+    options = dict(storage_options or {}) or None
+    half, op, topics = (DeltaTable(f"{path}/{name}", storage_options=options) for name in ("half", "op", "topics"))
+    rows, prepared_s = _half_rows(half)
+    names = topics.to_pyarrow_table(columns=["name"])["name"].to_pylist()
+    note_tables(history, rows, op.to_pyarrow_table(), prepared_s, names)
+
+
+def _half_rows(table: DeltaTable) -> tuple[pa.Table, dict[str, float]]:
+    """The rows of ``half``, and the newest time of a file of each half batch."""
     dataset = table.to_pyarrow_dataset()
     rows = dataset.to_table(columns=[*dataset.schema.names, "__filename"])
     actions = pa.table(table.get_add_actions(flatten=True)).select(["path", "modification_time"]).to_pylist()

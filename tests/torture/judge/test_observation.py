@@ -10,6 +10,7 @@ from deltalake import write_deltalake
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.commitlog.table import Change
 from tests.half_batches import commit, make_log, prepare, roll_back
 from tests.torture.judge.anomalies import AnomalyKind, find_anomalies, kinds_of
 from tests.torture.judge.history import FINAL, History, Kind
@@ -48,6 +49,13 @@ def test_a_log_of_the_product_shows_nothing(log: CommitLog) -> None:
     assert all(e.time > 0 for e in rows)
     assert sum(e.queue_offset is not None for e in history if e.kind is Kind.MARKER) == 8
     assert sum(e.kind is Kind.READ for e in history) == 8
+
+
+def test_a_topic_that_was_made_twice_is_seen(log: CommitLog) -> None:
+    table = log.topics_table
+    file = table.write(table.read(table.actions()["path"].to_pylist()), "topics", ("name",))
+    assert table.compare_and_set(lambda _: Change(add=[file]), lambda _: True) is not None
+    assert kinds_of(find_anomalies(observe(log))) == {AnomalyKind.DUPLICATE}
 
 
 def test_a_reading_that_lacks_a_row_is_seen(log: CommitLog) -> None:

@@ -1,5 +1,5 @@
 """What the processes of a race do: send, contend, check, merge and read, all on one log. They are spawned, because
-delta-rs must not be forked.
+delta-rs must not be forked. A crew is a process whose threads do so with one handle of the log.
 
 A folder holds the history and the files by which local transactions are known; the log lies there or on an object
 store.
@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import os
 import random
+import sys
+import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import rmq_spark as txmq
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.op import Who
+from rmq_spark.commitlog.reading import stored_columns, to_messages
 from rmq_spark.commitlog.table import Change
-from rmq_spark.errors import AlreadyPreparedError, FencedError, VerdictConflictError
+from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptError, VerdictConflictError
+from rmq_spark.source.options import Subscription
+from rmq_spark.source.plan import Planner, admit
 from tests.half_batches import prepare
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_messages
@@ -28,14 +36,21 @@ from tests.torture.judge.observation import READ_COLUMNS, note_messages
 GROUP = "racers"
 TOPIC = "orders"
 QUEUES = 2
+FIFO_TOPIC = "orders-in-order"
 CONTESTED = "contested"
 """The application whose batches two processes prepare and decide, with opposite verdicts."""
 CONTESTED_ROWS = 2
+RIVALS = "rivals"
+"""Whose messages all rivals send, under the same idempotency keys."""
+PERSON = "person"
+"""The application whose batches somebody resolves by hand."""
 OP_FILES_MAX = 8
+SWITCH_S = 1e-5
+"""Threads of a crew take turns so often; Python's default is 500 times as long."""
 WHOLE_READ_EVERY_S = 20.0
 MERGED, APPENDED = "merged", "appended"
 """What a commit did to its table: the ``op`` of a version."""
-RETRIED, UNSURE, IMMEDIATE_CHECK_S = 0.1, 0.15, 0.3
+RETRIED, UNSURE, DELAYED, IMMEDIATE_CHECK_S = 0.1, 0.15, 0.2, 0.3
 
 
 @dataclass(frozen=True)
@@ -80,9 +95,22 @@ def commit_name(paths: Iterable[str]) -> str:
     return payload_hash(" ".join(sorted(paths)))
 
 
+@dataclass(frozen=True)
+class SharedTrack(Track):
+    """A track whose log is open already: threads of one process share the handle."""
+
+    log: txmq.CommitLog | None = None
+
+    def open(self) -> txmq.CommitLog:
+        assert self.log is not None
+        return self.log
+
+
 def note_versions(log: txmq.CommitLog, history: History, process: str) -> None:
     """From now on, note at which version each acknowledged commit of this handle is, and whether it merged files."""
     for table in (log.half.table, log.op):
+        if "try_commit" in vars(table):  # another thread has seen to it
+            continue
         real: Callable[[Change], bool] = table.try_commit  # type: ignore[attr-defined]
 
         def noting(change: Change, table: Any = table, real: Callable[[Change], bool] = real) -> bool:
@@ -91,7 +119,9 @@ def note_versions(log: txmq.CommitLog, history: History, process: str) -> None:
             if acknowledged:
                 name = commit_name(f.path for f in change.add)
                 op = MERGED if change.remove else APPENDED
-                history.note(Kind.VERSION, Phase.OK, process, table=table.name, version=version, payload=name, op=op)
+                thread = threading.current_thread()
+                who = process if thread is threading.main_thread() else thread.name
+                history.note(Kind.VERSION, Phase.OK, who, table=table.name, version=version, payload=name, op=op)
             return acknowledged
 
         table.try_commit = noting  # type: ignore[attr-defined]
@@ -193,14 +223,47 @@ def _send(
     def note(phase: Phase, verdict: str | None = None) -> None:
         for n, message in enumerate(messages):
             history.note(
-                Kind.SEND, phase, process, payload=payload_hash(message.body), key=process, sequence=sequence * 10 + n,
-                topic=TOPIC, verdict=verdict, operation=f"{process}.{sequence}",
+                Kind.SEND, phase, process, payload=payload_hash(message.body), key=message.sharding_key,
+                sequence=sequence * 10 + n, topic=message.topic, verdict=verdict, operation=f"{process}.{sequence}",
             )  # fmt: skip
 
     note(Phase.BEGIN)
     result = producer.send_messages_in_transaction(messages, transaction_per=per, idempotency_key=key)
     decided = per == "batch" and result.local_transaction_state is not txmq.UNKNOWN
     note(Phase.OK, str(result.local_transaction_state) if decided else None)
+
+
+def rival(track: Track, history: History, process: str, chance: random.Random) -> None:
+    """Send what all rivals send, to a FIFO topic and a plain one; each under a key that they share."""
+    log = track.open()
+    note_versions(log, history, process)
+    with txmq.TransactionMQProducer(
+        log, GROUP, Orders(track, history, process, chance), check_interval=None
+    ) as producer:
+        sequence = 0
+        while not track.stop.exists():
+            messages, per = _shared_send(sequence)
+            # Another one may have reopened what was refused, before this one could say so: it asks again.
+            with suppress(StaleAttemptError):
+                _send(producer, history, process, sequence, messages, per, f"{RIVALS}-{sequence}")
+                sequence += 1
+
+
+def _shared_send(sequence: int) -> tuple[list[txmq.Message], str]:
+    """The messages of a number: the same for every rival. Some are delayed, and those have no order."""
+    chance = random.Random(sequence)
+    topic = chance.choice([FIFO_TOPIC, FIFO_TOPIC, TOPIC])
+    delayed = topic == TOPIC and chance.random() < DELAYED
+    messages = [
+        txmq.Message(
+            topic,
+            f"{RIVALS}.{sequence}.{n}".encode(),
+            sharding_key=None if delayed else f"{RIVALS}-{n % 2}",
+            delay_level=1 if delayed else None,
+        )
+        for n in range(chance.choice([1, 2, 3]))
+    ]
+    return messages, chance.choice(["batch", "message"])
 
 
 def contend(track: Track, history: History, process: str, chance: random.Random, commits: bool) -> None:
@@ -277,8 +340,89 @@ def read_on(track: Track, history: History, process: str, chance: random.Random)
         time.sleep(chance.uniform(0.2, 0.8))
 
 
+def look(track: Track, history: History, process: str, chance: random.Random) -> None:
+    """What else a program may ask of its log, one after the other: to plan and read, to list, to make a topic, to
+    resolve a batch, to publish a group's progress."""
+    log = track.open()
+    note_versions(log, history, process)
+    planner = Planner(log, Subscription((TOPIC, FIFO_TOPIC)))
+    at: dict[tuple[str, int], int] = {}
+    for number in count():
+        if track.stop.exists():
+            return
+        at = _poll(log, planner, history, process, number, at, chance.choice((None, 5)))
+        log.groups.publish(process, at)
+        published = log.groups.positions(process)
+        assert published == at, f"published {at}, and found {published}"
+        log.create_topic(f"made-{int(time.time() * 2)}", 1, exist_ok=True)
+        bodies = [f"{PERSON}.{number}.{n}" for n in range(2)]
+        with suppress(AlreadyPreparedError):
+            prepare(log, number, {"body": bodies}, app=PERSON, topic=TOPIC)
+        log.resolve(f"{PERSON}:{number}", txmq.COMMIT_MESSAGE, "somebody knows")
+        listing = chance.choice((log.open_half_ids, log.pending, log.open_messages, log.conflicts, log.topics))
+        listing()
+        time.sleep(chance.uniform(0.0, 0.05))
+
+
+def _poll(
+    log: txmq.CommitLog,
+    planner: Planner,
+    history: History,
+    process: str,
+    number: int,
+    start: dict[tuple[str, int], int],
+    limit: int | None,
+) -> dict[tuple[str, int], int]:
+    """Read on as the streaming source does; returns how far."""
+    end = admit(start, planner.latest(), limit)
+    operation = f"{process}.{number}"
+    for placed in planner.ranges(start, end):
+        for position, rows in log.half.read_range(placed.rows, stored_columns(READ_COLUMNS, placed)):
+            note_messages(history, Kind.POLL, process, operation, to_messages(placed, position, rows, READ_COLUMNS))
+    planner.forget(start)
+    for (topic, queue_id), offset in end.items():
+        history.note(
+            Kind.POLLED, Phase.OK, process, operation=operation, topic=topic, queue_id=queue_id,
+            queue_offset=start.get((topic, queue_id), 0), next_offset=offset,
+        )  # fmt: skip
+    return end
+
+
+def work_together(track: Track, history: History, process: str, chance: random.Random, roles: str) -> None:
+    """A crew: these programs as threads that share one handle. The first that fails ends the process."""
+    sys.setswitchinterval(SWITCH_S)
+    log = track.open()
+    note_versions(log, history, process)
+    shared = SharedTrack(track.root, track.uri, track.files, track.storage_options, log)
+    failed = threading.Event()
+
+    def live(role: str, name: str, seed: int) -> None:
+        try:
+            PROGRAMS[role](shared, history, name, random.Random(seed))
+        except BaseException:
+            traceback.print_exc()
+            failed.set()
+
+    threads = []
+    for number, role in enumerate(roles.split("+")):
+        name = f"{role}-{process}-{number}"
+        threads.append(
+            threading.Thread(target=live, args=(role, name, chance.randrange(2**32)), name=name, daemon=True)
+        )
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) and not failed.wait(0.1):
+        pass
+    if failed.is_set():
+        sys.stderr.flush()
+        os._exit(1)  # whatever the others are at
+
+
 PROGRAMS: Mapping[str, Callable[..., None]] = {
     "sender": send,
+    "rival": rival,
+    "looker": look,
+    "crew": work_together,
     "contender": contend,
     "checker": check,
     "upkeep": keep_up,

@@ -20,14 +20,17 @@ from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import pyarrow as pa
+
 import rmq_spark as txmq
-from tests.torture.judge.anomalies import find_anomalies
+from tests.torture.judge.anomalies import Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Event, History, Kind, Phase
 from tests.torture.judge.observation import READ_COLUMNS, note_log, note_messages
 from tests.torture.race import programs
 from tests.torture.race.programs import (
     CONTESTED,
     CONTESTED_ROWS,
+    FIFO_TOPIC,
     MERGED,
     QUEUES,
     TOPIC,
@@ -48,6 +51,8 @@ LINE_UPS = {
     7: "sender sender contender contender checker upkeep reader",
     8: "sender sender sender contender contender checker upkeep reader",
 }
+CREWS = "rival+rival+checker+looker rival+rival+upkeep+looker"
+"""A line-up of two processes, each of which has one handle for four threads."""
 RACE_COMMITS = 2_500
 """Of one race of a long run, so that several line-ups have their turn; the first one has every role."""
 LISTED_EVERY_S = 2.0
@@ -91,10 +96,11 @@ class Race:
         replayed; its folder holds the whole history.
     """
 
-    def __init__(self, track: Track, seed: int, processes: int | None = None) -> None:
+    def __init__(self, track: Track, seed: int, processes: int | None = None, line_up: str | None = None) -> None:
         self.track = track
         self.chance = random.Random(seed)
-        self.processes = processes or self.chance.choice(list(LINE_UPS))
+        self.line_up = (line_up or LINE_UPS[processes or self.chance.choice(list(LINE_UPS))]).split()
+        self.processes = len(self.line_up)
         track.local.mkdir(parents=True)
         self.history = track.history()
         self.listed: dict[tuple[str, int], str] = {}
@@ -105,6 +111,7 @@ class Race:
         """Race until there are so many commits and every role had its part, or the time is up; settle, and look."""
         log = txmq.CommitLog.create(self.track.uri, storage_options=self.track.storage_options)
         log.create_topic(TOPIC, QUEUES)
+        log.create_topic(FIFO_TOPIC, 1, fifo=True)
         began = time.monotonic()
         processes = dict(self._start())
         try:
@@ -129,10 +136,13 @@ class Race:
     # ------------------------------------------------------------------ processes
     def _start(self) -> Iterator[tuple[str, BaseProcess]]:
         contenders = 0
-        for number, role in enumerate(LINE_UPS[self.processes].split()):
+        for number, roles in enumerate(self.line_up):
+            role = "crew" if "+" in roles else roles
             name = f"{role}{number}"
-            more: tuple[bool, ...] = ()
-            if role == "contender":
+            more: tuple[bool | str, ...] = ()
+            if role == "crew":
+                more = (roles,)
+            elif role == "contender":
                 contenders += 1
                 more = (contenders == 1,)
             arguments = (role, self.track, name, self.chance.randrange(2**32), *more)
@@ -201,7 +211,7 @@ class Race:
         deadline = time.monotonic() + SETTLE_S_MAX
         while time.monotonic() < deadline:
             service.run_once()
-            if not self._open_half_ids(log):
+            if not self._open_half_ids(log) and not log.ledger.waiting:
                 return
         self.failures.append(f"still open after {SETTLE_S_MAX:.0f} s: {self._open_half_ids(log)[:5]}")
 
@@ -214,9 +224,11 @@ class Race:
         note_log(self.history, track.uri, track.storage_options)
         self.history.note(Kind.END)
         log = track.open()
-        messages = log.read(TOPIC, columns=READ_COLUMNS)
+        topics = [topic for topic in (TOPIC, FIFO_TOPIC) if topic in log.topics()]
+        messages = pa.concat_tables([log.read(topic, columns=READ_COLUMNS) for topic in topics])
         note_messages(self.history, Kind.READ, "judge", FINAL, messages, log.op.version)
-        self.failures += [str(a) for a in find_anomalies(_without_contests(self.history))]
+        rules = Rules(fifo=frozenset({FIFO_TOPIC}))
+        self.failures += [str(a) for a in find_anomalies(_without_contests(self.history), rules)]
         self._judge_contests(log, [b.decode() for b in messages["body"].to_pylist()])
         return Report(processes=self.processes, messages=messages.num_rows, **self._parts(), failures=self.failures)
 
@@ -229,7 +241,7 @@ class Race:
             elif event.kind is Kind.DECIDE and event.phase is Phase.FAIL:
                 found["contested"] += 1
         roles = {"merges": "upkeep", "marks": "upkeep", "contested": "contender"}
-        return {part: found[part] for part, role in roles.items() if role in LINE_UPS[self.processes]}
+        return {part: found[part] for part, role in roles.items() if role in " ".join(self.line_up)}
 
     def _all_had_their_part(self) -> bool:
         try:
@@ -289,7 +301,8 @@ def run_on(
 ) -> dict[str, int | str | list[str]]:
     """Races until there are so many commits or the time is up; the folder of a failed one stays.
 
-    Without a number of processes the first race has every role, and each other one a line-up of its own.
+    Without a number of processes the first race has every role, every other one is of crews, and each of the rest has
+    a line-up of its own.
     """
     end = time.monotonic() + seconds
     total = Report()
@@ -299,7 +312,8 @@ def run_on(
         root = Path(tempfile.mkdtemp(prefix=f"txmq_race_{where}_{seed + races}_"))
         with TRACKS[where](root) as track:
             left = min(RACE_COMMITS, commits - total.commits)
-            race = Race(track, seed + races, processes or (None if races else max(LINE_UPS)))
+            crews = CREWS if processes is None and races % 2 else None
+            race = Race(track, seed + races, processes or (None if races else max(LINE_UPS)), crews)
             report = race.run(left, end - time.monotonic())
         total.commits += report.commits
         total.seconds += report.seconds

@@ -12,7 +12,7 @@ from tests.seeds import first_seed
 from tests.torture.judge.anomalies import AnomalyKind, find_anomalies, kinds_of
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.race.programs import TOPIC, Track, note_versions
-from tests.torture.race.races import LINE_UPS, Race
+from tests.torture.race.races import CREWS, Race
 from tests.torture.s3.server import S3Server
 
 pytestmark = pytest.mark.timeout(1_500)
@@ -22,14 +22,16 @@ SECONDS_MAX = 240.0
 COMMITS_MIN = 20
 
 
-def check_race(track: Track, commits: int, processes: int) -> None:
-    report = Race(track, seed=first_seed(), processes=processes).run(commits, SECONDS_MAX)
+def check_race(track: Track, commits: int, processes: int | None, line_up: str | None = None) -> None:
+    race = Race(track, seed=first_seed(), processes=processes, line_up=line_up)
+    report = race.run(commits, SECONDS_MAX)
     assert report.failures == []
     assert report.commits >= COMMITS_MIN
     assert report.messages > 0
-    if "contender" in LINE_UPS[processes]:
+    roles = " ".join(race.line_up)
+    if "contender" in roles:
         assert report.contested > 0
-    if "upkeep" in LINE_UPS[processes]:
+    if "upkeep" in roles:
         assert report.merges > 0
         assert report.marks > 0
     check_offsets(track.open(), TOPIC)
@@ -42,6 +44,11 @@ def test_racing_processes_on_a_local_path_lose_double_and_overwrite_nothing(
     tmp_path: Path, processes: int, commits: int
 ) -> None:
     check_race(Track(tmp_path / "race", str(tmp_path / "log"), tmp_path / "log"), commits, processes)
+
+
+@pytest.mark.parametrize("commits", [60, pytest.param(1_000, marks=pytest.mark.long)])
+def test_racing_threads_that_share_a_handle_lose_double_and_overwrite_nothing(tmp_path: Path, commits: int) -> None:
+    check_race(Track(tmp_path / "race", str(tmp_path / "log"), tmp_path / "log"), commits, None, CREWS)
 
 
 @pytest.mark.long

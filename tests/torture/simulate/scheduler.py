@@ -1,7 +1,9 @@
 """Processes of a simulation: threads of which one runs at a time, and a clock that only the simulation moves.
 
 Whose turn it is, when a process dies and how long it sleeps comes from one ``random.Random``, so a seed is a run.
-A thread runs until it comes to a :meth:`Scheduler.step`, sleeps or waits; then it hands the baton to another.
+A thread runs until it comes to a :meth:`Scheduler.step`, sleeps or waits; then it hands the baton to another. Threads
+that share their process's commit log hand it on at every look at a table and at every lock, too. Real threads do so
+anywhere: what goes wrong between two lines that touch neither is for the races of real threads.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from collections.abc import Callable
 from typing import ClassVar
 
 STEPS_MAX = 60_000
+SLOW_CALLS = 0.15
+SLOW_CALL_S = 1.0
+"""So many calls of a thread take up to so long, while the other threads of its process go on."""
 
 
 class Crash(BaseException):
@@ -32,16 +37,18 @@ class Process:
         self.paused_until = 0.0
         self.immortal = False
         self.clock_offset_s = 0.0  # how far its machine's clock is ahead of all others
+        self.shared = False  # its threads share a commit log
         self.tasks: list[Task] = []
 
 
 class Task:
     """A thread of a process."""
 
-    __slots__ = ("done", "joined_by", "parked", "process", "token", "work", "worker")
+    __slots__ = ("done", "joined_by", "name", "parked", "process", "token", "work", "worker")
 
-    def __init__(self, process: Process, work: Callable[[], object]) -> None:
+    def __init__(self, process: Process, work: Callable[[], object], name: str | None = None) -> None:
         self.process = process
+        self.name = name or process.name  # in the history: threads of a process are told apart
         self.work = work
         self.done = False
         self.parked = False  # it sleeps or waits, until somebody wakes it
@@ -125,9 +132,9 @@ class Scheduler:
         self._main.acquire()
 
     # ------------------------------------------------------------------ processes
-    def spawn(self, process: Process, work: Callable[[], object]) -> Task:
+    def spawn(self, process: Process, work: Callable[[], object], name: str | None = None) -> Task:
         """Another thread of a process; it runs when its turn comes."""
-        task = Task(process, work)
+        task = Task(process, work, name)
         process.tasks.append(task)
         self._tasks.append(task)
         self._alive += 1
@@ -177,7 +184,7 @@ class Scheduler:
         except Crash:
             pass
         except BaseException as problem:
-            self.problems.append((task.process.name, problem))
+            self.problems.append((task.name, problem))
         task.done = True
         self._alive -= 1
         for waiting in task.joined_by:
@@ -273,7 +280,18 @@ class Scheduler:
                 self._put_to_sleep(task, process.paused_until)
                 self._switch(task)
                 return
-        if chance() < self.switch_rate:
+        if process.shared and chance() < SLOW_CALLS:
+            self.sleep(chance() * SLOW_CALL_S)
+        elif chance() < self.switch_rate:
+            self._ready.append(task)
+            self._switch(task)
+
+    def interleave(self) -> None:
+        """A point at which another thread of the process may come between. It takes no time, and nobody dies."""
+        task = self.current
+        if task is None or not task.process.shared or task.process.dead:
+            return
+        if self.chance.random() < self.switch_rate:
             self._ready.append(task)
             self._switch(task)
 
@@ -286,6 +304,10 @@ class Scheduler:
             raise Crash
         self._put_to_sleep(task, self.now + max(0.0, seconds))
         self._switch(task)
+
+    def sleep_to_next(self, seconds: float) -> None:
+        """Until the next multiple of so many seconds."""
+        self.sleep(seconds - self.now % seconds)
 
     def wait(self) -> None:
         """Until somebody wakes the task."""
@@ -325,6 +347,7 @@ class SimulatedLock:
         self._waiting: list[Task] = []
 
     def acquire(self, timeout: float | None = None) -> bool:
+        self._scheduler.interleave()
         task = self._scheduler.current
         deadline = None if timeout is None else self._scheduler.now + timeout
         while self._owner is not None and self._owner is not task:
@@ -346,6 +369,7 @@ class SimulatedLock:
             self._owner = None
             while self._waiting:
                 self._scheduler.wake(self._waiting.pop())
+            self._scheduler.interleave()
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -390,7 +414,8 @@ class SimulatedThread:
     def __init__(self, scheduler: Scheduler, work: Callable[[], object]) -> None:
         current = scheduler.current
         self._scheduler = scheduler
-        self._task = scheduler.spawn(current.process if current is not None else Process("main"), work)
+        process, name = (Process("main"), None) if current is None else (current.process, current.name)
+        self._task = scheduler.spawn(process, work, name)
 
     def is_alive(self) -> bool:
         return not self._task.done

@@ -165,7 +165,7 @@ class Listener(TransactionListener):
         version = self.seen_version if kind is Kind.CHECK else None
         for at, transaction_id in enumerate(ids):
             self._history.note(
-                kind, phase, current.process.name if current else "main", half_id=batch.half_id,
+                kind, phase, current.name if current else "main", half_id=batch.half_id,
                 attempt=batch.attempt, transaction_id=transaction_id, version=version,
                 verdict=verdicts[at].value if verdicts else None,
             )  # fmt: skip

@@ -1,8 +1,10 @@
 """The product's protocol, run from a seed on a store, a clock and processes that misbehave, and judged by its history.
 
 ``simulate(seed)`` plays a small scenario: streams and senders that crash and come again (also while the first still
-sleeps), checkers, readers, a person, upkeep and somebody's OPTIMIZE. Then all is repaired: no more faults, everything
-is brought to its end and read. ``python -m tests.torture.simulate.simulation SEED`` shows a seed's history.
+sleeps), checkers, readers, a person, upkeep and somebody's OPTIMIZE; each in a process of its own, or as threads that
+share a process and its commit log. Then all is repaired: no more faults, everything is brought to its end and read.
+
+``python -m tests.torture.simulate.simulation SEED`` shows a seed's history.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
@@ -37,6 +40,7 @@ from rmq_spark.errors import (
     LostCommitError,
     LostStagedFileError,
     StaleAttemptError,
+    TopicExistsError,
     UnresolvedTransactionError,
     VerdictConflictError,
 )
@@ -49,7 +53,7 @@ from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransac
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Event, History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_messages, note_tables
-from tests.torture.simulate.scheduler import NoEnd, Scheduler
+from tests.torture.simulate.scheduler import NoEnd, Process, Scheduler, Task
 from tests.torture.simulate.shop import (
     BareListener,
     Broken,
@@ -68,6 +72,8 @@ GROUP = "group"
 DAY_S = 86_400.0
 INCARNATIONS_MAX = 6
 DRAIN_ROUNDS_MAX = 60
+APPOINTMENT_S = 10.0
+"""Programs that do the same begin together, as if a clock had started them: at every multiple of so many seconds."""
 SEEDS_WANTED = 1_000_000
 """In a long run; it ends earlier when its time is up, and says how many there were."""
 
@@ -87,8 +93,11 @@ MOODS = ("storm", "clocks", "wrong clocks", "crowd", "guesses")
 class Scenario:
     """What takes part, and how badly it all behaves."""
 
+    threads: int = 1  # so many of those below are threads of one process, and share its commit log
     streams: int = 1
     senders: int = 0
+    rivals: bool = False  # each sender has one more program that sends the same under the same idempotency keys
+    clerks: int = 0  # programs that make the same topics
     batches: int = 2
     rows: int = 3
     partitions: int = 1
@@ -172,7 +181,12 @@ class Scenario:
             check_fails=pick((0.0, 0.1)),
             check_unknown=pick((0.0, 0.3, 0.8)),
         )
-        scenario.fifo = scenario.sharded and scenario.checks_max != 2  # drawn with them: seeds stay what they were
+        scenario.fifo = scenario.sharded and scenario.checks_max != 2
+        scenario.threads = pick((1, 1, 2, 3))
+        if scenario.threads > 1:
+            scenario.streams, scenario.senders = pick(((1, 0), (1, 0), (0, 1), (1, 1)))
+            scenario.clerks = pick((0, 0, 0, 2))
+        scenario.rivals = scenario.senders > 0 and often() < 0.6
         return scenario.in_mood(pick((None,) * 8 + MOODS)).made_possible()
 
     def in_mood(self, mood: str | None) -> Scenario:
@@ -210,6 +224,7 @@ class Scenario:
             self.wrong_clocks = 0.0
             self.person, self.check_timeout_s = False, 30.0
             self.stranger = False  # nor tell another database from its own
+            self.rivals = False  # a rival checks what is being executed
         self.partitions = min(self.partitions, self.rows)
         return self
 
@@ -246,6 +261,7 @@ class Simulation:
         self.delta = DeltaTwin()
         self.sources: list[Source] = [StreamSource(self, f"app{i}") for i in range(s.streams)]
         self.sources += [SendSource(self, f"sender{i}") for i in range(s.senders)]
+        self.sources += [SendSource(self, f"sender{i}", f"rival{i}") for i in range(s.senders) if s.rivals]
         self.positions: dict[str, dict[int, int]] = {}
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
@@ -267,6 +283,7 @@ class Simulation:
             fifo=frozenset({TOPIC} if self.scenario.fifo else ()),
         )
         anomalies = find_anomalies(self.history, rules)
+        self.counts["shared handles"] += self.scenario.threads > 1
         self.counts["steps"] += self.scheduler.steps
         self.counts["crashes"] += self.scheduler.crashes
         self.counts["pauses"] += self.scheduler.pauses
@@ -275,20 +292,32 @@ class Simulation:
 
     def _play(self) -> None:
         s = self.scenario
-        for source in self.sources:
-            self.world.spawn(f"cluster/{source.name}", Supervisor(self, source.name, source.work, s.zombies), True)
-        for i in range(s.checkers):
-            self.world.spawn(f"cluster/checker{i}", Supervisor(self, f"checker{i}", self.check_rounds), True)
-        if s.stranger:
-            self.world.spawn("stranger", lambda: self.check_rounds(self.wrong_database))
-        for i in range(s.readers):
-            reader = Reader(self, f"reader{i}")
-            self.world.spawn(f"cluster/reader{i}", Supervisor(self, f"reader{i}", reader.work), True)
+        roles = [Role(source.role, source.work) for source in self.sources]
+        roles += [Role(f"checker{i}", self.check_rounds) for i in range(s.checkers)]
+        readers = [Role(f"reader{i}", Reader(self, f"reader{i}").work) for i in range(s.readers)]
+        roles += readers
+        roles += [Role(f"clerk{i}", self.make_topics) for i in range(s.clerks)]
         if s.upkeep:
-            self.world.spawn("cluster/upkeep", Supervisor(self, "upkeep", self.upkeep), True)
+            roles.append(Role("upkeep", self.upkeep))
+        for name, group in self._processes(roles):
+            names = {role.name for role in group}
+            # Two incarnations of a reader at once would each leave out what the other one has read.
+            may_sleep = names & {source.role for source in self.sources} and not names & {r.name for r in readers}
+            supervisor = Supervisor(self, name, group, s.zombies if may_sleep else 0.0)
+            self.world.spawn(f"cluster/{name}", supervisor, True)
+        if s.stranger:
+            self.world.spawn("stranger", lambda: self.check_rounds(self.world.open_log(), self.wrong_database))
         if s.person:
             self.world.spawn("person", self.person)
         self.scheduler.run()
+
+    def _processes(self, roles: list[Role]) -> list[tuple[str, list[Role]]]:
+        """Who is a process of its own, or shares one."""
+        if self.scenario.threads == 1:
+            return [(role.name, [role]) for role in roles]
+        self.chance.shuffle(roles)
+        count = -(-len(roles) // self.scenario.threads)
+        return [(f"process{i}", roles[i::count]) for i in range(count)]
 
     # ------------------------------------------------------------------ repair, and the end
     def _repair(self) -> None:
@@ -304,7 +333,7 @@ class Simulation:
         for round_ in range(DRAIN_ROUNDS_MAX):
             unfinished = [source for source in self.sources if not source.finished]
             for source in unfinished:
-                self.tolerate(source.work)
+                self.tolerate(lambda source=source: source.work(self.world.open_log()))
             log, listener = self.world.open_log(), self.listener()
             is_open = (
                 self._rows_open() and self.check_round(self.service(log, listener, "quarantine"), log, listener) != 0
@@ -316,7 +345,7 @@ class Simulation:
             # All clocks may have stepped by days, and then everything is young for as long. A wrong one of a single
             # machine must keep nothing open.
             self.scheduler.sleep(DAY_S / 4 if round_ >= 5 and self.scenario.clock_steps else 30.0)
-        self.problems += [f"{source.name} never comes to its end" for source in self.sources if not source.finished]
+        self.problems += [f"{source.role} never comes to its end" for source in self.sources if not source.finished]
 
     def _rows_open(self) -> bool:
         """Whether op rows leave half rows open, counted from outside."""
@@ -336,11 +365,12 @@ class Simulation:
         self.world.spawn("final", read(FINAL), immortal=True)
         self.scheduler.run()
         if self.scenario.upkeep > 1:
-            for work in (self.optimize, self.vacuum, self.merge, read(f"{FINAL} again")):
+            for work in (self.optimize, self.vacuum, lambda: self.merge(self.world.open_log()), read(f"{FINAL} again")):
                 self.world.spawn("final", work, immortal=True)
                 self.scheduler.run()
-        note_tables(self.history, self.world.half.rows(), self.world.op.rows(), prepared_s(self.world.half))
-        for table in (self.world.half, self.world.op):
+        half, op, topics = (table.rows() for table in (self.world.half, self.world.op, self.world.topics))
+        note_tables(self.history, half, op, prepared_s(self.world.half), topics["name"].to_pylist())
+        for table in (self.world.half, self.world.op, self.world.topics):
             table.note_versions()
 
     # ------------------------------------------------------------------ listeners and checkers
@@ -354,10 +384,9 @@ class Simulation:
             return VersionedListener(*parts, DeltaTwin("another table") if database else self.delta)
         return (BareListener if s.listener == "bare" else FencedListener)(*parts)
 
-    def check_rounds(self, database: Database | None = None) -> None:
+    def check_rounds(self, log: SimulatedLog, database: Database | None = None) -> None:
         """A checker's life: some rounds."""
         listener = self.listener(database)
-        log = self.world.open_log()
         service = self.service(log, listener, self.scenario.discard)
         for _ in range(self.scenario.rounds):
             self.check_round(service, log, listener)
@@ -425,21 +454,37 @@ class Simulation:
             return COMMIT_MESSAGE
         return ROLLBACK_MESSAGE if found <= {"rolled_back", "tombstone"} else None
 
+    # ------------------------------------------------------------------ topics
+    def make_topics(self, log: SimulatedLog) -> None:
+        """A program that makes its topics whenever it starts; others make the same ones."""
+        for number in range(2):
+            self.scheduler.sleep_to_next(APPOINTMENT_S)
+            name = f"topic{number}"
+            if name not in log.topics():
+                with suppress(TopicExistsError):
+                    log.create_topic(name, self.chance.choice((1, 2)), exist_ok=True)
+
     # ------------------------------------------------------------------ upkeep
-    def upkeep(self) -> None:
+    def upkeep(self, log: SimulatedLog) -> None:
+        works: dict[str, Callable[[], object]] = {
+            "mark": lambda: self.mark(log),
+            "merge": lambda: self.merge(log),
+            "optimize": self.optimize,
+            "vacuum": self.vacuum,
+            "clean_up": self.clean_up,
+            "step_clock": self.step_clock,
+        }
         for _ in range(self.scenario.upkeep):
             self.scheduler.sleep(self.chance.choice((1.0, 10.0, 60.0)))
-            work = self.chance.choice(
-                (self.mark, self.merge, self.optimize, self.vacuum, self.clean_up, self.step_clock)
-            )
-            self.counts[work.__name__] += 1
-            self.tolerate(work)
+            name = self.chance.choice(list(works))
+            self.counts[name] += 1
+            self.tolerate(works[name])
 
-    def mark(self) -> None:
-        self.world.open_log().move_mark()
+    def mark(self, log: SimulatedLog) -> None:
+        log.move_mark()
 
-    def merge(self) -> None:
-        maintenance.compact_op(self.world.op.another())
+    def merge(self, log: SimulatedLog) -> None:
+        maintenance.compact_op(log.op)
 
     def optimize(self) -> None:
         """Somebody's OPTIMIZE of ``half``, other files, another order, a new time; and VACUUM of ``op``."""
@@ -495,37 +540,65 @@ class Simulation:
         return True
 
 
-class Supervisor:
-    """Starts a process again when it ended early; sometimes while the one before only sleeps."""
+@dataclass(frozen=True)
+class Role:
+    """What a thread does on the commit log of its process."""
 
-    def __init__(self, simulation: Simulation, name: str, work: Callable[[], object], zombies: float = 0.0) -> None:
-        self._simulation, self._name, self._work, self._zombies = simulation, name, work, zombies
+    name: str
+    work: Callable[[SimulatedLog], object]
+
+
+class Supervisor:
+    """Starts a process again for those of its threads that ended early; sometimes while the one before only sleeps."""
+
+    def __init__(self, simulation: Simulation, name: str, roles: Sequence[Role], zombies: float = 0.0) -> None:
+        self._simulation, self._name, self._zombies = simulation, name, zombies
+        self._left = list(roles)
 
     def __call__(self) -> None:
         simulation, scheduler = self._simulation, self._simulation.scheduler
-        ended = False
-
-        def life() -> None:
-            nonlocal ended
-            ended = simulation.tolerate(self._work) or ended
-
         for number in range(INCARNATIONS_MAX):
-            process = simulation.world.spawn(f"{self._name}#{number}", life)
+            threads = self._start(number)
             if simulation.chance.random() < self._zombies:
                 scheduler.sleep(simulation.chance.choice((0.05, 1.0, 30.0)))  # taken for dead
             else:
-                scheduler.join(process.tasks[0])
-            if ended:
+                for thread in threads:
+                    scheduler.join(thread)
+            if not self._left:
                 return
             scheduler.sleep(simulation.chance.choice((0.1, 5.0, 30.0)))
+
+    def _start(self, number: int) -> list[Task]:
+        process = Process(f"{self._name}#{number}")
+        process.shared = len(self._left) > 1
+        log = self._simulation.world.open_log()
+        spawn = self._simulation.scheduler.spawn
+        return [spawn(process, lambda role=role: self._live(role, log), f"{role.name}#{number}") for role in self._left]
+
+    def _live(self, role: Role, log: SimulatedLog) -> None:
+        simulation, chance = self._simulation, self._simulation.chance
+        shared = len(self._left) > 1
+        while not simulation.tolerate(lambda: role.work(log)):
+            if not shared or chance.random() < 0.5:
+                return
+            simulation.scheduler.sleep(chance.choice((0.1, 5.0, 30.0)))  # it tries again, with the others' handle
+        if role in self._left:
+            self._left.remove(role)
 
 
 # ---------------------------------------------------------------- who sends
 class Source:
-    """Batches that must be sent once each, by one incarnation after the other."""
+    """Batches that must be sent once each, by one incarnation after the other.
 
-    def __init__(self, simulation: Simulation, name: str) -> None:
-        self.simulation, self.name = simulation, name
+    Parameters
+    ----------
+    name : str
+        Of the application. Who sends the same has the same.
+    role : str, optional
+    """
+
+    def __init__(self, simulation: Simulation, name: str, role: str | None = None) -> None:
+        self.simulation, self.name, self.role = simulation, name, role or name
         s = simulation.scenario
         self.batches = s.batches
         self.done = 0  # batches that the checkpoint says are done
@@ -535,8 +608,12 @@ class Source:
     def finished(self) -> bool:
         return self.done >= self.batches
 
-    def work(self) -> None:
+    def work(self, log: SimulatedLog) -> None:
         raise NotImplementedError
+
+    def keep_appointment(self) -> None:
+        if self.simulation.scenario.rivals:
+            self.simulation.scheduler.sleep_to_next(APPOINTMENT_S)
 
     def columns(self, batch_id: int, other: str = "") -> dict[str, list[Any]]:
         """The messages of a batch: the same whenever it is asked for."""
@@ -585,11 +662,11 @@ _VERDICT_OF = {RowState.COMMITTED: COMMIT_MESSAGE, RowState.ROLLED_BACK: ROLLBAC
 class StreamSource(Source):
     """A streaming query: a driver that runs one micro-batch after the other, and goes on from its checkpoint."""
 
-    def work(self) -> None:
+    def work(self, log: SimulatedLog) -> None:
         simulation, world = self.simulation, self.simulation.world
-        log = world.open_log()
         listener = simulation.listener()
         while not self.finished:
+            self.keep_appointment()
             self.send(log, listener, self.done)
             world.scheduler.step()  # Spark's own commit is another moment
         if simulation.scenario.restored and self.restored is None:
@@ -651,9 +728,8 @@ class StreamSource(Source):
 class SendSource(Source):
     """A program that sends with TransactionMQProducer, and sends again under the same idempotency key."""
 
-    def work(self) -> None:
+    def work(self, log: SimulatedLog) -> None:
         simulation, s = self.simulation, self.simulation.scenario
-        log = simulation.world.open_log()
         listener = simulation.listener()
         producer = TransactionMQProducer(
             log, GROUP, listener, on_listener_error=s.on_listener_error, check_interval=None
@@ -661,6 +737,7 @@ class SendSource(Source):
         producer.start()
         producer.two_phase.replay_check_timeout_s = 8.0
         while not self.finished:
+            self.keep_appointment()
             batch_id = self.done
             columns = self.columns(batch_id)
             idempotency_key = f"{self.name}-{batch_id}"
@@ -703,9 +780,8 @@ class Reader:
         self.position: dict[int, int] = {}
         self.polls = 0
 
-    def work(self) -> None:
+    def work(self, log: SimulatedLog) -> None:
         simulation, s = self.simulation, self.simulation.scenario
-        log = simulation.world.open_log()
         planner = Planner(log, Subscription((TOPIC,))) if s.planner else None
         while self.polls < s.polls:
             simulation.scheduler.sleep(simulation.chance.choice((1.0, 20.0, 60.0)))

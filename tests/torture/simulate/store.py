@@ -189,6 +189,7 @@ class SimulatedTable:
     # ------------------------------------------------------------------ reading
     @property
     def version(self) -> int:
+        self._scheduler.interleave()
         return self._state.version
 
     def refresh(self) -> int:
@@ -210,6 +211,7 @@ class SimulatedTable:
         return self._seen
 
     def actions(self) -> pa.Table:
+        self._scheduler.interleave()
         state = self._state
         if state.table is None:
             state.table = pa.Table.from_pylist(list(state.files.values()), schema=actions_schema(self.schema))
@@ -220,17 +222,20 @@ class SimulatedTable:
         return {path for path, at in self.content.removed.items() if age_s is None or now - at < age_s}
 
     def transaction_version(self, app_id: str) -> int | None:
+        self._scheduler.interleave()
         return self._state.transactions.get(app_id)
 
     def read(
         self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None
     ) -> pa.Table:
+        self._scheduler.interleave()
         names = list(columns) if columns is not None else self.schema.names
         if not paths:
             return no_rows(self.schema).select(names)
         return self.fs.read([f"{self.folder}/{path}" for path in paths], names, where)
 
     def read_range(self, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+        self._scheduler.interleave()
         return read_range(self.fs, self.folder, wanted, columns)
 
     # ------------------------------------------------------------------ writing
@@ -267,9 +272,14 @@ class SimulatedTable:
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
-        self._acknowledged = None
         with self.lock:
-            change = compare_and_set(self, decide, landed, self.try_commit)
+            return self._compare_and_set(decide, landed)
+
+    def _compare_and_set(
+        self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
+    ) -> Change | None:
+        self._acknowledged = None
+        change = compare_and_set(self, decide, landed, self.try_commit)
         # A merge is content when somebody else has merged the same files: nobody is told whose commit it was.
         if change is not None and self._acknowledged is not None and not change.remove:
             self._history.note(
@@ -367,7 +377,7 @@ class SimulatedTable:
 
     def _process(self) -> str:
         current = self._scheduler.current
-        return current.process.name if current is not None else "main"
+        return current.name if current is not None else "main"
 
 
 def name_of(change: Change) -> str:

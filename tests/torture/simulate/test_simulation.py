@@ -44,12 +44,22 @@ def test_no_seed_shows_an_anomaly(part: int) -> None:
     assert report["failures"] == []
     assert report["seeds"] == size
     # Enough went wrong on the way for that to mean something.
-    for fault in ("crashes", "pauses", "Unanswered", "LocalTransactionError", "optimize", "merge", "clean up"):
+    for fault in (
+        "crashes",
+        "pauses",
+        "Unanswered",
+        "LocalTransactionError",
+        "optimize",
+        "merge",
+        "clean up",
+        "shared handles",
+    ):
         assert int(str(report[fault])) >= size // 250, fault
 
 
 def test_the_same_seed_is_the_same_history_in_every_process() -> None:
-    """Also where Python's hashes are others, so that no set's order decides anything."""
+    """Also where Python's hashes are others, so that no set's order decides anything, and where threads share a log."""
+    assert max(Scenario.draw(random.Random(seed)).threads for seed in range(1, 16)) > 1
     found = set()
     for hash_seed in ("1", "2"):
         done = subprocess.run(
@@ -166,6 +176,63 @@ def test_the_products_loop_notices_a_commit_below_the_head() -> None:
 
 
 # ---------------------------------------------------------------- the scheduler
+@pytest.mark.parametrize(("shared", "expected"), [(True, "abababab"), (False, "aaaabbbb")])
+def test_threads_that_share_a_log_come_between_where_no_other_process_matters(shared: bool, expected: str) -> None:
+    scheduler = Scheduler(random.Random(2), switch_rate=1.0)
+    process, seen = Process("both"), []
+    process.shared = shared
+
+    def work() -> None:
+        current = scheduler.current
+        assert current is not None
+        for _ in range(4):
+            seen.append(current.name)
+            scheduler.interleave()
+
+    for name in "ab":
+        scheduler.spawn(process, work, name)
+    scheduler.run()
+    assert sorted(seen) == sorted(expected)
+    assert ("".join(seen) in ("aaaabbbb", "bbbbaaaa")) is not shared
+
+
+def test_a_slow_call_of_a_thread_holds_up_no_other_thread_of_its_process() -> None:
+    scheduler = Scheduler(random.Random(1), switch_rate=0.0)
+    process = Process("both")
+    process.shared = True
+    took: dict[str, float] = {}
+
+    def calls(name: str, count: int) -> None:
+        for _ in range(count):
+            scheduler.step()
+        took[name] = scheduler.now
+
+    scheduler.spawn(process, lambda: calls("many", 100))
+    scheduler.spawn(process, lambda: calls("few", 5))
+    scheduler.run()
+    assert took["few"] < took["many"] / 5
+
+
+def test_a_crash_ends_all_threads_of_a_process_at_once() -> None:
+    scheduler = Scheduler(random.Random(1), switch_rate=0.5, crash_rate=0.2)
+    process = Process("three")
+    process.shared = True
+    steps: list[str] = []
+
+    def work() -> None:
+        current = scheduler.current
+        assert current is not None
+        for _ in range(1_000):
+            steps.append(current.name)
+            scheduler.step()
+
+    tasks = [scheduler.spawn(process, work, name) for name in "abc"]
+    scheduler.run()
+    assert scheduler.crashes == 1
+    assert all(task.done for task in tasks)
+    assert len(steps) < 100
+
+
 def test_a_dead_process_ends_at_its_next_step_and_its_locks_are_free() -> None:
     scheduler = Scheduler(random.Random(1), switch_rate=1.0)
     lock = SimulatedLock(scheduler)

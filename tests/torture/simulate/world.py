@@ -53,8 +53,9 @@ class World:
 
     @property
     def process(self) -> str:
+        """Who does something, in the history: a process, or a thread of it."""
         current = self.scheduler.current
-        return current.process.name if current is not None else "main"
+        return current.name if current is not None else "main"
 
     def spawn(self, name: str, work: Callable[[], object], immortal: bool = False) -> Process:
         process = Process(name)
