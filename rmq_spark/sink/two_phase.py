@@ -31,7 +31,7 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
-from rmq_spark.listener import TransactionListener
+from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener, require_same_fence
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -83,11 +83,14 @@ class _Run:
 
     Attributes
     ----------
+    fence_id : str or None
+        That of the listener, as it is now.
     executed : list of (attempt, rows)
         What this run executed itself: only its prepare and its own reopens entitle it to. All else it checks.
     """
 
     record: HalfRecord
+    fence_id: str | None
     arg: Any
     outcome: Outcome
     executed: list[tuple[int, Mask]] = field(default_factory=list)
@@ -130,10 +133,21 @@ class TwoPhase:
     def send(self, header: HalfHeader, files: Sequence[HalfFile], arg: Any = None) -> Outcome:
         """Bring a staged half batch to its verdicts, or take up a batch that was prepared before.
 
+        Parameters
+        ----------
+        header : HalfHeader
+            With the fence of this listener.
+        files : sequence of HalfFile
+            None of them is read for a batch that was prepared before.
+        arg : object, optional
+            Handed to ``execute_local_transaction`` as ``batch.arg``.
+
         Raises
         ------
         CheckpointMismatchError
-            When the batch id was used by another query or with other input.
+            When the batch id was used by another query or with other input, or nobody can say that it was not.
+        FenceError
+            When the half batch was prepared with another fence than the header's, and is still open.
         LocalTransactionError
             When the listener raised (``on_listener_error="fail"``).
         VerdictConflictError
@@ -147,7 +161,7 @@ class TwoPhase:
         record = replayed or self.prepare(header, files)
         if record is None:  # another driver of the same application was faster
             replayed = record = self._require_replayed(header)
-        run = _Run(record, arg, Outcome(record, replayed is not None))
+        run = _Run(record, header.fence_id, arg, Outcome(record, replayed is not None))
         if replayed is None:
             self.execute(run, 1, record.fresh_state().rows_in((RowState.PENDING,)))
         self._settle(run)
@@ -196,6 +210,7 @@ class TwoPhase:
     # ------------------------------------------------------------------ execute and decide
     def execute(self, run: _Run, attempt: int, rows: Mask) -> None:
         """Run the local transaction of rows that nobody but this run may execute, and make its verdicts final."""
+        listener = self._listener_of(run)
         state = self.log.state_of(run.record)
         mask = rows_in_both(rows, state.rows_in((RowState.PENDING,), attempt))
         if not mask:  # a check was faster than we are
@@ -253,6 +268,7 @@ class TwoPhase:
         while state.in_conflict or state.count(*FINAL_STATES) < state.rows:
             state = self.log.state_of(run.record)
             self._refuse_conflict(run, state)
+            self._listener_of(run)  # before anything is reopened
             if self._reopen_rolled_back(run, state) or self._reopen_unknown(run, state):
                 continue
             to_check = self._not_executed_here(run, state)
@@ -307,9 +323,10 @@ class TwoPhase:
 
     def _check(self, run: _Run, state: BatchState, attempt: int, mask: Mask) -> bool:
         """Ask what became of rows that somebody else may have executed. True when part of them stays UNKNOWN."""
+        listener = self._listener_of(run)
         batch = self.log.half_batch(run.record, state, attempt, mask)
         try:
-            verdicts = normalize_verdicts(self.listener.check_local_transaction(batch), batch)
+            verdicts = normalize_verdicts(listener.check_local_transaction(batch), batch)
         except Exception as problem:  # not an answer; the next one may be
             logger.warning("check of %r failed", batch, exc_info=True)
             run.outcome.error = problem
@@ -327,6 +344,19 @@ class TwoPhase:
             f"{self.replay_check_timeout_s:g}s what became of it ({why}). Nothing is lost: start the query again "
             "later, raise replayCheckTimeout, or log.resolve(half_id, verdict, reason=…)"
         )
+
+
+def _is_same_query(prepared: HalfHeader, now: HalfHeader) -> bool:
+    """Two batches of which one is not known may be of two checkpoints: their numbers say nothing."""
+    if now.named:
+        return prepared.query_id is None
+    return prepared.query_id is not None and prepared.query_id == now.query_id
+
+
+def _query(header: HalfHeader) -> str:
+    if header.query_id is not None:
+        return f"query {header.query_id}"
+    return "a batch write" if header.named else "a query that is not known, or a batch write"
 
 
 _REMEDY = (
