@@ -185,13 +185,12 @@ class TwoPhase:
                 f"batch {header.batch_id} of app {header.app_id!r} is not above the last one in the log, and is "
                 "not in it: the checkpoint is a new or an older one. " + _REMEDY
             )
-        if record.header.query_id != header.query_id:
+        if not _is_same_query(record.header, header):
             raise CheckpointMismatchError(
-                f"batch {header.batch_id} of app {header.app_id!r} was prepared by query "
-                f"{record.header.query_id}, and now "
-                f"comes from query {header.query_id}: the checkpoint is a new one. " + _REMEDY
+                f"batch {header.batch_id} of app {header.app_id!r} was prepared by {_query(record.header)}, and now "
+                f"comes from {_query(header)}: the checkpoint is a new one, or another's. " + _REMEDY
             )
-        # One is unknown when a foreachBatch sink was told its checkpoint_location only later.
+        # One is unknown where a foreachBatch sink could not read the checkpoint.
         hashes = (record.header.input_hash, header.input_hash)
         if None not in hashes and hashes[0] != hashes[1]:
             raise CheckpointMismatchError(
@@ -218,16 +217,26 @@ class TwoPhase:
         batch = self.log.half_batch(run.record, state, attempt, mask, run.arg)
         try:
             with _Lease(self.log, run.record, self.lease_s):
-                verdicts = self._ask_execute(run, batch)
+                verdicts = self._ask_execute(listener, run, batch)
         except FencedError:
             self._end_fenced(run, batch, mask)
             return
         run.executed.append((attempt, mask))
         self.decide(run, batch, mask, verdicts, Who.EXECUTE)
 
-    def _ask_execute(self, run: _Run, batch: HalfBatch) -> pa.Array | LocalTransactionState:
+    def _listener_of(self, run: _Run) -> TransactionListener:
+        """Who may be asked about a half batch; FenceError when this listener cannot speak for it."""
+        prepared_with = run.record.header.fence_id
+        if prepared_with == NO_LISTENER_FENCE != run.fence_id:  # it was sent without a local transaction
+            return CommitOncePrepared()
+        require_same_fence(run.record.half_id, prepared_with, run.fence_id)
+        return self.listener
+
+    def _ask_execute(
+        self, listener: TransactionListener, run: _Run, batch: HalfBatch
+    ) -> pa.Array | LocalTransactionState:
         try:
-            return normalize_verdicts(self.listener.execute_local_transaction(batch), batch)
+            return normalize_verdicts(listener.execute_local_transaction(batch), batch)
         except FencedError:
             raise
         except Exception as problem:
