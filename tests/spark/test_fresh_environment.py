@@ -69,8 +69,9 @@ def book(message):
     return txmq.ConsumeOrderlyStatus.SUCCESS
 
 books = table.option("startingOffsets", "earliest").option("consumerGroup", "books").option("ordered", "true").load()
-query = txmq.consume(books, "books", txmq.EachMessage(book), "orderly", suspend_s=0.1, checkpoint_location=folder + "/cp5")
-query.option("checkpointLocation", folder + "/cp5").trigger(availableNow=True).start().awaitTermination(120)
+where = folder + "/cp5"
+query = txmq.consume(books, "books", txmq.EachMessage(book), "orderly", suspend_s=0.1, checkpoint_location=where)
+query.option("checkpointLocation", where).trigger(availableNow=True).start().awaitTermination(120)
 print("booked", len(open(folder + "/booked").readlines()), sum(txmq.ConsumerGroup(log, "books").positions().values()))
 if kind == "connect":
     try:
