@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -271,7 +272,9 @@ def _consumes(door: str) -> bool:
 
 
 def _write(base: Path, body: str) -> None:
-    (base / "in" / f"{body}.json").write_text(json.dumps({"body": body}))
+    file = base / "in" / f"{body}.json"
+    file.write_text(json.dumps({"body": body}))
+    os.utime(file, (1_700_000_000 + int(body),) * 2)  # Spark takes the oldest first
 
 
 def _send(log: txmq.CommitLog, body: str) -> None:
