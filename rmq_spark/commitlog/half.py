@@ -97,8 +97,8 @@ class HalfHeader:
     made_up: bool = field(default=False, compare=False)
     """True when ``app_id`` was made up for this half batch: it cannot have been prepared before."""
     named: bool = field(default=False, compare=False)
-    """True when ``app_id`` and ``batch_id`` are the user's own name for it (a batch write), by which alone a retry is
-    known. The batches of a stream are counted anew from every checkpoint, and need their query's id."""
+    """True when ``app_id`` and ``batch_id`` alone tell a retry: they are the user's own (a batch write), or hold the
+    query's id (what a consumer sends again). Else the batches are counted anew from every checkpoint, and need it."""
 
 
 @dataclass(frozen=True)

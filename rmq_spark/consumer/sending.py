@@ -14,7 +14,8 @@ from rmq_spark.transaction import BATCH
 
 def own_header(group: str, app_id: str, batch_id: int = 0, identity: Identity | None = None) -> HalfHeader:
     """Of a half batch that is committed once prepared, by whoever sees it first. A dot in ``app_id`` keeps it apart
-    from what people send: theirs have none. With the identity of a micro-batch it is one of many that are counted."""
+    from what people send: theirs have none. With the identity of a micro-batch, whose query ``app_id`` names, it is one
+    of many that are counted."""
     return HalfHeader(
         half_id=half_id_of(app_id, batch_id),
         app_id=app_id,
@@ -25,6 +26,7 @@ def own_header(group: str, app_id: str, batch_id: int = 0, identity: Identity | 
         transaction_per=BATCH,
         producer_group=group,
         numbered=identity is not None,
+        named=identity is not None,
     )
 
 
