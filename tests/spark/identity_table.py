@@ -88,6 +88,11 @@ OVER_CONNECT = tuple(door for door in ROWS if "over Connect" in door)
 REMEDIES = ("Go on with the checkpoint that this appId last used", "checkpoint_location=...")
 GROUP = "points"
 
+WORKER_IS_LATE = "Timed out while waiting for the Python worker to connect back"
+"""Spark Connect gives the process of a foreachBatch function ten seconds, before the query starts: a busy machine needs
+more."""
+STARTS_MAX = 10
+
 
 def expected(cell: Cell, outcome: str) -> list[str]:
     """The messages that are there at the end, or were consumed."""
@@ -186,13 +191,17 @@ class Play:
 
     # ------------------------------------------------------------------ the doors
     def run(self, door: str, place: Path, checkpoint: str, app_id: str | None) -> str:
-        try:
-            self._run(door, place, place / checkpoint, app_id)
-        except Exception as problem:
-            if not any(remedy in str(problem) for remedy in REMEDIES):
-                raise
-            return REFUSED
-        return GOES_ON
+        for _ in range(STARTS_MAX):
+            try:
+                self._run(door, place, place / checkpoint, app_id)
+            except Exception as problem:
+                if any(remedy in str(problem) for remedy in REMEDIES):
+                    return REFUSED
+                if WORKER_IS_LATE not in str(problem):
+                    raise
+            else:
+                return GOES_ON
+        raise TimeoutError(f"a Python worker came too late {STARTS_MAX} times")
 
     def _run(self, door: str, place: Path, checkpoint: Path, app_id: str | None) -> None:
         path = str(place / "log")
