@@ -114,7 +114,7 @@ sink = txmq.TransactionalSink(
     producer_group="order-service",
     listener=listener,
     transaction_key="order_id",
-    app_id="first-transaction",
+    checkpoint_location=f"{folder}/checkpoint",  # Spark Connect hides whose batches these are
 )
 query = orders.writeStream.foreachBatch(sink).option("checkpointLocation", f"{folder}/checkpoint")
 query.trigger(availableNow=True).start().awaitTermination()

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from rmq_spark.errors import ListenerError
+from rmq_spark.errors import FenceError, ListenerError
 from rmq_spark.message import MessageExt
 from rmq_spark.transaction import BATCH, MESSAGE, HalfBatch, LocalTransactionState
 
@@ -102,6 +102,26 @@ class CommitOncePrepared(TransactionListener):
 
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
         return LocalTransactionState.COMMIT_MESSAGE
+
+
+def require_same_fence(half_id: str, prepared_with: str | None, found: str | None) -> None:
+    """Raise FenceError unless a listener with the fence ``found`` can say what became of a half batch.
+
+    Another one knows nothing of its local transaction, whatever it answers: neither a listener of another database, nor
+    one without a fence, nor ``transactionListener=none``.
+    """
+    if prepared_with != found:
+        raise FenceError(
+            f"half batch {half_id!r} was prepared with {_fence(prepared_with)}, and the listener has {_fence(found)}: "
+            "restart with the listener that it was prepared with, or find out what became of its local transaction "
+            "and settle it with log.resolve(half_id, verdict, reason=…)"
+        )
+
+
+def _fence(fence_id: str | None) -> str:
+    if fence_id == NO_LISTENER_FENCE:
+        return "transactionListener=none"
+    return "no fence" if fence_id is None else f"fence {fence_id}"
 
 
 def _require_methods(listener: object, what: str) -> None:

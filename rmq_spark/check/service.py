@@ -35,7 +35,13 @@ from rmq_spark.config import (
     TRANSACTION_TIMEOUT_S,
 )
 from rmq_spark.errors import OptionError, StaleAttemptError, VerdictConflictError
-from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener, check_listener
+from rmq_spark.listener import (
+    NO_LISTENER_FENCE,
+    CommitOncePrepared,
+    TransactionListener,
+    check_listener,
+    require_same_fence,
+)
 from rmq_spark.machine import Machine
 from rmq_spark.message import check_group
 from rmq_spark.transaction import (
@@ -311,6 +317,8 @@ class CheckService:
         batch = self._half_batch(open_, mask)
 
         def ask() -> Any:
+            if listener is not self._without_fence:
+                require_same_fence(open_.half_id, open_.record.header.fence_id, listener.fence_id)
             return normalize_verdicts(listener.check_local_transaction(batch), batch)
 
         question = _Question(open_, dict(mask), batch)

@@ -96,6 +96,9 @@ class HalfHeader:
     producer's send): it is not remembered as a Delta transaction, of which the table would keep every one for ever."""
     made_up: bool = field(default=False, compare=False)
     """True when ``app_id`` was made up for this half batch: it cannot have been prepared before."""
+    named: bool = field(default=False, compare=False)
+    """True when ``app_id`` and ``batch_id`` alone tell a retry: they are the user's own (a batch write), or hold the
+    query's id (what a consumer sends again). Else the batches are counted anew from every checkpoint, and need it."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,8 @@ from rmq_spark.consumer.sources import sources_of
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.message import check_app_id, check_group
-from rmq_spark.sink.foreach_batch import query_id_of
+from rmq_spark.sink.identity import Identity, identity_of
 from rmq_spark.sink.two_phase import TwoPhase
-from rmq_spark.sink.writers import hash_of_offsets
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -81,9 +80,9 @@ def consume(
     suspend_s : float
         Seconds for which a queue is suspended.
     app_id : str, optional
-        Names the query's retries; the query's id when not given. Over Spark Connect, which hides it, it must be given.
+        Names what the query sends again, beside the query's id.
     checkpoint_location : str, optional
-        The query's; a restored or copied checkpoint is then noticed, as ``format("txmq")`` does.
+        The query's ``checkpointLocation``, as for :class:`TransactionalSink`: needed over Spark Connect.
 
     Returns
     -------
@@ -180,14 +179,13 @@ class _Consumer:
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         raise NotImplementedError
 
-    def query_name(self, batch: DataFrame) -> str:
-        found = self.app_id or query_id_of(batch)
-        if found is None:
-            raise OptionError(
-                "this session hides the query's id (Spark Connect): pass app_id=... to consume, the same at every "
-                "restart of the query"
-            )
-        return found
+    def identity(self, batch: DataFrame, batch_id: int) -> Identity:
+        return identity_of(batch, batch_id, self.checkpoint_location, self.log.storage_options, "consume")
+
+    def query_name(self, identity: Identity) -> str:
+        """Names what a query sends again. A group that was reset is read by a query with a new checkpoint, whose id is
+        another: what it sends again was not sent before."""
+        return identity.query_id if self.app_id is None else f"{self.app_id}.{identity.query_id}"
 
 
 # ---------------------------------------------------------------- concurrently
@@ -196,10 +194,8 @@ class _Concurrently(_Consumer):
     a crash finds it, and knows that all its messages were consumed or sent back."""
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
-        header = own_header(self.group, f"retry.{self.group}.{self.query_name(batch)}", batch_id, numbered=True)
-        if self.checkpoint_location is not None:
-            hashed = hash_of_offsets(*filesystem(self.checkpoint_location, self.log.storage_options), batch_id)
-            header = replace(header, input_hash=hashed)
+        identity = self.identity(batch, batch_id)
+        header = own_header(self.group, f"retry.{self.group}.{self.query_name(identity)}", batch_id, identity)
         two_phase = TwoPhase(self.log, CommitOncePrepared())
         if two_phase.find_replayed(header) is not None:
             two_phase.send(header, [])
@@ -245,17 +241,18 @@ class _Orderly(_Consumer):
     done."""
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
+        query_name = self.query_name(self.identity(batch, batch_id))
         results = self._pass(batch, self.log.groups.positions(self.group))
         done = {queue: found.next_offset for queue, found in results.items()}
         until: dict[Queue, datetime] = {}
         for queue, found in results.items():
             if found.stopped_at is None:
                 continue
-            dead = self._dies(queue, found, found.stopped_at)
+            dead = self._dies(query_name, queue, found, found.stopped_at)
             done[queue] += dead
             if done[queue] < found.seen_to:
                 until[queue] = self.log.machine.now() + timedelta(seconds=0 if dead else self.suspend_s)
-        self.log.groups.progress(self.group, done, f"{self.query_name(batch)} batch {batch_id}", until)
+        self.log.groups.progress(self.group, done, f"{query_name} batch {batch_id}", until)
 
     def _pass(self, frame: DataFrame, positions: Mapping[Queue, int]) -> dict[Queue, QueueResult]:
         found: dict[Queue, QueueResult] = {}
@@ -281,7 +278,7 @@ class _Orderly(_Consumer):
 
         return work
 
-    def _dies(self, queue: Queue, found: QueueResult, message: bytes) -> bool:
+    def _dies(self, query_name: str, queue: Queue, found: QueueResult, message: bytes) -> bool:
         """True when the message that stops a queue came too often; it is then among the dead letters."""
         offset = found.next_offset
         before, times = self.tries.get(queue, (offset, 0))
@@ -290,7 +287,9 @@ class _Orderly(_Consumer):
         logger.warning("queue %s stops at offset %d, time %d: %s", queue, offset, times, found.reason)
         if self.reconsume_max is None or times <= self.reconsume_max:
             return False
-        # A name of its own for each message: one that was sent already is not sent again.
+        # A name of its own for each message that a query gave up: a pass that comes again does not send it again, and
+        # the query after a reset does.
         letter = sent_back(pa.ipc.open_stream(message).read_all(), [found.reason], self.group, 0, None)
-        send_once(self.log, self.group, f"dead.{self.group}.{queue[0]}.{queue[1]}.{offset}", letter)
+        name = f"dead.{self.group}.{query_name}.{queue[0]}.{queue[1]}.{offset}"
+        send_once(self.log, self.group, name, letter)
         return True

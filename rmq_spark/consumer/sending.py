@@ -7,15 +7,27 @@ import pyarrow as pa
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.sink.identity import Identity
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.transaction import BATCH
 
 
-def own_header(group: str, app_id: str, batch_id: int = 0, numbered: bool = False) -> HalfHeader:
+def own_header(group: str, app_id: str, batch_id: int = 0, identity: Identity | None = None) -> HalfHeader:
     """Of a half batch that is committed once prepared, by whoever sees it first. A dot in ``app_id`` keeps it apart
-    from what people send: theirs have none."""
-    fence_id = CommitOncePrepared().fence_id
-    return HalfHeader(half_id_of(app_id, batch_id), app_id, batch_id, None, None, fence_id, BATCH, group, numbered)
+    from what people send: theirs have none. With the identity of a micro-batch, whose query ``app_id`` names, it is one
+    of many that are counted."""
+    return HalfHeader(
+        half_id=half_id_of(app_id, batch_id),
+        app_id=app_id,
+        batch_id=batch_id,
+        query_id=None if identity is None else identity.query_id,
+        input_hash=None if identity is None else identity.input_hash,
+        fence_id=CommitOncePrepared().fence_id,
+        transaction_per=BATCH,
+        producer_group=group,
+        numbered=identity is not None,
+        named=identity is not None,
+    )
 
 
 def own_writer(log: CommitLog, header: HalfHeader) -> HalfWriter:

@@ -13,9 +13,9 @@ from rmq_spark.commitlog.files import filesystem
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, parse_duration
-from rmq_spark.errors import OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, check_listener
 from rmq_spark.message import check_app_id, check_group
+from rmq_spark.sink.identity import identity_of
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
 from rmq_spark.transaction import BATCH, KEY
 
@@ -39,9 +39,11 @@ class TransactionalSink:
     transaction_per : {"batch", "message"}, optional
         Without a ``transaction_key``; a transaction is the whole batch by default.
     app_id : str, optional
-        The query's id when not given; over Spark Connect, which hides it, it must be given.
+        The query's id when not given.
     checkpoint_location : str, optional
-        The query's; a restored or copied checkpoint is then noticed, as ``format("txmq")`` does.
+        The query's ``checkpointLocation``, as a path that Python can read where Spark runs. Needed over Spark Connect,
+        which hides the query's id. Elsewhere Spark is asked; where that fails, a checkpoint that was restored from an
+        older copy is noticed with it alone.
     on_listener_error : {"fail", "unknown"}
     replay_check_timeout : str or float
         ``"60s"``, or seconds.
@@ -113,30 +115,20 @@ class TransactionalSink:
         self.last_outcome = self._two_phase.send(header, files)
 
     def _header(self, batch_df: DataFrame, batch_id: int) -> HalfHeader:
-        query_id = query_id_of(batch_df)
-        app_id = self.app_id or query_id
-        if app_id is None:
-            raise OptionError(
-                "this session hides the query's id (Spark Connect, or no stream): pass app_id=... to "
-                "TransactionalSink, the same at every restart of the query"
-            )
+        identity = identity_of(
+            batch_df, batch_id, self.checkpoint_location, self.log.storage_options, "TransactionalSink"
+        )
+        app_id = self.app_id or check_app_id(identity.query_id)
         return HalfHeader(
-            half_id=half_id_of(check_app_id(app_id), batch_id),
+            half_id=half_id_of(app_id, batch_id),
             app_id=app_id,
             batch_id=batch_id,
-            query_id=query_id,
-            input_hash=self._input_hash(batch_id),
+            query_id=identity.query_id,
+            input_hash=identity.input_hash,
             fence_id=self.listener.fence_id,
             transaction_per=self.transaction_per,
             producer_group=self.producer_group,
         )
-
-    def _input_hash(self, batch_id: int) -> str | None:
-        if self.checkpoint_location is None:
-            return None
-        from rmq_spark.sink.writers import hash_of_offsets
-
-        return hash_of_offsets(*filesystem(self.checkpoint_location, self.log.storage_options), batch_id)
 
     def _stage(self, batch_df: DataFrame, header: HalfHeader) -> list[HalfFile]:
         """Write the half files on the executors and bring back what they are."""
@@ -159,14 +151,3 @@ class TransactionalSink:
         for row in batch_df.mapInArrow(write, "files binary").collect():
             staged += pickle.loads(bytes(row["files"]))
         return sorted(staged, key=lambda f: f.file_no)
-
-
-def query_id_of(batch_df: DataFrame) -> str | None:
-    """The id of the streaming query that this micro-batch belongs to; None where the session hides it."""
-    context = getattr(batch_df.sparkSession, "_sc", None)
-    if context is None:
-        return None
-    from rmq_spark.sink.writers import QUERY_ID_PROPERTY
-
-    value = context.getLocalProperty(QUERY_ID_PROPERTY)
-    return None if value is None else str(value)

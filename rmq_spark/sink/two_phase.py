@@ -31,7 +31,7 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
-from rmq_spark.listener import TransactionListener
+from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener, require_same_fence
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -83,11 +83,14 @@ class _Run:
 
     Attributes
     ----------
+    fence_id : str or None
+        That of the listener, as it is now.
     executed : list of (attempt, rows)
         What this run executed itself: only its prepare and its own reopens entitle it to. All else it checks.
     """
 
     record: HalfRecord
+    fence_id: str | None
     arg: Any
     outcome: Outcome
     executed: list[tuple[int, Mask]] = field(default_factory=list)
@@ -132,10 +135,21 @@ class TwoPhase:
     def send(self, header: HalfHeader, files: Sequence[HalfFile], arg: Any = None) -> Outcome:
         """Bring a staged half batch to its verdicts, or take up a batch that was prepared before.
 
+        Parameters
+        ----------
+        header : HalfHeader
+            With the fence of this listener.
+        files : sequence of HalfFile
+            None of them is read for a batch that was prepared before.
+        arg : object, optional
+            Handed to ``execute_local_transaction`` as ``batch.arg``.
+
         Raises
         ------
         CheckpointMismatchError
-            When the batch id was used by another query or with other input.
+            When the batch id was used by another query or with other input, or nobody can say that it was not.
+        FenceError
+            When the half batch was prepared with another fence than the header's, and is still open.
         LocalTransactionError
             When the listener raised (``on_listener_error="fail"``).
         VerdictConflictError
@@ -149,7 +163,7 @@ class TwoPhase:
         record = replayed or self.prepare(header, files)
         if record is None:  # another driver of the same application was faster
             replayed = record = self._require_replayed(header)
-        run = _Run(record, arg, Outcome(record, replayed is not None))
+        run = _Run(record, header.fence_id, arg, Outcome(record, replayed is not None))
         if replayed is None:
             self.execute(run, 1, record.fresh_state().rows_in((RowState.PENDING,)))
         self._settle(run)
@@ -173,13 +187,12 @@ class TwoPhase:
                 f"batch {header.batch_id} of app {header.app_id!r} is not above the last one in the log, and is "
                 "not in it: the checkpoint is a new or an older one. " + _REMEDY
             )
-        if record.header.query_id != header.query_id:
+        if not _is_same_query(record.header, header):
             raise CheckpointMismatchError(
-                f"batch {header.batch_id} of app {header.app_id!r} was prepared by query "
-                f"{record.header.query_id}, and now "
-                f"comes from query {header.query_id}: the checkpoint is a new one. " + _REMEDY
+                f"batch {header.batch_id} of app {header.app_id!r} was prepared by {_query(record.header)}, and now "
+                f"comes from {_query(header)}: the checkpoint is a new one, or another's. " + _REMEDY
             )
-        # One is unknown when a foreachBatch sink was told its checkpoint_location only later.
+        # One is unknown where a foreachBatch sink could not read the checkpoint.
         hashes = (record.header.input_hash, header.input_hash)
         if None not in hashes and hashes[0] != hashes[1]:
             raise CheckpointMismatchError(
@@ -198,6 +211,7 @@ class TwoPhase:
     # ------------------------------------------------------------------ execute and decide
     def execute(self, run: _Run, attempt: int, rows: Mask) -> None:
         """Run the local transaction of rows that nobody but this run may execute, and make its verdicts final."""
+        listener = self._listener_of(run)
         state = self.log.state_of(run.record)
         mask = rows_in_both(rows, state.rows_in((RowState.PENDING,), attempt))
         if not mask:  # a check was faster than we are
@@ -206,7 +220,7 @@ class TwoPhase:
         lease = _Lease(self.log, run.record, self.lease_s)
         try:
             with lease:
-                verdicts = self._ask_execute(run, batch)
+                verdicts = self._ask_execute(listener, run, batch)
         except FencedError:
             self._end_fenced(run, batch, mask)
             return
@@ -215,9 +229,19 @@ class TwoPhase:
         run.executed.append((attempt, mask))
         self.decide(run, batch, mask, verdicts, Who.EXECUTE)
 
-    def _ask_execute(self, run: _Run, batch: HalfBatch) -> pa.Array | LocalTransactionState:
+    def _listener_of(self, run: _Run) -> TransactionListener:
+        """Who may be asked about a half batch; FenceError when this listener cannot speak for it."""
+        prepared_with = run.record.header.fence_id
+        if prepared_with == NO_LISTENER_FENCE != run.fence_id:  # it was sent without a local transaction
+            return CommitOncePrepared()
+        require_same_fence(run.record.half_id, prepared_with, run.fence_id)
+        return self.listener
+
+    def _ask_execute(
+        self, listener: TransactionListener, run: _Run, batch: HalfBatch
+    ) -> pa.Array | LocalTransactionState:
         try:
-            return normalize_verdicts(self.listener.execute_local_transaction(batch), batch)
+            return normalize_verdicts(listener.execute_local_transaction(batch), batch)
         except FencedError:
             raise
         except Exception as problem:
@@ -258,6 +282,7 @@ class TwoPhase:
         while state.in_conflict or state.count(*FINAL_STATES) < state.rows:
             state = self.log.state_of(run.record)
             self._refuse_conflict(run, state)
+            self._listener_of(run)  # before anything is reopened
             if self._reopen_rolled_back(run, state) or self._reopen_unknown(run, state):
                 continue
             to_check = self._not_executed_here(run, state)
@@ -312,9 +337,10 @@ class TwoPhase:
 
     def _check(self, run: _Run, state: BatchState, attempt: int, mask: Mask) -> bool:
         """Ask what became of rows that somebody else may have executed. True when part of them stays UNKNOWN."""
+        listener = self._listener_of(run)
         batch = self.log.half_batch(run.record, state, attempt, mask)
         try:
-            verdicts = normalize_verdicts(self.listener.check_local_transaction(batch), batch)
+            verdicts = normalize_verdicts(listener.check_local_transaction(batch), batch)
         except Exception as problem:  # not an answer; the next one may be
             logger.warning("check of %r failed", batch, exc_info=True)
             run.outcome.error = problem
@@ -332,6 +358,19 @@ class TwoPhase:
             f"{self.replay_check_timeout_s:g}s what became of it ({why}). Nothing is lost: start the query again "
             "later, raise replayCheckTimeout, or log.resolve(half_id, verdict, reason=…)"
         )
+
+
+def _is_same_query(prepared: HalfHeader, now: HalfHeader) -> bool:
+    """Two batches of which one is not known may be of two checkpoints: their numbers say nothing."""
+    if now.named:
+        return prepared.query_id in (None, now.query_id)
+    return prepared.query_id is not None and prepared.query_id == now.query_id
+
+
+def _query(header: HalfHeader) -> str:
+    if header.query_id is not None:
+        return f"query {header.query_id}"
+    return "a batch write" if header.named else "a query that is not known, or a batch write"
 
 
 _REMEDY = (

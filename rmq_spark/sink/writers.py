@@ -6,8 +6,6 @@ A writer is made on the driver for each micro-batch and pickled, to the executor
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +27,7 @@ from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, Options, parse_int
 from rmq_spark.errors import CheckpointMismatchError, ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
 from rmq_spark.message import check_app_id, check_group
+from rmq_spark.sink.identity import read_checkpoint
 from rmq_spark.transaction import BATCH, KEY, MESSAGE
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ SINK_OPTIONS = (
 ).split()
 NO_LISTENER = "none"
 
-QUERY_ID_PROPERTY = "sql.streaming.queryId"
 BATCH_ID_PROPERTY = "streaming.sql.batchId"
 
 
@@ -243,7 +241,8 @@ class TxmqWriter(_Writer, DataSourceArrowWriter):
         if app_id is None or batch_id is None:
             header = self._make_header(f"write-{uuid4().hex}", 0, None, None, listener)
             return replace(header, numbered=False, made_up=True)
-        return self._make_header(check_app_id(app_id), parse_int(batch_id, "batchId", 0), None, None, listener)
+        header = self._make_header(check_app_id(app_id), parse_int(batch_id, "batchId", 0), None, None, listener)
+        return replace(header, named=True)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         self._commit(messages)
@@ -280,57 +279,6 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         self._abort()
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a query's checkpoint says of the micro-batch that is running."""
-
-    query_id: str
-    batch_id: int
-    input_hash: str
-
-
-def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | None = None) -> Checkpoint:
-    """The query id, the newest batch id and the hash of its offsets.
-
-    Raises
-    ------
-    OptionError
-        When there is no readable checkpoint: the option is not set (a Spark setting or a temporary one was used).
-    """
-    if not location:
-        raise OptionError(
-            "option 'checkpointLocation' is missing: the sink takes the query's identity from it, and cannot "
-            "when it comes from a Spark setting or is temporary; set .option('checkpointLocation', ...)"
-        )
-    import pyarrow.fs as pafs
-
-    fs, root = filesystem(location.replace("dbfs:/", "/dbfs/", 1), storage_options)
-    try:
-        with fs.open_input_stream(f"{root}/metadata") as stream:
-            query_id = json.loads(stream.readall())["id"]
-        names = [i.base_name for i in fs.get_file_info(pafs.FileSelector(f"{root}/offsets"))]
-        batch_id = max(int(n) for n in names if n.isdigit())
-        return Checkpoint(str(query_id), batch_id, hash_of_offsets(fs, root, batch_id))
-    except (OSError, KeyError, TypeError, ValueError) as problem:
-        raise OptionError(
-            f"checkpointLocation={location!r} cannot be read from Python ({type(problem).__name__}: {problem}): "
-            "use a path that "
-            "both Spark and Python reach, or send through foreachBatch(TransactionalSink(...)) with app_id"
-        ) from problem
-
-
-def hash_of_offsets(fs: Any, root: str, batch_id: int) -> str:
-    """A hash of ``offsets/<batch_id>``: the same bytes at a replay, others when the checkpoint is not the same."""
-    try:
-        with fs.open_input_stream(f"{root}/offsets/{batch_id}") as stream:
-            return hashlib.sha256(stream.readall()).hexdigest()[:32]
-    except FileNotFoundError as problem:
-        raise CheckpointMismatchError(
-            f"the checkpoint {root} has no offsets/{batch_id}, which Spark writes before the batch: it was changed by "
-            "hand, or is another query's"
-        ) from problem
 
 
 def topics_for(log: CommitLog, columns: Sequence[str], topic: str | None) -> dict[str, int]:

@@ -44,7 +44,7 @@ query = stream.writeStream.format("txmq").options(**options, checkpointLocation=
 query.trigger(availableNow=True).start().awaitTermination(120)
 
 sink = txmq.TransactionalSink(
-    log, producer_group="shop", topic="orders", listener=count_listener(), app_id="by-foreach-batch"
+    log, producer_group="shop", topic="orders", listener=count_listener(), checkpoint_location=folder + "/cp2"
 )
 query = stream.writeStream.foreachBatch(sink).option("checkpointLocation", folder + "/cp2")
 query.trigger(availableNow=True).start().awaitTermination(120)
@@ -69,16 +69,17 @@ def book(message):
     return txmq.ConsumeOrderlyStatus.SUCCESS
 
 books = table.option("startingOffsets", "earliest").option("consumerGroup", "books").option("ordered", "true").load()
-query = txmq.consume(books, "books", txmq.EachMessage(book), "orderly", suspend_s=0.1, app_id="books")
-query.option("checkpointLocation", folder + "/cp5").trigger(availableNow=True).start().awaitTermination(120)
+where = folder + "/cp5"
+query = txmq.consume(books, "books", txmq.EachMessage(book), "orderly", suspend_s=0.1, checkpoint_location=where)
+query.option("checkpointLocation", where).trigger(availableNow=True).start().awaitTermination(120)
 print("booked", len(open(folder + "/booked").readlines()), sum(txmq.ConsumerGroup(log, "books").positions().values()))
 if kind == "connect":
     try:
-        hidden = txmq.TransactionalSink(log, producer_group="shop", topic="orders", listener=None)
+        hidden = txmq.TransactionalSink(log, producer_group="shop", topic="orders", listener=None, app_id="x")
         query = stream.writeStream.foreachBatch(hidden).option("checkpointLocation", folder + "/cp4")
         query.trigger(availableNow=True).start().awaitTermination(120)
     except Exception as problem:
-        print("refused", "app_id" in str(problem))
+        print("refused", "checkpoint_location=..." in str(problem))
 spark.stop()
 """
 

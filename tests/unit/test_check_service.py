@@ -397,6 +397,39 @@ def test_plain_sending_is_settled_by_any_checker(log: CommitLog) -> None:
     assert len(bodies(log)) == 4
 
 
+class Bearing(Says):
+    """Says, with a fence."""
+
+    def __init__(self, fence_id: str | None, answer: Any) -> None:
+        super().__init__(answer)
+        self._fence_id = fence_id
+
+    @property
+    def fence_id(self) -> str | None:
+        return self._fence_id
+
+
+FENCES = [("shop-db", None), ("shop-db", "other-db"), ("shop-db", "none"), (None, "shop-db"), (None, "none")]
+
+
+@pytest.mark.parametrize("answer", [COMMIT, UNKNOWN])
+@pytest.mark.parametrize(("before", "now"), FENCES)
+def test_a_listener_of_another_fence_is_not_believed(
+    log: CommitLog, before: str | None, now: str | None, answer: Any
+) -> None:
+    record = prepare(log, fence_id=before)
+    other = Bearing(now, answer)
+    report = CheckService(log, {"shop": other}, clock=later()).run_once()
+    assert not other.asked
+    assert states(log, record) == {RowState.PENDING: 4}
+    assert checks(log, record) == 0
+    ((half_id, sentence),) = report.problems
+    assert half_id == record.half_id
+    assert all(fence in sentence for fence in ("FenceError", before, now) if fence)
+    assert CheckService(log, {"shop": Bearing(before, COMMIT)}, clock=later()).run_once().ok
+    assert states(log, record) == {RowState.COMMITTED: 4}
+
+
 # ---------------------------------------------------------------- giving up
 def test_past_transaction_check_max_it_is_quarantined_without_being_asked_again(log: CommitLog) -> None:
     record = prepare(log)

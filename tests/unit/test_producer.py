@@ -10,8 +10,15 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.errors import ListenerError, LocalTransactionError, MessageError, OptionError, TopicNotFoundError
-from rmq_spark.listener import PerMessageListener
+from rmq_spark.errors import (
+    FenceError,
+    ListenerError,
+    LocalTransactionError,
+    MessageError,
+    OptionError,
+    TopicNotFoundError,
+)
+from rmq_spark.listener import CommitOncePrepared, PerMessageListener
 from rmq_spark.message import MessageExt
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
@@ -146,6 +153,23 @@ def test_a_retry_with_the_same_idempotency_key_sends_nothing_twice(log: Any) -> 
     assert other.half_id != first.half_id
     assert len(listener.args) == 2
     assert visible(log) == [b"one", b"one"]
+
+
+class OtherDatabase(Told):
+    fence_id = "other-db"
+
+
+@pytest.mark.parametrize("other", [CommitOncePrepared(), OtherDatabase(COMMIT, COMMIT)])
+def test_a_retry_with_a_listener_of_another_fence_commits_nothing(log: Any, other: Any) -> None:
+    with producer(log, Told(UNKNOWN)) as open_producer:
+        open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42")
+    with (
+        producer(log.another(), other) as open_producer,
+        pytest.raises(FenceError, match=r"send\.shop\.order-42:0.*log\.resolve"),
+    ):
+        open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42")
+    assert visible(log) == []
+    assert log.another().pending().num_rows == 1
 
 
 def test_sends_without_an_idempotency_key_are_all_different(log: Any) -> None:

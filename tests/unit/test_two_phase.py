@@ -22,6 +22,7 @@ from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import (
     CheckpointMismatchError,
     FencedError,
+    FenceError,
     LocalTransactionError,
     OptionError,
     StaleAttemptError,
@@ -67,9 +68,14 @@ def header(
     app_id: str = "app",
     query_id: str | None = QUERY,
     input_hash: str | None = "hash",
+    fence_id: str | None = None,
     numbered: bool = True,
+    named: bool = False,
 ) -> HalfHeader:
-    return HalfHeader(half_id_of(app_id, batch_id), app_id, batch_id, query_id, input_hash, None, per, "shop", numbered)
+    return HalfHeader(
+        half_id_of(app_id, batch_id), app_id, batch_id, query_id, input_hash, fence_id, per, "shop", numbered,
+        named=named,
+    )  # fmt: skip
 
 
 def stage(log: CommitLog, head: HalfHeader, keys: Sequence[str] = KEYS) -> list[HalfFile]:
@@ -91,9 +97,9 @@ def send(log: CommitLog, listener: TransactionListener, head: HalfHeader, **more
     return two_phase.send(head, stage(log, head))
 
 
-def prepared(log: CommitLog, per: str = BATCH, batch_id: int = 0) -> HalfRecord:
+def prepared(log: CommitLog, per: str = BATCH, batch_id: int = 0, fence_id: str | None = None) -> HalfRecord:
     """A half batch whose driver died right after prepare."""
-    head = header(per, batch_id)
+    head = header(per, batch_id, fence_id=fence_id)
     return log.prepare(head, stage(log, head))
 
 
@@ -620,6 +626,53 @@ def test_a_batch_from_other_offsets_is_refused_with_the_remedy(log: CommitLog) -
     assert visible(log) == bodies()
 
 
+@pytest.mark.parametrize(("before", "now"), [(None, None), (QUERY, None), (None, QUERY)])
+def test_a_query_that_is_not_known_is_never_taken_for_the_one_before(
+    log: CommitLog, before: str | None, now: str | None
+) -> None:
+    """Batch 0 of a new checkpoint: as a replay of the old batch 0 it would be dropped, and nobody told."""
+    send(log, Told(), header(query_id=before, input_hash=None))
+    listener = Told(COMMIT, COMMIT)
+    with pytest.raises(CheckpointMismatchError, match=rf"batch 0 of app 'app'.*not known.*{REMEDY}"):
+        send(another(log), listener, header(query_id=now, input_hash=None))
+    assert not listener.executed
+    assert not listener.checked
+
+
+def test_a_replay_whose_input_is_known_only_now_is_a_replay(log: CommitLog) -> None:
+    send(log, Told(), header(input_hash=None))
+    assert send(another(log), Told(), header()).replayed
+    assert visible(log) == bodies()
+
+
+def test_the_retry_of_a_batch_write_is_known_by_its_own_numbers(log: CommitLog) -> None:
+    named = header(query_id=None, input_hash=None, named=True)
+    send(log, Told(), named)
+    listener = Told(COMMIT, COMMIT)
+    assert send(another(log), listener, named).replayed
+    assert not listener.executed
+    assert visible(log) == bodies()
+
+
+def test_what_an_older_version_sent_under_a_name_with_the_query_s_id_is_known(log: CommitLog) -> None:
+    """It kept no query id with a consumer's retries, which the query's id names."""
+    app_id = f"retry.group.{QUERY}"
+    send(log, Told(), header(app_id=app_id, query_id=None, input_hash=None))
+    assert send(another(log), Told(), header(app_id=app_id, named=True)).replayed
+    send(log, Told(), header(batch_id=1, app_id=app_id, named=True))
+    with pytest.raises(CheckpointMismatchError, match="other offsets"):
+        send(another(log), Told(), header(batch_id=1, app_id=app_id, input_hash="another", named=True))
+
+
+@pytest.mark.parametrize("first", ["stream", "batch write"])
+def test_a_stream_and_a_batch_write_of_one_app_id_are_not_each_other_s_replay(log: CommitLog, first: str) -> None:
+    heads = [header(), header(query_id=None, input_hash=None, named=True)]
+    before, now = heads if first == "stream" else heads[::-1]
+    send(log, Told(), before)
+    with pytest.raises(CheckpointMismatchError, match=rf"a batch write.*{REMEDY}"):
+        send(another(log), Told(), now)
+
+
 def test_a_batch_below_the_last_one_that_the_log_does_not_have_is_refused_with_the_remedy(
     log: CommitLog,
 ) -> None:
@@ -677,6 +730,69 @@ def test_drivers_that_run_one_batch_at_once_execute_it_once(log: CommitLog, per:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(drive, range(4)))
     assert sorted(database.orders.elements()) == visible(log) == bodies()
+
+
+# ---------------------------------------------------------------- is it the listener that can speak for it?
+class Bearing(Told):
+    """A listener with a fence, or without one, that would commit whatever it is asked about."""
+
+    def __init__(self, fence_id: str | None) -> None:
+        super().__init__(COMMIT, COMMIT)
+        self._fence_id = fence_id
+
+    @property
+    def fence_id(self) -> str | None:
+        return self._fence_id
+
+
+FENCES = [("shop-db", "none"), ("shop-db", None), ("shop-db", "other-db"), (None, "shop-db"), (None, "none")]
+
+
+@pytest.mark.parametrize(("before", "now"), FENCES)
+def test_a_listener_of_another_fence_is_not_asked_about_a_batch(
+    log: CommitLog, before: str | None, now: str | None
+) -> None:
+    """A driver died within its local transaction, and the next one has another transactionListener."""
+    record = prepared(log, fence_id=before)
+    listener = Bearing(now)
+    with pytest.raises(FenceError, match=r"app:0.*prepared with.*restart with.*log\.resolve") as caught:
+        send(another(log), listener, header(fence_id=now), timeout_s=DEADLINE_S)
+    assert all(fence in str(caught.value) for fence in (before, now) if fence)
+    assert not listener.checked
+    assert not listener.executed
+    assert states(log, record) == {RowState.PENDING: len(KEYS)}
+    send(another(log), Bearing(before), header(fence_id=before))
+    assert visible(log) == bodies()
+
+
+@pytest.mark.parametrize("before", [RowState.ROLLED_BACK_BY_CHECK, RowState.QUARANTINED])
+def test_a_batch_is_not_reopened_for_a_listener_of_another_fence(log: CommitLog, before: RowState) -> None:
+    record = prepared(log, fence_id="shop-db")
+    mask = log.state_of(record).rows_in((RowState.PENDING,))
+    if before is RowState.QUARANTINED:
+        log.ledger.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+    else:
+        log.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
+    with pytest.raises(FenceError, match="shop-db"):
+        send(another(log), CommitOncePrepared(), header(fence_id="none"))
+    assert states(log, record) == {before: len(KEYS)}
+
+
+def test_a_replay_that_asks_nobody_may_have_another_listener(log: CommitLog) -> None:
+    send(log, Bearing("shop-db"), header(fence_id="shop-db"))
+    assert send(another(log), CommitOncePrepared(), header(fence_id="none")).replayed
+    send(another(log), CommitOncePrepared(), header(batch_id=1, fence_id="none"))
+    assert visible(log) == sorted(bodies() + bodies(batch_id=1))
+
+
+def test_what_was_sent_without_a_listener_commits_whichever_listener_comes_next(log: CommitLog) -> None:
+    """It was prepared to be committed, as a check does it: no local transaction belongs to it."""
+    prepared(log, fence_id="none")
+    listener = Bearing("shop-db")
+    send(another(log), listener, header(fence_id="shop-db"))
+    assert visible(log) == bodies()
+    assert not listener.checked
+    assert not listener.executed
 
 
 # ---------------------------------------------------------------- leases

@@ -6,13 +6,12 @@ import random
 from collections import Counter
 from pathlib import Path
 
-import pyarrow.fs as pafs
 import pytest
 import sqlalchemy as sa
 
-from rmq_spark.errors import CheckpointMismatchError, FenceError, OptionError
+from rmq_spark.errors import FenceError, OptionError
 from rmq_spark.listeners.sql import SqlTransactionListener
-from rmq_spark.sink.writers import hash_of_offsets, read_checkpoint
+from rmq_spark.sink.identity import read_checkpoint
 from tests.seeds import first_seed
 from tests.torture.damage import fences
 from tests.torture.damage.ways import DAMAGES
@@ -51,19 +50,19 @@ def test_a_word_that_no_fence_writes_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_another_checkpoint(tmp_path: Path, damage: str) -> None:
     """Whatever becomes of ``offsets/<batch>``, a replay from it is not taken for the same batch."""
+    (tmp_path / "metadata").write_text('{"id": "query"}')
     (tmp_path / "offsets").mkdir()
     file = tmp_path / "offsets" / "7"
     file.write_text('v1\n{"batchWatermarkMs":0}\n{"orders":{"0":23,"1":7}}\n')
-    fs = pafs.LocalFileSystem()
-    before = hash_of_offsets(fs, str(tmp_path), 7)
+    before = read_checkpoint(str(tmp_path))
     DAMAGES[damage](file, [], random.Random(1))
     if damage == "delete":
-        with pytest.raises(CheckpointMismatchError, match="has no offsets/7"):
-            hash_of_offsets(fs, str(tmp_path), 7)
+        with pytest.raises(OptionError, match=r"checkpointLocation=.* cannot be read from Python"):
+            read_checkpoint(str(tmp_path))
     elif damage in ("duplicate", "swap", "overwrite"):  # with nothing beside it, the file is as it was
-        assert hash_of_offsets(fs, str(tmp_path), 7) == before
+        assert read_checkpoint(str(tmp_path)) == before
     else:
-        assert hash_of_offsets(fs, str(tmp_path), 7) != before
+        assert read_checkpoint(str(tmp_path)).input_hash != before.input_hash
 
 
 @pytest.mark.parametrize("content", ["", "[]", "1", "null", "{}", '{"id"', "\x00" * 40])

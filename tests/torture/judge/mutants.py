@@ -25,6 +25,7 @@ from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog import table as table_module
 from rmq_spark.commitlog.files import RowRange
 from rmq_spark.commitlog.follow import Followed
+from rmq_spark.commitlog.half import HalfHeader
 from rmq_spark.commitlog.half_store import HalfStore
 from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog, masks_for
@@ -197,6 +198,15 @@ def _restored_checkpoint() -> Iterator[None]:
 @mutant("a new checkpoint is taken for a replay", A.REPLAY_DIVERGENCE, streams=1, restored="query")
 def _new_checkpoint() -> Iterator[None]:
     with _restored_checkpoint():
+        yield
+
+
+@mutant("a query that nobody knows is taken for the same one", A.REPLAY_DIVERGENCE, streams=1, restored="hidden")
+def _hidden_query() -> Iterator[None]:
+    def is_same(prepared: HalfHeader, now: HalfHeader) -> bool:
+        return None in (prepared.query_id, now.query_id) or prepared.query_id == now.query_id
+
+    with replaced((two_phase, "_is_same_query", is_same)):
         yield
 
 
@@ -496,7 +506,20 @@ def _no_tombstone() -> Iterator[None]:
     stranger=True, rounds=4, checkers=0, temper_refuses=0.0, temper_says_unknown=0.6,
 )  # fmt: skip
 def _wrong_database() -> Iterator[None]:
-    with replaced((FencedListener, "require_same_fence", lambda self, batch: None)):
+    # The check service compares before the listener does.
+    with replaced(
+        (service_module, "require_same_fence", lambda half_id, prepared_with, found: None),
+        (FencedListener, "require_same_fence", lambda self, batch: None),
+    ):
+        yield
+
+
+@mutant(
+    "a replay does not compare the fences", A.LOCAL_STATE_DISAGREES, **(RESTARTS | {"crash": 0.06}), changed=True,
+    listener="fenced", checkers=0, stranger=False, person=False,
+)  # fmt: skip
+def _any_listener() -> Iterator[None]:
+    with replaced((two_phase, "require_same_fence", lambda half_id, prepared_with, found: None)):
         yield
 
 

@@ -113,7 +113,9 @@ class Scenario:
     upkeep: int = 3
     person: bool = False
     zombies: float = 0.0
-    restored: str | None = None  # "offsets" or "query": the last batch comes again from another checkpoint
+    restored: str | None = None  # "offsets", "query" or "hidden" (nobody knows): the last batch comes again from
+    # another checkpoint
+    changed: bool = False  # a driver that starts again may have transactionListener=none
     stranger: bool = False  # one more checker, which looks into another database
     listener: str = "fenced"
     immunity: bool = False  # messages ask for longer, or shorter, than the time-out before their check
@@ -187,6 +189,9 @@ class Scenario:
             scenario.streams, scenario.senders = pick(((1, 0), (1, 0), (0, 1), (1, 1)))
             scenario.clerks = pick((0, 0, 0, 2))
         scenario.rivals = scenario.senders > 0 and often() < 0.6
+        scenario.changed = scenario.stranger
+        if scenario.restored == "query" and scenario.planner:
+            scenario.restored = "hidden"
         return scenario.in_mood(pick((None,) * 8 + MOODS)).made_possible()
 
     def in_mood(self, mood: str | None) -> Scenario:
@@ -662,25 +667,40 @@ _VERDICT_OF = {RowState.COMMITTED: COMMIT_MESSAGE, RowState.ROLLED_BACK: ROLLBAC
 class StreamSource(Source):
     """A streaming query: a driver that runs one micro-batch after the other, and goes on from its checkpoint."""
 
+    lives = 0
+
     def work(self, log: SimulatedLog) -> None:
         simulation, world = self.simulation, self.simulation.world
-        listener = simulation.listener()
+        self.lives += 1
+        mistaken = self.changed_listener()
+        listener = mistaken or simulation.listener()
         while not self.finished:
             self.keep_appointment()
+            if mistaken is not None and log.find(self.name, self.done) is None:
+                raise FenceError("the operator sees that the driver has no listener")
             self.send(log, listener, self.done)
             world.scheduler.step()  # Spark's own commit is another moment
         if simulation.scenario.restored and self.restored is None:
             self.restored = simulation.scenario.restored
             self.send(log, listener, self.batches - 1, self.restored)
 
+    def changed_listener(self) -> NoListener | None:
+        """What a driver that is started again may be given by mistake."""
+        simulation = self.simulation
+        if not simulation.scenario.changed or simulation.at_ease or self.lives == 1 or simulation.chance.random() < 0.5:
+            return None
+        return NoListener()
+
     def send(
         self, log: SimulatedLog, listener: Listener | NoListener, batch_id: int, restored: str | None = None
     ) -> None:
         simulation, s = self.simulation, self.simulation.scenario
         columns = self.columns(batch_id, "'" if restored else "")
-        offsets = f"offsets of {batch_id}{'b' if restored == 'offsets' else ''}"
         half_id = half_id_of(self.name, batch_id)
-        query = f"query of {self.name}{'b' if restored == 'query' else ''}"
+        offsets: str | None = f"offsets of {batch_id}{'b' if restored == 'offsets' else ''}"
+        query: str | None = f"query of {self.name}{'b' if restored == 'query' else ''}"
+        if restored == "hidden":
+            query = offsets = None
         header = HalfHeader(half_id, self.name, batch_id, query, offsets, listener.fence_id, s.per, GROUP)
         fifo = frozenset({TOPIC} if s.fifo else ())
         writer = HalfWriter(header, {TOPIC: s.queues}, TOPIC, "k" if s.per == "key" else None, fifo)

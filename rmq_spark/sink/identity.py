@@ -1,0 +1,159 @@
+"""Who a micro-batch is: the streaming query that it belongs to, and a hash of its input.
+
+Spark counts the batches of every checkpoint from 0. So a number alone does not tell a batch that runs again from the
+first one of a new query, and what is taken for the former is not sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rmq_spark.commitlog.files import filesystem
+from rmq_spark.errors import CheckpointMismatchError, OptionError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+logger = logging.getLogger(__name__)
+
+QUERY_ID_PROPERTY = "sql.streaming.queryId"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Of a micro-batch of ``foreachBatch``.
+
+    Attributes
+    ----------
+    query_id : str
+    input_hash : str or None
+        None where nobody can read the checkpoint: one restored from an older copy is not noticed then.
+    """
+
+    query_id: str
+    input_hash: str | None
+
+
+def identity_of(
+    batch: DataFrame,
+    batch_id: int,
+    checkpoint_location: str | None,
+    storage_options: Mapping[str, str] | None,
+    door: str,
+) -> Identity:
+    """Who a micro-batch is: by its checkpoint's files, else by what the session tells.
+
+    Parameters
+    ----------
+    door : str
+        What takes ``checkpoint_location``, for the error.
+
+    Raises
+    ------
+    OptionError
+        When nobody can say, or ``checkpoint_location`` is not the query's.
+    CheckpointMismatchError
+        When the checkpoint stands at another batch.
+    """
+    told = query_id_of(batch)
+    if checkpoint_location is not None:
+        checkpoint = read_checkpoint(checkpoint_location, storage_options)
+        if told is not None and told != checkpoint.query_id:
+            raise OptionError(
+                f"checkpoint_location={checkpoint_location!r} is that of query {checkpoint.query_id}, and this is "
+                f"query {told}: give {door} the checkpointLocation of its own query"
+            )
+        if checkpoint.batch_id != batch_id:
+            raise CheckpointMismatchError(
+                f"Spark runs batch {batch_id}, but the newest one in {checkpoint_location!r} is "
+                f"{checkpoint.batch_id}: checkpoint_location is another query's, or two queries use it"
+            )
+        return Identity(checkpoint.query_id, checkpoint.input_hash)
+    if told is None:
+        raise OptionError(
+            "this session hides the query's id (Spark Connect, another thread, or no stream), and batch numbers alone "
+            f"do not tell a new checkpoint from the old one: give {door} checkpoint_location=..., the query's "
+            "checkpointLocation, as a path that Python can read where Spark runs"
+        )
+    return Identity(told, _hash_by_spark(batch, told, batch_id))
+
+
+def query_id_of(batch: DataFrame) -> str | None:
+    """The id of the streaming query that this micro-batch belongs to; None where the session hides it."""
+    context = getattr(batch.sparkSession, "_sc", None)
+    if context is None:
+        return None
+    value = context.getLocalProperty(QUERY_ID_PROPERTY)
+    return None if value is None else str(value)
+
+
+def _hash_by_spark(batch: DataFrame, query_id: str, batch_id: int) -> str | None:
+    """The hash of a micro-batch's offsets, read by Spark where the running query has them; None when it cannot be."""
+    session: Any = batch.sparkSession
+    try:
+        jvm, spark = session._jvm, session._jsparkSession
+        # The session of a micro-batch is a copy, whose own manager of queries knows none.
+        running = spark.sharedState().activeStreamingQueries().get(jvm.java.util.UUID.fromString(query_id))
+        path = jvm.org.apache.hadoop.fs.Path(running.resolvedCheckpointRoot(), f"offsets/{batch_id}")
+        stream = path.getFileSystem(spark.sessionState().newHadoopConf()).open(path)
+        try:
+            return _hash(bytes(jvm.org.apache.commons.io.IOUtils.toByteArray(stream)))
+        finally:
+            stream.close()
+    except Exception as problem:  # these are Spark's own parts: another Spark may have others
+        logger.warning(
+            "the checkpoint of query %s cannot be found (%s): pass checkpoint_location, and one that was restored "
+            "from an older copy is noticed",
+            query_id,
+            type(problem).__name__,
+        )
+        return None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a query's checkpoint says of the micro-batch that is running."""
+
+    query_id: str
+    batch_id: int
+    input_hash: str
+
+
+def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | None = None) -> Checkpoint:
+    """The query id, the newest batch id and the hash of its offsets.
+
+    Raises
+    ------
+    OptionError
+        When there is no readable checkpoint: the option is not set (a Spark setting or a temporary one was used).
+    """
+    if not location:
+        raise OptionError(
+            "option 'checkpointLocation' is missing: the sink takes the query's identity from it, and cannot "
+            "when it comes from a Spark setting or is temporary; set .option('checkpointLocation', ...)"
+        )
+    import pyarrow.fs as pafs
+
+    fs, root = filesystem(location.replace("dbfs:/", "/dbfs/", 1), storage_options)
+    try:
+        with fs.open_input_stream(f"{root}/metadata") as stream:
+            query_id = json.loads(stream.readall())["id"]
+        names = [i.base_name for i in fs.get_file_info(pafs.FileSelector(f"{root}/offsets"))]
+        batch_id = max(int(n) for n in names if n.isdigit())
+        with fs.open_input_stream(f"{root}/offsets/{batch_id}") as stream:
+            return Checkpoint(str(query_id), batch_id, _hash(stream.readall()))
+    except (OSError, KeyError, TypeError, ValueError) as problem:
+        raise OptionError(
+            f"checkpointLocation={location!r} cannot be read from Python ({type(problem).__name__}: {problem}): "
+            "use a path that both Spark and Python reach"
+        ) from problem
+
+
+def _hash(offsets: bytes) -> str:
+    """The same at a replay, another when the checkpoint is not the same."""
+    return hashlib.sha256(offsets).hexdigest()[:32]
