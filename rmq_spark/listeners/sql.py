@@ -20,7 +20,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 # First: it says what to install when SQLAlchemy is missing.
-from rmq_spark.listeners.database import Database, insert_absent, is_lock_problem, no_commit_within  # isort: skip
+from rmq_spark.listeners.database import (  # isort: skip
+    IN_INNODB,
+    Database,
+    alike,
+    end_savepoint,
+    exact_text,
+    insert_absent,
+    is_lock_problem,
+    no_commit_within,
+    require_exact,
+)
 
 import sqlalchemy as sa
 
@@ -31,6 +41,7 @@ from rmq_spark.errors import (
     LocalTransactionError,
     MessageError,
     OptionError,
+    TransactionEndedError,
     VerdictError,
 )
 from rmq_spark.listener import TransactionListener, Verdicts
@@ -53,6 +64,8 @@ FENCE_TABLE = "txmq_fence"
 FENCE_RETENTION_MIN_S = 7 * 24 * 3600.0
 """prune refuses to delete younger fence rows: they must outlive the half batches that they speak for."""
 
+STARTED = "started"
+"""Never seen from outside, unless work ended the database transaction in its middle: then nobody can answer."""
 EXECUTED = "executed"
 ROLLED_BACK = "rolled_back"
 TOMBSTONE = "tombstone"
@@ -66,7 +79,20 @@ _VERDICTS: Mapping[str, LocalTransactionState] = {
 
 
 def _verdict(word: str, transaction_id: str) -> LocalTransactionState:
-    """What a fence row says; FenceError for a row that was changed by hand, or by a failing disk."""
+    """What a fence row says.
+
+    Raises
+    ------
+    FenceError
+        For a row of work that ended the database transaction in its middle, or one that was changed by hand, or
+        by a failing disk.
+    """
+    if word == STARTED:
+        raise FenceError(
+            f"work ended the database transaction of {transaction_id!r} in its middle, so a part of what it wrote may "
+            "be in the database: no check can answer. Look there, undo or finish that part, and settle the half batch "
+            "with log.resolve"
+        )
     if word not in _VERDICTS:
         raise FenceError(
             f"the fence row of transaction {transaction_id!r} says {word!r}, which is not one of "
@@ -75,8 +101,6 @@ def _verdict(word: str, transaction_id: str) -> LocalTransactionState:
     return _VERDICTS[word]
 
 
-# PostgreSQL: lock_not_available, serialization_failure, deadlock_detected. The other side is at work: ask
-# later.
 class Rollback(Exception):
     """Raised by ``work``: undo what it wrote, and roll back the messages too.
 
@@ -147,7 +171,7 @@ class SqlTransactionListener(TransactionListener):
     ----------
     url_or_engine : str, sqlalchemy.URL or sqlalchemy.Engine
         The database that ``work`` writes to. From a URL an engine is made when it is first needed, in the
-        process that needs it. Tested with SQLite and PostgreSQL.
+        process that needs it. SQLite, PostgreSQL, MariaDB or MySQL; another database is refused.
     work : callable
         ``work(connection, batch)``: gets the open :class:`sqlalchemy.Connection` and the
         :class:`~rmq_spark.HalfBatch`; must not commit, roll back or close the connection. What it returns:
@@ -301,15 +325,14 @@ class SqlTransactionListener(TransactionListener):
             The database has no fence, or another one than when the half batch was prepared.
         """
         ids: list[str] = batch.transactions["transaction_id"].to_pylist()
-        with self._fence.transaction() as connection:
-            self._require_same_fence(connection, batch)
-            recorded = self._fence.claim(connection, ids, EXECUTED, batch)
-            fenced = [i for i in ids if recorded.get(i) == TOMBSTONE]
-            if fenced:
-                self._end_attempt(connection, ids, recorded, batch)
-                verdicts = []
-            else:
-                verdicts = self._run_fresh(connection, ids, recorded, batch)
+        try:
+            fenced, verdicts = self._execute(ids, batch)
+        except TransactionEndedError as problem:
+            self._keep_started(ids, batch)
+            raise TransactionEndedError(
+                f"{problem}. Half batch {batch.half_id!r} stays pending, and no check answers for it: look what is in "
+                "the database, undo or finish it, and settle the half batch with log.resolve"
+            ) from problem
         if fenced:
             raise FencedError(
                 f"attempt {batch.attempt} of half batch {batch.half_id!r} came too late: a check has rolled back "
@@ -317,6 +340,25 @@ class SqlTransactionListener(TransactionListener):
                 "none will under this attempt; the next attempt runs them"
             )
         return pa.array(verdicts, pa.string())
+
+    def _execute(self, ids: Sequence[str], batch: HalfBatch) -> tuple[list[str], list[str]]:
+        """In one database transaction: those that a check rolled back, and the verdicts when there are none."""
+        with self._fence.transaction() as connection:
+            self._require_same_fence(connection, batch)
+            recorded = self._fence.claim(connection, ids, STARTED, batch)
+            fenced = [i for i in ids if recorded.get(i) == TOMBSTONE]
+            if fenced:
+                self._end_attempt(connection, ids, recorded, batch)
+                return fenced, []
+            return [], self._run_fresh(connection, ids, recorded, batch)
+
+    def _keep_started(self, ids: Sequence[str], batch: HalfBatch) -> None:
+        """A row for each of these transactions if they have none any more, so that no check says "never happened"."""
+        try:
+            with self._fence.transaction(self._lock_timeout) as connection:
+                self._fence.claim(connection, ids, STARTED, batch)
+        except (sa.exc.DBAPIError, FenceError):
+            logger.exception("%r: could not note that its work ended the database transaction", batch)
 
     def _end_attempt(
         self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, str], batch: HalfBatch
@@ -335,14 +377,15 @@ class SqlTransactionListener(TransactionListener):
         self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, str], batch: HalfBatch
     ) -> list[str]:
         """Run ``work`` for those that did not run before; a verdict for each."""
-        fresh = [i not in recorded for i in ids]
+        said = {i: _verdict(word, i) for i, word in recorded.items()}
+        fresh = [i not in said for i in ids]
         if not any(fresh):
             logger.info("%r ran before: what it recorded is answered, its work does not run again", batch)
-            return [_verdict(recorded[i], i).value for i in ids]
+            return [said[i].value for i in ids]
         ran = self._run(connection, batch, fresh)
-        refused = [i for at, i in enumerate(ids) if fresh[at] and ran[at] is ROLLBACK_MESSAGE]
-        self._fence.mark(connection, refused, ROLLED_BACK)
-        return [(ran[at] if fresh[at] else _verdict(recorded[i], i)).value for at, i in enumerate(ids)]
+        for state, verdict in ((EXECUTED, COMMIT_MESSAGE), (ROLLED_BACK, ROLLBACK_MESSAGE)):
+            self._fence.mark(connection, [i for at, i in enumerate(ids) if fresh[at] and ran[at] is verdict], state)
+        return [(ran[at] if fresh[at] else said[i]).value for at, i in enumerate(ids)]
 
     def _run(
         self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool]
@@ -372,10 +415,7 @@ class SqlTransactionListener(TransactionListener):
         else:
             verdicts = [LocalTransactionState(v) for v in normal.to_pylist()]
         _refuse_unknown(verdicts, batch)
-        if all(v is ROLLBACK_MESSAGE for v in verdicts):
-            savepoint.rollback()
-        else:
-            savepoint.commit()
+        end_savepoint(savepoint, keep=any(v is not ROLLBACK_MESSAGE for v in verdicts))
         return verdicts
 
     def _run_each(
@@ -390,10 +430,7 @@ class SqlTransactionListener(TransactionListener):
                 verdict = _one_verdict(self._work(connection, transaction), transaction)
             except Rollback:
                 verdict = ROLLBACK_MESSAGE
-            if verdict is ROLLBACK_MESSAGE:
-                savepoint.rollback()
-            else:
-                savepoint.commit()
+            end_savepoint(savepoint, keep=verdict is not ROLLBACK_MESSAGE)
             verdicts[at] = verdict
         return verdicts
 
@@ -516,11 +553,12 @@ class _Fence(Database):
         self._rows = sa.Table(
             name,
             metadata,
-            sa.Column("transaction_id", sa.String(700), primary_key=True),
+            sa.Column("transaction_id", exact_text(700), primary_key=True),
             sa.Column("state", sa.String(16), nullable=False),
-            sa.Column("half_id", sa.String(700), nullable=False),
+            sa.Column("half_id", exact_text(700), nullable=False),
             sa.Column("attempt", sa.Integer, nullable=False),
             sa.Column("created_at", sa.DateTime, nullable=False),  # UTC, by this machine's clock
+            **IN_INNODB,
         )
         self._id = sa.Table(
             f"{name}_id",
@@ -528,7 +566,9 @@ class _Fence(Database):
             sa.Column("one", sa.Integer, primary_key=True, autoincrement=False),
             sa.Column("fence_id", sa.String(64), nullable=False),
             sa.Column("created_at", sa.DateTime, nullable=False),
+            **IN_INNODB,
         )
+        self._tried = False  # whether the table of rows compares and undoes as it must
 
     # ------------------------------------------------------------------ the id
     def create(self) -> str:
@@ -544,7 +584,20 @@ class _Fence(Database):
                 connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
             row = {"one": 1, "fence_id": secrets.token_hex(16), "created_at": self.machine.now().replace(tzinfo=None)}
             insert_absent(connection, self._id.c.one, [row])
+            self._try_once(connection)
             return self.read_id(connection)
+
+    def _try_once(self, connection: sa.Connection) -> None:
+        if self._tried:
+            return
+        now = self.machine.now().replace(tzinfo=None)
+        row = {"state": STARTED, "half_id": "a trial", "attempt": 0, "created_at": now}
+        rows = [{"transaction_id": i, **row} for i in alike(f"trial:{secrets.token_hex(8)}:")]
+        try:
+            require_exact(connection, self._rows, rows)
+        except ListenerError as problem:
+            raise FenceError(f"{self.where}: {problem}") from problem
+        self._tried = True
 
     def read_id(self, connection: sa.Connection) -> str:
         """The fence's id; FenceError when there is none. Must be the transaction's first statement."""
@@ -577,10 +630,30 @@ class _Fence(Database):
             "attempt": batch.attempt,
             "created_at": self.machine.now().replace(tzinfo=None),
         }
+        self._try_once(connection)
         # In one order on every side, so that two of them wait for each other in turn instead of in a circle.
         rows = [{"transaction_id": i, **common} for i in sorted(ids)]
         taken = insert_absent(connection, self._rows.c.transaction_id, rows)
-        return self.read(connection, taken)
+        found = self._read_newest(connection, taken)
+        hidden = [i for i in taken if i not in found]
+        if hidden:
+            raise FenceError(
+                f"{self.where} refuses a second fence row for transaction {hidden[0]!r} and does not show the first: "
+                "it answers from an older snapshot, or takes another id for the same. Nothing can be said; nothing "
+                "was done"
+            )
+        return found
+
+    def _read_newest(self, connection: sa.Connection, ids: Sequence[str]) -> dict[str, str]:
+        """The states of ids that have just turned out to be taken."""
+        if connection.dialect.name not in ("mariadb", "mysql"):
+            return self.read(connection, ids)
+        # At REPEATABLE READ a plain SELECT answers from the transaction's snapshot, which may be older than the row;
+        # one that locks reads the newest. One id at a time: a list may be looked up by a scan, which locks it all.
+        key = self._rows.c.transaction_id
+        query = sa.select(self._rows.c.state).where(key == sa.bindparam("id")).with_for_update(read=True)
+        states = {i: connection.execute(query, {"id": i}).scalar_one_or_none() for i in ids}
+        return {i: state for i, state in states.items() if state is not None}
 
     def read(self, connection: sa.Connection, ids: Sequence[str]) -> dict[str, str]:
         """The states of those ids that have a row."""

@@ -5,9 +5,11 @@ Tests that have a ``url`` run once more on PostgreSQL, in ``tests/process/test_s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import random
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,8 +30,10 @@ from rmq_spark.errors import (
     LocalTransactionError,
     MessageError,
     OptionError,
+    TransactionEndedError,
     VerdictError,
 )
+from rmq_spark.listeners.database import exact_text
 from rmq_spark.listeners.sql import HalfTransaction, Rollback, SqlTransactionListener, create_fence
 from rmq_spark.message import PROPERTIES, TIMESTAMP
 from rmq_spark.transaction import (
@@ -87,8 +91,9 @@ def stored(url: sa.URL) -> dict[str, int]:
 
 def fence_rows(url: sa.URL) -> dict[str, str]:
     engine = sa.create_engine(url)
+    query = sa.text("SELECT transaction_id, state FROM txmq_fence")
     with engine.connect() as connection:
-        rows = connection.exec_driver_sql("SELECT transaction_id, state FROM txmq_fence").all()
+        rows = connection.execute(query.columns(transaction_id=exact_text(700), state=sa.String)).all()
     engine.dispose()
     return {row.transaction_id: row.state for row in rows}
 
@@ -244,7 +249,26 @@ def test_thousands_of_keys_are_executed_and_checked(url: sa.URL, fence: str) -> 
 
 
 def test_strange_keys_are_fenced_like_any_other(url: sa.URL, fence: str) -> None:
-    keys = ["", " ", "a:b", "Ä", "ä", "'; DROP TABLE orders --", "%s", ":x", "😀", "x" * 255]
+    keys = [
+        "",
+        " ",
+        "a:b",
+        "Ä",
+        "ä",
+        "a",
+        "A",
+        "a ",
+        " a",
+        "é",
+        "e\u0301",
+        "ß",
+        "ss",
+        "'; DROP TABLE orders --",
+        "%s",
+        ":x",
+        "😀",
+        "x" * 255,
+    ]
     orders_listener = listener(url, lambda *_: None)
     expected = [COMMIT] * len(keys)
     assert verdicts(orders_listener.execute_local_transaction(half_batch(fence, keys, per="key"))) == expected
@@ -436,6 +460,70 @@ def test_work_may_use_savepoints_of_its_own(url: sa.URL, fence: str) -> None:
 
     listener(url, work).execute_local_transaction(half_batch(fence))
     assert stored(url) == {"a": 2, "b": 1, "c": 1}
+
+
+def end(connection: sa.Connection, way: str) -> None:
+    """End the database transaction behind SQLAlchemy's back, with an order written before."""
+    connection.execute(orders.insert(), {"id": "before", "lines": 1})
+    driver: Any = connection.connection.driver_connection
+    if way == "COMMIT; BEGIN":
+        for statement in ("COMMIT", "BEGIN"):
+            driver.cursor().execute(statement)
+    elif way == "a script":
+        driver.executescript("INSERT INTO orders VALUES ('x', 1);")
+    elif way == "ON CONFLICT ROLLBACK":
+        driver.execute("CREATE TABLE once (id INTEGER PRIMARY KEY ON CONFLICT ROLLBACK)")
+        with contextlib.suppress(sqlite3.IntegrityError):
+            driver.execute("INSERT INTO once VALUES (1), (1)")
+    elif way.startswith("the driver's "):
+        getattr(driver, way.removeprefix("the driver's "))()
+    else:
+        driver.cursor().execute(way)
+
+
+ENDINGS = ["COMMIT", "ROLLBACK", "COMMIT; BEGIN", "the driver's commit", "the driver's rollback"]
+ENDINGS_OF = {
+    "sqlite": ["a script", "ON CONFLICT ROLLBACK"],
+    "mariadb": ["CREATE TABLE other (id INTEGER)", "START TRANSACTION", "LOCK TABLES orders WRITE"],
+}
+
+
+def endings_of(url: sa.URL) -> list[str]:
+    return ENDINGS + ENDINGS_OF.get(url.get_backend_name(), [])
+
+
+@pytest.mark.parametrize("then", ["returns", "returns ROLLBACK", "writes on"])
+def test_no_check_answers_for_work_that_ended_its_transaction(url: sa.URL, fence: str, then: str) -> None:
+    for number, way in enumerate(endings_of(url)):
+
+        def work(connection: sa.Connection, _: HalfBatch, way: str = way) -> Any:
+            end(connection, way)
+            if then == "writes on":
+                connection.execute(orders.insert(), {"id": "after", "lines": 1})
+            return ROLLBACK if then == "returns ROLLBACK" else None
+
+        batch = half_batch(fence, half_id=f"app-{number}", age=OLD)
+        with pytest.raises(TransactionEndedError, match="work ended the database transaction"):
+            listener(url, work).execute_local_transaction(batch)
+        assert "after" not in stored(url), way
+        for ask in (listener(url).check_local_transaction, listener(url).execute_local_transaction):
+            with pytest.raises(FenceError, match="in its middle"):
+                ask(batch)
+        run(url, "DELETE FROM orders", "DROP TABLE IF EXISTS once", "DROP TABLE IF EXISTS other")
+
+
+def test_no_check_answers_for_a_key_whose_work_ended_the_transaction(url: sa.URL, fence: str) -> None:
+    def work(connection: sa.Connection, transaction: HalfTransaction) -> None:
+        insert_one(connection, transaction)
+        if transaction.transaction_key == "b":
+            end(connection, "COMMIT")
+
+    batch = half_batch(fence, per="key", age=OLD)
+    with pytest.raises(TransactionEndedError):
+        listener(url, work, per_transaction=True).execute_local_transaction(batch)
+    assert "c" not in stored(url), "work ran on for another key"
+    with pytest.raises(FenceError, match="in its middle"):
+        listener(url).check_local_transaction(batch)
 
 
 # ---------------------------------------------------------------- both sides at once
@@ -652,6 +740,14 @@ def test_no_password_is_shown_anywhere() -> None:
     assert caught.value.__suppress_context__
 
 
+@pytest.mark.parametrize("name", ["oracle", "mssql+pyodbc", "cockroachdb"])
+def test_a_database_that_no_test_runs_on_is_refused(name: str) -> None:
+    secret = "hunter2"
+    with pytest.raises(ListenerError, match="use SQLite, PostgreSQL, MariaDB or MySQL") as caught:
+        listener(sa.make_url(f"{name}://me:{secret}@host/shop"))
+    assert secret not in str(caught.value)
+
+
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ListenerError, match="a function work"):
         listener("sqlite://", "no function")  # type: ignore[arg-type]
@@ -661,7 +757,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         listener("sqlite://", lock_timeout=0)  # type: ignore[arg-type]
     with pytest.raises(ListenerError, match="int is no database"):
         listener(7)  # type: ignore[arg-type]
-    with pytest.raises(ListenerError, match="SQLAlchemy knows no database 'nosuchdb'"):
-        _ = listener("nosuchdb://host/x").fence_id  # type: ignore[arg-type]
+    with pytest.raises(ListenerError, match=r"SQLAlchemy knows no database 'sqlite\+nosuch'"):
+        _ = listener("sqlite+nosuch://host/x").fence_id  # type: ignore[arg-type]
     with pytest.raises(ListenerError, match="cannot be pickled: make it in the process"):
         pickle.dumps(listener("sqlite://"))  # type: ignore[arg-type]
