@@ -113,6 +113,11 @@ class CommitLog:
     def __repr__(self) -> str:
         return f"CommitLog({self.path!r})"
 
+    @property
+    def id(self) -> str:
+        """Made once, with the log: a log that is made anew in its place has another one, and counts from 0 again."""
+        return self.topics_table.id
+
     # ------------------------------------------------------------------ making and opening
     @classmethod
     def create(

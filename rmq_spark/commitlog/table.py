@@ -99,6 +99,10 @@ class Table(Protocol):
     stands on a version that its decision never saw. The tables of a commit log share one."""
 
     @property
+    def id(self) -> str:
+        """Made once, with the table: another table in its place has another one."""
+
+    @property
     def version(self) -> int:
         """The version that the last refresh saw."""
 
@@ -295,6 +299,10 @@ class DeltaLogTable:
                 f"table {self.name} has no column {missing[0]!r}: it was changed by hand, or is no log"
             )
         return table
+
+    @property
+    def id(self) -> str:
+        return str(self._table.metadata().id)
 
     @property
     def version(self) -> int:

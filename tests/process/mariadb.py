@@ -20,7 +20,8 @@ NEED_MARIADB = "no mariadbd on the PATH or in /usr/sbin: apt-get install mariadb
 SETTINGS = """
 --no-defaults --skip-grant-tables --skip-networking --skip-log-bin --performance-schema=off
 --innodb-buffer-pool-size=32M --innodb-log-file-size=8M --innodb-temp-data-file-path=ibtmp1:4M:autoextend
---innodb-flush-log-at-trx-commit=0 --innodb-flush-method=nosync --debug-no-sync --sync-frm=off --character-set-server=utf8mb4
+--innodb-flush-log-at-trx-commit=0 --innodb-flush-method=nosync --debug-no-sync --sync-frm=off
+--character-set-server=utf8mb4
 """.split()
 
 
@@ -45,8 +46,8 @@ def running() -> Iterator[sa.URL]:
         try:
             yield _with_database(server, socket, Path(folder, "log"))
         finally:
-            server.terminate()
-            server.wait(START_S_MAX)
+            server.kill()
+            server.wait()
 
 
 def _with_database(server: subprocess.Popen[bytes], socket: Path, log: Path) -> sa.URL:

@@ -166,6 +166,10 @@ class SimulatedTable:
 
     # ------------------------------------------------------------------ reading
     @property
+    def id(self) -> str:
+        return self.name
+
+    @property
     def version(self) -> int:
         return self._state.version
 
