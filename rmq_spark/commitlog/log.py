@@ -446,6 +446,18 @@ class CommitLog:
         # What was reopened below the mark is older than all above it.
         return sorted(found, key=lambda half_id: prepared.get(half_id, (0, 0))[0])
 
+    def unsettled(self, half_ids: Collection[str]) -> set[str]:
+        """Those of these half batches that a listener may be asked about again: what is pending, quarantined or in
+        conflict, and the last one of each application, which a restart replays."""
+        found = {*self.open_half_ids(), *self.quarantined()["half_id"].to_pylist(), *self.conflicts()}
+        with self.lock:
+            self.half.table.refresh()
+            for half_id in half_ids:
+                app_id, _, batch_id = half_id.rpartition(":")
+                if str(self.half.table.transaction_version(app_id)) == batch_id:
+                    found.add(half_id)
+        return found.intersection(half_ids)
+
     def _prepared(self) -> Mapping[str, tuple[int, int]]:
         """Half batches that may be open, by half id: all above the low-water mark, or all when it may hide some."""
         low_water = self.ledger.low_water_ms

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -202,7 +203,8 @@ class SqlInbox(Database):
         if self._log_id is None:
             return
         columns = self._log_table.c
-        insert_absent(connection, columns.consumer_group, [{"consumer_group": self.group, "log_id": self._log_id}])
+        with self._saying_what_is_missing(self._log_table):
+            insert_absent(connection, columns.consumer_group, [{"consumer_group": self.group, "log_id": self._log_id}])
         query = sa.select(columns.log_id).where(columns.consumer_group == self.group)
         found = connection.execute(query.with_for_update(read=True)).scalar_one()
         if found != self._log_id:
@@ -213,17 +215,22 @@ class SqlInbox(Database):
                 f"{self._table.fullname!r} and {self._log_table.fullname!r} to begin anew"
             )
 
+    @contextmanager
+    def _saying_what_is_missing(self, table: sa.Table) -> Iterator[None]:
+        try:
+            yield
+        except (sa.exc.OperationalError, sa.exc.ProgrammingError) as problem:
+            if sa.inspect(self.engine).has_table(table.name, schema=table.schema):
+                raise
+            raise ListenerError(
+                f"{self.where} has no table {table.fullname!r}: call create() once, when the database is set up"
+            ) from problem
+
     def _positions(self, connection: sa.Connection) -> dict[tuple[str, int], int]:
         columns = self._table.c
         wanted = sa.select(columns.topic, columns.queue_id, columns.next_offset)
-        try:
+        with self._saying_what_is_missing(self._table):
             rows = connection.execute(wanted.where(columns.consumer_group == self.group)).all()
-        except (sa.exc.OperationalError, sa.exc.ProgrammingError) as problem:
-            if sa.inspect(self.engine).has_table(self._table.name, schema=self._table.schema):
-                raise
-            raise ListenerError(
-                f"{self.where} has no table {self._table.fullname!r}: call create() once, when the database is set up"
-            ) from problem
         for topic, queue_id, next_offset in rows:
             if next_offset < 0:
                 raise ListenerError(

@@ -33,6 +33,8 @@ _NO_SAVEPOINT_NUMBER = 1305
 _SERVER_STATUS_IN_TRANS = 1  # of the MySQL protocol
 _UTF8_BYTES_MAX = 4
 
+PLACE_CHARS_MAX = 64
+
 IN_INNODB: dict[str, Any] = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
 """For a table that a transaction can undo, whatever a MariaDB or MySQL server's own engine is."""
 
@@ -186,6 +188,31 @@ def require_exact(connection: sa.Connection, table: sa.Table, rows: Sequence[dic
 def alike(prefix: str) -> list[str]:
     """Names that a careless collation takes for one."""
     return [f"{prefix}a", f"{prefix}A", f"{prefix}a ", f"{prefix}\u00e4"]
+
+
+def place_of(connection: sa.Connection) -> str | None:
+    """What tells a database from a copy of it, as far as it can tell; None when it cannot.
+
+    It stays the same when a server restarts, or a replica takes over.
+    """
+    if connection.dialect.name == "sqlite":
+        files = {row.name: row.file for row in connection.exec_driver_sql("PRAGMA database_list")}
+        return f"inode {os.stat(files['main']).st_ino}" if files["main"] else None
+    if connection.dialect.name == "postgresql":
+        query = (
+            "SELECT (SELECT system_identifier FROM pg_control_system()), "
+            "(SELECT oid FROM pg_database WHERE datname = current_database())"
+        )
+        savepoint = connection.begin_nested()
+        try:
+            cluster, database = connection.exec_driver_sql(query).one()
+        except sa.exc.DBAPIError:  # it was taken from this user, or the server has no such function
+            savepoint.rollback()
+            return None
+        savepoint.commit()
+        return f"cluster {cluster}, database {database}"
+    # The servers that take over from each other have ids of their own, so a server's id does not tell.
+    return f"database {connection.exec_driver_sql('SELECT DATABASE()').scalar_one()}"[:PLACE_CHARS_MAX]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 # First: it says what to install when SQLAlchemy is missing.
 from rmq_spark.listeners.database import (  # isort: skip
     IN_INNODB,
+    PLACE_CHARS_MAX,
     Database,
     alike,
     end_savepoint,
@@ -29,6 +30,7 @@ from rmq_spark.listeners.database import (  # isort: skip
     insert_absent,
     is_lock_problem,
     no_commit_within,
+    place_of,
     require_exact,
 )
 
@@ -56,6 +58,9 @@ from rmq_spark.transaction import (
     normalize_verdicts,
 )
 
+if TYPE_CHECKING:
+    from rmq_spark.commitlog.log import CommitLog
+
 logger = logging.getLogger(__name__)
 
 ROLLBACK_AFTER_S = 60.0
@@ -71,6 +76,9 @@ ROLLED_BACK = "rolled_back"
 TOMBSTONE = "tombstone"
 
 _IDS_PER_SELECT = 500
+# The rows of the id's table. A fence of an earlier version has the first alone, until create_fence is called again.
+_THE_ID = 1
+_THE_PLACE = 2
 _VERDICTS: Mapping[str, LocalTransactionState] = {
     EXECUTED: COMMIT_MESSAGE,
     ROLLED_BACK: ROLLBACK_MESSAGE,
@@ -210,8 +218,10 @@ class SqlTransactionListener(TransactionListener):
     -----
     Call :meth:`create_fence` once for a database (or :func:`create_fence` in a script, with a user that may
     create tables). The fence's random id is kept with each half batch, so that a check against another
-    database, or an empty one, is an error instead of a wrong answer. A database restored from a backup has
-    the id but not the newest rows: settle what is pending first.
+    database, or an empty one, is an error instead of a wrong answer. So is a check against a copy, as far as
+    a database can tell: a SQLite file knows its inode, PostgreSQL its cluster and database, MariaDB and MySQL
+    only the database's name. A database restored from a backup has the id but not the newest rows: settle what
+    is pending first, then call ``create_fence(moved=True)``.
 
     In one database transaction, execute inserts the transaction ids, runs ``work``, records what it rolled
     back, and commits. When the connection breaks at the commit, nobody knows: the exception leaves the half
@@ -270,32 +280,48 @@ class SqlTransactionListener(TransactionListener):
                 self._fence_id = self._fence.read_id(connection)
         return self._fence_id
 
-    def create_fence(self) -> str:
-        """Make the fence's tables and its id once; does nothing when they are there. Returns the fence's
-        id."""
-        self._fence_id = self._fence.create()
+    def create_fence(self, *, moved: bool = False) -> str:
+        """Make the fence's tables and its id once; does nothing when they are there. Returns the fence's id.
+
+        ``moved=True`` says that this database is where the fence belongs from now on: it was moved, upgraded or
+        restored, and is no copy beside another one.
+        """
+        self._fence_id = self._fence.create(moved)
         return self._fence_id
 
-    def prune(self, older_than: float) -> int:
+    def prune(self, older_than: float, *logs: CommitLog) -> int:
         """Delete fence rows older than this many seconds, and say how many there were.
+
+        Rows stay of half batches that may still be asked about: what is pending, quarantined or in conflict in one of
+        the logs, and the last half batch of each application, which a restart replays.
 
         Parameters
         ----------
         older_than : float
-            Seconds; at least 7 days. It must be more than the half batches' retention: when a half batch
-            outlives its fence row, a check takes an executed local transaction for one that never ran.
+            Seconds; at least 7 days, for drivers that wake up late.
+        *logs : CommitLog
+            Every log whose producers use this fence. A half batch of a log that is not named counts as settled: once
+            its row is gone, a check takes an executed local transaction for one that never ran.
 
         Raises
         ------
         OptionError
-            For less than 7 days.
+            For less than 7 days, or without a log.
         """
         if older_than < FENCE_RETENTION_MIN_S:
             raise OptionError(
                 f"older_than={older_than!r} s is less than 7 days ({FENCE_RETENTION_MIN_S:.0f} s): fence "
                 "rows must outlive the half batches that they speak for"
             )
-        return self._fence.prune(self.machine.now() - timedelta(seconds=older_than))
+        if not logs:
+            raise OptionError(
+                "prune needs every commit log whose producers use this fence: rows of half batches that are not "
+                "settled in one of them must stay. Write prune(older_than, log)"
+            )
+        old = self._fence.older_than(self.machine.now() - timedelta(seconds=older_than))
+        half_ids = set(old.values())
+        unsettled = {half_id for log in logs for half_id in log.unsettled(half_ids)}
+        return self._fence.delete([i for i, half_id in old.items() if half_id not in unsettled])
 
     @property
     def machine(self) -> Machine:
@@ -492,16 +518,23 @@ class SqlTransactionListener(TransactionListener):
 
 
 def create_fence(
-    url_or_engine: str | sa.URL | sa.Engine, *, fence_table: str = FENCE_TABLE, schema: str | None = None
+    url_or_engine: str | sa.URL | sa.Engine,
+    *,
+    fence_table: str = FENCE_TABLE,
+    schema: str | None = None,
+    moved: bool = False,
 ) -> str:
     """Make a database's fence once, from a script: the tables and a random id; nothing when they are there.
+
+    ``moved=True`` says that this database is where the fence belongs from now on: it was moved, upgraded or
+    restored, and is no copy beside another one.
 
     Returns
     -------
     str
         The fence's id.
     """
-    return _Fence(url_or_engine, fence_table, schema).create()
+    return _Fence(url_or_engine, fence_table, schema).create(moved)
 
 
 def split(batch: HalfBatch) -> Iterator[HalfTransaction]:
@@ -564,26 +597,34 @@ class _Fence(Database):
             f"{name}_id",
             metadata,
             sa.Column("one", sa.Integer, primary_key=True, autoincrement=False),
-            sa.Column("fence_id", sa.String(64), nullable=False),
+            sa.Column("fence_id", sa.String(PLACE_CHARS_MAX), nullable=False),
             sa.Column("created_at", sa.DateTime, nullable=False),
             **IN_INNODB,
         )
+        self._in_place = False  # whether the database is where the fence was made
         self._tried = False  # whether the table of rows compares and undoes as it must
 
     # ------------------------------------------------------------------ the id
-    def create(self) -> str:
+    def create(self, moved: bool) -> str:
         try:
-            return self._create()
+            return self._create(moved)
         except sa.exc.DBAPIError:
             # Two processes that create a table at once: one of them may fail, even with IF NOT EXISTS.
-            return self._create()
+            return self._create(moved)
 
-    def _create(self) -> str:
+    def _create(self, moved: bool) -> str:
         with self.transaction() as connection:
             for table in (self._rows, self._id):
                 connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
-            row = {"one": 1, "fence_id": secrets.token_hex(16), "created_at": self.machine.now().replace(tzinfo=None)}
-            insert_absent(connection, self._id.c.one, [row])
+            now = self.machine.now().replace(tzinfo=None)
+            place = place_of(connection)
+            rows = [{"one": _THE_ID, "fence_id": secrets.token_hex(16), "created_at": now}]
+            if place is not None:
+                rows.append({"one": _THE_PLACE, "fence_id": place, "created_at": now})
+            insert_absent(connection, self._id.c.one, rows)
+            if moved and place is not None:
+                here = self._id.update().where(self._id.c.one == _THE_PLACE)
+                connection.execute(here.values(fence_id=place, created_at=now))
             self._try_once(connection)
             return self.read_id(connection)
 
@@ -602,17 +643,33 @@ class _Fence(Database):
     def read_id(self, connection: sa.Connection) -> str:
         """The fence's id; FenceError when there is none. Must be the transaction's first statement."""
         try:
-            found = connection.execute(sa.select(self._id.c.fence_id)).scalar_one_or_none()
+            rows = connection.execute(sa.select(self._id.c.one, self._id.c.fence_id)).all()
         except sa.exc.DBAPIError as problem:
             if is_lock_problem(problem) or self._exists():
                 raise
-            found = None
+            rows = []
+        said = {row.one: row.fence_id for row in rows}
+        found = said.get(_THE_ID)
         if found is None:
             raise FenceError(
                 f"{self.where} has no fence {self._id.fullname!r}: call create_fence() once, when the "
                 "database is set up. If it had one, this is another database, or its tables were dropped"
             )
+        self._require_same_place(connection, said.get(_THE_PLACE))
         return str(found)
+
+    def _require_same_place(self, connection: sa.Connection, made_in: str | None) -> None:
+        if self._in_place or made_in is None:
+            return
+        place = place_of(connection)
+        if place is not None and place != made_in:
+            raise FenceError(
+                f"the fence of {self.where} was made in another place ({made_in}; this is {place}): this is a copy of "
+                "that database, and must not speak for it, or that database was moved or restored. For a copy, drop "
+                f"{self._rows.fullname!r} and {self._id.fullname!r} and make a fence of its own. For the database "
+                "itself, call create_fence(moved=True) once"
+            )
+        self._in_place = True
 
     def _exists(self) -> bool:
         with self.engine.connect() as connection:
@@ -672,10 +729,23 @@ class _Fence(Database):
         for start in range(0, len(ids), _IDS_PER_SELECT):
             connection.execute(change, {"ids": list(ids[start : start + _IDS_PER_SELECT])})
 
-    def prune(self, before: datetime) -> int:
-        with self.transaction() as connection:
-            old = self._rows.delete().where(self._rows.c.created_at < before.replace(tzinfo=None))
-            return connection.execute(old).rowcount
+    def older_than(self, moment: datetime) -> dict[str, str]:
+        """Half ids of older rows, by transaction id."""
+        columns = self._rows.c
+        query = sa.select(columns.transaction_id, columns.half_id)
+        with self.transaction(write=False) as connection:
+            rows = connection.execute(query.where(columns.created_at < moment.replace(tzinfo=None))).all()
+        return {row.transaction_id: row.half_id for row in rows}
+
+    def delete(self, ids: Sequence[str]) -> int:
+        """Delete rows by their ids, a few in each database transaction: nobody waits for it for long."""
+        key = self._rows.c.transaction_id
+        delete = self._rows.delete().where(key.in_(sa.bindparam("ids", expanding=True)))
+        deleted = 0
+        for start in range(0, len(ids), _IDS_PER_SELECT):
+            with self.transaction() as connection:
+                deleted += connection.execute(delete, {"ids": list(ids[start : start + _IDS_PER_SELECT])}).rowcount
+        return deleted
 
 
 def _utc(moment: datetime) -> datetime:

@@ -10,7 +10,6 @@ import sqlalchemy as sa
 
 from tests.process.mariadb import NoMariadbError, running
 
-
 QUICK_ON_MARIADB = (
     "test_a_check_of_an_old_half_batch_fences_a_late_execute",
     "test_a_check_of_a_running_local_transaction_is_unknown_and_quick",

@@ -1,4 +1,4 @@
-"""Execute and a check of one half batch at every isolation level, each with a snapshot from before the other's commit."""
+"""Execute and a check of one half batch at every isolation level, each with a snapshot older than the other's row."""
 
 from __future__ import annotations
 

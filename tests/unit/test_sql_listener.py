@@ -9,6 +9,7 @@ import contextlib
 import json
 import pickle
 import random
+import shutil
 import sqlite3
 import threading
 import time
@@ -23,6 +24,9 @@ import pytest
 import sqlalchemy as sa
 from hypothesis import settings
 
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import Who
 from rmq_spark.errors import (
     FencedError,
     FenceError,
@@ -31,6 +35,7 @@ from rmq_spark.errors import (
     MessageError,
     OptionError,
     TransactionEndedError,
+    VerdictConflictError,
     VerdictError,
 )
 from rmq_spark.listeners.database import exact_text
@@ -42,6 +47,7 @@ from rmq_spark.transaction import (
     UNKNOWN,
     HalfBatch,
 )
+from tests.half_batches import commit, make_log, pending, prepare, roll_back
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 OLD = timedelta(hours=1)
@@ -665,19 +671,82 @@ def test_fences_of_other_names_are_other_fences(url: sa.URL, fence: str) -> None
         listener(url, fence_table='fence"; DROP TABLE orders --')
 
 
-def test_prune_deletes_rows_past_retention_only(url: sa.URL, fence: str) -> None:
-    orders_listener = listener(url, lambda *_: None)
-    orders_listener.execute_local_transaction(half_batch(fence, half_id="old"))
+def make_older(url: sa.URL, days: int) -> None:
     with sa.create_engine(url).begin() as connection:
-        past = datetime.now(timezone.utc).replace(tzinfo=None) - timedelta(days=9)
+        past = datetime.now(timezone.utc).replace(tzinfo=None) - timedelta(days=days)
         change = sa.text("UPDATE txmq_fence SET created_at = :past")
         connection.execute(change.bindparams(sa.bindparam("past", past, sa.DateTime)))
-    orders_listener.execute_local_transaction(half_batch(fence, half_id="new"))
-    assert orders_listener.prune(10 * 86400) == 0
-    assert orders_listener.prune(8 * 86400) == 1
-    assert fence_rows(url) == {"new:1": "executed"}
+
+
+def test_prune_deletes_rows_past_retention_only(url: sa.URL, fence: str, tmp_path: Path) -> None:
+    log = make_log("memory", tmp_path)
+    orders_listener = listener(url, lambda *_: None)
+    orders_listener.execute_local_transaction(half_batch(fence, half_id="old:1"))
+    make_older(url, 9)
+    orders_listener.execute_local_transaction(half_batch(fence, half_id="new:1"))
+    assert orders_listener.prune(10 * 86400, log) == 0
+    assert orders_listener.prune(8 * 86400, log) == 1
+    assert fence_rows(url) == {"new:1:1": "executed"}
     with pytest.raises(OptionError, match="less than 7 days"):
-        orders_listener.prune(3600)
+        orders_listener.prune(3600, log)
+    with pytest.raises(OptionError, match="needs every commit log"):
+        orders_listener.prune(8 * 86400)
+
+
+def test_prune_keeps_the_rows_of_what_may_still_be_asked_about(url: sa.URL, fence: str, tmp_path: Path) -> None:
+    log, other = make_log("memory", tmp_path), make_log("memory", tmp_path)
+    orders_listener = listener(url, lambda *_: None)
+
+    def made(at: CommitLog, app: str, batch_id: int) -> HalfRecord:
+        record = prepare(at, batch_id, 2, app=app, fence_id=fence)
+        orders_listener.execute_local_transaction(half_batch(fence, half_id=record.half_id))
+        return record
+
+    made(log, "open", 0)
+    hidden = made(log, "hidden", 0)
+    log.ledger.quarantine(hidden, 1, pending(log, hidden), Who.CHECK, "nobody knows")
+    torn = made(log, "torn", 0)
+    every = pending(log, torn)
+    roll_back(log, torn)
+    with pytest.raises(VerdictConflictError):
+        log.decide(torn, 1, commit=every, rollback={}, who=Who.EXECUTE)
+    commit(log, made(log, "settled", 0))
+    commit(other, made(other, "elsewhere", 0))
+    made(other, "open elsewhere", 0)
+    kept = {"open:0:1", "hidden:0:1", "torn:0:1", "open elsewhere:0:1"}
+    for at, app in ((log, "open"), (log, "hidden"), (log, "torn"), (log, "settled"), (other, "elsewhere")):
+        commit(at, made(at, app, 1))
+        kept.add(f"{app}:1:1")  # the last one of its application
+    make_older(url, 9)
+    assert orders_listener.prune(8 * 86400, log, other) == 2
+    assert set(fence_rows(url)) == kept
+
+
+def test_a_fence_in_a_copy_of_its_database_does_not_answer(tmp_path: Path) -> None:
+    url = make_orders(sa.make_url(f"sqlite:///{tmp_path / 'orders.db'}"))
+    fence = create_fence(url)
+    copied = url.set(database=str(tmp_path / "staging.db"))
+    shutil.copy(tmp_path / "orders.db", tmp_path / "staging.db")
+    batch = half_batch(fence, age=OLD)
+    for ask in (
+        lambda: listener(copied).fence_id,
+        lambda: create_fence(copied),
+        lambda: listener(copied).check_local_transaction(batch),
+        lambda: listener(copied).execute_local_transaction(batch),
+    ):
+        with pytest.raises(FenceError, match=r"made in another place .* create_fence\(moved=True\)"):
+            ask()
+    assert fence_rows(copied) == stored(copied) == {}
+    assert create_fence(copied, moved=True) == fence
+    assert verdicts(listener(copied).check_local_transaction(batch)) == [ROLLBACK]
+
+
+def test_a_fence_of_an_earlier_version_learns_its_place_when_it_is_made_again(url: sa.URL, fence: str) -> None:
+    run(url, "DELETE FROM txmq_fence_id WHERE one = 2")
+    assert listener(url).fence_id == fence
+    assert create_fence(url) == fence
+    with sa.create_engine(url).connect() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM txmq_fence_id").scalar_one() == 2
 
 
 # ---------------------------------------------------------------- engines
