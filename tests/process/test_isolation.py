@@ -12,7 +12,8 @@ import sqlalchemy as sa
 
 from rmq_spark.errors import TxmqError
 from rmq_spark.listeners import database
-from rmq_spark.listeners.sql import _Fence, create_fence
+from rmq_spark.listeners.sql import EXECUTED, STARTED, _Fence, create_fence
+from tests.unit import test_sql_listener as suite
 from tests.unit.test_sql_listener import (
     COMMIT,
     OLD,
@@ -245,3 +246,18 @@ def test_these_tests_notice_a_listener_that_trusts_its_snapshot(url: sa.URL, mon
     run(url, "DELETE FROM orders", "DELETE FROM txmq_fence")
     with pytest.raises(AssertionError):
         test_a_local_transaction_that_began_before_a_check_rolled_it_back(url, "REPEATABLE READ")
+
+
+def test_these_tests_notice_fence_rows_that_say_executed_too_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listener as it was: rows said 'executed' before work began, whoever committed them."""
+    url = make_orders(sa.make_url(f"sqlite:///{tmp_path / 'orders.db'}"))
+    claim = _Fence.claim
+
+    def early(fence: _Fence, connection: sa.Connection, ids: list[str], state: str, batch: Any) -> dict[str, str]:
+        return claim(fence, connection, ids, EXECUTED if state == STARTED else state, batch)
+
+    monkeypatch.setattr(_Fence, "claim", early)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        suite.test_no_check_answers_for_work_that_ended_its_transaction(url, create_fence(url), "returns")
