@@ -182,7 +182,8 @@ class SqlTransactionListener(TransactionListener):
         process that needs it. SQLite, PostgreSQL, MariaDB or MySQL; another database is refused.
     work : callable
         ``work(connection, batch)``: gets the open :class:`sqlalchemy.Connection` and the
-        :class:`~rmq_spark.HalfBatch`; must not commit, roll back or close the connection. What it returns:
+        :class:`~rmq_spark.HalfBatch`; must not commit, roll back or close the connection, nor end its
+        transaction in another way. What it returns:
 
         ============================== ======================================================================
         returned or raised             meaning
@@ -194,6 +195,7 @@ class SqlTransactionListener(TransactionListener):
         ``raise txmq.Rollback``        as ``ROLLBACK_MESSAGE``
         ``UNKNOWN``                    refused (VerdictError): a database transaction commits or it does not
         any other exception            the database transaction is undone, the half batch stays pending
+        the transaction is ended       TransactionEndedError; a part may be committed, so no check answers
         ============================== ======================================================================
 
         ``None`` is COMMIT here, where a listener's own ``None`` is UNKNOWN: work that returned without an
@@ -292,8 +294,9 @@ class SqlTransactionListener(TransactionListener):
     def prune(self, older_than: float, *logs: CommitLog) -> int:
         """Delete fence rows older than this many seconds, and say how many there were.
 
-        Rows stay of half batches that may still be asked about: what is pending, quarantined or in conflict in one of
-        the logs, and the last half batch of each application, which a restart replays.
+        Rows stay of half batches that may still be asked about: what is pending in one of the logs, what was ever
+        quarantined, in conflict or decided by the discard policy, and the last half batch of each application, which
+        a restart replays.
 
         Parameters
         ----------
@@ -348,7 +351,10 @@ class SqlTransactionListener(TransactionListener):
             A check rolled back one of these transactions; ``work`` did not run, and none of them ever will
             under this attempt.
         FenceError
-            The database has no fence, or another one than when the half batch was prepared.
+            The database has no fence, or another one than when the half batch was prepared; or an earlier run of
+            ``work`` ended its transaction in the middle.
+        TransactionEndedError
+            ``work`` ended the database transaction. A part of what it wrote may be committed.
         """
         ids: list[str] = batch.transactions["transaction_id"].to_pylist()
         try:
@@ -474,8 +480,8 @@ class SqlTransactionListener(TransactionListener):
         Raises
         ------
         FenceError
-            The database has no fence, or another one than when the half batch was prepared: nothing can be
-            said.
+            The database has no fence, or another one than when the half batch was prepared, or ``work`` ended its
+            transaction in the middle: nothing can be said.
         """
         ids: list[str] = batch.transactions["transaction_id"].to_pylist()
         try:

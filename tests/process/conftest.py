@@ -17,6 +17,7 @@ QUICK_ON_MARIADB = (
     "test_strange_keys_are_fenced_like_any_other",
     "test_two_executes_of_one_attempt_run_the_work_once",
     "test_no_check_answers_for_work_that_ended_its_transaction",
+    "test_work_may_use_savepoints_of_its_own",
 )
 """Of the tests of SQLite that run on MariaDB once more: what the databases do in ways of their own."""
 

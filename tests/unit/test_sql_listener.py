@@ -518,6 +518,19 @@ def test_no_check_answers_for_work_that_ended_its_transaction(url: sa.URL, fence
         run(url, "DELETE FROM orders", "DROP TABLE IF EXISTS once", "DROP TABLE IF EXISTS other")
 
 
+def test_no_check_answers_for_work_that_committed_a_part_and_then_failed(url: sa.URL, fence: str) -> None:
+    def work(connection: sa.Connection, _: HalfBatch) -> None:
+        end(connection, "COMMIT")
+        raise ZeroDivisionError("a bug")
+
+    batch = half_batch(fence, age=OLD)
+    with pytest.raises(ZeroDivisionError):
+        listener(url, work).execute_local_transaction(batch)
+    assert stored(url) == {"before": 1}
+    with pytest.raises(FenceError, match="in its middle"):
+        listener(url).check_local_transaction(batch)
+
+
 def test_no_check_answers_for_a_key_whose_work_ended_the_transaction(url: sa.URL, fence: str) -> None:
     def work(connection: sa.Connection, transaction: HalfTransaction) -> None:
         insert_one(connection, transaction)
@@ -694,7 +707,7 @@ def test_prune_deletes_rows_past_retention_only(url: sa.URL, fence: str, tmp_pat
 
 
 def test_prune_keeps_the_rows_of_what_may_still_be_asked_about(url: sa.URL, fence: str, tmp_path: Path) -> None:
-    log, other = make_log("memory", tmp_path), make_log("memory", tmp_path)
+    log, other = make_log("delta", tmp_path / "log"), make_log("memory", tmp_path)
     orders_listener = listener(url, lambda *_: None)
 
     def made(at: CommitLog, app: str, batch_id: int) -> HalfRecord:
@@ -710,11 +723,14 @@ def test_prune_keeps_the_rows_of_what_may_still_be_asked_about(url: sa.URL, fenc
     roll_back(log, torn)
     with pytest.raises(VerdictConflictError):
         log.decide(torn, 1, commit=every, rollback={}, who=Who.EXECUTE)
+    guessed = made(log, "guessed", 0)
+    log.decide(guessed, 1, commit={}, rollback=pending(log, guessed), who=Who.DISCARD)
     commit(log, made(log, "settled", 0))
     commit(other, made(other, "elsewhere", 0))
     made(other, "open elsewhere", 0)
-    kept = {"open:0:1", "hidden:0:1", "torn:0:1", "open elsewhere:0:1"}
-    for at, app in ((log, "open"), (log, "hidden"), (log, "torn"), (log, "settled"), (other, "elsewhere")):
+    kept = {"open:0:1", "hidden:0:1", "torn:0:1", "guessed:0:1", "open elsewhere:0:1"}
+    apps = ("open", "hidden", "torn", "guessed", "settled")
+    for at, app in (*((log, app) for app in apps), (other, "elsewhere")):
         commit(at, made(at, app, 1))
         kept.add(f"{app}:1:1")  # the last one of its application
     make_older(url, 9)
