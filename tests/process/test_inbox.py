@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -53,10 +54,21 @@ def test_two_drivers_on_a_server(request: pytest.FixtureRequest, server: str, tm
     thread = threading.Thread(target=lambda: done.append(first.apply(messages)))
     thread.start()
     assert within.wait(30)
-    threading.Timer(0.3, go_on.set).start()
-    with pytest.raises(txmq.InboxConflictError, match="nothing was written"):
-        inbox_of(url).apply(messages)  # waits for the first
-    thread.join()
+    second_engine = sa.create_engine(server_url)
+    second = inbox_of(second_engine)
+
+    @sa.event.listens_for(second_engine, "before_cursor_execute")
+    def look(_: Any, __: Any, statement: str, *others: Any) -> None:
+        if statement.startswith("INSERT INTO txmq_inbox"):  # it has read where the queue stood
+            threading.Timer(0.3, go_on.set).start()
+
+    try:
+        with pytest.raises(txmq.InboxConflictError, match="nothing was written"):
+            second.apply(messages)  # waits for the first
+    finally:
+        go_on.set()
+        thread.join()
+        second_engine.dispose()
     assert done == [6]
     assert len(results(url)) == 6
     engine.dispose()
