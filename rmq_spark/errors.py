@@ -48,6 +48,10 @@ class ListenerError(TxmqError):
     """A listener is missing, cannot be loaded, or is not a TransactionListener."""
 
 
+class TransactionEndedError(ListenerError):
+    """Work ended the database transaction that it was given; a part of what it wrote may be committed."""
+
+
 class VerdictError(TxmqError, ValueError):
     """A listener returned something that is not a verdict for each transaction it was asked about."""
 

@@ -87,7 +87,8 @@ class _State:
 class _Versions:
     """What all handles of one table share: the newest state, which a commit replaces and never changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, table_id: str) -> None:
+        self.id = table_id
         self.lock = threading.Lock()
         self.head = _State(0, {}, {})
         self.removed: dict[str, float] = {}
@@ -109,7 +110,7 @@ class MemoryTable:
         self.lock = machine.lock()
         self.fs: Any = _Files(machine)
         self.clock: Clock = _SameClock()
-        self._versions = _Versions()
+        self._versions = _Versions(machine.unique_id())
         self._state = self._versions.head
         self._actions: tuple[int, pa.Table] | None = None
 
@@ -126,6 +127,10 @@ class MemoryTable:
         twin._versions.head, twin._versions.removed = self._versions.head, dict(self._versions.removed)
         twin.refresh()
         return twin
+
+    @property
+    def id(self) -> str:
+        return self._versions.id
 
     @property
     def version(self) -> int:

@@ -30,7 +30,7 @@ def results(url: str) -> list[str]:
         return sorted(connection.execute(sa.text("select body from results")).scalars())
 
 
-def inbox_of(url: str, work: Callable[..., Any] = count_each, group: str = "points") -> txmq.SqlInbox:
+def inbox_of(url: str | sa.Engine, work: Callable[..., Any] = count_each, group: str = "points") -> txmq.SqlInbox:
     made = txmq.SqlInbox(url, group, work)
     made.create()
     return made

@@ -123,6 +123,11 @@ class CommitLog:
     def __repr__(self) -> str:
         return f"CommitLog({self.path!r})"
 
+    @property
+    def id(self) -> str:
+        """Made once, with the log: a log that is made anew in its place has another one, and counts from 0 again."""
+        return self.topics_table.id
+
     # ------------------------------------------------------------------ making and opening
     @classmethod
     def create(
@@ -464,6 +469,20 @@ class CommitLog:
         # What was reopened below the mark is older than all above it.
         return sorted(found, key=lambda half_id: prepared[half_id].ms if half_id in prepared else 0)
 
+    def unsettled(self, half_ids: Collection[str]) -> set[str]:
+        """Those of these half batches that a listener may be asked about again: what is pending, what was ever
+        quarantined, in conflict or decided by the discard policy, and the last one of each application, which a
+        restart replays."""
+        guessed = pc.field("kind").isin([Kind.QUARANTINE.value, Kind.CONFLICT.value])
+        found = {*self.open_half_ids(), *self._ids_in_op(guessed | (pc.field("decided_by") == Who.DISCARD.value))}
+        with self.lock:
+            self.half.table.refresh()
+            for half_id in half_ids:
+                app_id, _, batch_id = half_id.rpartition(":")
+                if str(self.half.table.transaction_version(app_id)) == batch_id:
+                    found.add(half_id)
+        return found.intersection(half_ids)
+
     def _prepared(self) -> Mapping[str, Prepared]:
         """Half batches that may be open, by half id: all above the low-water mark, or all when it may hide some."""
         low_water = self.ledger.low_water_ms
@@ -526,12 +545,15 @@ class CommitLog:
         """Half batches with a verdict that came too late and that no person has resolved yet."""
         return [record.half_id for record, state in self._with_kind(Kind.CONFLICT) if state.in_conflict]
 
-    def _with_kind(self, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
+    def _ids_in_op(self, where: pc.Expression) -> list[str]:
         with self.lock:
             self.ledger.refresh()
             paths = self.op.actions()["path"].to_pylist()
-        ids = pc.unique(self.op.read(paths, ["half_id"], pc.field("kind") == kind.value)["half_id"]).to_pylist()
-        for half_id in ids:
+        found: list[str] = pc.unique(self.op.read(paths, ["half_id"], where)["half_id"]).to_pylist()
+        return found
+
+    def _with_kind(self, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
+        for half_id in self._ids_in_op(pc.field("kind") == kind.value):
             record = self.get(half_id)
             yield record, self.state_of(record)
 

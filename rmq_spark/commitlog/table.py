@@ -118,6 +118,10 @@ class Table(Protocol):
     """Asked before anything is written. The tables of a commit log share one."""
 
     @property
+    def id(self) -> str:
+        """Made once, with the table: another table in its place has another one."""
+
+    @property
     def version(self) -> int:
         """The version that the last refresh saw."""
 
@@ -426,6 +430,10 @@ class DeltaLogTable:
                 f"table {self.name} is at version {table.version()}, and this process has seen version {self._seen}: "
                 "entries of its Delta log were removed, or an older copy put in its place. Restore it from a copy"
             )
+
+    @property
+    def id(self) -> str:
+        return str(self._table.metadata().id)
 
     @property
     def version(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -10,12 +12,26 @@ import pyarrow.compute as pc
 import sqlalchemy as sa
 
 from rmq_spark.config import GROUP_CHARS_MAX, TOPIC_CHARS_MAX
-from rmq_spark.errors import InboxConflictError, ListenerError, OptionError
-from rmq_spark.listeners.database import Database, no_commit_within
+from rmq_spark.errors import InboxConflictError, ListenerError, OptionError, TransactionEndedError
+from rmq_spark.listeners.database import (
+    IN_INNODB,
+    Database,
+    alike,
+    end_savepoint,
+    exact_text,
+    insert_absent,
+    no_commit_within,
+    require_exact,
+)
+from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.message import check_group
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+    from rmq_spark.commitlog.log import CommitLog
+
+logger = logging.getLogger(__name__)
 
 INBOX_TABLE = "txmq_inbox"
 POSITION_COLUMNS = ("topic", "queue_id", "queue_offset")
@@ -39,13 +55,16 @@ class SqlInbox(Database):
         ``work(connection, messages)``: gets the open database transaction and a ``pyarrow.Table`` of messages that it
         has not had before, in (topic, queue, offset) order. What it raises rolls everything back.
     table : str
-        Of the positions.
+        Of the positions; which log they count is kept in the table ``<table>_log``.
     schema : str, optional
-        The database schema of the table.
+        The database schema of both tables.
+    log : CommitLog, optional
+        The log that the messages come from. Positions of another log are an error then: one that was made anew counts
+        its offsets from 0 again, and without this its messages would be taken for old ones.
 
     Examples
     --------
-    >>> inbox = SqlInbox("sqlite:///points.db", "points", give_points)  # doctest: +SKIP
+    >>> inbox = SqlInbox("sqlite:///points.db", "points", give_points, log=log)  # doctest: +SKIP
     >>> inbox.create()  # doctest: +SKIP
     >>> orders.writeStream.foreachBatch(inbox)  # doctest: +SKIP
     """
@@ -58,30 +77,45 @@ class SqlInbox(Database):
         *,
         table: str = INBOX_TABLE,
         schema: str | None = None,
+        log: CommitLog | None = None,
     ) -> None:
         if not callable(work):
             raise ListenerError(f"work is {type(work).__name__}: a function work(connection, messages) is expected")
         if not table.isidentifier() or not table.isascii():
             raise OptionError(f"table={table!r} is not a plain table name of letters, digits and _")
         super().__init__(url_or_engine)
+        self.machine: Machine = MACHINE
         self.group = check_group(group, "consumerGroup")
         self._work = work
+        self._log_id = None if log is None else log.id
+        self._tried = False  # whether the table compares and undoes as it must
+        metadata = sa.MetaData(schema=schema)
         self._table = sa.Table(
             table,
-            sa.MetaData(schema=schema),
-            sa.Column("consumer_group", sa.String(GROUP_CHARS_MAX), primary_key=True),
-            sa.Column("topic", sa.String(TOPIC_CHARS_MAX + GROUP_CHARS_MAX), primary_key=True),
+            metadata,
+            sa.Column("consumer_group", exact_text(GROUP_CHARS_MAX), primary_key=True),
+            sa.Column("topic", exact_text(TOPIC_CHARS_MAX + GROUP_CHARS_MAX), primary_key=True),
             sa.Column("queue_id", sa.Integer, primary_key=True, autoincrement=False),
             sa.Column("next_offset", sa.BigInteger, nullable=False),
+            **IN_INNODB,
+        )
+        self._log_table = sa.Table(
+            f"{table}_log",
+            metadata,
+            sa.Column("consumer_group", exact_text(GROUP_CHARS_MAX), primary_key=True),
+            sa.Column("log_id", sa.String(64), nullable=False),
+            **IN_INNODB,
         )
 
     def __repr__(self) -> str:
         return f"SqlInbox({self.where!r}, {self.group!r})"
 
     def create(self) -> None:
-        """Make the table of positions; one that is there is left as it is."""
+        """Make the tables of positions; those that are there are left as they are."""
         with self.transaction() as connection:
-            connection.execute(sa.schema.CreateTable(self._table, if_not_exists=True))
+            for table in (self._table, self._log_table):
+                connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
+            self._try_once(connection)
 
     def positions(self) -> dict[tuple[str, int], int]:
         """The next offset of every queue of which results were written."""
@@ -104,7 +138,11 @@ class SqlInbox(Database):
         Raises
         ------
         InboxConflictError
-            When another process wrote results of the same queues at the same time; nothing was written.
+            When another process wrote results of the same queues at the same time, or the positions are those of
+            another log; nothing was written.
+        TransactionEndedError
+            When ``work`` ended the database transaction. A part of the results may be committed: every later call is
+            an error until a person has looked.
         """
         missing = [name for name in POSITION_COLUMNS if name not in messages.column_names]
         if missing:
@@ -114,34 +152,101 @@ class SqlInbox(Database):
         if messages.num_rows == 0:
             return 0
         messages = messages.sort_by([(name, "ascending") for name in POSITION_COLUMNS])
-        with self.transaction() as connection:
-            before = self._positions(connection)
-            new = messages.filter(pc.greater_equal(messages["queue_offset"], _position_of_each(messages, before)))
-            if new.num_rows:
-                self._move(connection, before, new)
-                with no_commit_within(connection):
-                    self._work(connection, new)
-            return int(new.num_rows)
+        try:
+            with self.transaction() as connection:
+                before = self._positions(connection)
+                self._require_same_log(connection)
+                new = messages.filter(pc.greater_equal(messages["queue_offset"], _position_of_each(messages, before)))
+                if new.num_rows:
+                    self._try_once(connection)
+                    self._run(connection, before, new)
+                return int(new.num_rows)
+        except TransactionEndedError as problem:
+            self._keep_started(before, new)
+            raise TransactionEndedError(
+                f"{problem}. The positions of group {self.group!r} are marked (below 0), and no later call goes on: "
+                f"look what is there, undo or finish it, and set them by hand in table {self._table.fullname!r}"
+            ) from problem
+
+    def _run(self, connection: sa.Connection, before: Mapping[tuple[str, int], int], new: pa.Table) -> None:
+        """Move the positions and run ``work``. While it runs they are marked, so that one which ends the transaction
+        in its middle leaves the mark behind."""
+        ends = _end_of_each(new)
+        marks = {queue: _mark(before.get(queue, 0)) for queue in ends}
+        self._move(connection, before, marks)
+        savepoint = connection.begin_nested()
+        with no_commit_within(connection):
+            self._work(connection, new)
+            end_savepoint(savepoint, keep=True)
+        self._move(connection, marks, ends)
+
+    def _keep_started(self, before: Mapping[tuple[str, int], int], new: pa.Table) -> None:
+        try:
+            with self.transaction() as connection:
+                self._move(connection, before, {queue: _mark(before.get(queue, 0)) for queue in _end_of_each(new)})
+        except InboxConflictError:
+            pass  # committed with the mark
+        except sa.exc.DBAPIError:
+            logger.exception("%r: could not note that its work ended the database transaction", self)
+
+    def _try_once(self, connection: sa.Connection) -> None:
+        if self._tried:
+            return
+        trial = f"trial-{self.machine.unique_id()}"
+        names = [(group, "t") for group in alike(f"{trial}-g")] + [(trial, topic) for topic in alike("t-")]
+        rows = [{"consumer_group": g, "topic": t, "queue_id": 0, "next_offset": 0} for g, t in names]
+        require_exact(connection, self._table, rows)
+        self._tried = True
+
+    def _require_same_log(self, connection: sa.Connection) -> None:
+        """The positions' log, made known by the first who names one."""
+        if self._log_id is None:
+            return
+        columns = self._log_table.c
+        with self._saying_what_is_missing(self._log_table):
+            insert_absent(connection, columns.consumer_group, [{"consumer_group": self.group, "log_id": self._log_id}])
+        query = sa.select(columns.log_id).where(columns.consumer_group == self.group)
+        found = connection.execute(query.with_for_update(read=True)).scalar_one()
+        if found != self._log_id:
+            raise InboxConflictError(
+                f"the positions of group {self.group!r} in {self.where} count the offsets of log {found}, and the "
+                f"messages come from log {self._log_id}: it was made anew, or it is another one. Nothing was written. "
+                "Use another group, or delete the group's rows in "
+                f"{self._table.fullname!r} and {self._log_table.fullname!r} to begin anew"
+            )
+
+    @contextmanager
+    def _saying_what_is_missing(self, table: sa.Table) -> Iterator[None]:
+        try:
+            yield
+        except (sa.exc.OperationalError, sa.exc.ProgrammingError) as problem:
+            if sa.inspect(self.engine).has_table(table.name, schema=table.schema):
+                raise
+            raise ListenerError(
+                f"{self.where} has no table {table.fullname!r}: call create() once, when the database is set up"
+            ) from problem
 
     def _positions(self, connection: sa.Connection) -> dict[tuple[str, int], int]:
         columns = self._table.c
         wanted = sa.select(columns.topic, columns.queue_id, columns.next_offset)
-        try:
+        with self._saying_what_is_missing(self._table):
             rows = connection.execute(wanted.where(columns.consumer_group == self.group)).all()
-        except (sa.exc.OperationalError, sa.exc.ProgrammingError) as problem:
-            if sa.inspect(self.engine).has_table(self._table.name, schema=self._table.schema):
-                raise
-            raise ListenerError(
-                f"{self.where} has no table {self._table.fullname!r}: call create() once, when the database is set up"
-            ) from problem
+        for topic, queue_id, next_offset in rows:
+            if next_offset < 0:
+                raise ListenerError(
+                    f"work ended the database transaction of group {self.group!r}, topic {topic!r}, queue {queue_id} "
+                    f"in its middle: a part of the results from offset {_mark(next_offset)} on may be in {self.where}. "
+                    f"Look there, undo or finish that part, and set next_offset in table {self._table.fullname!r} to "
+                    "the first offset to go on with"
+                )
         return {(topic, queue_id): next_offset for topic, queue_id, next_offset in rows}
 
-    def _move(self, connection: sa.Connection, before: Mapping[tuple[str, int], int], new: pa.Table) -> None:
+    def _move(
+        self, connection: sa.Connection, before: Mapping[tuple[str, int], int], after: Mapping[tuple[str, int], int]
+    ) -> None:
         """Compare-and-set every queue's position, before the work: so the work of one process waits for the other's."""
         columns = self._table.c
-        ends = new.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "max")])
-        for row in ends.sort_by([("topic", "ascending"), ("queue_id", "ascending")]).to_pylist():
-            queue, end = (row["topic"], row["queue_id"]), row["queue_offset_max"] + 1
+        for queue, end in sorted(after.items()):
             mine = {"consumer_group": self.group, "topic": queue[0], "queue_id": queue[1]}
             if queue in before:
                 same = sa.and_(*(columns[name] == value for name, value in mine.items()))
@@ -158,6 +263,17 @@ class SqlInbox(Database):
                     f"another process wrote results of group {self.group!r}, topic {queue[0]!r}, queue {queue[1]} at "
                     "the same time: nothing was written; is a second query of this group running?"
                 )
+
+
+def _mark(offset: int) -> int:
+    """A position while work runs, below 0; and back."""
+    return -1 - offset
+
+
+def _end_of_each(messages: pa.Table) -> dict[tuple[str, int], int]:
+    """The offset after the last message, by queue."""
+    ends = messages.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "max")])
+    return {(row["topic"], row["queue_id"]): row["queue_offset_max"] + 1 for row in ends.to_pylist()}
 
 
 def _position_of_each(messages: pa.Table, positions: Mapping[tuple[str, int], int]) -> pa.ChunkedArray:

@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rmq_spark.errors import ListenerError
+from rmq_spark.errors import ListenerError, TransactionEndedError
 
 try:
     import sqlalchemy as sa
-    from sqlalchemy.dialects import postgresql, sqlite
+    from sqlalchemy.dialects import mysql, postgresql, sqlite
 except ImportError as problem:  # pragma: no cover - the test runs this in another process
     raise ListenerError(
         "a database (SqlTransactionListener, SqlInbox) needs SQLAlchemy 2: pip install 'rmq-spark[sql]'"
     ) from problem
 
+BACKENDS = ("sqlite", "postgresql", "mariadb", "mysql")
+"""What the tests run on, by SQLAlchemy's names (MariaDB answers to both of the last two)."""
+
+# PostgreSQL: lock_not_available, serialization_failure, deadlock_detected. The other side is at work: ask
+# later.
 _LOCK_STATES = frozenset({"55P03", "40001", "40P01"})
+# MariaDB and MySQL: lock wait timeout, deadlock, and a row that was taken or changed since the snapshot.
+_LOCK_NUMBERS = frozenset({1205, 1213, 1020, 3572})
+# invalid_savepoint_specification, no_active_sql_transaction; ER_SP_DOES_NOT_EXIST.
+_NO_SAVEPOINT_STATES = frozenset({"3B001", "25P01"})
+_NO_SAVEPOINT_NUMBER = 1305
+
+_SERVER_STATUS_IN_TRANS = 1  # of the MySQL protocol
+_UTF8_BYTES_MAX = 4
+
+PLACE_CHARS_MAX = 64
+
+IN_INNODB: dict[str, Any] = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
+"""For a table that a transaction can undo, whatever a MariaDB or MySQL server's own engine is."""
+
+
+class _Utf8(sa.TypeDecorator[str]):
+    """Text kept as bytes. Every text collation that both MariaDB and MySQL have takes some texts for equal that
+    differ: in case, in accents, or at least in spaces at the end."""
+
+    impl = mysql.VARBINARY
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> bytes | None:
+        return None if value is None else value.encode()
+
+    def process_result_value(self, value: bytes | None, dialect: sa.Dialect) -> str | None:
+        return None if value is None else value.decode()
+
+
+def exact_text(chars: int) -> sa.String:
+    """A type for names: two of them are equal only if all their characters are."""
+    return sa.String(chars).with_variant(_Utf8(chars * _UTF8_BYTES_MAX), "mysql", "mariadb")
 
 
 class Database:
@@ -26,7 +64,7 @@ class Database:
     Raises
     ------
     ListenerError
-        When it is neither, or SQLAlchemy cannot make an engine of it.
+        When it is neither, no test runs on its kind, or SQLAlchemy cannot make an engine of it.
     """
 
     def __init__(self, url_or_engine: str | sa.URL | sa.Engine) -> None:
@@ -55,25 +93,38 @@ class Database:
         ``lock_timeout`` in seconds; None keeps the database's own.
         """
         with self.engine.connect() as connection:
+            self._refuse_unsafe(connection)
             if connection.dialect.name == "sqlite":
                 with _sqlite_transaction(connection, lock_timeout, write):
                     yield connection
                 return
-            if getattr(connection.connection.dbapi_connection, "autocommit", False) is True:
-                raise ListenerError(
-                    f"the engine of {self.where} is set to AUTOCOMMIT: the work and its fence rows must commit together"
-                )
-            try:
-                with connection.begin():
-                    if lock_timeout is not None and connection.dialect.name == "postgresql":
-                        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {int(lock_timeout * 1000)}")
-                    yield connection
-            except BaseException:
-                # The driver's own: after a commit that was refused, SQLAlchemy believes that it is over, and
-                # the transaction would stay open, with its locks, in the pool.
-                if not connection.invalidated:
-                    connection.connection.rollback()
-                raise
+            with _mysql_lock_timeout(connection, lock_timeout):
+                try:
+                    with connection.begin():
+                        if lock_timeout is not None and connection.dialect.name == "postgresql":
+                            connection.exec_driver_sql(f"SET LOCAL lock_timeout = {int(lock_timeout * 1000)}")
+                        yield connection
+                except BaseException as problem:
+                    # The driver's own: after a commit that was refused, SQLAlchemy believes that it is over, and
+                    # the transaction would stay open, with its locks, in the pool.
+                    if not connection.invalidated:
+                        connection.connection.rollback()
+                        if isinstance(problem, TransactionEndedError):
+                            connection.invalidate()  # its session may hold more: LOCK TABLES
+                    raise
+
+    def _refuse_unsafe(self, connection: sa.Connection) -> None:
+        """Refuse a connection whose transactions do not hold together, or see what others may still undo."""
+        if _commits_by_itself(connection.connection.dbapi_connection):
+            raise ListenerError(
+                f"the engine of {self.where} is set to AUTOCOMMIT: the work and its fence rows must commit together"
+            )
+        # PostgreSQL treats READ UNCOMMITTED as READ COMMITTED.
+        if connection.dialect.name != "postgresql" and connection.get_isolation_level() == "READ UNCOMMITTED":
+            raise ListenerError(
+                f"the engine of {self.where} is set to READ UNCOMMITTED: a check would take for done what may still "
+                "be undone. Set isolation_level to READ COMMITTED or higher"
+            )
 
 
 def insert_absent(connection: sa.Connection, key: sa.Column[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
@@ -87,14 +138,81 @@ def insert_absent(connection: sa.Connection, key: sa.Column[Any], rows: Sequence
         statement = make(table).on_conflict_do_nothing(index_elements=[key]).returning(key)
         inserted = set(connection.execute(statement, rows).scalars())
         return [row[key.name] for row in rows if row[key.name] not in inserted]
-    taken = []
-    for row in rows:
+    # All at once; only when some are taken, which of them.
+    if _inserts(connection, table, rows):
+        return []
+    return [row[key.name] for row in rows if not _inserts(connection, table, [row])]
+
+
+def _inserts(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> bool:
+    savepoint = connection.begin_nested()
+    try:
+        connection.execute(table.insert(), rows)
+    except sa.exc.IntegrityError:
+        savepoint.rollback()
+        return False
+    # Nothing is done about another error: a deadlock has ended the transaction, and its savepoints with it.
+    savepoint.commit()
+    return True
+
+
+def require_exact(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
+    """Try a table with rows whose keys are alike, and undo it: each must have its place, and none may stay.
+
+    A table that was made by another hand may compare keys without case, accents or spaces at the end, or belong to
+    a storage engine without transactions (MyISAM).
+
+    Raises
+    ------
+    ListenerError
+        When it does. Rows that could not be undone are deleted.
+    """
+    name, keys = table.fullname, list(table.primary_key)
+    savepoint = connection.begin_nested()
+    differs = _inserts(connection, table, rows)
+    savepoint.rollback()
+    mine = sa.or_(*(sa.and_(*(key == row[key.name] for key in keys)) for row in rows))
+    if connection.execute(sa.select(sa.func.count()).select_from(table).where(mine)).scalar_one():
+        connection.execute(table.delete().where(mine))
+        raise ListenerError(
+            f"table {name!r} has a storage engine without transactions: what is undone stays in it. Make it InnoDB "
+            f"(ALTER TABLE {name} ENGINE=InnoDB), and the tables that work writes to as well"
+        )
+    if not differs:
+        raise ListenerError(
+            f"table {name!r} takes keys for equal that differ in case, in an accent or in a space at the end: its "
+            "collation is wrong. Rename it, have a new one made, and copy its rows"
+        )
+
+
+def alike(prefix: str) -> list[str]:
+    """Names that a careless collation takes for one."""
+    return [f"{prefix}a", f"{prefix}A", f"{prefix}a ", f"{prefix}\u00e4"]
+
+
+def place_of(connection: sa.Connection) -> str | None:
+    """What tells a database from a copy of it, as far as it can tell; None when it cannot.
+
+    It stays the same when a server restarts, or a replica takes over.
+    """
+    if connection.dialect.name == "sqlite":
+        files = {row.name: row.file for row in connection.exec_driver_sql("PRAGMA database_list")}
+        return f"inode {os.stat(files['main']).st_ino}" if files["main"] else None
+    if connection.dialect.name == "postgresql":
+        query = (
+            "SELECT (SELECT system_identifier FROM pg_control_system()), "
+            "(SELECT oid FROM pg_database WHERE datname = current_database())"
+        )
+        savepoint = connection.begin_nested()
         try:
-            with connection.begin_nested():
-                connection.execute(table.insert(), row)
-        except sa.exc.IntegrityError:
-            taken.append(row[key.name])
-    return taken
+            cluster, database = connection.exec_driver_sql(query).one()
+        except sa.exc.DBAPIError:  # it was taken from this user, or the server has no such function
+            savepoint.rollback()
+            return None
+        savepoint.commit()
+        return f"cluster {cluster}, database {database}"
+    # The servers that take over from each other have ids of their own, so a server's id does not tell.
+    return f"database {connection.exec_driver_sql('SELECT DATABASE()').scalar_one()}"[:PLACE_CHARS_MAX]
 
 
 @contextmanager
@@ -126,9 +244,56 @@ def _sqlite_transaction(connection: sa.Connection, lock_timeout: float | None, w
 
 
 @contextmanager
+def _mysql_lock_timeout(connection: sa.Connection, seconds: float | None) -> Iterator[None]:
+    """A session's lock time-outs in MariaDB and MySQL, which count whole seconds. What is set here is set back."""
+    if seconds is None or connection.dialect.name not in ("mariadb", "mysql"):
+        yield
+        return
+    # Of rows, and of tables that somebody alters.
+    names = ("innodb_lock_wait_timeout", "lock_wait_timeout")
+    before = connection.exec_driver_sql(f"SELECT {', '.join(f'@@{name}' for name in names)}").one()
+    _set_session(connection, names, [max(1, math.ceil(seconds))] * len(names))
+    try:
+        yield
+    finally:
+        if not connection.invalidated:
+            try:
+                _set_session(connection, names, before)
+            except sa.exc.DBAPIError:
+                connection.invalidate()  # nobody else shall get a connection with our settings
+
+
+def _set_session(connection: sa.Connection, names: Sequence[str], values: Sequence[int]) -> None:
+    settings = ", ".join(f"SESSION {name} = {int(value)}" for name, value in zip(names, values, strict=True))
+    connection.exec_driver_sql(f"SET {settings}")
+    connection.rollback()
+
+
+def _commits_by_itself(driver: Any) -> bool:
+    ask = getattr(driver, "get_autocommit", None)  # of MariaDB's and MySQL's drivers
+    return bool(ask()) if ask is not None else getattr(driver, "autocommit", False) is True
+
+
+# ---------------------------------------------------------------- one transaction for work
+_ENDED = (
+    "work ended the database transaction that it was given: by a COMMIT or ROLLBACK of its own, by a statement that "
+    "does it (ON CONFLICT ROLLBACK, executescript, MariaDB's DDL), or by going on after an error that ended it (a "
+    "deadlock). A part of what it wrote may be committed"
+)
+
+
+@contextmanager
 def no_commit_within(connection: sa.Connection) -> Iterator[None]:
     """While ``work`` runs, its connection can neither be committed nor rolled back: the fence rows are in it
-    too."""
+    too.
+
+    Raises
+    ------
+    ListenerError
+        When ``work`` asks SQLAlchemy for it; nothing has happened.
+    TransactionEndedError
+        When a statement is to run after the transaction has ended in some other way.
+    """
 
     def refuse(_: sa.Connection) -> None:
         raise ListenerError(
@@ -136,27 +301,83 @@ def no_commit_within(connection: sa.Connection) -> Iterator[None]:
             "txmq.Rollback, and the listener does it with the fence rows"
         )
 
-    for event in ("commit", "rollback"):
-        sa.event.listen(connection, event, refuse)
+    def require_open(*_: Any) -> None:
+        if _is_idle(connection.connection.dbapi_connection):
+            raise TransactionEndedError(_ENDED)
+
+    listeners = (("commit", refuse), ("rollback", refuse), ("before_cursor_execute", require_open))
+    for event, listen in listeners:
+        sa.event.listen(connection, event, listen)
     try:
         yield
     finally:
-        for event in ("commit", "rollback"):
-            sa.event.remove(connection, event, refuse)
+        for event, listen in listeners:
+            sa.event.remove(connection, event, listen)
+
+
+def end_savepoint(savepoint: sa.NestedTransaction, *, keep: bool) -> None:
+    """Keep or undo what was written since a savepoint, which proves that the transaction is still the same.
+
+    A database forgets its savepoints when a transaction ends, however it ended, also when another has begun since.
+
+    Raises
+    ------
+    TransactionEndedError
+        When the savepoint is gone.
+    """
+    try:
+        if keep:
+            savepoint.commit()
+        else:
+            savepoint.rollback()
+    except sa.exc.DBAPIError as problem:
+        if _is_savepoint_gone(problem):
+            raise TransactionEndedError(_ENDED) from problem
+        raise
+
+
+def _is_savepoint_gone(problem: sa.exc.DBAPIError) -> bool:
+    cause = problem.orig
+    states = {getattr(cause, "sqlstate", None), getattr(cause, "pgcode", None)}
+    if states & _NO_SAVEPOINT_STATES or _error_number(cause) == _NO_SAVEPOINT_NUMBER:
+        return True
+    return type(cause).__module__.startswith("sqlite3") and "no such savepoint" in str(cause)
+
+
+def _is_idle(driver: Any) -> bool:
+    """Whether the driver knows, without asking the database, that no transaction is open."""
+    if hasattr(driver, "in_transaction"):  # sqlite3
+        return not driver.in_transaction
+    if hasattr(driver, "server_status"):  # PyMySQL
+        return not driver.server_status & _SERVER_STATUS_IN_TRANS
+    status = getattr(getattr(driver, "info", None), "transaction_status", None)  # psycopg
+    return status is not None and status == 0
 
 
 def _engine_or_url(url_or_engine: object) -> tuple[sa.Engine | None, sa.URL]:
     if isinstance(url_or_engine, sa.Engine):
+        _require_tested(url_or_engine.dialect.name)
         return url_or_engine, url_or_engine.url
     if isinstance(url_or_engine, sa.URL):
+        _require_tested(url_or_engine.get_backend_name())
         return None, url_or_engine
     if isinstance(url_or_engine, str):
         try:
-            return None, sa.make_url(url_or_engine)
+            url = sa.make_url(url_or_engine)
+            _require_tested(url.get_backend_name())
+            return None, url
         except (sa.exc.ArgumentError, ValueError):
             # Without its text: it may hold a password. And without the cause, which may quote it.
             raise ListenerError("the database URL cannot be parsed: write it as 'sqlite:///orders.db'") from None
     raise ListenerError(f"{type(url_or_engine).__name__} is no database: pass a URL or a SQLAlchemy engine")
+
+
+def _require_tested(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ListenerError(
+            f"{backend!r} is not a database that this was tested with: use SQLite, PostgreSQL, MariaDB or MySQL. What "
+            "a fence promises depends on how a database locks and compares its rows"
+        )
 
 
 def _make_engine(url: sa.URL) -> sa.Engine:
@@ -176,5 +397,13 @@ def is_lock_problem(problem: sa.exc.DBAPIError) -> bool:
     cause = problem.orig
     if getattr(cause, "sqlstate", None) in _LOCK_STATES or getattr(cause, "pgcode", None) in _LOCK_STATES:
         return True
+    if _error_number(cause) in _LOCK_NUMBERS:
+        return True
     # SQLite: "database is locked", "database table is locked: ...". Error codes came with Python 3.11.
     return type(cause).__module__.startswith("sqlite3") and "is locked" in str(cause)
+
+
+def _error_number(cause: BaseException | None) -> int | None:
+    """The number of an error of MariaDB or MySQL; None for another database's."""
+    number = cause.args[0] if cause is not None and cause.args else None
+    return number if isinstance(number, int) else None

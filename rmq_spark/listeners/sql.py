@@ -14,13 +14,25 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 # First: it says what to install when SQLAlchemy is missing.
-from rmq_spark.listeners.database import Database, insert_absent, is_lock_problem, no_commit_within  # isort: skip
+from rmq_spark.listeners.database import (  # isort: skip
+    IN_INNODB,
+    PLACE_CHARS_MAX,
+    Database,
+    alike,
+    end_savepoint,
+    exact_text,
+    insert_absent,
+    is_lock_problem,
+    no_commit_within,
+    place_of,
+    require_exact,
+)
 
 import sqlalchemy as sa
 
@@ -31,6 +43,7 @@ from rmq_spark.errors import (
     LocalTransactionError,
     MessageError,
     OptionError,
+    TransactionEndedError,
     VerdictError,
 )
 from rmq_spark.listener import TransactionListener, Verdicts
@@ -45,6 +58,9 @@ from rmq_spark.transaction import (
     normalize_verdicts,
 )
 
+if TYPE_CHECKING:
+    from rmq_spark.commitlog.log import CommitLog
+
 logger = logging.getLogger(__name__)
 
 ROLLBACK_AFTER_S = 60.0
@@ -53,11 +69,16 @@ FENCE_TABLE = "txmq_fence"
 FENCE_RETENTION_MIN_S = 7 * 24 * 3600.0
 """prune refuses to delete younger fence rows: they must outlive the half batches that they speak for."""
 
+STARTED = "started"
+"""Never seen from outside, unless work ended the database transaction in its middle: then nobody can answer."""
 EXECUTED = "executed"
 ROLLED_BACK = "rolled_back"
 TOMBSTONE = "tombstone"
 
 _IDS_PER_SELECT = 500
+# The rows of the id's table. A fence of an earlier version has the first alone, until create_fence is called again.
+_THE_ID = 1
+_THE_PLACE = 2
 _VERDICTS: Mapping[str, LocalTransactionState] = {
     EXECUTED: COMMIT_MESSAGE,
     ROLLED_BACK: ROLLBACK_MESSAGE,
@@ -66,7 +87,20 @@ _VERDICTS: Mapping[str, LocalTransactionState] = {
 
 
 def _verdict(word: str, transaction_id: str) -> LocalTransactionState:
-    """What a fence row says; FenceError for a row that was changed by hand, or by a failing disk."""
+    """What a fence row says.
+
+    Raises
+    ------
+    FenceError
+        For a row of work that ended the database transaction in its middle, or one that was changed by hand, or
+        by a failing disk.
+    """
+    if word == STARTED:
+        raise FenceError(
+            f"work ended the database transaction of {transaction_id!r} in its middle, so a part of what it wrote may "
+            "be in the database: no check can answer. Look there, undo or finish that part, and settle the half batch "
+            "with log.resolve"
+        )
     if word not in _VERDICTS:
         raise FenceError(
             f"the fence row of transaction {transaction_id!r} says {word!r}, which is not one of "
@@ -75,8 +109,6 @@ def _verdict(word: str, transaction_id: str) -> LocalTransactionState:
     return _VERDICTS[word]
 
 
-# PostgreSQL: lock_not_available, serialization_failure, deadlock_detected. The other side is at work: ask
-# later.
 class Rollback(Exception):
     """Raised by ``work``: undo what it wrote, and roll back the messages too.
 
@@ -147,10 +179,11 @@ class SqlTransactionListener(TransactionListener):
     ----------
     url_or_engine : str, sqlalchemy.URL or sqlalchemy.Engine
         The database that ``work`` writes to. From a URL an engine is made when it is first needed, in the
-        process that needs it. Tested with SQLite and PostgreSQL.
+        process that needs it. SQLite, PostgreSQL, MariaDB or MySQL; another database is refused.
     work : callable
         ``work(connection, batch)``: gets the open :class:`sqlalchemy.Connection` and the
-        :class:`~rmq_spark.HalfBatch`; must not commit, roll back or close the connection. What it returns:
+        :class:`~rmq_spark.HalfBatch`; must not commit, roll back or close the connection, nor end its
+        transaction in another way. What it returns:
 
         ============================== ======================================================================
         returned or raised             meaning
@@ -162,6 +195,7 @@ class SqlTransactionListener(TransactionListener):
         ``raise txmq.Rollback``        as ``ROLLBACK_MESSAGE``
         ``UNKNOWN``                    refused (VerdictError): a database transaction commits or it does not
         any other exception            the database transaction is undone, the half batch stays pending
+        the transaction is ended       TransactionEndedError; a part may be committed, so no check answers
         ============================== ======================================================================
 
         ``None`` is COMMIT here, where a listener's own ``None`` is UNKNOWN: work that returned without an
@@ -186,8 +220,10 @@ class SqlTransactionListener(TransactionListener):
     -----
     Call :meth:`create_fence` once for a database (or :func:`create_fence` in a script, with a user that may
     create tables). The fence's random id is kept with each half batch, so that a check against another
-    database, or an empty one, is an error instead of a wrong answer. A database restored from a backup has
-    the id but not the newest rows: settle what is pending first.
+    database, or an empty one, is an error instead of a wrong answer. So is a check against a copy, as far as
+    a database can tell: a SQLite file knows its inode, PostgreSQL its cluster and database, MariaDB and MySQL
+    only the database's name. A database restored from a backup has the id but not the newest rows: settle what
+    is pending first, then call ``create_fence(moved=True)``.
 
     In one database transaction, execute inserts the transaction ids, runs ``work``, records what it rolled
     back, and commits. When the connection breaks at the commit, nobody knows: the exception leaves the half
@@ -246,32 +282,49 @@ class SqlTransactionListener(TransactionListener):
                 self._fence_id = self._fence.read_id(connection)
         return self._fence_id
 
-    def create_fence(self) -> str:
-        """Make the fence's tables and its id once; does nothing when they are there. Returns the fence's
-        id."""
-        self._fence_id = self._fence.create()
+    def create_fence(self, *, moved: bool = False) -> str:
+        """Make the fence's tables and its id once; does nothing when they are there. Returns the fence's id.
+
+        ``moved=True`` says that this database is where the fence belongs from now on: it was moved, upgraded or
+        restored, and is no copy beside another one.
+        """
+        self._fence_id = self._fence.create(moved)
         return self._fence_id
 
-    def prune(self, older_than: float) -> int:
+    def prune(self, older_than: float, *logs: CommitLog) -> int:
         """Delete fence rows older than this many seconds, and say how many there were.
+
+        Rows stay of half batches that may still be asked about: what is pending in one of the logs, what was ever
+        quarantined, in conflict or decided by the discard policy, and the last half batch of each application, which
+        a restart replays.
 
         Parameters
         ----------
         older_than : float
-            Seconds; at least 7 days. It must be more than the half batches' retention: when a half batch
-            outlives its fence row, a check takes an executed local transaction for one that never ran.
+            Seconds; at least 7 days, for drivers that wake up late.
+        *logs : CommitLog
+            Every log whose producers use this fence. A half batch of a log that is not named counts as settled: once
+            its row is gone, a check takes an executed local transaction for one that never ran.
 
         Raises
         ------
         OptionError
-            For less than 7 days.
+            For less than 7 days, or without a log.
         """
         if older_than < FENCE_RETENTION_MIN_S:
             raise OptionError(
                 f"older_than={older_than!r} s is less than 7 days ({FENCE_RETENTION_MIN_S:.0f} s): fence "
                 "rows must outlive the half batches that they speak for"
             )
-        return self._fence.prune(self.machine.now() - timedelta(seconds=older_than))
+        if not logs:
+            raise OptionError(
+                "prune needs every commit log whose producers use this fence: rows of half batches that are not "
+                "settled in one of them must stay. Write prune(older_than, log)"
+            )
+        old = self._fence.older_than(self.machine.now() - timedelta(seconds=older_than))
+        half_ids = set(old.values())
+        unsettled = {half_id for log in logs for half_id in log.unsettled(half_ids)}
+        return self._fence.delete([i for i, half_id in old.items() if half_id not in unsettled])
 
     @property
     def machine(self) -> Machine:
@@ -298,18 +351,20 @@ class SqlTransactionListener(TransactionListener):
             A check rolled back one of these transactions; ``work`` did not run, and none of them ever will
             under this attempt.
         FenceError
-            The database has no fence, or another one than when the half batch was prepared.
+            The database has no fence, or another one than when the half batch was prepared; or an earlier run of
+            ``work`` ended its transaction in the middle.
+        TransactionEndedError
+            ``work`` ended the database transaction. A part of what it wrote may be committed.
         """
         ids: list[str] = batch.transactions["transaction_id"].to_pylist()
-        with self._fence.transaction() as connection:
-            self._require_same_fence(connection, batch)
-            recorded = self._fence.claim(connection, ids, EXECUTED, batch)
-            fenced = [i for i in ids if recorded.get(i) == TOMBSTONE]
-            if fenced:
-                self._end_attempt(connection, ids, recorded, batch)
-                verdicts = []
-            else:
-                verdicts = self._run_fresh(connection, ids, recorded, batch)
+        try:
+            fenced, verdicts = self._execute(ids, batch)
+        except TransactionEndedError as problem:
+            self._keep_started(ids, batch)
+            raise TransactionEndedError(
+                f"{problem}. Half batch {batch.half_id!r} stays pending, and no check answers for it: look what is in "
+                "the database, undo or finish it, and settle the half batch with log.resolve"
+            ) from problem
         if fenced:
             raise FencedError(
                 f"attempt {batch.attempt} of half batch {batch.half_id!r} came too late: a check has rolled back "
@@ -317,6 +372,25 @@ class SqlTransactionListener(TransactionListener):
                 "none will under this attempt; the next attempt runs them"
             )
         return pa.array(verdicts, pa.string())
+
+    def _execute(self, ids: Sequence[str], batch: HalfBatch) -> tuple[list[str], list[str]]:
+        """In one database transaction: those that a check rolled back, and the verdicts when there are none."""
+        with self._fence.transaction() as connection:
+            self._require_same_fence(connection, batch)
+            recorded = self._fence.claim(connection, ids, STARTED, batch)
+            fenced = [i for i in ids if recorded.get(i) == TOMBSTONE]
+            if fenced:
+                self._end_attempt(connection, ids, recorded, batch)
+                return fenced, []
+            return [], self._run_fresh(connection, ids, recorded, batch)
+
+    def _keep_started(self, ids: Sequence[str], batch: HalfBatch) -> None:
+        """A row for each of these transactions if they have none any more, so that no check says "never happened"."""
+        try:
+            with self._fence.transaction(self._lock_timeout) as connection:
+                self._fence.claim(connection, ids, STARTED, batch)
+        except (sa.exc.DBAPIError, FenceError):
+            logger.exception("%r: could not note that its work ended the database transaction", batch)
 
     def _end_attempt(
         self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, str], batch: HalfBatch
@@ -335,14 +409,15 @@ class SqlTransactionListener(TransactionListener):
         self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, str], batch: HalfBatch
     ) -> list[str]:
         """Run ``work`` for those that did not run before; a verdict for each."""
-        fresh = [i not in recorded for i in ids]
+        said = {i: _verdict(word, i) for i, word in recorded.items()}
+        fresh = [i not in said for i in ids]
         if not any(fresh):
             logger.info("%r ran before: what it recorded is answered, its work does not run again", batch)
-            return [_verdict(recorded[i], i).value for i in ids]
+            return [said[i].value for i in ids]
         ran = self._run(connection, batch, fresh)
-        refused = [i for at, i in enumerate(ids) if fresh[at] and ran[at] is ROLLBACK_MESSAGE]
-        self._fence.mark(connection, refused, ROLLED_BACK)
-        return [(ran[at] if fresh[at] else _verdict(recorded[i], i)).value for at, i in enumerate(ids)]
+        for state, verdict in ((EXECUTED, COMMIT_MESSAGE), (ROLLED_BACK, ROLLBACK_MESSAGE)):
+            self._fence.mark(connection, [i for at, i in enumerate(ids) if fresh[at] and ran[at] is verdict], state)
+        return [(ran[at] if fresh[at] else said[i]).value for at, i in enumerate(ids)]
 
     def _run(
         self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool]
@@ -372,10 +447,7 @@ class SqlTransactionListener(TransactionListener):
         else:
             verdicts = [LocalTransactionState(v) for v in normal.to_pylist()]
         _refuse_unknown(verdicts, batch)
-        if all(v is ROLLBACK_MESSAGE for v in verdicts):
-            savepoint.rollback()
-        else:
-            savepoint.commit()
+        end_savepoint(savepoint, keep=any(v is not ROLLBACK_MESSAGE for v in verdicts))
         return verdicts
 
     def _run_each(
@@ -390,10 +462,7 @@ class SqlTransactionListener(TransactionListener):
                 verdict = _one_verdict(self._work(connection, transaction), transaction)
             except Rollback:
                 verdict = ROLLBACK_MESSAGE
-            if verdict is ROLLBACK_MESSAGE:
-                savepoint.rollback()
-            else:
-                savepoint.commit()
+            end_savepoint(savepoint, keep=verdict is not ROLLBACK_MESSAGE)
             verdicts[at] = verdict
         return verdicts
 
@@ -411,8 +480,8 @@ class SqlTransactionListener(TransactionListener):
         Raises
         ------
         FenceError
-            The database has no fence, or another one than when the half batch was prepared: nothing can be
-            said.
+            The database has no fence, or another one than when the half batch was prepared, or ``work`` ended its
+            transaction in the middle: nothing can be said.
         """
         ids: list[str] = batch.transactions["transaction_id"].to_pylist()
         try:
@@ -455,16 +524,23 @@ class SqlTransactionListener(TransactionListener):
 
 
 def create_fence(
-    url_or_engine: str | sa.URL | sa.Engine, *, fence_table: str = FENCE_TABLE, schema: str | None = None
+    url_or_engine: str | sa.URL | sa.Engine,
+    *,
+    fence_table: str = FENCE_TABLE,
+    schema: str | None = None,
+    moved: bool = False,
 ) -> str:
     """Make a database's fence once, from a script: the tables and a random id; nothing when they are there.
+
+    ``moved=True`` says that this database is where the fence belongs from now on: it was moved, upgraded or
+    restored, and is no copy beside another one.
 
     Returns
     -------
     str
         The fence's id.
     """
-    return _Fence(url_or_engine, fence_table, schema).create()
+    return _Fence(url_or_engine, fence_table, schema).create(moved)
 
 
 def split(batch: HalfBatch) -> Iterator[HalfTransaction]:
@@ -516,50 +592,90 @@ class _Fence(Database):
         self._rows = sa.Table(
             name,
             metadata,
-            sa.Column("transaction_id", sa.String(700), primary_key=True),
+            sa.Column("transaction_id", exact_text(700), primary_key=True),
             sa.Column("state", sa.String(16), nullable=False),
-            sa.Column("half_id", sa.String(700), nullable=False),
+            sa.Column("half_id", exact_text(700), nullable=False),
             sa.Column("attempt", sa.Integer, nullable=False),
             sa.Column("created_at", sa.DateTime, nullable=False),  # UTC, by this machine's clock
+            **IN_INNODB,
         )
         self._id = sa.Table(
             f"{name}_id",
             metadata,
             sa.Column("one", sa.Integer, primary_key=True, autoincrement=False),
-            sa.Column("fence_id", sa.String(64), nullable=False),
+            sa.Column("fence_id", sa.String(PLACE_CHARS_MAX), nullable=False),
             sa.Column("created_at", sa.DateTime, nullable=False),
+            **IN_INNODB,
         )
+        self._in_place = False  # whether the database is where the fence was made
+        self._tried = False  # whether the table of rows compares and undoes as it must
 
     # ------------------------------------------------------------------ the id
-    def create(self) -> str:
+    def create(self, moved: bool) -> str:
         try:
-            return self._create()
+            return self._create(moved)
         except sa.exc.DBAPIError:
             # Two processes that create a table at once: one of them may fail, even with IF NOT EXISTS.
-            return self._create()
+            return self._create(moved)
 
-    def _create(self) -> str:
+    def _create(self, moved: bool) -> str:
         with self.transaction() as connection:
             for table in (self._rows, self._id):
                 connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
-            row = {"one": 1, "fence_id": secrets.token_hex(16), "created_at": self.machine.now().replace(tzinfo=None)}
-            insert_absent(connection, self._id.c.one, [row])
+            now = self.machine.now().replace(tzinfo=None)
+            place = place_of(connection)
+            rows = [{"one": _THE_ID, "fence_id": secrets.token_hex(16), "created_at": now}]
+            if place is not None:
+                rows.append({"one": _THE_PLACE, "fence_id": place, "created_at": now})
+            insert_absent(connection, self._id.c.one, rows)
+            if moved and place is not None:
+                here = self._id.update().where(self._id.c.one == _THE_PLACE)
+                connection.execute(here.values(fence_id=place, created_at=now))
+            self._try_once(connection)
             return self.read_id(connection)
+
+    def _try_once(self, connection: sa.Connection) -> None:
+        if self._tried:
+            return
+        now = self.machine.now().replace(tzinfo=None)
+        row = {"state": STARTED, "half_id": "a trial", "attempt": 0, "created_at": now}
+        rows = [{"transaction_id": i, **row} for i in alike(f"trial:{secrets.token_hex(8)}:")]
+        try:
+            require_exact(connection, self._rows, rows)
+        except ListenerError as problem:
+            raise FenceError(f"{self.where}: {problem}") from problem
+        self._tried = True
 
     def read_id(self, connection: sa.Connection) -> str:
         """The fence's id; FenceError when there is none. Must be the transaction's first statement."""
         try:
-            found = connection.execute(sa.select(self._id.c.fence_id)).scalar_one_or_none()
+            rows = connection.execute(sa.select(self._id.c.one, self._id.c.fence_id)).all()
         except sa.exc.DBAPIError as problem:
             if is_lock_problem(problem) or self._exists():
                 raise
-            found = None
+            rows = []
+        said = {row.one: row.fence_id for row in rows}
+        found = said.get(_THE_ID)
         if found is None:
             raise FenceError(
                 f"{self.where} has no fence {self._id.fullname!r}: call create_fence() once, when the "
                 "database is set up. If it had one, this is another database, or its tables were dropped"
             )
+        self._require_same_place(connection, said.get(_THE_PLACE))
         return str(found)
+
+    def _require_same_place(self, connection: sa.Connection, made_in: str | None) -> None:
+        if self._in_place or made_in is None:
+            return
+        place = place_of(connection)
+        if place is not None and place != made_in:
+            raise FenceError(
+                f"the fence of {self.where} was made in another place ({made_in}; this is {place}): this is a copy of "
+                "that database, and must not speak for it, or that database was moved or restored. For a copy, drop "
+                f"{self._rows.fullname!r} and {self._id.fullname!r} and make a fence of its own. For the database "
+                "itself, call create_fence(moved=True) once"
+            )
+        self._in_place = True
 
     def _exists(self) -> bool:
         with self.engine.connect() as connection:
@@ -577,10 +693,30 @@ class _Fence(Database):
             "attempt": batch.attempt,
             "created_at": self.machine.now().replace(tzinfo=None),
         }
+        self._try_once(connection)
         # In one order on every side, so that two of them wait for each other in turn instead of in a circle.
         rows = [{"transaction_id": i, **common} for i in sorted(ids)]
         taken = insert_absent(connection, self._rows.c.transaction_id, rows)
-        return self.read(connection, taken)
+        found = self._read_newest(connection, taken)
+        hidden = [i for i in taken if i not in found]
+        if hidden:
+            raise FenceError(
+                f"{self.where} refuses a second fence row for transaction {hidden[0]!r} and does not show the first: "
+                "it answers from an older snapshot, or takes another id for the same. Nothing can be said; nothing "
+                "was done"
+            )
+        return found
+
+    def _read_newest(self, connection: sa.Connection, ids: Sequence[str]) -> dict[str, str]:
+        """The states of ids that have just turned out to be taken."""
+        if connection.dialect.name not in ("mariadb", "mysql"):
+            return self.read(connection, ids)
+        # At REPEATABLE READ a plain SELECT answers from the transaction's snapshot, which may be older than the row;
+        # one that locks reads the newest. One id at a time: a list may be looked up by a scan, which locks it all.
+        key = self._rows.c.transaction_id
+        query = sa.select(self._rows.c.state).where(key == sa.bindparam("id")).with_for_update(read=True)
+        states = {i: connection.execute(query, {"id": i}).scalar_one_or_none() for i in ids}
+        return {i: state for i, state in states.items() if state is not None}
 
     def read(self, connection: sa.Connection, ids: Sequence[str]) -> dict[str, str]:
         """The states of those ids that have a row."""
@@ -599,10 +735,23 @@ class _Fence(Database):
         for start in range(0, len(ids), _IDS_PER_SELECT):
             connection.execute(change, {"ids": list(ids[start : start + _IDS_PER_SELECT])})
 
-    def prune(self, before: datetime) -> int:
-        with self.transaction() as connection:
-            old = self._rows.delete().where(self._rows.c.created_at < before.replace(tzinfo=None))
-            return connection.execute(old).rowcount
+    def older_than(self, moment: datetime) -> dict[str, str]:
+        """Half ids of older rows, by transaction id."""
+        columns = self._rows.c
+        query = sa.select(columns.transaction_id, columns.half_id)
+        with self.transaction(write=False) as connection:
+            rows = connection.execute(query.where(columns.created_at < moment.replace(tzinfo=None))).all()
+        return {row.transaction_id: row.half_id for row in rows}
+
+    def delete(self, ids: Sequence[str]) -> int:
+        """Delete rows by their ids, a few in each database transaction: nobody waits for it for long."""
+        key = self._rows.c.transaction_id
+        delete = self._rows.delete().where(key.in_(sa.bindparam("ids", expanding=True)))
+        deleted = 0
+        for start in range(0, len(ids), _IDS_PER_SELECT):
+            with self.transaction() as connection:
+                deleted += connection.execute(delete, {"ids": list(ids[start : start + _IDS_PER_SELECT])}).rowcount
+        return deleted
 
 
 def _utc(moment: datetime) -> datetime:

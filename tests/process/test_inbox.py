@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -20,13 +21,23 @@ from tests.inboxes import count_each, inbox_of, make_database, results
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.postgres
-def test_two_drivers_on_postgres(postgres: sa.URL, tmp_path: Path) -> None:
-    engine = sa.create_engine(postgres)
+SERVERS = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("postgres", "mariadb")]
+
+
+def empty(server: sa.URL) -> sa.Engine:
+    """A server's database with the empty table ``results`` and no inbox."""
+    engine = sa.create_engine(server)
     with engine.begin() as connection:
-        connection.execute(sa.text("drop table if exists results"))
-        connection.execute(sa.text("drop table if exists txmq_inbox"))
+        for table in ("results", "txmq_inbox", "txmq_inbox_log"):
+            connection.execute(sa.text(f"drop table if exists {table}"))
         connection.execute(sa.text("create table results (body text)"))
+    return engine
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_two_drivers_on_a_server(request: pytest.FixtureRequest, server: str, tmp_path: Path) -> None:
+    server_url: sa.URL = request.getfixturevalue(server)
+    engine = empty(server_url)
     log = make_log("memory", tmp_path)
     commit(log, prepare(log, 0, 6))
     messages = log.read("orders")
@@ -37,18 +48,58 @@ def test_two_drivers_on_postgres(postgres: sa.URL, tmp_path: Path) -> None:
         within.set()
         go_on.wait(30)
 
-    url = postgres.render_as_string(hide_password=False)
+    url = server_url.render_as_string(hide_password=False)
     first = inbox_of(url, slow)
     done: list[int] = []
     thread = threading.Thread(target=lambda: done.append(first.apply(messages)))
     thread.start()
     assert within.wait(30)
-    threading.Timer(0.3, go_on.set).start()
-    with pytest.raises(txmq.InboxConflictError, match="nothing was written"):
-        inbox_of(url).apply(messages)  # waits for the first
-    thread.join()
+    second_engine = sa.create_engine(server_url)
+    second = inbox_of(second_engine)
+
+    @sa.event.listens_for(second_engine, "before_cursor_execute")
+    def look(_: Any, __: Any, statement: str, *others: Any) -> None:
+        if statement.startswith("INSERT INTO txmq_inbox"):  # it has read where the queue stood
+            threading.Timer(0.3, go_on.set).start()
+
+    try:
+        with pytest.raises(txmq.InboxConflictError, match="nothing was written"):
+            second.apply(messages)  # waits for the first
+    finally:
+        go_on.set()
+        thread.join()
+        second_engine.dispose()
     assert done == [6]
     assert len(results(url)) == 6
+    engine.dispose()
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("way", ["COMMIT", "COMMIT; BEGIN", "CREATE TABLE other (id INTEGER)"])
+def test_an_inbox_whose_work_ended_its_transaction_on_a_server(
+    request: pytest.FixtureRequest, server: str, way: str, tmp_path: Path
+) -> None:
+    server_url: sa.URL = request.getfixturevalue(server)
+    engine = empty(server_url)
+    log = make_log("memory", tmp_path, orders=1)
+    commit(log, prepare(log, 0, 4))
+
+    def work(connection: sa.Connection, messages: pa.Table) -> None:
+        count_each(connection, messages.slice(0, 2))
+        for statement in way.split("; "):
+            connection.connection.driver_connection.cursor().execute(statement)  # type: ignore[union-attr]
+
+    url = server_url.render_as_string(hide_password=False)
+    if way.startswith("CREATE") and server == "postgres":  # PostgreSQL undoes DDL like anything else
+        assert inbox_of(url, work).apply(log.read("orders")) == 4
+    else:
+        with pytest.raises(txmq.TransactionEndedError, match="marked"):
+            inbox_of(url, work).apply(log.read("orders"))
+        assert len(results(url)) == 2
+        with pytest.raises(txmq.ListenerError, match="from offset 0 on may be in"):
+            inbox_of(url).apply(log.read("orders"))
+    with engine.begin() as connection:
+        connection.execute(sa.text("drop table if exists other"))
     engine.dispose()
 
 

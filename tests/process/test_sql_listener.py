@@ -76,3 +76,13 @@ def test_a_lost_connection_leaves_the_batch_pending_and_is_replaced(url: sa.URL,
         run(url, f"SELECT pg_terminate_backend({pids[0]})")
     assert verdicts(orders_listener.execute_local_transaction(half_batch(fence, half_id="app-8"))) == [COMMIT]
     assert len(set(pids)) == 2
+
+
+def test_a_fence_in_a_copy_of_its_database_does_not_answer(url: sa.URL, fence: str) -> None:
+    # A template must have no other sessions; the server's own pool is not in use here.
+    run(url.set(database="template1"), "DROP DATABASE IF EXISTS staging")
+    closing = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{url.database}'"
+    run(url.set(database="template1"), closing, f"CREATE DATABASE staging TEMPLATE {url.database}")
+    with pytest.raises(FenceError, match="made in another place"):
+        listener(url.set(database="staging")).check_local_transaction(half_batch(fence, age=OLD))
+    assert listener(url).fence_id == fence

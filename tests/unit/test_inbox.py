@@ -95,3 +95,52 @@ def test_what_cannot_be_is_said(url: str, log: CommitLog, work: Any, error: type
     with pytest.raises(error, match=sentence):
         work(url, log.read("orders"))
     assert results(url) == []
+
+
+# ---------------------------------------------------------------- another log
+@pytest.mark.parametrize("kind", ["memory", "delta"])
+def test_a_log_that_was_made_anew_is_noticed(tmp_path: Path, url: str, kind: str) -> None:
+    first, anew = (make_log(kind, tmp_path / name, orders=1) for name in ("first", "anew"))
+    commit(first, prepare(first, 0, 5))
+    commit(anew, prepare(anew, 0, 3))
+    inbox = txmq.SqlInbox(url, "points", count_each, log=first)
+    inbox.create()
+    assert inbox.apply(first.read("orders")) == 5
+    again = txmq.SqlInbox(url, "points", count_each, log=first.another())
+    assert again.apply(first.read("orders")) == 0
+    with pytest.raises(txmq.InboxConflictError, match="made anew"):
+        txmq.SqlInbox(url, "points", count_each, log=anew).apply(anew.read("orders"))
+    assert len(results(url)) == 5
+    assert txmq.SqlInbox(url, "other", count_each, log=anew).apply(anew.read("orders")) == 3
+
+
+# ---------------------------------------------------------------- work that ends the transaction
+@pytest.mark.parametrize("way", ["COMMIT", "ROLLBACK"])
+def test_an_inbox_whose_work_ended_its_transaction_does_not_go_on(url: str, log: CommitLog, way: str) -> None:
+    commit(log, prepare(log, 0, 4))
+
+    def work(connection: sa.Connection, messages: pa.Table) -> None:
+        count_each(connection, messages.slice(0, 2))
+        connection.connection.driver_connection.execute(way)  # type: ignore[union-attr]
+        count_each(connection, messages.slice(2))
+
+    with pytest.raises(txmq.TransactionEndedError, match="marked"):
+        inbox_of(url, work).apply(log.read("orders"))
+    assert len(results(url)) == (2 if way == "COMMIT" else 0)
+    with pytest.raises(txmq.ListenerError, match="from offset 0 on may be in"):
+        inbox_of(url).apply(log.read("orders"))
+    assert len(results(url)) == (2 if way == "COMMIT" else 0)
+
+
+def test_an_inbox_whose_table_takes_topics_for_equal_is_refused(url: str, log: CommitLog) -> None:
+    commit(log, prepare(log, 0, 4))
+    inbox_of(url)
+    with sa.create_engine(url).begin() as connection:
+        query = "select sql from sqlite_master where name = 'txmq_inbox'"
+        made = connection.execute(sa.text(query)).scalar_one()
+        connection.execute(sa.text("drop table txmq_inbox"))
+        connection.execute(sa.text(made.replace("VARCHAR(382)", "VARCHAR(382) COLLATE NOCASE")))
+        assert "NOCASE" in connection.execute(sa.text(query)).scalar_one()
+    with pytest.raises(txmq.ListenerError, match="collation is wrong"):
+        txmq.SqlInbox(url, "points", count_each).apply(log.read("orders"))
+    assert results(url) == []

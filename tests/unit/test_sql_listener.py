@@ -5,9 +5,12 @@ Tests that have a ``url`` run once more on PostgreSQL, in ``tests/process/test_s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import random
+import shutil
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +24,9 @@ import pytest
 import sqlalchemy as sa
 from hypothesis import settings
 
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import Who
 from rmq_spark.errors import (
     FencedError,
     FenceError,
@@ -28,8 +34,11 @@ from rmq_spark.errors import (
     LocalTransactionError,
     MessageError,
     OptionError,
+    TransactionEndedError,
+    VerdictConflictError,
     VerdictError,
 )
+from rmq_spark.listeners.database import exact_text
 from rmq_spark.listeners.sql import HalfTransaction, Rollback, SqlTransactionListener, create_fence
 from rmq_spark.message import PROPERTIES, TIMESTAMP
 from rmq_spark.transaction import (
@@ -38,6 +47,7 @@ from rmq_spark.transaction import (
     UNKNOWN,
     HalfBatch,
 )
+from tests.half_batches import commit, make_log, pending, prepare, roll_back
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 OLD = timedelta(hours=1)
@@ -87,8 +97,9 @@ def stored(url: sa.URL) -> dict[str, int]:
 
 def fence_rows(url: sa.URL) -> dict[str, str]:
     engine = sa.create_engine(url)
+    query = sa.text("SELECT transaction_id, state FROM txmq_fence")
     with engine.connect() as connection:
-        rows = connection.exec_driver_sql("SELECT transaction_id, state FROM txmq_fence").all()
+        rows = connection.execute(query.columns(transaction_id=exact_text(700), state=sa.String)).all()
     engine.dispose()
     return {row.transaction_id: row.state for row in rows}
 
@@ -244,7 +255,26 @@ def test_thousands_of_keys_are_executed_and_checked(url: sa.URL, fence: str) -> 
 
 
 def test_strange_keys_are_fenced_like_any_other(url: sa.URL, fence: str) -> None:
-    keys = ["", " ", "a:b", "Ä", "ä", "'; DROP TABLE orders --", "%s", ":x", "😀", "x" * 255]
+    keys = [
+        "",
+        " ",
+        "a:b",
+        "Ä",
+        "ä",
+        "a",
+        "A",
+        "a ",
+        " a",
+        "é",
+        "e\u0301",
+        "ß",
+        "ss",
+        "'; DROP TABLE orders --",
+        "%s",
+        ":x",
+        "😀",
+        "x" * 255,
+    ]
     orders_listener = listener(url, lambda *_: None)
     expected = [COMMIT] * len(keys)
     assert verdicts(orders_listener.execute_local_transaction(half_batch(fence, keys, per="key"))) == expected
@@ -438,6 +468,83 @@ def test_work_may_use_savepoints_of_its_own(url: sa.URL, fence: str) -> None:
     assert stored(url) == {"a": 2, "b": 1, "c": 1}
 
 
+def end(connection: sa.Connection, way: str) -> None:
+    """End the database transaction behind SQLAlchemy's back, with an order written before."""
+    connection.execute(orders.insert(), {"id": "before", "lines": 1})
+    driver: Any = connection.connection.driver_connection
+    if way == "COMMIT; BEGIN":
+        for statement in ("COMMIT", "BEGIN"):
+            driver.cursor().execute(statement)
+    elif way == "a script":
+        driver.executescript("INSERT INTO orders VALUES ('x', 1);")
+    elif way == "ON CONFLICT ROLLBACK":
+        driver.execute("CREATE TABLE once (id INTEGER PRIMARY KEY ON CONFLICT ROLLBACK)")
+        with contextlib.suppress(sqlite3.IntegrityError):
+            driver.execute("INSERT INTO once VALUES (1), (1)")
+    elif way.startswith("the driver's "):
+        getattr(driver, way.removeprefix("the driver's "))()
+    else:
+        driver.cursor().execute(way)
+
+
+ENDINGS = ["COMMIT", "ROLLBACK", "COMMIT; BEGIN", "the driver's commit", "the driver's rollback"]
+ENDINGS_OF = {
+    "sqlite": ["a script", "ON CONFLICT ROLLBACK"],
+    "mariadb": ["CREATE TABLE other (id INTEGER)", "START TRANSACTION", "LOCK TABLES orders WRITE"],
+}
+
+
+def endings_of(url: sa.URL) -> list[str]:
+    return ENDINGS + ENDINGS_OF.get(url.get_backend_name(), [])
+
+
+@pytest.mark.parametrize("then", ["returns", "returns ROLLBACK", "writes on"])
+def test_no_check_answers_for_work_that_ended_its_transaction(url: sa.URL, fence: str, then: str) -> None:
+    for number, way in enumerate(endings_of(url)):
+
+        def work(connection: sa.Connection, _: HalfBatch, way: str = way) -> Any:
+            end(connection, way)
+            if then == "writes on":
+                connection.execute(orders.insert(), {"id": "after", "lines": 1})
+            return ROLLBACK if then == "returns ROLLBACK" else None
+
+        batch = half_batch(fence, half_id=f"app-{number}", age=OLD)
+        with pytest.raises(TransactionEndedError, match="work ended the database transaction"):
+            listener(url, work).execute_local_transaction(batch)
+        assert "after" not in stored(url), way
+        for ask in (listener(url).check_local_transaction, listener(url).execute_local_transaction):
+            with pytest.raises(FenceError, match="in its middle"):
+                ask(batch)
+        run(url, "DELETE FROM orders", "DROP TABLE IF EXISTS once", "DROP TABLE IF EXISTS other")
+
+
+def test_no_check_answers_for_work_that_committed_a_part_and_then_failed(url: sa.URL, fence: str) -> None:
+    def work(connection: sa.Connection, _: HalfBatch) -> None:
+        end(connection, "COMMIT")
+        raise ZeroDivisionError("a bug")
+
+    batch = half_batch(fence, age=OLD)
+    with pytest.raises(ZeroDivisionError):
+        listener(url, work).execute_local_transaction(batch)
+    assert stored(url) == {"before": 1}
+    with pytest.raises(FenceError, match="in its middle"):
+        listener(url).check_local_transaction(batch)
+
+
+def test_no_check_answers_for_a_key_whose_work_ended_the_transaction(url: sa.URL, fence: str) -> None:
+    def work(connection: sa.Connection, transaction: HalfTransaction) -> None:
+        insert_one(connection, transaction)
+        if transaction.transaction_key == "b":
+            end(connection, "COMMIT")
+
+    batch = half_batch(fence, per="key", age=OLD)
+    with pytest.raises(TransactionEndedError):
+        listener(url, work, per_transaction=True).execute_local_transaction(batch)
+    assert "c" not in stored(url), "work ran on for another key"
+    with pytest.raises(FenceError, match="in its middle"):
+        listener(url).check_local_transaction(batch)
+
+
 # ---------------------------------------------------------------- both sides at once
 @pytest.mark.parametrize("first", ["execute", "check"])
 @pytest.mark.parametrize("per", ["batch", "key"])
@@ -577,19 +684,85 @@ def test_fences_of_other_names_are_other_fences(url: sa.URL, fence: str) -> None
         listener(url, fence_table='fence"; DROP TABLE orders --')
 
 
-def test_prune_deletes_rows_past_retention_only(url: sa.URL, fence: str) -> None:
-    orders_listener = listener(url, lambda *_: None)
-    orders_listener.execute_local_transaction(half_batch(fence, half_id="old"))
+def make_older(url: sa.URL, days: int) -> None:
     with sa.create_engine(url).begin() as connection:
-        past = datetime.now(timezone.utc).replace(tzinfo=None) - timedelta(days=9)
+        past = datetime.now(timezone.utc).replace(tzinfo=None) - timedelta(days=days)
         change = sa.text("UPDATE txmq_fence SET created_at = :past")
         connection.execute(change.bindparams(sa.bindparam("past", past, sa.DateTime)))
-    orders_listener.execute_local_transaction(half_batch(fence, half_id="new"))
-    assert orders_listener.prune(10 * 86400) == 0
-    assert orders_listener.prune(8 * 86400) == 1
-    assert fence_rows(url) == {"new:1": "executed"}
+
+
+def test_prune_deletes_rows_past_retention_only(url: sa.URL, fence: str, tmp_path: Path) -> None:
+    log = make_log("memory", tmp_path)
+    orders_listener = listener(url, lambda *_: None)
+    orders_listener.execute_local_transaction(half_batch(fence, half_id="old:1"))
+    make_older(url, 9)
+    orders_listener.execute_local_transaction(half_batch(fence, half_id="new:1"))
+    assert orders_listener.prune(10 * 86400, log) == 0
+    assert orders_listener.prune(8 * 86400, log) == 1
+    assert fence_rows(url) == {"new:1:1": "executed"}
     with pytest.raises(OptionError, match="less than 7 days"):
-        orders_listener.prune(3600)
+        orders_listener.prune(3600, log)
+    with pytest.raises(OptionError, match="needs every commit log"):
+        orders_listener.prune(8 * 86400)
+
+
+def test_prune_keeps_the_rows_of_what_may_still_be_asked_about(url: sa.URL, fence: str, tmp_path: Path) -> None:
+    log, other = make_log("delta", tmp_path / "log"), make_log("memory", tmp_path)
+    orders_listener = listener(url, lambda *_: None)
+
+    def made(at: CommitLog, app: str, batch_id: int) -> HalfRecord:
+        record = prepare(at, batch_id, 2, app=app, fence_id=fence)
+        orders_listener.execute_local_transaction(half_batch(fence, half_id=record.half_id))
+        return record
+
+    made(log, "open", 0)
+    hidden = made(log, "hidden", 0)
+    log.ledger.quarantine(hidden, 1, pending(log, hidden), Who.CHECK, "nobody knows")
+    torn = made(log, "torn", 0)
+    every = pending(log, torn)
+    roll_back(log, torn)
+    with pytest.raises(VerdictConflictError):
+        log.decide(torn, 1, commit=every, rollback={}, who=Who.EXECUTE)
+    guessed = made(log, "guessed", 0)
+    log.decide(guessed, 1, commit={}, rollback=pending(log, guessed), who=Who.DISCARD)
+    commit(log, made(log, "settled", 0))
+    commit(other, made(other, "elsewhere", 0))
+    made(other, "open elsewhere", 0)
+    kept = {"open:0:1", "hidden:0:1", "torn:0:1", "guessed:0:1", "open elsewhere:0:1"}
+    apps = ("open", "hidden", "torn", "guessed", "settled")
+    for at, app in (*((log, app) for app in apps), (other, "elsewhere")):
+        commit(at, made(at, app, 1))
+        kept.add(f"{app}:1:1")  # the last one of its application
+    make_older(url, 9)
+    assert orders_listener.prune(8 * 86400, log, other) == 2
+    assert set(fence_rows(url)) == kept
+
+
+def test_a_fence_in_a_copy_of_its_database_does_not_answer(tmp_path: Path) -> None:
+    url = make_orders(sa.make_url(f"sqlite:///{tmp_path / 'orders.db'}"))
+    fence = create_fence(url)
+    copied = url.set(database=str(tmp_path / "staging.db"))
+    shutil.copy(tmp_path / "orders.db", tmp_path / "staging.db")
+    batch = half_batch(fence, age=OLD)
+    for ask in (
+        lambda: listener(copied).fence_id,
+        lambda: create_fence(copied),
+        lambda: listener(copied).check_local_transaction(batch),
+        lambda: listener(copied).execute_local_transaction(batch),
+    ):
+        with pytest.raises(FenceError, match=r"made in another place .* create_fence\(moved=True\)"):
+            ask()
+    assert fence_rows(copied) == stored(copied) == {}
+    assert create_fence(copied, moved=True) == fence
+    assert verdicts(listener(copied).check_local_transaction(batch)) == [ROLLBACK]
+
+
+def test_a_fence_of_an_earlier_version_learns_its_place_when_it_is_made_again(url: sa.URL, fence: str) -> None:
+    run(url, "DELETE FROM txmq_fence_id WHERE one = 2")
+    assert listener(url).fence_id == fence
+    assert create_fence(url) == fence
+    with sa.create_engine(url).connect() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM txmq_fence_id").scalar_one() == 2
 
 
 # ---------------------------------------------------------------- engines
@@ -652,6 +825,14 @@ def test_no_password_is_shown_anywhere() -> None:
     assert caught.value.__suppress_context__
 
 
+@pytest.mark.parametrize("name", ["oracle", "mssql+pyodbc", "cockroachdb"])
+def test_a_database_that_no_test_runs_on_is_refused(name: str) -> None:
+    secret = "hunter2"
+    with pytest.raises(ListenerError, match="use SQLite, PostgreSQL, MariaDB or MySQL") as caught:
+        listener(sa.make_url(f"{name}://me:{secret}@host/shop"))
+    assert secret not in str(caught.value)
+
+
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ListenerError, match="a function work"):
         listener("sqlite://", "no function")  # type: ignore[arg-type]
@@ -661,7 +842,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         listener("sqlite://", lock_timeout=0)  # type: ignore[arg-type]
     with pytest.raises(ListenerError, match="int is no database"):
         listener(7)  # type: ignore[arg-type]
-    with pytest.raises(ListenerError, match="SQLAlchemy knows no database 'nosuchdb'"):
-        _ = listener("nosuchdb://host/x").fence_id  # type: ignore[arg-type]
+    with pytest.raises(ListenerError, match=r"SQLAlchemy knows no database 'sqlite\+nosuch'"):
+        _ = listener("sqlite+nosuch://host/x").fence_id  # type: ignore[arg-type]
     with pytest.raises(ListenerError, match="cannot be pickled: make it in the process"):
         pickle.dumps(listener("sqlite://"))  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 from tests.torture.simulate import store
 from tests.torture.simulate.fifo_play import play_fifo
 from tests.torture.simulate.rewrite_play import play_rewrites
-from tests.torture.simulate.shop import TOMBSTONE, FencedListener, VersionedListener
+from tests.torture.simulate.shop import TOMBSTONE, Broken, Database, FencedListener, VersionedListener
 from tests.torture.simulate.simulation import Scenario, Simulation, StreamSource
 from tests.torture.simulate.store import SimulatedTable, Weather
 from tests.torture.simulate.world import SimulatedLog
@@ -498,6 +498,34 @@ def _no_tombstone() -> Iterator[None]:
         return {**dict.fromkeys(absent, TOMBSTONE), **self.recorded(absent)}
 
     with replaced((FencedListener, "bury", bury)):
+        yield
+
+
+@mutant("a check trusts a snapshot that is older than the row in its way", A.LOCAL_STATE_DISAGREES,
+        A.CONFLICTING_OUTCOME, listener="fenced", **ZOMBIES)  # fmt: skip
+def _older_snapshot() -> Iterator[None]:
+    bury = FencedListener.bury
+
+    def trusting(self: FencedListener, absent: Sequence[str], batch: Any) -> dict[str, str]:
+        bury(self, absent, batch)
+        return dict.fromkeys(absent, TOMBSTONE)
+
+    with replaced((FencedListener, "bury", trusting)):
+        yield
+
+
+@mutant("work that commits in its middle is taken for done", A.LOCAL_STATE_DISAGREES, listener="fenced",
+        temper_refuses=0.0, **CALM)  # fmt: skip
+def _half_of_the_work() -> Iterator[None]:
+    commit = Database.commit
+
+    def halved(self: Database, states: dict[str, str], batch: Any, bodies: Any) -> None:
+        every = list(bodies)
+        commit(self, states, batch, every[: -(-len(every) // 2)])
+        if len(every) > 1:
+            raise Broken("work failed after a commit of its own")
+
+    with replaced((Database, "commit", halved)):
         yield
 
 

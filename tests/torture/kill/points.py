@@ -29,7 +29,7 @@ from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.table import DeltaLogTable
-from rmq_spark.listeners.sql import EXECUTED, SqlTransactionListener, _Fence
+from rmq_spark.listeners.sql import STARTED, SqlTransactionListener, _Fence
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.transaction import HalfBatch
 
@@ -212,7 +212,7 @@ def _of_commit(step: str) -> Callable[..., str]:
 
 
 def _of_claim(fence: _Fence, connection: sa.Connection, ids: Sequence[str], state: str, batch: HalfBatch) -> str:
-    return "fence rows written" if state == EXECUTED else "tombstones written"
+    return "fence rows written" if state == STARTED else "tombstones written"
 
 
 def _if_executed(point: str) -> Callable[..., str]:

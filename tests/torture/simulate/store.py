@@ -188,6 +188,10 @@ class SimulatedTable:
 
     # ------------------------------------------------------------------ reading
     @property
+    def id(self) -> str:
+        return self.name
+
+    @property
     def version(self) -> int:
         self._scheduler.interleave()
         return self._state.version
