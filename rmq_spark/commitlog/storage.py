@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from uuid import uuid4
 
+from rmq_spark.commitlog.location import is_uri
 from rmq_spark.commitlog.table import claim_table, remove_table
 from rmq_spark.errors import NotACommitLogError, OptionError, StorageError
+from rmq_spark.redaction import redacted, traceback_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +38,6 @@ def check_storage_options(where: str, storage_options: Mapping[str, str] | None)
     ------
     OptionError
     """
-    if re.match(r"s3a?://[^/]*@", where):
-        raise OptionError(
-            "the path has credentials in it, which logs and errors would show: give them as storage options"
-        )
     given = {name.lower(): str(value).strip().lower() for name, value in _settings(storage_options)}
     for name, value in given.items():
         if name.endswith("allow_unsafe_rename") and value in _YES:
@@ -72,7 +70,7 @@ def reaching(where: str, storage_options: Mapping[str, str] | None) -> Iterator[
     try:
         yield
     except (OSError, NotACommitLogError) as problem:
-        if "://" not in where or where.startswith("file://"):
+        if not is_uri(where):
             raise
         said = _plainly(str(problem), storage_options)
         if isinstance(problem, NotACommitLogError):
@@ -85,7 +83,7 @@ def _plainly(text: str, storage_options: Mapping[str, str] | None) -> str:
         if len(value) > 3 and not any(part in name.lower() for part in _PUBLIC):
             text = text.replace(value, "***")
     text = re.sub(r"\x1b\[[0-9;]*m|[^\S ]", " ", text)
-    return re.sub(r" +(↳ )?", " ", text).strip()
+    return redacted(re.sub(r" +(↳ )?", " ", text).strip())
 
 
 # ---------------------------------------------------------------- the probe
@@ -108,8 +106,8 @@ def check_put_if_absent(where: str, storage_options: Mapping[str, str] | None) -
         finally:
             try:
                 remove_table(probe, storage_options)
-            except Exception:  # it is in nobody's way
-                logger.warning("%s could not be removed: delete it by hand", probe, exc_info=True)
+            except Exception as problem:  # it is in nobody's way
+                logger.warning("%s could not be removed, delete it by hand: %s", probe, traceback_of(problem))
         if claims.count(True) > 1:
             raise StorageError(
                 f"{where} is on a store without put-if-absent: {claims.count(True)} of {CLAIMANTS} writers that "

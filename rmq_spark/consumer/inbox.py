@@ -13,6 +13,7 @@ from rmq_spark.config import GROUP_CHARS_MAX, TOPIC_CHARS_MAX
 from rmq_spark.errors import InboxConflictError, ListenerError, OptionError
 from rmq_spark.listeners.database import Database, no_commit_within
 from rmq_spark.message import check_group
+from rmq_spark.redaction import cause_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -61,7 +62,7 @@ class SqlInbox(Database):
     ) -> None:
         if not callable(work):
             raise ListenerError(f"work is {type(work).__name__}: a function work(connection, messages) is expected")
-        if not table.isidentifier() or not table.isascii():
+        if not isinstance(table, str) or not table.isidentifier() or not table.isascii():
             raise OptionError(f"table={table!r} is not a plain table name of letters, digits and _")
         super().__init__(url_or_engine)
         self.group = check_group(group, "consumerGroup")
@@ -133,7 +134,7 @@ class SqlInbox(Database):
                 raise
             raise ListenerError(
                 f"{self.where} has no table {self._table.fullname!r}: call create() once, when the database is set up"
-            ) from problem
+            ) from cause_of(problem)
         return {(topic, queue_id): next_offset for topic, queue_id, next_offset in rows}
 
     def _move(self, connection: sa.Connection, before: Mapping[tuple[str, int], int], new: pa.Table) -> None:

@@ -25,10 +25,12 @@ from pyspark.sql.datasource import (
 
 from rmq_spark.commitlog.files import filesystem
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, check_columns, check_known, half_id_of
+from rmq_spark.commitlog.location import location
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, Options, parse_int
 from rmq_spark.errors import CheckpointMismatchError, ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
 from rmq_spark.message import check_app_id, check_group
+from rmq_spark.redaction import cause_of
 from rmq_spark.transaction import BATCH, KEY, MESSAGE
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ class SinkSettings:
         per = options.choice("transactionPer", (BATCH, MESSAGE, KEY), KEY if key else BATCH)
         check_transaction_per(per, key)
         return cls(
-            path=path,
+            path=location(path),
             topic=options.get("topic"),
             producer_group=check_group(group),
             listener_path=listener.strip(),
@@ -318,7 +320,7 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
             f"checkpointLocation={location!r} cannot be read from Python ({type(problem).__name__}: {problem}): "
             "use a path that "
             "both Spark and Python reach, or send through foreachBatch(TransactionalSink(...)) with app_id"
-        ) from problem
+        ) from cause_of(problem)
 
 
 def hash_of_offsets(fs: Any, root: str, batch_id: int) -> str:
