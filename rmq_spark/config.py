@@ -131,8 +131,10 @@ def seconds(
 
 def check_time(value: object, name: str, error: type[TxmqError] = OptionError) -> datetime:
     """The time itself when it has a time zone and lies between :data:`TIME_MIN` and :data:`TIME_MAX`."""
-    if not isinstance(value, datetime) or value.utcoffset() is None:
+    if not isinstance(value, datetime):
         raise error(f"{name}={_short(value)} is not a datetime with a time zone")
+    if value.utcoffset() is None:
+        raise error(f"{name}={value} has no time zone: a datetime with a time zone is expected, or its hour is a guess")
     if not TIME_MIN <= value <= TIME_MAX:
         raise error(f"{name}={value} is {OUT_OF_TIME}")
     return value

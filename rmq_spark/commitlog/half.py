@@ -215,6 +215,7 @@ class HalfWriter:
     def _topic(self, table: pa.Table) -> pa.ChunkedArray:
         topic = _column(table, "topic", pa.string())
         if self.default_topic is not None:
+            check_topic(self.default_topic, own=True)
             topic = pc.fill_null(topic, self.default_topic)
         for name in pc.unique(topic).to_pylist():
             if name is None:
@@ -388,7 +389,7 @@ def _constant(value: object, name: str, rows: int) -> pa.Array:
 
 def check_known(name: str, topics: Mapping[str, int]) -> None:
     """Raise TopicNotFoundError, which names the nearest topic, unless the commit log has this one."""
-    if name not in topics:
+    if not isinstance(name, str) or name not in topics:
         known = nearest(name, topics) if topics else "the commit log has none yet"
         raise TopicNotFoundError(
             f"topic {name!r} is not in the commit log ({known}); make it with log.create_topic({name!r})"

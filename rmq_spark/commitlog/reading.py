@@ -5,7 +5,7 @@ Planning looks at ``op`` alone. What executors run (:func:`to_messages`) needs p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -278,6 +278,8 @@ def out_of_range(topic: str, queue_id: int, start: int, end: int) -> str:
 
 def check_source_columns(columns: Sequence[str]) -> list[str]:
     """The columns themselves when the source has them all; OptionError names the nearest right one."""
+    if isinstance(columns, (str, bytes)) or not isinstance(columns, Iterable):
+        raise OptionError(f"columns={columns!r} is no list of names: columns of the source are expected")
     for name in columns:
         if name not in SOURCE_SCHEMA.names:
             raise OptionError(f"column {name!r} is not a column of the source ({nearest(name, SOURCE_SCHEMA.names)})")

@@ -148,6 +148,9 @@ class ConsumerGroup:
         ------
         OptionError, OffsetError, OffsetOutOfRangeError, TopicNotFoundError, GroupNotFoundError
         """
+        if topics is not None:
+            listed = isinstance(topics, Iterable) and not isinstance(topics, (str, bytes))
+            topics = [check_topic(name, own=True) for name in topics] if listed else [check_topic(topics, own=True)]
         given: str | datetime | Positions
         if isinstance(to, datetime):
             given = check_time(to, "to")
