@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
 
-from rmq_spark.errors import OptionError
+from rmq_spark.errors import OptionError, TxmqError
 
 BODY_BYTES_MAX = 4 * 1024 * 1024
 """Largest body of a message (RocketMQ: ``maxMessageSize``)."""
@@ -15,6 +16,8 @@ PROPERTIES_BYTES_MAX = 32 * 1024
 TOPIC_CHARS_MAX = 127
 GROUP_CHARS_MAX = 255
 APP_ID_CHARS_MAX = 127
+LABEL_BYTES_MAX = 32 * 1024
+"""Largest ``tags``, ``keys`` or ``sharding_key``, in UTF-8 bytes: RocketMQ keeps them among the properties."""
 TRANSACTION_KEY_CHARS_MAX = 255
 QUEUES_MAX = 1024
 QUEUES_DEFAULT = 4
@@ -45,6 +48,12 @@ DELAY_LEVELS_S = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600,
 DELIVER_DELAY_S_MAX = 3 * 24 * 3600.0
 """How far ahead a delayed message may lie (RocketMQ: ``timerMaxDelaySec``)."""
 
+TIME_MIN = datetime(1970, 1, 1, tzinfo=timezone.utc)
+TIME_MAX = datetime(2261, 12, 31, 23, 59, 59, 999_999, tzinfo=timezone.utc)
+"""Times that a message, an option or a reset may name. What counts nanoseconds in 64 bits (pandas, so Spark's
+``toPandas`` too) ends in 2262, Python in 9999: a message beyond would stop each of its consumers, for ever."""
+INT64_MAX = 2**63 - 1
+
 DURATION_S_MAX = 100 * 365.25 * 86400.0
 """A century: what is longer cannot be waited for, and was not meant."""
 
@@ -67,9 +76,11 @@ def parse_duration(text: str, name: str = "duration") -> float:
     OptionError
         When the text is not a duration.
     """
-    match = _DURATION.fullmatch(str(text))
+    match = _DURATION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise OptionError(f"{name}={text!r} is not a duration: write a number and a unit, such as '6s', '5m' or '72h'")
+        raise OptionError(
+            f"{name}={_short(text)} is not a duration: write a number and a unit, such as '6s', '5m' or '72h'"
+        )
     seconds = float(match[1]) * _SECONDS[match[2]]
     if seconds > DURATION_S_MAX:
         raise OptionError(f"{name}={str(text)[:40]!r} is longer than a century: is the unit right?")
@@ -84,16 +95,70 @@ def parse_bool(text: str, name: str) -> bool:
     return value == "true"
 
 
-def parse_int(text: str, name: str, minimum: int = 1, maximum: int | None = None) -> int:
-    """A whole number of at least ``minimum`` (and at most ``maximum``); anything else is an OptionError."""
+def parse_int(text: str, name: str, minimum: int = 1, maximum: int = INT64_MAX) -> int:
+    """A whole number from ``minimum`` to ``maximum``; anything else is an OptionError."""
     try:
         value = int(str(text).strip())
     except ValueError:
-        raise OptionError(f"{name}={text!r} is not a whole number") from None
-    if value < minimum or (maximum is not None and value > maximum):
-        upper = "" if maximum is None else f" and at most {maximum}"
-        raise OptionError(f"{name}={value} is out of range: it must be at least {minimum}{upper}")
+        raise OptionError(f"{name}={_short(text)} is not a whole number") from None
+    if not minimum <= value <= maximum:
+        upper = "" if maximum == INT64_MAX else f" and at most {maximum}"
+        raise OptionError(f"{name}={_short(text)} is out of range: it must be at least {minimum}{upper}")
     return value
+
+
+def whole_number(value: object, name: str, minimum: int, maximum: int = INT64_MAX, of: str = "") -> int:
+    """An argument that must be an int in this range; anything else, also True and 4.0, is an OptionError."""
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise OptionError(
+            f"{name}={_short(value)} is out of range: a whole number{of} from {minimum} to {maximum} is expected"
+        )
+    return value
+
+
+def seconds(
+    value: object, name: str, minimum: float = 0.0, above: bool = False, maximum: float = DURATION_S_MAX
+) -> float:
+    """An argument in seconds as a float; anything that is not in the range is an OptionError.
+
+    Parameters
+    ----------
+    above : bool
+        True refuses ``minimum`` itself.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not minimum <= value <= maximum or (above and value == minimum):  # type: ignore[operator]
+        least = f"above {minimum:g}" if above else f"of {minimum:g} or more"
+        most = "a century" if maximum == DURATION_S_MAX else f"{maximum:g}"
+        raise OptionError(
+            f"{name}={_short(value)} cannot be used: seconds {least}, and of at most {most}, are expected"
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+def check_time(value: object, name: str, error: type[TxmqError] = OptionError) -> datetime:
+    """The time itself when it has a time zone and lies between :data:`TIME_MIN` and :data:`TIME_MAX`."""
+    if not isinstance(value, datetime):
+        raise error(f"{name}={_short(value)} is not a datetime with a time zone")
+    if value.utcoffset() is None:
+        raise error(f"{name}={value} has no time zone: a datetime with a time zone is expected, or its hour is a guess")
+    if not TIME_MIN <= value <= TIME_MAX:
+        raise error(f"{name}={value} is {OUT_OF_TIME}")
+    return value
+
+
+OUT_OF_TIME = (
+    f"out of range: {TIME_MIN:%Y-%m-%d} to {TIME_MAX:%Y-%m-%d} are allowed; were milliseconds or microseconds "
+    "taken for seconds?"
+)
+
+
+def _short(value: object) -> str:
+    """A value for an error, which may be a megabyte long."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    shown = repr(value)
+    return shown if len(shown) <= 200 else f"{shown[:200]}…"
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

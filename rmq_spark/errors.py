@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from rmq_spark.redaction import redacted, shortened
+
 
 class TxmqError(Exception):
-    """The base of every error that rmq_spark raises on purpose."""
+    """The base of every error that rmq_spark raises on purpose. No secret is ever in its text."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(shortened(redacted(a)) if isinstance(a, str) else a for a in args))
 
 
 # ---------------------------------------------------------------- what a user asked for

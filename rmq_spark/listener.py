@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from rmq_spark.errors import FenceError, ListenerError
 from rmq_spark.message import MessageExt
+from rmq_spark.redaction import cause_of
 from rmq_spark.transaction import BATCH, MESSAGE, HalfBatch, LocalTransactionState
 
 Verdicts: TypeAlias = LocalTransactionState | Sequence[LocalTransactionState | None] | pa.Array | None
@@ -169,7 +170,7 @@ def load_listener(path: str, allowed_prefixes: Sequence[str] | None = None) -> T
         except Exception as problem:
             raise ListenerError(
                 f"listener {path!r} cannot be made: calling it raised {type(problem).__name__}: {problem}"
-            ) from problem
+            ) from cause_of(problem)
     return check_listener(found, f"listener {path!r}")
 
 
@@ -191,7 +192,7 @@ def load_object(path: str, allowed_prefixes: Sequence[str] | None = None) -> Any
         raise ListenerError(
             f"listener {path!r}: module {module_name!r} cannot be imported here ({type(problem).__name__}: {problem}); "
             "it must be on the Python path of the driver"
-        ) from problem
+        ) from cause_of(problem)
     for name in attribute.split("."):
         if not hasattr(found, name):
             raise ListenerError(f"listener {path!r}: {module_name!r} has no {attribute!r}")

@@ -17,6 +17,7 @@ from rmq_spark.config import (
     PROPERTIES_BYTES_MAX,
     QUEUES_MAX,
     TOPIC_CHARS_MAX,
+    check_time,
 )
 from rmq_spark.errors import MessageError
 
@@ -209,8 +210,8 @@ class Message:
             raise MessageError(f"queue_id={queue_id!r} is not a queue: a whole number from 0 on is expected")
         for name in ("born_timestamp", "deliver_at"):
             time = getattr(self, name)
-            if time is not None and (not isinstance(time, datetime) or time.tzinfo is None):
-                raise MessageError(f"{name}={time!r} is not a datetime with a time zone")
+            if time is not None:
+                check_time(time, name, MessageError)
         level = self.delay_level
         if level is not None and (type(level) is not int or not 1 <= level <= len(DELAY_LEVELS_S)):
             raise MessageError(f"delay_level={level!r} is not a delay level: 1 to {len(DELAY_LEVELS_S)} are there")

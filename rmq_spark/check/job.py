@@ -33,6 +33,7 @@ except ModuleNotFoundError as missing:
 
 from rmq_spark.check.report import CheckReport
 from rmq_spark.listener import TransactionListener
+from rmq_spark.redaction import redacted, traceback_of
 
 OK, PROBLEMS, BAD_CONFIGURATION = 0, 1, 2
 
@@ -62,7 +63,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> in
         _say_error(problem)
         return BAD_CONFIGURATION if isinstance(problem, (ConfigError, ListenerError)) else PROBLEMS
     except Exception as problem:  # the storage does not answer
-        logger.debug("the job cannot start", exc_info=True)
+        logger.debug("the job cannot start: %s", traceback_of(problem))
         _say_error(problem)
         return PROBLEMS
     groups = ", ".join(f"{group} ({settings.listeners[group]})" for group in sorted(listeners))
@@ -100,7 +101,7 @@ def _see_working_folder() -> None:
 
 
 def _say_error(problem: BaseException) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[red]{type(problem).__name__}: {escape(str(problem))}[/red]")
+    Console(stderr=True, soft_wrap=True).print(f"[red]{type(problem).__name__}: {escape(redacted(problem))}[/red]")
 
 
 def _start_spark_if_needed(listeners: Mapping[str, TransactionListener]) -> None:

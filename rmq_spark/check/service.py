@@ -28,13 +28,14 @@ from rmq_spark.config import (
     CHECK_ROUND_TIMEOUT_S,
     CHECKS_MAX,
     CLOCK_SKEW_S_MAX,
-    DURATION_S_MAX,
     FILE_RESERVED_TIME_S,
     TRANSACTION_CHECK_INTERVAL_S,
     TRANSACTION_CHECK_MAX,
     TRANSACTION_TIMEOUT_S,
+    seconds,
+    whole_number,
 )
-from rmq_spark.errors import OptionError, StaleAttemptError, VerdictConflictError
+from rmq_spark.errors import StaleAttemptError, VerdictConflictError
 from rmq_spark.listener import (
     NO_LISTENER_FENCE,
     CommitOncePrepared,
@@ -44,6 +45,7 @@ from rmq_spark.listener import (
 )
 from rmq_spark.machine import Machine
 from rmq_spark.message import check_group
+from rmq_spark.redaction import redacted, traceback_of
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -126,15 +128,11 @@ class CheckService:
             check_group(group): check_listener(listener, f"listeners[{group!r}]")
             for group, listener in listeners.items()
         }
-        self.transaction_timeout = _seconds("transaction_timeout", transaction_timeout, zero=True)
-        self.transaction_check_interval = _seconds("transaction_check_interval", transaction_check_interval)
-        self.file_reserved_time = _seconds("file_reserved_time", file_reserved_time)
-        self.round_timeout = None if round_timeout is None else _seconds("round_timeout", round_timeout)
-        if not isinstance(transaction_check_max, int) or not 1 <= transaction_check_max <= CHECKS_MAX:
-            raise OptionError(
-                f"transaction_check_max={transaction_check_max!r} is not a whole number from 1 to {CHECKS_MAX}"
-            )
-        self.transaction_check_max = transaction_check_max
+        self.transaction_timeout = seconds(transaction_timeout, "transaction_timeout")
+        self.transaction_check_interval = seconds(transaction_check_interval, "transaction_check_interval", above=True)
+        self.file_reserved_time = seconds(file_reserved_time, "file_reserved_time", above=True)
+        self.round_timeout = None if round_timeout is None else seconds(round_timeout, "round_timeout", above=True)
+        self.transaction_check_max = whole_number(transaction_check_max, "transaction_check_max", 1, CHECKS_MAX)
         self.discard_policy = check_policy(discard_policy)
         self.only_groups = only_groups
         self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
@@ -161,7 +159,7 @@ class CheckService:
             try:
                 report = self._round(stop_event)
             except Exception as problem:
-                logger.exception("a round of checks failed")
+                logger.error("a round of checks failed: %s", traceback_of(problem))
                 report = CheckReport(started_at)
                 report.problem(None, f"the round failed with {_sentence(problem)}")
             if on_report is not None:
@@ -188,7 +186,7 @@ class CheckService:
             try:
                 self._check_half_batch(half_id, work)
             except Exception as problem:  # unreadable, corrupt: the others must not wait for it
-                logger.warning("check of half batch %r failed", half_id, exc_info=True)
+                logger.warning("check of half batch %r failed: %s", half_id, traceback_of(problem))
                 report.problem(half_id, f"it cannot be checked: {_sentence(problem)}")
         self._finish(report)
         report.seconds = work.seconds()
@@ -208,7 +206,7 @@ class CheckService:
             try:
                 step()
             except Exception as problem:  # what the round has done must still be told
-                logger.warning("the end of a round of checks failed", exc_info=True)
+                logger.warning("the end of a round of checks failed: %s", traceback_of(problem))
                 report.problem(None, f"the end of the round failed with {_sentence(problem)}")
 
     def _place_due(self, report: CheckReport) -> None:
@@ -514,13 +512,5 @@ def _tally(
         tally.add(transactions, mask_count(masks[verdict]))
 
 
-def _seconds(name: str, value: float, zero: bool = False) -> float:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value <= DURATION_S_MAX or (value == 0 and not zero):
-        least = "of 0 or more" if zero else "above 0"
-        raise OptionError(f"{name}={value!r} cannot be used: seconds {least}, and of at most a century, are expected")
-    return float(value)
-
-
 def _sentence(problem: BaseException) -> str:
-    return f"{type(problem).__name__}: {problem}" if str(problem) else type(problem).__name__
+    return f"{type(problem).__name__}: {redacted(problem)}" if str(problem) else type(problem).__name__

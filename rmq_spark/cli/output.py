@@ -16,6 +16,7 @@ from rich.text import Text
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import TxmqError
+from rmq_spark.redaction import redacted
 
 BODY_CHARS_SHOWN = 80
 WIDTH_NOT_A_TERMINAL = 240
@@ -38,7 +39,7 @@ def plainly(command: Callable[P, None]) -> Callable[P, None]:
         except Exception as problem:
             if os.environ.get("TXMQ_DEBUG"):
                 raise
-            sentence = str(problem) if isinstance(problem, TxmqError) else f"{type(problem).__name__}: {problem}"
+            sentence = redacted(problem if isinstance(problem, TxmqError) else f"{type(problem).__name__}: {problem}")
             for secret in _secrets:
                 sentence = sentence.replace(secret, "***")
             Console(stderr=True, soft_wrap=True).print(Text(one_line(sentence), style="red"))

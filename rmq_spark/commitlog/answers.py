@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rmq_spark.errors import TxmqError, UnreachableStoreError
+from rmq_spark.redaction import redacted
 
 _PUBLIC = ("region", "endpoint", "allow_http", "conditional_put", "retr", "timeout", "virtual", "bucket")
 """Parts of the names of options whose values may be shown."""
@@ -18,7 +19,7 @@ def plainly(text: str, storage_options: Mapping[str, str] | None) -> str:
         if len(value) > 3 and not any(part in name.lower() for part in _PUBLIC):
             text = text.replace(value, "***")
     text = re.sub(r"\x1b\[[0-9;]*m|[^\S ]", " ", text)
-    return re.sub(r" +(↳ )?", " ", text).strip()
+    return redacted(re.sub(r" +(↳ )?", " ", text).strip())
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from rmq_spark.commitlog.seal import check_groups, check_seal, reading, seal
 from rmq_spark.errors import CorruptLogError, OptionError
+from rmq_spark.redaction import cause_of
 from rmq_spark.selector.tree import Filter
 
 ROW_GROUP_ROWS = 65_536
@@ -110,7 +111,8 @@ def filesystem(uri: str, storage_options: Mapping[str, str] | None = None) -> tu
         try:
             fs, path = pafs.FileSystem.from_uri(uri)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as problem:
-            raise OptionError(f"path {uri!r} is on a file system that pyarrow does not know: {problem}") from problem
+            said = f"path {uri!r} is on a file system that pyarrow does not know: {problem}"
+            raise OptionError(said) from cause_of(problem)
         return fs, path.rstrip("/")
     return pafs.LocalFileSystem(), uri.removeprefix("file://").rstrip("/") or "/"
 

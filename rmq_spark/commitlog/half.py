@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,7 +16,11 @@ from rmq_spark.config import (
     BODY_BYTES_MAX,
     DELAY_LEVELS_S,
     DELIVER_DELAY_S_MAX,
+    LABEL_BYTES_MAX,
+    OUT_OF_TIME,
     PROPERTIES_BYTES_MAX,
+    TIME_MAX,
+    TIME_MIN,
     TRANSACTION_KEY_CHARS_MAX,
     nearest,
 )
@@ -190,8 +194,9 @@ class HalfWriter:
     def normalize(self, table: pa.Table) -> pa.Table:
         """Input columns as the message columns of ``half``; every rule about a single message is checked here."""
         check_columns(table.column_names, self.default_topic, self.transaction_key)
+        _check_utf8(table)
         queue_id = _column(table, "queue_id", pa.int32())
-        sharding_key = _column(table, "sharding_key", pa.string())
+        sharding_key = self._label(_column(table, "sharding_key", pa.string()), "sharding_key")
         topic = self._topic(table)
         deliver_at = _deliver_at(table, self._now())
         self._check_fifo(topic, sharding_key, deliver_at)
@@ -200,12 +205,12 @@ class HalfWriter:
                 "transaction_key": self._transaction_key(table),
                 "topic": topic,
                 "queue_id": self._queue_id(topic, queue_id, sharding_key),
-                "tags": _column(table, "tags", pa.string()),
-                "keys": _keys(table),
+                "tags": self._label(_column(table, "tags", pa.string()), "tags"),
+                "keys": self._label(_keys(table), "keys"),
                 "sharding_key": sharding_key,
                 "properties": _column(table, "properties", PROPERTIES) if self.own else _properties(table),
                 "body": _body(table),
-                "born_timestamp": pc.fill_null(_column(table, "born_timestamp", TIMESTAMP), self._now()),
+                "born_timestamp": pc.fill_null(_times(table, "born_timestamp"), self._now()),
                 "deliver_at": deliver_at,
             }
         )
@@ -213,6 +218,7 @@ class HalfWriter:
     def _topic(self, table: pa.Table) -> pa.ChunkedArray:
         topic = _column(table, "topic", pa.string())
         if self.default_topic is not None:
+            check_topic(self.default_topic, own=True)
             topic = pc.fill_null(topic, self.default_topic)
         for name in pc.unique(topic).to_pylist():
             if name is None:
@@ -221,6 +227,12 @@ class HalfWriter:
                 check_topic(name)
                 check_known(name, self.topics)
         return topic
+
+    def _label(self, texts: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
+        longest = pc.max(pc.binary_length(texts)).as_py() or 0
+        if longest > LABEL_BYTES_MAX and not self.own:  # what is sent again was accepted once
+            raise MessageError(f"{name} of a message has {longest} bytes: at most {LABEL_BYTES_MAX} are allowed")
+        return texts
 
     def _check_fifo(self, topic: pa.ChunkedArray, sharding_key: pa.ChunkedArray, deliver_at: pa.ChunkedArray) -> None:
         if not self.fifo:
@@ -255,6 +267,11 @@ class HalfWriter:
             raise MessageError(
                 f"a transactionKey ({self.transaction_key!r}) has {longest} characters: "
                 f"at most {TRANSACTION_KEY_CHARS_MAX} are allowed"
+            )
+        if pc.any(pc.match_substring(key, "\x00")).as_py():
+            raise MessageError(
+                f"a transactionKey ({self.transaction_key!r}) has a NUL character in it, which most databases cannot "
+                "keep in a fence row: remove it"
             )
         return key
 
@@ -344,9 +361,10 @@ class HalfWriter:
             free, bound = part.filter(pc.invert(chosen)), part.filter(chosen)
         queues = self.topics[topic]
         slices = min(queues, free.num_rows)
-        # Each file begins at another queue, so that small batches and small partitions spread as well.
+        # Each application, batch and file begins at another queue, so that small batches, small partitions and single
+        # sends spread as well. A task that runs again begins at the same one.
         partition, number = divmod(file_no, FILES_PER_PARTITION_MAX)
-        start = (self.header.batch_id + partition + number) % queues
+        start = (zlib.crc32(self.header.app_id.encode()) + self.header.batch_id + partition + number) % queues
         pieces: dict[int, list[pa.Table]] = {}
         for i in range(slices):
             a, b = free.num_rows * i // slices, free.num_rows * (i + 1) // slices
@@ -374,7 +392,7 @@ def _constant(value: object, name: str, rows: int) -> pa.Array:
 
 def check_known(name: str, topics: Mapping[str, int]) -> None:
     """Raise TopicNotFoundError, which names the nearest topic, unless the commit log has this one."""
-    if name not in topics:
+    if not isinstance(name, str) or name not in topics:
         known = nearest(name, topics) if topics else "the commit log has none yet"
         raise TopicNotFoundError(
             f"topic {name!r} is not in the commit log ({known}); make it with log.create_topic({name!r})"
@@ -421,6 +439,38 @@ def _column(table: pa.Table, name: str, kind: pa.DataType) -> pa.ChunkedArray:
         raise MessageError(f"{expected} ({problem})") from problem
 
 
+def _times(table: pa.Table, name: str) -> pa.ChunkedArray:
+    """A column of times that every consumer can hold; their own unit is looked at, before a cast could overflow."""
+    column = table[name] if name in table.column_names else None
+    if column is not None and pa.types.is_dictionary(column.type):
+        column = pc.cast(column, column.type.value_type)
+    if column is None or not pa.types.is_timestamp(column.type):
+        return _column(table, name, TIMESTAMP)
+    unit = column.type.unit
+    least, most = (_as_unit(time, unit) for time in (TIME_MIN, TIME_MAX))
+    numbers = pc.cast(column, pa.int64())
+    wrong = pc.or_(pc.less(numbers, least), pc.greater(numbers, most))
+    if pc.any(wrong).as_py():
+        at = pc.index(pc.fill_null(wrong, False), True).as_py()
+        raise MessageError(f"{name} of row {at} ({numbers[at].as_py()} {unit} since 1970) is {OUT_OF_TIME}")
+    return _column(table, name, TIMESTAMP)
+
+
+def _as_unit(time: datetime, unit: str) -> int:
+    nanoseconds = (time - TIME_MIN) // timedelta(microseconds=1) * 1000
+    return nanoseconds // {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}[unit]
+
+
+def _check_utf8(table: pa.Table) -> None:
+    """Raise MessageError for text that is no UTF-8 (Spark makes such from bytes): no consumer could decode it."""
+    for name in table.column_names:
+        if name != "body":  # which is bytes
+            try:
+                table[name].validate(full=True)
+            except pa.ArrowInvalid as problem:
+                raise MessageError(f"column {name!r} holds what Arrow cannot read: {problem}") from problem
+
+
 def _is_like(found: pa.DataType, kind: pa.DataType) -> bool:
     """True when values of one type mean the same as the other. A cast alone would also turn 1.0 or "1" into a queue."""
     if pa.types.is_dictionary(found):
@@ -454,7 +504,7 @@ def _body(table: pa.Table) -> pa.ChunkedArray:
 
 def _deliver_at(table: pa.Table, now: pa.Scalar) -> pa.ChunkedArray:
     """When each message is to appear; null for at once. A delay level counts from ``now``."""
-    deliver_at = _column(table, "deliver_at", TIMESTAMP)
+    deliver_at = _times(table, "deliver_at")
     level = _column(table, "delay_level", pa.int32())
     if deliver_at.null_count == level.null_count == table.num_rows:
         return deliver_at

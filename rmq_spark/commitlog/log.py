@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,6 +22,7 @@ from rmq_spark.commitlog.group_store import GROUPS_SCHEMA, GroupStore
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter, check_known
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Prepared
 from rmq_spark.commitlog.ledger import Ledger, Mask, Placed
+from rmq_spark.commitlog.location import is_uri, location
 from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who, mask_count, runs, scatter
 from rmq_spark.commitlog.placing import Placer
 from rmq_spark.commitlog.reading import read_messages
@@ -34,6 +36,7 @@ from rmq_spark.config import (
     QUEUES_DEFAULT,
     QUEUES_MAX,
     parse_duration,
+    whole_number,
 )
 from rmq_spark.errors import (
     CommitLogExistsError,
@@ -43,6 +46,7 @@ from rmq_spark.errors import (
     TopicExistsError,
 )
 from rmq_spark.message import TIMESTAMP, check_topic
+from rmq_spark.redaction import redacted, remember, traceback_of
 from rmq_spark.transaction import HalfBatch, LocalTransactionState
 
 if TYPE_CHECKING:
@@ -121,7 +125,7 @@ class CommitLog:
         """Whether a decision compacts ``op`` when it has many small files; upkeep by hand goes on."""
 
     def __repr__(self) -> str:
-        return f"CommitLog({self.path!r})"
+        return f"CommitLog({redacted(self.path)!r})"
 
     @property
     def id(self) -> str:
@@ -161,9 +165,8 @@ class CommitLog:
         StorageError
             When the store cannot be reached, or would let two writers overwrite each other's commits.
         """
-        where = _normal_path(path)
-        if not 1 <= queues <= QUEUES_MAX:
-            raise OptionError(f"queues={queues} is out of range: 1 to {QUEUES_MAX}")
+        where = location(path)
+        whole_number(queues, "queues", 1, QUEUES_MAX, " of queues")
         retention_s = int(parse_duration(log_retention, "log_retention"))
         check_storage_options(where, storage_options)
         with reaching(where, storage_options):
@@ -204,7 +207,8 @@ class CommitLog:
         StorageError
             When the store cannot be reached.
         """
-        where = _normal_path(path)
+        where = location(path)
+        remember(storage_options)
         check_storage_options(where, storage_options)
         with reaching(where, storage_options):
             return cls._open(where, storage_options)
@@ -263,8 +267,7 @@ class CommitLog:
 
     def _create_topic(self, name: str, queues: int | None, fifo: bool, exist_ok: bool) -> None:
         wanted = self._default_queues if queues is None else queues
-        if type(wanted) is not int or not 1 <= wanted <= QUEUES_MAX:
-            raise OptionError(f"queues={wanted!r} is out of range: a whole number of queues, 1 to {QUEUES_MAX}")
+        whole_number(wanted, "queues", 1, QUEUES_MAX, " of queues")
         row = {
             "name": [name],
             "queues": [wanted],
@@ -589,7 +592,7 @@ class CommitLog:
         if verdict not in (LocalTransactionState.COMMIT_MESSAGE, LocalTransactionState.ROLLBACK_MESSAGE):
             raise OptionError(f"resolve needs COMMIT_MESSAGE or ROLLBACK_MESSAGE: {verdict!r} settles nothing")
         verdict = LocalTransactionState(verdict)
-        if not reason or not reason.strip():
+        if not isinstance(reason, str) or not reason.strip():
             raise OptionError("resolve needs a reason: it is kept with the op marker")
         return self.ledger.overrule(self.get(half_id), verdict, reason)
 
@@ -716,8 +719,8 @@ class CommitLog:
             log.ledger.refresh()
             maintenance.compact_op(log.op)
             log.move_mark()  # last: a cold start then reads the mark's own small file, and what came after it
-        except Exception:  # upkeep is tried again after the next commits; it must not stop a sink
-            logger.warning("upkeep of %s failed", self.path, exc_info=True)
+        except Exception as problem:  # upkeep is tried again after the next commits; it must not stop a sink
+            logger.warning("upkeep of %s failed: %s", redacted(self.path), traceback_of(problem))
 
     def close(self) -> None:
         """Wait for upkeep that is under way."""
@@ -742,7 +745,8 @@ class _LogRows:
         files = sorted({self._record.files[n].path for n in self._mask})
         if not isinstance(table, DeltaLogTable):
             return spark.createDataFrame(self.read(HALF_SCHEMA.names))
-        root = table.folder if "://" not in self._log.path else f"{self._log.path}/half"
+        # Spark takes a path as it is, where a URI has percent escapes.
+        root = unquote(f"{self._log.path}/half") if is_uri(self._log.path) else table.folder
         frame = spark.read.parquet(*[f"{root}/{p}" for p in files]).where(F.col("half_id") == self._record.half_id)
         if mask_count(self._mask) < self._record.rows:
             ranges = [(n, a, b) for n, bits in self._mask.items() for a, b in runs(bits)]
@@ -779,10 +783,3 @@ def masks_for(
             if b"\x01" in rows:
                 result[verdict][file_no] = rows
     return result
-
-
-def _normal_path(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text.strip():
-        raise OptionError("path is empty: give the folder or the URI of a commit log")
-    return text if "://" in text else os.path.abspath(text)

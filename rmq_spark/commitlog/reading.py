@@ -5,7 +5,7 @@ Planning looks at ``op`` alone. What executors run (:func:`to_messages`) needs p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.files import RowRange, arange, check_path
 from rmq_spark.commitlog.op import Kind, ranges_count, ranges_of
-from rmq_spark.config import nearest
+from rmq_spark.config import nearest, whole_number
 from rmq_spark.errors import CorruptLogError, OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.message import PROPERTIES, TIMESTAMP
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
@@ -278,6 +278,8 @@ def out_of_range(topic: str, queue_id: int, start: int, end: int) -> str:
 
 def check_source_columns(columns: Sequence[str]) -> list[str]:
     """The columns themselves when the source has them all; OptionError names the nearest right one."""
+    if isinstance(columns, (str, bytes)) or not isinstance(columns, Iterable):
+        raise OptionError(f"columns={columns!r} is no list of names: columns of the source are expected")
     for name in columns:
         if name not in SOURCE_SCHEMA.names:
             raise OptionError(f"column {name!r} is not a column of the source ({nearest(name, SOURCE_SCHEMA.names)})")
@@ -364,12 +366,12 @@ def read_messages(
     names = check_source_columns(SOURCE_SCHEMA.names if columns is None else columns)
     for queue_id, offset in start.items():
         tail = tails.get((topic, queue_id), 0)
-        if not isinstance(queue_id, int) or not 0 <= queue_id < queues:
+        if type(queue_id) is not int or not 0 <= queue_id < queues:
             raise OffsetError(f"start names queue {queue_id!r}: topic {topic!r} has the queues 0 to {queues - 1}")
-        if not isinstance(offset, int) or not 0 <= offset <= tail:
+        if type(offset) is not int or not 0 <= offset <= tail:
             raise OffsetError(f"start names offset {offset!r} of queue {queue_id}: 0 to {tail} are there")
-    if limit is not None and (type(limit) is not int or limit < 0):
-        raise OptionError(f"limit={limit!r} is not a number of messages: a whole number from 0 on is expected")
+    if limit is not None:
+        whole_number(limit, "limit", 0)
     lowest = min((start.get(q, 0) for q in range(queues)), default=0)
     placements = read_placements(op, pc.field("topic") == topic, above=lowest)
     oldest = pc.min(placements["version"]).as_py() if placements.num_rows else op.version

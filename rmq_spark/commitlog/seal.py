@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rmq_spark.errors import CorruptLogError, LostFileError, TxmqError, UnreadableFileError
+from rmq_spark.redaction import cause_of
 
 _NAME = b"txmq.file"
 _ROWS = b"txmq.rows"
@@ -136,11 +137,11 @@ def reading(path: str, table: str) -> Iterator[None]:
     except TxmqError:
         raise
     except FileNotFoundError as problem:
-        raise LostFileError(f"file {path} of table {table} is not there: {problem}") from problem
+        raise LostFileError(f"file {path} of table {table} is not there: {problem}") from cause_of(problem)
     except (OSError, pa.ArrowException, ValueError) as problem:
         raise UnreadableFileError(
             f"file {path} of table {table} cannot be read: its storage fails, or it is damaged; {_RESTORE} ({problem})"
-        ) from problem
+        ) from cause_of(problem)
 
 
 # ---------------------------------------------------------------- entries of a Delta log

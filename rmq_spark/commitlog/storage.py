@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from uuid import uuid4
 
 from rmq_spark.commitlog.answers import plainly
+from rmq_spark.commitlog.location import is_uri
 from rmq_spark.commitlog.table import claim_table, remove_table
 from rmq_spark.errors import NotACommitLogError, OptionError, StorageError
+from rmq_spark.redaction import traceback_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +37,6 @@ def check_storage_options(where: str, storage_options: Mapping[str, str] | None)
     ------
     OptionError
     """
-    if re.match(r"s3a?://[^/]*@", where):
-        raise OptionError(
-            "the path has credentials in it, which logs and errors would show: give them as storage options"
-        )
     given = {name.lower(): str(value).strip().lower() for name, value in _settings(storage_options)}
     for name, value in given.items():
         if name.endswith("allow_unsafe_rename") and value in _YES:
@@ -73,7 +71,7 @@ def reaching(where: str, storage_options: Mapping[str, str] | None) -> Iterator[
     except StorageError:
         raise
     except (OSError, NotACommitLogError) as problem:
-        if "://" not in where or where.startswith("file://"):
+        if not is_uri(where):
             raise
         said = plainly(str(problem), storage_options)
         if isinstance(problem, NotACommitLogError):
@@ -101,8 +99,8 @@ def check_put_if_absent(where: str, storage_options: Mapping[str, str] | None) -
         finally:
             try:
                 remove_table(probe, storage_options)
-            except Exception:  # it is in nobody's way
-                logger.warning("%s could not be removed: delete it by hand", probe, exc_info=True)
+            except Exception as problem:  # it is in nobody's way
+                logger.warning("%s could not be removed, delete it by hand: %s", probe, traceback_of(problem))
         if claims.count(True) > 1:
             raise StorageError(
                 f"{where} is on a store without put-if-absent: {claims.count(True)} of {CLAIMANTS} writers that "

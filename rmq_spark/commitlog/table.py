@@ -51,6 +51,7 @@ from rmq_spark.errors import (
     TxmqError,
 )
 from rmq_spark.machine import MACHINE, Machine
+from rmq_spark.redaction import cause_of, redacted
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +225,7 @@ def compare_and_set(
                 raise CommitError(
                     f"a commit to table {table.name} failed {failures} times, the last time with "
                     f"{type(problem).__name__}: {problem}"
-                ) from problem
+                ) from cause_of(problem)
             acknowledged = False
         if acknowledged:
             table.refresh()
@@ -354,7 +355,7 @@ class DeltaLogTable:
             )
         except DeltaError as problem:
             if not DeltaTable.is_deltatable(uri, dict(storage_options or {}) or None):
-                raise NotACommitLogError(f"table {name} cannot be created at {uri}: {problem}") from problem
+                raise NotACommitLogError(f"table {name} cannot be created at {uri}: {problem}") from cause_of(problem)
 
     @staticmethod
     def exists(uri: str, storage_options: Mapping[str, str] | None) -> bool:
@@ -395,7 +396,8 @@ class DeltaLogTable:
             with asking(self._uri, self._storage_options):
                 table = DeltaTable(self._uri, storage_options=self._storage_options or None)
         except TableNotFoundError as problem:
-            raise NotACommitLogError(f"no Delta table {self.name!r} at {self._uri}: is it a commit log?") from problem
+            said = f"no Delta table {self.name!r} at {self._uri}: is it a commit log?"
+            raise NotACommitLogError(said) from cause_of(problem)
         except BaseException as problem:  # a panic of delta-rs is no Exception
             if not isinstance(problem, DeltaError) and not is_panic(problem):
                 raise
@@ -403,9 +405,11 @@ class DeltaLogTable:
             if self._id is None:
                 raise NotACommitLogError(
                     f"the Delta table {self.name!r} at {self._uri} cannot be opened: {said}"
-                ) from problem
+                ) from cause_of(problem)
             self._check_entries(-1, None)
-            raise CorruptLogError(f"the Delta log of table {self.name} cannot be read any more: {said}") from problem
+            raise CorruptLogError(f"the Delta log of table {self.name} cannot be read any more: {said}") from cause_of(
+                problem
+            )
         self._check_entries(-1, int(table.version()))
         have = set(pa.schema(table.schema().to_arrow()).names)
         missing = [n for n in self.schema.names if n not in have]
@@ -595,7 +599,7 @@ class DeltaLogTable:
                 ),
             )
         except CommitFailedError as problem:
-            logger.debug("commit to %s at version %d: %s", self.name, self.version + 1, problem)
+            logger.debug("commit to %s at version %d: %s", self.name, self.version + 1, redacted(problem))
             return False
         return True
 
@@ -614,7 +618,7 @@ def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | N
     except DeltaError as problem:
         if DeltaTable.is_deltatable(uri, options):
             return None
-        raise NotACommitLogError(f"a table cannot be created at {uri}: {problem}") from problem
+        raise NotACommitLogError(f"a table cannot be created at {uri}: {problem}") from cause_of(problem)
     return True
 
 

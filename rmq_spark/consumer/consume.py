@@ -15,7 +15,7 @@ import pyarrow as pa
 from rmq_spark.commitlog.files import filesystem
 from rmq_spark.commitlog.half import HalfFile, HalfWriter
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.config import DELAY_LEVELS_S
+from rmq_spark.config import DELAY_LEVELS_S, seconds, whole_number
 from rmq_spark.consumer.in_order import RESULT, Queue, QueueResult, by_queue, consume_queue
 from rmq_spark.consumer.listener import EachMessage, Listen, answers
 from rmq_spark.consumer.retry import MAX_RECONSUME_TIMES, NEEDED_COLUMNS, dlq_topic, restored, retry_topic, sent_back
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 CONCURRENTLY, ORDERLY = "concurrently", "orderly"
 SUSPEND_S = 1.0
 """How long a queue is suspended (RocketMQ: ``suspendCurrentQueueTimeMillis``)."""
+RECONSUME_TIMES_MAX = 2**31 - 1
+"""The count of a message's retries is an int32, as in RocketMQ."""
 
 
 def consume(
@@ -104,14 +106,11 @@ def consume(
         raise OptionError(
             f"the stream has no column {missing[0]!r}: load it without .schema(...), and keep all columns"
         )
-    if max_reconsume_times is not None and (type(max_reconsume_times) is not int or max_reconsume_times < 0):
-        raise OptionError(
-            f"max_reconsume_times={max_reconsume_times!r} is not a number of times: 0 or more is expected"
-        )
+    if max_reconsume_times is not None:
+        whole_number(max_reconsume_times, "max_reconsume_times", 0, RECONSUME_TIMES_MAX)
     if delay_level is not None and (type(delay_level) is not int or not 1 <= delay_level <= len(DELAY_LEVELS_S)):
         raise OptionError(f"delay_level={delay_level!r} is not a delay level: 1 to {len(DELAY_LEVELS_S)} are there")
-    if not suspend_s >= 0:
-        raise OptionError(f"suspend_s={suspend_s!r} is not a number of seconds")
+    suspend_s = seconds(suspend_s, "suspend_s")
     log = _log_of(stream, group, mode, log, storage_options)
     for topic in (retry_topic(group), dlq_topic(group)):
         log.create_own_topic(topic)

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.config import whole_number
 from rmq_spark.consumer.retry import (
     DLQ_ORIGIN_MESSAGE_ID,
     DLQ_ORIGIN_TOPIC,
@@ -85,7 +86,7 @@ class DeadLetters:
         """
         read = self._read(None)
         there = read["queue_offset"].to_pylist()
-        wanted = there if offsets is None else sorted(set(offsets))
+        wanted = there if offsets is None else sorted({whole_number(o, "offset", 0) for o in offsets})
         unknown = [o for o in wanted if o not in set(there)]
         if unknown:
             raise OffsetError(f"group {self.group!r} has no dead letter {unknown[0]}: it has {len(there)}, from 0 on")

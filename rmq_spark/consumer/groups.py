@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.reading import walk_placements
-from rmq_spark.config import nearest
+from rmq_spark.config import check_time, nearest
 from rmq_spark.errors import GroupNotFoundError, OptionError
 from rmq_spark.message import TIMESTAMP, check_group, check_topic
 from rmq_spark.source.offsets import EARLIEST, LATEST, JsonOffsets, Positions, Queue, from_json
@@ -148,11 +148,12 @@ class ConsumerGroup:
         ------
         OptionError, OffsetError, OffsetOutOfRangeError, TopicNotFoundError, GroupNotFoundError
         """
+        if topics is not None:
+            listed = isinstance(topics, Iterable) and not isinstance(topics, (str, bytes))
+            topics = [check_topic(name, own=True) for name in topics] if listed else [check_topic(topics, own=True)]
         given: str | datetime | Positions
         if isinstance(to, datetime):
-            if to.tzinfo is None:
-                raise OptionError(f"to={to!r} has no time zone: which hour is meant would be a guess")
-            given = to
+            given = check_time(to, "to")
         elif isinstance(to, str):
             if to not in (EARLIEST, LATEST):
                 raise OptionError(f"to={to!r} is neither 'earliest' nor 'latest', nor a datetime, nor offsets")

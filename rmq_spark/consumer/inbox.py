@@ -25,6 +25,7 @@ from rmq_spark.listeners.database import (
 )
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.message import check_group
+from rmq_spark.redaction import cause_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -81,7 +82,7 @@ class SqlInbox(Database):
     ) -> None:
         if not callable(work):
             raise ListenerError(f"work is {type(work).__name__}: a function work(connection, messages) is expected")
-        if not table.isidentifier() or not table.isascii():
+        if not isinstance(table, str) or not table.isidentifier() or not table.isascii():
             raise OptionError(f"table={table!r} is not a plain table name of letters, digits and _")
         super().__init__(url_or_engine)
         self.machine: Machine = MACHINE
@@ -166,7 +167,7 @@ class SqlInbox(Database):
             raise TransactionEndedError(
                 f"{problem}. The positions of group {self.group!r} are marked (below 0), and no later call goes on: "
                 f"look what is there, undo or finish it, and set them by hand in table {self._table.fullname!r}"
-            ) from problem
+            ) from cause_of(problem)
 
     def _run(self, connection: sa.Connection, before: Mapping[tuple[str, int], int], new: pa.Table) -> None:
         """Move the positions and run ``work``. While it runs they are marked, so that one which ends the transaction
@@ -224,7 +225,7 @@ class SqlInbox(Database):
                 raise
             raise ListenerError(
                 f"{self.where} has no table {table.fullname!r}: call create() once, when the database is set up"
-            ) from problem
+            ) from cause_of(problem)
 
     def _positions(self, connection: sa.Connection) -> dict[tuple[str, int], int]:
         columns = self._table.c

@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from rmq_spark.config import seconds
 from rmq_spark.errors import (
     FencedError,
     FenceError,
     ListenerError,
     LocalTransactionError,
-    OptionError,
     VerdictError,
 )
 from rmq_spark.listener import TransactionListener, Verdicts
 from rmq_spark.machine import MACHINE, Machine
+from rmq_spark.redaction import redacted
 from rmq_spark.transaction import (
     BATCH,
     COMMIT_MESSAGE,
@@ -132,15 +133,13 @@ class DeltaTransactionListener(TransactionListener):
     ) -> None:
         if not callable(work):
             raise ListenerError(f"work is {type(work).__name__}: a function work(batch_df, delta_table) is expected")
-        if rollback_after < 0:
-            raise OptionError(f"rollback_after={rollback_after!r} is negative: seconds of 0 or more are expected")
         self._table = table if isinstance(table, str) else _location(table)
         self._work = work
         self._spark = spark
-        self._rollback_after = timedelta(seconds=rollback_after)
+        self._rollback_after = timedelta(seconds=seconds(rollback_after, "rollback_after"))
 
     def __repr__(self) -> str:
-        return f"DeltaTransactionListener({self._table!r}, work={getattr(self._work, '__qualname__', '?')})"
+        return f"DeltaTransactionListener({redacted(self._table)!r}, work={getattr(self._work, '__qualname__', '?')})"
 
     @property
     def fence_id(self) -> str:

@@ -36,6 +36,7 @@ from rmq_spark.listeners.database import (  # isort: skip
 
 import sqlalchemy as sa
 
+from rmq_spark.config import seconds
 from rmq_spark.errors import (
     FencedError,
     FenceError,
@@ -65,6 +66,9 @@ logger = logging.getLogger(__name__)
 
 ROLLBACK_AFTER_S = 60.0
 LOCK_TIMEOUT_S = 5.0
+LOCK_TIMEOUT_S_MIN = 0.001
+LOCK_TIMEOUT_S_MAX = 24 * 3600.0
+"""PostgreSQL and SQLite count a lock timeout in milliseconds of an int32, which hold 24 days."""
 FENCE_TABLE = "txmq_fence"
 FENCE_RETENTION_MIN_S = 7 * 24 * 3600.0
 """prune refuses to delete younger fence rows: they must outlive the half batches that they speak for."""
@@ -247,15 +251,11 @@ class SqlTransactionListener(TransactionListener):
     ) -> None:
         if not callable(work):
             raise ListenerError(f"work is {type(work).__name__}: a function work(connection, batch) is expected")
-        if rollback_after < 0:
-            raise OptionError(f"rollback_after={rollback_after!r} is negative: seconds of 0 or more are expected")
-        if lock_timeout < 0.001:
-            raise OptionError(f"lock_timeout={lock_timeout!r} is too small: seconds of 0.001 or more are expected")
         self._fence = _Fence(url_or_engine, fence_table, schema)
         self._work: Callable[[sa.Connection, Any], Any] = work
         self._per_transaction = per_transaction
-        self._rollback_after = timedelta(seconds=rollback_after)
-        self._lock_timeout = lock_timeout
+        self._rollback_after = timedelta(seconds=seconds(rollback_after, "rollback_after"))
+        self._lock_timeout = seconds(lock_timeout, "lock_timeout", LOCK_TIMEOUT_S_MIN, maximum=LOCK_TIMEOUT_S_MAX)
         self._fence_id: str | None = None
 
     def __repr__(self) -> str:
@@ -311,6 +311,7 @@ class SqlTransactionListener(TransactionListener):
         OptionError
             For less than 7 days, or without a log.
         """
+        seconds(older_than, "older_than")
         if older_than < FENCE_RETENTION_MIN_S:
             raise OptionError(
                 f"older_than={older_than!r} s is less than 7 days ({FENCE_RETENTION_MIN_S:.0f} s): fence "
@@ -584,7 +585,7 @@ class _Fence(Database):
     """The fence's tables in one database, and transactions on it. Says what is; decides nothing."""
 
     def __init__(self, url_or_engine: str | sa.URL | sa.Engine, name: str, schema: str | None) -> None:
-        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,55}", name) is None:
+        if not isinstance(name, str) or re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,55}", name) is None:
             raise OptionError(f"fence_table={name!r} is not a plain table name of at most 56 letters, digits and _")
         super().__init__(url_or_engine)
         self.machine = MACHINE

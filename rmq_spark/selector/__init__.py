@@ -17,6 +17,12 @@ SELECTOR_CHARS_MAX = 64 * 1024
 
 def parse_tags(expression: str) -> tuple[str, ...] | None:
     """The tags of RocketMQ's ``"TagA || TagB"``; None for ``*`` (``FilterAPI.buildSubscriptionData``)."""
+    if not isinstance(expression, str):
+        raise OptionError(f"tags is {type(expression).__name__}: a string such as 'TagA || TagB' is expected")
+    try:
+        expression.encode()
+    except UnicodeEncodeError as problem:
+        raise OptionError(f"tags={expression[:40]!r} is not valid Unicode text: {problem.reason}") from None
     tags = tuple(dict.fromkeys(tag.strip() for tag in expression.split("||")))
     if tags == (SUB_ALL,):
         return None

@@ -151,7 +151,7 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
         raise OptionError(
             f"checkpointLocation={location!r} cannot be read from Python ({type(problem).__name__}: {problem}): "
             "use a path that both Spark and Python reach"
-        ) from problem
+        ) from cause_of(problem)
 
 
 def _hash(offsets: bytes) -> str:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState
-from rmq_spark.config import TRANSACTION_CHECK_INTERVAL_S, TRANSACTION_TIMEOUT_S
+from rmq_spark.config import TRANSACTION_CHECK_INTERVAL_S, TRANSACTION_TIMEOUT_S, seconds
 from rmq_spark.errors import ListenerError, MessageError, OptionError
 from rmq_spark.listener import TransactionListener, check_listener
 from rmq_spark.message import Message, check_app_id, check_group, to_table
@@ -113,8 +113,8 @@ class TransactionMQProducer:
         self.listener = check_listener(listener, "TransactionMQProducer")
         if self.listener.requires_spark:
             raise ListenerError("TransactionMQProducer has no Spark session: use a listener that needs none")
-        self.check_interval = check_interval
-        self.transaction_timeout = transaction_timeout
+        self.check_interval = None if check_interval is None else seconds(check_interval, "check_interval", above=True)
+        self.transaction_timeout = seconds(transaction_timeout, "transaction_timeout")
         self.two_phase = TwoPhase(self.log, self.listener, on_listener_error=on_listener_error)
         self._closing = self.log.machine.event()
         self._checks: threading.Thread | None = None

@@ -20,7 +20,7 @@ from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Mask, Placed
 from rmq_spark.commitlog.log import CommitLog, masks_for
 from rmq_spark.commitlog.op import BatchState, RowState, Who, rows_in_both, rows_without
-from rmq_spark.config import LEASE_S, LEASE_S_MAX, REPLAY_CHECK_TIMEOUT_S
+from rmq_spark.config import LEASE_S, LEASE_S_MAX, REPLAY_CHECK_TIMEOUT_S, seconds
 from rmq_spark.errors import (
     AlreadyPreparedError,
     CheckpointMismatchError,
@@ -32,6 +32,7 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener, require_same_fence
+from rmq_spark.redaction import cause_of, traceback_of
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -128,8 +129,8 @@ class TwoPhase:
         self.log = log
         self.listener = listener
         self.on_listener_error = on_listener_error
-        self.replay_check_timeout_s = replay_check_timeout_s
-        self.lease_s = lease_s
+        self.replay_check_timeout_s = seconds(replay_check_timeout_s, "replay_check_timeout")
+        self.lease_s = seconds(lease_s, "lease_s", above=True)
 
     # ------------------------------------------------------------------ the whole protocol
     def send(self, header: HalfHeader, files: Sequence[HalfFile], arg: Any = None) -> Outcome:
@@ -246,13 +247,13 @@ class TwoPhase:
             raise
         except Exception as problem:
             if self.on_listener_error == "unknown":
-                logger.warning("local transaction of %r failed: it stays UNKNOWN", batch, exc_info=True)
+                logger.warning("local transaction of %r failed: it stays UNKNOWN: %s", batch, traceback_of(problem))
                 run.outcome.error = problem
                 return UNKNOWN
             raise LocalTransactionError(
                 f"the local transaction of half batch {batch.half_id!r} (attempt {batch.attempt}) raised "
                 f"{type(problem).__name__}: {problem}. Its messages stay pending; a check or a restart settles them"
-            ) from problem
+            ) from cause_of(problem)
 
     def _end_fenced(self, run: _Run, batch: HalfBatch, mask: Mask) -> None:
         """A check's tombstone was there first, so the attempt did nothing: the rollback is the check's, and the next
@@ -342,7 +343,7 @@ class TwoPhase:
         try:
             verdicts = normalize_verdicts(listener.check_local_transaction(batch), batch)
         except Exception as problem:  # not an answer; the next one may be
-            logger.warning("check of %r failed", batch, exc_info=True)
+            logger.warning("check of %r failed: %s", batch, traceback_of(problem))
             run.outcome.error = problem
             return True
         try:
@@ -400,5 +401,6 @@ class _Lease(AbstractContextManager[None]):
         while not self._done.wait(self._lease_s / 3):
             try:
                 self._log.ledger.lease(self._record, self._lease_s)
-            except Exception:  # without a lease a check may ask early; the fence keeps that safe
-                logger.warning("lease of half batch %r not renewed", self._record.half_id, exc_info=True)
+            except Exception as problem:  # without a lease a check may ask early; the fence keeps that safe
+                half_id = self._record.half_id
+                logger.warning("lease of half batch %r not renewed: %s", half_id, traceback_of(problem))

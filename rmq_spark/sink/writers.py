@@ -23,6 +23,7 @@ from pyspark.sql.datasource import (
 
 from rmq_spark.commitlog.files import filesystem
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, check_columns, check_known, half_id_of
+from rmq_spark.commitlog.location import location
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, Options, parse_int
 from rmq_spark.errors import CheckpointMismatchError, ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
@@ -72,7 +73,7 @@ class SinkSettings:
         per = options.choice("transactionPer", (BATCH, MESSAGE, KEY), KEY if key else BATCH)
         check_transaction_per(per, key)
         return cls(
-            path=path,
+            path=location(path),
             topic=options.get("topic"),
             producer_group=check_group(group),
             listener_path=listener.strip(),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 
-from rmq_spark.config import nearest
+from rmq_spark.config import INT64_MAX, check_time, nearest
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
 
 EARLIEST = "earliest"
@@ -29,7 +29,7 @@ JsonOffsets = dict[str, dict[str, int]]
 AGAIN = "@again"
 """In a checkpoint, beside the topics (none has this name): what the micro-batch that ends here read again."""
 
-OFFSET_MAX = 2**63 - 1
+OFFSET_MAX = INT64_MAX
 EPOCH_MS_MIN = 100_000_000_000
 """A smaller number (March 1973) is taken for seconds, and refused."""
 
@@ -226,7 +226,9 @@ def parse_timestamp(text: str, option: str) -> datetime:
                 f"{option}={text!r} is too small for milliseconds since 1970 (are they seconds?): {example}"
             )
         try:
-            return _from_ms(int(value))
+            return check_time(_from_ms(int(value)), option)
+        except OptionError:
+            raise
         except (OverflowError, ValueError, OSError) as problem:
             raise OptionError(f"{option}={text!r} is not a time: {example}") from problem
     try:
@@ -235,7 +237,7 @@ def parse_timestamp(text: str, option: str) -> datetime:
         raise OptionError(f"{option}={text!r} is not a time: {example}") from problem
     if found.tzinfo is None:
         raise OptionError(f"{option}={text!r} has no time zone: {example}")
-    return found
+    return check_time(found, option)
 
 
 def _from_ms(milliseconds: int) -> datetime:

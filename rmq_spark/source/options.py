@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
+from rmq_spark.commitlog.location import location
 from rmq_spark.config import Options
 from rmq_spark.errors import OptionError
 from rmq_spark.message import RETRY_PREFIX, check_group, check_topic
@@ -112,7 +112,7 @@ def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
         options.at_most_one("ordered", "minPartitions")
         options.at_most_one("ordered", "maxRecordsPerPartition")
     return ReadOptions(
-        path=_path(options.require("path", "give the folder or the URI of a commit log")),
+        path=location(options.require("path", "give the folder or the URI of a commit log")),
         storage_options=options.storage_options,
         subscription=replace(_subscription(options), retry=None if group is None else RETRY_PREFIX + group),
         tags=tags,
@@ -126,11 +126,6 @@ def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
         ordered=ordered,
         consumer_group=group,
     )
-
-
-def _path(text: str) -> str:
-    # Executors may have another working folder.
-    return text if "://" in text else os.path.abspath(text)
 
 
 def _subscription(options: Options) -> Subscription:

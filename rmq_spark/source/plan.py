@@ -91,7 +91,7 @@ class Planner:
         """The next offset of every queue subscribed to that has messages."""
         if refresh:
             self.log.ledger.refresh()
-        tails = dict(self.log.ledger.tails)  # other threads of the process may add queues meanwhile
+        tails = self.log.ledger.tails
         mine = {topic for topic in {topic for topic, _ in tails} if self._subscription.matches(topic)}
         return {queue: offset for queue, offset in tails.items() if queue[0] in mine}
 

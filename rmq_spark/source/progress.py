@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rmq_spark.commitlog.group_store import Place, Session
 from rmq_spark.errors import GroupInUseError
+from rmq_spark.redaction import traceback_of
 from rmq_spark.source.offsets import Again, Positions, Queue
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ class GroupProgress:
             self._published = (positions, again)
         except GroupInUseError:
             raise
-        except Exception:  # the checkpoint is what counts; the next micro-batch publishes more
-            logger.warning("progress of consumer group %r was not published", self._group, exc_info=True)
+        except Exception as problem:  # the checkpoint is what counts; the next micro-batch publishes more
+            logger.warning("progress of consumer group %r was not published: %s", self._group, traceback_of(problem))
 
     def suspended(self, positions: Positions) -> Again:
         """The queues whose group stands below these positions: its orderly consumer has suspended them."""
@@ -57,5 +58,5 @@ class GroupProgress:
         """A group's retries come in time although nobody else writes to the log."""
         try:
             self._log.place_due()
-        except Exception:  # a round of checks, or the next trigger, places them
-            logger.warning("delayed messages were not placed", exc_info=True)
+        except Exception as problem:  # a round of checks, or the next trigger, places them
+            logger.warning("delayed messages were not placed: %s", traceback_of(problem))

@@ -19,7 +19,7 @@ from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import VerdictConflictError
-from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared
 
 SECRET = "s3cr3t-value"
 
@@ -40,7 +40,7 @@ def log(tmp_path: Path) -> CommitLog:
 
 
 def prepare(log: CommitLog, batch_id: int = 0, bodies: tuple[object, ...] = (b"one", b"two")) -> HalfRecord:
-    header = HalfHeader(half_id_of("app", batch_id), "app", batch_id, None, None, None, "batch", "shop")
+    header = HalfHeader(half_id_of("app", batch_id), "app", batch_id, None, None, NO_LISTENER_FENCE, "batch", "shop")
     table = pa.table({"body": pa.array(bodies, pa.binary()), "keys": [f"k{i}" for i in range(len(bodies))]})
     return log.prepare(header, log.stage(HalfWriter(header, log.topics(), "orders", None), table.to_batches()))
 

@@ -444,21 +444,3 @@ def test_tags_are_read_as_rocketmq_writes_them(text: str, tags: tuple[str, ...] 
 def test_the_sentence_of_a_missing_range_names_topic_queue_and_offsets() -> None:
     make: Callable[..., str] = out_of_range
     assert make("orders", 2, 5, 9) == "topic 'orders', queue 2: offsets 5 to 8 are not in the commit log"
-
-
-# ---------------------------------------------------------------- threads that share a log
-class Busy(dict[tuple[str, int], int]):
-    """While somebody goes through these offsets, another thread places the first message of a queue."""
-
-    def items(self) -> Any:
-        for pair in super().items():
-            self["orders", len(self)] = 1
-            yield pair
-
-
-def test_a_thread_that_places_the_first_message_of_a_queue_stops_no_plan_of_another(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = planner(log)
-    monkeypatch.setattr(one.log.ledger, "_tails", Busy({("orders", 0): 4}))
-    assert one.latest(refresh=False) == {("orders", 0): 4}

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
+from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.errors import (
     FenceError,
     ListenerError,
@@ -22,6 +23,7 @@ from rmq_spark.listener import CommitOncePrepared, PerMessageListener
 from rmq_spark.message import MessageExt
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
+from tests.half_batches import header_of
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 DEADLINE_S = 20.0
@@ -352,3 +354,28 @@ def test_a_per_message_listener_refuses_transactions_of_several_messages(log: An
 def test_a_per_message_listener_needs_both_methods() -> None:
     with pytest.raises(ListenerError, match="check_local_transaction"):
         PerMessageListener(type("Half", (), {"execute_local_transaction": lambda self, msg, arg: COMMIT})())
+
+
+# ---------------------------------------------------------------- queues
+def test_single_sends_do_not_all_go_to_the_first_queue() -> None:
+    log = InMemoryCommitLog(topics={"orders": 8})
+    with producer(log, Told(COMMIT)) as open_producer:
+        queues = [open_producer.send_message_in_transaction(ORDER).queue_id for _ in range(64)]
+    assert len(set(queues)) == 8
+    assert max(queues.count(q) for q in range(8)) <= 24
+
+
+def test_a_send_that_is_staged_again_writes_the_same_queue() -> None:
+    found = set()
+    for _ in range(3):
+        log = InMemoryCommitLog(topics={"orders": 8})
+        with producer(log, Told(COMMIT)) as open_producer:
+            found.add(open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42").queue_id)
+    assert len(found) == 1
+
+
+def test_the_batches_of_a_stream_begin_at_the_queues_in_turn() -> None:
+    writers = [HalfWriter(header_of(n), {"orders": 8}, "orders", None) for n in range(8)]
+    table = pa.table({"body": ["one message"]})
+    queues = [segment.queue_id for w in writers for segment in w.arrange(w.normalize(table), 0)[1]]
+    assert sorted(queues) == list(range(8))

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.check.settings import JobSettings
+from rmq_spark.commitlog.location import location
 from rmq_spark.config import (
     APP_ID_CHARS_MAX,
     BODY_BYTES_MAX,
@@ -31,16 +32,22 @@ from rmq_spark.config import (
     parse_duration,
     parse_int,
 )
+from rmq_spark.consumer.dead_letters import DeadLetters
+from rmq_spark.consumer.groups import ConsumerGroup
+from rmq_spark.consumer.inbox import SqlInbox
 from rmq_spark.errors import TxmqError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
+from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.message import Message, check_app_id, check_group, check_topic, to_table
+from rmq_spark.sink.foreach_batch import TransactionalSink
+from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.sink.writers import SINK_OPTIONS, SinkSettings
 from rmq_spark.source import SOURCE_OPTIONS
 from rmq_spark.source.offsets import from_json, parse_offsets, parse_timestamp, to_json
 from rmq_spark.source.options import ReadOptions, parse_tags, read_options
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import LocalTransactionState, decode_json
-from tests.torture.hostile.values import anything, text
+from tests.torture.hostile.values import EDGES, anything, text
 
 Door = Callable[[random.Random], bool]
 """True when the input was accepted, False when it was refused."""
@@ -406,6 +413,63 @@ def log_arguments(rng: random.Random) -> bool:
     return ok
 
 
+def edges_of_arguments(rng: random.Random) -> bool:
+    """Every argument that has a range: a value at its edges is taken, or refused in words."""
+    v = rng.choice(EDGES) if rng.random() < 0.9 else anything(rng)
+    log = InMemoryCommitLog(topics={"orders": 2})
+    log.create_own_topic("%DLQ%group")
+    seconds = rng.choice(("transaction_timeout", "check_interval", "on_listener_error"))
+    group, letters = ConsumerGroup(log, "group"), DeadLetters(log, "group")
+    sql = SqlTransactionListener("sqlite://", print)
+
+    def send(**more: Any) -> Any:
+        given = {"messages": [Message("orders", b"")], **more}
+        with TransactionMQProducer(log, "shop", CommitOncePrepared(), check_interval=None) as producer:
+            return producer.send_messages_in_transaction(given.pop("messages"), **given)
+
+    def sink(**more: Any) -> Any:
+        return TransactionalSink(log, listener=None, **{"producer_group": "shop", **more})
+
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: TransactionMQProducer(log, "shop", CommitOncePrepared(), **{seconds: v}),
+        lambda: TransactionMQProducer(log, v, CommitOncePrepared()),
+        lambda: send(messages=v),
+        lambda: send(topic=v),
+        lambda: send(transaction_key=v),
+        lambda: send(transaction_per=v),
+        lambda: send(idempotency_key=v),
+        lambda: sink(**{rng.choice(("topic", "transaction_key", "transaction_per", "app_id", "producer_group")): v}),
+        lambda: sink(**{rng.choice(("replay_check_timeout", "on_listener_error")): v}),
+        lambda: SqlTransactionListener("sqlite://", print, **{rng.choice(("rollback_after", "lock_timeout")): v}),
+        lambda: SqlTransactionListener("sqlite://", print, fence_table=v),
+        lambda: SqlInbox("sqlite://", rng.choice(("group", v)), print, table=v),
+        lambda: sql.prune(v) if rng.random() < 0.5 and not isinstance(v, (int, float)) else sql.__repr__(),
+        lambda: log.read("orders", limit=v),
+        lambda: log.read("orders", start={0: v}),
+        lambda: log.read("orders", columns=rng.choice((v, [v]))),
+        lambda: log.read("orders", **{rng.choice(("tags", "selector")): v}),
+        lambda: log.read(v),
+        lambda: log.create_topic("new", v),
+        lambda: log.create_topic(v),
+        lambda: log.vacuum(v),
+        lambda: log.get(v),
+        lambda: log.resume(v),
+        lambda: log.resolve(v, LocalTransactionState.COMMIT_MESSAGE, "reason"),
+        lambda: log.resolve("x:0", v, "reason"),
+        lambda: log.resolve("x:0", LocalTransactionState.COMMIT_MESSAGE, v),
+        lambda: group.reset(v, ["orders"]),
+        lambda: group.reset("latest", rng.choice((v, [v]))),
+        lambda: group.clone(v),
+        lambda: letters.list(v),
+        lambda: letters.resend([v]),
+        lambda: location(v),
+        lambda: Message("orders", b"", **{rng.choice(("born_timestamp", "deliver_at", "queue_id", "delay_level")): v}),
+    )
+    ok, _ = attempt(rng.choice(calls))
+    log.pending().to_pylist()
+    return ok
+
+
 def _name(rng: random.Random) -> Any:
     return anything(rng, 2) if rng.random() < 0.2 else text(rng)
 
@@ -423,5 +487,6 @@ DOORS: Mapping[str, tuple[Door, int]] = {
     "configuration files": (configuration_files, 45),
     "check settings": (check_settings, 30),
     "log arguments": (log_arguments, 30),
+    "edges of arguments": (edges_of_arguments, 60),
 }
 """By name: the door, and how often it is taken."""

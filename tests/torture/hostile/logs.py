@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
@@ -11,11 +12,14 @@ import pyarrow as pa
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from rmq_spark.check.service import CheckService
+from rmq_spark.cli.app import _json_message
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfWriter
 from rmq_spark.commitlog.half import STATS_COLUMNS as HALF_STATS
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA, STATS_COLUMNS, Who
 from rmq_spark.commitlog.table import Change, Table
+from rmq_spark.consumer.groups import ConsumerGroup
+from rmq_spark.consumer.retry import restored, sent_back
 from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.source.offsets import from_json, to_json
@@ -23,7 +27,7 @@ from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner, admit
 from rmq_spark.source.reader import TxmqStreamReader
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import HalfBatch, normalize_verdicts
+from rmq_spark.transaction import COMMIT_MESSAGE, HalfBatch, normalize_verdicts
 from tests.half_batches import commit, header_of, pending, prepare, roll_back, split
 from tests.source_logs import source_schema
 from tests.torture.hostile.doors import Door, attempt, require
@@ -43,6 +47,8 @@ _LIKELY: Mapping[str, tuple[pa.DataType, ...]] = {
     "queue_id": (pa.int8(), pa.int32(), pa.int64(), pa.uint64()),
     "properties": (pa.map_(pa.string(), pa.string()),),
     "born_timestamp": (pa.timestamp("us", "UTC"), pa.timestamp("ns", "UTC"), pa.timestamp("s", "Asia/Tokyo")),
+    "deliver_at": (pa.timestamp("us", "UTC"), pa.timestamp("ms", "UTC")),
+    "delay_level": (pa.int32(), pa.int64()),
 }
 
 
@@ -73,6 +79,7 @@ def columns(rng: random.Random) -> bool:
     if ok and table.num_rows:
         assert made is not None
         _same_values(table, made)
+        made.to_pylist()  # Python can hold them all
         rows, segments = writer.arrange(made, 0)
         require(rows.num_rows == table.num_rows == sum(s.last - s.first + 1 for s in segments), "rows were lost")
         require(sorted(rows["body"].to_pylist()) == sorted(made["body"].to_pylist()), "bodies were changed")
@@ -119,10 +126,30 @@ def sends(rng: random.Random) -> bool:
         require(not shown, f"refused, and shown: {shown[:2]}")
         return False
     assert sent is not None
+    _comes_out(log, shown)
+    if log.ledger.waiting:  # delayed: it is not visible yet
+        require(len(shown) < sent.messages, f"{sent} waits, and is shown")
+        return True
     bodies = [v.encode() if isinstance(v, str) else v for v in table["body"].to_pylist()]
     require(sorted(r["body"] for r in shown) == sorted(bodies), f"{bodies} became {[r['body'] for r in shown]}")
     require(sent.messages == len(shown), f"{sent} for {len(shown)} messages")
     return True
+
+
+def _comes_out(log: InMemoryCommitLog, shown: Sequence[dict[str, Any]]) -> None:
+    """What was accepted passes through everything that a consumer meets."""
+    for row in shown:
+        json.dumps(_json_message(dict(row)))
+    for topic in TOPICS:
+        read = restored(log.read(topic))
+        sent_back(read, [None] * read.num_rows, "group", 16, None).to_pylist()
+        log.read(topic, selector="TAGS IS NULL OR a > 5")
+    group = ConsumerGroup(log, "group")
+    group.reset("earliest", list(TOPICS))
+    group.lag().to_pylist()
+    for half_id in log.open_half_ids():
+        log.resolve(half_id, COMMIT_MESSAGE, "to its end")
+    CheckService(log, {"group": CommitOncePrepared()}, transaction_timeout=0, round_timeout=None).run_once()
 
 
 # ---------------------------------------------------------------- verdicts

@@ -23,6 +23,7 @@ CASES = {
     "configuration files": how_many(100, 500),
     "check settings": how_many(260, 500),
     "log arguments": how_many(60, 1000),
+    "edges of arguments": how_many(250, 3000),
     "columns": how_many(80, 1500),
     "sends": how_many(22, 120),
     "verdicts": how_many(120, 400),

@@ -98,8 +98,18 @@ ODD_TIMES: Sequence[Any] = (
     datetime(1, 1, 1, tzinfo=UTC),
     datetime(9999, 12, 31, 23, 59, 59, 999999, tzinfo=UTC),
     datetime(2025, 3, 1, tzinfo=timezone(timedelta(hours=14))),
+    datetime(1969, 12, 31, 23, 59, 59, tzinfo=UTC),
+    datetime(2262, 1, 1, tzinfo=UTC),
+    datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=14))),
+    datetime(9999, 12, 31, 23, 59, tzinfo=timezone(timedelta(hours=-14))),
     date(2025, 3, 1),
 )
+EDGES: Sequence[Any] = (
+    None, True, False, math.nan, math.inf, -math.inf, 1e300, -1, 0, 1, 0.5, 2**31 - 1, 2**31, 2**63 - 1, 2**63,
+    -(2**63), 10**400, "", " ", "\x00", "a\x00b", "\ud800", "x" * 2**20, b"x", b"",
+    timedelta(seconds=5), Decimal("NaN"), [], {}, ["a"], {"a": 1}, *ODD_TIMES,
+)  # fmt: skip
+"""What an argument is not meant to be, and what it may just be."""
 
 
 def text(rng: random.Random) -> str:
@@ -152,6 +162,12 @@ ARROW_KINDS: Sequence[pa.DataType] = (
 )  # fmt: skip
 
 
+EDGE_SECONDS = (
+    0, -1, 1_740_830_400, 1_740_830_400_000, 9_214_646_399, 9_214_646_400, -62_135_596_800, 253_402_300_800,
+)  # fmt: skip
+"""1970, just before, a day of 2025, its milliseconds, the last second of 2261, the next, the years 1 and 10000."""
+
+
 def _utf8(rng: random.Random) -> str:
     return text(rng).encode("utf-8", "ignore").decode()
 
@@ -166,7 +182,9 @@ def arrow_value(rng: random.Random, kind: pa.DataType, nulls: float) -> Any:
     if t.is_boolean(kind):
         return rng.random() < 0.5
     if t.is_integer(kind):
-        return rng.choice((0, 1, 2, 3, 100))
+        signed = t.is_signed_integer(kind)
+        least = -(2 ** (kind.bit_width - 1)) if signed else 0
+        return rng.choice((0, 1, 2, 3, 100, 0, 1, least, 2 ** (kind.bit_width - signed) - 1))
     if t.is_floating(kind):
         return rng.choice((0.0, 1.5, math.nan))
     if t.is_decimal(kind):
@@ -180,7 +198,11 @@ def arrow_value(rng: random.Random, kind: pa.DataType, nulls: float) -> Any:
     if t.is_date(kind):
         return date(2025, 3, 1)
     if t.is_timestamp(kind):
-        return datetime(2025, 3, 1, 12, tzinfo=UTC if kind.tz else None)
+        if rng.random() < 0.7:
+            return datetime(2025, 3, 1, 12, tzinfo=UTC if kind.tz else None)
+        scale = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[kind.unit]
+        whole = [n * scale for n in EDGE_SECONDS if abs(n * scale) < 2**63]
+        return rng.choice((*whole, -(2**63), 2**63 - 1))
     if t.is_duration(kind):
         return timedelta(seconds=5)
     if t.is_fixed_size_list(kind):

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.check import service as service_module
 from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import ledger as ledger_module
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog import table as table_module
@@ -32,6 +33,7 @@ from rmq_spark.commitlog.log import CommitLog, masks_for
 from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who, mask_count, rows_in_both, rows_without
 from rmq_spark.commitlog.placing import Placer
 from rmq_spark.commitlog.table import Change
+from rmq_spark.message import TIMESTAMP
 from rmq_spark.sink import two_phase
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.source.plan import Planner
@@ -990,6 +992,19 @@ def _reported_early() -> Iterator[None]:
         return outcome
 
     with replaced((TwoPhase, "decide", later), (TwoPhase, "send", at_once)):
+        yield
+
+
+@mutant(
+    "any time is let in: what names one that Python cannot hold is stored, and can never be decided",
+    A.STUCK_HALF,
+    **CALM,
+    slips=True,
+    fifo=False,
+    listener="fenced",
+)
+def _any_time() -> Iterator[None]:
+    with replaced((half_module, "_times", lambda table, name: half_module._column(table, name, TIMESTAMP))):
         yield
 
 

@@ -39,12 +39,13 @@ from rmq_spark.errors import (
     LocalTransactionError,
     LostCommitError,
     LostStagedFileError,
+    MessageError,
     StaleAttemptError,
     TopicExistsError,
     UnresolvedTransactionError,
     VerdictConflictError,
 )
-from rmq_spark.message import CHECK_IMMUNITY_PROPERTY, PROPERTIES
+from rmq_spark.message import CHECK_IMMUNITY_PROPERTY, PROPERTIES, TIMESTAMP
 from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.source.options import Subscription
@@ -70,6 +71,8 @@ from tests.torture.simulate.world import CLOCK_OFFSETS_S, TOPIC, SimulatedLog, W
 
 GROUP = "group"
 DAY_S = 86_400.0
+NO_TIME_US = -(2**63)
+"""The least of Arrow's times, which Python cannot hold."""
 INCARNATIONS_MAX = 6
 DRAIN_ROUNDS_MAX = 60
 APPOINTMENT_S = 10.0
@@ -118,6 +121,7 @@ class Scenario:
     changed: bool = False  # a driver that starts again may have transactionListener=none
     stranger: bool = False  # one more checker, which looks into another database
     listener: str = "fenced"
+    slips: bool = False  # each source first sends a time that no consumer could hold; the door must refuse it
     immunity: bool = False  # messages ask for longer, or shorter, than the time-out before their check
     discard: str = "quarantine"
     checks_max: int = 2
@@ -192,6 +196,7 @@ class Scenario:
         scenario.changed = scenario.stranger
         if scenario.restored == "query" and scenario.planner:
             scenario.restored = "hidden"
+        scenario.slips = scenario.on_listener_error == "unknown"
         return scenario.in_mood(pick((None,) * 8 + MOODS)).made_possible()
 
     def in_mood(self, mood: str | None) -> Scenario:
@@ -608,6 +613,7 @@ class Source:
         self.batches = s.batches
         self.done = 0  # batches that the checkpoint says are done
         self.restored: str | None = None
+        self.slipped = not s.slips
 
     @property
     def finished(self) -> bool:
@@ -619,6 +625,31 @@ class Source:
     def keep_appointment(self) -> None:
         if self.simulation.scenario.rivals:
             self.simulation.scheduler.sleep_to_next(APPOINTMENT_S)
+
+    def slip(self, log: SimulatedLog, listener: Listener | NoListener) -> None:
+        """Send a time that is out of bounds. Nothing of it may be staged; what is accepted must come to its end."""
+        if self.slipped:
+            return
+        self.slipped = True
+        app_id = f"slip-{self.name}"
+        half_id = half_id_of(app_id, 0)
+        header = HalfHeader(half_id, app_id, 0, None, None, listener.fence_id, "batch", GROUP)
+        writer = HalfWriter(header, {TOPIC: self.simulation.scenario.queues}, TOPIC, None)
+        now_us = int(log.machine.time() * 1_000_000)
+        times = pa.array([now_us, NO_TIME_US], pa.int64()).cast(TIMESTAMP)
+        columns = {"body": [f"{app_id}.{i}" for i in range(2)]}
+        try:
+            files = log.stage(writer, self.table(columns).append_column("deliver_at", times).to_batches())
+        except MessageError:
+            self.simulation.counts["slips refused"] += 1
+            return
+        begun = self.events(columns, 0, half_id)
+        self.simulation.history.extend(begun)
+        try:
+            TwoPhase(log, listener, on_listener_error="unknown").send(header, files)
+        except Exception as problem:
+            self.simulation.problems.append(f"slip: {type(problem).__name__}: {problem}")
+        self.told(begun, Phase.UNKNOWN)
 
     def columns(self, batch_id: int, other: str = "") -> dict[str, list[Any]]:
         """The messages of a batch: the same whenever it is asked for."""
@@ -674,6 +705,7 @@ class StreamSource(Source):
         self.lives += 1
         mistaken = self.changed_listener()
         listener = mistaken or simulation.listener()
+        self.slip(log, listener)
         while not self.finished:
             self.keep_appointment()
             if mistaken is not None and log.find(self.name, self.done) is None:
@@ -755,6 +787,7 @@ class SendSource(Source):
             log, GROUP, listener, on_listener_error=s.on_listener_error, check_interval=None
         )
         producer.start()
+        self.slip(log, listener)
         producer.two_phase.replay_check_timeout_s = 8.0
         while not self.finished:
             self.keep_appointment()

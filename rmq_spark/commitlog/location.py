@@ -1,0 +1,97 @@
+"""Where a commit log is: one spelling of its path, which delta-rs, pyarrow and Spark all read as the same folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote, urlsplit
+
+from rmq_spark.errors import OptionError
+
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
+_CREDENTIALS = re.compile(r"s3a?://[^/]*@|[A-Za-z][A-Za-z0-9+.-]*://[^@]*:[^@]*@")
+_READ_OTHERWISE = re.compile(r"%[0-9A-Fa-f]{2}|[\\\[\]^|*?{}\x00-\x1f\x7f]")
+"""delta-rs decodes percent escapes once more than pyarrow, takes a backslash for a slash, and cannot write or read the
+others; in Spark's paths some are patterns."""
+
+
+def is_uri(path: str) -> bool:
+    return _URI.match(path) is not None
+
+
+def location(path: object) -> str:
+    """The path of a commit log: an absolute local path, or the URI of a prefix of an object store.
+
+    Parameters
+    ----------
+    path : str or path
+        A local path, taken as it is, relative to the working folder; ``file://`` and its path in percent encoding; or
+        another URI.
+
+    Raises
+    ------
+    OptionError
+        When the path is none, has credentials in it, or is one that not all readers take for the same folder.
+    """
+    try:
+        text = os.fspath(path)  # type: ignore[call-overload]
+    except TypeError:
+        raise OptionError(f"path is {type(path).__name__}: a string or a pathlib.Path is expected") from None
+    if not isinstance(text, str) or not text.strip():
+        raise OptionError("path is empty: give the folder or the URI of a commit log")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise OptionError(f"path {text!r} has characters that UTF-8 cannot write: use another folder") from None
+    if text.startswith("file:/"):
+        text = _local_of(text)
+    elif is_uri(text):
+        return _checked_uri(text)
+    elif _ONE_SLASH.match(text):
+        raise OptionError(f"path {text!r} is neither a folder nor a URI, which has ://; for dbfs:/x write /dbfs/x")
+    if re.match(r"~[^/]*(/|$)", text):
+        raise OptionError(f"path {text!r} begins with ~, which only a shell replaces: pass os.path.expanduser(path)")
+    absolute = os.path.abspath(text)
+    _check_characters(absolute, text)
+    return absolute
+
+
+def _local_of(uri: str) -> str:
+    if re.match(r"file:/(?!/)", uri):  # as Hadoop writes it
+        uri = uri.replace("file:", "file://", 1)
+    if "?" in uri or "#" in uri:
+        raise OptionError(f"path {uri!r} has a query part or a fragment: write a folder's name with # as a plain path")
+    host, _, rest = uri.removeprefix("file://").partition("/")
+    if host not in ("", "localhost"):
+        raise OptionError(
+            f"path {uri!r} names the machine {host!r}: a file:// URI of this machine begins with file:///"
+        )
+    return "/" + unquote(rest)
+
+
+def _checked_uri(uri: str) -> str:
+    if _CREDENTIALS.match(uri):
+        raise OptionError(
+            "the path has credentials in it, which logs and errors would show: give them as storage options"
+        )
+    if "?" in uri or "#" in uri:
+        raise OptionError(
+            "the path has a query part or a fragment (after ? or #), in which a signature would be shown by logs and "
+            "errors: leave it out, and give credentials as storage options"
+        )
+    try:
+        parts = urlsplit(uri)
+    except ValueError as problem:
+        raise OptionError(f"path {uri!r} is not a URI: {problem}") from problem
+    _check_characters(unquote(parts.netloc + parts.path), uri)
+    return uri.rstrip("/")
+
+
+def _check_characters(path: str, given: str) -> None:
+    found = _READ_OTHERWISE.search(path)
+    if found:
+        raise OptionError(
+            f"path {given!r} has {found[0]!r} in it, which delta-rs, pyarrow and Spark do not read alike, so that one "
+            "table would lie in two folders: use another name"
+        )

@@ -1,0 +1,148 @@
+"""One folder for a commit log, however its path is written; or a refusal that says why."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rmq_spark as txmq
+from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.files import filesystem
+from rmq_spark.commitlog.location import location
+from rmq_spark.consumer.groups import ConsumerGroup
+from rmq_spark.errors import OptionError
+from rmq_spark.source.options import read_options
+from tests.half_batches import commit, prepare
+
+TABLES = {"half", "op", "topics", "groups"}
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*.parquet") if "_delta_log" not in p.parts}
+
+
+def whole_cycle(path: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that a log does, with its parts opened anew; all of its files end in the folder."""
+    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
+    log = txmq.CommitLog.create(path)
+    log.create_topic("orders", 2)
+    for batch in range(3):
+        commit(log, prepare(log, batch, 4))
+        txmq.CommitLog.open(path).read("orders")
+    log.close()
+    maintenance.compact_op(log.op)
+    log.op.refresh()
+    assert log.op.removed_since()
+    assert not log.op.removed_since() & set(log.op.actions()["path"].to_pylist())
+    ConsumerGroup(log, "points").reset("latest", ["orders"])
+    orphan = folder / "half" / f"half-{0:032x}.parquet"
+    orphan.write_bytes(b"x")
+    os.utime(orphan, (0, 0))
+    assert txmq.CommitLog.open(path).vacuum() == [f"half/{orphan.name}"]
+    again = txmq.CommitLog.open(path)
+    assert again.path == log.path
+    assert again.read("orders").num_rows == 12
+    assert sum(ConsumerGroup(again, "points").positions().values()) == 12
+    staged, of_executor = filesystem(f"{read_options({'path': str(path), 'subscribe': 'orders'}, False).path}/half")
+    assert {os.path.basename(f.path) for f in staged.get_file_info([f"{of_executor}/_delta_log"])} == {"_delta_log"}
+    assert {p.name for p in folder.iterdir()} == TABLES
+    assert {name.split("/")[0] for name in files_below(folder)} == TABLES
+
+
+NAMES = ["a b", "100%", "a%zz", "名前", "a#b", "a+b", "a&b=c,d;e", "it's", "a~b", "a:b", ".hidden", "é"]
+
+
+KINDS = ["slash", "relative", "dots", "symlink", "Path", "file uri", "hadoop uri", "localhost"]
+
+
+@pytest.mark.parametrize("name", NAMES[:4])
+def test_a_folder_of_any_name_holds_the_whole_log(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_cycle(str(tmp_path / name / "log"), tmp_path / name / "log", monkeypatch)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES[4:])
+def test_a_folder_of_every_name_holds_the_whole_log(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_cycle(str(tmp_path / name / "log"), tmp_path / name / "log", monkeypatch)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "kind", ["slash", "relative", "dots", "symlink", "Path", "file uri", "hadoop uri", "localhost"]
+)
+def test_every_kind_of_path_leads_to_one_folder(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a b" / "log"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "a b")
+    paths = {
+        "slash": f"{folder}//",
+        "relative": "a b/log",
+        "dots": "./x/../a b/log",
+        "symlink": str(tmp_path / "link" / "log"),
+        "Path": folder,
+        "file uri": folder.as_uri(),
+        "hadoop uri": folder.as_uri().replace("file://", "file:"),
+        "localhost": folder.as_uri().replace("file://", "file://localhost"),
+    }
+    whole_cycle(paths[kind], folder, monkeypatch)
+    assert {p.name for p in tmp_path.iterdir()} == {"a b", "link"}
+
+
+def test_a_file_uri_is_decoded_and_a_plain_path_is_not(tmp_path: Path) -> None:
+    assert location("file:///a%20b/c/") == location("file:/a%20b/c") == "/a b/c"
+    assert location("/100%/a b") == "/100%/a b"
+    assert location("s3://bucket/a%20b/") == "s3://bucket/a%20b"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("a%20b", "'%20' in it"),
+        ("a%2Fb", "'%2F' in it"),
+        ("file:///a%2520b", "'%20' in it"),
+        ("s3://bucket/a%2520b", "'%20' in it"),
+        ("a\\b", "do not read alike"),
+        ("a[b]", "do not read alike"),
+        ("a*", "do not read alike"),
+        ("a?b", "do not read alike"),
+        ("shop/{env}/log", "do not read alike"),
+        ("a|b", "do not read alike"),
+        ("a^b", "do not read alike"),
+        ("a\x00b", "do not read alike"),
+        ("a\nb", "do not read alike"),
+        ("\ud800", "UTF-8"),
+        ("~/log", "expanduser"),
+        ("~", "expanduser"),
+        ("dbfs:/log", "/dbfs/x"),
+        ("file://elsewhere/log", "machine 'elsewhere'"),
+        ("file:///log?x=1", "query part"),
+        ("s3://bucket/log?x=1", "query part"),
+        ("s3://bucket/log#x", "query part"),
+        ("s3://key:secret@bucket/log", "credentials"),
+        ("abfss://c:secret@account.dfs.core.windows.net/log", "credentials"),
+        ("", "empty"),
+        (" ", "empty"),
+        (None, "NoneType"),
+        (5, "int"),
+        (b"log", "empty"),
+    ],
+)
+def test_a_path_that_not_all_read_alike_is_refused_and_nothing_is_made(
+    path: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for door in (txmq.CommitLog.create, txmq.CommitLog.open):
+        with pytest.raises(OptionError, match=words):
+            door(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_container_of_azure_is_no_credential() -> None:
+    uri = "abfss://container@account.dfs.core.windows.net/log"
+    assert location(uri) == uri

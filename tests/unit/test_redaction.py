@@ -1,0 +1,191 @@
+"""Secrets planted wherever a user may put one: no error, traceback, repr or log shows them."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+import rmq_spark as txmq
+from rmq_spark.check.job import run_job
+from rmq_spark.check.service import CheckService
+from rmq_spark.check.settings import JobSettings
+from rmq_spark.commitlog.files import filesystem
+from rmq_spark.commitlog.half import HALF_SCHEMA
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.seal import reading
+from rmq_spark.commitlog.table import DeltaLogTable
+from rmq_spark.errors import LostFileError, OptionError, TxmqError, UnreadableFileError
+from rmq_spark.listener import TransactionListener, load_listener
+from rmq_spark.redaction import HIDDEN, TEXT_CHARS_MAX, redacted
+from rmq_spark.source.options import read_options
+from tests.half_batches import make_log
+from tests.unit.test_cli import txmq as run_txmq
+
+SECRET = "pl4nted-s3cret/value"
+SIGNATURE = "sv=1&sig=" + SECRET
+OPTIONS = {"AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "eu-central-1"}
+URL = f"postgresql+psycopg://shop:{SECRET.replace('/', '%2F')}@127.0.0.1:1/orders?password={SECRET}"
+PLANTED = (SECRET, SECRET.replace("/", "%2F"))
+
+
+def told_by(problem: BaseException) -> str:
+    """All that a person may see of an error."""
+    return "".join(traceback.format_exception(problem)) + repr(problem) + str(problem)
+
+
+def leaks(text: str) -> list[str]:
+    return [line for line in text.splitlines() if any(secret in line for secret in PLANTED)]
+
+
+@pytest.fixture
+def everything_logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    caplog.set_level(logging.DEBUG, "rmq_spark")
+    yield caplog
+    assert not leaks(caplog.text)
+
+
+def raises_with_the_url(*_: Any) -> Any:
+    raise ConnectionError(f"no answer from {URL}, asked with {SECRET}")
+
+
+class Telltale(TransactionListener):
+    """Puts its URL into its exceptions."""
+
+    execute_local_transaction = check_local_transaction = raises_with_the_url  # type: ignore[assignment]
+
+
+LISTENER = Telltale()
+make_listener = raises_with_the_url
+
+
+def listener_with(url: str) -> txmq.SqlTransactionListener:
+    return txmq.SqlTransactionListener(url, print)
+
+
+FAILING: dict[str, Callable[[Path], Any]] = {
+    "a log at a signed URI": lambda _: CommitLog.open(f"abfss://c@account.dfs.core.windows.net/log?{SIGNATURE}"),
+    "a log made at a signed URI": lambda _: CommitLog.create(f"az://container/log?{SIGNATURE}"),
+    "a log with a password": lambda _: CommitLog.open(f"https://shop:{SECRET}@host/log"),
+    "a log with keys in its bucket": lambda _: CommitLog.create(f"s3://AKIA0123456789ABCDEF:{SECRET}@bucket/log"),
+    "a reader's path": lambda _: read_options({"path": f"gs://b/log?{SIGNATURE}", "subscribe": "orders"}, True),
+    "an unknown file system": lambda _: filesystem(f"what://shop:{SECRET}@host/log?{SIGNATURE}"),
+    "a table that is none": lambda _: DeltaLogTable(
+        f"what://h/t?{SIGNATURE}", "half", HALF_SCHEMA, OPTIONS
+    ).wait_until_open(),
+    "no log in a folder of that name": lambda p: CommitLog.open(p / SIGNATURE),
+    "a local path": lambda p: CommitLog.open(f"{p}/log?{SIGNATURE}"),
+    "a setting": lambda p: CommitLog.create(p, storage_options={**OPTIONS, "aws_conditional_put": "disabled"}),
+    "an option's value": lambda _: read_options({"path": "x", "subscribe": "a", "minPartitions": SECRET}, True),
+    "a fence": lambda _: listener_with(URL).create_fence(),
+    "a fence's id": lambda _: listener_with(URL).fence_id,
+    "an inbox": lambda _: txmq.SqlInbox(URL, "points", print).positions(),
+    "a URL that is none": lambda _: listener_with(f"postgresql//shop:{SECRET}@host"),
+    "a listener that cannot be made": lambda _: load_listener("tests.unit.test_redaction:make_listener"),
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_no_error_shows_a_secret(
+    what: str, tmp_path: Path, everything_logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", SECRET)
+    with pytest.raises((TxmqError, OSError, sa.exc.DBAPIError)) as found:
+        FAILING[what](tmp_path)
+    seen: BaseException | None = found.value
+    while seen is not None:
+        assert not leaks(told_by(seen)), what
+        seen = seen.__cause__
+
+
+def test_what_a_store_quotes_is_hidden_in_the_error_of_a_file(tmp_path: Path) -> None:
+    make_log("delta", tmp_path / "log")
+    CommitLog.open(tmp_path / "log", OPTIONS)  # from here on the process knows the secret
+    for problem, kind in (
+        (OSError(f"403: key {SECRET} of s3://b/x?{SIGNATURE}"), UnreadableFileError),
+        (FileNotFoundError(f"s3://b/x?{SIGNATURE}"), LostFileError),
+    ):
+        with pytest.raises(kind) as found, reading("half-1.parquet", "half"):
+            raise problem
+        assert not leaks(told_by(found.value))
+        assert HIDDEN in str(found.value)
+
+
+def test_an_error_without_secrets_keeps_its_cause() -> None:
+    with pytest.raises(UnreadableFileError) as found, reading("half-1.parquet", "half"):
+        raise OSError("disk failure")
+    assert isinstance(found.value.__cause__, OSError)
+
+
+def test_no_repr_shows_a_secret(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log")
+    log.path, log.storage_options = f"s3://b/log?{SIGNATURE}", OPTIONS
+    shown = [log, txmq.ConsumerGroup(log, "points"), listener_with(URL), txmq.SqlInbox(URL, "points", print)]
+    shown += [read_options({"path": "x", "subscribe": "a", "storage.AWS_SECRET_ACCESS_KEY": SECRET}, True)]
+    shown += [JobSettings(path="x", storage=OPTIONS)]
+    assert not leaks("\n".join(map(repr, shown)))
+
+
+def test_no_log_of_a_listener_that_fails_shows_its_url(everything_logged: pytest.LogCaptureFixture) -> None:
+    log = txmq.testing.InMemoryCommitLog(topics={"orders": 1})
+    with txmq.TransactionMQProducer(log, "group", LISTENER, check_interval=None) as producer:
+        producer.send_message_in_transaction(txmq.Message("orders", b""))
+    report = CheckService(log, {"group": LISTENER}, transaction_timeout=0).run_once()
+    assert report.problems
+    assert not leaks(repr(report) + str(report) + str(report.to_dict()))
+    assert "ConnectionError" in everything_logged.text
+
+
+def test_no_line_of_the_command_shows_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TXMQ_STORAGE__AWS_SECRET_ACCESS_KEY", SECRET)
+    for arguments in (
+        ("topics", f"az://container/log?{SIGNATURE}"),
+        ("pending", f"s3://key:{SECRET}@bucket/log"),
+        ("read", tmp_path / SIGNATURE, "orders"),
+        ("create", f"what://shop:{SECRET}@host/log"),
+    ):
+        out, err = run_txmq(*arguments, code=1)
+        assert err.strip()
+        assert not leaks(out + err)
+
+
+def test_no_line_of_the_check_job_shows_a_secret(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], everything_logged: pytest.LogCaptureFixture
+) -> None:
+    config = tmp_path / "txmq.toml"
+    for path in (f"az://container/log?{SIGNATURE}", f"{tmp_path}/log?{SIGNATURE}", f"https://u:{SECRET}@h/x"):
+        config.write_text(f'path = "{path}"\n[storage]\nAWS_SECRET_ACCESS_KEY = "{SECRET}"\n')
+        assert run_job(config, once=True) != 0
+    out, err = capfd.readouterr()
+    assert "OptionError" in err
+    assert not leaks(out + err)
+
+
+# ---------------------------------------------------------------- the function itself
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("at abfss://c@a.net/log?sv=1&sig=x now", "at abfss://c@a.net/log?*** now"),
+        ("'s3://key:a/b@bucket/log'", "'s3://***@bucket/log'"),
+        ("postgresql+psycopg://u:p@host/db?password=p", "postgresql+psycopg://***@host/db?***"),
+        ("AWS_SECRET_ACCESS_KEY=abc, and on", "AWS_SECRET_ACCESS_KEY=***, and on"),
+        ("<AWSAccessKeyId>AKIA0123456789ABCDEF</AWSAccessKeyId>", "<AWSAccessKeyId>***</AWSAccessKeyId>"),
+        ("/tmp/log?sig=x", "/tmp/log?sig=***"),
+        ("is 5 > 3? yes: ask a@b", "is 5 > 3? yes: ask a@b"),
+    ],
+)
+def test_a_secret_is_hidden_and_the_rest_is_kept(text: str, shown: str) -> None:
+    assert redacted(text) == shown
+    assert redacted(shown) == shown
+
+
+@pytest.mark.parametrize("text", ["a://", "a:", "://@:", "x", "aws_", "password=", "file://x?", "a_aws_key"])
+def test_a_long_text_is_looked_through_in_one_pass(text: str) -> None:
+    assert redacted(text * (2**20 // len(text)))  # with the square of the length it would take minutes
+    assert len(str(OptionError(text * 2**18))) <= TEXT_CHARS_MAX + 50
