@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rmq_spark.commitlog.files import filesystem
 from rmq_spark.errors import CheckpointMismatchError, OptionError
+from rmq_spark.redaction import cause_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
