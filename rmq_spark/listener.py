@@ -114,8 +114,8 @@ def require_same_fence(half_id: str, prepared_with: str | None, found: str | Non
     if prepared_with != found:
         raise FenceError(
             f"half batch {half_id!r} was prepared with {_fence(prepared_with)}, and the listener has {_fence(found)}: "
-            "restart with the listener that it was prepared with, or find out what became of its local transaction "
-            "and settle it with log.resolve(half_id, verdict, reason=…)"
+            "it is of another database, or another listener. Restart with the one that the batch was prepared with, or "
+            "find out what became of its local transaction and settle it with log.resolve(half_id, verdict, reason=…)"
         )
 
 

@@ -104,25 +104,27 @@ class _SameClock:
 class MemoryTable:
     """A :class:`rmq_spark.commitlog.table.Table` in memory. Handles made with :meth:`another` share the content."""
 
-    def __init__(self, name: str, schema: pa.Schema, machine: Machine = MACHINE) -> None:
+    def __init__(
+        self, name: str, schema: pa.Schema, machine: Machine = MACHINE, versions: _Versions | None = None
+    ) -> None:
         self.name, self.schema, self.folder = name, schema, name
         self.machine = machine
         self.lock = machine.lock()
         self.fs: Any = _Files(machine)
         self.clock: Clock = _SameClock()
-        self._versions = _Versions(machine.unique_id())
+        self._versions = versions or _Versions(machine.unique_id())
         self._state = self._versions.head
         self._actions: tuple[int, pa.Table] | None = None
 
     def another(self) -> MemoryTable:
         """Another handle, as another process would have."""
-        twin = MemoryTable(self.name, self.schema, self.machine)
-        twin.fs, twin._versions, twin._state = self.fs, self._versions, self._versions.head
+        twin = MemoryTable(self.name, self.schema, self.machine, self._versions)
+        twin.fs = self.fs
         return twin
 
     def copy(self) -> MemoryTable:
         """Another table with the same content."""
-        twin = MemoryTable(self.name, self.schema, self.machine)
+        twin = MemoryTable(self.name, self.schema, self.machine, _Versions(self.id))
         twin.fs = self.fs.copy()
         twin._versions.head, twin._versions.removed = self._versions.head, dict(self._versions.removed)
         twin.refresh()

@@ -93,6 +93,12 @@ class Ledger:
         self._followed = after
         return version
 
+    def _follow_anew(self) -> None:
+        """Read what op says from the table, whatever was kept: nobody looks again at what a mark passes."""
+        version = self.table.refresh()
+        start = self._start()
+        self._followed = start.after(self._read_between(start.version + 1, version), version)
+
     def _start(self) -> Followed:
         """Where a cold start goes on from: the newest mark."""
         actions = self.table.actions()
@@ -520,9 +526,6 @@ class Ledger:
         def build() -> list[OpRow]:
             nonlocal moved
             moved = False
-            # Nobody looks again at what a mark passes: so it stands on what the table says, not on what was kept.
-            start = self._start()
-            self._followed = start.after(self._read_between(start.version + 1, self.table.version), self.table.version)
             before, above = self._followed, prepared()
             opened = set(self.open_half_ids(above, is_open))
             first_open = min((above[h].ms for h in opened if h in above), default=None)
@@ -541,7 +544,9 @@ class Ledger:
                 OpRow(Kind.MARK, reason=rewritten or None, low_water=low_water, since_version=since, tails=before.tails)
             ]
 
-        self.append(build)
+        with self.table.lock:
+            self._follow_anew()
+            self.append(build)
         return moved
 
     def append(self, build: Callable[[], Sequence[OpRow]]) -> None:
