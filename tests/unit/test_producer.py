@@ -174,6 +174,23 @@ def test_a_retry_with_a_listener_of_another_fence_commits_nothing(log: Any, othe
     assert log.another().pending().num_rows == 1
 
 
+def test_two_that_send_the_same_key_at_once_send_it_once(log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both look, neither finds it, and one is faster to prepare."""
+    with producer(log, Told(COMMIT)) as faster, producer(log.another(), Told(UNKNOWN, COMMIT)) as slower:
+        found = slower.two_phase.find_replayed
+
+        def look(header: Any) -> Any:
+            before = found(header)
+            faster.send_message_in_transaction(ORDER, idempotency_key="order-42")
+            return before
+
+        monkeypatch.setattr(slower.two_phase, "find_replayed", look)
+        result = slower.send_message_in_transaction(ORDER, idempotency_key="order-42")
+    assert result.replayed
+    assert result.local_transaction_state is COMMIT
+    assert visible(log) == [b"one"]
+
+
 def test_sends_without_an_idempotency_key_are_all_different(log: Any) -> None:
     with producer(log, Told(COMMIT)) as open_producer:
         results = [open_producer.send_message_in_transaction(ORDER) for _ in range(3)]
