@@ -362,7 +362,7 @@ class TwoPhase:
 
 
 def _is_same_query(prepared: HalfHeader, now: HalfHeader) -> bool:
-    """Two batches of which one is not known may be of two checkpoints: their numbers say nothing. What its user named, or
+    """Two batches of which one is not known may be of two checkpoints: their numbers say nothing. What a user named, or
     gave an idempotency key, is known by that."""
     if now.named or not now.numbered:
         return prepared.query_id in (None, now.query_id)
