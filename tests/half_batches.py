@@ -102,13 +102,14 @@ def merge_op_files(log: CommitLog) -> None:
         maintenance.compact_op(another(log).op)
 
 
-def rewrite_half(log: CommitLog) -> None:
-    """Somebody runs OPTIMIZE: one file for all, with the rows in another order."""
+def rewrite_half(log: CommitLog, at_ms: int | None = None) -> None:
+    """Somebody runs OPTIMIZE: one file for all, with the rows in another order; now, or at a time by another clock."""
     table = another(log).half.table
     table.refresh()
     old = table.actions()["path"].to_pylist()
     rows = table.read(old).sort_by([("row_no", "descending"), ("half_id", "ascending")])
-    change = Change(add=[table.write(rows, "part", ("half_id",))], remove=old, data_change=False)
+    rewritten = table.write(rows, "part", ("half_id",))
+    change = Change(add=[rewritten], remove=old, modification_time_ms=at_ms, data_change=False)
     assert table.compare_and_set(lambda _: change, lambda _: True) is change
 
 

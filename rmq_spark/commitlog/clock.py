@@ -38,7 +38,8 @@ class StoreClock:
             raise ClockError(
                 f"this machine's clock says {_when(began)}, the store's says {_when(stored)}: "
                 f"{abs(ahead_s):.0f} s {'less' if ahead_s > 0 else 'more'}, and {CLOCK_SKEW_S_MAX:.0f} s are allowed. "
-                "Nothing was written; set this machine's clock (NTP), then try again"
+                "This commit was not made; set this machine's clock (NTP). What was prepared before stays pending, and "
+                "a check settles it: send it again only under the same appId or idempotency key"
             )
         self._looked_at = from_monotonic
 

@@ -59,6 +59,10 @@ class HalfRecord:
         return datetime.fromtimestamp(self.prepared_ms / 1000, timezone.utc)
 
     @property
+    def sent_at(self) -> datetime:
+        return datetime.fromtimestamp(self.sent_ms / 1000, timezone.utc)
+
+    @property
     def staged_at(self) -> datetime:
         return datetime.fromtimestamp(self.staged_ms / 1000, timezone.utc)
 
@@ -83,7 +87,9 @@ class Prepared(NamedTuple):
     Attributes
     ----------
     ms : int
-        When it was prepared, or rewritten.
+        When its newest file was prepared, or rewritten.
+    first_ms : int
+        The same of its oldest file.
     rows : int
         Those in the files that were looked at.
     rewritten : bool
@@ -91,6 +97,7 @@ class Prepared(NamedTuple):
     """
 
     ms: int
+    first_ms: int
     rows: int
     rewritten: bool
 
@@ -219,11 +226,11 @@ class HalfStore:
                 header = HalfHeader(**{c: rows[c][0].as_py() for c in HEADER_COLUMNS})
             found = _stored_files(action["path"], rows)
             # A file of which the Delta log says no count is another writer's, or the log is damaged: look closer.
-            alone = len(found) == 1 and rows.num_rows == action["num_records"]
+            as_sent = len(found) == 1 and rows.num_rows == action["num_records"] and self._is_ours(action["path"])
             file_staged_ms = int(pc.max(rows["store_timestamp"]).as_py().timestamp() * 1000)
             staged_ms = max(staged_ms, file_staged_ms)
             prepared_ms = max(prepared_ms, action["modification_time"])
-            sent_ms = max(sent_ms, action["modification_time"] if alone else file_staged_ms)
+            sent_ms = max(sent_ms, action["modification_time"] if as_sent else file_staged_ms)
             for file_no, stored in found:
                 if file_no in files:
                     raise CorruptLogError(
@@ -269,6 +276,9 @@ class HalfStore:
     def _ours(self, actions: pa.Table) -> pa.ChunkedArray:
         return pc.starts_with(actions["path"], f"{self.table.name}-")
 
+    def _is_ours(self, path: str) -> bool:
+        return path.startswith(f"{self.table.name}-")
+
     def prepared_after(self, low_water_ms: int) -> dict[str, Prepared]:
         """Half batches in files that were prepared or rewritten after a time, by half id."""
         self.table.refresh()
@@ -291,9 +301,9 @@ class HalfStore:
             part = pa.table({"half_id": ids, "ms": ms, "rows": ones, "rewritten": yes})
             counted = pa.concat_tables([counted, part])
         sums = counted.group_by("half_id", use_threads=False).aggregate(
-            [("ms", "max"), ("rows", "sum"), ("rewritten", "any")]
+            [("ms", "max"), ("ms", "min"), ("rows", "sum"), ("rewritten", "any")]
         )
-        columns = [sums[name].to_pylist() for name in ("half_id", "ms_max", "rows_sum", "rewritten_any")]
+        columns = [sums[name].to_pylist() for name in ("half_id", "ms_max", "ms_min", "rows_sum", "rewritten_any")]
         return {half_id: Prepared(*values) for half_id, *values in zip(*columns, strict=True)}
 
     # ------------------------------------------------------------------ rows

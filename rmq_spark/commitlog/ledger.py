@@ -528,7 +528,8 @@ class Ledger:
             moved = False
             before, above = self._followed, prepared()
             opened = set(self.open_half_ids(above, is_open))
-            first_open = min((above[h].ms for h in opened if h in above), default=None)
+            # Not a file of what is open may fall below: its rows above alone could look settled.
+            first_open = min((above[h].first_ms for h in opened if h in above), default=None)
             settled_ms = [p.ms for p in above.values() if first_open is None or p.ms < first_open]
             low_water = max(settled_ms, default=before.low_water)
             rewritten = rewritten_below(low_water)

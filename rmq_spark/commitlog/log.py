@@ -420,7 +420,7 @@ class CommitLog:
         nobody knows.
         """
         now = self.machine.now()
-        for said in (state.opened_at.get(attempt, record.prepared_at), record.staged_at):
+        for said in (state.opened_at.get(attempt, record.sent_at), record.staged_at):
             if said <= now + timedelta(seconds=CLOCK_SKEW_S_MAX):
                 return said
         return now - timedelta(seconds=FROM_THE_FUTURE_AGE_S)

@@ -236,7 +236,7 @@ def _rewrite(half: Table, path: str, rows: pa.Table, lost: set[int]) -> bool:
     if not at:
         return False
     kept = rows.take([i for i in range(rows.num_rows) if i not in lost])
-    file = half.write(kept, "half", STATS_COLUMNS)
+    file = half.write(kept, "rewritten", STATS_COLUMNS)
     change = Change(add=[file], remove=[path], modification_time_ms=at[0], data_change=False)
 
     def decide(version: int) -> Change | None:

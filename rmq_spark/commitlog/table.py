@@ -323,6 +323,7 @@ class DeltaLogTable:
         self._actions: tuple[int, pa.Table] | None = None
         self._id: str | None = None
         self._seen = -1  # the newest version that this handle knows of
+        self._newest: tuple[int, object] | None = None  # a version, and what tells its entry from another one
         # half has a file or more a transaction: it opens while op is read, and for readers of op not at all.
         self._opening: Future[DeltaTable] | None = self._open_in_background()
 
@@ -411,6 +412,7 @@ class DeltaLogTable:
                 problem
             )
         self._check_entries(-1, int(table.version()))
+        self._newest = (int(table.version()), self._entry(int(table.version())))
         have = set(pa.schema(table.schema().to_arrow()).names)
         missing = [n for n in self.schema.names if n not in have]
         if missing:
@@ -458,8 +460,9 @@ class DeltaLogTable:
                 with asking(self._uri, self._storage_options):
                     table.update_incremental()
                     self._check_entries(before, int(table.version()))
-                    # delta-rs takes a folder without a single entry for one without new entries.
-                    whole = table.version() > before or self._has_entry(before)
+                    # delta-rs takes a folder without a single entry for one without new entries, and the entries of a
+                    # log that was made anew for those that follow.
+                    whole = self._goes_on(before, int(table.version()))
             except BaseException as problem:  # a panic of delta-rs is no Exception
                 # The entries after ours are cleaned up, and only a checkpoint knows the way from here; or one of them
                 # is damaged, and opening says so.
@@ -470,9 +473,21 @@ class DeltaLogTable:
                     self._lose()
             return self.version
 
-    def _has_entry(self, version: int) -> bool:
-        entry = f"{self.folder}/_delta_log/{version:020d}.json"
-        return bool(self.fs.get_file_info(entry).type == pafs.FileType.File)
+    def _goes_on(self, before: int, version: int) -> bool:
+        """Whether the newest entry that was known is still there and the same; one that is cleaned up says nothing."""
+        local = isinstance(self.fs, pafs.LocalFileSystem)
+        if version > before and not local:
+            return True
+        entry = self._entry(before)
+        if entry is None:
+            return version > before
+        known, self._newest = self._newest, (version, self._entry(version) if version > before else entry)
+        return not local or known is None or known[0] != before or known[1] in (None, entry)
+
+    def _entry(self, version: int) -> object:
+        """What tells an entry of the Delta log from another one; None when it is not there."""
+        info = self.fs.get_file_info(f"{self.folder}/_delta_log/{version:020d}.json")
+        return (info.mtime_ns, info.size) if info.type == pafs.FileType.File else None
 
     def _check_entries(self, since: int, until: int | None) -> None:
         """Raise CorruptLogError for damaged entries of the Delta log after one version, up to another or to the newest.

@@ -17,6 +17,7 @@ from rmq_spark.listeners.database import (
     IN_INNODB,
     Database,
     alike,
+    begin_savepoint,
     end_savepoint,
     exact_text,
     insert_absent,
@@ -175,10 +176,10 @@ class SqlInbox(Database):
         ends = _end_of_each(new)
         marks = {queue: _mark(before.get(queue, 0)) for queue in ends}
         self._move(connection, before, marks)
-        savepoint = connection.begin_nested()
+        begin_savepoint(connection)
         with no_commit_within(connection):
             self._work(connection, new)
-            end_savepoint(savepoint, keep=True)
+            end_savepoint(connection, keep=True)
         self._move(connection, marks, ends)
 
     def _keep_started(self, before: Mapping[tuple[str, int], int], new: pa.Table) -> None:

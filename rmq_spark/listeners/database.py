@@ -315,8 +315,16 @@ def no_commit_within(connection: sa.Connection) -> Iterator[None]:
             sa.event.remove(connection, event, listen)
 
 
-def end_savepoint(savepoint: sa.NestedTransaction, *, keep: bool) -> None:
-    """Keep or undo what was written since a savepoint, which proves that the transaction is still the same.
+_SAVEPOINT = "txmq_work"
+
+
+def begin_savepoint(connection: sa.Connection) -> None:
+    """Remember where work begins. Not as SQLAlchemy's nested transaction, which work could end."""
+    connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
+
+
+def end_savepoint(connection: sa.Connection, *, keep: bool) -> None:
+    """Keep or undo what was written since :func:`begin_savepoint`, which proves that the transaction is still the same.
 
     A database forgets its savepoints when a transaction ends, however it ended, also when another has begun since.
 
@@ -326,10 +334,9 @@ def end_savepoint(savepoint: sa.NestedTransaction, *, keep: bool) -> None:
         When the savepoint is gone.
     """
     try:
-        if keep:
-            savepoint.commit()
-        else:
-            savepoint.rollback()
+        if not keep:
+            connection.exec_driver_sql(f"ROLLBACK TO SAVEPOINT {_SAVEPOINT}")
+        connection.exec_driver_sql(f"RELEASE SAVEPOINT {_SAVEPOINT}")
     except sa.exc.DBAPIError as problem:
         if _is_savepoint_gone(problem):
             raise TransactionEndedError(_ENDED) from problem

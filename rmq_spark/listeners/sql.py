@@ -25,6 +25,7 @@ from rmq_spark.listeners.database import (  # isort: skip
     PLACE_CHARS_MAX,
     Database,
     alike,
+    begin_savepoint,
     end_savepoint,
     exact_text,
     insert_absent,
@@ -436,7 +437,7 @@ class SqlTransactionListener(TransactionListener):
             return self._run_all(connection, batch)
 
     def _run_all(self, connection: sa.Connection, batch: HalfBatch) -> list[LocalTransactionState]:
-        savepoint = connection.begin_nested()
+        begin_savepoint(connection)
         try:
             result = self._work(connection, batch)
         except Rollback:
@@ -448,7 +449,7 @@ class SqlTransactionListener(TransactionListener):
         else:
             verdicts = [LocalTransactionState(v) for v in normal.to_pylist()]
         _refuse_unknown(verdicts, batch)
-        end_savepoint(savepoint, keep=any(v is not ROLLBACK_MESSAGE for v in verdicts))
+        end_savepoint(connection, keep=any(v is not ROLLBACK_MESSAGE for v in verdicts))
         return verdicts
 
     def _run_each(
@@ -458,12 +459,12 @@ class SqlTransactionListener(TransactionListener):
         for at, transaction in enumerate(split(batch)):
             if not fresh[at]:
                 continue
-            savepoint = connection.begin_nested()
+            begin_savepoint(connection)
             try:
                 verdict = _one_verdict(self._work(connection, transaction), transaction)
             except Rollback:
                 verdict = ROLLBACK_MESSAGE
-            end_savepoint(savepoint, keep=verdict is not ROLLBACK_MESSAGE)
+            end_savepoint(connection, keep=verdict is not ROLLBACK_MESSAGE)
             verdicts[at] = verdict
         return verdicts
 

@@ -317,6 +317,21 @@ def test_foreach_batch_sends_with_a_listener_object_that_has_a_session(log, numb
     assert listener.frames == [10, 10, 10]
 
 
+def test_two_sinks_of_one_foreach_batch_that_share_an_app_id_lose_nothing_silently(log, numbers, tmp_path):
+    """The second one was taken for a replay of the first, and its messages were dropped."""
+    first, second = (
+        txmq.TransactionalSink(log, producer_group=group, listener=None, topic="orders") for group in ("shop", "audit")
+    )
+
+    def both(batch, batch_id):
+        first(batch, batch_id)
+        second(batch, batch_id)
+
+    query = numbers(1).select("body").writeStream.foreachBatch(both).option("checkpointLocation", str(tmp_path / "cp"))
+    with pytest.raises(Exception, match="app_id of its own"):
+        query.trigger(availableNow=True).start().awaitTermination(120)
+
+
 def test_foreach_batch_to_spark_shows_only_the_undecided(spark, log):
     """A half batch of which a part is decided: the listener's DataFrame holds the rest."""
     seen: list[list[str]] = []

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.op import OP_SCHEMA
+from rmq_spark.commitlog.op import OP_SCHEMA, Who
 from rmq_spark.commitlog.table import DeltaLogTable
 from rmq_spark.errors import CorruptLogError, NotACommitLogError, StorageError, TxmqError, UnreachableStoreError
-from tests.half_batches import bodies, commit, make_log, prepare
+from tests.half_batches import bodies, commit, make_log, pending, prepare
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,25 @@ def damaged(folder: Path, table: str) -> Iterator[None]:
 
 def newest_entry(folder: Path, table: str) -> Path:
     return max((folder / table / "_delta_log").glob("*.json"))
+
+
+def test_a_log_that_was_made_anew_and_is_as_long_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
+    """delta-rs went on with the new log's entries where the old ones had ended, and gave messages wrong offsets."""
+    folder = tmp_path / "log"
+    old = CommitLog.create(folder)
+    old.create_topic("orders", 1)
+    commit(old, prepare(old, 0, 1))
+    shutil.rmtree(folder)
+    new = CommitLog.create(folder)
+    new.create_topic("orders", 1)
+    for batch in range(3):
+        record = prepare(new, batch, 1)
+        new.decide(record, 1, commit={}, rollback=pending(new, record), who=Who.EXECUTE)
+    with pytest.raises(NotACommitLogError, match="made anew"):
+        commit(old, prepare(old, 1, 1))
+    with pytest.raises(NotACommitLogError, match="made anew"):
+        old.read("orders")
+    assert CommitLog.open(folder).read("orders").num_rows == 0
 
 
 # ---------------------------------------------------------------- a failure is told once
@@ -199,7 +218,7 @@ def test_threads_that_share_a_handle_all_hear_of_a_failed_opening_and_all_come_b
             lambda self: None,
         ),
         (test_an_entry_that_was_damaged_for_a_moment_does_not_poison_a_handle, "_lose", lambda self: None),
-        (test_a_log_that_was_removed_has_no_topics_any_more, "_has_entry", lambda self, version: True),
+        (test_a_log_that_was_removed_has_no_topics_any_more, "_goes_on", lambda self, before, version: True),
         (test_a_table_that_was_set_back_is_not_read_on_by_who_has_seen_more, "_check_same", lambda self, table: None),
     ],
     ids=["the failure is kept", "the damage is kept", "an empty folder has no news", "any table is the same"],

@@ -177,6 +177,18 @@ def test_a_file_that_somebodys_optimize_merged_is_written_anew_without_the_secon
     check_goes_on(log, expected=["a", "b", "c", *"xzy", "d"])
 
 
+def test_a_repair_hides_no_half_batch_that_somebodys_optimize_has_put_below_the_mark(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file that the repair wrote anew kept its time below the mark, and had a name of ours: so nobody looked in."""
+    assert log.move_mark()
+    prepare_twice(log, monkeypatch)
+    rewrite_half(log, at_ms=1)
+    before = set(another(log).open_half_ids())
+    log.repair(dry_run=False)
+    assert set(another(log).open_half_ids()) == before
+
+
 def test_copies_that_differ_in_one_file_are_left_to_a_person(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_twice(log, monkeypatch, lambda other: send(other, TWICE, ["1", "2", "3"], parts=2))
     rewrite_half(log)

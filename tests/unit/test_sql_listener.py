@@ -23,6 +23,7 @@ import pyarrow as pa
 import pytest
 import sqlalchemy as sa
 from hypothesis import settings
+from sqlalchemy.orm import Session
 
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
@@ -466,6 +467,28 @@ def test_work_may_use_savepoints_of_its_own(url: sa.URL, fence: str) -> None:
 
     listener(url, work).execute_local_transaction(half_batch(fence))
     assert stored(url) == {"a": 2, "b": 1, "c": 1}
+
+
+@pytest.mark.parametrize("per_transaction", [False, True])
+@pytest.mark.parametrize("way", ["its innermost savepoint", "a session in full control"])
+def test_work_that_commits_what_it_can_reach_and_rolls_back_leaves_nothing(
+    url: sa.URL, fence: str, way: str, per_transaction: bool
+) -> None:
+    """The savepoint under work was SQLAlchemy's: work could release it, and the rollback then undid nothing."""
+
+    def work(connection: sa.Connection, _: object) -> None:
+        connection.execute(orders.insert(), {"id": "x", "lines": 1})
+        if way == "its innermost savepoint":
+            reachable = connection.get_nested_transaction()
+            if reachable is not None:
+                reachable.commit()
+        else:
+            Session(bind=connection, join_transaction_mode="control_fully").commit()
+        raise Rollback
+
+    with contextlib.suppress(ListenerError):
+        listener(url, work, per_transaction=per_transaction).execute_local_transaction(half_batch(fence))
+    assert stored(url) == {}
 
 
 def end(connection: sa.Connection, way: str) -> None:

@@ -142,6 +142,20 @@ def test_a_half_batch_of_which_a_rewrite_lifted_one_file_is_still_found_when_it_
     assert log.open_half_ids() == [record.half_id]
 
 
+def test_a_half_batch_of_which_a_rewrite_lifted_the_settled_file_is_not_passed_by_the_mark() -> None:
+    """One file is settled and rewritten, so the batch is a late one by its newest file. Its other file is open and lies
+    where it was: a mark between the two would leave more settled rows than rows above it."""
+    log = InMemoryCommitLog(topics={"orders": 1})
+    record = prepare(log, 0, 4, per="message", partitions=2)
+    log.decide(record, 1, commit={0: pending(log, record)[0]}, rollback={}, who=Who.EXECUTE)
+    commit(log, prepare(log, 1, 2))
+    (first, _) = files_of(log, record.half_id)
+    rewrite(log, [first], at_ms=log.machine.time_ms() + 1000)
+
+    assert not another(log).move_mark()
+    assert another(log).open_half_ids() == [record.half_id]
+
+
 def test_a_reader_whose_list_of_half_is_older_than_a_rewritten_batch_is_told_to_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
