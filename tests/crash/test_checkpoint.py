@@ -63,7 +63,11 @@ def test_a_checkpoint_restored_from_an_older_copy_is_refused_with_the_remedy(roo
     assert_all_sent_once(root)
     shutil.rmtree(checkpoint)
     shutil.move(root / "older", checkpoint)
-    assert_refused(root, "batch 3 of app 'key' was prepared from other offsets", "restored from an older copy")
+    assert_refused(
+        root,
+        "batch 3 of app 'key' was prepared when the checkpoint's file offsets/3 held something else",
+        "restored from an older copy",
+    )
     assert_all_sent_once(root)
 
 
