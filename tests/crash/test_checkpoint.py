@@ -41,7 +41,7 @@ def assert_refused(root: Path, *words: str) -> None:
     driver = start_driver(root, "key")
     assert driver.end() != 0
     said = driver.text()
-    remedy = "Go on with the checkpoint that this appId last used; or, if the input is meant to be sent again"
+    remedy = "Go on with the checkpoint that this app last used; or, if the input is meant to be sent again"
     for word in ("CheckpointMismatchError", remedy, *words):
         assert word in said, said[-4000:]
 
