@@ -121,7 +121,7 @@ def require_same_fence(half_id: str, prepared_with: str | None, found: str | Non
 
 def _fence(fence_id: str | None) -> str:
     if fence_id == NO_LISTENER_FENCE:
-        return "transactionListener=none"
+        return "no fence (transactionListener=none)"
     return "no fence" if fence_id is None else f"fence {fence_id}"
 
 
@@ -191,7 +191,7 @@ def load_object(path: str, allowed_prefixes: Sequence[str] | None = None) -> Any
     except Exception as problem:
         raise ListenerError(
             f"listener {path!r}: module {module_name!r} cannot be imported here ({type(problem).__name__}: {problem}); "
-            "it must be on the Python path of the driver"
+            "install it on the driver, or hand it over with --py-files or addPyFile"
         ) from cause_of(problem)
     for name in attribute.split("."):
         if not hasattr(found, name):

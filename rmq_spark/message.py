@@ -69,11 +69,11 @@ INPUT_COLUMNS: Mapping[str, str] = {
 
 def _check_name(value: object, what: str, chars_max: int) -> str:
     if not isinstance(value, str) or not value:
-        raise MessageError(f"{what} is missing or empty: found {value!r}, a name is expected")
+        raise MessageError(f"{what}={value!r} is not a name: a string that is not empty is expected")
     if len(value) > chars_max:
         raise MessageError(f"{what} {value[:40]!r}… has {len(value)} characters: at most {chars_max} are allowed")
     if _NAME.fullmatch(value) is None:
-        raise MessageError(f"{what} {value!r} has characters outside ^[%|a-zA-Z0-9_-]+$: rename it")
+        raise MessageError(f"{what} {value!r} has characters outside a-z, A-Z, 0-9 and % | _ -: rename it")
     return value
 
 

@@ -28,11 +28,13 @@ from rmq_spark.errors import MessageError, TopicNotFoundError
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.message import (
     CHECK_IMMUNITY_PROPERTY,
+    DLQ_PREFIX,
     INPUT_COLUMNS,
     KEY_SEPARATOR,
     PROPERTIES,
     RESERVED_PROPERTIES,
     RESERVED_PROPERTY_PREFIX,
+    RETRY_PREFIX,
     TIMESTAMP,
     check_topic,
 )
@@ -394,9 +396,11 @@ def check_known(name: str, topics: Mapping[str, int]) -> None:
     """Raise TopicNotFoundError, which names the nearest topic, unless the commit log has this one."""
     if not isinstance(name, str) or name not in topics:
         known = nearest(name, topics) if topics else "the commit log has none yet"
-        raise TopicNotFoundError(
-            f"topic {name!r} is not in the commit log ({known}); make it with log.create_topic({name!r})"
-        )
+        if isinstance(name, str) and name.startswith((RETRY_PREFIX, DLQ_PREFIX)):
+            remedy = "txmq.consume makes it when it first runs for a consumer group of this name"
+        else:
+            remedy = f"make it with log.create_topic({name!r})"
+        raise TopicNotFoundError(f"topic {name!r} is not in the commit log ({known}); {remedy}")
 
 
 def check_columns(names: Sequence[str], default_topic: str | None, transaction_key: str | None) -> None:

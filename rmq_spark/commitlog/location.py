@@ -91,7 +91,8 @@ def _checked_uri(uri: str) -> str:
 def _check_characters(path: str, given: str) -> None:
     found = _READ_OTHERWISE.search(path)
     if found:
+        space = ", or write a space if that is meant" if found[0] == "%20" else ""
         raise OptionError(
-            f"path {given!r} has {found[0]!r} in it, which delta-rs, pyarrow and Spark do not read alike, so that one "
-            "table would lie in two folders: use another name"
+            f"path {given!r} has {found[0]!r} in it, which delta-rs, pyarrow and Spark do not read alike, so that "
+            f"one table would lie in two folders: use another name{space}"
         )

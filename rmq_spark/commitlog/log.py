@@ -282,7 +282,10 @@ class CommitLog:
                 if exist_ok and (queues is None or there[name] == queues) and (name in in_order) == bool(fifo):
                     return None
                 kind = "a FIFO topic" if name in in_order else "no FIFO topic"
-                raise TopicExistsError(f"topic {name!r} is there already, with {there[name]} queues, {kind}")
+                advice = (
+                    "exist_ok=True takes it only as it is" if exist_ok else "pass exist_ok=True to take it as it is"
+                )
+                raise TopicExistsError(f"topic {name!r} is there already, with {there[name]} queues, {kind}: {advice}")
             return Change(add=[self.topics_table.write(pa.table(row, schema=TOPICS_SCHEMA), "topics", ("name",))])
 
         def landed(change: Change) -> bool:

@@ -89,7 +89,8 @@ class DeadLetters:
         wanted = there if offsets is None else sorted({whole_number(o, "offset", 0) for o in offsets})
         unknown = [o for o in wanted if o not in set(there)]
         if unknown:
-            raise OffsetError(f"group {self.group!r} has no dead letter {unknown[0]}: it has {len(there)}, from 0 on")
+            known = f"it has those from {there[0]} to {there[-1]}" if there else "it has none"
+            raise OffsetError(f"group {self.group!r} has no dead letter {unknown[0]}: {known}")
         return sum(self._resend(read.filter(pc.equal(read["queue_offset"], offset)), offset) for offset in wanted)
 
     def _resend(self, letter: pa.Table, offset: int) -> bool:

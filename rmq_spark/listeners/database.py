@@ -284,8 +284,8 @@ _ENDED = (
 
 @contextmanager
 def no_commit_within(connection: sa.Connection) -> Iterator[None]:
-    """While ``work`` runs, its connection can neither be committed nor rolled back: the fence rows are in it
-    too.
+    """While ``work`` runs, its connection can be neither committed, rolled back nor closed: the fence rows are in
+    it too.
 
     Raises
     ------
@@ -297,7 +297,7 @@ def no_commit_within(connection: sa.Connection) -> Iterator[None]:
 
     def refuse(_: sa.Connection) -> None:
         raise ListenerError(
-            "work must not commit or roll back the connection that it is given: return, or raise "
+            "work must not commit or roll back the connection that it is given, nor close it: return, or raise "
             "txmq.Rollback, and the listener does it with the fence rows"
         )
 

@@ -672,10 +672,10 @@ class _Fence(Database):
         place = place_of(connection)
         if place is not None and place != made_in:
             raise FenceError(
-                f"the fence of {self.where} was made in another place ({made_in}; this is {place}): this is a copy of "
-                "that database, and must not speak for it, or that database was moved or restored. For a copy, drop "
-                f"{self._rows.fullname!r} and {self._id.fullname!r} and make a fence of its own. For the database "
-                "itself, call create_fence(moved=True) once"
+                f"the fence of {self.where} was made in another place ({made_in}; this is {place}). Either this is a "
+                "copy, which must not speak for that database: drop its tables "
+                f"{self._rows.fullname!r} and {self._id.fullname!r}, and make a fence of its own. Or it is that "
+                "database itself, which was moved or restored: call create_fence(moved=True) once"
             )
         self._in_place = True
 

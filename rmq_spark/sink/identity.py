@@ -151,7 +151,7 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
     except (OSError, KeyError, TypeError, ValueError) as problem:
         raise OptionError(
             f"checkpointLocation={location!r} cannot be read from Python ({type(problem).__name__}: {problem}): "
-            "use a path that both Spark and Python reach"
+            "give the query's checkpointLocation, as a path that both Spark and Python reach"
         ) from cause_of(problem)
 
 

@@ -197,8 +197,9 @@ class TwoPhase:
         hashes = (record.header.input_hash, header.input_hash)
         if None not in hashes and hashes[0] != hashes[1]:
             raise CheckpointMismatchError(
-                f"batch {header.batch_id} of app {header.app_id!r} was prepared from other offsets than the "
-                "checkpoint names now: the checkpoint was restored from an older copy, or changed by hand. " + _REMEDY
+                f"batch {header.batch_id} of app {header.app_id!r} was prepared when the checkpoint's file "
+                f"offsets/{header.batch_id} held something else: the checkpoint was restored from an older copy, or "
+                "changed by hand. " + _REMEDY
             )
         return record
 
@@ -376,7 +377,7 @@ def _query(header: HalfHeader) -> str:
 
 
 _REMEDY = (
-    "Go on with the checkpoint that this appId last used; or, if the input is meant to be sent again, set a new appId"
+    "Go on with the checkpoint that this app last used; or, if the input is meant to be sent again, set a new appId"
 )
 
 

@@ -41,7 +41,7 @@ def assert_refused(root: Path, *words: str) -> None:
     driver = start_driver(root, "key")
     assert driver.end() != 0
     said = driver.text()
-    remedy = "Go on with the checkpoint that this appId last used; or, if the input is meant to be sent again"
+    remedy = "Go on with the checkpoint that this app last used; or, if the input is meant to be sent again"
     for word in ("CheckpointMismatchError", remedy, *words):
         assert word in said, said[-4000:]
 
@@ -63,7 +63,11 @@ def test_a_checkpoint_restored_from_an_older_copy_is_refused_with_the_remedy(roo
     assert_all_sent_once(root)
     shutil.rmtree(checkpoint)
     shutil.move(root / "older", checkpoint)
-    assert_refused(root, "batch 3 of app 'key' was prepared from other offsets", "restored from an older copy")
+    assert_refused(
+        root,
+        "batch 3 of app 'key' was prepared when the checkpoint's file offsets/3 held something else",
+        "restored from an older copy",
+    )
     assert_all_sent_once(root)
 
 

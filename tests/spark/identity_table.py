@@ -85,7 +85,7 @@ TABLE: dict[Cell, str] = {
 }
 OVER_CONNECT = tuple(door for door in ROWS if "over Connect" in door)
 
-REMEDIES = ("Go on with the checkpoint that this appId last used", "checkpoint_location=...")
+REMEDIES = ("Go on with the checkpoint that this app last used", "checkpoint_location=...")
 GROUP = "points"
 
 WORKER_IS_LATE = "Timed out while waiting for the Python worker to connect back"

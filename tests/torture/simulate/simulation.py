@@ -354,7 +354,7 @@ class Simulation:
                 break
             # All clocks may have stepped by days, and then everything is young for as long. A wrong one of a single
             # machine must keep nothing open.
-            self.scheduler.sleep(DAY_S / 4 if round_ >= 5 and self.scenario.clock_steps else 30.0)
+            self.scheduler.sleep(30.0 if round_ < 5 or self.scenario.wrong_clocks else DAY_S / 4)
         self.problems += [f"{source.role} never comes to its end" for source in self.sources if not source.finished]
 
     def _rows_open(self) -> bool:
