@@ -755,7 +755,7 @@ def test_a_listener_of_another_fence_is_not_asked_about_a_batch(
     """A driver died within its local transaction, and the next one has another transactionListener."""
     record = prepared(log, fence_id=before)
     listener = Bearing(now)
-    with pytest.raises(FenceError, match=r"app:0.*prepared with.*restart with.*log\.resolve") as caught:
+    with pytest.raises(FenceError, match=r"app:0.*prepared with.*[Rr]estart with.*log\.resolve") as caught:
         send(another(log), listener, header(fence_id=now), timeout_s=DEADLINE_S)
     assert all(fence in str(caught.value) for fence in (before, now) if fence)
     assert not listener.checked

@@ -5,6 +5,9 @@ The first seed is always 1: a seeded bug is a known case. ``make checker-selftes
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.torture.judge.anomalies import FAMILIES, AnomalyKind
@@ -41,3 +44,9 @@ def test_every_other_mutant_is_caught_and_its_control_is_not(name: str) -> None:
     found = catch(NAMES.index(name))
     assert found.caught, found.found
     assert found.control == ""
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guarantees.md", "tests/torture/README.md"])
+def test_the_docs_count_the_seeded_bugs(page: str) -> None:
+    text = Path(page).read_text()
+    assert re.search(rf"\b(all {len(NAMES)}\b|{len(NAMES)} (in every|seeded bugs))", text), page
