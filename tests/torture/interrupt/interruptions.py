@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from itertools import count
 from pathlib import Path
@@ -469,7 +469,7 @@ def _sink(log: CommitLog, content: Content) -> Callable[[], object]:
     def send() -> None:
         from rmq_spark.commitlog.half import HalfWriter
 
-        header = header_of(0, "sink", per="message")
+        header = replace(header_of(0, "sink", per="message"), query_id="query")
         replayed = sink.find_replayed(header)
         writer = HalfWriter(header, log.topics(), "orders", None, log.fifo_topics())
         files = [] if replayed else log.stage(writer, pa.table({"body": ["sunk.0", "sunk.1"]}).to_batches())
