@@ -14,6 +14,7 @@ import rmq_spark as txmq
 from rmq_spark.check.report import LEASED
 from rmq_spark.check.service import CheckReport, CheckService
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.config import LEASE_S_MAX
 from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.sink.two_phase import TwoPhase
 
@@ -68,7 +69,7 @@ def test_a_slow_but_living_sink_beside_a_checker_has_one_outcome(tmp_path: Path,
         files = log.stage(
             HalfWriter(head, log.topics(), "orders", None), pa.table({"body": list("abcdef")}).to_batches()
         )
-        lease_s = LEASE_S * scale if leased else 1e6
+        lease_s = LEASE_S * scale if leased else LEASE_S_MAX  # renewed at a third of it, which never comes
         outcome = TwoPhase(log, listener, lease_s=lease_s).send(head, files)
         seen = len(reports)
         deadline = time.monotonic() + 60
