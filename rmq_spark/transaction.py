@@ -97,6 +97,8 @@ class HalfBatch:
     transaction_per : {"batch", "message", "key"}
     fence_id : str or None
         The fence that the listener had when the half batch was prepared.
+    log_id : str or None
+        The id of the commit log; another log may have a half batch of the same name.
     arg : object
         What ``send_message_in_transaction(message, arg)`` was given; None in checks and streams.
     """
@@ -114,6 +116,7 @@ class HalfBatch:
         transaction_per: str,
         fence_id: str | None,
         rows: HalfRows,
+        log_id: str | None = None,
         arg: Any = None,
     ) -> None:
         self.half_id = half_id
@@ -125,6 +128,7 @@ class HalfBatch:
         self.check_times = check_times
         self.transaction_per = transaction_per
         self.fence_id = fence_id
+        self.log_id = log_id
         self.arg = arg
         self._rows = rows
         self._transactions: pa.Table | None = None

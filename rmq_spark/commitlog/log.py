@@ -412,6 +412,7 @@ class CommitLog:
             transaction_per=record.header.transaction_per,
             fence_id=record.header.fence_id,
             rows=_LogRows(self, record, mask),
+            log_id=self.id,
             arg=arg,
         )
 

@@ -276,7 +276,8 @@ class DeltaTransactionListener(TransactionListener):
         Looks at the newest ones first, and back to when the half batch was prepared; ``thorough`` to the end
         of the log.
         """
-        marks = {_mark(batch, state): state for state in _VERDICTS}
+        # A half batch that was executed by a version without log ids has no log in its mark.
+        marks = {_mark(batch, state, log_id): state for state in _VERDICTS for log_id in (batch.log_id, None)}
         since = _utc(batch.prepared_at).timestamp() - _CLOCK_SKEW_S
         ours: list[tuple[str, str]] = []
         for limit in _HISTORY_PAGES:
@@ -386,11 +387,13 @@ class _Found:
 
 
 def _app_id(batch: HalfBatch) -> str:
-    return f"txmq:{batch.half_id}:{batch.attempt}"
+    log = "" if batch.log_id is None else f"{batch.log_id}:"
+    return f"txmq:{log}{batch.half_id}:{batch.attempt}"
 
 
-def _mark(batch: HalfBatch, state: str) -> str:
-    return json.dumps({"txmq": state, "half_id": batch.half_id, "attempt": batch.attempt})
+def _mark(batch: HalfBatch, state: str, log_id: str | None) -> str:
+    log = {} if log_id is None else {"log": log_id}
+    return json.dumps({"txmq": state, **log, "half_id": batch.half_id, "attempt": batch.attempt})
 
 
 @contextmanager
@@ -406,7 +409,7 @@ def _fenced_session(spark: SparkSession, batch: HalfBatch, state: str) -> Iterat
         _APP_ID: _app_id(batch),
         _VERSION: "1",
         _AUTO_RESET: "true",
-        _USER_METADATA: _mark(batch, state),
+        _USER_METADATA: _mark(batch, state, batch.log_id),
     }
     try:
         for name, value in settings.items():

@@ -81,6 +81,8 @@ ROLLED_BACK = "rolled_back"
 TOMBSTONE = "tombstone"
 
 _IDS_PER_SELECT = 500
+_IN_LOG = "@"
+"""Between a half id, which has none, and the id of its commit log."""
 # The rows of the id's table. A fence of an earlier version has the first alone, until create_fence is called again.
 _THE_ID = 1
 _THE_PLACE = 2
@@ -489,7 +491,7 @@ class SqlTransactionListener(TransactionListener):
         try:
             with self._fence.transaction(self._lock_timeout, write=False) as connection:
                 self._require_same_fence(connection, batch)
-                recorded = self._fence.read(connection, ids)
+                recorded = self._fence.read(connection, ids, batch)
             absent = [i for i in ids if i not in recorded]
             if absent and self.machine.now() - _utc(batch.prepared_at) >= self._rollback_after:
                 recorded |= self._bury(absent, batch)
@@ -691,7 +693,7 @@ class _Fence(Database):
         """
         common = {
             "state": state,
-            "half_id": batch.half_id,
+            "half_id": _in_its_log(batch),
             "attempt": batch.attempt,
             "created_at": self.machine.now().replace(tzinfo=None),
         }
@@ -699,7 +701,7 @@ class _Fence(Database):
         # In one order on every side, so that two of them wait for each other in turn instead of in a circle.
         rows = [{"transaction_id": i, **common} for i in sorted(ids)]
         taken = insert_absent(connection, self._rows.c.transaction_id, rows)
-        found = self._read_newest(connection, taken)
+        found = self._read_newest(connection, taken, batch)
         hidden = [i for i in taken if i not in found]
         if hidden:
             raise FenceError(
@@ -709,26 +711,37 @@ class _Fence(Database):
             )
         return found
 
-    def _read_newest(self, connection: sa.Connection, ids: Sequence[str]) -> dict[str, str]:
+    def _read_newest(self, connection: sa.Connection, ids: Sequence[str], batch: HalfBatch) -> dict[str, str]:
         """The states of ids that have just turned out to be taken."""
         if connection.dialect.name not in ("mariadb", "mysql"):
-            return self.read(connection, ids)
+            return self.read(connection, ids, batch)
         # At REPEATABLE READ a plain SELECT answers from the transaction's snapshot, which may be older than the row;
         # one that locks reads the newest. One id at a time: a list may be looked up by a scan, which locks it all.
         key = self._rows.c.transaction_id
-        query = sa.select(self._rows.c.state).where(key == sa.bindparam("id")).with_for_update(read=True)
-        states = {i: connection.execute(query, {"id": i}).scalar_one_or_none() for i in ids}
-        return {i: state for i, state in states.items() if state is not None}
+        query = self._states().where(key == sa.bindparam("id")).with_for_update(read=True)
+        return self._of_one_log([row for i in ids for row in connection.execute(query, {"id": i})], batch)
 
-    def read(self, connection: sa.Connection, ids: Sequence[str]) -> dict[str, str]:
-        """The states of those ids that have a row."""
-        key = self._rows.c.transaction_id
-        found: dict[str, str] = {}
-        query = sa.select(key, self._rows.c.state).where(key.in_(sa.bindparam("ids", expanding=True)))
+    def read(self, connection: sa.Connection, ids: Sequence[str], batch: HalfBatch) -> dict[str, str]:
+        """The states of those transactions of a half batch that have a row; FenceError for a row of another log."""
+        rows: list[sa.Row[Any]] = []
+        query = self._states().where(self._rows.c.transaction_id.in_(sa.bindparam("ids", expanding=True)))
         for start in range(0, len(ids), _IDS_PER_SELECT):
-            part = list(ids[start : start + _IDS_PER_SELECT])
-            found.update({row.transaction_id: row.state for row in connection.execute(query, {"ids": part})})
-        return found
+            rows += connection.execute(query, {"ids": list(ids[start : start + _IDS_PER_SELECT])})
+        return self._of_one_log(rows, batch)
+
+    def _states(self) -> sa.Select[Any]:
+        return sa.select(self._rows.c.transaction_id, self._rows.c.state, self._rows.c.half_id)
+
+    def _of_one_log(self, rows: Sequence[sa.Row[Any]], batch: HalfBatch) -> dict[str, str]:
+        for row in rows:
+            log_id = row.half_id.partition(_IN_LOG)[2]
+            if log_id and batch.log_id and log_id != batch.log_id:
+                raise FenceError(
+                    f"transaction {row.transaction_id!r} is in the fence of {self.where} already, for another commit "
+                    f"log (its id is {log_id}; this one's is {batch.log_id}). Logs that share a fence need appIds and "
+                    "idempotency keys of their own, or a fence_table each; a log that was made anew is another one"
+                )
+        return {row.transaction_id: row.state for row in rows}
 
     def mark(self, connection: sa.Connection, ids: Sequence[str], state: str) -> None:
         """Change the state of rows that this database transaction has claimed."""
@@ -743,7 +756,7 @@ class _Fence(Database):
         query = sa.select(columns.transaction_id, columns.half_id)
         with self.transaction(write=False) as connection:
             rows = connection.execute(query.where(columns.created_at < moment.replace(tzinfo=None))).all()
-        return {row.transaction_id: row.half_id for row in rows}
+        return {row.transaction_id: row.half_id.partition(_IN_LOG)[0] for row in rows}
 
     def delete(self, ids: Sequence[str]) -> int:
         """Delete rows by their ids, a few in each database transaction: nobody waits for it for long."""
@@ -754,6 +767,10 @@ class _Fence(Database):
             with self.transaction() as connection:
                 deleted += connection.execute(delete, {"ids": list(ids[start : start + _IDS_PER_SELECT])}).rowcount
         return deleted
+
+
+def _in_its_log(batch: HalfBatch) -> str:
+    return batch.half_id if batch.log_id is None else f"{batch.half_id}{_IN_LOG}{batch.log_id}"
 
 
 def _utc(moment: datetime) -> datetime:

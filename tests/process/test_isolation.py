@@ -238,7 +238,7 @@ def test_these_tests_notice_a_listener_that_trusts_its_snapshot(url: sa.URL, mon
         common = {"state": state, "half_id": batch.half_id, "attempt": batch.attempt, "created_at": now}
         rows = [{"transaction_id": i, **common} for i in sorted(ids)]
         key = fence._rows.c.transaction_id
-        return fence.read(connection, database.insert_absent(connection, key, rows))
+        return fence.read(connection, database.insert_absent(connection, key, rows), batch)
 
     monkeypatch.setattr(_Fence, "claim", trusting)
     with pytest.raises(AssertionError):

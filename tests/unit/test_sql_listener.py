@@ -25,6 +25,8 @@ import sqlalchemy as sa
 from hypothesis import settings
 from sqlalchemy.orm import Session
 
+import rmq_spark as txmq
+from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
@@ -42,6 +44,7 @@ from rmq_spark.errors import (
 from rmq_spark.listeners.database import exact_text
 from rmq_spark.listeners.sql import HalfTransaction, Rollback, SqlTransactionListener, create_fence
 from rmq_spark.message import PROPERTIES, TIMESTAMP
+from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -456,6 +459,29 @@ def test_work_that_ends_the_transaction_itself_is_refused(
     run(url, "DELETE FROM txmq_fence")
     assert stored(url) == fence_rows(url) == {}
     assert verdicts(listener(url).execute_local_transaction(half_batch(fence))) == [COMMIT]
+
+
+def test_a_transaction_of_another_log_is_not_taken_for_one_that_ran(url: sa.URL, fence: str) -> None:
+    """Two logs with one fence, and a key of both: the second one's message became visible, and its work never ran."""
+    first, second = InMemoryCommitLog(topics={"orders": 1}), InMemoryCommitLog(topics={"orders": 1})
+
+    def nothing(connection: sa.Connection, batch: HalfBatch) -> None:
+        pass
+
+    def send(log: CommitLog, body: bytes) -> None:
+        told = {"on_listener_error": "fail", "check_interval": None}
+        with txmq.TransactionMQProducer(log, "shop", listener(url, nothing), **told) as producer:
+            producer.send_message_in_transaction(txmq.Message("orders", body), idempotency_key="order-42")
+
+    send(first, b"a")
+    with pytest.raises(LocalTransactionError, match=r"another commit log.*keys of their own"):
+        send(second, b"b")
+    assert second.read("orders").num_rows == 0
+    report = CheckService(second, {"shop": listener(url, nothing, rollback_after=0)}, transaction_timeout=0).run_once()
+    assert "for another commit log" in report.problems[0][1]
+    assert second.read("orders").num_rows == 0
+    send(first, b"a")
+    assert first.read("orders").num_rows == 1
 
 
 def test_work_may_use_savepoints_of_its_own(url: sa.URL, fence: str) -> None:
