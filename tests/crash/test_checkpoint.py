@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.processes import start_driver
-from tests.crash.shop import accepted, add_input, assert_agreement, batches_in, open_shop
+from tests.crash.shop import accepted, add_input, assert_agreement, batches_in, listener, open_shop
 
 pytestmark = pytest.mark.long
 
@@ -35,6 +35,7 @@ def root(finished: Path, tmp_path: Path) -> Iterator[Path]:
     yield finished
     shutil.rmtree(finished)
     shutil.move(tmp_path / "kept", finished)
+    listener(finished, "key").create_fence(moved=True)  # a copy answers only when somebody says that it is the original
 
 
 def assert_refused(root: Path, *words: str) -> None:

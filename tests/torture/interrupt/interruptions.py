@@ -772,7 +772,8 @@ def interrupt(content: Content, twin: Twin, moment: int, kind: type[BaseExceptio
     kept = tracer.run(call)  # with its frames, as a notebook keeps them
     wrong: list[str] = []
     try:
-        if kept is not None and not isinstance(kept, kind):
+        # The sink tells of an exception in its listener, of which a full memory is one, with its own error.
+        if kept is not None and not (isinstance(kept, kind) or isinstance(kept.__cause__, kind)):
             wrong.append(f"another error came out: {type(kept).__name__}: {kept}")
         wrong += held_lock(log)
         wrong += left_running(threads)
