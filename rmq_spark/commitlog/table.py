@@ -439,7 +439,8 @@ class DeltaLogTable:
 
     @property
     def id(self) -> str:
-        return str(self._table.metadata().id)
+        self._id = self._id or str(self._table.metadata().id)
+        return self._id
 
     @property
     def version(self) -> int:
