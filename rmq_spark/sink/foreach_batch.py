@@ -16,7 +16,7 @@ from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, parse_duration
 from rmq_spark.errors import OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, check_listener
 from rmq_spark.message import check_app_id, check_group
-from rmq_spark.sink.identity import QUERY_ID_PROPERTY, identity_of
+from rmq_spark.sink.identity import identity_of, run_of
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
 from rmq_spark.transaction import BATCH, KEY
 
@@ -116,7 +116,7 @@ class TransactionalSink:
 
         check_schema(batch_df.schema, self.topic, self.transaction_key)
         header = self._header(batch_df, batch_id)
-        sending = (_run_of(batch_df), batch_id)
+        sending = (run_of(batch_df), batch_id)
         if sending[0] is not None and _sent.get((self.log.path, header.app_id)) == sending:
             raise OptionError(
                 f"batch {batch_id} of app {header.app_id!r} was sent in this run already: give each sink of one "
@@ -163,12 +163,3 @@ class TransactionalSink:
         for row in batch_df.mapInArrow(write, "files binary").collect():
             staged += pickle.loads(bytes(row["files"]))
         return sorted(staged, key=lambda f: f.file_no)
-
-
-def _run_of(batch: DataFrame) -> str | None:
-    """The run of the query that a micro-batch is of, in which no batch comes twice; None without a query."""
-    context = getattr(batch.sparkSession, "_sc", None)
-    if context is None:
-        return "this worker's"  # Spark Connect starts one for each run
-    run_id = context.getLocalProperty("spark.jobGroup.id")
-    return str(run_id) if run_id is not None and context.getLocalProperty(QUERY_ID_PROPERTY) is not None else None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 QUERY_ID_PROPERTY = "sql.streaming.queryId"
+RUN_ID_PROPERTY = "spark.jobGroup.id"
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,15 @@ def query_id_of(batch: DataFrame) -> str | None:
         return None
     value = context.getLocalProperty(QUERY_ID_PROPERTY)
     return None if value is None else str(value)
+
+
+def run_of(batch: DataFrame) -> str | None:
+    """The run of the streaming query, in which no batch comes twice; None without a query."""
+    context = getattr(batch.sparkSession, "_sc", None)
+    if context is None:
+        return "this worker's"  # Spark Connect starts one for each run
+    run_id = context.getLocalProperty(RUN_ID_PROPERTY)
+    return None if run_id is None or query_id_of(batch) is None else str(run_id)
 
 
 def _hash_by_spark(batch: DataFrame, query_id: str, batch_id: int) -> str | None:
