@@ -1,4 +1,4 @@
-"""A writer's clock beside the store's: how old things are, the clocks of many machines tell together."""
+"""A writer's clock, held against the store's: the log tells ages by the clocks of many machines."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ class Ledger:
 
     # ------------------------------------------------------------------ places
     def _op_time(self) -> datetime:
-        """The time of new rows, not before the newest one's. Only the order counts: what is due says our own clock."""
+        """Not before the newest row's time. Only their order counts: our own clock tells what is due."""
         return max(self.machine.now(), self._followed.last_time)
 
     def _commit_rows(
