@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
+from typing import NamedTuple
 
 from rmq_spark.config import INT64_MAX, check_time, nearest
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
@@ -28,17 +29,29 @@ JsonOffsets = dict[str, dict[str, int]]
 """The same as JSON has it."""
 AGAIN = "@again"
 """In a checkpoint, beside the topics (none has this name): what the micro-batch that ends here read again."""
+LOG = "@log"
+"""Beside the topics too: the id of the commit log that these offsets count in."""
 
 OFFSET_MAX = INT64_MAX
 EPOCH_MS_MIN = 100_000_000_000
 """A smaller number (March 1973) is taken for seconds, and refused."""
+
+
+class StreamOffset(NamedTuple):
+    """What a checkpoint says."""
+
+    positions: Positions
+    again: Again
+    log_id: str | None
+    """None in a checkpoint of an older version."""
+
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _QUEUE_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 _EXAMPLE = '{"orders": {"0": 23, "1": -1}}'
 
 
-def to_json(positions: Mapping[Queue, int], again: Again | None = None) -> JsonOffsets:
+def to_json(positions: Mapping[Queue, int], again: Again | None = None, log_id: str | None = None) -> JsonOffsets:
     """Positions in the order of topic and queue: equal positions are equal texts, which is how Spark compares them."""
     found: JsonOffsets = {}
     for (topic, queue_id), offset in sorted(positions.items()):
@@ -48,10 +61,12 @@ def to_json(positions: Mapping[Queue, int], again: Again | None = None) -> JsonO
             json.dumps([topic, queue_id, (until - _EPOCH) // timedelta(microseconds=1)]): offset
             for (topic, queue_id), (offset, until) in sorted(again.items())
         }
+    if log_id is not None:
+        found[LOG] = {log_id: 0}
     return found
 
 
-def from_checkpoint(value: JsonOffsets, what: str = "the checkpoint") -> tuple[Positions, Again]:
+def from_checkpoint(value: object, what: str = "the checkpoint") -> StreamOffset:
     """What :func:`to_json` wrote.
 
     Raises
@@ -59,11 +74,11 @@ def from_checkpoint(value: JsonOffsets, what: str = "the checkpoint") -> tuple[P
     OffsetError
         When it is of another form.
     """
-    if not isinstance(value, dict) or AGAIN not in value:
-        return from_json(value, what), {}
+    if not isinstance(value, dict):
+        return StreamOffset(from_json(value, what), {}, None)
     again: Again = {}
     try:
-        for text, offset in value[AGAIN].items():
+        for text, offset in value.get(AGAIN, {}).items():
             topic, queue_id, until_us = json.loads(text)
             found = from_json({topic: {str(queue_id): offset}}, what)
             again |= {queue: (n, _EPOCH + timedelta(microseconds=until_us)) for queue, n in found.items()}
@@ -71,7 +86,13 @@ def from_checkpoint(value: JsonOffsets, what: str = "the checkpoint") -> tuple[P
         raise OffsetError(
             f"{what} has {str(value[AGAIN])[:200]} under {AGAIN!r}, which no stream wrote: {problem}"
         ) from problem
-    return from_json({topic: queues for topic, queues in value.items() if topic != AGAIN}, what), again
+    log_id = None
+    if LOG in value:
+        if not isinstance(value[LOG], dict) or len(value[LOG]) != 1:
+            raise OffsetError(f"{what} has {str(value[LOG])[:200]} under {LOG!r}, which no stream wrote")
+        (log_id,) = value[LOG]
+    topics = {topic: queues for topic, queues in value.items() if topic not in (AGAIN, LOG)}
+    return StreamOffset(from_json(topics, what), again, log_id)
 
 
 def from_json(value: object, what: str, lowest: int = 0) -> Positions:
@@ -149,6 +170,8 @@ def parse_offsets(text: str, option: str, keywords: tuple[str, ...], marks: tupl
             f"{option}={text[:200]!r} is neither {' nor '.join(map(repr, keywords))} nor JSON such as {_EXAMPLE}: "
             f"{problem}"
         ) from problem
+    if isinstance(value, dict):  # perhaps taken from the progress report of a stream
+        value = {topic: queues for topic, queues in value.items() if topic not in (AGAIN, LOG)}
     positions = from_json(value, option, min(marks, default=0))
     for (topic, queue_id), offset in positions.items():
         if offset < 0 and offset not in marks:

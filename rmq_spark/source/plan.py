@@ -142,7 +142,7 @@ class Planner:
             elif offset <= end:
                 found[(topic, queue_id)] = offset
             else:
-                self._lost(
+                self.lost(
                     f"{whose} has offset {offset} for topic {topic!r}, queue {queue_id}, which ends at {end}: "
                     "it was made with another commit log, or with one restored since. Start a new one"
                 )
@@ -175,10 +175,11 @@ class Planner:
             missing: list[tuple[int, int]] = []
             found += select(rows, topic, queue_id, first, stop, moved, missing)
             for gap in missing:
-                self._lost(out_of_range(topic, queue_id, *gap))
+                self.lost(out_of_range(topic, queue_id, *gap))
         return found
 
-    def _lost(self, what: str) -> None:
+    def lost(self, what: str) -> None:
+        """Raise OffsetOutOfRangeError with these words; a warning when data loss is to be skipped."""
         if self._fail_on_data_loss:
             raise OffsetOutOfRangeError(f"{what} (failOnDataLoss=false skips them)")
         logger.warning("skipped, because failOnDataLoss=false: %s", what)

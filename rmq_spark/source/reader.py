@@ -31,6 +31,7 @@ from rmq_spark.commitlog.reading import (
     to_messages,
 )
 from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, OffsetOutOfRangeError, OptionError
+from rmq_spark.redaction import redacted
 from rmq_spark.selector.tree import Filter
 from rmq_spark.source import SOURCE_DDL, SOURCE_OPTIONS
 from rmq_spark.source.offsets import (
@@ -172,7 +173,24 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
             mine = {queue: offset for queue, offset in known.items() if queue in positions}
             what = f"consumer group {self.options.consumer_group!r}"
             positions |= self.planner.checked_start(mine, self.planner.latest(), what)
-        return to_json(positions)
+        return to_json(positions, log_id=self.planner.log.id)
+
+    def _known(self, offset: JsonOffsets, what: str = "the checkpoint") -> tuple[Positions, Again]:
+        """What an offset says. One of another commit log says nothing of this one, which is read from its start then.
+
+        Raises
+        ------
+        OffsetOutOfRangeError
+            When it is one of another commit log, unless ``failOnDataLoss=false``.
+        """
+        positions, again, log_id = from_checkpoint(offset, what)
+        if log_id in (None, self.planner.log.id):
+            return positions, again
+        self.planner.lost(
+            f"{what} counts in commit log {log_id}, and {redacted(self.options.path)} is commit log "
+            f"{self.planner.log.id}: it was made anew, or is another one. Start with a new checkpoint"
+        )
+        return {}, {}
 
     def getDefaultReadLimit(self) -> ReadLimit:
         limit = self.options.offsets_per_trigger_max
@@ -194,7 +212,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         latest = self.planner.latest()
         if self._stop_at is not None:
             latest = self._stop_at
-        before, answered = from_checkpoint(start)
+        before, answered = self._known(start)
         begin = self.planner.checked_start(before, latest)
         suspended: Again = {}
         if group is not None:
@@ -208,15 +226,17 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
             # Or the query would end, with messages that are not consumed.
             machine.sleep(seconds_to_wait(suspended, machine.now()))
             again = due(suspended, machine.now())
-        return start if end == before and not again else to_json(end, again)
+        return start if end == before and not again else to_json(end, again, self.planner.log.id)
 
     def reportLatestOffset(self) -> JsonOffsets | None:
         """How far the log reached when it was last looked at, for the progress report."""
-        return None if self._planner is None else to_json(self._planner.latest(refresh=False))
+        if self._planner is None:
+            return None
+        return to_json(self._planner.latest(refresh=False), log_id=self._planner.log.id)
 
     def partitions(self, start: JsonOffsets, end: JsonOffsets) -> Sequence[InputPartition]:
-        begin, _ = from_checkpoint(start, "the start offset")
-        finish, again = from_checkpoint(end, "the end offset")
+        begin, _ = self._known(start, "the start offset")
+        finish, again = self._known(end, "the end offset")
         return self._plan({**begin, **{queue: offset for queue, (offset, _) in again.items()}}, finish)
 
     def commit(self, end: JsonOffsets) -> None:
@@ -224,7 +244,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         all it never does, but it asks for :meth:`latestOffset` after it."""
         if self._planner is None:
             return
-        positions, answered = from_checkpoint(end, "the committed offset")
+        positions, answered = self._known(end, "the committed offset")
         group = self._progress()
         if group is None:
             self.planner.forget(positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime, timezone
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.source.offsets import (
+    from_checkpoint,
     from_json,
     parse_offsets,
     parse_timestamp,
@@ -108,6 +110,12 @@ def test_positions_survive_json_and_stand_in_one_order(positions: dict[tuple[str
     value = to_json(positions)
     assert from_json(value, "the checkpoint") == positions
     assert str(value) == str(to_json(dict(reversed(positions.items()))))
+    assert from_checkpoint(to_json(positions, log_id="a log")) == (positions, {}, "a log")
+
+
+def test_offsets_of_a_progress_report_are_taken_as_an_option() -> None:
+    reported = to_json({("orders", 0): 3}, {("orders", 0): (1, datetime.now(timezone.utc))}, "a log")
+    assert parse(json.dumps(reported)) == {("orders", 0): 3}
 
 
 @pytest.mark.parametrize("text", ["2025-03-01T08:00:00Z", "2025-03-01T09:00:00+01:00", " 1740816000000 "])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -308,7 +309,7 @@ def test_a_stream_starts_at_the_end_and_takes_what_comes(log: CommitLog) -> None
     reader = stream(log)
     assert reader.reportLatestOffset() is None
     start = reader.initialOffset()
-    assert start == {"orders": {"0": 2, "1": 2, "2": 2}}
+    assert start == {"orders": {"0": 2, "1": 2, "2": 2}, "@log": {log.id: 0}}
     assert reader.latestOffset(start, ReadAllAvailable()) == start
     send(log, 1, 6)
     end = reader.latestOffset(start, reader.getDefaultReadLimit())
@@ -344,6 +345,43 @@ def test_available_now_ends_where_the_log_stood(log: CommitLog) -> None:
 def test_a_broken_checkpoint_offset_is_an_error(log: CommitLog) -> None:
     with pytest.raises(OffsetError, match="the checkpoint"):
         stream(log).latestOffset({"orders": 3}, ReadAllAvailable())  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("wrong", [3, {}, {"one": 0, "another": 0}])
+def test_a_checkpoint_with_no_log_id_under_its_name_is_an_error(log: CommitLog, wrong: object) -> None:
+    with pytest.raises(OffsetError, match="the checkpoint"):
+        stream(log).latestOffset({"orders": {"0": 0}, "@log": wrong}, ReadAllAvailable())  # type: ignore[dict-item]
+
+
+def test_a_checkpoint_of_an_older_version_goes_on(log: CommitLog) -> None:
+    send(log, 0, 6)
+    reader, start = stream(log), {"orders": {"0": 1, "1": 2, "2": 2}}
+    end = reader.latestOffset(start, ReadAllAvailable())
+    assert run(reader, reader.partitions(start, end)).num_rows == 1
+    assert reader.latestOffset(end, ReadAllAvailable()) == end
+
+
+def test_a_log_made_anew_does_not_go_on_at_the_offsets_of_the_old_one(log: CommitLog) -> None:
+    """The new log has more messages than the old one: the stream passed over its first ones."""
+    send(log, 0, 3)
+    reader = stream(log, startingOffsets="earliest", consumerGroup="points")
+    old = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    reader.stop()
+    old_id = log.id
+    shutil.rmtree(log.path)
+    anew = CommitLog.create(log.path)
+    anew.create_topic("orders", queues=3)
+    send(anew, 0, 9)
+
+    with pytest.raises(OffsetOutOfRangeError, match=f"the checkpoint counts in commit log {old_id}") as told:
+        stream(log, consumerGroup="points").latestOffset(old, ReadAllAvailable())
+    assert anew.id in str(told.value) and "new checkpoint" in str(told.value)
+
+    lenient = stream(log, consumerGroup="points", failOnDataLoss="false")
+    new = lenient.latestOffset(old, ReadAllAvailable())
+    assert run(lenient, lenient.partitions(old, new)).num_rows == 9, "the new log is read from its start"
+    lenient.commit(new)
+    assert anew.groups.positions("points") == {("orders", q): 3 for q in range(3)}
 
 
 # ---------------------------------------------------------------- suspended queues

@@ -22,7 +22,7 @@ from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.consumer.retry import restored, sent_back
 from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.sink.producer import TransactionMQProducer
-from rmq_spark.source.offsets import from_json, to_json
+from rmq_spark.source.offsets import from_checkpoint, to_json
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner, admit
 from rmq_spark.source.reader import TxmqStreamReader
@@ -198,13 +198,15 @@ def checkpoint_offsets(rng: random.Random) -> bool:
 
     def edited() -> Any:
         value: Any = {"orders": {"0": rng.randrange(6), "1": rng.randrange(6)}, "points": {"0": rng.randrange(5)}}
-        where = rng.choice(("", "topic", "queue", "offset", "all"))
+        where = rng.choice(("", "topic", "queue", "offset", "log", "all"))
         if where == "topic":
             value[rng.choice(("", "\ud800", "order", text(rng)))] = value.pop("points")
         elif where == "queue":
             value["orders"][rng.choice(("2", "999999999", "-1", "x", "01", text(rng)))] = 1
         elif where == "offset":
             value["orders"]["0"] = rng.choice((99, -1, 2**31, 2**63 - 1, 2**63, 10**30, None, True, 1.0, "1", []))
+        elif where == "log":
+            value["@log"] = rng.choice(({_LOG.id: 0}, {text(rng): 0}, {_LOG.id: 0, "x": 0}, anything(rng)))
         elif where == "all":
             value = anything(rng)
         return value
@@ -216,7 +218,10 @@ def checkpoint_offsets(rng: random.Random) -> bool:
     planned, partitions = attempt(lambda: reader.partitions(start, end))
     if planned:
         assert partitions is not None
-        wanted = {queue: (from_json(start, "x").get(queue, 0), stop) for queue, stop in from_json(end, "x").items()}
+        (first_of, _, begun), (stop_of, _, ended) = from_checkpoint(start, "x"), from_checkpoint(end, "x")
+        require(not partitions or ended in (None, _LOG.id), f"{end} is of another commit log, and was planned")
+        mine = first_of if begun in (None, _LOG.id) else {}
+        wanted = {queue: (mine.get(queue, 0), stop) for queue, stop in stop_of.items()}
         for placed in (p for partition in partitions for p in partition.ranges):  # type: ignore[attr-defined]
             first, stop = wanted[(placed.topic, placed.queue_id)]
             inside = first <= placed.queue_offset and placed.queue_offset + placed.count <= stop
