@@ -16,6 +16,8 @@ from uuid import uuid4
 
 __all__ = ["MACHINE", "Machine"]
 
+_SINCE_BOOT: int | None = getattr(time, "CLOCK_BOOTTIME", None)
+
 
 class Machine:
     """This machine. A test overrides :meth:`time`, :meth:`monotonic` and :meth:`sleep` to have a clock of its own."""
@@ -33,8 +35,8 @@ class Machine:
         return datetime.fromtimestamp(self.time(), timezone.utc)
 
     def monotonic(self) -> float:
-        """Seconds since some moment; never set back."""
-        return time.monotonic()
+        """Seconds since some moment; never set back. On Linux those count, too, in which the machine was suspended."""
+        return time.monotonic() if _SINCE_BOOT is None else time.clock_gettime(_SINCE_BOOT)
 
     def sleep(self, seconds: float) -> None:
         """Wait."""

@@ -476,18 +476,22 @@ class DeltaLogTable:
 
     def _goes_on(self, before: int, version: int) -> bool:
         """Whether the newest entry that was known is still there and the same; one that is cleaned up says nothing."""
-        local = isinstance(self.fs, pafs.LocalFileSystem)
-        if version > before and not local:
-            return True
         entry = self._entry(before)
         if entry is None:
             return version > before
         known, self._newest = self._newest, (version, self._entry(version) if version > before else entry)
-        return not local or known is None or known[0] != before or known[1] in (None, entry)
+        return known is None or known[0] != before or known[1] in (None, entry)
 
     def _entry(self, version: int) -> object:
         """What tells an entry of the Delta log from another one; None when it is not there."""
-        info = self.fs.get_file_info(f"{self.folder}/_delta_log/{version:020d}.json")
+        path = f"{self.folder}/_delta_log/{version:020d}.json"
+        if isinstance(self.fs, pafs.S3FileSystem):  # its times are whole seconds, its ETag is what tells
+            try:
+                with self.fs.open_input_stream(path) as stream:  # one HEAD
+                    return stream.metadata()
+            except FileNotFoundError:
+                return None
+        info = self.fs.get_file_info(path)
         return (info.mtime_ns, info.size) if info.type == pafs.FileType.File else None
 
     def _check_entries(self, since: int, until: int | None) -> None:

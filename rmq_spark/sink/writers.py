@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -154,15 +155,15 @@ class _Writer:
     def __init__(self, options: Options, schema: StructType) -> None:
         self.settings = SinkSettings.of(options)
         check_schema(schema, self.settings.topic, self.settings.transaction_key)
-        log = open_log(self.settings.path, _frozen(self.settings.storage_options))
-        listener = self.settings.listener()
-        topics = topics_for(log, schema.names, self.settings.topic)
-        self.header = self._header(options, listener)
-        self.replayed = self._was_prepared(log)
-        self.half_folder = f"{log.path}/half"
-        self.half_writer = HalfWriter(
-            self.header, topics, self.settings.topic, self.settings.transaction_key, log.fifo_topics()
-        )
+        with kept_log(self.settings) as log:
+            listener = self.settings.listener()
+            topics = topics_for(log, schema.names, self.settings.topic)
+            self.header = self._header(options, listener)
+            self.replayed = self._was_prepared(log)
+            self.half_folder = f"{log.path}/half"
+            self.half_writer = HalfWriter(
+                self.header, topics, self.settings.topic, self.settings.transaction_key, log.fifo_topics()
+            )
 
     def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
         raise NotImplementedError
@@ -214,14 +215,14 @@ class _Writer:
                     f"a task staged files for another half batch than {self.header.half_id!r}: run the batch again"
                 )
             files += message.files
-        log = open_log(self.settings.path, _frozen(self.settings.storage_options))
-        two_phase = TwoPhase(
-            log,
-            self.settings.listener(),
-            on_listener_error=self.settings.on_listener_error,
-            replay_check_timeout_s=self.settings.replay_check_timeout_s,
-        )
-        two_phase.send(self.header, sorted(files, key=lambda f: f.file_no))
+        with kept_log(self.settings) as log:
+            two_phase = TwoPhase(
+                log,
+                self.settings.listener(),
+                on_listener_error=self.settings.on_listener_error,
+                replay_check_timeout_s=self.settings.replay_check_timeout_s,
+            )
+            two_phase.send(self.header, sorted(files, key=lambda f: f.file_no))
 
     def _abort(self) -> None:
         # abort() also runs when commit() raised, in another process, and a commit that timed out may still land: so it
@@ -290,13 +291,21 @@ def topics_for(log: CommitLog, columns: Sequence[str], topic: str | None) -> dic
     return topics
 
 
-def _frozen(options: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(options.items()))
+@contextmanager
+def kept_log(settings: SinkSettings) -> Iterator[CommitLog]:
+    """An open commit log, kept while the process lives: Spark uses it again for the next micro-batches.
+
+    One in whose use something failed is not kept: a log that was made anew says so once, and the next use opens it.
+    """
+    try:
+        yield _open(settings.path, tuple(sorted(settings.storage_options.items())))
+    except Exception:
+        _open.cache_clear()
+        raise
 
 
 @lru_cache(maxsize=8)
-def open_log(path: str, storage_options: tuple[tuple[str, str], ...]) -> CommitLog:
-    """An open commit log, kept while the process lives: Spark uses it again for the next micro-batches."""
+def _open(path: str, storage_options: tuple[tuple[str, str], ...]) -> CommitLog:
     from rmq_spark.commitlog.log import CommitLog
 
     return CommitLog.open(path, dict(storage_options))

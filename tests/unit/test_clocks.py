@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -33,8 +34,8 @@ def log(tmp_path: Path) -> CommitLog:
 
 def clock_goes(monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
     """This machine's clock, and not the store's."""
-    time = Machine.time
-    monkeypatch.setattr(Machine, "time", lambda self: time(self) + ahead_s)
+    right = Machine.time
+    monkeypatch.setattr(Machine, "time", lambda self: right(self) + ahead_s)
 
 
 # ---------------------------------------------------------------- at the door
@@ -171,3 +172,12 @@ def test_after_a_clock_that_was_days_ahead_messages_keep_the_order_in_which_they
     assert bodies(damaged)[-4:] == ["2", "3", "4", "5"]
     times = damaged.read("orders", columns=["commit_timestamp"])["commit_timestamp"].to_pylist()
     assert times == sorted(times)
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="this system does not count them")
+def test_the_seconds_count_in_which_the_machine_was_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CLOCK_MONOTONIC stands still then, so a staged file counted as just looked at."""
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    before = MACHINE.monotonic()
+    time.sleep(0.001)
+    assert MACHINE.monotonic() > before

@@ -13,7 +13,9 @@ import pytest
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA, Who
 from rmq_spark.commitlog.table import DeltaLogTable
+from rmq_spark.config import Options
 from rmq_spark.errors import CorruptLogError, NotACommitLogError, StorageError, TxmqError, UnreachableStoreError
+from rmq_spark.sink.writers import SINK_OPTIONS, SinkSettings, kept_log
 from tests.half_batches import bodies, commit, make_log, pending, prepare
 
 
@@ -74,6 +76,20 @@ def test_a_log_that_was_made_anew_and_is_as_long_is_not_taken_for_the_old_one(tm
     with pytest.raises(NotACommitLogError, match="made anew"):
         old.read("orders")
     assert CommitLog.open(folder).read("orders").num_rows == 0
+
+
+def test_the_sink_s_process_opens_a_log_again_that_was_made_anew(folder: Path) -> None:
+    """It kept the old handle, which said so at every batch."""
+    options = {"path": str(folder), "topic": "orders", "producerGroup": "group", "transactionListener": "none"}
+    settings = SinkSettings.of(Options(options, SINK_OPTIONS))
+    with kept_log(settings) as log:
+        assert log.topics() == {"orders": 1}
+    shutil.rmtree(folder)
+    CommitLog.create(folder).create_topic("carts", 1)
+    with pytest.raises(NotACommitLogError), kept_log(settings) as log:
+        log.topics()
+    with kept_log(settings) as log:
+        assert log.topics() == {"carts": 1}
 
 
 # ---------------------------------------------------------------- a failure is told once

@@ -198,6 +198,21 @@ def test_a_log_whose_objects_are_deleted_is_no_log_any_more(s3: S3Server, log: t
             log.topics()
 
 
+def test_a_log_that_was_made_anew_on_s3_and_is_as_long_is_not_taken_for_the_old_one(
+    s3: S3Server, log: txmq.CommitLog, uri: str
+) -> None:
+    commit(log, prepare(log, 0))
+    shutil.rmtree(s3.folder / uri.removeprefix("s3://"))
+    anew = txmq.CommitLog.create(uri, storage_options=s3.storage_options())
+    anew.create_topic("orders", 2)
+    for batch in range(3):
+        commit(anew, prepare(anew, batch))
+    for ask in (lambda: log.read("orders"), lambda: commit(log, prepare(log, 1))):
+        with pytest.raises(NotACommitLogError, match="made anew"):
+            ask()
+    assert len(bodies(another(anew))) == 15
+
+
 def test_a_half_file_that_was_deleted_is_not_prepared_on_s3(s3: S3Server, log: txmq.CommitLog, uri: str) -> None:
     writer = HalfWriter(header_of(0), log.topics(), "orders", None)
     files = [f for n in range(20) for f in log.stage(writer, pa.table({"body": [f"{n}"]}).to_batches(), n)]
