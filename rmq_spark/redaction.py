@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from urllib.parse import quote, quote_plus
 
 HIDDEN = "***"
 SECRET_CHARS_MIN = 8
@@ -23,14 +25,18 @@ _PUBLIC = (
     "provider",
     "rename",
 )
-"""Parts of the names of storage options whose values may be shown."""
+"""Parts of the names of storage options whose values may be shown, unless the rest of the name is :data:`_SECRET`."""
+_SECRET = re.compile(r"key|token|secret|passw|pwd|sas|credential|signature", re.IGNORECASE)
 _OF_ENVIRONMENT = re.compile(
     r"TXMQ_STORAGE__.+|(AWS|AZURE|GOOGLE|GCP)_.*(KEY|TOKEN|SECRET|PASSWORD|SAS|CREDENTIAL).*", re.IGNORECASE
 )
 _URI = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30}://)([^\s'\"<>]+)", re.IGNORECASE)
+_URI_WITH_PASSWORD = re.compile(r"(://[^\s/@:'\"]*:)(?!\d+\b)(?:(?!://)[^\n@]){1,200}@")
+"""A password may hold quotes and spaces; a port is none."""
 _NAMED = re.compile(
-    r"\b(sig|signature|password|passwd|secret|x-amz-(?:signature|credential|security-token)"
-    r"|(?:aws|azure|google)_\w{0,40}(?:key|token|secret|sas)\w{0,20})=[^\s&'\",;<>]+",
+    r"\b(sig|signature|password|passwd|pwd|secret|authorization|x-amz-(?:signature|credential|security-token)"
+    r"|(?:aws|azure|google)_\w{0,40}(?:key|token|secret|sas)\w{0,20})(['\"]?\s{0,3}[=:]\s{0,3})"
+    r"('[^'\n]*'|\"[^\"\n]*\"|(?:bearer |basic )?[^\s&'\",;<>]+)",
     re.IGNORECASE,
 )
 _ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")
@@ -39,14 +45,21 @@ _seen: set[str] = set()
 """Secret values of the storage options that this process was given."""
 
 
-def _is_secret(name: str, value: object) -> bool:
-    shown = any(part in name.lower() for part in _PUBLIC)
-    return isinstance(value, str) and len(value) >= SECRET_CHARS_MIN and not shown
+def is_secret(name: str, value: object, chars_min: int = SECRET_CHARS_MIN) -> bool:
+    """Whether the value of a storage option must not be shown."""
+    shown = any(part in name.lower() for part in _PUBLIC) and not _SECRET.search(name)
+    return isinstance(value, str) and len(value) >= chars_min and not shown
 
 
 def remember(storage_options: Mapping[str, str] | None) -> None:
     """Take note of the values that :func:`redacted` must hide from now on."""
-    _seen.update(value for name, value in (storage_options or {}).items() if _is_secret(name, value))
+    _seen.update(value for name, value in (storage_options or {}).items() if is_secret(name, value))
+
+
+def _spellings(secret: str) -> Iterator[str]:
+    """A value as it is, and as URIs, JSON and Python write it."""
+    yield from (secret, quote(secret), quote(secret, safe=""), quote_plus(secret))
+    yield from (json.dumps(secret)[1:-1], repr(secret)[1:-1])
 
 
 def redacted(text: object) -> str:
@@ -56,11 +69,12 @@ def redacted(text: object) -> str:
     and those that delta-rs takes from the environment), and what looks like a signature or an access key.
     """
     shown = str(text)
-    environment = {v for k, v in os.environ.items() if _OF_ENVIRONMENT.fullmatch(k) and _is_secret(k, v)}
-    for secret in sorted(_seen | environment, key=len, reverse=True):
-        shown = shown.replace(secret, HIDDEN)
+    environment = {v for k, v in os.environ.items() if _OF_ENVIRONMENT.fullmatch(k) and is_secret(k, v)}
+    for spelling in sorted({s for secret in _seen | environment for s in _spellings(secret)}, key=len, reverse=True):
+        shown = shown.replace(spelling, HIDDEN)
     shown = _URI.sub(_redacted_uri, shown)
-    shown = _NAMED.sub(rf"\1={HIDDEN}", shown)
+    shown = _URI_WITH_PASSWORD.sub(rf"\1{HIDDEN}@", shown)
+    shown = _NAMED.sub(rf"\1\2{HIDDEN}", shown)
     return _ACCESS_KEY.sub(HIDDEN, shown)
 
 

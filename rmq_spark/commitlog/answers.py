@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rmq_spark.errors import TxmqError, UnreachableStoreError
-from rmq_spark.redaction import redacted
+from rmq_spark.redaction import is_secret, redacted
 
-_PUBLIC = ("region", "endpoint", "allow_http", "conditional_put", "retr", "timeout", "virtual", "bucket")
-"""Parts of the names of options whose values may be shown."""
+SECRET_CHARS_MIN = 4
+"""In a store's answer shorter values are hidden than in other text."""
 
 
 def plainly(text: str, storage_options: Mapping[str, str] | None) -> str:
     """An answer as one line, without the values of options that may be secret."""
     for name, value in (storage_options or {}).items():
-        if len(value) > 3 and not any(part in name.lower() for part in _PUBLIC):
+        if is_secret(name, value, SECRET_CHARS_MIN):
             text = text.replace(value, "***")
     text = re.sub(r"\x1b\[[0-9;]*m|[^\S ]", " ", text)
     return redacted(re.sub(r" +(↳ )?", " ", text).strip())

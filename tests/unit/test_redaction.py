@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
+from rmq_spark import redaction
 from rmq_spark.check.job import run_job
 from rmq_spark.check.service import CheckService
 from rmq_spark.check.settings import JobSettings
@@ -31,6 +34,7 @@ SECRET = "pl4nted-s3cret/value"
 SIGNATURE = "sv=1&sig=" + SECRET
 OPTIONS = {"AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "eu-central-1"}
 URL = f"postgresql+psycopg://shop:{SECRET.replace('/', '%2F')}@127.0.0.1:1/orders?password={SECRET}"
+ODD = "q7/uote8\" \\+é'"
 PLANTED = (SECRET, SECRET.replace("/", "%2F"))
 
 
@@ -115,6 +119,22 @@ def test_what_a_store_quotes_is_hidden_in_the_error_of_a_file(tmp_path: Path) ->
             raise problem
         assert not leaks(told_by(found.value))
         assert HIDDEN in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        quote(ODD), quote(ODD, safe=""), quote_plus(ODD), json.dumps(ODD), repr(ODD),
+        f"postgresql://shop:{ODD}@host/orders", f"password='{ODD}'", f"{{'password': {ODD!r}}}",
+        "sig: q7/uote8", "Authorization: Bearer q7/uote8", "mysql://shop:q7/uote8 and more@host/orders",
+    ],
+)  # fmt: skip
+def test_a_secret_is_hidden_however_it_is_written(shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_seen", set())
+    redaction.remember({"my_bucket_key": ODD, "aws_endpoint_url": "http://127.0.0.1:4566/shop"})
+    said = redacted(f"the store at http://127.0.0.1:4566/shop said {shown} to me@host")
+    assert "uote8" not in said
+    assert said.startswith("the store at http://127.0.0.1:4566/shop said ")
 
 
 def test_an_error_without_secrets_keeps_its_cause() -> None:
