@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 
 from rmq_spark.errors import OptionError, TxmqError
 
@@ -130,8 +130,9 @@ def seconds(
     if not number or not minimum <= value <= maximum or (above and value == minimum):  # type: ignore[operator]
         least = f"above {minimum:g}" if above else f"of {minimum:g} or more"
         most = "a century" if maximum == DURATION_S_MAX else f"{maximum:g}"
+        remedy = f"; write {name}={_short(value)}.total_seconds()" if isinstance(value, timedelta) else ""
         raise OptionError(
-            f"{name}={_short(value)} cannot be used: seconds {least}, and of at most {most}, are expected"
+            f"{name}={_short(value)} cannot be used: seconds {least}, and of at most {most}, are expected{remedy}"
         )
     return float(value)  # type: ignore[arg-type]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -129,6 +130,21 @@ def _require_methods(listener: object, what: str) -> None:
     for method in ("execute_local_transaction", "check_local_transaction"):
         if not callable(getattr(listener, method, None)):
             raise ListenerError(f"{what} got {type(listener).__name__}, which has no method {method}")
+
+
+def check_work(work: object, call: str) -> None:
+    """Raise ListenerError unless ``work`` is a function of two arguments; ``call`` shows how it is called."""
+    if not callable(work):
+        raise ListenerError(f"work is {type(work).__name__}: a function {call} is expected")
+    try:
+        signature = inspect.signature(work)
+    except (TypeError, ValueError):  # some functions written in C do not tell
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as problem:
+        name = getattr(work, "__qualname__", type(work).__name__)
+        raise ListenerError(f"work is {name}{signature}: a function {call} is expected") from problem
 
 
 def check_listener(listener: object, where: str) -> TransactionListener:

@@ -35,7 +35,7 @@ from rmq_spark.config import (
     seconds,
     whole_number,
 )
-from rmq_spark.errors import StaleAttemptError, VerdictConflictError
+from rmq_spark.errors import OptionError, StaleAttemptError, VerdictConflictError
 from rmq_spark.listener import (
     NO_LISTENER_FENCE,
     CommitOncePrepared,
@@ -124,6 +124,11 @@ class CheckService:
         storage_options: Mapping[str, str] | None = None,
         clock: Callable[[], datetime] | None = None,
     ) -> None:
+        if not isinstance(listeners, Mapping):
+            raise OptionError(
+                f"listeners is {type(listeners).__name__}: which group has which listener is expected, such as "
+                "{'shop': listener}"
+            )
         self.listeners = {
             check_group(group): check_listener(listener, f"listeners[{group!r}]")
             for group, listener in listeners.items()

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 
 from rmq_spark.config import GROUP_CHARS_MAX, TOPIC_CHARS_MAX
 from rmq_spark.errors import InboxConflictError, ListenerError, OptionError, TransactionEndedError
+from rmq_spark.listener import check_work
 from rmq_spark.listeners.database import (
     IN_INNODB,
     Database,
@@ -81,8 +82,7 @@ class SqlInbox(Database):
         schema: str | None = None,
         log: CommitLog | None = None,
     ) -> None:
-        if not callable(work):
-            raise ListenerError(f"work is {type(work).__name__}: a function work(connection, messages) is expected")
+        check_work(work, "work(connection, messages)")
         if not isinstance(table, str) or not table.isidentifier() or not table.isascii():
             raise OptionError(f"table={table!r} is not a plain table name of letters, digits and _")
         super().__init__(url_or_engine)

@@ -92,7 +92,7 @@ class Database:
 
         ``lock_timeout`` in seconds; None keeps the database's own.
         """
-        with self.engine.connect() as connection:
+        with self.connect() as connection:
             self._refuse_unsafe(connection)
             if connection.dialect.name == "sqlite":
                 with _sqlite_transaction(connection, lock_timeout, write):
@@ -112,6 +112,14 @@ class Database:
                         if isinstance(problem, TransactionEndedError):
                             connection.invalidate()  # its session may hold more: LOCK TABLES
                     raise
+
+    def connect(self) -> sa.Connection:
+        """A connection; when there is none, the error says to what."""
+        try:
+            return self.engine.connect()
+        except sa.exc.DBAPIError as problem:
+            problem.add_detail(f"no connection to {self.where}")
+            raise
 
     def _refuse_unsafe(self, connection: sa.Connection) -> None:
         """Refuse a connection whose transactions do not hold together, or see what others may still undo."""
@@ -230,6 +238,7 @@ def _sqlite_transaction(connection: sa.Connection, lock_timeout: float | None, w
     try:
         if lock_timeout is not None:
             connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(lock_timeout * 1000)}")
+        driver.rollback()  # what a user's listener on the engine's event "begin" has begun, without the write lock
         connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
         yield
         connection.commit()

@@ -48,7 +48,7 @@ from rmq_spark.errors import (
     TransactionEndedError,
     VerdictError,
 )
-from rmq_spark.listener import TransactionListener, Verdicts
+from rmq_spark.listener import TransactionListener, Verdicts, check_work
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
@@ -252,8 +252,7 @@ class SqlTransactionListener(TransactionListener):
         fence_table: str = FENCE_TABLE,
         schema: str | None = None,
     ) -> None:
-        if not callable(work):
-            raise ListenerError(f"work is {type(work).__name__}: a function work(connection, batch) is expected")
+        check_work(work, "work(connection, batch)")
         self._fence = _Fence(url_or_engine, fence_table, schema)
         self._work: Callable[[sa.Connection, Any], Any] = work
         self._per_transaction = per_transaction
@@ -325,6 +324,9 @@ class SqlTransactionListener(TransactionListener):
                 "prune needs every commit log whose producers use this fence: rows of half batches that are not "
                 "settled in one of them must stay. Write prune(older_than, log)"
             )
+        for log in logs:
+            if not callable(getattr(log, "unsettled", None)):
+                raise OptionError(f"prune got {type(log).__name__} {str(log)[:100]!r}: an open CommitLog is expected")
         old = self._fence.older_than(self.machine.now() - timedelta(seconds=older_than))
         half_ids = set(old.values())
         unsettled = {half_id for log in logs for half_id in log.unsettled(half_ids)}
@@ -682,7 +684,7 @@ class _Fence(Database):
         self._in_place = True
 
     def _exists(self) -> bool:
-        with self.engine.connect() as connection:
+        with self.connect() as connection:
             return sa.inspect(connection).has_table(self._id.name, schema=self._id.schema)
 
     # ------------------------------------------------------------------ the rows

@@ -900,6 +900,7 @@ def test_a_report_reads_as_a_paragraph_and_as_json(log: CommitLog) -> None:
         ({"discard_policy": "drop"}, OptionError),
         ({"discard_policy": TransactionCheckListener}, OptionError),
         ({"discard_policy": None}, OptionError),
+        ({"listeners": [Says()]}, OptionError),
         ({"listeners": {"shop": object()}}, ListenerError),
         ({"listeners": {"shop": Says}}, ListenerError),
         ({"listeners": {"sh op": Says()}}, txmq.errors.MessageError),

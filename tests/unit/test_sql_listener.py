@@ -41,7 +41,7 @@ from rmq_spark.errors import (
     VerdictConflictError,
     VerdictError,
 )
-from rmq_spark.listeners.database import exact_text
+from rmq_spark.listeners.database import Database, exact_text
 from rmq_spark.listeners.sql import HalfTransaction, Rollback, SqlTransactionListener, create_fence
 from rmq_spark.message import PROPERTIES, TIMESTAMP
 from rmq_spark.testing import InMemoryCommitLog
@@ -753,6 +753,10 @@ def test_prune_deletes_rows_past_retention_only(url: sa.URL, fence: str, tmp_pat
         orders_listener.prune(3600, log)
     with pytest.raises(OptionError, match="needs every commit log"):
         orders_listener.prune(8 * 86400)
+    with pytest.raises(OptionError, match="prune got str 'a path': an open CommitLog"):
+        orders_listener.prune(8 * 86400, "a path")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"write older_than=datetime.timedelta\(days=8\).total_seconds\(\)"):
+        orders_listener.prune(timedelta(days=8), log)  # type: ignore[arg-type]
 
 
 def test_prune_keeps_the_rows_of_what_may_still_be_asked_about(url: sa.URL, fence: str, tmp_path: Path) -> None:
@@ -829,6 +833,35 @@ def test_a_users_own_engine_is_used_as_it_is(url: sa.URL, fence: str) -> None:
     assert stored(url) == {"a": 2, "b": 1, "c": 1}
 
 
+def test_an_engine_that_begins_its_transactions_by_itself_is_taken(url: sa.URL) -> None:
+    """As SQLAlchemy's documentation advises for savepoints in SQLite. Our own BEGIN came second, and was an error."""
+    if url.drivername != "sqlite":
+        pytest.skip("the advice is for SQLite")
+    engine = sa.create_engine(url)
+
+    @sa.event.listens_for(engine, "connect")
+    def _(driver: Any, _: object) -> None:
+        driver.isolation_level = None
+
+    @sa.event.listens_for(engine, "begin")
+    def _(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+    fence = create_fence(engine)
+    for lock_timeout in (None, 1.0):
+        other = sa.create_engine(url, connect_args={"timeout": 0}).connect()
+        with Database(engine).transaction(lock_timeout), other, pytest.raises(sa.exc.OperationalError, match="locked"):
+            other.exec_driver_sql("BEGIN IMMEDIATE")
+    assert verdicts(listener(engine).execute_local_transaction(half_batch(fence, per="key"))) == [COMMIT] * 3
+    assert verdicts(listener(engine).check_local_transaction(half_batch(fence, age=OLD, attempt=2))) == [ROLLBACK]
+    assert stored(url) == {"a": 2, "b": 1, "c": 1}
+
+
+def test_a_database_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(sa.exc.OperationalError, match=r"no connection to sqlite:///.*/nowhere/orders\.db"):
+        create_fence(f"sqlite:///{tmp_path}/nowhere/orders.db")
+
+
 def test_a_strictly_isolated_engine_keeps_both_sides_agreed(url: sa.URL, fence: str) -> None:
     engine = sa.create_engine(url, isolation_level="SERIALIZABLE")
     batch = half_batch(fence, per="key")
@@ -883,6 +916,8 @@ def test_a_database_that_no_test_runs_on_is_refused(name: str) -> None:
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ListenerError, match=r"work is .*<lambda>\(batch\): a function work\(connection, batch\)"):
+        SqlTransactionListener(url, lambda batch: None)  # type: ignore[misc,arg-type]
     with pytest.raises(ListenerError, match="a function work"):
         listener("sqlite://", "no function")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="rollback_after=-1"):
