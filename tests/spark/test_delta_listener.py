@@ -47,6 +47,7 @@ def half_batch(
     half_id: str = "app-7",
     attempt: int = 1,
     per: str = "batch",
+    log_id: str | None = None,
 ) -> HalfBatch:
     rows = pa.table({"file_no": pa.array([0] * len(keys), pa.int32()), "keys": pa.array(list(keys), pa.string())})
     return HalfBatch(
@@ -60,6 +61,7 @@ def half_batch(
         transaction_per=per,
         fence_id=fence_id,
         rows=Rows(rows),
+        log_id=log_id,
     )
 
 
@@ -114,6 +116,23 @@ def test_execute_makes_one_commit_and_a_check_finds_it(spark: Any, table: str, w
     # Once more under the same attempt: Delta skips the write, and the answer stays.
     assert gold.execute_local_transaction(batch) == COMMIT_MESSAGE
     assert stored(spark, table) == ["a", "b"]
+
+
+def test_a_half_batch_of_the_same_name_in_another_log_is_another_one(spark: Any, table: str) -> None:
+    """As in a log that was made anew: its work was skipped, and its messages became visible."""
+    gold = listener(spark, table)
+    one, two = (half_batch(gold.fence_id, [name], age=OLD, log_id=name) for name in ("one", "two"))
+    assert gold.execute_local_transaction(one) == COMMIT_MESSAGE
+    assert gold.check_local_transaction(two) == ROLLBACK_MESSAGE
+    assert gold.execute_local_transaction(half_batch(gold.fence_id, ["two"], attempt=2, log_id="two")) == COMMIT_MESSAGE
+    assert gold.check_local_transaction(one) == COMMIT_MESSAGE
+    assert stored(spark, table) == ["one", "two"]
+
+
+def test_what_was_executed_before_marks_named_the_log_is_known(spark: Any, table: str) -> None:
+    gold = listener(spark, table)
+    assert gold.execute_local_transaction(half_batch(gold.fence_id)) == COMMIT_MESSAGE
+    assert gold.check_local_transaction(half_batch(gold.fence_id, age=OLD, log_id="one")) == COMMIT_MESSAGE
 
 
 @pytest.mark.parametrize("work", [append, merge])

@@ -6,11 +6,15 @@ from itertools import count
 
 import pytest
 
+from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.table import Change
 from rmq_spark.errors import LostFileError
+from rmq_spark.listener import TransactionListener, Verdicts
 from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog, MemoryTable
+from rmq_spark.transaction import UNKNOWN, HalfBatch
+from tests.clocks import set_clock
 from tests.half_batches import another, bodies, check_offsets, commit, pending, prepare
 
 
@@ -175,6 +179,44 @@ def test_a_reader_whose_list_of_half_is_older_than_a_rewritten_batch_is_told_to_
         with pytest.raises(LostFileError, match="read again"):
             reader.read("orders")
     assert reader.read("orders").num_rows == 2
+
+
+def test_a_half_batch_that_is_rewritten_every_night_is_given_up_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its age counted from the rewrite, so it was never old enough for the quarantine."""
+    log = InMemoryCommitLog(topics={"orders": 1})
+    record = prepare(log, 0, 2)
+    clock = set_clock(monkeypatch)
+    for _ in range(3):
+        clock.ahead_s += 80_000
+        rewrite(log, files_of(log, record.half_id), at_ms=log.machine.time_ms())
+        assert CheckService(another(log), {"group": Silent()}).run_once().quarantined.messages == 0
+    clock.ahead_s += 30_000
+    assert CheckService(another(log), {"group": Silent()}).run_once().quarantined.messages == 2
+
+
+def test_a_rewrite_of_one_half_file_leaves_its_messages_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ZORDER does. The rewritten half batch counted as sent then, and the later one did not wait for it."""
+    log = InMemoryCommitLog()
+    log.create_topic("orders", 1, fifo=True)
+    clock = set_clock(monkeypatch)
+    records = []
+    for body in ("first", "second"):
+        records.append(prepare(log, 0, {"body": [body], "sharding_key": ["k"]}, app=body))
+        clock.ahead_s += 1.0
+    rewrite(log, files_of(log, records[0].half_id), at_ms=log.machine.time_ms())
+    commit(another(log), another(log).get(records[1].half_id))
+    assert bodies(log) == []
+    commit(another(log), another(log).get(records[0].half_id))
+    assert bodies(log) == ["first", "second"]
+
+
+class Silent(TransactionListener):
+    """Does not know."""
+
+    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        return UNKNOWN
+
+    check_local_transaction = execute_local_transaction
 
 
 def rewrite_by_a_clock_that_is_behind(log: InMemoryCommitLog) -> None:
