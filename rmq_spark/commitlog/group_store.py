@@ -101,7 +101,7 @@ class GroupStore:
             one that started later is told.
         answered : mapping, optional
             A suspended queue stays, unless this very suspension is answered: it was read again, and nobody suspended it
-            anew.
+            anew. Who begins at the place of the suspension reads it again, too.
 
         Raises
         ------
@@ -120,7 +120,8 @@ class GroupStore:
                         f"query ({Session(before.session).by}) as well: stop one of them, or give this one a group of "
                         "its own"
                     )
-                if before.suspended_until is None or before.suspended_until == (answered or {}).get(queue):
+                read_from_there = offset <= before.next_offset
+                if before.suspended_until in (None, (answered or {}).get(queue)) or read_from_there:
                     after[queue] = Place(max(offset, before.next_offset), None, session.name)
                 else:
                     after[queue] = before._replace(session=session.name)
@@ -157,7 +158,10 @@ class GroupStore:
         check_group(group, "consumerGroup")
 
         def decide(version: int) -> Change | None:
-            before = _by_queue(self._rows(group))
+            paths = self._paths(group)
+            there = self.table.read(paths)
+            mine = pc.equal(there["consumer_group"], group)
+            before = _by_queue(there.filter(mine))
             now = {queue: _place(row) for queue, row in before.items()}
             after = change(now)
             if after == now:
@@ -176,16 +180,19 @@ class GroupStore:
                 }
                 for queue, place in sorted(after.items())
             ]
-            table = pa.Table.from_pylist(rows, schema=GROUPS_SCHEMA)
-            added = [self.table.write(table, "groups", ("consumer_group",))] if rows else []
-            return Change(add=added, remove=self._paths(group))
+            # Somebody's OPTIMIZE may have put the rows of other groups into the same file.
+            others = there.filter(pc.invert(mine))
+            files = [others.filter(pc.equal(others["consumer_group"], g)) for g in pc.unique(others["consumer_group"])]
+            if rows:
+                files.append(pa.Table.from_pylist(rows, schema=GROUPS_SCHEMA))
+            return Change(add=[self.table.write(f, "groups", ("consumer_group",)) for f in files], remove=paths)
 
         def landed(change: Change) -> bool:
             live = set(self._paths(None))
             if not live.isdisjoint(change.remove):
                 return False
             if not change.add:
-                return not self._paths(group)
+                return not self._rows(group).num_rows
             # Somebody may have replaced the file since.
             gone = {f.path for f in change.add} - live
             return not gone or gone <= self.table.removed_since()

@@ -109,15 +109,15 @@ class HalfStore:
         self.table = table
 
     def prepare(
-        self, header: HalfHeader, files: Sequence[HalfFile], settled_ms: Callable[[], int] = lambda: 0
+        self, header: HalfHeader, files: Sequence[HalfFile], after_ms: Callable[[], int] = lambda: 0
     ) -> HalfRecord:
         """Commit staged files: from here on the half batch exists, and nobody sees it.
 
         Parameters
         ----------
-        settled_ms : callable
-            The low-water mark as it is now. Nothing may be prepared below it: nobody looks there for what is open. The
-            newest file does not tell, when somebody whose clock is behind has rewritten it.
+        after_ms : callable
+            After which time it has to be prepared: the low-water mark as it is now, for nobody looks below it for what
+            is open. The newest file does not tell, when somebody whose clock is behind has rewritten it.
 
         Raises
         ------
@@ -145,7 +145,7 @@ class HalfStore:
                     f"the files of half batch {header.half_id!r} were staged {age_s / 3600:.0f} h ago: vacuum may "
                     "remove them soon; run the batch again"
                 )
-            tried_ms.append(max(self.table.machine.time_ms(), self._last_prepared_ms() + 1, settled_ms() + 1))
+            tried_ms.append(max(self.table.machine.time_ms(), self._last_prepared_ms() + 1, after_ms() + 1))
             return Change(
                 add=[f.data for f in files],
                 transaction=(header.app_id, header.batch_id) if header.numbered else None,
@@ -160,7 +160,21 @@ class HalfStore:
         # Any of the tries may be the one that landed. A batch taken for older than it is, is only looked at closer; for
         # one taken for younger, markers would be looked for above a low-water mark that they lie below.
         staged_ms = int(max(f.staged_at for f in files) * 1000)
-        return HalfRecord(header, min(tried_ms), dict(sorted(stored.items())), min(tried_ms), staged_ms)
+        return HalfRecord(
+            header, min(tried_ms), dict(sorted(stored.items())), self._sent_ms(files, staged_ms), staged_ms
+        )
+
+    def _sent_ms(self, files: Sequence[HalfFile], staged_ms: int) -> int:
+        """As :meth:`find` will see it: the try that landed says when these files were prepared."""
+        actions = self.table.actions()
+        mine = pc.is_in(actions["path"], value_set=pa.array([f.data.path for f in files], pa.string()))
+        landed_ms: int | None = pc.max(actions["modification_time"].filter(mine)).as_py()
+        return staged_ms if landed_ms is None else landed_ms
+
+    def newest_ms(self) -> int:
+        """When the newest file was prepared (or rewritten, by somebody's clock)."""
+        self.table.refresh()
+        return self._last_prepared_ms()
 
     def _batch_id_in_log(self, header: HalfHeader) -> int | None:
         return None if self._find(header.half_id) is None else header.batch_id

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -30,7 +30,7 @@ from rmq_spark.commitlog.op import (
     runs,
     to_table,
 )
-from rmq_spark.commitlog.placing import Open, Piece, Placer
+from rmq_spark.commitlog.placing import EPOCH, Open, Piece, Placer
 from rmq_spark.commitlog.table import Change, Table
 from rmq_spark.config import ATTEMPTS_MAX
 from rmq_spark.errors import StaleAttemptError, VerdictConflictError
@@ -67,6 +67,7 @@ class Ledger:
         self._placer = placer
         self._followed = Followed()
         self._known_whole: dict[str, None] = {}  # half batches with no op rows before the kept ones, oldest first
+        self._op_time = EPOCH  # of the rows that are being built
         self._awaited: str | None = None  # the commit id that is being written
         self._arrived = False  # it was among the rows that were followed
 
@@ -127,6 +128,13 @@ class Ledger:
     def low_water_ms(self) -> int:
         """Prepare time (ms) up to which every half batch is settled, but for those reopened later."""
         return self._followed.low_water
+
+    @property
+    def reopened_ms(self) -> int:
+        """When a transaction was last reopened, of those whose op rows are kept."""
+        rows = self._followed.rows
+        newest = pc.max(rows.filter(pc.equal(rows["kind"], Kind.REOPEN.value))["op_time"]).as_py()
+        return 0 if newest is None else int(newest.timestamp() * 1000)
 
     def may_hide(self, rewritten_below: str) -> bool:
         """True when other files lie below the mark, rewritten by somebody, than did when it was made: they may hold
@@ -300,9 +308,14 @@ class Ledger:
         return [p for p in placed if p.half_id == record.half_id]
 
     # ------------------------------------------------------------------ places
-    def _op_time(self) -> datetime:
-        """Not before the newest row's time. Only their order counts: our own clock tells what is due."""
-        return max(self.machine.now(), self._followed.last_time)
+    def _next_op_time(self, reopens: bool) -> datetime:
+        """Not before the newest row's time; when something is reopened, after all that is prepared. Only the order of
+        these times counts: our own clock tells what is due."""
+        after = max(self.machine.now(), self._followed.last_time)
+        if not reopens:
+            return after
+        prepared_ms = self._placer.newest_prepared_ms() + 1
+        return max(after, datetime.fromtimestamp(prepared_ms / 1000, timezone.utc))
 
     def _commit_rows(
         self, record: HalfRecord, state: BatchState, mask: Mask, attempt: int, who: Who, reason: str | None
@@ -352,7 +365,7 @@ class Ledger:
             return [_at_tail(row, tails, placed) for row in rows]
         now = self.machine.now()
         for row in rows:
-            state.fold(row.as_read(now))
+            state.fold(row.as_read(self._op_time))
         pieces = self._placer.placeable([*self._others(record, now), Open(record, state)], now)
         commits = [(r.half_id, r.file_no, r.ranges, r.attempt) for r in rows if r.kind is Kind.COMMIT]
         if [(p.record.half_id, p.file_no, p.ranges, p.attempt) for p in pieces] == commits:  # nobody waits: a row each
@@ -439,7 +452,7 @@ class Ledger:
             reopened = self.state_of(record, refresh=False).rows_in(states, attempt)
             return _rows_for(Kind.REOPEN, record, reopened, new_attempt, who, reason)
 
-        self.append(build)
+        self.append(build, reopens=True)
         return reopened
 
     def lease(self, record: HalfRecord, seconds: float) -> datetime:
@@ -490,7 +503,7 @@ class Ledger:
                 )
             return self._with_places(record, state, rows, placed)
 
-        self.append(build)
+        self.append(build, reopens=True)
         return placed
 
     def _leave_conflict(
@@ -550,16 +563,23 @@ class Ledger:
             self.append(build)
         return moved
 
-    def append(self, build: Callable[[], Sequence[OpRow]]) -> None:
-        """The one way to write op rows: build them from the newest state and commit at the next version, or again."""
+    def append(self, build: Callable[[], Sequence[OpRow]], *, reopens: bool = False) -> None:
+        """The one way to write op rows: build them from the newest state and commit at the next version, or again.
+
+        Parameters
+        ----------
+        reopens : bool
+            Whether there may be ``reopen`` rows among them: what they name is sent after all that is prepared by now.
+        """
         commit_id = self.machine.unique_id()
 
         def decide(version: int) -> Change | None:
             self._catch_up()
+            self._op_time = self._next_op_time(reopens)
             rows = build()
             if not rows:
                 return None
-            table = to_table(rows, self.table.version + 1, self._op_time(), commit_id)
+            table = to_table(rows, self.table.version + 1, self._op_time, commit_id)
             return Change(add=[self.table.write(table, "op", STATS_COLUMNS)])
 
         def landed(change: Change) -> bool:

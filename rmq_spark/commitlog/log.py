@@ -386,14 +386,15 @@ class CommitLog:
         with self.lock:
             self.ledger.expect(header.half_id)
             try:
-                return self.half.prepare(header, files, self._settled_ms)
+                return self.half.prepare(header, files, self._ms_before_prepare)
             except BaseException:
                 self.ledger.forget(header.half_id)
                 raise
 
-    def _settled_ms(self) -> int:
+    def _ms_before_prepare(self) -> int:
+        # Clocks differ: what was reopened before this is prepared was sent before it.
         self.ledger.refresh()
-        return self.ledger.low_water_ms
+        return max(self.ledger.low_water_ms, self.ledger.reopened_ms)
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """What the newest op markers say of a half batch; without a refresh, those that were read last."""

@@ -95,6 +95,10 @@ class Placer:
         """The FIFO topics to which a half batch sends."""
         return self._fifo_topics({s.topic for file in record.files.values() for s in file.segments})
 
+    def newest_prepared_ms(self) -> int:
+        """When the newest half batch was prepared."""
+        return self._half.newest_ms()
+
     def record(self, half_id: str) -> HalfRecord:
         """The half batch of this id; its rows never change, so it is looked up once."""
         if half_id not in self._records:
@@ -214,10 +218,8 @@ def in_send_order(batches: Iterable[Open]) -> Iterator[tuple[Open, Mask]]:
     for batch in newest_first:
         record = batch.record
         header = record.header
-        # Somebody's OPTIMIZE gives old rows a new time of prepare. The numbers stay, and whatever was said of a half
-        # batch was said after its prepare.
-        said_ms = [int(h["when"].timestamp() * 1000) for h in batch.state.history]  # type: ignore[attr-defined]
-        sent_ms = min([record.sent_ms, not_after.get(header.app_id, record.sent_ms), *said_ms[:1]])
+        # Somebody's OPTIMIZE gives old rows a new time of prepare; the numbers stay.
+        sent_ms = min(record.sent_ms, not_after.get(header.app_id, record.sent_ms))
         not_after[header.app_id] = sent_ms
         for at_ms, mask in _sent_together(batch.state, sent_ms):
             units.append(((at_ms, header.app_id, header.batch_id, at_ms != sent_ms), batch, mask))

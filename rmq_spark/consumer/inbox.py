@@ -153,7 +153,7 @@ class SqlInbox(Database):
             )
         if messages.num_rows == 0:
             return 0
-        messages = messages.sort_by([(name, "ascending") for name in POSITION_COLUMNS])
+        messages = _each_once(messages.sort_by([(name, "ascending") for name in POSITION_COLUMNS]))
         try:
             with self.transaction() as connection:
                 before = self._positions(connection)
@@ -270,6 +270,14 @@ class SqlInbox(Database):
 def _mark(offset: int) -> int:
     """A position while work runs, below 0; and back."""
     return -1 - offset
+
+
+def _each_once(messages: pa.Table) -> pa.Table:
+    """Sorted messages, without those that stand there again."""
+    first, rest = messages.slice(0, messages.num_rows - 1), messages.slice(1)
+    same = [pc.equal(rest[name].combine_chunks(), first[name].combine_chunks()) for name in POSITION_COLUMNS]
+    again = pc.and_(pc.and_(same[0], same[1]), same[2])
+    return messages.filter(pa.concat_arrays([pa.array([True]), pc.invert(again)]))
 
 
 def _end_of_each(messages: pa.Table) -> dict[tuple[str, int], int]:

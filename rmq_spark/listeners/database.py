@@ -371,6 +371,13 @@ def _is_idle(driver: Any) -> bool:
 
 
 def _engine_or_url(url_or_engine: object) -> tuple[sa.Engine | None, sa.URL]:
+    engine, url = _read_url(url_or_engine)
+    if url.host is not None and "@" in url.host:  # what stands before it is a part of the password
+        raise ListenerError("the database URL has an @ in its password: write it as %40, or pass a sqlalchemy.URL")
+    return engine, url
+
+
+def _read_url(url_or_engine: object) -> tuple[sa.Engine | None, sa.URL]:
     if isinstance(url_or_engine, sa.Engine):
         _require_tested(url_or_engine.dialect.name)
         return url_or_engine, url_or_engine.url

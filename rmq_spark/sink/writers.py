@@ -26,7 +26,7 @@ from rmq_spark.commitlog.files import filesystem
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, check_columns, check_known, half_id_of
 from rmq_spark.commitlog.location import location
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, Options, parse_int
-from rmq_spark.errors import CheckpointMismatchError, ListenerError, OptionError
+from rmq_spark.errors import CheckpointMismatchError, ListenerError, NotACommitLogError, OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
 from rmq_spark.message import check_app_id, check_group
 from rmq_spark.sink.identity import read_checkpoint
@@ -222,6 +222,11 @@ class _Writer:
                 on_listener_error=self.settings.on_listener_error,
                 replay_check_timeout_s=self.settings.replay_check_timeout_s,
             )
+            if self.replayed and two_phase.find_replayed(self.header) is None:
+                raise NotACommitLogError(
+                    f"half batch {self.header.half_id!r} was in the commit log when this run began, and is no more: "
+                    "the log was made anew. Run the batch again"
+                )
             two_phase.send(self.header, sorted(files, key=lambda f: f.file_no))
 
     def _abort(self) -> None:

@@ -33,6 +33,8 @@ class GroupProgress:
         ------
         GroupInUseError
             When another query, which started earlier, reads the same queues for the group.
+        StorageError
+            When nobody can say which queues are suspended.
         """
         if (positions, again) == self._published:
             return
@@ -45,6 +47,8 @@ class GroupProgress:
             raise
         except Exception as problem:  # the checkpoint is what counts; the next micro-batch publishes more
             logger.warning("progress of consumer group %r was not published: %s", self._group, traceback_of(problem))
+            # But where a queue is suspended, the group is what counts: who does not know it would pass over messages.
+            self._places = self._log.groups.places(self._group)
 
     def suspended(self, positions: Positions) -> Again:
         """The queues whose group stands below these positions: its orderly consumer has suspended them."""

@@ -6,20 +6,23 @@ import os
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import clock as module
 from rmq_spark.commitlog.clock import StoreClock
+from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import Who
 from rmq_spark.errors import ClockError
 from rmq_spark.listener import TransactionListener
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, LocalTransactionState
 from tests.clocks import set_clock
-from tests.half_batches import another, bodies, commit, prepare
+from tests.half_batches import another, bodies, commit, pending, prepare, split
 
 DAY_S = 86_400.0
 DAYS_S = 3 * DAY_S
@@ -181,3 +184,90 @@ def test_the_seconds_count_in_which_the_machine_was_suspended(monkeypatch: pytes
     before = MACHINE.monotonic()
     time.sleep(0.001)
     assert MACHINE.monotonic() > before
+
+
+# ---------------------------------------------------------------- the order of keys, by clocks that differ
+class Ahead(Machine):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def time(self) -> float:
+        return super().time() + self.seconds
+
+
+def on_a_machine(log: InMemoryCommitLog, ahead_s: float) -> InMemoryCommitLog:
+    """A handle of a machine whose clock is so far ahead of the others'."""
+    twin = log.another()
+    for part in (twin.half.table, twin.op, twin.topics_table, twin.ledger, twin):
+        part.machine = Ahead(ahead_s)
+    return twin
+
+
+@pytest.fixture
+def fifo() -> InMemoryCommitLog:
+    log = InMemoryCommitLog()
+    log.create_topic("orders", 1, fifo=True)
+    return log
+
+
+def send_keyed(log: CommitLog, body: str, key: str = "k") -> HalfRecord:
+    return prepare(log, 0, {"body": [body], "sharding_key": [key]}, app=body)
+
+
+@pytest.mark.parametrize("ahead_s", [-30.0, -0.1, 0.1, 30.0])
+def test_a_key_s_messages_stand_in_the_order_of_their_sends_whatever_the_clocks_say(
+    fifo: InMemoryCommitLog, ahead_s: float
+) -> None:
+    """The later message's marker has an earlier time than the earlier message's prepare."""
+    other = on_a_machine(fifo, ahead_s)
+    commit(other, send_keyed(other, "Z", "another"))
+    first = send_keyed(fifo, "X")
+    commit(other, send_keyed(other, "Y"))
+    assert bodies(fifo) == ["Z"]
+    commit(fifo, first)
+    assert bodies(fifo) == ["Z", "X", "Y"]
+
+
+@pytest.mark.parametrize(("sender_s", "reopener_s"), [(0.0, 30.0), (30.0, 0.0)])
+@pytest.mark.parametrize("reopened_first", [True, False])
+def test_a_reopened_transaction_has_its_turn_when_it_is_reopened_whatever_the_clocks_say(
+    fifo: InMemoryCommitLog, sender_s: float, reopener_s: float, reopened_first: bool
+) -> None:
+    sender, reopener = on_a_machine(fifo, sender_s), on_a_machine(fifo, reopener_s)
+    reopened = send_keyed(fifo, "X")
+    fifo.ledger.quarantine(reopened, 1, pending(fifo, reopened), Who.DISCARD, "nobody knows")
+    if reopened_first:
+        reopener.resume(reopened.half_id)
+    sent = send_keyed(sender, "Y")
+    if not reopened_first:
+        reopener.resume(reopened.half_id)
+    late = [(reopener, reopened), (sender, sent)]
+    for log, record in reversed(late) if reopened_first else late:
+        commit(log, record)
+    assert bodies(fifo) == (["X", "Y"] if reopened_first else ["Y", "X"])
+
+
+def test_who_lost_a_race_was_not_sent_before_the_winner(
+    fifo: InMemoryCommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first try was earlier than the winner's prepare, and counted."""
+    clock = set_clock(monkeypatch)
+    table, winners = fifo.half.table, []
+    real = table.try_commit
+
+    def slow(change: Any) -> bool:
+        if not winners:
+            clock.ahead_s += 1.0
+            winners.append(send_keyed(fifo.another(), "B"))
+        return bool(real(change))
+
+    monkeypatch.setattr(table, "try_commit", slow)
+    columns = {"body": ["a1", "a2"], "sharding_key": ["k", "k"]}
+    lost = prepare(fifo, 0, columns, app="a", per="message")
+    assert lost.sent_ms == another(fifo).get("a:0").sent_ms
+    _, first = split(pending(fifo, lost), 2)
+    fifo.decide(lost, 1, commit=first, rollback={}, who=Who.EXECUTE)
+    assert bodies(fifo) == []
+    commit(another(fifo), winners[0])
+    commit(fifo, lost)
+    assert bodies(fifo) == ["B", "a1", "a2"]

@@ -37,6 +37,14 @@ def test_messages_count_once_however_often_they_come(url: str, log: CommitLog) -
     assert inbox.positions() == {(t, q): n for (t, q), n in log.ledger.tails.items()}
 
 
+def test_a_message_that_stands_twice_in_one_table_counts_once(url: str, log: CommitLog) -> None:
+    """As in a union of two streams that overlap."""
+    commit(log, prepare(log, 0, 5))
+    messages = log.read("orders")
+    assert inbox_of(url).apply(pa.concat_tables([messages.slice(0, 3), messages])) == 5
+    assert results(url) == sorted(b.decode() for b in messages["body"].to_pylist())
+
+
 def test_work_that_fails_writes_nothing_and_moves_nothing(url: str, log: CommitLog) -> None:
     commit(log, prepare(log, 0, 4))
 

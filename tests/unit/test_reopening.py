@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyspark.sql.types import StringType, StructField, StructType
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA, Who
 from rmq_spark.commitlog.table import DeltaLogTable
 from rmq_spark.config import Options
 from rmq_spark.errors import CorruptLogError, NotACommitLogError, StorageError, TxmqError, UnreachableStoreError
-from rmq_spark.sink.writers import SINK_OPTIONS, SinkSettings, kept_log
+from rmq_spark.sink.writers import SINK_OPTIONS, SinkSettings, TxmqStreamWriter, kept_log
 from tests.half_batches import bodies, commit, make_log, pending, prepare
 
 
@@ -90,6 +93,34 @@ def test_the_sink_s_process_opens_a_log_again_that_was_made_anew(folder: Path) -
         log.topics()
     with kept_log(settings) as log:
         assert log.topics() == {"carts": 1}
+
+
+def test_a_replay_does_not_end_well_in_a_log_that_was_made_anew_meanwhile(folder: Path, tmp_path: Path) -> None:
+    """Its executors had staged nothing, for the old log had the batch: it counted as an empty one."""
+    checkpoint = tmp_path / "checkpoint"
+    (checkpoint / "offsets").mkdir(parents=True)
+    (checkpoint / "metadata").write_text('{"id": "a-query"}')
+    (checkpoint / "offsets" / "0").write_text("v1")
+    options = {
+        "path": str(folder), "topic": "orders", "producerGroup": "group", "transactionListener": "none",
+        "checkpointLocation": str(checkpoint),
+    }  # fmt: skip
+
+    def write() -> tuple[TxmqStreamWriter, list[Any]]:
+        writer = TxmqStreamWriter(Options(options, SINK_OPTIONS), StructType([StructField("body", StringType())]))
+        return writer, [writer.write(iter([pa.record_batch({"body": ["one"]})]))]
+
+    writer, staged = write()
+    writer.commit(staged, 0)
+    replay, nothing = write()
+    shutil.rmtree(folder)
+    CommitLog.create(folder).create_topic("orders", 1)
+    for _ in range(2):  # by the handle on the old log, and by one that a process opens anew
+        with pytest.raises(NotACommitLogError, match="made anew"):
+            replay.commit(nothing, 0)
+    writer, staged = write()
+    writer.commit(staged, 0)
+    assert CommitLog.open(folder).read("orders").num_rows == 1
 
 
 # ---------------------------------------------------------------- a failure is told once

@@ -18,6 +18,7 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxFiles, ReadMaxRows
 
+from rmq_spark.commitlog.group_store import GroupStore
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.reading import SOURCE_SCHEMA
 from rmq_spark.errors import (
@@ -27,6 +28,7 @@ from rmq_spark.errors import (
     OffsetOutOfRangeError,
     OptionError,
     TopicNotFoundError,
+    UnreachableStoreError,
 )
 from rmq_spark.machine import Machine
 from rmq_spark.message import PROPERTIES
@@ -429,6 +431,29 @@ def test_a_suspended_queue_is_kept_back_while_the_others_go_on_and_then_read_aga
     assert offsets_of(reader, fourth, fifth) == {1: [4, 5]}
     assert reader.latestOffset(fifth, ReadAllAvailable()) == fifth
     assert set(log.groups.positions("points").values()) == {6}
+
+
+def test_a_suspended_queue_is_kept_back_although_progress_cannot_be_published(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream went on past the suspended messages, and the group with it."""
+    send(log, 0, 12)
+    reader = stream(log, startingOffsets="earliest", consumerGroup="points", ordered="true")
+    first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    until = datetime.now(timezone.utc) + timedelta(days=1)
+    log.groups.progress("points", {("orders", 1): 2}, "an orderly consumer", {("orders", 1): until})
+    send(log, 1, 6)
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupStore, "publish", fails)
+        second = reader.latestOffset(first, ReadAllAvailable())
+        assert offsets_of(reader, first, second) == {0: [4, 5], 2: [4, 5]}
+        patch.setattr(GroupStore, "places", fails)
+        with pytest.raises(UnreachableStoreError):
+            reader.latestOffset(second, ReadAllAvailable())
+
+
+def fails(*_: object, **__: object) -> object:
+    raise UnreachableStoreError("a timeout")
 
 
 def test_a_queue_that_nobody_suspends_again_goes_on(log: CommitLog) -> None:
