@@ -11,6 +11,7 @@ import pytest
 
 from rmq_spark.commitlog.clock import StoreClock
 from rmq_spark.machine import Machine
+from rmq_spark.testing import InMemoryCommitLog
 
 
 class Clock:
@@ -40,3 +41,21 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, ahead_s: float = 0.0) -> Clock:
         monkeypatch.setattr(Machine, name, lambda *arguments, method=method: method(*arguments))
     monkeypatch.setattr(StoreClock, "stored_at", lambda store: store._machine.time())  # the store's goes with it
     return clock
+
+
+class Ahead(Machine):
+    """A machine whose clock is so far ahead."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def time(self) -> float:
+        return super().time() + self.seconds
+
+
+def on_a_machine(log: InMemoryCommitLog, ahead_s: float) -> InMemoryCommitLog:
+    """A handle of a machine whose clock is so far ahead of the others'."""
+    twin = log.another()
+    for part in (twin.half.table, twin.op, twin.topics_table, twin.ledger, twin):
+        part.machine = Ahead(ahead_s)
+    return twin

@@ -309,13 +309,13 @@ class Ledger:
 
     # ------------------------------------------------------------------ places
     def _next_op_time(self, reopens: bool) -> datetime:
-        """Not before the newest row's time; when something is reopened, after all that is prepared. Only the order of
-        these times counts: our own clock tells what is due."""
+        """Not before the newest row's time; when something is reopened, after every prepare and reopen so far. Only the
+        order of these times counts: our own clock tells what is due."""
         after = max(self.machine.now(), self._followed.last_time)
         if not reopens:
             return after
-        prepared_ms = self._placer.newest_prepared_ms() + 1
-        return max(after, datetime.fromtimestamp(prepared_ms / 1000, timezone.utc))
+        sent_ms = max(self._placer.newest_prepared_ms(), self.reopened_ms)
+        return max(after, datetime.fromtimestamp((sent_ms + 1) / 1000, timezone.utc))
 
     def _commit_rows(
         self, record: HalfRecord, state: BatchState, mask: Mask, attempt: int, who: Who, reason: str | None

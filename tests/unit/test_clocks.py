@@ -21,7 +21,7 @@ from rmq_spark.listener import TransactionListener
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, LocalTransactionState
-from tests.clocks import set_clock
+from tests.clocks import on_a_machine, set_clock
 from tests.half_batches import another, bodies, commit, pending, prepare, split
 
 DAY_S = 86_400.0
@@ -187,22 +187,6 @@ def test_the_seconds_count_in_which_the_machine_was_suspended(monkeypatch: pytes
 
 
 # ---------------------------------------------------------------- the order of keys, by clocks that differ
-class Ahead(Machine):
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def time(self) -> float:
-        return super().time() + self.seconds
-
-
-def on_a_machine(log: InMemoryCommitLog, ahead_s: float) -> InMemoryCommitLog:
-    """A handle of a machine whose clock is so far ahead of the others'."""
-    twin = log.another()
-    for part in (twin.half.table, twin.op, twin.topics_table, twin.ledger, twin):
-        part.machine = Ahead(ahead_s)
-    return twin
-
-
 @pytest.fixture
 def fifo() -> InMemoryCommitLog:
     log = InMemoryCommitLog()

@@ -9,7 +9,7 @@ the product's own code, so this module replaces private functions.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ from rmq_spark.check import service as service_module
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import ledger as ledger_module
-from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog import maintenance, placing
 from rmq_spark.commitlog import table as table_module
 from rmq_spark.commitlog.files import RowRange
 from rmq_spark.commitlog.follow import Followed
@@ -31,7 +31,7 @@ from rmq_spark.commitlog.half_store import HalfStore
 from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog, masks_for
 from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who, mask_count, rows_in_both, rows_without
-from rmq_spark.commitlog.placing import Placer
+from rmq_spark.commitlog.placing import Open, Placer
 from rmq_spark.commitlog.table import Change
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.sink import two_phase
@@ -40,6 +40,7 @@ from rmq_spark.source.plan import Planner
 from rmq_spark.transaction import COMMIT_MESSAGE, UNKNOWN
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 from tests.torture.simulate import store
+from tests.torture.simulate.clock_play import play_clocks
 from tests.torture.simulate.fifo_play import play_fifo
 from tests.torture.simulate.rewrite_play import play_rewrites
 from tests.torture.simulate.shop import TOMBSTONE, Broken, Database, FencedListener, VersionedListener
@@ -1039,7 +1040,46 @@ def _rewritten_counted() -> AbstractContextManager[None]:
     return replaced((HalfStore, "rewritten_below", counted), (Ledger, "may_hide", more))
 
 
+def _marker_s_time() -> AbstractContextManager[None]:
+    of_batches = placing.in_send_order
+
+    def said(batches: Iterable[Open]) -> Iterator[tuple[Open, Any]]:
+        def early(batch: Open) -> Open:
+            said_ms = [int(h["when"].timestamp() * 1000) for h in batch.state.history]  # type: ignore[attr-defined]
+            sent_ms = min([batch.record.sent_ms, *said_ms[:1]])
+            return replace(batch, record=replace(batch.record, sent_ms=sent_ms))
+
+        return of_batches([early(batch) for batch in batches])
+
+    return replaced((placing, "in_send_order", said))
+
+
+def _reopened_by_the_clock() -> AbstractContextManager[None]:
+    return replaced((Placer, "newest_prepared_ms", lambda self: 0), (Ledger, "reopened_ms", 0))
+
+
+def _first_try() -> AbstractContextManager[None]:
+    prepare = HalfStore.prepare
+
+    def as_tried(self: HalfStore, *arguments: Any) -> Any:
+        record = prepare(self, *arguments)
+        return replace(record, sent_ms=record.prepared_ms)
+
+    return replaced((HalfStore, "prepare", as_tried))
+
+
 MUTANTS += [
+    PlayMutant(
+        "what was said of a half batch, by another clock, is taken for a bound of its prepare",
+        frozenset({A.ORDER_BROKEN}), play_clocks, _marker_s_time,
+    ),
+    PlayMutant(
+        "a reopened transaction has the turn that its machine's clock gives it", frozenset({A.ORDER_BROKEN}),
+        play_clocks, _reopened_by_the_clock,
+    ),
+    PlayMutant(
+        "who lost a race to prepare has the turn of its first try", frozenset({A.ORDER_BROKEN}), play_clocks, _first_try
+    ),
     PlayMutant("a held message is placed before its blocker", frozenset({A.ORDER_BROKEN}), play_fifo, _overtaking),
     PlayMutant(
         "rewritten rows below the mark are counted, not known", frozenset({A.STUCK_HALF}), play_rewrites,

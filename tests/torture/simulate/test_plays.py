@@ -1,0 +1,23 @@
+"""Small plays of one rule each: more seeds in a second than the simulation has in a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.seeds import first_seed
+from tests.torture.judge.anomalies import Anomaly
+from tests.torture.simulate.clock_play import play_clocks
+from tests.torture.simulate.fifo_play import play_fifo
+from tests.torture.simulate.rewrite_play import play_rewrites
+
+PLAYS = (play_fifo, play_rewrites, play_clocks)
+
+
+@pytest.mark.parametrize("seeds", [25, pytest.param(1_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("play", PLAYS)
+def test_no_play_shows_an_anomaly(play: Callable[[int], list[Anomaly]], seeds: int) -> None:
+    first = first_seed()
+    shown = {seed: found for seed in range(first, first + seeds) if (found := play(seed))}
+    assert not shown
