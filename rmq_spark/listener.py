@@ -158,6 +158,14 @@ def check_listener(listener: object, where: str) -> TransactionListener:
             f"{where}: {type(listener).__name__} is not a TransactionListener; subclass it, or wrap a listener with "
             "RocketMQ's per-message signature in PerMessageListener"
         )
+    for method in (listener.execute_local_transaction, listener.check_local_transaction):
+        try:
+            inspect.signature(method).bind(None)
+        except TypeError as problem:
+            raise ListenerError(
+                f"{where}: {type(listener).__name__}.{method.__name__}{inspect.signature(method)} does not take one "
+                "argument, the half batch; wrap a listener with the arguments of RocketMQ in PerMessageListener"
+            ) from problem
     return listener
 
 

@@ -35,7 +35,8 @@ _URI_WITH_PASSWORD = re.compile(r"(://[^\s/@:'\"]*:)(?!\d+\b)(?:(?!://)[^\n@]){1
 """A password may hold quotes and spaces; a port is none."""
 _NAMED = re.compile(
     r"\b(sig|signature|password|passwd|pwd|secret|authorization|x-amz-(?:signature|credential|security-token)"
-    r"|(?:aws|azure|google)_\w{0,40}(?:key|token|secret|sas)\w{0,20})(['\"]?\s{0,3}[=:]\s{0,3})"
+    r"|(?:aws|azure|google)_\w{0,40}(?:key|token|secret|sas)\w{0,20})"
+    r"(['\"]?\s{0,3}=\s{0,3}|['\"]\s{0,3}:\s{0,3}|(?<=sig):\s{0,3}|(?<=authorization):\s{0,3})"
     r"('[^'\n]*'|\"[^\"\n]*\"|(?:bearer |basic )?[^\s&'\",;<>]+)",
     re.IGNORECASE,
 )

@@ -367,7 +367,7 @@ class CheckService:
             )
             return None
         if call.problem is not None:
-            logger.info("the listener of half batch %r did not answer", key[0], exc_info=call.problem)
+            logger.info("the listener of half batch %r did not answer: %s", key[0], traceback_of(call.problem))
             work.report.problem(key[0], f"its listener did not answer: {_sentence(call.problem)}")
             return None
         return call

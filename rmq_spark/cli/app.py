@@ -239,10 +239,16 @@ def vacuum(
     typer.echo(f"{len(files)} files {'would be' if dry_run else 'were'} removed")
 
 
-@app.callback()
-def main(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version.")] = False,
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"rmq-spark {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    pass

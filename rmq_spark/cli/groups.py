@@ -8,7 +8,7 @@ import typer
 
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, show
 from rmq_spark.consumer.groups import ConsumerGroup, groups
-from rmq_spark.source.offsets import EARLIEST, LATEST, parse_offsets, parse_timestamp, to_json
+from rmq_spark.source.offsets import EARLIEST, LATEST, CountedPositions, parse_offsets, parse_timestamp, to_json
 
 group_app = typer.Typer(no_args_is_help=True, help="Consumer groups of a commit log.")
 
@@ -66,8 +66,8 @@ def reset(
         positions = found.reset(text, topic)
     elif text.startswith("{"):
         given = parse_offsets(text, "--to", (EARLIEST, LATEST), ())
-        assert not isinstance(given, str)  # JSON
-        positions = found.reset(to_json(given), topic)
+        assert isinstance(given, CountedPositions)  # JSON
+        positions = found.reset(to_json(given, log_id=given.log_id), topic)
     else:
         positions = found.reset(parse_timestamp(text, "--to"), topic)
     show([{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(positions.items())], False, "nothing")

@@ -14,7 +14,7 @@ from rmq_spark.commitlog.reading import walk_placements
 from rmq_spark.config import check_time, nearest
 from rmq_spark.errors import GroupNotFoundError, OptionError
 from rmq_spark.message import TIMESTAMP, check_group, check_topic
-from rmq_spark.source.offsets import EARLIEST, LATEST, JsonOffsets, Positions, Queue, from_json
+from rmq_spark.source.offsets import EARLIEST, LATEST, JsonOffsets, Positions, Queue, given_positions
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner
 
@@ -159,7 +159,7 @@ class ConsumerGroup:
                 raise OptionError(f"to={to!r} is neither 'earliest' nor 'latest', nor a datetime, nor offsets")
             given = to
         else:
-            given = from_json(to, "to")
+            given = given_positions(to, "to")
         if isinstance(given, dict) and topics is None:
             names: Sequence[str] = sorted({topic for topic, _ in given})
         else:

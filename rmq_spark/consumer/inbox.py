@@ -27,7 +27,7 @@ from rmq_spark.listeners.database import (
 )
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.message import check_group
-from rmq_spark.redaction import cause_of
+from rmq_spark.redaction import cause_of, traceback_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -188,8 +188,10 @@ class SqlInbox(Database):
                 self._move(connection, before, {queue: _mark(before.get(queue, 0)) for queue in _end_of_each(new)})
         except InboxConflictError:
             pass  # committed with the mark
-        except sa.exc.DBAPIError:
-            logger.exception("%r: could not note that its work ended the database transaction", self)
+        except sa.exc.DBAPIError as problem:
+            logger.error(
+                "%r: could not note that its work ended the database transaction: %s", self, traceback_of(problem)
+            )
 
     def _try_once(self, connection: sa.Connection) -> None:
         if self._tried:

@@ -50,6 +50,7 @@ from rmq_spark.errors import (
 )
 from rmq_spark.listener import TransactionListener, Verdicts, check_work
 from rmq_spark.machine import MACHINE, Machine
+from rmq_spark.redaction import traceback_of
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -326,7 +327,10 @@ class SqlTransactionListener(TransactionListener):
             )
         for log in logs:
             if not callable(getattr(log, "unsettled", None)):
-                raise OptionError(f"prune got {type(log).__name__} {str(log)[:100]!r}: an open CommitLog is expected")
+                raise OptionError(
+                    f"prune got {type(log).__name__} {str(log)[:100]!r}: open logs are expected, one after "
+                    "the other, as prune(older_than, CommitLog.open(path), ...)"
+                )
         old = self._fence.older_than(self.machine.now() - timedelta(seconds=older_than))
         half_ids = set(old.values())
         unsettled = {half_id for log in logs for half_id in log.unsettled(half_ids)}
@@ -395,8 +399,10 @@ class SqlTransactionListener(TransactionListener):
         try:
             with self._fence.transaction(self._lock_timeout) as connection:
                 self._fence.claim(connection, ids, STARTED, batch)
-        except (sa.exc.DBAPIError, FenceError):
-            logger.exception("%r: could not note that its work ended the database transaction", batch)
+        except (sa.exc.DBAPIError, FenceError) as problem:
+            logger.error(
+                "%r: could not note that its work ended the database transaction: %s", batch, traceback_of(problem)
+            )
 
     def _end_attempt(
         self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, str], batch: HalfBatch

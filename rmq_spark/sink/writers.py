@@ -155,6 +155,12 @@ class _Writer:
     def __init__(self, options: Options, schema: StructType) -> None:
         self.settings = SinkSettings.of(options)
         check_schema(schema, self.settings.topic, self.settings.transaction_key)
+        try:
+            self._plan(options, schema)
+        except NotACommitLogError:  # perhaps it was made anew since this process opened it; now it is opened again
+            self._plan(options, schema)
+
+    def _plan(self, options: Options, schema: StructType) -> None:
         with kept_log(self.settings) as log:
             listener = self.settings.listener()
             topics = topics_for(log, schema.names, self.settings.topic)

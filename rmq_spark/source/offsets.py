@@ -37,6 +37,13 @@ EPOCH_MS_MIN = 100_000_000_000
 """A smaller number (March 1973) is taken for seconds, and refused."""
 
 
+class CountedPositions(dict[Queue, int]):
+    """Positions that somebody gave, perhaps from the progress report of a stream."""
+
+    log_id: str | None = None
+    """The commit log in which they count, where they say it."""
+
+
 class StreamOffset(NamedTuple):
     """What a checkpoint says."""
 
@@ -170,14 +177,23 @@ def parse_offsets(text: str, option: str, keywords: tuple[str, ...], marks: tupl
             f"{option}={text[:200]!r} is neither {' nor '.join(map(repr, keywords))} nor JSON such as {_EXAMPLE}: "
             f"{problem}"
         ) from problem
-    if isinstance(value, dict):  # perhaps taken from the progress report of a stream
-        value = {topic: queues for topic, queues in value.items() if topic not in (AGAIN, LOG)}
-    positions = from_json(value, option, min(marks, default=0))
+    if value is None:
+        raise OffsetError(f"{option} is null, as the start of a stream's first batch is: use {keywords[0]!r}")
+    positions = given_positions(value, option, min(marks, default=0))
     for (topic, queue_id), offset in positions.items():
         if offset < 0 and offset not in marks:
             name = EARLIEST if offset == EARLIEST_OFFSET else LATEST
             raise OffsetError(f"{option} has {offset} ({name}) for topic {topic!r}, queue {queue_id}: not allowed here")
     return positions
+
+
+def given_positions(value: object, what: str, lowest: int = 0) -> CountedPositions:
+    """Positions that a person wrote, or took from the progress report of a stream."""
+    if not isinstance(value, dict):
+        return CountedPositions(from_json(value, what, lowest))
+    found = CountedPositions(from_json({t: q for t, q in value.items() if t not in (AGAIN, LOG)}, what, lowest))
+    found.log_id = from_checkpoint({LOG: value[LOG]}, what).log_id if LOG in value else None
+    return found
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -27,7 +27,8 @@ from rmq_spark.commitlog.reading import (
     walk_placements,
 )
 from rmq_spark.errors import OffsetOutOfRangeError
-from rmq_spark.source.offsets import Positions, Queue, resolve
+from rmq_spark.message import RETRY_PREFIX
+from rmq_spark.source.offsets import CountedPositions, Positions, Queue, resolve
 from rmq_spark.source.options import Subscription
 
 if TYPE_CHECKING:
@@ -105,6 +106,14 @@ class Planner:
         if isinstance(given, datetime):
             return self._at(given, latest)
         queues = self.queues()
+        if isinstance(given, CountedPositions):
+            if given.log_id not in (None, self.log.id):
+                raise OffsetOutOfRangeError(
+                    f"{option} counts in commit log {given.log_id}, and this is commit log {self.log.id}: it was made "
+                    "anew, or is another one. Use 'earliest', or offsets of this log"
+                )
+            # A progress report has a group's retries, too.
+            given = {q: n for q, n in given.items() if q[0] in queues or not q[0].startswith(RETRY_PREFIX)}
         if isinstance(given, dict) and (retry := self._subscription.retry) in queues and retry is not None:
             given = {(retry, queue_id): 0 for queue_id in range(queues[retry])} | given  # nobody names it
         return resolve(option, given, queues, latest)
@@ -142,7 +151,7 @@ class Planner:
             elif offset <= end:
                 found[(topic, queue_id)] = offset
             else:
-                self.lost(
+                self._lost(
                     f"{whose} has offset {offset} for topic {topic!r}, queue {queue_id}, which ends at {end}: "
                     "it was made with another commit log, or with one restored since. Start a new one"
                 )
@@ -175,11 +184,10 @@ class Planner:
             missing: list[tuple[int, int]] = []
             found += select(rows, topic, queue_id, first, stop, moved, missing)
             for gap in missing:
-                self.lost(out_of_range(topic, queue_id, *gap))
+                self._lost(out_of_range(topic, queue_id, *gap))
         return found
 
-    def lost(self, what: str) -> None:
-        """Raise OffsetOutOfRangeError with these words; a warning when data loss is to be skipped."""
+    def _lost(self, what: str) -> None:
         if self._fail_on_data_loss:
             raise OffsetOutOfRangeError(f"{what} (failOnDataLoss=false skips them)")
         logger.warning("skipped, because failOnDataLoss=false: %s", what)

@@ -157,6 +157,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         super().__init__(options, schema)
         self._stop_at: Positions | None = None
+        self._told = False
         self._group_progress: GroupProgress | None = None
 
     def initialOffset(self) -> JsonOffsets:
@@ -186,10 +187,18 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         positions, again, log_id = from_checkpoint(offset, what)
         if log_id in (None, self.planner.log.id):
             return positions, again
-        self.planner.lost(
+        made_anew = (
             f"{what} counts in commit log {log_id}, and {redacted(self.options.path)} is commit log "
-            f"{self.planner.log.id}: it was made anew, or is another one. Start with a new checkpoint"
+            f"{self.planner.log.id}: it was made anew, or is another one"
         )
+        if self.options.fail_on_data_loss:
+            raise OffsetOutOfRangeError(
+                f"{made_anew}. To read it from its start, begin with a new checkpoint and startingOffsets=earliest, or "
+                "go on with failOnDataLoss=false"
+            )
+        if not self._told:
+            logger.warning("%s. It is read from its start, because failOnDataLoss=false", made_anew)
+        self._told = True
         return {}, {}
 
     def getDefaultReadLimit(self) -> ReadLimit:

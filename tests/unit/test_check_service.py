@@ -886,6 +886,13 @@ def test_a_report_reads_as_a_paragraph_and_as_json(log: CommitLog) -> None:
     assert str(CheckService(InMemoryCommitLog(), {}).run_once()) == "nothing was checked; 0 half batches are pending"
 
 
+class OfRocketMQ(Says):
+    """With RocketMQ's arguments. Every send was UNKNOWN, and only a log said why."""
+
+    def execute_local_transaction(self, message: Any, arg: Any) -> Any:  # type: ignore[override]
+        return COMMIT
+
+
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
@@ -903,6 +910,7 @@ def test_a_report_reads_as_a_paragraph_and_as_json(log: CommitLog) -> None:
         ({"listeners": [Says()]}, OptionError),
         ({"listeners": {"shop": object()}}, ListenerError),
         ({"listeners": {"shop": Says}}, ListenerError),
+        ({"listeners": {"shop": OfRocketMQ()}}, ListenerError),
         ({"listeners": {"sh op": Says()}}, txmq.errors.MessageError),
     ],
 )

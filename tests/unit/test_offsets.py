@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.source.offsets import (
+    CountedPositions,
     from_checkpoint,
     from_json,
     parse_offsets,
@@ -115,7 +116,11 @@ def test_positions_survive_json_and_stand_in_one_order(positions: dict[tuple[str
 
 def test_offsets_of_a_progress_report_are_taken_as_an_option() -> None:
     reported = to_json({("orders", 0): 3}, {("orders", 0): (1, datetime.now(timezone.utc))}, "a log")
-    assert parse(json.dumps(reported)) == {("orders", 0): 3}
+    found = parse(json.dumps(reported))
+    assert isinstance(found, CountedPositions)
+    assert (found, found.log_id) == ({("orders", 0): 3}, "a log")
+    with pytest.raises(OffsetError, match="is null, as the start of a stream's first batch is: use 'earliest'"):
+        parse("null")
 
 
 @pytest.mark.parametrize("text", ["2025-03-01T08:00:00Z", "2025-03-01T09:00:00+01:00", " 1740816000000 "])

@@ -153,6 +153,7 @@ def test_no_repr_shows_a_secret(tmp_path: Path) -> None:
 
 
 def test_no_log_of_a_listener_that_fails_shows_its_url(everything_logged: pytest.LogCaptureFixture) -> None:
+    redaction.remember(OPTIONS)  # what nobody has told the process, it cannot hide
     log = txmq.testing.InMemoryCommitLog(topics={"orders": 1})
     with txmq.TransactionMQProducer(log, "group", LISTENER, check_interval=None) as producer:
         producer.send_message_in_transaction(txmq.Message("orders", b""))

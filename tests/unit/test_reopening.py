@@ -118,7 +118,11 @@ def test_a_replay_does_not_end_well_in_a_log_that_was_made_anew_meanwhile(folder
     for _ in range(2):  # by the handle on the old log, and by one that a process opens anew
         with pytest.raises(NotACommitLogError, match="made anew"):
             replay.commit(nothing, 0)
-    writer, staged = write()
+    with kept_log(replay.settings) as log:
+        assert log.last_batch_id("a-query") is None
+    shutil.rmtree(folder)
+    CommitLog.create(folder).create_topic("orders", 1)
+    writer, staged = write()  # this process knew the log before
     writer.commit(staged, 0)
     assert CommitLog.open(folder).read("orders").num_rows == 1
 

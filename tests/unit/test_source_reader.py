@@ -350,6 +350,16 @@ def test_a_broken_checkpoint_offset_is_an_error(log: CommitLog) -> None:
         stream(log).latestOffset({"orders": 3}, ReadAllAvailable())  # type: ignore[dict-item]
 
 
+def test_a_group_s_progress_report_says_where_a_batch_read_begins(log: CommitLog) -> None:
+    log.create_own_topic("%RETRY%points")
+    send(log, 0, 6)
+    reader = stream(log, startingOffsets="earliest", consumerGroup="points")
+    reported = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    send(log, 1, 3)
+    assert reported["%RETRY%points"] == {"0": 0}
+    assert read(log, startingOffsets=json.dumps(reported)).num_rows == 3
+
+
 @pytest.mark.parametrize("wrong", [3, {}, {"one": 0, "another": 0}])
 def test_a_checkpoint_with_no_log_id_under_its_name_is_an_error(log: CommitLog, wrong: object) -> None:
     with pytest.raises(OffsetError, match="the checkpoint"):
@@ -379,6 +389,9 @@ def test_a_log_made_anew_does_not_go_on_at_the_offsets_of_the_old_one(log: Commi
     with pytest.raises(OffsetOutOfRangeError, match=f"the checkpoint counts in commit log {old_id}") as told:
         stream(log, consumerGroup="points").latestOffset(old, ReadAllAvailable())
     assert re.search(f"is commit log {anew.id}.*new checkpoint", str(told.value))
+
+    with pytest.raises(OffsetOutOfRangeError, match=f"startingOffsets counts in commit log {old_id}.*'earliest'"):
+        read(anew, startingOffsets=json.dumps(old))
 
     lenient = stream(log, consumerGroup="points", failOnDataLoss="false")
     new = lenient.latestOffset(old, ReadAllAvailable())
