@@ -39,7 +39,7 @@ test: install ## what every change must pass, in about 7 minutes (TESTS=file, PY
 	@$(PYTEST) $(or $(TESTS),tests) --durations=10 $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: install ## every test, with the long counts of the proof, in about 40 minutes (SEED=n to replay)
+test-all: install ## every test, with the long counts of the proof, in about 45 minutes (SEED=n to replay)
 	@TXMQ_TESTS=all $(PYTEST) $(or $(TESTS),tests) -m "" --durations=25 $(PYTEST_ARGS)
 
 .PHONY: test-unit

@@ -180,6 +180,7 @@ class SimulatedTable:
         self._state = self.content.versions[-1]
         self._seen = self._state.version  # a refresh never shows less
         self._acknowledged: int | None = None
+        self._tried: list[Change] = []
 
     def another(self) -> SimulatedTable:
         """The handle of another process."""
@@ -282,19 +283,27 @@ class SimulatedTable:
     def _compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
-        self._acknowledged = None
+        self._acknowledged, self._tried = None, []
         change = compare_and_set(self, decide, landed, self.try_commit)
-        # A merge is content when somebody else has merged the same files: nobody is told whose commit it was.
-        if change is not None and self._acknowledged is not None and not change.remove:
+        # A merge is content when somebody else has merged the same files: nobody is told whose commit it was. And one
+        # that went below the head is no version, but an earlier try with the same rows may have landed.
+        if change is not None and self._acknowledged is not None and not change.remove and not self._landed_before():
             self._history.note(
                 Kind.VERSION, Phase.OK, self._process(), table=self.name, version=self._acknowledged,
                 payload=name_of(change),
             )  # fmt: skip
         return change
 
+    def _landed_before(self) -> bool:
+        """Whether an earlier try is in the table's state, and the last one below its head."""
+        *earlier, last = self._tried
+        lost = any(change is last for _, change in self.content.below_head)
+        return lost and any(state.change is change for state in self.content.versions for change in earlier)
+
     def try_commit(self, change: Change) -> bool:
         """Put the entry of the next version, and say what the store says."""
         self._acknowledged = None
+        self._tried.append(change)
         version = self._state.version + 1
         self.content.at_commit.update(f.path for f in change.add)
         self._scheduler.step()
