@@ -195,15 +195,16 @@ class _Concurrently(_Consumer):
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         identity = self.identity(batch, batch_id)
         header = own_header(self.group, f"retry.{self.group}.{self.query_name(identity)}", batch_id, identity)
-        two_phase = TwoPhase(self.log, CommitOncePrepared())
-        if two_phase.find_replayed(header) is not None:
-            two_phase.send(header, [])
+
+        def consume() -> list[HalfFile]:
+            rows = batch.mapInArrow(self._work(own_writer(self.log, header)), "result binary").collect()
+            results = [pickle.loads(bytes(row["result"])) for row in rows]
+            return sorted((f for found in results for f in found), key=lambda f: f.file_no)
+
+        outcome = TwoPhase(self.log, CommitOncePrepared()).send(header, consume)
+        if outcome.replayed:
             return
-        rows = batch.mapInArrow(self._work(own_writer(self.log, header)), "result binary").collect()
-        results = [pickle.loads(bytes(row["result"])) for row in rows]
-        files = sorted((f for found in results for f in found), key=lambda f: f.file_no)
-        if files:
-            outcome = two_phase.send(header, files)
+        if outcome.record is not None:
             logger.info("group %r: %d messages are sent back", self.group, sum(outcome.messages.values()))
         self.log.place_due()
 

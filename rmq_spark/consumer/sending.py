@@ -38,7 +38,7 @@ def own_writer(log: CommitLog, header: HalfHeader) -> HalfWriter:
 def send_once(log: CommitLog, group: str, app_id: str, messages: pa.Table) -> bool:
     """Send messages as a half batch of this name; False when that was done before."""
     header = own_header(group, app_id)
-    two_phase = TwoPhase(log, CommitOncePrepared())
-    sent = two_phase.find_replayed(header) is not None
-    two_phase.send(header, [] if sent else log.stage(own_writer(log, header), messages.to_batches()))
-    return not sent
+    outcome = TwoPhase(log, CommitOncePrepared()).send(
+        header, lambda: log.stage(own_writer(log, header), messages.to_batches())
+    )
+    return not outcome.replayed

@@ -122,8 +122,7 @@ class TransactionalSink:
                 f"batch {batch_id} of app {header.app_id!r} was sent in this run already: give each sink of one "
                 "foreachBatch function an app_id of its own, or the second would be taken for a replay of the first"
             )
-        files = [] if self._two_phase.find_replayed(header) else self._stage(batch_df, header)
-        self.last_outcome = self._two_phase.send(header, files)
+        self.last_outcome = self._two_phase.send(header, lambda: self._stage(batch_df, header))
         _sent[self.log.path, header.app_id] = sending
 
     def _header(self, batch_df: DataFrame, batch_id: int) -> HalfHeader:

@@ -205,10 +205,9 @@ class TransactionMQProducer:
         if table.num_rows == 0:
             raise MessageError("no messages were given: a half batch has at least one")
         header = self._header(per, idempotency_key)
-        replayed = self.two_phase.find_replayed(header)
         writer = HalfWriter(header, self.log.topics(), topic, transaction_key, self.log.fifo_topics())
-        files = [] if replayed else self.log.stage(writer, table.to_batches())
-        return self._result(header, self.two_phase.send(header, files, arg), table.num_rows)
+        outcome = self.two_phase.send(header, lambda: self.log.stage(writer, table.to_batches()), arg)
+        return self._result(header, outcome, table.num_rows)
 
     def _header(self, per: str, idempotency_key: str | None) -> HalfHeader:
         # A dot is in no group, key or appId: so a key is its group's own, and is never taken for a stream's batch.

@@ -8,7 +8,7 @@ It speaks to a ``CommitLog`` and a listener, and knows neither Spark nor Delta. 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,15 +133,15 @@ class TwoPhase:
         self.lease_s = seconds(lease_s, "lease_s", above=True)
 
     # ------------------------------------------------------------------ the whole protocol
-    def send(self, header: HalfHeader, files: Sequence[HalfFile], arg: Any = None) -> Outcome:
-        """Bring a staged half batch to its verdicts, or take up a batch that was prepared before.
+    def send(self, header: HalfHeader, stage: Callable[[], Sequence[HalfFile]], arg: Any = None) -> Outcome:
+        """Bring a half batch to its verdicts. A batch that was prepared before goes on where it stands.
 
         Parameters
         ----------
         header : HalfHeader
             With the fence of this listener.
-        files : sequence of HalfFile
-            None of them is read for a batch that was prepared before.
+        stage : callable
+            Writes the half files, or hands over those that executors wrote. It is called for a new batch only.
         arg : object, optional
             Handed to ``execute_local_transaction`` as ``batch.arg``.
 
@@ -158,10 +158,12 @@ class TwoPhase:
         UnresolvedTransactionError
             When a replay's checks stay UNKNOWN.
         """
-        replayed = self.find_replayed(header)
-        if replayed is None and not files:
-            return Outcome()
-        record = replayed or self.prepare(header, files)
+        replayed = record = self.find_replayed(header)
+        if record is None:
+            files = stage()
+            if not files:
+                return Outcome()
+            record = self.prepare(header, files)
         if record is None:  # another driver of the same application was faster
             replayed = record = self._require_replayed(header)
         run = _Run(record, header.fence_id, arg, Outcome(record, replayed is not None))

@@ -228,12 +228,15 @@ class _Writer:
                 on_listener_error=self.settings.on_listener_error,
                 replay_check_timeout_s=self.settings.replay_check_timeout_s,
             )
-            if self.replayed and two_phase.find_replayed(self.header) is None:
-                raise NotACommitLogError(
-                    f"half batch {self.header.half_id!r} was in the commit log when this run began, and is no more: "
-                    "the log was made anew. Run the batch again"
-                )
-            two_phase.send(self.header, sorted(files, key=lambda f: f.file_no))
+            two_phase.send(self.header, lambda: self._staged(files))
+
+    def _staged(self, files: list[HalfFile]) -> list[HalfFile]:
+        if self.replayed:
+            raise NotACommitLogError(
+                f"half batch {self.header.half_id!r} was in the commit log when this run began, and is no more: "
+                "the log was made anew. Run the batch again"
+            )
+        return sorted(files, key=lambda f: f.file_no)
 
     def _abort(self) -> None:
         # abort() also runs when commit() raised, in another process, and a commit that timed out may still land: so it

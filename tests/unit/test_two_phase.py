@@ -94,7 +94,7 @@ def stage(log: CommitLog, head: HalfHeader, keys: Sequence[str] = KEYS) -> list[
 
 def send(log: CommitLog, listener: TransactionListener, head: HalfHeader, **more: Any) -> Outcome:
     two_phase = TwoPhase(log, listener, replay_check_timeout_s=more.pop("timeout_s", 0.0), **more)
-    return two_phase.send(head, stage(log, head))
+    return two_phase.send(head, lambda: stage(log, head))
 
 
 def prepared(log: CommitLog, per: str = BATCH, batch_id: int = 0, fence_id: str | None = None) -> HalfRecord:
@@ -276,7 +276,7 @@ def test_each_message_has_its_own_verdict(log: CommitLog) -> None:
 
 def test_a_batch_without_messages_leaves_nothing_in_the_log(log: CommitLog) -> None:
     listener = Told(COMMIT)
-    outcome = TwoPhase(log, listener).send(header(), [])
+    outcome = TwoPhase(log, listener).send(header(), list)
     assert outcome.record is None
     assert log.last_batch_id("app") is None
     assert not listener.executed
@@ -461,7 +461,7 @@ def test_a_replay_goes_on_when_the_answer_comes_late(log: CommitLog, monkeypatch
 def test_the_argument_of_a_send_reaches_every_attempt_that_it_executes(log: CommitLog) -> None:
     record = prepared(log)
     listener = Told(COMMIT, ROLLBACK)
-    TwoPhase(log, listener).send(record.header, [], arg="for the listener")
+    TwoPhase(log, listener).send(record.header, list, arg="for the listener")
     assert listener.args == ["for the listener"]
 
 
@@ -698,7 +698,7 @@ def test_a_driver_that_loses_the_race_to_prepare_takes_the_batch_up_as_a_replay(
             send(another(log), first, head)
             return super().prepare(head, files)
 
-    outcome = Slower(log, second).send(header(), stage(log, header()))
+    outcome = Slower(log, second).send(header(), lambda: stage(log, header()))
     assert outcome.replayed
     assert len(first.executed) == 1
     assert not second.executed
@@ -711,8 +711,9 @@ def test_a_driver_that_loses_the_race_under_another_checkpoint_is_refused(log: C
             send(another(log), Told(), header())
             return super().prepare(head, files)
 
+    head = header(query_id="query-2")
     with pytest.raises(CheckpointMismatchError, match=REMEDY):
-        Slower(log, Told()).send(header(query_id="query-2"), stage(log, header(query_id="query-2")))
+        Slower(log, Told()).send(head, lambda: stage(log, head))
     assert visible(log) == bodies()
 
 
@@ -725,7 +726,7 @@ def test_drivers_that_run_one_batch_at_once_execute_it_once(log: CommitLog, per:
         handle = another(log)
         files = stage(handle, header(per))
         barrier.wait(DEADLINE_S)
-        TwoPhase(handle, Fenced(database), replay_check_timeout_s=DEADLINE_S).send(header(per), files)
+        TwoPhase(handle, Fenced(database), replay_check_timeout_s=DEADLINE_S).send(header(per), lambda: files)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(drive, range(4)))
@@ -886,8 +887,7 @@ def crash_and_agree(log: CommitLog, per: str, plan: Mapping[str, str], runs: Seq
         handle = another(log)
         try:
             two_phase = Mortal(handle, database, plan, point)
-            replayed = two_phase.find_replayed(head)
-            two_phase.send(head, [] if replayed else stage(handle, head))
+            two_phase.send(head, lambda: stage(handle, head))
         except Crash:
             crashes += 1
             event(f"died {point}")
@@ -898,7 +898,7 @@ def crash_and_agree(log: CommitLog, per: str, plan: Mapping[str, str], runs: Seq
     event(f"{crashes} crashes")
     handle = another(log)
     two_phase = Mortal(handle, database, plan, None)
-    two_phase.send(head, [] if two_phase.find_replayed(head) else stage(handle, head))
+    two_phase.send(head, lambda: stage(handle, head))
     check(log, Fenced(database))
     assert log.pending().num_rows == 0
     assert not log.conflicts()

@@ -470,10 +470,9 @@ def _sink(log: CommitLog, content: Content) -> Callable[[], object]:
         from rmq_spark.commitlog.half import HalfWriter
 
         header = replace(header_of(0, "sink", per="message"), query_id="query")
-        replayed = sink.find_replayed(header)
         writer = HalfWriter(header, log.topics(), "orders", None, log.fifo_topics())
-        files = [] if replayed else log.stage(writer, pa.table({"body": ["sunk.0", "sunk.1"]}).to_batches())
-        outcome = sink.send(header, files)
+        messages = pa.table({"body": ["sunk.0", "sunk.1"]}).to_batches()
+        outcome = sink.send(header, lambda: log.stage(writer, messages))
         agrees(listener, COMMIT_MESSAGE if RowState.COMMITTED in outcome.messages else UNKNOWN)
 
     return send

@@ -987,8 +987,8 @@ def _reported_early() -> Iterator[None]:
         scheduler.spawn(scheduler.current.process, work)
         return False
 
-    def at_once(self: TwoPhase, header: Any, files: Any, arg: Any = None) -> Any:
-        outcome = send(self, header, files, arg)
+    def at_once(self: TwoPhase, header: Any, stage: Any, arg: Any = None) -> Any:
+        outcome = send(self, header, stage, arg)
         outcome.messages = {RowState.COMMITTED: 1}
         return outcome
 

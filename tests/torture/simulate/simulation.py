@@ -646,7 +646,7 @@ class Source:
         begun = self.events(columns, 0, half_id)
         self.simulation.history.extend(begun)
         try:
-            TwoPhase(log, listener, on_listener_error="unknown").send(header, files)
+            TwoPhase(log, listener, on_listener_error="unknown").send(header, lambda: files)
         except Exception as problem:
             self.simulation.problems.append(f"slip: {type(problem).__name__}: {problem}")
         self.told(begun, Phase.UNKNOWN)
@@ -751,7 +751,7 @@ class StreamSource(Source):
             log, listener, on_listener_error=s.on_listener_error, replay_check_timeout_s=8.0, lease_s=60.0
         )
         try:
-            outcome = two_phase.send(header, files)
+            outcome = two_phase.send(header, lambda: files)
         except CheckpointMismatchError:
             self.told(begun, Phase.FAIL)
             if restored:
