@@ -43,7 +43,8 @@ class TxmqDataSource(DataSource):
         if overwrite:
             raise OptionError("mode('overwrite') is not possible: a commit log only grows; use mode('append')")
         from rmq_spark.config import Options
-        from rmq_spark.sink.writers import SINK_OPTIONS, TxmqWriter
+        from rmq_spark.sink.settings import SINK_OPTIONS
+        from rmq_spark.sink.writers import TxmqWriter
 
         return TxmqWriter(Options(dict(self.options), SINK_OPTIONS), schema)
 
@@ -53,7 +54,8 @@ class TxmqDataSource(DataSource):
                 "outputMode('complete') is not possible: a commit log only grows; use outputMode('append')"
             )
         from rmq_spark.config import Options
-        from rmq_spark.sink.writers import SINK_OPTIONS, TxmqStreamWriter
+        from rmq_spark.sink.settings import SINK_OPTIONS
+        from rmq_spark.sink.writers import TxmqStreamWriter
 
         return TxmqStreamWriter(Options(dict(self.options), SINK_OPTIONS), schema)
 

@@ -16,7 +16,9 @@ from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, parse_duration
 from rmq_spark.errors import OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, check_listener
 from rmq_spark.message import check_app_id, check_group
+from rmq_spark.sink.frame import check_schema, topics_for
 from rmq_spark.sink.identity import identity_of, run_of
+from rmq_spark.sink.settings import check_transaction_per
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
 from rmq_spark.transaction import BATCH, KEY
 
@@ -75,8 +77,6 @@ class TransactionalSink:
         replay_check_timeout: str | float = REPLAY_CHECK_TIMEOUT_S,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        from rmq_spark.sink.writers import check_transaction_per
-
         self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
         self.producer_group = check_group(producer_group)
         self.listener = CommitOncePrepared() if listener is None else check_listener(listener, "TransactionalSink")
@@ -112,8 +112,6 @@ class TransactionalSink:
 
     def __call__(self, batch_df: DataFrame, batch_id: int) -> None:
         """Send one micro-batch (what ``foreachBatch`` calls)."""
-        from rmq_spark.sink.writers import check_schema
-
         check_schema(batch_df.schema, self.topic, self.transaction_key)
         header = self._header(batch_df, batch_id)
         sending = (run_of(batch_df), batch_id)
@@ -143,8 +141,6 @@ class TransactionalSink:
 
     def _stage(self, batch_df: DataFrame, header: HalfHeader) -> list[HalfFile]:
         """Write the half files on the executors and bring back what they are."""
-        from rmq_spark.sink.writers import topics_for
-
         half_folder = f"{self.log.path}/half"
         storage_options = dict(self.log.storage_options)
         topics = topics_for(self.log, batch_df.columns, self.topic)

@@ -7,9 +7,9 @@ A writer is made on the driver for each micro-batch and pickled, to the executor
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -23,14 +23,14 @@ from pyspark.sql.datasource import (
 )
 
 from rmq_spark.commitlog.files import filesystem
-from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, check_columns, check_known, half_id_of
-from rmq_spark.commitlog.location import location
-from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, Options, parse_int
-from rmq_spark.errors import CheckpointMismatchError, ListenerError, NotACommitLogError, OptionError
-from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
-from rmq_spark.message import check_app_id, check_group
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
+from rmq_spark.config import Options, parse_int
+from rmq_spark.errors import CheckpointMismatchError, NotACommitLogError, OptionError
+from rmq_spark.listener import TransactionListener
+from rmq_spark.message import check_app_id
+from rmq_spark.sink.frame import check_schema, topics_for
 from rmq_spark.sink.identity import read_checkpoint
-from rmq_spark.transaction import BATCH, KEY, MESSAGE
+from rmq_spark.sink.settings import SinkSettings
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -39,106 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SINK_OPTIONS = (
-    "path topic producerGroup transactionListener transactionKey transactionPer appId batchId onListenerError "
-    "replayCheckTimeout checkpointLocation"
-).split()
-NO_LISTENER = "none"
-
 BATCH_ID_PROPERTY = "streaming.sql.batchId"
-
-
-@dataclass(frozen=True)
-class SinkSettings:
-    """The options of the sink, checked; picklable."""
-
-    path: str
-    topic: str | None
-    producer_group: str
-    listener_path: str
-    transaction_per: str
-    transaction_key: str | None
-    on_listener_error: str
-    replay_check_timeout_s: float
-    storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, options: Options) -> SinkSettings:
-        """Settings from the options of ``format("txmq")``; OptionError says what is missing or wrong."""
-        path = options.require("path", "the folder or URI of a commit log, made with rmq_spark.CommitLog.create")
-        group = options.require("producerGroup", "the listeners that can answer for this query's transactions")
-        listener = options.require(
-            "transactionListener", "'module:attribute' of a TransactionListener, or 'none' to send without one"
-        )
-        key = options.get("transactionKey")
-        per = options.choice("transactionPer", (BATCH, MESSAGE, KEY), KEY if key else BATCH)
-        check_transaction_per(per, key)
-        return cls(
-            path=location(path),
-            topic=options.get("topic"),
-            producer_group=check_group(group),
-            listener_path=listener.strip(),
-            transaction_per=per,
-            transaction_key=key,
-            on_listener_error=options.choice("onListenerError", ("fail", "unknown"), "fail"),
-            replay_check_timeout_s=options.duration("replayCheckTimeout", REPLAY_CHECK_TIMEOUT_S),
-            storage_options=dict(options.storage_options),
-        )
-
-    def listener(self) -> TransactionListener:
-        """The listener that the option names, loaded in this process."""
-        if self.listener_path.lower() == NO_LISTENER:
-            return CommitOncePrepared()
-        listener = load_listener(self.listener_path)
-        if listener.requires_spark:
-            raise ListenerError(
-                f"listener {self.listener_path!r} works through a Spark session, but format('txmq') commits "
-                "without one: use writeStream.foreachBatch(rmq_spark.TransactionalSink(...)) instead"
-            )
-        return listener
-
-
-def check_transaction_per(per: str, key: str | None) -> None:
-    """Raise OptionError when transactionPer and transactionKey contradict each other."""
-    if (per == KEY) != (key is not None):
-        raise OptionError(
-            f"transactionPer={per!r} and transactionKey={key!r} contradict each other: set transactionKey=<column> "
-            "for a transaction per value of a column, else transactionPer=message or batch"
-        )
-
-
-def check_schema(schema: StructType, topic: str | None, transaction_key: str | None) -> None:
-    """Raise MessageError unless a DataFrame has the columns and types of messages."""
-    from pyspark.sql import types as T
-
-    check_columns(schema.names, topic, transaction_key)
-    allowed: dict[str, tuple[type, ...]] = {
-        "body": (T.BinaryType, T.StringType),
-        "topic": (T.StringType,),
-        "tags": (T.StringType,),
-        "sharding_key": (T.StringType,),
-        "keys": (T.StringType, T.ArrayType),
-        "queue_id": (T.IntegerType, T.ShortType, T.ByteType, T.LongType),
-        "properties": (T.MapType,),
-        "born_timestamp": (T.TimestampType,),
-        "deliver_at": (T.TimestampType,),
-        "delay_level": (T.IntegerType, T.ShortType, T.ByteType, T.LongType),
-    }
-    from rmq_spark.errors import MessageError
-    from rmq_spark.message import INPUT_COLUMNS
-
-    for f in schema.fields:
-        if f.name == transaction_key and f.name not in allowed:
-            if isinstance(f.dataType, (T.StringType, T.IntegralType, T.DateType)):
-                continue
-            raise MessageError(
-                f"transactionKey {f.name!r} has type {f.dataType.simpleString()}: a string, an integer or a date is "
-                "expected; cast it"
-            )
-        if not isinstance(f.dataType, allowed[f.name]):
-            raise MessageError(
-                f"column {f.name!r} has type {f.dataType.simpleString()}: {INPUT_COLUMNS[f.name]} is expected; cast it"
-            )
 
 
 @dataclass
@@ -295,14 +196,6 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         self._abort()
-
-
-def topics_for(log: CommitLog, columns: Sequence[str], topic: str | None) -> dict[str, int]:
-    """The topics that rows with these columns can be for; TopicNotFoundError when the log has not the default one."""
-    topics = log.topics() if topic is None or "topic" in columns else log.topics_with([topic])
-    if topic is not None:
-        check_known(topic, topics)
-    return topics
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from rmq_spark.commitlog.op import OP_SCHEMA, Who
 from rmq_spark.commitlog.table import DeltaLogTable
 from rmq_spark.config import Options
 from rmq_spark.errors import CorruptLogError, NotACommitLogError, StorageError, TxmqError, UnreachableStoreError
-from rmq_spark.sink.writers import SINK_OPTIONS, SinkSettings, TxmqStreamWriter, kept_log
+from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
+from rmq_spark.sink.writers import TxmqStreamWriter, kept_log
 from tests.half_batches import bodies, commit, make_log, pending, prepare
 
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -887,7 +888,7 @@ def crash_and_agree(log: CommitLog, per: str, plan: Mapping[str, str], runs: Seq
         handle = another(log)
         try:
             two_phase = Mortal(handle, database, plan, point)
-            two_phase.send(head, lambda: stage(handle, head))
+            two_phase.send(head, partial(stage, handle, head))
         except Crash:
             crashes += 1
             event(f"died {point}")

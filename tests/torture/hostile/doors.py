@@ -41,7 +41,7 @@ from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.message import Message, check_app_id, check_group, check_topic, to_table
 from rmq_spark.sink.foreach_batch import TransactionalSink
 from rmq_spark.sink.producer import TransactionMQProducer
-from rmq_spark.sink.writers import SINK_OPTIONS, SinkSettings
+from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
 from rmq_spark.source import SOURCE_OPTIONS
 from rmq_spark.source.offsets import from_json, parse_offsets, parse_timestamp, to_json
 from rmq_spark.source.options import ReadOptions, parse_tags, read_options

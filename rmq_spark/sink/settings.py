@@ -1,0 +1,78 @@
+"""The options that the sinks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rmq_spark.commitlog.location import location
+from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, Options
+from rmq_spark.errors import ListenerError, OptionError
+from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
+from rmq_spark.message import check_group
+from rmq_spark.transaction import BATCH, KEY, MESSAGE
+
+SINK_OPTIONS = (
+    "path topic producerGroup transactionListener transactionKey transactionPer appId batchId onListenerError "
+    "replayCheckTimeout checkpointLocation"
+).split()
+NO_LISTENER = "none"
+
+
+@dataclass(frozen=True)
+class SinkSettings:
+    """The options of the sink, checked; picklable."""
+
+    path: str
+    topic: str | None
+    producer_group: str
+    listener_path: str
+    transaction_per: str
+    transaction_key: str | None
+    on_listener_error: str
+    replay_check_timeout_s: float
+    storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, options: Options) -> SinkSettings:
+        """Settings from the options of ``format("txmq")``; OptionError says what is missing or wrong."""
+        path = options.require("path", "the folder or URI of a commit log, made with rmq_spark.CommitLog.create")
+        group = options.require("producerGroup", "the listeners that can answer for this query's transactions")
+        listener = options.require(
+            "transactionListener", "'module:attribute' of a TransactionListener, or 'none' to send without one"
+        )
+        key = options.get("transactionKey")
+        per = options.choice("transactionPer", (BATCH, MESSAGE, KEY), KEY if key else BATCH)
+        check_transaction_per(per, key)
+        return cls(
+            path=location(path),
+            topic=options.get("topic"),
+            producer_group=check_group(group),
+            listener_path=listener.strip(),
+            transaction_per=per,
+            transaction_key=key,
+            on_listener_error=options.choice("onListenerError", ("fail", "unknown"), "fail"),
+            replay_check_timeout_s=options.duration("replayCheckTimeout", REPLAY_CHECK_TIMEOUT_S),
+            storage_options=dict(options.storage_options),
+        )
+
+    def listener(self) -> TransactionListener:
+        """The listener that the option names, loaded in this process."""
+        if self.listener_path.lower() == NO_LISTENER:
+            return CommitOncePrepared()
+        listener = load_listener(self.listener_path)
+        if listener.requires_spark:
+            raise ListenerError(
+                f"listener {self.listener_path!r} works through a Spark session, but format('txmq') commits "
+                "without one: use writeStream.foreachBatch(rmq_spark.TransactionalSink(...)) instead"
+            )
+        return listener
+
+
+def check_transaction_per(per: str, key: str | None) -> None:
+    """Raise OptionError when transactionPer and transactionKey contradict each other."""
+    if (per == KEY) != (key is not None):
+        raise OptionError(
+            f"transactionPer={per!r} and transactionKey={key!r} contradict each other: set transactionKey=<column> "
+            "for a transaction per value of a column, else transactionPer=message or batch"
+        )
