@@ -15,13 +15,12 @@ from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Placed
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.table import Change
 from rmq_spark.testing import InMemoryCommitLog
 
 APP = "app"
 PENDING = (RowState.PENDING,)
-
-Mask = Mapping[int, bytes]
 
 
 def make_log(kind: str, folder: Path, **topics: int) -> CommitLog:
@@ -70,29 +69,24 @@ def prepare(
     return log.prepare(header, files)
 
 
-def pending(log: CommitLog, record: HalfRecord, attempt: int = 1) -> dict[int, bytes]:
+def pending(log: CommitLog, record: HalfRecord, attempt: int = 1) -> RowSet:
     return log.state_of(record).rows_in(PENDING, attempt)
 
 
 def commit(log: CommitLog, record: HalfRecord, attempt: int = 1, who: Who = Who.EXECUTE) -> list[Placed]:
     """Commit whatever is pending under the attempt."""
-    return log.decide(record, attempt, commit=pending(log, record, attempt), rollback={}, who=who)
+    return log.decide(record, attempt, commit=pending(log, record, attempt), who=who)
 
 
 def roll_back(log: CommitLog, record: HalfRecord, attempt: int = 1, who: Who = Who.EXECUTE) -> None:
     """Roll back whatever is pending under the attempt."""
-    log.decide(record, attempt, commit={}, rollback=pending(log, record, attempt), who=who)
+    log.decide(record, attempt, rollback=pending(log, record, attempt), who=who)
 
 
-def split(mask: Mask, every: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
-    """Rows of a mask in two: the others, and every so-manieth."""
-    chosen: dict[int, bytes] = {}
-    rest: dict[int, bytes] = {}
-    for file_no, bits in mask.items():
-        picked = bytes(b if i % every == 0 else 0 for i, b in enumerate(bits))
-        chosen[file_no] = picked
-        rest[file_no] = bytes(b - p for b, p in zip(bits, picked, strict=True))
-    return rest, chosen
+def split(rows: RowSet, every: int) -> tuple[RowSet, RowSet]:
+    """Rows in two: the others, and each row of which the number can be divided by ``every``."""
+    chosen = rows & {n: bytes(i % every == 0 for i in range(len(bits))) for n, bits in rows.items()}
+    return rows - chosen, chosen
 
 
 def merge_op_files(log: CommitLog) -> None:

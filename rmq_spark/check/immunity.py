@@ -5,8 +5,6 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.ledger import Mask
-from rmq_spark.commitlog.op import mask_array, mask_of
 from rmq_spark.message import CHECK_IMMUNITY_PROPERTY
 from rmq_spark.transaction import BATCH, KEY
 
@@ -41,17 +39,3 @@ def _immunity_s(properties: pa.ChunkedArray) -> pa.ChunkedArray | None:
     # The sink lets digits only through. Anything else was written by hand, and counts as not there, as in RocketMQ.
     text = pc.if_else(pc.match_substring_regex(text, r"^[0-9]{1,11}$"), text, None)
     return None if text.null_count == len(text) else pc.cast(text, pa.float64())
-
-
-def chosen_rows(mask: Mask, chosen: pa.Array) -> dict[int, bytes]:
-    """The rows of a mask whose boolean is true; ``chosen`` has one for each row of the mask, in its order."""
-    result: dict[int, bytes] = {}
-    start = 0
-    for file_no, bits in sorted(mask.items()):
-        count = bits.count(1)
-        rows = mask_array(bits)
-        picked = mask_of(pc.replace_with_mask(rows, rows, chosen.slice(start, count)))
-        start += count
-        if b"\x01" in picked:
-            result[file_no] = picked
-    return result

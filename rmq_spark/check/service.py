@@ -17,13 +17,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.check.immunity import COLUMNS, chosen_rows, due_rows
+from rmq_spark.check.immunity import COLUMNS, due_rows
 from rmq_spark.check.policy import TransactionCheckListener, check_policy
 from rmq_spark.check.report import IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport, Tally
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.ledger import Mask
-from rmq_spark.commitlog.log import CommitLog, masks_for
-from rmq_spark.commitlog.op import BatchState, RowState, Who, mask_count, rows_without
+from rmq_spark.commitlog.log import CommitLog, split_by_verdict
+from rmq_spark.commitlog.op import BatchState, RowState, Who
+from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.config import (
     CHECK_ROUND_TIMEOUT_S,
     CHECKS_MAX,
@@ -272,9 +272,11 @@ class CheckService:
         age_s = self._age_s(open_, pending, work.report)
 
         if age_s >= self.file_reserved_time and listener is not self._without_fence:
-            checked_out = {} if listener is None else open_.state.checked_at_least(pending, self.transaction_check_max)
+            checked_out = (
+                NO_ROWS if listener is None else open_.state.checked_at_least(pending, self.transaction_check_max)
+            )
             self._discard(open_, checked_out, work)
-            self._quarantine_expired(open_, rows_without(pending, checked_out), age_s, work.report)
+            self._quarantine_expired(open_, pending - checked_out, age_s, work.report)
             return
 
         due = self._due(open_, pending, age_s, work.report)
@@ -287,9 +289,9 @@ class CheckService:
             return
         checked_out = open_.state.checked_at_least(due, self.transaction_check_max)
         self._discard(open_, checked_out, work)
-        self._ask(open_, rows_without(due, checked_out), listener, work)
+        self._ask(open_, due - checked_out, listener, work)
 
-    def _age_s(self, open_: _Open, pending: Mask, report: CheckReport) -> float:
+    def _age_s(self, open_: _Open, pending: RowSet, report: CheckReport) -> float:
         ahead_s = (open_.record.prepared_at - self._clock()).total_seconds()
         if ahead_s > CLOCK_SKEW_S_MAX:
             report.problem(
@@ -299,39 +301,39 @@ class CheckService:
             )
         return (self._clock() - self._half_batch(open_, pending).prepared_at).total_seconds()
 
-    def _due(self, open_: _Open, pending: Mask, age_s: float, report: CheckReport) -> Mask:
+    def _due(self, open_: _Open, pending: RowSet, age_s: float, report: CheckReport) -> RowSet:
         messages = self._half_batch(open_, pending).messages(COLUMNS)
         due = due_rows(messages, open_.record.header.transaction_per, age_s, self.transaction_timeout)
         if due is True:
             return pending
-        chosen = {} if due is False else chosen_rows(pending, due)
-        if mask_count(chosen) < mask_count(pending):
+        chosen = NO_ROWS if due is False else pending.where(due)
+        if chosen.count < pending.count:
             report.skip(IMMUNE if age_s >= self.transaction_timeout or due is not False else YOUNG)
         return chosen
 
-    def _half_batch(self, open_: _Open, mask: Mask) -> HalfBatch:
-        return self.log.half_batch(open_.record, open_.state, open_.attempt, mask)
+    def _half_batch(self, open_: _Open, rows: RowSet) -> HalfBatch:
+        return self.log.half_batch(open_.record, open_.state, open_.attempt, rows)
 
     # ------------------------------------------------------------------ asking
-    def _ask(self, open_: _Open, mask: Mask, listener: TransactionListener, work: _Round) -> None:
+    def _ask(self, open_: _Open, rows: RowSet, listener: TransactionListener, work: _Round) -> None:
         """Ask the listener, make its verdicts final, and count the check for what stays UNKNOWN."""
-        if not mask:
+        if not rows:
             return
-        batch = self._half_batch(open_, mask)
+        batch = self._half_batch(open_, rows)
 
         def ask() -> Any:
             if listener is not self._without_fence:
                 require_same_fence(open_.half_id, open_.record.header.fence_id, listener.fence_id)
             return normalize_verdicts(listener.check_local_transaction(batch), batch)
 
-        question = _Question(open_, dict(mask), batch)
+        question = _Question(open_, rows, batch)
         call = self._answer(question, ask, listener.requires_spark, work)
         if call is None:
             return
-        open_, mask, batch = call.question.open_, call.question.mask, call.question.batch
-        masks = masks_for(self.log, open_.record, mask, batch, call.result)
-        _tally(work.report, batch, masks, call.result)
-        commit, rollback, unknown = masks[COMMIT_MESSAGE], masks[ROLLBACK_MESSAGE], masks[UNKNOWN]
+        open_, rows, batch = call.question.open_, call.question.rows, call.question.batch
+        split = split_by_verdict(self.log, open_.record, rows, batch, call.result)
+        _tally(work.report, batch, split, call.result)
+        commit, rollback, unknown = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE], split[UNKNOWN]
         if unknown:
             self.log.ledger.record_check(
                 open_.record, open_.attempt, unknown, f"UNKNOWN from {type(listener).__name__}"
@@ -373,11 +375,11 @@ class CheckService:
         return call
 
     # ------------------------------------------------------------------ giving up
-    def _discard(self, open_: _Open, mask: Mask, work: _Round) -> None:
+    def _discard(self, open_: _Open, rows: RowSet, work: _Round) -> None:
         """Leave what was checked too often to the discard policy."""
-        if not mask:
+        if not rows:
             return
-        batch = self._half_batch(open_, mask)
+        batch = self._half_batch(open_, rows)
         limit = self.transaction_check_max
         reason = f"{batch.check_times} checks were answered with UNKNOWN; transactionCheckMax is {limit}"
         try:
@@ -386,27 +388,27 @@ class CheckService:
         except Exception as problem:
             work.report.problem(open_.half_id, f"the discard policy did not answer: {_sentence(problem)}")
             return
-        transactions, messages = batch.transactions.num_rows, mask_count(mask)
+        transactions, messages = batch.transactions.num_rows, rows.count
         if verdict is UNKNOWN:
-            self.log.ledger.quarantine(open_.record, open_.attempt, mask, Who.DISCARD, reason, checks_min=limit)
+            self.log.ledger.quarantine(open_.record, open_.attempt, rows, Who.DISCARD, reason, checks_min=limit)
             work.report.quarantined.add(transactions, messages)
             return
-        commit, rollback = (mask, {}) if verdict is COMMIT_MESSAGE else ({}, mask)
+        commit, rollback = (rows, NO_ROWS) if verdict is COMMIT_MESSAGE else (NO_ROWS, rows)
         self.log.decide(
             open_.record, open_.attempt, commit=commit, rollback=rollback, who=Who.DISCARD, reason=reason,
             checks_min=limit,
         )  # fmt: skip
         work.report.discarded.add(transactions, messages)
 
-    def _quarantine_expired(self, open_: _Open, mask: Mask, age_s: float, report: CheckReport) -> None:
+    def _quarantine_expired(self, open_: _Open, rows: RowSet, age_s: float, report: CheckReport) -> None:
         """What is older than fileReservedTime is hidden whatever the policy: it may never have been asked about."""
-        if not mask:
+        if not rows:
             return
         limit_h = self.file_reserved_time / 3600
         reason = f"open for {age_s / 3600:.1f} h, which is not less than fileReservedTime ({limit_h:g} h)"
-        batch = self._half_batch(open_, mask)
-        self.log.ledger.quarantine(open_.record, open_.attempt, mask, Who.DISCARD, reason)
-        report.quarantined.add(batch.transactions.num_rows, mask_count(mask))
+        batch = self._half_batch(open_, rows)
+        self.log.ledger.quarantine(open_.record, open_.attempt, rows, Who.DISCARD, reason)
+        report.quarantined.add(batch.transactions.num_rows, rows.count)
 
 
 _IN_CONFLICT = (
@@ -427,7 +429,7 @@ class _Open:
     def half_id(self) -> str:
         return self.record.half_id
 
-    def pending(self) -> dict[int, bytes]:
+    def pending(self) -> RowSet:
         return self.state.rows_in((RowState.PENDING,), self.attempt)
 
 
@@ -436,7 +438,7 @@ class _Question:
     """What a listener is asked about; kept with the call, whose answer may come rounds later."""
 
     open_: _Open
-    mask: Mask
+    rows: RowSet
     batch: HalfBatch
 
 
@@ -504,17 +506,17 @@ class _Round:
 def _tally(
     report: CheckReport,
     batch: HalfBatch,
-    masks: Mapping[LocalTransactionState, Mask],
+    split: Mapping[LocalTransactionState, RowSet],
     verdicts: pa.Array | LocalTransactionState,
 ) -> None:
-    report.checked.add(batch.transactions.num_rows, sum(mask_count(m) for m in masks.values()))
+    report.checked.add(batch.transactions.num_rows, sum(rows.count for rows in split.values()))
     tallies = {COMMIT_MESSAGE: report.committed, ROLLBACK_MESSAGE: report.rolled_back, UNKNOWN: report.unknown}
     for verdict, tally in tallies.items():
         if isinstance(verdicts, LocalTransactionState):
             transactions = batch.transactions.num_rows if verdicts is verdict else 0
         else:
             transactions = pc.sum(pc.equal(verdicts, verdict.value)).as_py() or 0
-        tally.add(transactions, mask_count(masks[verdict]))
+        tally.add(transactions, split[verdict].count)
 
 
 def _sentence(problem: BaseException) -> str:

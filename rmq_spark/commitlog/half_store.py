@@ -13,7 +13,8 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.files import RowRange, check_path
 from rmq_spark.commitlog.half import HALF_SCHEMA, HEADER_COLUMNS, HalfFile, HalfHeader, Segment, half_id_of
-from rmq_spark.commitlog.op import BatchState, FileState, runs
+from rmq_spark.commitlog.op import BatchState, FileState
+from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.seal import check_count
 from rmq_spark.commitlog.table import Change, Table
 from rmq_spark.config import ORPHAN_AGE_S
@@ -321,13 +322,13 @@ class HalfStore:
         return {half_id: Prepared(*values) for half_id, *values in zip(*columns, strict=True)}
 
     # ------------------------------------------------------------------ rows
-    def read(self, record: HalfRecord, mask: Mapping[int, bytes], columns: Sequence[str]) -> pa.Table:
-        """Rows of a half batch in send order: those whose byte in the mask is 1."""
+    def read(self, record: HalfRecord, rows: RowSet, columns: Sequence[str]) -> pa.Table:
+        """Rows of a half batch in send order."""
         parts: list[pa.Table] = []
         schema = pa.schema([HALF_SCHEMA.field(c) for c in columns])
-        for file_no, bits in sorted(mask.items()):
+        for file_no, ranges in rows.ranges():
             file = record.files[file_no]
-            wanted = RowRange(check_path(file.path, "half"), record.half_id, file_no, file.rows, runs(bits))
+            wanted = RowRange(check_path(file.path, "half"), record.half_id, file_no, file.rows, ranges)
             parts += [part for _, part in self.read_range(wanted, columns)]
         return pa.concat_tables([p.cast(schema) for p in parts]) if parts else schema.empty_table()
 

@@ -23,21 +23,14 @@ from rmq_spark.commitlog.op import (
     OpRow,
     RowState,
     Who,
-    mask_count,
-    ranges_count,
-    rows_in_both,
-    rows_without,
-    runs,
     to_table,
 )
 from rmq_spark.commitlog.placing import EPOCH, Open, Piece, Placer
+from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, ranges_count, runs
 from rmq_spark.commitlog.table import Change, Table
 from rmq_spark.config import ATTEMPTS_MAX
 from rmq_spark.errors import StaleAttemptError, VerdictConflictError
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
-
-Mask = Mapping[int, bytes]
-"""Rows of a half batch: by file number, a byte (0 or 1) a row."""
 
 HALF_IDS_KEPT = 10_000
 TAIL_CHUNKS_MAX = 64
@@ -247,8 +240,8 @@ class Ledger:
         record: HalfRecord,
         attempt: int,
         *,
-        commit: Mask,
-        rollback: Mask,
+        commit: Mapping[int, bytes] = NO_ROWS,
+        rollback: Mapping[int, bytes] = NO_ROWS,
         who: Who,
         reason: str | None = None,
         checks_min: int = 0,
@@ -275,23 +268,24 @@ class Ledger:
         StaleAttemptError
             When rows are under another attempt, or quarantined, or have too few checks.
         """
-        if rows_in_both(commit, rollback):
+        commit, rollback = RowSet(commit), RowSet(rollback)
+        if commit & rollback:
             raise ValueError(f"rows of half batch {record.half_id!r} are to be committed and rolled back at once")
         placed: list[Placed] = []
-        against: dict[int, bytes] = {}
+        against = NO_ROWS
 
         def build() -> list[OpRow]:
+            nonlocal against
             placed.clear()
-            against.clear()
             state = self.state_of(record, refresh=False)
-            for verdict, mask in ((COMMIT_MESSAGE, commit), (ROLLBACK_MESSAGE, rollback)):
-                against.update(_against(state, mask, attempt, verdict))
+            for verdict, rows_for_it in ((COMMIT_MESSAGE, commit), (ROLLBACK_MESSAGE, rollback)):
+                against = _against(state, rows_for_it, attempt, verdict)
                 if against:
                     raise _too_late(state, against, attempt, verdict)
             to_commit = _undecided(state, commit, attempt, COMMIT_MESSAGE)
             to_roll_back = _undecided(state, rollback, attempt, ROLLBACK_MESSAGE)
-            for mask in (to_commit, to_roll_back):
-                if checks_min and state.checked_at_least(mask, checks_min) != mask:
+            for undecided in (to_commit, to_roll_back):
+                if checks_min and state.checked_at_least(undecided, checks_min) != undecided:
                     raise StaleAttemptError(
                         f"attempt {attempt} of half batch {record.half_id!r} was reopened since it was checked "
                         f"{checks_min} times: it is asked about again"
@@ -318,7 +312,7 @@ class Ledger:
         return max(after, datetime.fromtimestamp((sent_ms + 1) / 1000, timezone.utc))
 
     def _commit_rows(
-        self, record: HalfRecord, state: BatchState, mask: Mask, attempt: int, who: Who, reason: str | None
+        self, record: HalfRecord, state: BatchState, chosen: RowSet, attempt: int, who: Who, reason: str | None
     ) -> list[OpRow]:
         """Commit rows, a queue each, without their places."""
         return [
@@ -339,8 +333,8 @@ class Ledger:
                 producer_group=record.header.producer_group,
                 until=due,
             )
-            for due, due_mask in self._placer.by_due(record, mask, self.machine.now())
-            for file_no, bits in sorted(due_mask.items())
+            for due, due_then in self._placer.by_due(record, chosen, self.machine.now())
+            for file_no, bits in due_then.items()
             for file in [state.files[file_no]]
             for segment in file.segments
             if (ranges := runs(bits, segment.first, segment.last + 1))
@@ -403,38 +397,44 @@ class Ledger:
 
     # ------------------------------------------------------------------ what stays open
     def quarantine(
-        self, record: HalfRecord, attempt: int, mask: Mask, who: Who, reason: str, checks_min: int = 0
+        self,
+        record: HalfRecord,
+        attempt: int,
+        rows: Mapping[int, bytes],
+        who: Who,
+        reason: str,
+        checks_min: int = 0,
     ) -> None:
         """Hide pending rows until somebody resumes or resolves them; those that have so many answered checks."""
-        self._change(Kind.QUARANTINE, record, attempt, mask, who, reason, checks_min)
+        self._change(Kind.QUARANTINE, record, attempt, rows, who, reason, checks_min)
 
-    def record_check(self, record: HalfRecord, attempt: int, mask: Mask, reason: str | None) -> None:
+    def record_check(self, record: HalfRecord, attempt: int, rows: Mapping[int, bytes], reason: str | None) -> None:
         """Count an answered check that left these rows pending."""
-        self._change(Kind.CHECK, record, attempt, mask, Who.CHECK, reason)
+        self._change(Kind.CHECK, record, attempt, rows, Who.CHECK, reason)
 
     def _change(
         self,
         kind: Kind,
         record: HalfRecord,
         attempt: int,
-        mask: Mask,
+        rows: Mapping[int, bytes],
         who: Who,
         reason: str | None,
         checks_min: int = 0,
     ) -> None:
         def build() -> list[OpRow]:
             state = self.state_of(record, refresh=False)
-            still = _in_states(state, mask, (RowState.PENDING,), attempt)
+            still = state.rows_in((RowState.PENDING,), attempt) & rows
             if checks_min:
                 still = state.checked_at_least(still, checks_min)
-            rows = _rows_for(kind, record, still, attempt, who, reason)
-            return self._with_places(record, state, rows, []) if kind is Kind.QUARANTINE else rows
+            op_rows = _rows_for(kind, record, still, attempt, who, reason)
+            return self._with_places(record, state, op_rows, []) if kind is Kind.QUARANTINE else op_rows
 
         self.append(build)
 
     def reopen(
         self, record: HalfRecord, attempt: int, states: Sequence[RowState], new_attempt: int, who: Who, reason: str
-    ) -> dict[int, bytes]:
+    ) -> RowSet:
         """Make rows pending again; returns those that this call reopened: nobody else has, and may execute them.
 
         The same attempt after quarantine or discard (nobody knows what happened), the next one after a rollback by
@@ -445,7 +445,7 @@ class Ledger:
                 f"half batch {record.half_id!r} was rolled back by checks {attempt} times: "
                 "something stops every attempt"
             )
-        reopened: dict[int, bytes] = {}
+        reopened = NO_ROWS
 
         def build() -> list[OpRow]:
             nonlocal reopened
@@ -476,7 +476,7 @@ class Ledger:
             placed.clear()
             state = self.state_of(record, refresh=False)
             conflict = state.conflicting()
-            if verdict is ROLLBACK_MESSAGE and rows_in_both(conflict, state.rows_in(COMMITTED_STATES)):
+            if verdict is ROLLBACK_MESSAGE and conflict & state.rows_in(COMMITTED_STATES):
                 raise VerdictConflictError(
                     f"half batch {record.half_id!r} has visible messages, which readers may have seen: only "
                     "COMMIT_MESSAGE can be confirmed; send messages that undo them if you must",
@@ -484,14 +484,14 @@ class Ledger:
                 )
             rows: list[OpRow] = []
             for attempt in state.attempts(*OPEN_STATES, *ROLLED_BACK_STATES):
-                final = rows_without(state.rows_in(ROLLED_BACK_STATES, attempt), conflict)
-                mask = rows_without(state.rows_in(OPEN_STATES + ROLLED_BACK_STATES, attempt), final)
-                closed = rows_without(mask, state.rows_in((RowState.PENDING,), attempt))
+                final = state.rows_in(ROLLED_BACK_STATES, attempt) - conflict
+                chosen = state.rows_in(OPEN_STATES + ROLLED_BACK_STATES, attempt) - final
+                closed = chosen - state.rows_in((RowState.PENDING,), attempt)
                 rows += _rows_for(Kind.REOPEN, record, closed, attempt, Who.ADMIN, reason)
                 if verdict is COMMIT_MESSAGE:
-                    rows += self._commit_rows(record, state, mask, attempt, Who.ADMIN, reason)
+                    rows += self._commit_rows(record, state, chosen, attempt, Who.ADMIN, reason)
                 else:
-                    rows += _rows_for(Kind.ROLLBACK, record, mask, attempt, Who.ADMIN, reason)
+                    rows += _rows_for(Kind.ROLLBACK, record, chosen, attempt, Who.ADMIN, reason)
             if conflict:  # ends here: without an attempt the row says so
                 end = OpRow(Kind.CONFLICT, record.half_id, count=record.rows, decided_by=Who.ADMIN, reason=reason)
                 rows.append(replace(end, verdict=str(verdict)))
@@ -507,10 +507,10 @@ class Ledger:
         return placed
 
     def _leave_conflict(
-        self, record: HalfRecord, attempt: int, against: Mask, who: Who, conflict: VerdictConflictError
+        self, record: HalfRecord, attempt: int, against: RowSet, who: Who, conflict: VerdictConflictError
     ) -> None:
         def build() -> list[OpRow]:
-            new = rows_without(against, self.state_of(record, refresh=False).conflicting())
+            new = against - self.state_of(record, refresh=False).conflicting()
             rows = _rows_for(Kind.CONFLICT, record, new, attempt, who, str(conflict))
             return [replace(row, verdict=conflict.verdict) for row in rows]
 
@@ -632,36 +632,32 @@ def _place_row(piece: Piece) -> OpRow:
     )
 
 
-def _in_states(state: BatchState, mask: Mask, states: Sequence[RowState], attempt: int | None) -> dict[int, bytes]:
-    return rows_in_both(mask, state.rows_in(states, attempt))
-
-
 def _states_of(verdict: LocalTransactionState) -> tuple[RowState, ...]:
     return COMMITTED_STATES if verdict is COMMIT_MESSAGE else ROLLED_BACK_STATES
 
 
-def _against(state: BatchState, mask: Mask, attempt: int, verdict: LocalTransactionState) -> dict[int, bytes]:
-    """Those rows of the mask for which the opposite verdict is final."""
+def _against(state: BatchState, rows: RowSet, attempt: int, verdict: LocalTransactionState) -> RowSet:
+    """Those rows for which the opposite verdict is final."""
     opposite = _states_of(ROLLBACK_MESSAGE if verdict is COMMIT_MESSAGE else COMMIT_MESSAGE)
-    return _in_states(state, mask, opposite, attempt)
+    return rows & state.rows_in(opposite, attempt)
 
 
-def _too_late(state: BatchState, against: Mask, attempt: int, verdict: LocalTransactionState) -> VerdictConflictError:
+def _too_late(state: BatchState, against: RowSet, attempt: int, verdict: LocalTransactionState) -> VerdictConflictError:
     kind = "rollback" if verdict is COMMIT_MESSAGE else "commit"
     first = next((h for h in state.history if h["kind"] == kind and h["attempt"] == attempt), {})
     return VerdictConflictError(
-        f"{verdict} for {mask_count(against)} messages of half batch {state.half_id!r}, attempt {attempt}, comes too "
+        f"{verdict} for {against.count} messages of half batch {state.half_id!r}, attempt {attempt}, comes too "
         f"late: {first.get('kind')} by {first.get('who')} at {first.get('when')} is final. "
         "Find out which is true, then log.resolve(half_id, verdict, reason=…)",
         verdict=str(verdict),
     )
 
 
-def _undecided(state: BatchState, mask: Mask, attempt: int, verdict: LocalTransactionState) -> dict[int, bytes]:
-    """Those rows of the mask that still wait for this verdict; raises when any is out of its reach."""
-    waiting = _in_states(state, mask, (RowState.PENDING,), attempt)
-    decided = _in_states(state, mask, _states_of(verdict), attempt)
-    rest = mask_count(mask) - mask_count(waiting) - mask_count(decided)
+def _undecided(state: BatchState, rows: RowSet, attempt: int, verdict: LocalTransactionState) -> RowSet:
+    """Those rows that still wait for this verdict; raises when any is out of its reach."""
+    waiting = rows & state.rows_in((RowState.PENDING,), attempt)
+    decided = rows & state.rows_in(_states_of(verdict), attempt)
+    rest = rows.count - waiting.count - decided.count
     if rest:
         raise StaleAttemptError(
             f"{verdict} under attempt {attempt} for {rest} messages of half batch {state.half_id!r} does not count: "
@@ -670,24 +666,21 @@ def _undecided(state: BatchState, mask: Mask, attempt: int, verdict: LocalTransa
     return waiting
 
 
-def _rows_for(kind: Kind, record: HalfRecord, mask: Mask, attempt: int, who: Who, reason: str | None) -> list[OpRow]:
-    """Op rows that name the rows of a mask, as few as possible."""
-    if not mask:
-        return []
-    if mask_count(mask) == record.rows:
+def _rows_for(kind: Kind, record: HalfRecord, rows: RowSet, attempt: int, who: Who, reason: str | None) -> list[OpRow]:
+    """Op rows that name these rows, as few as possible."""
+    if rows.count == record.rows:
         return [_row(kind, record, None, None, record.rows, attempt, who, reason)]
-    rows: list[OpRow] = []
-    for file_no, bits in sorted(mask.items()):
-        ranges = runs(bits)
-        rows.append(_row(kind, record, file_no, ranges, ranges_count(ranges), attempt, who, reason))
-    return rows
+    return [
+        _row(kind, record, file_no, ranges, ranges_count(ranges), attempt, who, reason)
+        for file_no, ranges in rows.ranges()
+    ]
 
 
 def _row(
     kind: Kind,
     record: HalfRecord,
     file_no: int | None,
-    ranges: tuple[tuple[int, int], ...] | None,
+    ranges: Ranges | None,
     count: int,
     attempt: int,
     who: Who,

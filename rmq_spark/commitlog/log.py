@@ -21,12 +21,13 @@ from rmq_spark.commitlog import repair as repair_module
 from rmq_spark.commitlog.group_store import GROUPS_SCHEMA, GroupStore
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter, check_known
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Prepared
-from rmq_spark.commitlog.ledger import Ledger, Mask, Placed
+from rmq_spark.commitlog.ledger import Ledger, Placed
 from rmq_spark.commitlog.location import is_uri, location
-from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who, mask_count, runs, scatter
+from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who
 from rmq_spark.commitlog.placing import Placer
 from rmq_spark.commitlog.reading import read_messages
 from rmq_spark.commitlog.repair import RepairReport
+from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.storage import check_put_if_absent, check_storage_options, reaching
 from rmq_spark.commitlog.table import Change, DeltaLogTable, Table
 from rmq_spark.config import (
@@ -47,7 +48,7 @@ from rmq_spark.errors import (
 )
 from rmq_spark.message import TIMESTAMP, check_topic
 from rmq_spark.redaction import redacted, remember, traceback_of
-from rmq_spark.transaction import HalfBatch, LocalTransactionState
+from rmq_spark.transaction import KEY, HalfBatch, LocalTransactionState
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -400,8 +401,10 @@ class CommitLog:
         """What the newest op markers say of a half batch; without a refresh, those that were read last."""
         return self.ledger.state_of(record, refresh)
 
-    def half_batch(self, record: HalfRecord, state: BatchState, attempt: int, mask: Mask, arg: Any = None) -> HalfBatch:
-        """The half batch as a listener sees it: the rows of the mask, which are under one attempt."""
+    def half_batch(
+        self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, arg: Any = None
+    ) -> HalfBatch:
+        """The half batch as a listener sees it: these rows, which are under one attempt."""
         return HalfBatch(
             half_id=record.half_id,
             app_id=record.header.app_id,
@@ -409,10 +412,10 @@ class CommitLog:
             attempt=attempt,
             producer_group=record.header.producer_group,
             prepared_at=self._began_at(record, state, attempt),
-            check_times=state.check_times(mask),
+            check_times=state.check_times(rows),
             transaction_per=record.header.transaction_per,
             fence_id=record.header.fence_id,
-            rows=_LogRows(self, record, mask),
+            rows=_LogRows(self, record, rows),
             log_id=self.id,
             arg=arg,
         )
@@ -435,8 +438,8 @@ class CommitLog:
         record: HalfRecord,
         attempt: int,
         *,
-        commit: Mask,
-        rollback: Mask,
+        commit: Mapping[int, bytes] = NO_ROWS,
+        rollback: Mapping[int, bytes] = NO_ROWS,
         who: Who,
         reason: str | None = None,
         checks_min: int = 0,
@@ -566,15 +569,15 @@ class CommitLog:
             yield record, self.state_of(record)
 
     def _summary(self, record: HalfRecord, state: BatchState, attempt: int, wanted: RowState) -> dict[str, object]:
-        mask = state.rows_in((wanted,), attempt)
+        rows = state.rows_in((wanted,), attempt)
         return {
             "half_id": record.half_id,
             "app_id": record.header.app_id,
             "batch_id": record.header.batch_id,
             "producer_group": record.header.producer_group,
             "attempt": attempt,
-            "messages": mask_count(mask),
-            "check_times": state.check_times(mask),
+            "messages": rows.count,
+            "check_times": state.check_times(rows),
             "prepared_at": record.prepared_at,
             "lease_until": state.lease_until,
         }
@@ -606,7 +609,7 @@ class CommitLog:
         record = self.get(half_id)
         states = (RowState.QUARANTINED,)
         return sum(
-            mask_count(self.ledger.reopen(record, attempt, states, attempt, Who.ADMIN, reason))
+            self.ledger.reopen(record, attempt, states, attempt, Who.ADMIN, reason).count
             for attempt in self.state_of(record).attempts(*states)
         )
 
@@ -736,55 +739,40 @@ class CommitLog:
 class _LogRows:
     """The rows of one half batch for a listener."""
 
-    def __init__(self, log: CommitLog, record: HalfRecord, mask: Mask) -> None:
-        self._log, self._record, self._mask = log, record, mask
+    def __init__(self, log: CommitLog, record: HalfRecord, rows: RowSet) -> None:
+        self._log, self._record, self._rows = log, record, rows
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         with self._log.lock:
-            return self._log.half.read(self._record, self._mask, columns)
+            return self._log.half.read(self._record, self._rows, columns)
 
     def to_spark(self, spark: SparkSession) -> DataFrame:
         from pyspark.sql import functions as F
 
         table = self._log.half.table
-        files = sorted({self._record.files[n].path for n in self._mask})
+        files = sorted({self._record.files[n].path for n in self._rows})
         if not isinstance(table, DeltaLogTable):
             return spark.createDataFrame(self.read(HALF_SCHEMA.names))
         # Spark takes a path as it is, where a URI has percent escapes.
         root = unquote(f"{self._log.path}/half") if is_uri(self._log.path) else table.folder
         frame = spark.read.parquet(*[f"{root}/{p}" for p in files]).where(F.col("half_id") == self._record.half_id)
-        if mask_count(self._mask) < self._record.rows:
-            ranges = [(n, a, b) for n, bits in self._mask.items() for a, b in runs(bits)]
+        if self._rows.count < self._record.rows:
+            ranges = [(n, a, b) for n, file_ranges in self._rows.ranges() for a, b in file_ranges]
             wanted = spark.createDataFrame(ranges, "wanted_file long, first long, last long")
             inside = (F.col("file_no") == F.col("wanted_file")) & F.col("row_no").between(F.col("first"), F.col("last"))
             frame = frame.join(F.broadcast(wanted), inside, "left_semi")
         return frame
 
 
-def masks_for(
-    log: CommitLog, record: HalfRecord, mask: Mask, batch: HalfBatch, verdicts: pa.Array | LocalTransactionState
-) -> dict[LocalTransactionState, dict[int, bytes]]:
-    """Verdicts per transaction as rows: a mask for COMMIT_MESSAGE, ROLLBACK_MESSAGE and UNKNOWN."""
-    result: dict[LocalTransactionState, dict[int, bytes]] = {v: {} for v in LocalTransactionState}
+def split_by_verdict(
+    log: CommitLog, record: HalfRecord, rows: RowSet, batch: HalfBatch, verdicts: pa.Array | LocalTransactionState
+) -> dict[LocalTransactionState, RowSet]:
+    """The rows of a half batch by the verdict of their transaction."""
+    if not isinstance(verdicts, LocalTransactionState) and len(verdicts) == 1:
+        verdicts = LocalTransactionState(verdicts[0].as_py())
     if isinstance(verdicts, LocalTransactionState):
-        result[verdicts] = dict(mask)
-        return result
-    if len(verdicts) == 1:
-        result[LocalTransactionState(verdicts[0].as_py())] = dict(mask)
-        return result
-    per_row = verdicts
-    if batch.transaction_per == "key":
-        keys = log.half.read(record, mask, ["transaction_key"])["transaction_key"]
-        per_row = verdicts.take(pc.index_in(keys, value_set=batch.transactions["transaction_key"].combine_chunks()))
-    flat = per_row.combine_chunks() if isinstance(per_row, pa.ChunkedArray) else per_row
-    start = 0
-    for file_no, bits in sorted(mask.items()):
-        count = bits.count(1)
-        part = flat.slice(start, count)
-        start += count
-        for verdict in result:
-            chosen = pc.equal(part, verdict.value)
-            rows = scatter(bits, chosen)
-            if b"\x01" in rows:
-                result[verdict][file_no] = rows
-    return result
+        return {v: rows if v is verdicts else NO_ROWS for v in LocalTransactionState}
+    if batch.transaction_per == KEY:
+        keys = log.half.read(record, rows, ["transaction_key"])["transaction_key"]
+        verdicts = verdicts.take(pc.index_in(keys, value_set=batch.transactions["transaction_key"].combine_chunks()))
+    return {v: rows.where(pc.equal(verdicts, v.value)) for v in LocalTransactionState}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -10,10 +9,9 @@ from enum import Enum
 from typing import TypeVar
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from rmq_spark.commitlog.files import bytes_array
 from rmq_spark.commitlog.half import Segment
+from rmq_spark.commitlog.rows import Ranges, RowSet
 from rmq_spark.config import ATTEMPTS_MAX, LEASE_S_MAX
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.message import TIMESTAMP
@@ -97,8 +95,6 @@ class RowState(int, Enum):
 KINDS = frozenset(k.value for k in Kind)
 SETTLING = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE)
 """Kinds that end a row's being pending; ``reopen`` takes it back."""
-
-Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -195,18 +191,6 @@ def ranges_of(value: object) -> Ranges | None:
     if not ranges:
         raise CorruptLogError("an op row has an empty list of ranges: it names no row")
     return ranges
-
-
-def ranges_count(ranges: Ranges) -> int:
-    return sum(last - first + 1 for first, last in ranges)
-
-
-_RUN = re.compile(rb"\x01+")
-
-
-def runs(mask: bytes | bytearray, start: int = 0, end: int | None = None) -> Ranges:
-    """Ranges of the bytes that are 1, between two positions."""
-    return tuple((m.start(), m.end() - 1) for m in _RUN.finditer(mask, start, len(mask) if end is None else end))
 
 
 @dataclass
@@ -345,22 +329,20 @@ class BatchState:
         """True when a verdict came too late for some rows, and no person has resolved that yet."""
         return any(b"\x01" in f.conflict for f in self.files.values())
 
-    def conflicting(self) -> dict[int, bytes]:
-        """A mask per file number of the rows in conflict; files without any are left out."""
-        return {n: bytes(f.conflict) for n, f in self.files.items() if b"\x01" in f.conflict}
+    def conflicting(self) -> RowSet:
+        """The rows in conflict."""
+        return RowSet({n: f.conflict for n, f in self.files.items()})
 
-    def rows_in(self, states: Sequence[RowState], attempt: int | None = None) -> dict[int, bytes]:
-        """A mask (1 = yes) per file number of the rows in one of these states (of one attempt); files without any
-        are left out."""
+    def rows_in(self, states: Sequence[RowState], attempt: int | None = None) -> RowSet:
+        """The rows in one of these states (of one attempt)."""
         wanted = _ones_at(*states)
-        result: dict[int, bytes] = {}
-        for file_no, file in self.files.items():
-            mask = bytes(file.state.translate(wanted))
-            if attempt is not None:
-                mask = mask_and(mask, file.attempt.translate(_ones_at(attempt)))
-            if b"\x01" in mask:
-                result[file_no] = mask
-        return result
+        found = RowSet({n: f.state.translate(wanted) for n, f in self.files.items()})
+        return found if attempt is None else found & self.rows_under(attempt)
+
+    def rows_under(self, attempt: int) -> RowSet:
+        """The rows of one attempt."""
+        wanted = _ones_at(attempt)
+        return RowSet({n: f.attempt.translate(wanted) for n, f in self.files.items()})
 
     def count(self, *states: RowState) -> int:
         """How many rows are in one of these states."""
@@ -378,25 +360,22 @@ class BatchState:
     def attempts(self, *states: RowState) -> list[int]:
         """The attempts that rows in one of these states are under, ascending."""
         found: set[int] = set()
-        for file_no, mask in self.rows_in(states).items():
-            for first, last in runs(mask):
+        for file_no, ranges in self.rows_in(states).ranges():
+            for first, last in ranges:
                 found.update(set(self.files[file_no].attempt[first : last + 1]))
         return sorted(found)
 
-    def checked_at_least(self, mask: Mapping[int, bytes], times: int) -> dict[int, bytes]:
-        """The rows of a mask with so many answered checks."""
+    def checked_at_least(self, rows: RowSet, times: int) -> RowSet:
+        """Those of some rows that have had so many answered checks."""
         enough = bytes(1 if n >= times else 0 for n in range(256))
-        both = {n: mask_and(bits, self.files[n].checks.translate(enough)) for n, bits in mask.items()}
-        return {n: bits for n, bits in both.items() if b"\x01" in bits}
+        return rows & {n: f.checks.translate(enough) for n, f in self.files.items()}
 
-    def check_times(self, mask: Mapping[int, bytes]) -> int:
+    def check_times(self, rows: RowSet) -> int:
         """The most answered checks that any of these rows has had."""
-        most = 0
-        for file_no, bits in mask.items():
-            file = self.files[file_no]
-            for first, last in runs(bits):
-                most = max(most, max(file.checks[first : last + 1]))
-        return most
+        return max(
+            (max(self.files[n].checks[first : last + 1]) for n, ranges in rows.ranges() for first, last in ranges),
+            default=0,
+        )
 
 
 _Word = TypeVar("_Word", Kind, Who)
@@ -428,47 +407,3 @@ def _after(kind: Kind, who: Who | None, row: Mapping[str, object]) -> int:
     if kind is Kind.COMMIT:
         return RowState.DECIDED if row["queue_offset"] is None else RowState.COMMITTED
     return _STATE_AFTER_ROLLBACK[who or Who.EXECUTE]
-
-
-def mask_and(a: bytes | bytearray, b: bytes | bytearray) -> bytes:
-    """Bitwise and of two masks of the same length."""
-    joined = int.from_bytes(a, "little") & int.from_bytes(b, "little")
-    return joined.to_bytes(len(a), "little")
-
-
-def rows_in_both(a: Mapping[int, bytes], b: Mapping[int, bytes]) -> dict[int, bytes]:
-    """Rows (a mask per file number) that are in both; files without any are left out."""
-    both = {n: mask_and(bits, b[n]) for n, bits in a.items() if n in b}
-    return {n: bits for n, bits in both.items() if b"\x01" in bits}
-
-
-def rows_without(a: Mapping[int, bytes], b: Mapping[int, bytes]) -> dict[int, bytes]:
-    """Rows of the first that are not in the second; files without any are left out."""
-    zero_and_one_swapped = bytes([1, 0, *range(2, 256)])
-    rest = {n: mask_and(bits, b[n].translate(zero_and_one_swapped)) if n in b else bits for n, bits in a.items()}
-    return {n: bits for n, bits in rest.items() if b"\x01" in bits}
-
-
-def mask_of(array: pa.BooleanArray | pa.ChunkedArray) -> bytes:
-    """A boolean Arrow array as a mask, a byte a row."""
-    flat = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-    values = pc.cast(pc.fill_null(flat, False), pa.uint8())
-    if not len(values):
-        return b""
-    return bytes(memoryview(values.buffers()[1])[values.offset : values.offset + len(values)])
-
-
-def mask_array(mask: bytes | bytearray) -> pa.BooleanArray:
-    """A mask as a boolean Arrow array."""
-    return pc.equal(bytes_array(mask), 1)
-
-
-def scatter(bits: bytes, chosen: pa.BooleanArray | pa.ChunkedArray) -> bytes:
-    """Those rows of a mask for which a value per row of it is true, put back to where they stand in the file."""
-    if bits.count(1) == len(bits):
-        return mask_of(chosen)
-    return mask_of(pc.replace_with_mask(mask_array(bits), mask_array(bits), chosen))
-
-
-def mask_count(mask: Mapping[int, bytes]) -> int:
-    return sum(bits.count(1) for bits in mask.values())

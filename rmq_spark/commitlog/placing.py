@@ -19,22 +19,14 @@ from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Prepared
 from rmq_spark.commitlog.op import (
     BatchState,
     FileState,
-    Ranges,
     RowState,
-    mask_and,
-    ranges_count,
-    rows_in_both,
-    rows_without,
-    runs,
-    scatter,
 )
+from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, booleans_of, both, ranges_count, runs
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.transaction import BATCH, KEY
 
 RECORDS_KEPT = 1_000
 EPOCH = datetime.fromtimestamp(0, timezone.utc)
-
-Mask = Mapping[int, bytes]
 
 
 @dataclass(frozen=True)
@@ -107,20 +99,20 @@ class Placer:
                 self._records.popitem(last=False)
         return self._records[half_id]
 
-    def by_due(self, record: HalfRecord, mask: Mask, now: datetime) -> list[tuple[datetime | None, Mask]]:
+    def by_due(self, record: HalfRecord, rows: RowSet, now: datetime) -> list[tuple[datetime | None, RowSet]]:
         """Rows by the second in which they are due; None for those that need not wait.
 
         Seconds, as RocketMQ's timer (``timerPrecisionMs``), so that a half batch needs few op rows.
         """
         if not record.delayed:
-            return [(None, mask)]
-        times = self._half.read(record, mask, ["deliver_at"])["deliver_at"].combine_chunks()
+            return [(None, rows)]
+        times = self._half.read(record, rows, ["deliver_at"])["deliver_at"].combine_chunks()
         dues = pc.ceil_temporal(times, unit="second")
         dues = pc.if_else(pc.greater(dues, pa.scalar(now, TIMESTAMP)), dues, pa.scalar(None, TIMESTAMP))
-        found: list[tuple[datetime | None, Mask]] = []
+        found: list[tuple[datetime | None, RowSet]] = []
         for due in sorted(pc.unique(dues).to_pylist(), key=lambda due: due or EPOCH):
             chosen = pc.is_null(dues) if due is None else pc.fill_null(pc.equal(dues, pa.scalar(due, TIMESTAMP)), False)
-            found.append((due, _chosen(mask, chosen)))
+            found.append((due, rows.where(chosen)))
         return found
 
     # ------------------------------------------------------------------ what may be placed
@@ -130,12 +122,12 @@ class Placer:
         pieces: list[Piece] = []
         for batch, sent in in_send_order(batches):
             decided = batch.state.rows_in((RowState.DECIDED,))
-            free = rows_without(rows_in_both(decided, sent), blocked.get(batch.record.half_id, {}))
-            for file_no, bits in sorted(free.items()):
+            free = (decided & sent) - blocked.get(batch.record.half_id, NO_ROWS)
+            for file_no, bits in free.items():
                 pieces += _pieces(batch, file_no, bits, now)
         return sorted(pieces, key=lambda piece: piece.due or EPOCH)
 
-    def _blocked(self, batches: Sequence[Open]) -> dict[str, dict[int, bytes]]:
+    def _blocked(self, batches: Sequence[Open]) -> dict[str, RowSet]:
         """Committed rows that wait for a message sent before them, by half id.
 
         The largest set of transactions is placed that waits for nobody outside itself: two that wait for each other
@@ -165,20 +157,19 @@ class Placer:
         for half_id, file_no, row_no in zip(*columns.values(), strict=True):
             bits = found.setdefault(half_id, {}).setdefault(file_no, bytearray(files[half_id][file_no].rows))
             bits[row_no] = 1
-        return {half_id: {n: bytes(bits) for n, bits in masks.items()} for half_id, masks in found.items()}
+        return {half_id: RowSet(bits) for half_id, bits in found.items()}
 
-    def _open_rows(self, batch: Open, sent: Mask, rank: int) -> pa.Table:
+    def _open_rows(self, batch: Open, sent: RowSet, rank: int) -> pa.Table:
         """Rows that are pending, or committed and not placed: where they stand, their key and their transaction."""
         record, state = batch.record, batch.state
-        mask = rows_in_both(state.rows_in((RowState.PENDING, RowState.DECIDED)), sent)
+        chosen = state.rows_in((RowState.PENDING, RowState.DECIDED)) & sent
         rows = self._half.read(
-            record, mask, ["file_no", "row_no", "topic", "queue_id", "sharding_key", "transaction_key"]
+            record, chosen, ["file_no", "row_no", "topic", "queue_id", "sharding_key", "transaction_key"]
         )
         n = rows.num_rows
 
         def of_rows(bytes_of: Callable[[FileState], bytearray]) -> pa.Array:
-            parts = [bytes_array(bytes_of(state.files[f])).filter(pc.equal(bytes_array(bits), 1))
-                     for f, bits in sorted(mask.items())]  # fmt: skip
+            parts = [bytes_array(bytes_of(state.files[n])).filter(booleans_of(bits)) for n, bits in chosen.items()]
             return pa.concat_arrays(parts) if parts else pa.array([], pa.uint8())
 
         attempt = pc.cast(of_rows(lambda file: file.attempt), pa.string())
@@ -206,13 +197,13 @@ class Placer:
 
 
 # ---------------------------------------------------------------- send order
-def in_send_order(batches: Iterable[Open]) -> Iterator[tuple[Open, Mask]]:
+def in_send_order(batches: Iterable[Open]) -> Iterator[tuple[Open, RowSet]]:
     """Half batches, each with its rows that were sent together, in the order in which they were sent.
 
     Batches of one application go by their number, others by the time of prepare; a reopened transaction is sent when
     it is reopened.
     """
-    units: list[tuple[tuple[int, str, int, int], Open, Mask]] = []
+    units: list[tuple[tuple[int, str, int, int], Open, RowSet]] = []
     not_after: dict[str, int] = {}
     newest_first = sorted(batches, key=lambda b: b.record.header.batch_id, reverse=True)
     for batch in newest_first:
@@ -221,13 +212,13 @@ def in_send_order(batches: Iterable[Open]) -> Iterator[tuple[Open, Mask]]:
         # Somebody's OPTIMIZE gives old rows a new time of prepare; the numbers stay.
         sent_ms = min(record.sent_ms, not_after.get(header.app_id, record.sent_ms))
         not_after[header.app_id] = sent_ms
-        for at_ms, mask in _sent_together(batch.state, sent_ms):
-            units.append(((at_ms, header.app_id, header.batch_id, at_ms != sent_ms), batch, mask))
-    for _, batch, mask in sorted(units, key=lambda unit: unit[0]):
-        yield batch, mask
+        for at_ms, rows in _sent_together(batch.state, sent_ms):
+            units.append(((at_ms, header.app_id, header.batch_id, at_ms != sent_ms), batch, rows))
+    for _, batch, rows in sorted(units, key=lambda unit: unit[0]):
+        yield batch, rows
 
 
-def _sent_together(state: BatchState, prepared_ms: int) -> Iterator[tuple[int, Mask]]:
+def _sent_together(state: BatchState, prepared_ms: int) -> Iterator[tuple[int, RowSet]]:
     times: dict[int, dict[int, bytearray]] = {}
     first = {n: bytearray(b"\x01") * file.rows for n, file in state.files.items()}
     for n, file in state.files.items():
@@ -239,18 +230,18 @@ def _sent_together(state: BatchState, prepared_ms: int) -> Iterator[tuple[int, M
             bits = times.setdefault(at_ms, {}).setdefault(n, bytearray(file.rows))
             bits[start:end] = b"\x01" * (end - start)
             first[n][start:end] = bytes(end - start)
-    yield prepared_ms, {n: bytes(bits) for n, bits in first.items()}
+    yield prepared_ms, RowSet(first)
     for at_ms, masks in sorted(times.items()):
-        yield at_ms, {n: bytes(bits) for n, bits in masks.items()}
+        yield at_ms, RowSet(masks)
 
 
-# ---------------------------------------------------------------- rows and masks
+# ---------------------------------------------------------------- pieces
 def _pieces(batch: Open, file_no: int, bits: bytes, now: datetime) -> Iterator[Piece]:
     file = batch.state.files[file_no]
-    attempts = sorted(set(pc.unique(bytes_array(file.attempt).filter(pc.equal(bytes_array(bits), 1))).to_pylist()))
+    attempts = sorted(set(pc.unique(bytes_array(file.attempt).filter(booleans_of(bits))).to_pylist()))
     for due, due_bits in _split_by_due(file, bits, now):
         for attempt in attempts:
-            mine = due_bits if len(attempts) == 1 else mask_and(due_bits, _equal_to(file.attempt, attempt))
+            mine = due_bits if len(attempts) == 1 else both(due_bits, _equal_to(file.attempt, attempt))
             for segment in file.segments:
                 if ranges := runs(mine, segment.first, segment.last + 1):
                     yield Piece(batch.record, file_no, ranges, segment.topic, segment.queue_id, attempt, due)
@@ -273,16 +264,3 @@ def _equal_to(values: bytearray, value: int) -> bytes:
     table = bytearray(256)
     table[value] = 1
     return bytes(values.translate(table))
-
-
-def _chosen(mask: Mask, chosen: pa.BooleanArray) -> dict[int, bytes]:
-    """Those rows of a mask for which a value per row of it is true."""
-    found: dict[int, bytes] = {}
-    start = 0
-    for file_no, bits in sorted(mask.items()):
-        count = bits.count(1)
-        picked = scatter(bits, chosen.slice(start, count))
-        start += count
-        if b"\x01" in picked:
-            found[file_no] = picked
-    return found

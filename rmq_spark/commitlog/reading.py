@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.files import RowRange, arange, check_path
-from rmq_spark.commitlog.op import Kind, ranges_count, ranges_of
+from rmq_spark.commitlog.op import Kind, ranges_of
+from rmq_spark.commitlog.rows import ranges_count
 from rmq_spark.config import nearest, whole_number
 from rmq_spark.errors import CorruptLogError, OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.message import PROPERTIES, TIMESTAMP

@@ -17,9 +17,10 @@ import pyarrow as pa
 
 from rmq_spark.commitlog.half import HalfFile, HalfHeader
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.ledger import Mask, Placed
-from rmq_spark.commitlog.log import CommitLog, masks_for
-from rmq_spark.commitlog.op import BatchState, RowState, Who, rows_in_both, rows_without
+from rmq_spark.commitlog.ledger import Placed
+from rmq_spark.commitlog.log import CommitLog, split_by_verdict
+from rmq_spark.commitlog.op import BatchState, RowState, Who
+from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.config import LEASE_S, LEASE_S_MAX, REPLAY_CHECK_TIMEOUT_S, seconds
 from rmq_spark.errors import (
     AlreadyPreparedError,
@@ -94,7 +95,7 @@ class _Run:
     fence_id: str | None
     arg: Any
     outcome: Outcome
-    executed: list[tuple[int, Mask]] = field(default_factory=list)
+    executed: list[tuple[int, RowSet]] = field(default_factory=list)
 
 
 class TwoPhase:
@@ -213,25 +214,25 @@ class TwoPhase:
             return None
 
     # ------------------------------------------------------------------ execute and decide
-    def execute(self, run: _Run, attempt: int, rows: Mask) -> None:
+    def execute(self, run: _Run, attempt: int, rows: RowSet) -> None:
         """Run the local transaction of rows that nobody but this run may execute, and make its verdicts final."""
         listener = self._listener_of(run)
         state = self.log.state_of(run.record)
-        mask = rows_in_both(rows, state.rows_in((RowState.PENDING,), attempt))
-        if not mask:  # a check was faster than we are
+        rows &= state.rows_in((RowState.PENDING,), attempt)
+        if not rows:  # a check was faster than we are
             return
-        batch = self.log.half_batch(run.record, state, attempt, mask, run.arg)
+        batch = self.log.half_batch(run.record, state, attempt, rows, run.arg)
         lease = _Lease(self.log, run.record, self.lease_s)
         try:
             with lease:
                 verdicts = self._ask_execute(listener, run, batch)
         except FencedError:
-            self._end_fenced(run, batch, mask)
+            self._end_fenced(run, batch, rows)
             return
         finally:
             lease.end()  # `with` does not, when an interrupt comes while it enters or leaves
-        run.executed.append((attempt, mask))
-        self.decide(run, batch, mask, verdicts, Who.EXECUTE)
+        run.executed.append((attempt, rows))
+        self.decide(run, batch, rows, verdicts, Who.EXECUTE)
 
     def _listener_of(self, run: _Run) -> TransactionListener:
         """Who may be asked about a half batch; FenceError when this listener cannot speak for it."""
@@ -258,23 +259,23 @@ class TwoPhase:
                 f"{type(problem).__name__}: {problem}. Its messages stay pending; a check or a restart settles them"
             ) from cause_of(problem)
 
-    def _end_fenced(self, run: _Run, batch: HalfBatch, mask: Mask) -> None:
+    def _end_fenced(self, run: _Run, batch: HalfBatch, rows: RowSet) -> None:
         """A check's tombstone was there first, so the attempt did nothing: the rollback is the check's, and the next
         attempt may run."""
         logger.info("attempt %d of half batch %r is over: a check was faster", batch.attempt, batch.half_id)
         # When its rows were reopened or quarantined meanwhile, settling goes on from there.
         with suppress(StaleAttemptError):
-            self.decide(run, batch, mask, ROLLBACK_MESSAGE, Who.CHECK)
+            self.decide(run, batch, rows, ROLLBACK_MESSAGE, Who.CHECK)
 
     def decide(
-        self, run: _Run, batch: HalfBatch, mask: Mask, verdicts: pa.Array | LocalTransactionState, who: Who
+        self, run: _Run, batch: HalfBatch, rows: RowSet, verdicts: pa.Array | LocalTransactionState, who: Who
     ) -> bool:
         """Write op markers for COMMIT and ROLLBACK; UNKNOWN gets none. True when any transaction is UNKNOWN."""
-        masks = masks_for(self.log, run.record, mask, batch, verdicts)
-        commit, rollback = masks[COMMIT_MESSAGE], masks[ROLLBACK_MESSAGE]
+        split = split_by_verdict(self.log, run.record, rows, batch, verdicts)
+        commit, rollback = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE]
         if commit or rollback:
             run.outcome.placed += self.log.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
-        return bool(masks[UNKNOWN])
+        return bool(split[UNKNOWN])
 
     # ------------------------------------------------------------------ what is left to do
     def _settle(self, run: _Run) -> None:
@@ -292,7 +293,7 @@ class TwoPhase:
             to_check = self._not_executed_here(run, state)
             if not to_check:
                 break
-            answers = [self._check(run, state, attempt, mask) for attempt, mask in to_check]
+            answers = [self._check(run, state, attempt, rows) for attempt, rows in to_check]
             if all(unknown for unknown in answers):
                 if self.log.machine.monotonic() >= deadline:
                     raise UnresolvedTransactionError(self._unresolved(run))
@@ -327,22 +328,22 @@ class TwoPhase:
             return True
         return False
 
-    def _not_executed_here(self, run: _Run, state: BatchState) -> list[tuple[int, Mask]]:
+    def _not_executed_here(self, run: _Run, state: BatchState) -> list[tuple[int, RowSet]]:
         """Pending rows that another run prepared or reopened: it may have executed them, or may do so yet."""
-        found: list[tuple[int, Mask]] = []
+        found: list[tuple[int, RowSet]] = []
         for attempt in state.attempts(RowState.PENDING):
-            mask = state.rows_in((RowState.PENDING,), attempt)
-            for executed_attempt, rows in run.executed:
+            rows = state.rows_in((RowState.PENDING,), attempt)
+            for executed_attempt, executed in run.executed:
                 if executed_attempt == attempt:
-                    mask = rows_without(mask, rows)
-            if mask:
-                found.append((attempt, mask))
+                    rows -= executed
+            if rows:
+                found.append((attempt, rows))
         return found
 
-    def _check(self, run: _Run, state: BatchState, attempt: int, mask: Mask) -> bool:
+    def _check(self, run: _Run, state: BatchState, attempt: int, rows: RowSet) -> bool:
         """Ask what became of rows that somebody else may have executed. True when part of them stays UNKNOWN."""
         listener = self._listener_of(run)
-        batch = self.log.half_batch(run.record, state, attempt, mask)
+        batch = self.log.half_batch(run.record, state, attempt, rows)
         try:
             verdicts = normalize_verdicts(listener.check_local_transaction(batch), batch)
         except Exception as problem:  # not an answer; the next one may be
@@ -350,7 +351,7 @@ class TwoPhase:
             run.outcome.error = problem
             return True
         try:
-            return self.decide(run, batch, mask, verdicts, Who.CHECK)
+            return self.decide(run, batch, rows, verdicts, Who.CHECK)
         except StaleAttemptError:  # somebody reopened or quarantined the rows while we asked: look again
             return False
 

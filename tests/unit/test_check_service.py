@@ -17,12 +17,11 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark.check import service as module
-from rmq_spark.check.immunity import chosen_rows
 from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, check_policy
 from rmq_spark.check.service import CheckReport, CheckService
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog, masks_for
+from rmq_spark.commitlog.log import CommitLog, split_by_verdict
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import FenceError, ListenerError, OptionError, VerdictConflictError
 from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener
@@ -315,7 +314,7 @@ def test_keys_under_immunity_are_left_out_of_what_the_listener_sees(log: CommitL
     pending = state.rows_in((RowState.PENDING,))
     keys_of_rows = log.half_batch(record, state, 1, pending).messages(["transaction_key"])["transaction_key"]
     for key, times in counted.items():
-        assert state.check_times(chosen_rows(pending, pc.equal(keys_of_rows.combine_chunks(), key))) == times
+        assert state.check_times(pending.where(pc.equal(keys_of_rows, key))) == times
     service.run_once()
     assert len(bodies(log)) == 6
 
@@ -666,7 +665,7 @@ def test_pending_rows_of_a_half_batch_in_conflict_wait_for_a_person(log: CommitL
     state = log.state_of(record)
     pending = state.rows_in((RowState.PENDING,))
     batch = log.half_batch(record, state, 1, pending)
-    masks = masks_for(log, record, pending, batch, batch.verdicts(rollback=["a"], otherwise=UNKNOWN))
+    masks = split_by_verdict(log, record, pending, batch, batch.verdicts(rollback=["a"], otherwise=UNKNOWN))
     log.decide(record, 1, commit={}, rollback=masks[ROLLBACK], who=Who.EXECUTE)
     with pytest.raises(VerdictConflictError):
         log.decide(record, 1, commit=masks[ROLLBACK], rollback={}, who=Who.EXECUTE)

@@ -15,8 +15,9 @@ import pytest
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog import table as table_module
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog, masks_for
+from rmq_spark.commitlog.log import CommitLog, split_by_verdict
 from rmq_spark.commitlog.op import Kind, RowState, Who
+from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.errors import (
     AlreadyPreparedError,
     CommitLogExistsError,
@@ -94,7 +95,7 @@ def test_offsets_have_no_gaps_over_batches_files_queues_topics_and_rollbacks(log
         yes, no = split(pending(log, record), every=2 + batch % 3)
         log.decide(record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
         for file_no, bits in yes.items():
-            read = log.half.read(record, {file_no: bits}, ["topic", "body"])
+            read = log.half.read(record, RowSet({file_no: bits}), ["topic", "body"])
             for topic, body in zip(read["topic"].to_pylist(), read["body"].to_pylist(), strict=True):
                 sent[topic].add(body.decode())
     for handle in (log, another(log)):
@@ -118,7 +119,7 @@ def test_verdicts_reach_exactly_the_messages_of_their_transactions(log: CommitLo
     batch = log.half_batch(record, log.state_of(record), 1, mask)
     transactions = batch.transactions["transaction_id"].to_pylist()
     asked = [(COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN)[i % 3] for i in range(len(transactions))]
-    masks = masks_for(log, record, mask, batch, normalize_verdicts(asked, batch))
+    masks = split_by_verdict(log, record, mask, batch, normalize_verdicts(asked, batch))
     log.decide(record, 1, commit=masks[COMMIT_MESSAGE], rollback=masks[ROLLBACK_MESSAGE], who=Who.EXECUTE)
 
     verdict_of = dict(zip(transactions, asked, strict=True))
@@ -735,8 +736,8 @@ def test_a_start_that_is_no_mapping_is_refused(log: CommitLog) -> None:
 def _row(log: CommitLog, record: object, body: str) -> dict[int, bytes]:
     found: dict[int, bytes] = {}
     for file_no, file in record.files.items():  # type: ignore[attr-defined]
-        every = {file_no: b"\x01" * file.rows}
-        there = [b.decode() for b in log.half.read(record, every, ["body"])["body"].to_pylist()]  # type: ignore[arg-type]
+        every = RowSet({file_no: b"\x01" * file.rows})
+        there = [b.decode() for b in log.half.read(record, every, ["body"])["body"].to_pylist()]
         found[file_no] = bytes(1 if b == body else 0 for b in there)
     return found
 

@@ -381,7 +381,7 @@ def test_reading_by_position_and_by_address_agree(
 
 
 def _runs(mask: bytes) -> list[tuple[int, int]]:
-    from rmq_spark.commitlog.op import runs
+    from rmq_spark.commitlog.rows import runs
 
     return list(runs(mask))
 

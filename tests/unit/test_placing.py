@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import rmq_spark as txmq
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.listener import CommitOncePrepared
 from tests.clocks import set_clock
 from tests.half_batches import (
@@ -243,8 +245,8 @@ class _Play:
             self.transaction[name] = f"{app}{batch_id} {fate}"
         self.pending.update(names)
 
-    def names(self, record: HalfRecord, mask: dict[int, bytes]) -> list[str]:
-        return [b.decode() for b in self.log.half.read(record, mask, ["body"])["body"].to_pylist()]
+    def names(self, record: HalfRecord, rows: Mapping[int, bytes]) -> list[str]:
+        return [b.decode() for b in self.log.half.read(record, RowSet(rows), ["body"])["body"].to_pylist()]
 
     def settle(self, whole: bool = False) -> None:
         found = list(self.log.open_batches())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
@@ -18,17 +19,10 @@ from rmq_spark.commitlog.op import (
     OpRow,
     RowState,
     Who,
-    mask_and,
-    mask_array,
-    mask_count,
-    mask_of,
-    ranges_count,
     ranges_of,
-    rows_in_both,
-    rows_without,
-    runs,
     to_table,
 )
+from rmq_spark.commitlog.rows import RowSet, bits_of, booleans_of, both, ranges_count, runs
 from rmq_spark.errors import CorruptLogError
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -57,27 +51,42 @@ def test_runs_name_exactly_the_ones(mask: bytes) -> None:
 def test_masks_behave_as_sets_of_rows(data: st.DataObject, size: int) -> None:
     of_size = st.lists(st.sampled_from((0, 1)), min_size=size, max_size=size).map(bytes)
     a, b = data.draw(of_size), data.draw(of_size)
-    assert mask_and(a, b) == bytes(x & y for x, y in zip(a, b, strict=True))
-    assert mask_of(mask_array(a)) == a
+    assert both(a, b) == bytes(x & y for x, y in zip(a, b, strict=True))
+    assert bits_of(booleans_of(a)) == a
 
 
 @given(masks_of(SIZES), masks_of(SIZES))
 def test_masks_of_files_behave_as_sets_of_addresses(a: dict[int, bytes], b: dict[int, bytes]) -> None:
-    def addresses(mask: dict[int, bytes]) -> set[tuple[int, int]]:
-        return {(n, i) for n, m in mask.items() for i, bit in enumerate(m) if bit}
+    def addresses(rows: Mapping[int, bytes]) -> set[tuple[int, int]]:
+        return {(n, i) for n, m in rows.items() for i, bit in enumerate(m) if bit}
 
-    assert addresses(rows_in_both(a, b)) == addresses(a) & addresses(b)
-    assert addresses(rows_without(a, b)) == addresses(a) - addresses(b)
-    assert mask_count(a) == len(addresses(a))
-    assert all(b"\x01" in m for m in (rows_in_both(a, b) | rows_without(a, b)).values())
+    rows = RowSet(a)
+    assert addresses(rows) == addresses(a)
+    assert addresses(rows & b) == addresses(a) & addresses(b)
+    assert addresses(rows - b) == addresses(a) - addresses(b)
+    assert rows.count == len(addresses(a))
+    assert bool(rows) == bool(addresses(a))
+    assert {(n, i) for n, ranges in rows.ranges() for x, y in ranges for i in range(x, y + 1)} == addresses(a)
+    assert all(b"\x01" in m for m in [*rows.values(), *(rows & b).values(), *(rows - b).values()])
+
+
+@given(masks_of(SIZES), st.data())
+def test_rows_are_chosen_by_a_value_for_each(a: dict[int, bytes], data: st.DataObject) -> None:
+    rows = RowSet(a)
+    values = data.draw(st.lists(st.sampled_from((True, False, None)), min_size=rows.count, max_size=rows.count))
+    named = [(n, i) for n, m in rows.items() for i, bit in enumerate(m) if bit]
+    expected = {address for address, value in zip(named, values, strict=True) if value}
+    for chosen in (pa.array(values, pa.bool_()), pa.chunked_array([values[:1], values[1:]], pa.bool_())):
+        found = rows.where(chosen)
+        assert {(n, i) for n, m in found.items() for i, bit in enumerate(m) if bit} == expected
 
 
 @given(st.lists(st.sampled_from((True, False, None)), max_size=40), st.integers(0, 40), st.integers(0, 40))
 def test_a_mask_of_a_slice_is_the_slice_of_the_mask(values: list[bool | None], start: int, length: int) -> None:
     whole = pa.array(values, pa.bool_())
     expected = bytes(1 if v else 0 for v in values)
-    assert mask_of(whole.slice(start, length)) == expected[start : start + length]
-    assert mask_of(pa.chunked_array([whole.slice(0, start), whole.slice(start)])) == expected
+    assert bits_of(whole.slice(start, length)) == expected[start : start + length]
+    assert bits_of(pa.chunked_array([whole.slice(0, start), whole.slice(start)])) == expected
 
 
 @given(st.lists(st.one_of(st.none(), bits.filter(lambda m: 1 in m)), min_size=1, max_size=6))
@@ -177,8 +186,8 @@ def test_fold_does_to_ranges_what_the_model_does_to_rows(steps: list[tuple[objec
         assert state.attempts(wanted) == sorted({model[a].attempt for a in expected})
     assert state.settled == all(r.state is not RowState.PENDING for r in model.values())
     assert state.in_conflict == any(r.conflict for r in model.values())
-    assert mask_count(state.conflicting()) == sum(r.conflict for r in model.values())
-    everything = {n: b"\x01" * size for n, size in SIZES.items()}
+    assert state.conflicting().count == sum(r.conflict for r in model.values())
+    everything = RowSet({n: b"\x01" * size for n, size in SIZES.items()})
     assert state.check_times(everything) == max(r.checks for r in model.values())
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog, masks_for
+from rmq_spark.commitlog.log import CommitLog, split_by_verdict
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import (
     CheckpointMismatchError,
@@ -132,11 +132,11 @@ def check(log: CommitLog, listener: TransactionListener, only: Callable[[int], b
             n = batch.transactions.num_rows
             if n > 1:
                 chosen = pa.array([str(COMMIT if only(i) else UNKNOWN) for i in range(n)])
-                mask = masks_for(log, record, mask, batch, chosen)[COMMIT]
+                mask = split_by_verdict(log, record, mask, batch, chosen)[COMMIT]
                 batch = log.half_batch(record, state, attempt, mask)
             if not mask:
                 continue
-            verdicts = masks_for(
+            verdicts = split_by_verdict(
                 log, record, mask, batch, normalize_verdicts(listener.check_local_transaction(batch), batch)
             )
             if verdicts[COMMIT] or verdicts[ROLLBACK]:

@@ -29,15 +29,16 @@ from rmq_spark.commitlog.follow import Followed
 from rmq_spark.commitlog.half import HalfHeader
 from rmq_spark.commitlog.half_store import HalfStore
 from rmq_spark.commitlog.ledger import Ledger
-from rmq_spark.commitlog.log import CommitLog, masks_for
-from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who, mask_count, rows_in_both, rows_without
+from rmq_spark.commitlog.log import CommitLog, split_by_verdict
+from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who
 from rmq_spark.commitlog.placing import Open, Placer
+from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.table import Change
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.sink import two_phase
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.source.plan import Planner
-from rmq_spark.transaction import COMMIT_MESSAGE, UNKNOWN
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 from tests.torture.simulate import store
 from tests.torture.simulate.clock_play import play_clocks
@@ -338,9 +339,9 @@ def _stale_tails() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- decisions
-def _loose(waiting: Callable[[BatchState, Any, int, Any], dict[int, bytes]]) -> AbstractContextManager[Any]:
+def _loose(waiting: Callable[[BatchState, RowSet, int, Any], RowSet]) -> AbstractContextManager[Any]:
     """Decisions that refuse nothing, for these rows."""
-    return replaced((ledger_module, "_against", lambda *_: {}), (ledger_module, "_undecided", waiting))
+    return replaced((ledger_module, "_against", lambda *_: NO_ROWS), (ledger_module, "_undecided", waiting))
 
 
 @mutant(
@@ -361,8 +362,8 @@ def _loose(waiting: Callable[[BatchState, Any, int, Any], dict[int, bytes]]) -> 
     temper_refuses=0.0,
 )
 def _late_commit() -> Iterator[None]:
-    def waiting(state: BatchState, mask: Any, attempt: int, verdict: Any) -> dict[int, bytes]:
-        return rows_without(mask, state.rows_in((RowState.COMMITTED,)))
+    def waiting(state: BatchState, rows: RowSet, attempt: int, verdict: Any) -> RowSet:
+        return rows - state.rows_in((RowState.COMMITTED,))
 
     with _no_lease(), _loose(waiting):
         yield
@@ -370,7 +371,7 @@ def _late_commit() -> Iterator[None]:
 
 @mutant("a second COMMIT makes a second copy", A.DUPLICATE, **BUSY, checkers=2, rounds=4, temper_says_unknown=0.5)
 def _second_copy() -> Iterator[None]:
-    with _loose(lambda state, mask, attempt, verdict: dict(mask)):
+    with _loose(lambda state, rows, attempt, verdict: rows):
         yield
 
 
@@ -411,10 +412,12 @@ def _discard_decided() -> Iterator[None]:
     clock_steps=False,
 )
 def _attempt_unchecked() -> Iterator[None]:
-    def in_states(state: BatchState, mask: Any, states: Any, attempt: int | None) -> dict[int, bytes]:
-        return rows_in_both(mask, state.rows_in(states))
-
-    with replaced((ledger_module, "_in_states", in_states)):
+    against, undecided = ledger_module._against, ledger_module._undecided
+    any_attempt: Any = None
+    with replaced(
+        (ledger_module, "_against", lambda state, rows, _, verdict: against(state, rows, any_attempt, verdict)),
+        (ledger_module, "_undecided", lambda state, rows, _, verdict: undecided(state, rows, any_attempt, verdict)),
+    ):
         yield
 
 
@@ -444,17 +447,11 @@ def _torn_commit() -> Iterator[None]:
     listener="fenced",
 )  # fmt: skip
 def _unknown_commits() -> Iterator[None]:
-    def hasty(log: Any, record: Any, mask: Any, batch: Any, verdicts: Any) -> Any:
-        masks = masks_for(log, record, mask, batch, verdicts)
-        for file_no, bits in masks[UNKNOWN].items():
-            masks[COMMIT_MESSAGE][file_no] = ledger_or(bits, masks[COMMIT_MESSAGE].get(file_no, bytes(len(bits))))
-        masks[UNKNOWN] = {}
-        return masks
+    def hasty(log: Any, record: Any, rows: RowSet, batch: Any, verdicts: Any) -> Any:
+        split = split_by_verdict(log, record, rows, batch, verdicts)
+        return split | {COMMIT_MESSAGE: rows - split[ROLLBACK_MESSAGE], UNKNOWN: NO_ROWS}
 
-    def ledger_or(a: bytes, b: bytes) -> bytes:
-        return bytes(x | y for x, y in zip(a, b, strict=True))
-
-    with replaced((two_phase, "masks_for", hasty), (service_module, "masks_for", hasty)):
+    with replaced((two_phase, "split_by_verdict", hasty), (service_module, "split_by_verdict", hasty)):
         yield
 
 
@@ -596,7 +593,7 @@ def _unanswered_counts() -> Iterator[None]:
         call = answer(self, question, ask, here, work)
         if call is None:
             open_ = question.open_
-            self.log.ledger.record_check(open_.record, open_.attempt, question.mask, "no answer")
+            self.log.ledger.record_check(open_.record, open_.attempt, question.rows, "no answer")
         return call
 
     with replaced((CheckService, "_answer", counting)):
@@ -612,8 +609,8 @@ def _immunity_counts() -> Iterator[None]:
 
     def counting(self: CheckService, open_: Any, pending: Any, age_s: float, report: Any) -> Any:
         chosen = due(self, open_, pending, age_s, report)
-        young = rows_without(pending, chosen)
-        if mask_count(young):
+        young = pending - chosen
+        if young:
             self.log.ledger.record_check(open_.record, open_.attempt, young, "young")
         return chosen
 

@@ -5,7 +5,7 @@ threads and ids are the scheduler's. Of the product only that machine is another
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,9 +15,10 @@ import pyarrow as pa
 from rmq_spark.commitlog import follow, ledger, maintenance
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.ledger import Mask, Placed
+from rmq_spark.commitlog.ledger import Placed
 from rmq_spark.commitlog.log import TOPICS_SCHEMA, CommitLog
-from rmq_spark.commitlog.op import OP_SCHEMA, Who, runs
+from rmq_spark.commitlog.op import OP_SCHEMA, Who
+from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.table import Change
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.machine import Machine
@@ -85,7 +86,14 @@ class SimulatedLog(CommitLog):
         return super().stage(replace(writer, write_file=store.write_table), batches, partition)
 
     def decide(
-        self, record: HalfRecord, attempt: int, *, commit: Mask, rollback: Mask, who: Who, **more: Any
+        self,
+        record: HalfRecord,
+        attempt: int,
+        *,
+        commit: Mapping[int, bytes] = NO_ROWS,
+        rollback: Mapping[int, bytes] = NO_ROWS,
+        who: Who,
+        **more: Any,
     ) -> list[Placed]:
         verdicts = ((COMMIT_MESSAGE, commit), (ROLLBACK_MESSAGE, rollback))
         try:
@@ -115,24 +123,24 @@ class SimulatedLog(CommitLog):
         phase: Phase,
         record: HalfRecord,
         attempt: int,
-        verdicts: Sequence[tuple[LocalTransactionState, Mask]],
+        verdicts: Sequence[tuple[LocalTransactionState, Mapping[int, bytes]]],
         who: Who,
     ) -> None:
-        for verdict, mask in verdicts:
-            for transaction_id in self._transactions(record, attempt, mask):
+        for verdict, rows in verdicts:
+            for transaction_id in self._transactions(record, attempt, RowSet(rows)):
                 self.world.history.note(
                     Kind.DECIDE, phase, self.world.process, half_id=record.half_id, attempt=attempt,
                     transaction_id=transaction_id, verdict=verdict.value, who=who.value,
                 )  # fmt: skip
 
-    def _transactions(self, record: HalfRecord, attempt: int, mask: Mask) -> list[str]:
+    def _transactions(self, record: HalfRecord, attempt: int, rows: RowSet) -> list[str]:
         head, per = f"{record.half_id}:{attempt}", record.header.transaction_per
         if per == "batch":
-            return [head] if mask else []
-        rows = [(n, i) for n, bits in mask.items() for a, b in runs(bits) for i in range(a, b + 1)]
+            return [head] if rows else []
+        addresses = [(n, i) for n, ranges in rows.ranges() for a, b in ranges for i in range(a, b + 1)]
         if per == "message":
-            return [f"{head}:{n}.{i}" for n, i in rows]
-        return sorted({f"{head}:{self.world.keys[record.half_id, n, i]}" for n, i in rows})
+            return [f"{head}:{n}.{i}" for n, i in addresses]
+        return sorted({f"{head}:{self.world.keys[record.half_id, n, i]}" for n, i in addresses})
 
 
 # ---------------------------------------------------------------- the machine
