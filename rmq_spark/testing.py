@@ -21,9 +21,10 @@ import pyarrow.parquet as pq
 from rmq_spark.commitlog.files import DataFile, RowRange, read_range, write_table
 from rmq_spark.commitlog.group_store import GROUPS_SCHEMA
 from rmq_spark.commitlog.half import HALF_SCHEMA
-from rmq_spark.commitlog.log import TOPICS_SCHEMA, CommitLog
+from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.table import Change, Clock, actions_schema, compare_and_set
+from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.machine import MACHINE, Machine
 
@@ -256,7 +257,7 @@ class InMemoryCommitLog(CommitLog):
     def _on(self, tables: Sequence[MemoryTable]) -> InMemoryCommitLog:
         twin = InMemoryCommitLog.__new__(InMemoryCommitLog)
         twin._tables = tuple(tables)
-        CommitLog.__init__(twin, self.path, *twin._tables[:3], default_queues=self._default_queues)
+        CommitLog.__init__(twin, self.path, *twin._tables[:3], default_queues=self.topic_store.default_queues)
         return twin
 
     def _has_groups(self) -> bool:

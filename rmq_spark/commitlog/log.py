@@ -29,7 +29,8 @@ from rmq_spark.commitlog.reading import read_messages
 from rmq_spark.commitlog.repair import RepairReport
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.storage import check_put_if_absent, check_storage_options, reaching
-from rmq_spark.commitlog.table import Change, DeltaLogTable, Table
+from rmq_spark.commitlog.table import DeltaLogTable, Table
+from rmq_spark.commitlog.topics import TOPICS_SCHEMA, TopicStore
 from rmq_spark.config import (
     CLOCK_SKEW_S_MAX,
     FROM_THE_FUTURE_AGE_S,
@@ -44,7 +45,6 @@ from rmq_spark.errors import (
     LogFormatError,
     NotACommitLogError,
     OptionError,
-    TopicExistsError,
 )
 from rmq_spark.message import TIMESTAMP, check_topic
 from rmq_spark.redaction import redacted, remember, traceback_of
@@ -66,16 +66,6 @@ OF_REPLACED_FILES = {
     "delta.deletedFileRetentionDuration": "interval 5 minutes",
     "delta.checkpointInterval": "25",
 }
-
-TOPICS_SCHEMA = pa.schema(
-    [
-        ("name", pa.string()),
-        ("queues", pa.int32()),
-        ("fifo", pa.bool_()),
-        ("retention_s", pa.float64()),
-        ("created", TIMESTAMP),
-    ]
-)
 
 PENDING_SCHEMA = pa.schema(
     [
@@ -117,8 +107,7 @@ class CommitLog:
         self.ledger = Ledger(op, Placer(self.half, self._fifo_among, self._prepared))
         self.op = op
         self.topics_table = topics
-        self._topics: tuple[int, dict[str, int], frozenset[str]] | None = None  # version, queues, FIFO topics
-        self._default_queues = default_queues
+        self.topic_store = TopicStore(topics, default_queues)
         self.machine = half.machine
         self._maintenance: threading.Thread | None = None
         self._groups: GroupStore | None = None
@@ -259,80 +248,29 @@ class CommitLog:
             When it is there already, unless ``exist_ok`` and of the same kind.
         """
         check_topic(name)
-        self._create_topic(name, queues, fifo, exist_ok)
+        self.topic_store.create(name, queues, fifo, exist_ok)
 
     def create_own_topic(self, name: str) -> None:
         """Add a topic of retries or dead letters, with one queue as in RocketMQ; one that is there is left as it is."""
         check_topic(name, own=True)
-        self._create_topic(name, 1, fifo=False, exist_ok=True)
-
-    def _create_topic(self, name: str, queues: int | None, fifo: bool, exist_ok: bool) -> None:
-        wanted = self._default_queues if queues is None else queues
-        whole_number(wanted, "queues", 1, QUEUES_MAX, " of queues")
-        row = {
-            "name": [name],
-            "queues": [wanted],
-            "fifo": [bool(fifo)],
-            "retention_s": [None],
-            "created": [self.machine.now()],
-        }
-
-        def decide(version: int) -> Change | None:
-            there, in_order = self._read_topics()
-            if name in there:
-                if exist_ok and (queues is None or there[name] == queues) and (name in in_order) == bool(fifo):
-                    return None
-                kind = "a FIFO topic" if name in in_order else "no FIFO topic"
-                advice = (
-                    "exist_ok=True takes it only as it is" if exist_ok else "pass exist_ok=True to take it as it is"
-                )
-                raise TopicExistsError(f"topic {name!r} is there already, with {there[name]} queues, {kind}: {advice}")
-            return Change(add=[self.topics_table.write(pa.table(row, schema=TOPICS_SCHEMA), "topics", ("name",))])
-
-        def landed(change: Change) -> bool:
-            # A topic of this name may be another process's: what counts is the file, also when it was rewritten since.
-            (file,) = change.add
-            live = self.topics_table.actions()["path"].to_pylist()
-            return file.path in live or file.path in self.topics_table.removed_since()
-
-        self.topics_table.compare_and_set(decide, landed)
+        self.topic_store.create(name, 1, fifo=False, exist_ok=True)
 
     def topics(self) -> dict[str, int]:
         """Topics and their number of queues."""
-        with self.lock:
-            self.topics_table.refresh()
-            return dict(self._read_topics()[0])
+        return {name: topic.queues for name, topic in self.topic_store.all().items()}
 
     def topics_with(self, names: Collection[str]) -> dict[str, int]:
-        """The topics known and their number of queues. A topic never changes once it is made, so the table is looked at
-        only when one of these names is not among them."""
-        with self.lock:
-            self._know(names)
-            return dict(self._read_topics()[0])
+        """The topics that this handle knows and their number of queues. It looks at the table only when one of these
+        names is not among them: a topic never changes once it is made."""
+        return {name: topic.queues for name, topic in self.topic_store.with_names(names).items()}
 
     def fifo_topics(self) -> frozenset[str]:
-        """The FIFO topics among those of the last call of :meth:`topics`."""
-        with self.lock:
-            return self._read_topics()[1] if self._topics is None else self._topics[2]
+        """The FIFO topics among those that this handle knows: all there were when it last looked (:meth:`topics`)."""
+        return frozenset(name for name, topic in self.topic_store.known().items() if topic.fifo)
 
-    def _fifo_among(self, topics: Collection[str]) -> frozenset[str]:
-        self._know(topics)
-        return self._read_topics()[1].intersection(topics)
-
-    def _know(self, names: Collection[str]) -> None:
-        if self._topics is None or not self._topics[1].keys() >= set(names):
-            self.topics_table.refresh()
-
-    def _read_topics(self) -> tuple[dict[str, int], frozenset[str]]:
-        version = self.topics_table.version
-        if self._topics is None or self._topics[0] != version:
-            paths = self.topics_table.actions()["path"].to_pylist()
-            rows = self.topics_table.read(paths, ["name", "queues", "fifo"])
-            names = rows["name"].to_pylist()
-            queues = dict(sorted(zip(names, rows["queues"].to_pylist(), strict=True)))
-            in_order = frozenset(n for n, fifo in zip(names, rows["fifo"].to_pylist(), strict=True) if fifo)
-            self._topics = (version, queues, in_order)
-        return self._topics[1:]
+    def _fifo_among(self, names: Collection[str]) -> frozenset[str]:
+        known = self.topic_store.with_names(names)
+        return frozenset(name for name in names if name in known and known[name].fifo)
 
     def require_topic(self, name: str) -> int:
         """The number of queues of a topic; TopicNotFoundError names the nearest one that is there."""

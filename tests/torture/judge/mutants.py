@@ -836,7 +836,7 @@ def _topics_unlocked() -> Iterator[None]:
 
     def topics(self: CommitLog) -> dict[str, int]:
         self.topics_table.refresh()
-        return dict(self._read_topics()[0])
+        return {name: topic.queues for name, topic in self.topic_store.known().items()}
 
     with replaced((SimulatedTable, "refresh", unlocked), (CommitLog, "topics", topics)):
         yield
