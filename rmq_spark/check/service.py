@@ -335,9 +335,7 @@ class CheckService:
         _tally(work.report, batch, split, call.result)
         commit, rollback, unknown = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE], split[UNKNOWN]
         if unknown:
-            self.log.ledger.record_check(
-                open_.record, open_.attempt, unknown, f"UNKNOWN from {type(listener).__name__}"
-            )
+            self.log.record_check(open_.record, open_.attempt, unknown, f"UNKNOWN from {type(listener).__name__}")
         if commit or rollback:
             self.log.decide(open_.record, open_.attempt, commit=commit, rollback=rollback, who=Who.CHECK)
 
@@ -390,7 +388,7 @@ class CheckService:
             return
         transactions, messages = batch.transactions.num_rows, rows.count
         if verdict is UNKNOWN:
-            self.log.ledger.quarantine(open_.record, open_.attempt, rows, Who.DISCARD, reason, checks_min=limit)
+            self.log.quarantine(open_.record, open_.attempt, rows, Who.DISCARD, reason, checks_min=limit)
             work.report.quarantined.add(transactions, messages)
             return
         commit, rollback = (rows, NO_ROWS) if verdict is COMMIT_MESSAGE else (NO_ROWS, rows)
@@ -407,7 +405,7 @@ class CheckService:
         limit_h = self.file_reserved_time / 3600
         reason = f"open for {age_s / 3600:.1f} h, which is not less than fileReservedTime ({limit_h:g} h)"
         batch = self._half_batch(open_, rows)
-        self.log.ledger.quarantine(open_.record, open_.attempt, rows, Who.DISCARD, reason)
+        self.log.quarantine(open_.record, open_.attempt, rows, Who.DISCARD, reason)
         report.quarantined.add(batch.transactions.num_rows, rows.count)
 
 

@@ -76,9 +76,8 @@ def topics(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> N
     """List topics, their queues and how many messages were committed to each."""
     log = open_log(path, storage)
     found = log.topics()
-    log.ledger.refresh()
     committed = dict.fromkeys(found, 0)
-    for (topic, _), offset in log.ledger.tails.items():
+    for (topic, _), offset in log.tails().items():
         committed[topic] = committed.get(topic, 0) + offset
     fifo = log.fifo_topics()
     rows = [

@@ -18,6 +18,7 @@ from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog import op as op_module
 from rmq_spark.commitlog import repair as repair_module
+from rmq_spark.commitlog.follow import Tails
 from rmq_spark.commitlog.group_store import GROUPS_SCHEMA, GroupStore
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter, check_known
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Prepared
@@ -25,7 +26,7 @@ from rmq_spark.commitlog.ledger import Ledger, Placed
 from rmq_spark.commitlog.location import is_uri, location
 from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who
 from rmq_spark.commitlog.placing import Placer
-from rmq_spark.commitlog.reading import read_messages
+from rmq_spark.commitlog.reading import read_messages, walk_placements
 from rmq_spark.commitlog.repair import RepairReport
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.storage import check_put_if_absent, check_storage_options, reaching
@@ -389,6 +390,26 @@ class CommitLog:
         self._maintain()
         return placed
 
+    def reopen(
+        self, record: HalfRecord, attempt: int, states: Sequence[RowState], new_attempt: int, who: Who, reason: str
+    ) -> RowSet:
+        """Make rows pending again: see :meth:`Ledger.reopen`."""
+        return self.ledger.reopen(record, attempt, states, new_attempt, who, reason)
+
+    def quarantine(
+        self, record: HalfRecord, attempt: int, rows: RowSet, who: Who, reason: str, checks_min: int = 0
+    ) -> None:
+        """Hide pending rows: see :meth:`Ledger.quarantine`."""
+        self.ledger.quarantine(record, attempt, rows, who, reason, checks_min)
+
+    def record_check(self, record: HalfRecord, attempt: int, rows: RowSet, reason: str | None) -> None:
+        """Count an answered check that left these rows pending."""
+        self.ledger.record_check(record, attempt, rows, reason)
+
+    def lease(self, record: HalfRecord, seconds: float) -> datetime:
+        """Keep checkers away while a local transaction runs; returns until when."""
+        return self.ledger.lease(record, seconds)
+
     def place_due(self) -> list[Placed]:
         """Make those delayed messages visible whose time has come; returns where they stand.
 
@@ -552,6 +573,30 @@ class CommitLog:
         )
 
     # ------------------------------------------------------------------ reading
+    def refresh(self) -> int:
+        """Read what is new in ``op``, and return the version that this handle has seen."""
+        return self.ledger.refresh()
+
+    @property
+    def version(self) -> int:
+        """The version of ``op`` that this handle has seen."""
+        return self.op.version
+
+    def tails(self, refresh: bool = True) -> Tails:
+        """The next offset of every queue that has messages, by (topic, queue_id)."""
+        with self.lock:
+            if refresh:
+                self.ledger.refresh()
+            return self.ledger.tails
+
+    def placements(self, since: int = 0, above: int = 0) -> Iterator[tuple[pa.Table, int | None]]:
+        """Op rows that place messages, the newest first: see :func:`walk_placements`."""
+        return walk_placements(self.op, since, above)
+
+    def locate(self, half_id: str, file_no: int) -> str:
+        """Where the rows of a half file lie now."""
+        return self.half.locate(half_id, file_no)
+
     def read(
         self,
         topic: str,
@@ -591,9 +636,7 @@ class CommitLog:
             raise OptionError(
                 f"start={start!r} is no mapping: the first offset of each queue is expected, as {{0: 23}}"
             )
-        with self.lock:  # the tails of one version, whatever other threads of this process see meanwhile
-            self.ledger.refresh()
-            tails = dict(self.ledger.tails)
+        tails = self.tails()  # of one version, whatever other threads of this process see meanwhile
         return read_messages(self.half, self.op, tails, topic, queues, start or {}, limit, columns, tags, selector)
 
     # ------------------------------------------------------------------ upkeep

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.reading import walk_placements
 from rmq_spark.config import check_time, nearest
 from rmq_spark.errors import GroupNotFoundError, OptionError
 from rmq_spark.message import TIMESTAMP, check_group, check_topic
@@ -81,8 +80,7 @@ class ConsumerGroup:
         known = {(r["topic"], r["queue_id"]): r for r in rows}
         queues_of = self.log.topics()
         names = sorted({topic for topic, _ in known})
-        self.log.ledger.refresh()
-        tails = dict(self.log.ledger.tails)
+        tails = self.log.tails()
         queues = [(t, q) for t in names for q in range(queues_of.get(t, 0))]
         start = {queue: known[queue]["next_offset"] if queue in known else 0 for queue in queues}
         since = self._waiting_since({q: n for q, n in start.items() if n < tails.get(q, 0)})
@@ -109,7 +107,7 @@ class ConsumerGroup:
         """When the message at each of these offsets was committed."""
         found: dict[Queue, datetime] = {}
         left = dict(behind)
-        for rows, _ in walk_placements(self.log.ledger.table, above=min(left.values(), default=0)) if left else ():
+        for rows, _ in self.log.placements(above=min(left.values(), default=0)) if left else ():
             for (topic, queue_id), offset in list(left.items()):
                 of_queue = pc.and_(pc.equal(rows["topic"], topic), pc.equal(rows["queue_id"], queue_id))
                 holds = pc.and_(pc.less_equal(rows["queue_offset"], offset), pc.greater(rows["next_offset"], offset))

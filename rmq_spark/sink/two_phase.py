@@ -313,9 +313,7 @@ class TwoPhase:
         """What a check rolled back never happened and never will: run it under the next attempt."""
         by_check = (RowState.ROLLED_BACK_BY_CHECK,)
         for attempt in state.attempts(*by_check):
-            rows = self.log.ledger.reopen(
-                run.record, attempt, by_check, attempt + 1, Who.EXECUTE, "rolled back by a check"
-            )
+            rows = self.log.reopen(run.record, attempt, by_check, attempt + 1, Who.EXECUTE, "rolled back by a check")
             self.execute(run, attempt + 1, rows)
             return True
         return False
@@ -324,7 +322,7 @@ class TwoPhase:
         """Nobody knows what became of what was quarantined or discarded: ask again, under the same attempt."""
         unknown = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
         for attempt in state.attempts(*unknown):
-            self.log.ledger.reopen(run.record, attempt, unknown, attempt, Who.EXECUTE, "asked again by a replay")
+            self.log.reopen(run.record, attempt, unknown, attempt, Who.EXECUTE, "asked again by a replay")
             return True
         return False
 
@@ -405,7 +403,7 @@ class _Lease(AbstractContextManager[None]):
     def _renew(self) -> None:
         while not self._done.wait(self._lease_s / 3):
             try:
-                self._log.ledger.lease(self._record, self._lease_s)
+                self._log.lease(self._record, self._lease_s)
             except Exception as problem:  # without a lease a check may ask early; the fence keeps that safe
                 half_id = self._record.half_id
                 logger.warning("lease of half batch %r not renewed: %s", half_id, traceback_of(problem))

@@ -24,7 +24,6 @@ from rmq_spark.commitlog.reading import (
     out_of_range,
     relocations,
     select,
-    walk_placements,
 )
 from rmq_spark.errors import OffsetOutOfRangeError
 from rmq_spark.message import RETRY_PREFIX
@@ -61,13 +60,12 @@ class Planner:
 
     def __init__(self, log: CommitLog, subscription: Subscription, fail_on_data_loss: bool = True) -> None:
         self.log = log
-        self._op = log.ledger.table
         self._subscription = subscription
         self._fail_on_data_loss = fail_on_data_loss
         # The cache: every placement above _floor that was committed below version _until, and some later ones.
         self._rows = _EMPTY
-        self._until = log.ledger.refresh() + 1
-        self._floor: Positions = dict(log.ledger.tails)
+        self._until = log.refresh() + 1
+        self._floor: Positions = dict(log.tails(refresh=False))
 
     @property
     def rows_kept(self) -> int:
@@ -90,9 +88,7 @@ class Planner:
 
     def latest(self, refresh: bool = True) -> Positions:
         """The next offset of every queue subscribed to that has messages."""
-        if refresh:
-            self.log.ledger.refresh()
-        tails = self.log.ledger.tails
+        tails = self.log.tails(refresh)
         mine = {topic for topic in {topic for topic, _ in tails} if self._subscription.matches(topic)}
         return {queue: offset for queue, offset in tails.items() if queue[0] in mine}
 
@@ -121,7 +117,7 @@ class Planner:
     def _at(self, time: datetime, latest: Positions) -> Positions:
         found = {(topic, q): 0 for topic, count in self.queues().items() for q in range(count)} | latest
         since = pa.scalar(time, OP_SCHEMA.field("op_time").type)
-        for rows, rest in walk_placements(self._op):
+        for rows, rest in self.log.placements():
             placed = self._subscribed(rows.filter(pc.is_valid(rows["queue_offset"])))
             late = placed.filter(pc.greater_equal(placed["op_time"], since))
             first = late.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
@@ -195,9 +191,10 @@ class Planner:
     def _covering(self, wanted: Ranges, start: Positions) -> pa.Table:
         """Placements that hold these ranges, and perhaps more; all there are when the log does not hold them."""
         if not self._covered(wanted):
-            if any(stop > self.log.ledger.tails.get(queue, 0) for queue, (_, stop) in wanted.items()):
-                self.log.ledger.refresh()
-            version = self._op.version
+            tails = self.log.tails(refresh=False)
+            if any(stop > tails.get(queue, 0) for queue, (_, stop) in wanted.items()):
+                self.log.refresh()
+            version = self.log.version
             if all(first >= self._floor.get(queue, 0) for queue, (first, _) in wanted.items()):
                 known = self._rows.filter(pc.less(self._rows["version"], self._until))
                 self._read(known, self._until, wanted, version)
@@ -220,7 +217,7 @@ class Planner:
         behind = [first for first, end in [*to_head.values(), *wanted.values()] if first < end]
         above = 0 if since else min(behind)
         until = version + 1
-        for rows, _ in walk_placements(self._op, since, above):
+        for rows, _ in self.log.placements(since, above):
             new = self._above(self._subscribed(rows), self._floor)
             held.add(new)
             known, until = _bounded(pa.concat_tables([known, new]), until, wanted)

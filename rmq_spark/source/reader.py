@@ -387,7 +387,7 @@ class _HalfFiles:
         # Listing half is for this path only: planning must not do it, its cost would follow the age of the log.
         if self._log is None:
             self._log = _open(self._options)
-        self._moved[address] = self._log.half.locate(*address)
+        self._moved[address] = self._log.locate(*address)
         yield from read_range(self._fs, self._folder, replace(rows, path=self._moved[address]), columns, where)
 
 

@@ -217,7 +217,7 @@ def test_each_attempt_is_asked_about_by_itself(log: CommitLog) -> None:
     record = prepare(log, per=KEY, keys=["a", "b"])
     service = CheckService(log, {"shop": Says(lambda b: b.verdicts(rollback=["a"], otherwise=UNKNOWN))}, clock=later())
     service.run_once()
-    log.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
+    log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
     listener = Says(COMMIT)
     CheckService(log, {"shop": listener}, clock=later()).run_once()
     assert [b.attempt for b in listener.asked] == [1, 2]
@@ -240,7 +240,7 @@ def test_a_half_batch_is_asked_about_from_transaction_timeout_on(log: CommitLog,
 def test_age_counts_from_the_reopen(log: CommitLog) -> None:
     record = prepare(log)
     CheckService(log, {"shop": Says(ROLLBACK)}, clock=later()).run_once()
-    log.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
+    log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
     opened_at = log.state_of(record).opened_at[2]
     listener = Says(COMMIT)
     clock = Clock(opened_at + timedelta(seconds=5.9))
@@ -261,7 +261,7 @@ def test_a_prepare_time_in_the_future_is_reported(log: CommitLog) -> None:
 
 def test_a_leased_half_batch_is_left_alone_until_the_lease_ends(log: CommitLog) -> None:
     record = prepare(log)
-    until = log.ledger.lease(record, 100)
+    until = log.lease(record, 100)
     listener = Says(COMMIT)
     clock = Clock(until - timedelta(seconds=0.001))
     service = CheckService(log, {"shop": listener}, clock=clock)
@@ -485,7 +485,7 @@ def test_discard_by_rollback_can_be_reopened_by_a_late_replay_under_the_same_att
     report = service.run_once()
     assert report.discarded.transactions == 1
     assert states(log, record) == {RowState.ROLLED_BACK_BY_DISCARD: 4}
-    log.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "replay")
+    log.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "replay")
     listener.answer = COMMIT
     service.run_once()
     assert listener.asked[-1].attempt == 1
@@ -556,7 +556,7 @@ def test_what_a_replay_reopened_while_the_policy_decided_is_asked_about_again(
         def resolve_discarded(self, batch: HalfBatch, reason: str) -> LocalTransactionState | None:
             other, mine = another(log), record.fresh_state().rows_in((RowState.PENDING,))
             other.decide(record, 1, commit={}, rollback=mine, who=Who.DISCARD, reason=reason)
-            other.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "replay")
+            other.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "replay")
             return answer
 
     service = CheckService(log, {"shop": Says(UNKNOWN)}, transaction_check_max=1, discard_policy=Slow(), clock=later())
@@ -652,7 +652,7 @@ def test_an_attempt_that_is_over_is_reported(log: CommitLog) -> None:
     def answer(batch: HalfBatch) -> LocalTransactionState:
         rows = log.state_of(record).rows_in((RowState.PENDING,))
         log.decide(record, 1, commit={}, rollback=rows, who=Who.CHECK)
-        log.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
+        log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
         return COMMIT
 
     report = CheckService(log, {"shop": Says(answer)}, clock=later()).run_once()
@@ -712,7 +712,7 @@ def test_a_bad_half_batch_below_the_mark_hides_nothing(delta_log: CommitLog) -> 
     service = CheckService(delta_log, {"shop": Says(ROLLBACK)}, clock=later())
     service.run_once()
     assert delta_log.ledger.low_water_ms >= bad.prepared_ms
-    delta_log.ledger.reopen(bad, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
+    delta_log.reopen(bad, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
     (Path(delta_log.path) / "half" / bad.files[0].path).unlink()
     good = prepare(delta_log, 1)
     report = CheckService(another(delta_log), {"shop": Says(COMMIT)}, clock=later()).run_once()

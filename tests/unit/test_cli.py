@@ -110,7 +110,7 @@ def test_pending_quarantine_resume_and_resolve(log: CommitLog) -> None:
     found = json.loads(txmq("pending", log.path, "--json")[0])
     assert [(r["half_id"], r["messages"], r["producer_group"]) for r in found] == [("app:0", 2, "shop")]
     assert re.search(r"app:0 +app +0 +shop +1 +2", txmq("pending", log.path)[0])
-    log.ledger.quarantine(record, 1, rows(log, record), Who.DISCARD, "too often")
+    log.quarantine(record, 1, rows(log, record), Who.DISCARD, "too often")
     assert txmq("pending", log.path)[0] == "nothing is pending\n"
     assert "app:0" in txmq("quarantined", log.path)[0]
     assert txmq("resume", log.path, "app:0")[0] == "app:0: 2 messages are pending again\n"

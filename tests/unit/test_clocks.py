@@ -158,7 +158,7 @@ def test_a_lease_that_a_clock_days_ahead_has_left_keeps_no_check_away(
     record = prepare(damaged, 2, 1)
     with monkeypatch.context() as patch:
         set_clock(patch, DAYS_S)
-        another(damaged).ledger.lease(record, 60)
+        another(damaged).lease(record, 60)
     set_clock(monkeypatch, 61)
     CheckService(another(damaged), {"group": Silent()}, transaction_timeout=1).run_once()
     assert another(damaged).open_half_ids() == []
@@ -219,7 +219,7 @@ def test_a_reopened_transaction_has_its_turn_when_it_is_reopened_whatever_the_cl
 ) -> None:
     sender, reopener = on_a_machine(fifo, sender_s), on_a_machine(fifo, reopener_s)
     reopened = send_keyed(fifo, "X")
-    fifo.ledger.quarantine(reopened, 1, pending(fifo, reopened), Who.DISCARD, "nobody knows")
+    fifo.quarantine(reopened, 1, pending(fifo, reopened), Who.DISCARD, "nobody knows")
     if reopened_first:
         reopener.resume(reopened.half_id)
     sent = send_keyed(sender, "Y")

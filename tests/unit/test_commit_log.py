@@ -248,7 +248,7 @@ def test_resume_does_not_end_a_conflict(log: CommitLog) -> None:
     record = prepare(log, 0, {"body": list("ab"), "k": list("ab")}, per="key", key="k")
     late = _row(log, record, "a")
     log.decide(record, 1, commit={}, rollback=late, who=Who.CHECK)
-    log.ledger.quarantine(record, 1, pending(log, record), Who.DISCARD, "15 checks")
+    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "15 checks")
     with pytest.raises(VerdictConflictError):
         log.decide(record, 1, commit=late, rollback={}, who=Who.EXECUTE)
     assert log.resume("app:0") == 1
@@ -267,7 +267,7 @@ def test_a_persons_verdict_that_comes_too_late_is_refused(log: CommitLog) -> Non
 
 def test_resolve_settles_what_is_pending_or_quarantined(log: CommitLog) -> None:
     first, second = prepare(log, 0), prepare(log, 1)
-    log.ledger.quarantine(second, 1, pending(log, second), Who.DISCARD, "72 h")
+    log.quarantine(second, 1, pending(log, second), Who.DISCARD, "72 h")
     log.resolve("app:0", ROLLBACK_MESSAGE, "a person said so")
     log.resolve("app:1", COMMIT_MESSAGE, "a person said so")
     assert sorted(bodies(log)) == [f"app.1.{i}" for i in range(5)]
@@ -289,7 +289,7 @@ def test_a_past_attempt_cannot_be_decided(log: CommitLog) -> None:
     record = prepare(log, 0)
     mask = pending(log, record)
     roll_back(log, record, who=Who.CHECK)
-    reopened = log.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
+    reopened = log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
     assert reopened == mask
     with pytest.raises(StaleAttemptError):
         log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
@@ -305,21 +305,21 @@ def test_an_attempt_is_reopened_by_one_process_only(log: CommitLog) -> None:
     record = prepare(log, 0)
     roll_back(log, record, who=Who.CHECK)
     states = (RowState.ROLLED_BACK_BY_CHECK,)
-    assert log.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay")
-    assert another(log).ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay") == {}
+    assert log.reopen(record, 1, states, 2, Who.EXECUTE, "replay")
+    assert another(log).reopen(record, 1, states, 2, Who.EXECUTE, "replay") == {}
 
 
 def test_a_rollback_by_execute_is_not_reopened(log: CommitLog) -> None:
     record = prepare(log, 0)
     roll_back(log, record, who=Who.EXECUTE)
-    assert log.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay") == {}
+    assert log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay") == {}
 
 
 def test_what_was_discarded_is_reopened_under_the_same_attempt(log: CommitLog) -> None:
     record = prepare(log, 0)
-    log.ledger.record_check(record, 1, pending(log, record), None)
+    log.record_check(record, 1, pending(log, record), None)
     roll_back(log, record, who=Who.DISCARD)
-    log.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
+    log.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
     row = log.pending().to_pylist()[0]
     assert (row["attempt"], row["messages"], row["check_times"]) == (1, 5, 0)
     commit(log, record)
@@ -331,7 +331,7 @@ def test_a_reopened_batch_is_as_old_as_its_reopening(log: CommitLog) -> None:
     roll_back(log, record, who=Who.CHECK)
     time.sleep(0.005)
     before = datetime.now(timezone.utc)
-    log.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
+    log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
     batch = log.half_batch(record, log.state_of(record), 2, pending(log, record, 2))
     assert batch.prepared_at >= before
     assert batch.attempt == 2
@@ -340,14 +340,14 @@ def test_a_reopened_batch_is_as_old_as_its_reopening(log: CommitLog) -> None:
 def test_attempts_have_an_end(log: CommitLog) -> None:
     record = prepare(log, 0)
     with pytest.raises(StaleAttemptError, match="something stops every attempt"):
-        log.ledger.reopen(record, 250, (RowState.ROLLED_BACK_BY_CHECK,), 251, Who.EXECUTE, "replay")
+        log.reopen(record, 250, (RowState.ROLLED_BACK_BY_CHECK,), 251, Who.EXECUTE, "replay")
 
 
 # ---------------------------------------------------------------- quarantine, checks, lease
 def test_quarantine_hides_and_resume_brings_back(log: CommitLog) -> None:
     record = prepare(log, 0)
     mask = pending(log, record)
-    log.ledger.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+    log.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
     assert log.pending().num_rows == 0
     assert another(log).quarantined().select(["half_id", "messages"]).to_pylist() == [
         {"half_id": "app:0", "messages": 5}
@@ -366,14 +366,14 @@ def test_checks_are_counted_per_row(log: CommitLog) -> None:
     record = prepare(log, 0, 6, per="message")
     mask = pending(log, record)
     some, others = split(mask, every=3)
-    log.ledger.record_check(record, 1, mask, None)
-    log.ledger.record_check(record, 1, some, "asked again")
+    log.record_check(record, 1, mask, None)
+    log.record_check(record, 1, some, "asked again")
     for handle in (log, another(log)):
         state = handle.state_of(record)
         assert state.check_times(some) == 2
         assert state.check_times(others) == 1
     log.decide(record, 1, commit=some, rollback={}, who=Who.CHECK)
-    log.ledger.record_check(record, 1, mask, None)
+    log.record_check(record, 1, mask, None)
     state = log.state_of(record)
     assert state.check_times(some) == 2  # settled rows are not asked about any more
     assert state.check_times(others) == 2
@@ -382,8 +382,8 @@ def test_checks_are_counted_per_row(log: CommitLog) -> None:
 def test_a_lease_is_seen_by_others_and_the_newest_counts(log: CommitLog) -> None:
     record = prepare(log, 0)
     assert log.state_of(record).lease_until is None
-    log.ledger.lease(record, 5)
-    until = log.ledger.lease(record, 60)
+    log.lease(record, 5)
+    until = log.lease(record, 60)
     seen = another(log).pending()["lease_until"].to_pylist()[0]
     assert abs(seen - until) < timedelta(milliseconds=1)
     assert ids(log.pending()) == ["app:0"]
@@ -542,7 +542,7 @@ def test_a_cold_start_from_a_mark_sees_what_the_whole_history_tells(log: CommitL
     for i in range(4):
         commit(log, prepare(log, i))
     open_one = prepare(log, 4)
-    log.ledger.record_check(open_one, 1, pending(log, open_one), None)
+    log.record_check(open_one, 1, pending(log, open_one), None)
     commit(log, prepare(log, 5))
     assert log.move_mark()
     cold = another(log)
@@ -560,7 +560,7 @@ def test_a_batch_reopened_below_the_mark_is_found_by_everyone(log: CommitLog) ->
     commit(log, prepare(log, 1))
     assert log.move_mark()
     other = another(log)
-    log.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
+    log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
     commit(log, prepare(log, 2))
     assert log.move_mark()
     for handle in (log, other, another(log)):
@@ -598,7 +598,7 @@ def test_merging_op_files_changes_nothing(log: CommitLog, monkeypatch: pytest.Mo
         record = prepare(log, i)
         yes, no = split(pending(log, record), every=2)
         log.decide(record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
-    log.ledger.lease(prepare(log, 5), 60)
+    log.lease(prepare(log, 5), 60)
     other = another(log)
     before = (log.read("orders").to_pylist(), log.pending().to_pylist(), op_rows(log))
     files = log.op.actions().num_rows
@@ -658,7 +658,7 @@ def test_threads_share_a_log(log: CommitLog) -> None:
     def send(app: str) -> None:
         for i in range(6):
             record = prepare(log, i, 3, app=app)
-            log.ledger.lease(record, 60)
+            log.lease(record, 60)
             commit(log, record)
 
     def look() -> None:
@@ -692,12 +692,12 @@ def test_rows_that_another_thread_let_the_table_see_are_counted_once(log: Commit
     def then_newer(self: object) -> pa.Table:
         if not seen:
             seen.append(True)
-            other.ledger.record_check(record, 1, pending(other, record), None)
+            other.record_check(record, 1, pending(other, record), None)
             table.refresh()
         return read(table)  # type: ignore[arg-type]
 
     seen: list[bool] = []
-    other.ledger.record_check(record, 1, pending(other, record), None)
+    other.record_check(record, 1, pending(other, record), None)
     log.ledger.table = _Racing(table, lambda: then_newer(table))  # type: ignore[assignment]
     log.ledger.refresh()
     log.ledger.table = table

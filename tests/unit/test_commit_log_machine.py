@@ -61,9 +61,9 @@ class CommitLogMachine(RuleBasedStateMachine):
         for attempt in state.attempts(RowState.PENDING)[:1]:
             mask = _some_of(state.rows_in((RowState.PENDING,), attempt), chosen)
             if quarantine:
-                log.ledger.quarantine(record, attempt, mask, Who.DISCARD, "15 checks")
+                log.quarantine(record, attempt, mask, Who.DISCARD, "15 checks")
             else:
-                log.ledger.record_check(record, attempt, mask, None)
+                log.record_check(record, attempt, mask, None)
 
     @precondition(lambda self: self.records)
     @rule(at=some, late=st.booleans(), what=st.sampled_from(("resume", "next", "same", "lease", "yes", "no")))
@@ -72,7 +72,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         if what == "resume":
             log.resume(record.half_id)
         elif what == "lease":
-            log.ledger.lease(record, 60)
+            log.lease(record, 60)
         elif what in ("yes", "no"):
             verdict = COMMIT_MESSAGE if what == "yes" else ROLLBACK_MESSAGE
             try:
@@ -82,7 +82,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         else:
             kind = RowState.ROLLED_BACK_BY_CHECK if what == "next" else RowState.ROLLED_BACK_BY_DISCARD
             for attempt in state.attempts(kind)[:1]:
-                log.ledger.reopen(record, attempt, (kind,), attempt + (what == "next"), Who.EXECUTE, "replay")
+                log.reopen(record, attempt, (kind,), attempt + (what == "next"), Who.EXECUTE, "replay")
 
     @rule(late=st.booleans())
     def mark(self, late: bool) -> None:

@@ -131,11 +131,11 @@ def test_an_ambiguous_failure_never_makes_two_copies(
     placed = log.decide(records[0], 1, commit=pending(log, records[0]), rollback={}, who=Who.EXECUTE)
     assert sum(p.count for p in placed) == 5
     Faulty(log.op, plans)
-    log.ledger.record_check(records[1], 1, pending(log, records[1]), None)
+    log.record_check(records[1], 1, pending(log, records[1]), None)
     assert log.state_of(records[1]).check_times(pending(log, records[1])) == 1
-    log.ledger.quarantine(records[1], 1, pending(log, records[1]), Who.DISCARD, "x")
+    log.quarantine(records[1], 1, pending(log, records[1]), Who.DISCARD, "x")
     Faulty(log.op, plans)
-    reopened = log.ledger.reopen(records[1], 1, (RowState.QUARANTINED,), 1, Who.EXECUTE, "y")
+    reopened = log.reopen(records[1], 1, (RowState.QUARANTINED,), 1, Who.EXECUTE, "y")
     assert sum(m.count(1) for m in reopened.values()) == 5
     commit(log, records[1])
     Faulty(log.topics_table, plans)

@@ -97,7 +97,7 @@ def test_whoever_settles_the_blocker_releases(log: CommitLog, settle: str) -> No
     if settle == "roll_back":
         roll_back(log, first, who=Who.CHECK)
     elif settle == "quarantine":
-        log.ledger.quarantine(first, 1, pending(log, first), Who.DISCARD, "too old")
+        log.quarantine(first, 1, pending(log, first), Who.DISCARD, "too old")
     else:
         log.resolve(first.half_id, ROLLBACK, "a person said so")
     assert bodies(log) == ["app.1.0"]
@@ -106,7 +106,7 @@ def test_whoever_settles_the_blocker_releases(log: CommitLog, settle: str) -> No
 def test_a_reopened_message_is_sent_when_it_is_reopened(log: CommitLog) -> None:
     first, second = send(log, 0, "a"), send(log, 1, "a")
     roll_back(log, first, who=Who.CHECK)
-    log.ledger.reopen(first, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "again")
+    log.reopen(first, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "again")
     commit(log, second)
     assert bodies(log) == ["app.1.0"]  # it was sent before the other was reopened
     time.sleep(0.005)
@@ -269,7 +269,7 @@ class _Play:
         if what == "commit":
             self.log.decide(record, attempt, commit=picked, rollback={}, who=Who.EXECUTE)
         elif what == "quarantine":
-            self.log.ledger.quarantine(record, attempt, picked, Who.DISCARD, "why not")
+            self.log.quarantine(record, attempt, picked, Who.DISCARD, "why not")
         else:
             who = Who.CHECK if what == "check" else Who.EXECUTE
             self.log.decide(record, attempt, commit={}, rollback=picked, who=who)
@@ -283,7 +283,7 @@ class _Play:
             for wanted, step in ((RowState.ROLLED_BACK_BY_CHECK, 1), (RowState.QUARANTINED, 0)):
                 for attempt in state.attempts(wanted):
                     time.sleep(0.002)
-                    rows = self.log.ledger.reopen(record, attempt, (wanted,), attempt + step, Who.EXECUTE, "again")
+                    rows = self.log.reopen(record, attempt, (wanted,), attempt + step, Who.EXECUTE, "again")
                     time.sleep(0.002)
                     for name in self.names(record, rows):
                         self.rank[name] = self.sent = self.sent + 1

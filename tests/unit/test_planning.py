@@ -72,10 +72,8 @@ def test_a_planner_follows_the_log_and_reads_only_what_is_new(log: CommitLog, mo
     send(log, 0)
     plans = planner(log)
     asked: list[int] = []
-    walk = plan.walk_placements
-    monkeypatch.setattr(
-        plan, "walk_placements", lambda op, since=0, above=0: asked.append(since) or walk(op, since, above)
-    )
+    walk = plans.log.placements
+    monkeypatch.setattr(plans.log, "placements", lambda since=0, above=0: asked.append(since) or walk(since, above))
     at: Positions = plans.latest()
     seen = 0
     for batch_id in range(1, 6):

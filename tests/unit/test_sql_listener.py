@@ -770,7 +770,7 @@ def test_prune_keeps_the_rows_of_what_may_still_be_asked_about(url: sa.URL, fenc
 
     made(log, "open", 0)
     hidden = made(log, "hidden", 0)
-    log.ledger.quarantine(hidden, 1, pending(log, hidden), Who.CHECK, "nobody knows")
+    log.quarantine(hidden, 1, pending(log, hidden), Who.CHECK, "nobody knows")
     torn = made(log, "torn", 0)
     every = pending(log, torn)
     roll_back(log, torn)

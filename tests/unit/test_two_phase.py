@@ -400,7 +400,7 @@ def test_what_nobody_knows_is_checked_again_under_the_same_attempt(log: CommitLo
     record = prepared(log)
     mask = log.state_of(record).rows_in((RowState.PENDING,))
     if how == "quarantine":
-        log.ledger.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+        log.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
     else:
         log.decide(record, 1, commit={}, rollback=mask, who=Who.DISCARD, reason="15 checks")
     listener = Told(COMMIT, COMMIT)
@@ -488,7 +488,7 @@ def test_a_fenced_attempt_whose_batch_was_quarantined_meanwhile_is_checked_and_n
                 other = another(log)
                 record = other.get(batch.half_id)
                 mask = other.state_of(record).rows_in((RowState.PENDING,))
-                other.ledger.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+                other.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
             return super().execute_local_transaction(batch)
 
     send(log, LateDriver(database), header())
@@ -590,7 +590,7 @@ def test_a_check_during_a_replay_that_another_process_overtakes_starts_over(log:
         if len(asked) == 1:
             other = another(log)
             mask = other.state_of(record).rows_in((RowState.PENDING,))
-            other.ledger.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+            other.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
         return COMMIT
 
     send(log, Told(check=overtaken), record.header)
@@ -772,7 +772,7 @@ def test_a_batch_is_not_reopened_for_a_listener_of_another_fence(log: CommitLog,
     record = prepared(log, fence_id="shop-db")
     mask = log.state_of(record).rows_in((RowState.PENDING,))
     if before is RowState.QUARANTINED:
-        log.ledger.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+        log.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
     else:
         log.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
     with pytest.raises(FenceError, match="shop-db"):

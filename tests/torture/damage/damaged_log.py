@@ -64,16 +64,16 @@ def build(path: Path) -> None:
     by_key = prepare(log, 3, _columns(3, 24), per="key", key="order")
     first, second = split(pending(log, by_key), 2)
     log.decide(by_key, 1, commit=first, rollback={}, who=Who.EXECUTE)
-    log.ledger.record_check(by_key, 1, second, "asked once")
+    log.record_check(by_key, 1, second, "asked once")
     for batch_id in (4, 5):  # rolled back by a check, and open again: one of them is committed since
         again = prepare(log, batch_id, 7)
         roll_back(log, again, who=Who.CHECK)
-        log.ledger.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "rolled back by a check")
+        log.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "rolled back by a check")
         if batch_id == 4:
             commit(log, again, attempt=2)
     for batch_id in (6, 7):
         hidden = prepare(log, batch_id, 5)
-        log.ledger.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
+        log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
     log.resume("app:7")
     _compact(log)
     for name in ("half", "op"):

@@ -238,13 +238,13 @@ def _log_to_edit(marked: bool) -> InMemoryCommitLog:
     part = prepare(log, 1, 6, per="message")
     rest, third = split(pending(log, part), 3)
     log.decide(part, 1, commit=rest, rollback={}, who=Who.EXECUTE)
-    log.ledger.record_check(part, 1, third, "asked once")
+    log.record_check(part, 1, third, "asked once")
     roll_back(log, prepare(log, 2, 3))
     if marked:
         log.move_mark()
     commit(log, prepare(log, 3, {"body": ["a", "b"], "k": ["x", "y"]}, per="key", key="k", topic="points"))
     hidden = prepare(log, 4, 2)
-    log.ledger.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
+    log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
     for table in (log.half.table, log.op, log.topics_table):  # decoded once, for all copies
         table.read(table.actions()["path"].to_pylist())
     return log

@@ -112,9 +112,9 @@ class Content:
         log.decide(half, 1, commit=split(pending(log, half), 3)[1], rollback={}, who=Who.EXECUTE)
         new("late", 6)
         aside = new("aside")
-        log.ledger.quarantine(aside, 1, pending(log, aside), Who.DISCARD, "nobody knows")
+        log.quarantine(aside, 1, pending(log, aside), Who.DISCARD, "nobody knows")
         asked = new("asked")
-        log.ledger.record_check(asked, 1, pending(log, asked), "UNKNOWN")
+        log.record_check(asked, 1, pending(log, asked), "UNKNOWN")
         roll_back(log, new("rolled"), who=Who.CHECK)
         for name, key in (("first", "k"), ("second", "k"), ("third", "m"), ("fourth", "m")):
             body = [f"{name}.{i}" for i in range(3)]
@@ -143,12 +143,12 @@ class Content:
         log.decide(late, 1, commit=chosen, rollback={}, who=Who.EXECUTE)
         commit(log, self.records["third"])
         asked = self.records["asked"]
-        log.ledger.record_check(asked, 1, pending(log, asked), "UNKNOWN")
+        log.record_check(asked, 1, pending(log, asked), "UNKNOWN")
         new("fresh")
         commit(log, new("told"))
         merge_op_files(log)
         log.move_mark()
-        log.ledger.lease(self.records["fresh"], 60.0)
+        log.lease(self.records["fresh"], 60.0)
         log.groups.publish(GROUP, {("orders", 1): 1})
         for name, record in self.records.items():
             state = log.state_of(record)
@@ -186,7 +186,7 @@ class Content:
 
     def _reopen(self, log: CommitLog, name: str) -> None:
         by_check = (RowState.ROLLED_BACK_BY_CHECK,)
-        log.ledger.reopen(self.records[name], 1, by_check, 2, Who.EXECUTE, "once more")
+        log.reopen(self.records[name], 1, by_check, 2, Who.EXECUTE, "once more")
 
 
 def warm_up(log: CommitLog) -> None:
@@ -352,18 +352,18 @@ def _reopen(log: CommitLog, content: Content) -> Callable[[], object]:
 @operation("quarantine")
 def _quarantine(log: CommitLog, content: Content) -> Callable[[], object]:
     record, mask = content.records["fresh"], content.masks["fresh"]
-    return lambda: log.ledger.quarantine(record, 1, mask, Who.DISCARD, "nobody knows")
+    return lambda: log.quarantine(record, 1, mask, Who.DISCARD, "nobody knows")
 
 
 @operation("record a check", again=False)
 def _record_check(log: CommitLog, content: Content) -> Callable[[], object]:
     record, mask = content.records["fresh"], content.masks["fresh"]
-    return lambda: log.ledger.record_check(record, 1, mask, "UNKNOWN")
+    return lambda: log.record_check(record, 1, mask, "UNKNOWN")
 
 
 @operation("lease", again=False)
 def _lease(log: CommitLog, content: Content) -> Callable[[], object]:
-    return lambda: log.ledger.lease(content.records["fresh"], 30.0)
+    return lambda: log.lease(content.records["fresh"], 30.0)
 
 
 @operation("resolve")

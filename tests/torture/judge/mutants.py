@@ -478,7 +478,7 @@ def _next_attempt_after_discard() -> Iterator[None]:
     def reopen(self: TwoPhase, run: Any, state: BatchState) -> bool:
         unknown = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
         for attempt in state.attempts(*unknown):
-            rows = self.log.ledger.reopen(run.record, attempt, unknown, attempt + 1, Who.EXECUTE, "discarded")
+            rows = self.log.reopen(run.record, attempt, unknown, attempt + 1, Who.EXECUTE, "discarded")
             self.execute(run, attempt + 1, rows)
             return True
         return False
@@ -593,7 +593,7 @@ def _unanswered_counts() -> Iterator[None]:
         call = answer(self, question, ask, here, work)
         if call is None:
             open_ = question.open_
-            self.log.ledger.record_check(open_.record, open_.attempt, question.rows, "no answer")
+            self.log.record_check(open_.record, open_.attempt, question.rows, "no answer")
         return call
 
     with replaced((CheckService, "_answer", counting)):
@@ -611,7 +611,7 @@ def _immunity_counts() -> Iterator[None]:
         chosen = due(self, open_, pending, age_s, report)
         young = pending - chosen
         if young:
-            self.log.ledger.record_check(open_.record, open_.attempt, young, "young")
+            self.log.record_check(open_.record, open_.attempt, young, "young")
         return chosen
 
     with replaced((CheckService, "_due", counting)):

@@ -78,7 +78,7 @@ class _Play:
         table.try_commit = slowly  # type: ignore[attr-defined]
         record = log.prepare(header, files)
         if self.chance.random() < 0.3:
-            log.ledger.quarantine(record, 1, pending(log, record), Who.ADMIN, "nobody knows")
+            log.quarantine(record, 1, pending(log, record), Who.ADMIN, "nobody knows")
             self.given_up.append((record, key))
         else:
             self.note(record, key)

@@ -71,7 +71,7 @@ def _settle(log: InMemoryCommitLog, half_id: str, chance: random.Random) -> None
         _decide(log, half_id, attempt, {n: chance.random() for n in record.files}, whole=chance.random() < 0.6)
         return
     for attempt in state.attempts(*rolled_back):
-        log.ledger.reopen(record, attempt, rolled_back, attempt + 1, Who.EXECUTE, "rolled back by a check")
+        log.reopen(record, attempt, rolled_back, attempt + 1, Who.EXECUTE, "rolled back by a check")
 
 
 def _decide(log: InMemoryCommitLog, half_id: str, attempt: int, lot: dict[int, float], whole: bool) -> None:

@@ -139,7 +139,7 @@ def test_a_half_batch_of_which_a_rewrite_lifted_one_file_is_still_found_when_it_
     rewrite(log, [first], at_ms=log.machine.time_ms() + 1000)
     record = another(log).get(record.half_id)
     states = (RowState.ROLLED_BACK_BY_CHECK,)
-    log.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "again")
+    log.reopen(record, 1, states, 2, Who.EXECUTE, "again")
     log.decide(record, 2, commit={0: mask[0]}, rollback={}, who=Who.EXECUTE)
 
     assert another(log).open_half_ids() == [record.half_id]

@@ -151,7 +151,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             return self._ask_listener(log, record, worker, step)
         if step.what == model.REOPEN:
             by_check = (RowState.ROLLED_BACK_BY_CHECK,)
-            reopened = log.ledger.reopen(record, attempt, by_check, attempt + 1, Who.EXECUTE, "rolled back by a check")
+            reopened = log.reopen(record, attempt, by_check, attempt + 1, Who.EXECUTE, "rolled back by a check")
             batch = self.state.batches[worker.batch]
             assert bool(reopened) == (batch.state == model.BY_CHECK and batch.attempt == attempt)
             return True
