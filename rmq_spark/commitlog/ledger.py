@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.follow import Followed, Tails, Waiting, settled_rows
-from rmq_spark.commitlog.half_store import HalfRecord, Prepared
+from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Prepared
 from rmq_spark.commitlog.op import (
     NO_OPS,
     STATS_COLUMNS,
@@ -28,6 +28,7 @@ from rmq_spark.commitlog.op import (
 from rmq_spark.commitlog.placing import EPOCH, Open, Piece, Placer
 from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, ranges_count, runs
 from rmq_spark.commitlog.table import Change, Table
+from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.config import ATTEMPTS_MAX
 from rmq_spark.errors import StaleAttemptError, VerdictConflictError
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
@@ -54,10 +55,11 @@ class Placed:
 class Ledger:
     """The op markers of a commit log, followed commit by commit."""
 
-    def __init__(self, table: Table, placer: Placer) -> None:
+    def __init__(self, table: Table, half: HalfStore, topics: TopicStore) -> None:
         self.table = table
         self.machine = table.machine
-        self._placer = placer
+        self._half = half
+        self._placer = Placer(half, topics)
         self._followed = Followed()
         self._known_whole: dict[str, None] = {}  # half batches with no op rows before the kept ones, oldest first
         self._op_time = EPOCH  # of the rows that are being built
@@ -121,6 +123,12 @@ class Ledger:
     def low_water_ms(self) -> int:
         """Prepare time (ms) up to which every half batch is settled, but for those reopened later."""
         return self._followed.low_water
+
+    def ms_before_prepare(self) -> int:
+        """After which time a half batch has to be prepared now: nobody looks for what is open below the mark, and what
+        was reopened by now was sent before it, whatever the clocks say."""
+        self.refresh()
+        return max(self.low_water_ms, self.reopened_ms)
 
     @property
     def reopened_ms(self) -> int:
@@ -206,19 +214,33 @@ class Ledger:
                 state.fold(row)
             return state
 
-    def open_half_ids(self, prepared: Mapping[str, Prepared], is_open: Callable[[str], bool]) -> list[str]:
-        """Half batches with pending rows.
+    def prepared(self) -> dict[str, Prepared]:
+        """Half batches that may be open, by half id: all above the low-water mark, or all when it may hide some."""
+        low_water = self.low_water_ms
+        above = self._half.prepared_after(low_water)
+        return self._half.prepared_after(-1) if self.may_hide(self._half.rewritten_below(low_water)) else above
 
-        Parameters
-        ----------
-        prepared : mapping
-            Half batches that may be open, by half id.
-        is_open : callable
-            Looks closely at one half batch. Asked about those below the mark that were reopened, of which the rows kept
-            in memory do not tell.
-        """
+    def open_half_ids(self) -> list[str]:
+        """Half batches that may have pending rows, oldest first."""
+        # op before half: every half batch that an op row names is known then. One that is decided in between looks open
+        # here, and is looked at closely by whoever asked.
+        with self.table.lock:
+            self.refresh()
+            prepared = self.prepared()
+            found = self._open_among(prepared)
+        # What was reopened below the mark is older than all above it.
+        return sorted(found, key=lambda half_id: prepared[half_id].ms if half_id in prepared else 0)
+
+    def _open_among(self, prepared: Mapping[str, Prepared]) -> list[str]:
+        """Those with pending rows, and those below the mark that were reopened and are still open."""
         opened = self._open_of(prepared)
-        return opened + [h for h in self._reopened(prepared) if h not in opened and is_open(h)]
+        return opened + [h for h in self._reopened(prepared) if h not in opened and self._is_open(h)]
+
+    def _is_open(self, half_id: str) -> bool:
+        try:
+            return not self.state_of(self._half.get(half_id), refresh=False).settled
+        except Exception:
+            return True  # it is looked at again, alone, and reported
 
     def _open_of(self, prepared: Mapping[str, Prepared]) -> list[str]:
         net = settled_rows(self._followed.rows)
@@ -308,7 +330,7 @@ class Ledger:
         after = max(self.machine.now(), self._followed.last_time)
         if not reopens:
             return after
-        sent_ms = max(self._placer.newest_prepared_ms(), self.reopened_ms)
+        sent_ms = max(self._half.newest_ms(), self.reopened_ms)
         return max(after, datetime.fromtimestamp((sent_ms + 1) / 1000, timezone.utc))
 
     def _commit_rows(
@@ -371,7 +393,7 @@ class Ledger:
         keyed = {half_id for half_id, counts in self.waiting.items() if None in counts}
         ids = {half_id for half_id, counts in self.waiting.items() if any(d is None or d <= now for d in counts)}
         if keyed or (record is not None and self._placer.fifo_of(record)):
-            above = self._placer.prepared()
+            above = self.prepared()
             ids.update(self._open_of(above))
             ids.update(self._reopened(above))
         if record is not None:
@@ -516,36 +538,21 @@ class Ledger:
 
         self.append(build)
 
-    def mark(
-        self,
-        prepared: Callable[[], Mapping[str, Prepared]],
-        rewritten_below: Callable[[int], str],
-        is_open: Callable[[str], bool],
-    ) -> bool:
-        """Move the low-water mark as far as it goes; False when it cannot move.
-
-        Parameters
-        ----------
-        prepared : callable
-            Half batches that may be open. It is called after the newest op rows were read, so that it knows every half
-            batch that they name.
-        rewritten_below : callable
-            Stands for the files below a time that somebody rewrote, as far as ``prepared`` has looked.
-        is_open : callable
-            As for :meth:`open_half_ids`.
-        """
+    def mark(self) -> bool:
+        """Move the low-water mark as far as it goes; False when it cannot move."""
         moved = False
 
         def build() -> list[OpRow]:
             nonlocal moved
             moved = False
-            before, above = self._followed, prepared()
-            opened = set(self.open_half_ids(above, is_open))
+            # half after op: so it has every half batch that the op rows name.
+            before, above = self._followed, self.prepared()
+            opened = set(self._open_among(above))
             # Not a file of what is open may fall below: its rows above alone could look settled.
             first_open = min((above[h].first_ms for h in opened if h in above), default=None)
             settled_ms = [p.ms for p in above.values() if first_open is None or p.ms < first_open]
             low_water = max(settled_ms, default=before.low_water)
-            rewritten = rewritten_below(low_water)
+            rewritten = self._half.rewritten_below(low_water)
             if first_open is not None and first_open <= before.low_water:
                 return []
             if low_water < before.low_water or (low_water == before.low_water and not self.may_hide(rewritten)):

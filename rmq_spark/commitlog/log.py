@@ -21,11 +21,10 @@ from rmq_spark.commitlog import repair as repair_module
 from rmq_spark.commitlog.follow import Tails
 from rmq_spark.commitlog.group_store import GROUPS_SCHEMA, GroupStore
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter, check_known
-from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Prepared
+from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.ledger import Ledger, Placed
 from rmq_spark.commitlog.location import is_uri, location
 from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who
-from rmq_spark.commitlog.placing import Placer
 from rmq_spark.commitlog.reading import read_messages, walk_placements
 from rmq_spark.commitlog.repair import RepairReport
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
@@ -105,10 +104,10 @@ class CommitLog:
             table.lock, table.clock = half.lock, half.clock
         self.storage_options = dict(storage_options or {})
         self.half = HalfStore(half)
-        self.ledger = Ledger(op, Placer(self.half, self._fifo_among, self._prepared))
         self.op = op
         self.topics_table = topics
         self.topic_store = TopicStore(topics, default_queues)
+        self.ledger = Ledger(op, self.half, self.topic_store)
         self.machine = half.machine
         self._maintenance: threading.Thread | None = None
         self._groups: GroupStore | None = None
@@ -269,10 +268,6 @@ class CommitLog:
         """The FIFO topics among those that this handle knows: all there were when it last looked (:meth:`topics`)."""
         return frozenset(name for name, topic in self.topic_store.known().items() if topic.fifo)
 
-    def _fifo_among(self, names: Collection[str]) -> frozenset[str]:
-        known = self.topic_store.with_names(names)
-        return frozenset(name for name in names if name in known and known[name].fifo)
-
     def require_topic(self, name: str) -> int:
         """The number of queues of a topic; TopicNotFoundError names the nearest one that is there."""
         topics = self.topics()
@@ -326,15 +321,10 @@ class CommitLog:
         with self.lock:
             self.ledger.expect(header.half_id)
             try:
-                return self.half.prepare(header, files, self._ms_before_prepare)
+                return self.half.prepare(header, files, self.ledger.ms_before_prepare)
             except BaseException:
                 self.ledger.forget(header.half_id)
                 raise
-
-    def _ms_before_prepare(self) -> int:
-        # Clocks differ: what was reopened before this is prepared was sent before it.
-        self.ledger.refresh()
-        return max(self.ledger.low_water_ms, self.ledger.reopened_ms)
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """What the newest op markers say of a half batch; without a refresh, those that were read last."""
@@ -430,14 +420,7 @@ class CommitLog:
     def open_half_ids(self) -> list[str]:
         """Half batches that may have pending rows, oldest first: their ids only, so that one which cannot be read does
         not hide the others."""
-        # op before half: every half batch that an op row names is known then. One that is decided in between looks open
-        # here, and is looked at closely by whoever asked.
-        with self.lock:
-            self.ledger.refresh()
-            prepared = self._prepared()
-            found = self.ledger.open_half_ids(prepared, self._is_open)
-        # What was reopened below the mark is older than all above it.
-        return sorted(found, key=lambda half_id: prepared[half_id].ms if half_id in prepared else 0)
+        return self.ledger.open_half_ids()
 
     def unsettled(self, half_ids: Collection[str]) -> set[str]:
         """Those of these half batches that a listener may be asked about again: what is pending, what was ever
@@ -452,19 +435,6 @@ class CommitLog:
                 if str(self.half.table.transaction_version(app_id)) == batch_id:
                     found.add(half_id)
         return found.intersection(half_ids)
-
-    def _prepared(self) -> Mapping[str, Prepared]:
-        """Half batches that may be open, by half id: all above the low-water mark, or all when it may hide some."""
-        low_water = self.ledger.low_water_ms
-        prepared = self.half.prepared_after(low_water)
-        hidden = self.ledger.may_hide(self.half.rewritten_below(low_water))
-        return self.half.prepared_after(-1) if hidden else prepared
-
-    def _is_open(self, half_id: str) -> bool:
-        try:
-            return not self.ledger.state_of(self.half.get(half_id), refresh=False).settled
-        except Exception:
-            return True  # it is looked at again, alone, and reported
 
     def pending(self) -> pa.Table:
         """Half batches with pending messages, a row per attempt, oldest first.
@@ -642,8 +612,7 @@ class CommitLog:
     # ------------------------------------------------------------------ upkeep
     def move_mark(self) -> bool:
         """Move the low-water mark over everything settled; returns whether it moved."""
-        with self.lock:
-            return self.ledger.mark(self._prepared, self.half.rewritten_below, self._is_open)
+        return self.ledger.mark()
 
     def vacuum(self, older_than: str | None = None, dry_run: bool = False) -> list[str]:
         """Remove files that no table names (orphans of crashes, leftovers of compaction) and return their paths.

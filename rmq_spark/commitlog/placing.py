@@ -7,7 +7,7 @@ FIFO topic is not decided yet. A transaction waits as a whole for its keys, so t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -15,13 +15,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.files import arange, bytes_array
-from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Prepared
+from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.op import (
     BatchState,
     FileState,
     RowState,
 )
 from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, booleans_of, both, ranges_count, runs
+from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.transaction import BATCH, KEY
 
@@ -66,30 +67,19 @@ class Placer:
     Parameters
     ----------
     half : HalfStore
-    fifo_topics : callable
-        Which of these topics are FIFO topics.
-    prepared : callable
-        Half batches that may be open, by half id.
+    topics : TopicStore
     """
 
-    def __init__(
-        self,
-        half: HalfStore,
-        fifo_topics: Callable[[Collection[str]], frozenset[str]],
-        prepared: Callable[[], Mapping[str, Prepared]],
-    ) -> None:
-        self.prepared = prepared
+    def __init__(self, half: HalfStore, topics: TopicStore) -> None:
         self._half = half
-        self._fifo_topics = fifo_topics
+        self._topics = topics
         self._records: OrderedDict[str, HalfRecord] = OrderedDict()
 
     def fifo_of(self, record: HalfRecord) -> frozenset[str]:
         """The FIFO topics to which a half batch sends."""
-        return self._fifo_topics({s.topic for file in record.files.values() for s in file.segments})
-
-    def newest_prepared_ms(self) -> int:
-        """When the newest half batch was prepared."""
-        return self._half.newest_ms()
+        names = {segment.topic for file in record.files.values() for segment in file.segments}
+        known = self._topics.with_names(names)
+        return frozenset(name for name in names if name in known and known[name].fifo)
 
     def record(self, half_id: str) -> HalfRecord:
         """The half batch of this id; its rows never change, so it is looked up once."""

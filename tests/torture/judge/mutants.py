@@ -689,10 +689,10 @@ def _mark_past_open() -> Iterator[None]:
     mark, open_of = Ledger.mark, Ledger._open_of
     marking: set[int] = set()  # ledgers; their lock is held meanwhile
 
-    def hasty(self: Ledger, prepared: Any, rewritten_below: Any, is_open: Any) -> bool:
+    def hasty(self: Ledger) -> bool:
         marking.add(id(self))
         try:
-            return mark(self, prepared, rewritten_below, is_open)
+            return mark(self)
         finally:
             marking.discard(id(self))
 
@@ -1052,7 +1052,7 @@ def _marker_s_time() -> AbstractContextManager[None]:
 
 
 def _reopened_by_the_clock() -> AbstractContextManager[None]:
-    return replaced((Placer, "newest_prepared_ms", lambda self: 0), (Ledger, "reopened_ms", 0))
+    return replaced((HalfStore, "newest_ms", lambda self: 0), (Ledger, "reopened_ms", 0))
 
 
 def _first_try() -> AbstractContextManager[None]:
