@@ -293,12 +293,10 @@ class Ledger:
         commit, rollback = RowSet(commit), RowSet(rollback)
         if commit & rollback:
             raise ValueError(f"rows of half batch {record.half_id!r} are to be committed and rolled back at once")
-        placed: list[Placed] = []
         against = NO_ROWS
 
         def build() -> list[OpRow]:
             nonlocal against
-            placed.clear()
             state = self.state_of(record, refresh=False)
             for verdict, rows_for_it in ((COMMIT_MESSAGE, commit), (ROLLBACK_MESSAGE, rollback)):
                 against = _against(state, rows_for_it, attempt, verdict)
@@ -314,14 +312,14 @@ class Ledger:
                     )
             rows = self._commit_rows(record, state, to_commit, attempt, who, reason)
             rows += _rows_for(Kind.ROLLBACK, record, to_roll_back, attempt, who, reason)
-            return self._with_places(record, state, rows, placed)
+            return self._with_places(record, state, rows)
 
         try:
-            self.append(build)
+            written = self.append(build)
         except VerdictConflictError as conflict:
             self._leave_conflict(record, attempt, against, who, conflict)
             raise
-        return [p for p in placed if p.half_id == record.half_id]
+        return [p for p in _placed(written) if p.half_id == record.half_id]
 
     # ------------------------------------------------------------------ places
     def _next_op_time(self, reopens: bool) -> datetime:
@@ -362,31 +360,26 @@ class Ledger:
             if (ranges := runs(bits, segment.first, segment.last + 1))
         ]
 
-    def _with_places(
-        self, record: HalfRecord, state: BatchState, rows: list[OpRow], placed: list[Placed]
-    ) -> list[OpRow]:
+    def _with_places(self, record: HalfRecord, state: BatchState, rows: list[OpRow]) -> list[OpRow]:
         """Op rows that settle something of a half batch, with the places of what they commit and of what they release.
 
         Parameters
         ----------
         state : BatchState
             Before these rows; afterwards it has them.
-        placed : list
-            Takes up what becomes visible.
         """
-        tails = dict(self.tails)
         if not rows:
             return rows
         if not (self.waiting or record.delayed or self._placer.fifo_of(record)):
-            return [_at_tail(row, tails, placed) for row in rows]
+            return _with_offsets(rows, self.tails)
         now = self.machine.now()
         for row in rows:
             state.fold(row.as_read(self._op_time))
         pieces = self._placer.placeable([*self._others(record, now), Open(record, state)], now)
         commits = [(r.half_id, r.file_no, r.ranges, r.attempt) for r in rows if r.kind is Kind.COMMIT]
         if [(p.record.half_id, p.file_no, p.ranges, p.attempt) for p in pieces] == commits:  # nobody waits: a row each
-            return [_at_tail(row, tails, placed) for row in rows]
-        return rows + [_at_tail(_place_row(piece), tails, placed) for piece in pieces]
+            return _with_offsets(rows, self.tails)
+        return rows + _with_offsets([_place_row(piece) for piece in pieces], self.tails)
 
     def _others(self, record: HalfRecord | None, now: datetime) -> list[Open]:
         """Other half batches whose messages may be due, or may wait for each other."""
@@ -403,19 +396,15 @@ class Ledger:
 
     def place_due(self) -> list[Placed]:
         """Place the delayed messages whose time has come; returns what became visible."""
-        placed: list[Placed] = []
 
         def build() -> list[OpRow]:
-            placed.clear()
             now = self.machine.now()
             if not any(due is not None and due <= now for counts in self.waiting.values() for due in counts):
                 return []
-            tails = dict(self.tails)
             pieces = self._placer.placeable(self._others(None, now), now)
-            return [_at_tail(_place_row(piece), tails, placed) for piece in pieces]
+            return _with_offsets([_place_row(piece) for piece in pieces], self.tails)
 
-        self.append(build)
-        return placed
+        return _placed(self.append(build))
 
     # ------------------------------------------------------------------ what stays open
     def quarantine(
@@ -450,7 +439,7 @@ class Ledger:
             if checks_min:
                 still = state.checked_at_least(still, checks_min)
             op_rows = _rows_for(kind, record, still, attempt, who, reason)
-            return self._with_places(record, state, op_rows, []) if kind is Kind.QUARANTINE else op_rows
+            return self._with_places(record, state, op_rows) if kind is Kind.QUARANTINE else op_rows
 
         self.append(build)
 
@@ -492,10 +481,8 @@ class Ledger:
         VerdictConflictError
             When messages are to be rolled back that readers may have seen.
         """
-        placed: list[Placed] = []
 
         def build() -> list[OpRow]:
-            placed.clear()
             state = self.state_of(record, refresh=False)
             conflict = state.conflicting()
             if verdict is ROLLBACK_MESSAGE and conflict & state.rows_in(COMMITTED_STATES):
@@ -523,10 +510,9 @@ class Ledger:
                     f"and its messages are {'rolled back' if verdict is COMMIT_MESSAGE else 'visible'}",
                     verdict=str(verdict),
                 )
-            return self._with_places(record, state, rows, placed)
+            return self._with_places(record, state, rows)
 
-        self.append(build, reopens=True)
-        return placed
+        return _placed(self.append(build, reopens=True))
 
     def _leave_conflict(
         self, record: HalfRecord, attempt: int, against: RowSet, who: Who, conflict: VerdictConflictError
@@ -570,8 +556,9 @@ class Ledger:
             self.append(build)
         return moved
 
-    def append(self, build: Callable[[], Sequence[OpRow]], *, reopens: bool = False) -> None:
+    def append(self, build: Callable[[], Sequence[OpRow]], *, reopens: bool = False) -> Sequence[OpRow]:
         """The one way to write op rows: build them from the newest state and commit at the next version, or again.
+        Returns those that were written.
 
         Parameters
         ----------
@@ -579,8 +566,10 @@ class Ledger:
             Whether there may be ``reopen`` rows among them: what they name is sent after all that is prepared by now.
         """
         commit_id = self.machine.unique_id()
+        rows: Sequence[OpRow] = ()
 
         def decide(version: int) -> Change | None:
+            nonlocal rows
             self._catch_up()
             self._op_time = self._next_op_time(reopens)
             rows = build()
@@ -599,6 +588,7 @@ class Ledger:
                 self.table.compare_and_set(decide, landed)
             finally:
                 self._awaited = None
+        return rows
 
 
 def _cut_off(before: Followed, rows: pa.Table, after: Followed) -> list[str]:
@@ -609,15 +599,28 @@ def _cut_off(before: Followed, rows: pa.Table, after: Followed) -> list[str]:
     return [str(h) for part in ids for h in pc.unique(part).to_pylist()]
 
 
-def _at_tail(row: OpRow, tails: dict[tuple[str, int], int], placed: list[Placed]) -> OpRow:
-    """A commit or place row with the next offsets of its queue, unless it waits; ``tails`` and ``placed`` move on."""
-    if row.topic is None or row.queue_id is None or (row.kind is Kind.COMMIT and row.until is not None):
-        return row
-    queue = (row.topic, row.queue_id)
-    offset = tails.get(queue, 0)
-    tails[queue] = offset + row.count
-    placed.append(Placed(*queue, offset, row.count, row.half_id or ""))
-    return replace(row, queue_offset=offset)
+def _with_offsets(rows: Sequence[OpRow], tails: Tails) -> list[OpRow]:
+    """Commit and place rows, in their order, with the next offsets of their queues; those that wait get none."""
+    next_offsets = dict(tails)
+    found: list[OpRow] = []
+    for row in rows:
+        waits = row.kind is Kind.COMMIT and row.until is not None
+        if row.topic is not None and row.queue_id is not None and not waits:
+            queue = (row.topic, row.queue_id)
+            offset = next_offsets.get(queue, 0)
+            next_offsets[queue] = offset + row.count
+            row = replace(row, queue_offset=offset)
+        found.append(row)
+    return found
+
+
+def _placed(rows: Sequence[OpRow]) -> list[Placed]:
+    """What some op rows make visible."""
+    return [
+        Placed(r.topic, r.queue_id, r.queue_offset, r.count, r.half_id or "")
+        for r in rows
+        if r.topic is not None and r.queue_id is not None and r.queue_offset is not None
+    ]
 
 
 def _place_row(piece: Piece) -> OpRow:

@@ -308,14 +308,14 @@ def _often_cleaned() -> Iterator[None]:
 def _early_offsets() -> Iterator[None]:
     with_places = Ledger._with_places
 
-    def early(self: Any, record: Any, state: Any, rows: Any, placed: Any) -> Any:
+    def early(self: Any, record: Any, state: Any, rows: Any) -> Any:
         newest = self._followed
         attempt = {row.attempt for row in rows}
         key = (record.half_id, *attempt)
         early = self.__dict__.setdefault("early_tails", {}).setdefault(key, newest.tails)
         self._followed = replace(newest, tails=early)
         try:
-            return with_places(self, record, state, rows, placed)
+            return with_places(self, record, state, rows)
         finally:
             self._followed = newest
 
@@ -930,9 +930,9 @@ def _plan_repeats() -> Iterator[None]:
 def _reversed_rows() -> Iterator[None]:
     with_places = Ledger._with_places
 
-    def backwards(self: Any, record: Any, state: Any, rows: Any, placed: Any) -> Any:
+    def backwards(self: Any, record: Any, state: Any, rows: Any) -> Any:
         found = []
-        for row in with_places(self, record, state, rows, placed):
+        for row in with_places(self, record, state, rows):
             numbers = [n for a, b in row.ranges or () for n in range(a, b + 1)]
             if row.queue_offset is None:
                 found.append(row)
