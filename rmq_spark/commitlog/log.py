@@ -7,33 +7,30 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog import op as op_module
 from rmq_spark.commitlog import repair as repair_module
+from rmq_spark.commitlog.asked import half_batch_of
 from rmq_spark.commitlog.follow import Tails
-from rmq_spark.commitlog.group_store import GROUPS_SCHEMA, GroupStore
-from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter, check_known
+from rmq_spark.commitlog.group_store import GroupStore
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, check_known
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.ledger import Ledger, Placed
-from rmq_spark.commitlog.location import is_uri, location
-from rmq_spark.commitlog.op import OP_SCHEMA, BatchState, Kind, RowState, Who
+from rmq_spark.commitlog.location import location
+from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who
+from rmq_spark.commitlog.opening import LOG_RETENTION, create_tables, has_groups, open_groups, open_tables
 from rmq_spark.commitlog.reading import read_messages, walk_placements
 from rmq_spark.commitlog.repair import RepairReport
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.storage import check_put_if_absent, check_storage_options, reaching
 from rmq_spark.commitlog.table import DeltaLogTable, Table
-from rmq_spark.commitlog.topics import TOPICS_SCHEMA, TopicStore
+from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.config import (
-    CLOCK_SKEW_S_MAX,
-    FROM_THE_FUTURE_AGE_S,
     ORPHAN_AGE_S,
     QUEUES_DEFAULT,
     QUEUES_MAX,
@@ -42,30 +39,16 @@ from rmq_spark.config import (
 )
 from rmq_spark.errors import (
     CommitLogExistsError,
-    LogFormatError,
-    NotACommitLogError,
     OptionError,
 )
 from rmq_spark.message import TIMESTAMP, check_topic
 from rmq_spark.redaction import redacted, remember, traceback_of
-from rmq_spark.transaction import KEY, HalfBatch, LocalTransactionState
+from rmq_spark.transaction import HalfBatch, LocalTransactionState
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    pass
 
 logger = logging.getLogger(__name__)
-
-FORMAT = 1
-"""The layout of the tables; a log of a newer one is not opened."""
-LOG_RETENTION = "1m"
-"""How long Delta's own log entries stay: nothing here needs them, and commits slow down with their number."""
-
-OF_REPLACED_FILES = {
-    # Of op and groups, which replace their own files all the time: their tombstones would make every checkpoint long
-    # for a week. And with few live files a checkpoint is cheap, where a cold start reads every entry after it.
-    "delta.deletedFileRetentionDuration": "interval 5 minutes",
-    "delta.checkpointInterval": "25",
-}
 
 PENDING_SCHEMA = pa.schema(
     [
@@ -165,24 +148,8 @@ class CommitLog:
                     return cls.open(where, storage_options)
                 raise CommitLogExistsError(f"{where} is a commit log already: open it, or pass exist_ok=True")
             check_put_if_absent(where, storage_options)
-            cls._create_tables(where, queues, storage_options, retention_s)
+            create_tables(where, queues, storage_options, retention_s)
         return cls.open(where, storage_options)
-
-    @staticmethod
-    def _create_tables(where: str, queues: int, storage_options: Mapping[str, str] | None, retention_s: int) -> None:
-        settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
-        half_settings = {"delta.dataSkippingStatsColumns": ",".join(half_module.STATS_COLUMNS)}
-        op_settings = {
-            "delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS),
-            **OF_REPLACED_FILES,
-        }
-        # topics comes last: it carries the format, so a log that a crash left half-made is not opened, but made again.
-        for name, schema, more in (
-            ("half", HALF_SCHEMA, half_settings),
-            ("op", OP_SCHEMA, op_settings),
-            ("topics", TOPICS_SCHEMA, {"txmq.format": str(FORMAT), "txmq.queues": str(queues)}),
-        ):
-            DeltaLogTable.create(f"{where}/{name}", name, schema, storage_options, {**settings, **more})
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None) -> CommitLog:
@@ -201,29 +168,9 @@ class CommitLog:
         remember(storage_options)
         check_storage_options(where, storage_options)
         with reaching(where, storage_options):
-            return cls._open(where, storage_options)
-
-    @classmethod
-    def _open(cls, where: str, storage_options: Mapping[str, str] | None) -> CommitLog:
-        if not DeltaLogTable.exists(f"{where}/topics", storage_options):
-            raise NotACommitLogError(
-                f"{where} is not a commit log (it has no table 'topics'); make one with CommitLog.create({where!r})"
-            )
-        topics, half, op = (
-            DeltaLogTable(f"{where}/{name}", name, schema, storage_options)
-            for name, schema in (("topics", TOPICS_SCHEMA), ("half", HALF_SCHEMA), ("op", OP_SCHEMA))
-        )
-        configuration = topics.configuration
-        found = configuration.get("txmq.format")
-        if found is None:
-            raise NotACommitLogError(f"{where} is not a commit log: its table 'topics' has no property txmq.format")
-        if not found.isdigit() or int(found) > FORMAT:
-            raise LogFormatError(
-                f"{where} has format {found}, this version of rmq_spark knows formats up to {FORMAT}: upgrade rmq_spark"
-            )
-        op.wait_until_open()
-        queues = int(configuration.get("txmq.queues", QUEUES_DEFAULT))
-        return cls(where, half, op, topics, default_queues=queues, storage_options=storage_options)
+            opened = open_tables(where, storage_options)
+        *tables, queues = opened
+        return cls(where, *tables, default_queues=queues, storage_options=storage_options)
 
     # ------------------------------------------------------------------ topics
     def create_topic(self, name: str, queues: int | None = None, fifo: bool = False, exist_ok: bool = False) -> None:
@@ -285,15 +232,10 @@ class CommitLog:
             return self._groups
 
     def _has_groups(self) -> bool:
-        return DeltaLogTable.exists(f"{self.path}/groups", self.storage_options or None)
+        return has_groups(self.path, self.storage_options or None)
 
     def _groups_table(self) -> Table:
-        where, options = f"{self.path}/groups", self.storage_options or None
-        if not self._has_groups():
-            retention = self.half.table.configuration.get("delta.logRetentionDuration", f"interval {LOG_RETENTION}")  # type: ignore[attr-defined]
-            settings = {"delta.appendOnly": "false", "delta.logRetentionDuration": retention, **OF_REPLACED_FILES}
-            DeltaLogTable.create(where, "groups", GROUPS_SCHEMA, options, settings)
-        return DeltaLogTable(where, "groups", GROUPS_SCHEMA, options)
+        return open_groups(self.path, self.storage_options or None, self.half.table)
 
     # ------------------------------------------------------------------ the protocol's steps
     def stage(self, writer: HalfWriter, batches: Sequence[pa.RecordBatch], partition: int = 0) -> list[HalfFile]:
@@ -334,33 +276,7 @@ class CommitLog:
         self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, arg: Any = None
     ) -> HalfBatch:
         """The half batch as a listener sees it: these rows, which are under one attempt."""
-        return HalfBatch(
-            half_id=record.half_id,
-            app_id=record.header.app_id,
-            batch_id=record.header.batch_id,
-            attempt=attempt,
-            producer_group=record.header.producer_group,
-            prepared_at=self._began_at(record, state, attempt),
-            check_times=state.check_times(rows),
-            transaction_per=record.header.transaction_per,
-            fence_id=record.header.fence_id,
-            rows=_LogRows(self, record, rows),
-            log_id=self.id,
-            arg=arg,
-        )
-
-    def _began_at(self, record: HalfRecord, state: BatchState, attempt: int) -> datetime:
-        """When an attempt began, as far as it can be believed.
-
-        A clock that was ahead has written times that lie in the future, and all later half batches come after those:
-        nothing would be old enough to be asked about. What was staged by a right clock says when that was; of the rest
-        nobody knows.
-        """
-        now = self.machine.now()
-        for said in (state.opened_at.get(attempt, record.sent_at), record.staged_at):
-            if said <= now + timedelta(seconds=CLOCK_SKEW_S_MAX):
-                return said
-        return now - timedelta(seconds=FROM_THE_FUTURE_AGE_S)
+        return half_batch_of(self, record, state, attempt, rows, arg)
 
     def decide(
         self,
@@ -684,45 +600,3 @@ class CommitLog:
         """Wait for upkeep that is under way."""
         if self._maintenance is not None:
             self._maintenance.join()
-
-
-class _LogRows:
-    """The rows of one half batch for a listener."""
-
-    def __init__(self, log: CommitLog, record: HalfRecord, rows: RowSet) -> None:
-        self._log, self._record, self._rows = log, record, rows
-
-    def read(self, columns: Sequence[str]) -> pa.Table:
-        with self._log.lock:
-            return self._log.half.read(self._record, self._rows, columns)
-
-    def to_spark(self, spark: SparkSession) -> DataFrame:
-        from pyspark.sql import functions as F
-
-        table = self._log.half.table
-        files = sorted({self._record.files[n].path for n in self._rows})
-        if not isinstance(table, DeltaLogTable):
-            return spark.createDataFrame(self.read(HALF_SCHEMA.names))
-        # Spark takes a path as it is, where a URI has percent escapes.
-        root = unquote(f"{self._log.path}/half") if is_uri(self._log.path) else table.folder
-        frame = spark.read.parquet(*[f"{root}/{p}" for p in files]).where(F.col("half_id") == self._record.half_id)
-        if self._rows.count < self._record.rows:
-            ranges = [(n, a, b) for n, file_ranges in self._rows.ranges() for a, b in file_ranges]
-            wanted = spark.createDataFrame(ranges, "wanted_file long, first long, last long")
-            inside = (F.col("file_no") == F.col("wanted_file")) & F.col("row_no").between(F.col("first"), F.col("last"))
-            frame = frame.join(F.broadcast(wanted), inside, "left_semi")
-        return frame
-
-
-def split_by_verdict(
-    log: CommitLog, record: HalfRecord, rows: RowSet, batch: HalfBatch, verdicts: pa.Array | LocalTransactionState
-) -> dict[LocalTransactionState, RowSet]:
-    """The rows of a half batch by the verdict of their transaction."""
-    if not isinstance(verdicts, LocalTransactionState) and len(verdicts) == 1:
-        verdicts = LocalTransactionState(verdicts[0].as_py())
-    if isinstance(verdicts, LocalTransactionState):
-        return {v: rows if v is verdicts else NO_ROWS for v in LocalTransactionState}
-    if batch.transaction_per == KEY:
-        keys = log.half.read(record, rows, ["transaction_key"])["transaction_key"]
-        verdicts = verdicts.take(pc.index_in(keys, value_set=batch.transactions["transaction_key"].combine_chunks()))
-    return {v: rows.where(pc.equal(verdicts, v.value)) for v in LocalTransactionState}

@@ -15,10 +15,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half import HalfFile, HalfHeader
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Placed
-from rmq_spark.commitlog.log import CommitLog, split_by_verdict
+from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.config import LEASE_S, LEASE_S_MAX, REPLAY_CHECK_TIMEOUT_S, seconds

@@ -19,9 +19,10 @@ import rmq_spark as txmq
 from rmq_spark.check import service as module
 from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, check_policy
 from rmq_spark.check.service import CheckReport, CheckService
+from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog, split_by_verdict
+from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import FenceError, ListenerError, OptionError, VerdictConflictError
 from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener

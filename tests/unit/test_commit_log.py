@@ -14,8 +14,9 @@ import pytest
 
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog import table as table_module
+from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog, split_by_verdict
+from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Kind, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.errors import (

@@ -16,9 +16,10 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog, split_by_verdict
+from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import (
     CheckpointMismatchError,

@@ -24,12 +24,13 @@ from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import ledger as ledger_module
 from rmq_spark.commitlog import maintenance, placing
 from rmq_spark.commitlog import table as table_module
+from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.files import RowRange
 from rmq_spark.commitlog.follow import Followed
 from rmq_spark.commitlog.half import HalfHeader
 from rmq_spark.commitlog.half_store import HalfStore
 from rmq_spark.commitlog.ledger import Ledger
-from rmq_spark.commitlog.log import CommitLog, split_by_verdict
+from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who
 from rmq_spark.commitlog.placing import Open, Placer
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet

@@ -1,0 +1,91 @@
+"""The tables of a commit log on a store: made once, and opened by every process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from rmq_spark.commitlog import half as half_module
+from rmq_spark.commitlog import op as op_module
+from rmq_spark.commitlog.group_store import GROUPS_SCHEMA
+from rmq_spark.commitlog.half import HALF_SCHEMA
+from rmq_spark.commitlog.op import OP_SCHEMA
+from rmq_spark.commitlog.table import DeltaLogTable, Table
+from rmq_spark.commitlog.topics import TOPICS_SCHEMA
+from rmq_spark.config import QUEUES_DEFAULT
+from rmq_spark.errors import LogFormatError, NotACommitLogError
+
+FORMAT = 1
+"""The layout of the tables; a log of a newer one is not opened."""
+LOG_RETENTION = "1m"
+"""How long Delta's own log entries stay: nothing here needs them, and commits slow down with their number."""
+
+OF_REPLACED_FILES = {
+    # Of op and groups, which replace their own files all the time: their tombstones would make every checkpoint long
+    # for a week. And with few live files a checkpoint is cheap, where a cold start reads every entry after it.
+    "delta.deletedFileRetentionDuration": "interval 5 minutes",
+    "delta.checkpointInterval": "25",
+}
+
+
+class Opened(NamedTuple):
+    """The tables of a commit log, and how many queues a topic has that is made without a number of its own."""
+
+    half: Table
+    op: Table
+    topics: Table
+    default_queues: int
+
+
+def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | None, retention_s: int) -> None:
+    settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
+    half_settings = {"delta.dataSkippingStatsColumns": ",".join(half_module.STATS_COLUMNS)}
+    op_settings = {
+        "delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS),
+        **OF_REPLACED_FILES,
+    }
+    # topics comes last: it carries the format, so a log that a crash left half-made is not opened, but made again.
+    for name, schema, more in (
+        ("half", HALF_SCHEMA, half_settings),
+        ("op", OP_SCHEMA, op_settings),
+        ("topics", TOPICS_SCHEMA, {"txmq.format": str(FORMAT), "txmq.queues": str(queues)}),
+    ):
+        DeltaLogTable.create(f"{where}/{name}", name, schema, storage_options, {**settings, **more})
+
+
+def open_tables(where: str, storage_options: Mapping[str, str] | None) -> Opened:
+    """The tables of the commit log at a place; ``half`` opens in the background."""
+    if not DeltaLogTable.exists(f"{where}/topics", storage_options):
+        raise NotACommitLogError(
+            f"{where} is not a commit log (it has no table 'topics'); make one with CommitLog.create({where!r})"
+        )
+    topics, half, op = (
+        DeltaLogTable(f"{where}/{name}", name, schema, storage_options)
+        for name, schema in (("topics", TOPICS_SCHEMA), ("half", HALF_SCHEMA), ("op", OP_SCHEMA))
+    )
+    configuration = topics.configuration
+    found = configuration.get("txmq.format")
+    if found is None:
+        raise NotACommitLogError(f"{where} is not a commit log: its table 'topics' has no property txmq.format")
+    if not found.isdigit() or int(found) > FORMAT:
+        raise LogFormatError(
+            f"{where} has format {found}, this version of rmq_spark knows formats up to {FORMAT}: upgrade rmq_spark"
+        )
+    op.wait_until_open()
+    queues = int(configuration.get("txmq.queues", QUEUES_DEFAULT))
+    return Opened(half, op, topics, queues)
+
+
+def has_groups(where: str, storage_options: Mapping[str, str] | None) -> bool:
+    """Whether a consumer group has ever made the table ``groups``."""
+    return DeltaLogTable.exists(f"{where}/groups", storage_options)
+
+
+def open_groups(where: str, storage_options: Mapping[str, str] | None, half: Table) -> Table:
+    """The table ``groups``, which is made when it is first needed."""
+    path = f"{where}/groups"
+    if not has_groups(where, storage_options):
+        retention = half.configuration.get("delta.logRetentionDuration", f"interval {LOG_RETENTION}")  # type: ignore[attr-defined]
+        settings = {"delta.appendOnly": "false", "delta.logRetentionDuration": retention, **OF_REPLACED_FILES}
+        DeltaLogTable.create(path, "groups", GROUPS_SCHEMA, storage_options, settings)
+    return DeltaLogTable(path, "groups", GROUPS_SCHEMA, storage_options)
