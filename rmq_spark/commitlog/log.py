@@ -11,9 +11,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog import maintenance, overview
 from rmq_spark.commitlog import repair as repair_module
 from rmq_spark.commitlog.asked import half_batch_of
 from rmq_spark.commitlog.follow import Tails
@@ -22,7 +21,7 @@ from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, check_kno
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.ledger import Ledger, Placed
 from rmq_spark.commitlog.location import location
-from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who
+from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.opening import LOG_RETENTION, create_tables, has_groups, open_groups, open_tables
 from rmq_spark.commitlog.reading import read_messages, walk_placements
 from rmq_spark.commitlog.repair import RepairReport
@@ -41,7 +40,7 @@ from rmq_spark.errors import (
     CommitLogExistsError,
     OptionError,
 )
-from rmq_spark.message import TIMESTAMP, check_topic
+from rmq_spark.message import check_topic
 from rmq_spark.redaction import redacted, remember, traceback_of
 from rmq_spark.transaction import HalfBatch, LocalTransactionState
 
@@ -49,20 +48,6 @@ if TYPE_CHECKING:
     pass
 
 logger = logging.getLogger(__name__)
-
-PENDING_SCHEMA = pa.schema(
-    [
-        ("half_id", pa.string()),
-        ("app_id", pa.string()),
-        ("batch_id", pa.int64()),
-        ("producer_group", pa.string()),
-        ("attempt", pa.int32()),
-        ("messages", pa.int64()),
-        ("check_times", pa.int32()),
-        ("prepared_at", TIMESTAMP),
-        ("lease_until", TIMESTAMP),
-    ]
-)
 
 
 class CommitLog:
@@ -342,15 +327,7 @@ class CommitLog:
         """Those of these half batches that a listener may be asked about again: what is pending, what was ever
         quarantined, in conflict or decided by the discard policy, and the last one of each application, which a
         restart replays."""
-        guessed = pc.field("kind").isin([Kind.QUARANTINE.value, Kind.CONFLICT.value])
-        found = {*self.open_half_ids(), *self._ids_in_op(guessed | (pc.field("decided_by") == Who.DISCARD.value))}
-        with self.lock:
-            self.half.table.refresh()
-            for half_id in half_ids:
-                app_id, _, batch_id = half_id.rpartition(":")
-                if str(self.half.table.transaction_version(app_id)) == batch_id:
-                    found.add(half_id)
-        return found.intersection(half_ids)
+        return overview.unsettled(self, half_ids)
 
     def pending(self) -> pa.Table:
         """Half batches with pending messages, a row per attempt, oldest first.
@@ -361,71 +338,20 @@ class CommitLog:
             ``half_id, app_id, batch_id, producer_group, attempt, messages`` (pending ones), ``check_times``,
             ``prepared_at`` and ``lease_until`` (UTC).
         """
-        rows = [
-            self._summary(r, s, a, RowState.PENDING)
-            for r, s in self.open_batches()
-            for a in s.attempts(RowState.PENDING)
-        ]
-        return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
+        return overview.pending(self)
 
     def open_messages(self) -> dict[tuple[str, int], tuple[int, int]]:
         """By (topic, queue_id): how many messages are pending, and how many are committed but wait for their time or
         for an earlier one of their sharding key."""
-        batches = {record.half_id: (record, state) for record, state in self.open_batches()}
-        for half_id in set(self.ledger.waiting).difference(batches):
-            record = self.get(half_id)
-            batches[half_id] = (record, self.state_of(record))
-        found: dict[tuple[str, int], tuple[int, int]] = {}
-        for record, state in batches.values():
-            for file_no, file in record.files.items():
-                for segment in file.segments:
-                    states = state.files[file_no].state[segment.first : segment.last + 1]
-                    queue = (segment.topic, segment.queue_id)
-                    pending, waiting = found.get(queue, (0, 0))
-                    found[queue] = (
-                        pending + states.count(RowState.PENDING),
-                        waiting + states.count(RowState.DECIDED),
-                    )
-        return found
+        return overview.open_messages(self)
 
     def quarantined(self) -> pa.Table:
         """Half batches with quarantined messages, with the columns of :meth:`pending`."""
-        rows = [
-            self._summary(record, state, attempt, RowState.QUARANTINED)
-            for record, state in self._with_kind(Kind.QUARANTINE)
-            for attempt in state.attempts(RowState.QUARANTINED)
-        ]
-        return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
+        return overview.quarantined(self)
 
     def conflicts(self) -> list[str]:
         """Half batches with a verdict that came too late and that no person has resolved yet."""
-        return [record.half_id for record, state in self._with_kind(Kind.CONFLICT) if state.in_conflict]
-
-    def _ids_in_op(self, where: pc.Expression) -> list[str]:
-        with self.lock:
-            self.ledger.refresh()
-            paths = self.op.actions()["path"].to_pylist()
-        found: list[str] = pc.unique(self.op.read(paths, ["half_id"], where)["half_id"]).to_pylist()
-        return found
-
-    def _with_kind(self, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
-        for half_id in self._ids_in_op(pc.field("kind") == kind.value):
-            record = self.get(half_id)
-            yield record, self.state_of(record)
-
-    def _summary(self, record: HalfRecord, state: BatchState, attempt: int, wanted: RowState) -> dict[str, object]:
-        rows = state.rows_in((wanted,), attempt)
-        return {
-            "half_id": record.half_id,
-            "app_id": record.header.app_id,
-            "batch_id": record.header.batch_id,
-            "producer_group": record.header.producer_group,
-            "attempt": attempt,
-            "messages": rows.count,
-            "check_times": state.check_times(rows),
-            "prepared_at": record.prepared_at,
-            "lease_until": state.lease_until,
-        }
+        return overview.conflicts(self)
 
     def resolve(self, half_id: str, verdict: LocalTransactionState, reason: str) -> list[Placed]:
         """A person's verdict on what is pending, quarantined or in conflict in a half batch.
