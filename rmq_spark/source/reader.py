@@ -58,6 +58,8 @@ BATCH_ROWS_MIN = 8_192
 """Smaller pieces (of small half batches) are put together before they go to Spark."""
 BATCH_BYTES_MAX = 32 * 1024 * 1024
 """An Arrow batch is cut when it holds more: Spark copies batches whole."""
+SUSPENDED_WAIT_S_MAX = 60.0
+"""``availableNow`` waits so long for a suspended queue. Spark waits meanwhile, and cannot stop the query."""
 
 
 @dataclass(frozen=True)
@@ -215,27 +217,44 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         A queue that an orderly consumer has suspended stays where it is, while the others go on. When its moment is
         over, the next micro-batch reads it again from the message that was not consumed.
         """
+        latest = self._latest()
+        before, answered = self._known(start)
+        begin = self.planner.checked_start(before, latest)
+        suspended = self._suspended(begin, answered)
+        self.planner.forget({**begin, **{queue: offset for queue, (offset, _) in suspended.items()}})
+        end = admit(begin, {**latest, **{queue: begin[queue] for queue in suspended}}, _rows_max(limit))
+        again = self._read_again(suspended, or_end=self._stop_at is not None and end == begin)
+        return start if end == before and not again else to_json(end, again, self.planner.log.id)
+
+    def _latest(self) -> Positions:
+        """Where the log ends, or where it stood when ``availableNow`` began."""
         group = self._progress()
         if group is not None:
             group.place_due()
         latest = self.planner.latest()
-        if self._stop_at is not None:
-            latest = self._stop_at
-        before, answered = self._known(start)
-        begin = self.planner.checked_start(before, latest)
-        suspended: Again = {}
-        if group is not None:
-            group.publish(begin, answered)
-            suspended = group.suspended(begin)
-        self.planner.forget({**begin, **{queue: offset for queue, (offset, _) in suspended.items()}})
-        end = admit(begin, {**latest, **{queue: begin[queue] for queue in suspended}}, _rows_max(limit))
+        return latest if self._stop_at is None else self._stop_at
+
+    def _suspended(self, begin: Positions, answered: Again) -> Again:
+        """Publish what Spark has done; returns the queues that an orderly consumer has suspended."""
+        group = self._progress()
+        if group is None:
+            return {}
+        group.publish(begin, answered)
+        return group.suspended(begin)
+
+    def _read_again(self, suspended: Again, or_end: bool) -> Again:
+        """The queues whose suspension is over. ``or_end``: without one the query ends, so one that is over soon is
+        waited for; a later one is left to the next run."""
         machine = self.planner.log.machine
         again = due(suspended, machine.now())
-        if self._stop_at is not None and suspended and not again and end == begin:
-            # Or the query would end, with messages that are not consumed.
-            machine.sleep(seconds_to_wait(suspended, machine.now()))
-            again = due(suspended, machine.now())
-        return start if end == before and not again else to_json(end, again, self.planner.log.id)
+        if again or not suspended or not or_end:
+            return again
+        wait_s = seconds_to_wait(suspended, machine.now())
+        if wait_s > SUSPENDED_WAIT_S_MAX:
+            logger.warning("the query ends while queues are suspended for %.0f s more: %s", wait_s, sorted(suspended))
+            return {}
+        machine.sleep(wait_s)
+        return due(suspended, machine.now())
 
     def reportLatestOffset(self) -> JsonOffsets | None:
         """How far the log reached when it was last looked at, for the progress report."""

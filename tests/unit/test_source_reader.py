@@ -494,6 +494,17 @@ def test_available_now_waits_for_a_suspended_queue(log: CommitLog) -> None:
     assert offsets_of(reader, first, second) == {1: [1]}
 
 
+def test_available_now_does_not_wait_for_hours(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
+    send(log, 0, 6)
+    reader = stream(log, startingOffsets="earliest", consumerGroup="points")
+    reader.prepareForTriggerAvailableNow()
+    first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    later = datetime.now(timezone.utc) + timedelta(hours=1)
+    log.groups.progress("points", {("orders", 1): 1}, "an orderly consumer", {("orders", 1): later})
+    assert reader.latestOffset(first, ReadAllAvailable()) == first
+    assert "the query ends while queues are suspended for 3600 s more: [('orders', 1)]" in caplog.text
+
+
 @pytest.mark.parametrize(
     "wrong", [3, {"orders": 1}, {'["orders", 0]': 1}, {'["orders", 0, 1e99]': 1}, {'["o", 0, 1]': -1}]
 )
