@@ -117,8 +117,8 @@ def conflicts(path: LogPath, as_json: AsJson = False, storage: Storage = None) -
                 "messages": record.rows,
                 "prepared_at": record.prepared_at,
                 "history": [
-                    f"{h['kind']} by {h['who']} (attempt {h['attempt']}, {h['when']})"
-                    for h in log.state_of(record).history
+                    f"{row.kind} by {row.decided_by} (attempt {row.attempt or 1}, {row.op_time})"
+                    for row in log.state_of(record).history
                 ],
             }
         )

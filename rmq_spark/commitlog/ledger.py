@@ -211,7 +211,7 @@ class Ledger:
                 self.refresh()
             state = record.fresh_state()
             for row in self.rows_of(record).to_pylist():
-                state.fold(row)
+                state.fold(OpRow.of(row))
             return state
 
     def prepared(self) -> dict[str, Prepared]:
@@ -374,7 +374,7 @@ class Ledger:
             return _with_offsets(rows, self.tails)
         now = self.machine.now()
         for row in rows:
-            state.fold(row.as_read(self._op_time))
+            state.fold(replace(row, op_time=self._op_time))
         pieces = self._placer.placeable([*self._others(record, now), Open(record, state)], now)
         commits = [(r.half_id, r.file_no, r.ranges, r.attempt) for r in rows if r.kind is Kind.COMMIT]
         if [(p.record.half_id, p.file_no, p.ranges, p.attempt) for p in pieces] == commits:  # nobody waits: a row each
@@ -653,11 +653,11 @@ def _against(state: BatchState, rows: RowSet, attempt: int, verdict: LocalTransa
 
 
 def _too_late(state: BatchState, against: RowSet, attempt: int, verdict: LocalTransactionState) -> VerdictConflictError:
-    kind = "rollback" if verdict is COMMIT_MESSAGE else "commit"
-    first = next((h for h in state.history if h["kind"] == kind and h["attempt"] == attempt), {})
+    kind = Kind.ROLLBACK if verdict is COMMIT_MESSAGE else Kind.COMMIT
+    first = next((row for row in state.history if row.kind is kind and (row.attempt or 1) == attempt), OpRow(kind))
     return VerdictConflictError(
         f"{verdict} for {against.count} messages of half batch {state.half_id!r}, attempt {attempt}, comes too "
-        f"late: {first.get('kind')} by {first.get('who')} at {first.get('when')} is final. "
+        f"late: {first.kind} by {first.decided_by} at {first.op_time} is final. "
         "Find out which is true, then log.resolve(half_id, verdict, reason=…)",
         verdict=str(verdict),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -99,7 +99,7 @@ SETTLING = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE)
 
 @dataclass(frozen=True)
 class OpRow:
-    """A row of ``op`` before it gets its version, time and commit id. See :data:`OP_SCHEMA`."""
+    """A row of ``op``, without its version and commit id. See :data:`OP_SCHEMA`."""
 
     kind: Kind
     half_id: str | None = None
@@ -121,11 +121,35 @@ class OpRow:
     low_water: int | None = None
     since_version: int | None = None
     tails: Mapping[tuple[str, int], int] | None = None
+    op_time: datetime | None = None
+    """None until it is written: the rows of a commit share one."""
 
-    def as_read(self, op_time: datetime) -> dict[str, object]:
-        """The row as it will come out of the table, for :meth:`BatchState.fold`."""
-        ranges = None if self.ranges is None else [{"first": a, "last": b} for a, b in self.ranges]
-        return {**vars(self), "ranges": ranges, "op_time": op_time}
+    @classmethod
+    def of(cls, read: Mapping[str, Any]) -> OpRow:
+        """A row of one half batch, as it comes out of the table.
+
+        Raises
+        ------
+        CorruptLogError
+            When it has a word or ranges that rmq_spark never writes.
+        """
+        half_id, who = read["half_id"], read["decided_by"]
+        return cls(
+            kind=_known(Kind, read["kind"], half_id),
+            half_id=half_id,
+            file_no=read["file_no"],
+            ranges=ranges_of(read["ranges"]),
+            count=read["count"],
+            attempt=read["attempt"],
+            decided_by=None if who is None else _known(Who, who, half_id),
+            reason=read["reason"],
+            topic=read["topic"],
+            queue_id=read["queue_id"],
+            queue_offset=read["queue_offset"],
+            until=read["until"],
+            verdict=read["verdict"],
+            op_time=read["op_time"],
+        )
 
 
 def to_table(rows: Sequence[OpRow], version: int, op_time: datetime, commit_id: str) -> pa.Table:
@@ -241,84 +265,72 @@ class BatchState:
         self.files = dict(sorted(files.items()))
         self.lease_until: datetime | None = None
         self.opened_at: dict[int, datetime] = {}  # attempt → when it was reopened
-        self.history: list[dict[str, object]] = []  # decisions, for the words of an error
+        self.history: list[OpRow] = []  # what settled or reopened rows, in its order
 
     def leased(self, now: datetime) -> bool:
         """True while a local transaction is known to run. A lease that ends far in the future is a wrong clock's."""
         return self.lease_until is not None and now < self.lease_until <= now + timedelta(seconds=LEASE_S_MAX)
 
-    def fold(self, row: Mapping[str, object]) -> None:
+    def fold(self, row: OpRow) -> None:
         """Apply one op row of this half batch (rows come in version order).
 
         Raises
         ------
         CorruptLogError
-            When the row is of an unknown kind, or names files or rows that the half batch does not have.
+            When the row names files or rows that the half batch does not have, or has no attempt or time that can be.
         """
-        kind = _known(Kind, row["kind"], self.half_id)
-        if kind is Kind.LEASE:
-            self.lease_until = row["until"]  # type: ignore[assignment]
+        if row.kind is Kind.LEASE:
+            self.lease_until = row.until
             return
-        if kind in (Kind.MARK, Kind.RELOCATE):
+        if row.kind in (Kind.MARK, Kind.RELOCATE):
             return
-        who = _known(Who, row["decided_by"], self.half_id) if row["decided_by"] is not None else None
-        attempt = int(row["attempt"] or 1)  # type: ignore[call-overload]
-        if not 1 <= attempt <= ATTEMPTS_MAX:
-            raise CorruptLogError(f"an op row of half batch {self.half_id!r} has the attempt {attempt}")
-        if kind is Kind.CONFLICT:
-            # Without an attempt it is the end of the conflict: a person has resolved it.
-            mark = b"\x00" if row["attempt"] is None else b"\x01"
-            for file, first, last in self._spans(row):
-                file.conflict[first:last] = mark * (last - first)
-            return
-        if kind is not Kind.CHECK:
-            self.history.append(
-                {
-                    "kind": str(kind),
-                    "who": str(who),
-                    "when": row["op_time"],
-                    "attempt": attempt,
-                    "reason": row["reason"],
-                }
-            )
-        if kind is Kind.REOPEN:
-            self.opened_at[attempt] = row["op_time"]  # type: ignore[assignment]
+        attempt, when = row.attempt or 1, row.op_time
+        if not 1 <= attempt <= ATTEMPTS_MAX or when is None:
+            raise CorruptLogError(f"an op row of half batch {self.half_id!r} has the attempt {attempt} and time {when}")
         spans = list(self._spans(row))
-        named = sum(last - first for _, first, last in spans)
-        if named != row["count"]:
+        if row.kind is Kind.CONFLICT:
+            # Without an attempt it is the end of the conflict: a person has resolved it.
+            mark = b"\x00" if row.attempt is None else b"\x01"
+            for file, first, end in spans:
+                file.conflict[first:end] = mark * (end - first)
+            return
+        named = sum(end - first for _, first, end in spans)
+        if named != row.count:
             raise CorruptLogError(
-                f"an op row of half batch {self.half_id!r} names {named} rows, but counts {row['count']}"
+                f"an op row of half batch {self.half_id!r} names {named} rows, but counts {row.count}"
             )
-        for file, first, last in spans:
-            rows = last - first
-            if kind is Kind.CHECK:
-                file.checks[first:last] = file.checks[first:last].translate(_PLUS_ONE)
-            elif kind is Kind.REOPEN:
-                file.state[first:last] = bytes(rows)
-                file.attempt[first:last] = bytes([attempt]) * rows
-                file.checks[first:last] = bytes(rows)
-                file.reopened.append((first, last, row["op_time"]))  # type: ignore[arg-type]
+        if row.kind is not Kind.CHECK:
+            self.history.append(row)
+        if row.kind is Kind.REOPEN:
+            self.opened_at[attempt] = when
+        for file, first, end in spans:
+            rows = end - first
+            if row.kind is Kind.CHECK:
+                file.checks[first:end] = file.checks[first:end].translate(_PLUS_ONE)
+            elif row.kind is Kind.REOPEN:
+                file.state[first:end] = bytes(rows)
+                file.attempt[first:end] = bytes([attempt]) * rows
+                file.checks[first:end] = bytes(rows)
+                file.reopened.append((first, end, when))
             else:
-                if kind is Kind.COMMIT and row["until"] is not None:
-                    file.due.append((first, last, row["until"]))  # type: ignore[arg-type]
-                file.state[first:last] = bytes([_after(kind, who, row)]) * rows
+                if row.kind is Kind.COMMIT and row.until is not None:
+                    file.due.append((first, end, row.until))
+                file.state[first:end] = bytes([_after(row)]) * rows
 
-    def _spans(self, row: Mapping[str, object]) -> Iterator[tuple[FileState, int, int]]:
-        file_no = row["file_no"]
-        if file_no is None:
+    def _spans(self, row: OpRow) -> Iterator[tuple[FileState, int, int]]:
+        if row.file_no is None:
             files: Iterable[FileState] = self.files.values()
-        elif file_no in self.files:
-            files = (self.files[file_no],)
+        elif row.file_no in self.files:
+            files = (self.files[row.file_no],)
         else:
             raise CorruptLogError(
-                f"an op row names file {file_no} of half batch {self.half_id!r}, which has no such file"
+                f"an op row names file {row.file_no} of half batch {self.half_id!r}, which has no such file"
             )
-        ranges = ranges_of(row["ranges"])
         for file in files:
-            for first, last in ranges or ((0, file.rows - 1),):
+            for first, last in row.ranges or ((0, file.rows - 1),):
                 if last >= file.rows:
                     raise CorruptLogError(
-                        f"an op row names row {last} of file {file_no} of half batch {self.half_id!r}, "
+                        f"an op row names row {last} of file {row.file_no} of half batch {self.half_id!r}, "
                         f"which has {file.rows} rows"
                     )
                 yield file, first, last + 1
@@ -399,11 +411,12 @@ def _ones_at(*positions: int) -> bytes:
     return bytes(table)
 
 
-def _after(kind: Kind, who: Who | None, row: Mapping[str, object]) -> int:
-    if kind is Kind.QUARANTINE:
+def _after(row: OpRow) -> RowState:
+    """The state of the rows that a settling or placing row names."""
+    if row.kind is Kind.QUARANTINE:
         return RowState.QUARANTINED
-    if kind is Kind.PLACE:
+    if row.kind is Kind.PLACE:
         return RowState.COMMITTED
-    if kind is Kind.COMMIT:
-        return RowState.DECIDED if row["queue_offset"] is None else RowState.COMMITTED
-    return _STATE_AFTER_ROLLBACK[who or Who.EXECUTE]
+    if row.kind is Kind.COMMIT:
+        return RowState.DECIDED if row.queue_offset is None else RowState.COMMITTED
+    return _STATE_AFTER_ROLLBACK[row.decided_by or Who.EXECUTE]

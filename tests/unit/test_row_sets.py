@@ -169,7 +169,7 @@ def test_fold_does_to_ranges_what_the_model_does_to_rows(steps: list[tuple[objec
                 if 1 in m
             ]
         for row in to_table(rows, 1, NOW, "c").to_pylist():
-            state.fold(row)
+            state.fold(OpRow.of(row))
         for address, row_model in model.items():
             if named.get(address[0], bytes(99))[address[1]]:  # type: ignore[attr-defined]
                 apply(row_model, kind, who, attempt, placed)  # type: ignore[arg-type]
@@ -198,9 +198,9 @@ def test_a_conflict_ends_when_a_person_says_so() -> None:
         OpRow(Kind.CONFLICT, "h", count=20, decided_by=Who.ADMIN, verdict="COMMIT_MESSAGE"),
     ]
     late, end = to_table(rows, 1, NOW, "c").to_pylist()
-    state.fold(late)
+    state.fold(OpRow.of(late))
     assert state.in_conflict
-    state.fold(end)
+    state.fold(OpRow.of(end))
     assert not state.in_conflict
 
 
@@ -216,13 +216,14 @@ def test_a_conflict_ends_when_a_person_says_so() -> None:
         ({"ranges": [{"first": 2, "last": 1}]}, "ascend"),
         ({"ranges": []}, "empty"),
         ({"count": 6}, "counts 6"),
+        ({"op_time": None}, "time None"),
     ],
 )
 def test_an_op_row_that_contradicts_its_half_batch_changes_nothing(change: dict[str, object], words: str) -> None:
     row = to_table([OpRow(Kind.ROLLBACK, "h", 0, None, 7, 1, Who.EXECUTE)], 1, NOW, "c").to_pylist()[0]
     state = fresh()
     with pytest.raises(CorruptLogError, match=words):
-        state.fold({**row, **change})
+        state.fold(OpRow.of({**row, **change}))
     assert state.count(RowState.PENDING) == state.rows
 
 

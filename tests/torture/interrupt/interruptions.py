@@ -669,7 +669,7 @@ def followed(log: CommitLog, truth: Truth, who: str) -> list[str]:
 
 def _words(state: BatchState) -> object:
     rows = {n: (bytes(f.state), bytes(f.attempt), bytes(f.checks), f.due, f.reopened) for n, f in state.files.items()}
-    return rows, state.in_conflict, state.lease_until, [h["kind"] for h in state.history]
+    return rows, state.in_conflict, state.lease_until, [str(row.kind) for row in state.history]
 
 
 def finish(log: CommitLog) -> None:

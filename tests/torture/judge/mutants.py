@@ -1043,7 +1043,7 @@ def _marker_s_time() -> AbstractContextManager[None]:
 
     def said(batches: Iterable[Open]) -> Iterator[tuple[Open, Any]]:
         def early(batch: Open) -> Open:
-            said_ms = [int(h["when"].timestamp() * 1000) for h in batch.state.history]  # type: ignore[attr-defined]
+            said_ms = [int(row.op_time.timestamp() * 1000) for row in batch.state.history if row.op_time]
             sent_ms = min([batch.record.sent_ms, *said_ms[:1]])
             return replace(batch, record=replace(batch.record, sent_ms=sent_ms))
 
