@@ -62,7 +62,6 @@ class Kind(str, Enum):
     LEASE = "lease"
     CONFLICT = "conflict"
     MARK = "mark"
-    RELOCATE = "relocate"
 
     def __str__(self) -> str:
         return self.value
@@ -282,7 +281,7 @@ class BatchState:
         if row.kind is Kind.LEASE:
             self.lease_until = row.until
             return
-        if row.kind in (Kind.MARK, Kind.RELOCATE):
+        if row.kind is Kind.MARK:
             return
         attempt, when = row.attempt or 1, row.op_time
         if not 1 <= attempt <= ATTEMPTS_MAX or when is None:

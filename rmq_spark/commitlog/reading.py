@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.files import RowRange, arange, check_path
-from rmq_spark.commitlog.op import Kind, ranges_of
+from rmq_spark.commitlog.op import ranges_of
 from rmq_spark.commitlog.rows import ranges_count
 from rmq_spark.config import nearest, whole_number
 from rmq_spark.errors import CorruptLogError, OffsetError, OffsetOutOfRangeError, OptionError
@@ -132,8 +132,8 @@ def read_placements(op: Table, where: pc.Expression | None = None, since_version
 def walk_placements(
     op: Table, since_version: int = 0, above: int = 0, files_min: int = 16
 ) -> Iterator[tuple[pa.Table, int | None]]:
-    """The same rows, and ``relocate`` rows with them, from the newest op file backwards: a reader near the head of
-    its queues stops early, so its cost does not follow the age of the log.
+    """The same rows from the newest op file backwards: a reader near the head of its queues stops early, so its cost
+    does not follow the age of the log.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ def walk_placements(
         there are none, None when it is not known).
     """
     files = newest_files(op, since_version, above)
-    wanted = (_is_placement() & (pc.field("next_offset") > above)) | (pc.field("kind") == Kind.RELOCATE.value)
+    wanted = _is_placement() & (pc.field("next_offset") > above)
     step, at = files_min, 0
     while at < len(files):
         paths = [path for path, _ in files[at : at + step]]
@@ -181,23 +181,7 @@ def _is_placement() -> pc.Expression:
     return pc.field("queue_offset").is_valid()
 
 
-def relocations(rows: pa.Table) -> dict[tuple[str, int], str]:
-    """Where ``relocate`` rows say that half files lie now, by (half_id, file_no); the newest row counts.
-
-    They are hints, as the path in a placement is: a reader that finds no file there asks ``half``.
-    """
-    moved = rows.filter(pc.equal(rows["kind"], Kind.RELOCATE.value)).sort_by("version")
-    columns = moved.select(["half_id", "file_no", "path"]).to_pylist()
-    return {(r["half_id"], r["file_no"]): check_path(r["path"], "op") for r in columns}
-
-
-def read_relocations(op: Table, since_version: int) -> pa.Table:
-    """The ``relocate`` rows committed at this version of ``op`` or later."""
-    where = (pc.field("kind") == Kind.RELOCATE.value) & (pc.field("version") >= since_version)
-    return op.read([path for path, _ in newest_files(op, since_version)], PLACEMENT_COLUMNS, where)
-
-
-def placed_range(row: Mapping[str, Any], moved: Mapping[tuple[str, int], str]) -> PlacedRange:
+def placed_range(row: Mapping[str, Any]) -> PlacedRange:
     """One placement row as a range.
 
     Raises
@@ -216,8 +200,7 @@ def placed_range(row: Mapping[str, Any], moved: Mapping[tuple[str, int], str]) -
             f"op row of half batch {row['half_id']!r} at version {row['version']} places rows up to {ranges[-1][1]} of "
             f"{row['file_rows']} at offsets {row['queue_offset']} to {row['next_offset']}: it was changed by hand"
         )
-    path = moved.get((row["half_id"], row["file_no"]), row["path"])
-    rows = RowRange(check_path(path, "op"), row["half_id"], row["file_no"], row["file_rows"], ranges)
+    rows = RowRange(check_path(row["path"], "op"), row["half_id"], row["file_no"], row["file_rows"], ranges)
     return PlacedRange(rows, row["topic"], row["queue_id"], row["queue_offset"], row["attempt"],
                        row["transaction_per"], row["producer_group"], row["op_time"])  # fmt: skip
 
@@ -228,25 +211,17 @@ def select(
     queue_id: int,
     start: int,
     end: int,
-    moved: Mapping[tuple[str, int], str],
-    missing: list[tuple[int, int]] | None = None,
-) -> list[PlacedRange]:
-    """The ranges that hold offsets ``start`` (included) to ``end`` (excluded) of a queue, in offset order.
-
-    Parameters
-    ----------
-    missing : list, optional
-        Takes up the offsets (first, end) that the log does not hold, instead of an error.
+) -> tuple[list[PlacedRange], list[tuple[int, int]]]:
+    """The ranges that hold offsets ``start`` (included) to ``end`` (excluded) of a queue, in offset order; and the
+    offsets (first, end) that the log does not hold.
 
     Raises
     ------
-    OffsetOutOfRangeError
-        When the log does not hold all of them.
     CorruptLogError
         When an offset is placed twice.
     """
     if start >= end:
-        return []
+        return [], []
     of_queue = pc.and_(pc.equal(placements["topic"], topic), pc.equal(placements["queue_id"], queue_id))
     inside = pc.and_(pc.less(placements["queue_offset"], end), pc.greater(placements["next_offset"], start))
     rows = placements.filter(pc.and_(of_queue, inside)).sort_by("queue_offset")
@@ -254,7 +229,7 @@ def select(
     gaps: list[tuple[int, int]] = []
     position = start
     for row in rows.to_pylist():
-        whole = placed_range(row, moved)
+        whole = placed_range(row)
         if whole.queue_offset < position and found:
             raise CorruptLogError(f"offset {whole.queue_offset} of queue {queue_id} of topic {topic!r} is placed twice")
         if whole.queue_offset > position:
@@ -265,11 +240,7 @@ def select(
         position = stop
     if position < end:
         gaps.append((position, end))
-    if missing is not None:
-        missing.extend(gaps)
-    elif gaps:
-        raise OffsetOutOfRangeError(out_of_range(topic, queue_id, *gaps[0]))
-    return found
+    return found, gaps
 
 
 def out_of_range(topic: str, queue_id: int, start: int, end: int) -> str:
@@ -375,15 +346,16 @@ def read_messages(
         whole_number(limit, "limit", 0)
     lowest = min((start.get(q, 0) for q in range(queues)), default=0)
     placements = read_placements(op, pc.field("topic") == topic, above=lowest)
-    oldest = pc.min(placements["version"]).as_py() if placements.num_rows else op.version
-    moved = relocations(read_relocations(op, oldest))
     parts: list[pa.Table] = []
     left = limit
     for queue_id in range(queues):
         first, end = start.get(queue_id, 0), tails.get((topic, queue_id), 0)
         if left is not None and where is None:
             end = min(end, first + left)
-        for placed in select(placements, topic, queue_id, first, end, moved):
+        ranges, gaps = select(placements, topic, queue_id, first, end)
+        if gaps:
+            raise OffsetOutOfRangeError(out_of_range(topic, queue_id, *gaps[0]))
+        for placed in ranges:
             if left == 0:
                 break
             messages = _read_placed(half, placed, names, where).slice(0, left)

@@ -22,7 +22,6 @@ from rmq_spark.commitlog.reading import (
     PLACEMENT_COLUMNS,
     PlacedRange,
     out_of_range,
-    relocations,
     select,
 )
 from rmq_spark.errors import OffsetOutOfRangeError
@@ -174,12 +173,11 @@ class Planner:
         if not wanted:
             return []
         rows = self._covering(wanted, start)
-        moved = relocations(rows)
         found: list[PlacedRange] = []
         for (topic, queue_id), (first, stop) in wanted.items():
-            missing: list[tuple[int, int]] = []
-            found += select(rows, topic, queue_id, first, stop, moved, missing)
-            for gap in missing:
+            ranges, gaps = select(rows, topic, queue_id, first, stop)
+            found += ranges
+            for gap in gaps:
                 self._lost(out_of_range(topic, queue_id, *gap))
         return found
 
@@ -232,13 +230,7 @@ class Planner:
 
     @staticmethod
     def _above(rows: pa.Table, floor: Positions) -> pa.Table:
-        if rows.num_rows == 0:
-            return rows
-        # Rows that place nothing say where files have moved.
-        needed = pc.fill_null(pc.greater(rows["next_offset"], _lookup(rows, floor)), True)
-        kept = rows.filter(needed)
-        oldest = pc.min(kept.filter(pc.is_valid(kept["next_offset"]))["version"]).as_py()
-        return kept.slice(0, 0) if oldest is None else kept.filter(pc.greater_equal(kept["version"], oldest))
+        return rows.filter(pc.greater(rows["next_offset"], _lookup(rows, floor))) if rows.num_rows else rows
 
 
 def _lookup(rows: pa.Table, positions: Mapping[Queue, int]) -> pa.ChunkedArray:

@@ -301,7 +301,6 @@ def _odd_value(rng: random.Random, name: str, kind: pa.DataType, column: list[An
                 "lease",
                 "conflict",
                 "mark",
-                "relocate",
                 "",
                 "x",
             )

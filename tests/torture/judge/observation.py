@@ -79,7 +79,7 @@ def _half_row(row: Mapping[str, Any], time: float) -> Event:
 def _markers(row: Mapping[str, Any], files: Files) -> Iterator[Event]:
     """One event for every half row that an op row names."""
     half_id = row["half_id"]
-    if half_id is None or row["kind"] in ("mark", "relocate", "lease"):
+    if half_id is None or row["kind"] in ("mark", "lease"):
         return
     stored = files.get(half_id, {})
     chosen = sorted(stored) if row["file_no"] is None else [row["file_no"]]
