@@ -17,8 +17,9 @@ from rmq_spark.commitlog import repair as repair_module
 from rmq_spark.commitlog.asked import half_batch_of
 from rmq_spark.commitlog.follow import Tails
 from rmq_spark.commitlog.group_store import GroupStore
-from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, check_known
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
+from rmq_spark.commitlog.incoming import check_known
 from rmq_spark.commitlog.ledger import Ledger, Placed
 from rmq_spark.commitlog.location import location
 from rmq_spark.commitlog.op import BatchState, RowState, Who

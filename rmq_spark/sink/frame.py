@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rmq_spark.commitlog.half import check_columns, check_known
+from rmq_spark.commitlog.incoming import check_columns, check_known
 from rmq_spark.errors import MessageError
 from rmq_spark.message import INPUT_COLUMNS
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.half import check_known
+from rmq_spark.commitlog.incoming import check_known
 from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.reading import (
     PLACEMENT_COLUMNS,

@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 from rmq_spark.check import service as service_module
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import half as half_module
+from rmq_spark.commitlog import incoming, maintenance, placing
 from rmq_spark.commitlog import ledger as ledger_module
-from rmq_spark.commitlog import maintenance, placing
 from rmq_spark.commitlog import table as table_module
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.files import RowRange
@@ -1003,7 +1003,10 @@ def _reported_early() -> Iterator[None]:
     listener="fenced",
 )
 def _any_time() -> Iterator[None]:
-    with replaced((half_module, "_times", lambda table, name: half_module._column(table, name, TIMESTAMP))):
+    def unbounded(table: pa.Table, name: str) -> pa.ChunkedArray:
+        return incoming.column_of(table, name, TIMESTAMP)
+
+    with replaced((half_module, "times_of", unbounded), (incoming, "times_of", unbounded)):
         yield
 
 
