@@ -18,15 +18,15 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from rmq_spark.commitlog.files import DataFile, RowRange, read_range, write_table
 from rmq_spark.commitlog.group_store import GROUPS_SCHEMA
 from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA
-from rmq_spark.commitlog.table import Change, Clock, actions_schema, compare_and_set
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.machine import MACHINE, Machine
+from rmq_spark.storage.files import DataFile, RowRange, read_range, write_table
+from rmq_spark.storage.table import Change, Clock, actions_schema, compare_and_set
 
 __all__ = ["InMemoryCommitLog", "MemoryTable"]
 
@@ -103,7 +103,7 @@ class _SameClock:
 
 
 class MemoryTable:
-    """A :class:`rmq_spark.commitlog.table.Table` in memory. Handles made with :meth:`another` share the content."""
+    """A :class:`rmq_spark.storage.table.Table` in memory. Handles made with :meth:`another` share the content."""
 
     def __init__(
         self, name: str, schema: pa.Schema, machine: Machine = MACHINE, versions: _Versions | None = None

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from rmq_spark.commitlog.clock import StoreClock
 from rmq_spark.machine import Machine
+from rmq_spark.storage.clock import StoreClock
 from rmq_spark.testing import InMemoryCommitLog
 
 

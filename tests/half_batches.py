@@ -16,7 +16,7 @@ from rmq_spark.commitlog.ledger import Placed
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.rows import RowSet
-from rmq_spark.commitlog.table import Change
+from rmq_spark.storage.table import Change
 from rmq_spark.testing import InMemoryCommitLog
 
 APP = "app"

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    # Lazy: executors import rmq_spark.commitlog.files and must not load deltalake with it.
+    # Lazy: executors import rmq_spark.storage.files and must not load deltalake with it.
     if name == "CommitLog":
         from rmq_spark.commitlog.log import CommitLog
 

@@ -12,11 +12,11 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.location import is_uri
 from rmq_spark.commitlog.op import BatchState
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
-from rmq_spark.commitlog.table import DeltaLogTable
 from rmq_spark.config import CLOCK_SKEW_S_MAX, FROM_THE_FUTURE_AGE_S
+from rmq_spark.storage.location import is_uri
+from rmq_spark.storage.table import DeltaLogTable
 from rmq_spark.transaction import KEY, HalfBatch, LocalTransactionState
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.table import Change, Table
 from rmq_spark.errors import GroupInUseError
 from rmq_spark.message import TIMESTAMP, check_group
+from rmq_spark.storage.table import Change, Table
 
 GROUPS_SCHEMA = pa.schema(
     [

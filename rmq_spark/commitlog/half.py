@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
-from rmq_spark.commitlog.files import DataFile, arange, rows_of_half_file, write_table
 from rmq_spark.commitlog.incoming import (
     body_of,
     check_columns,
@@ -33,6 +32,7 @@ from rmq_spark.message import (
     TIMESTAMP,
     check_topic,
 )
+from rmq_spark.storage.files import DataFile, arange, rows_of_half_file, write_table
 
 HEADER_COLUMNS = [
     "half_id",
@@ -150,7 +150,7 @@ class HalfWriter:
     machine : Machine
         Whose clock says when messages are stored.
     write_file : callable, optional
-        In the place of :func:`~rmq_spark.commitlog.files.write_table`.
+        In the place of :func:`~rmq_spark.storage.files.write_table`.
     """
 
     header: HalfHeader

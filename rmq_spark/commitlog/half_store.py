@@ -11,12 +11,9 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.files import RowRange, check_path
 from rmq_spark.commitlog.half import HALF_SCHEMA, HEADER_COLUMNS, HalfFile, HalfHeader, Segment, half_id_of
 from rmq_spark.commitlog.op import BatchState, FileState
 from rmq_spark.commitlog.rows import RowSet
-from rmq_spark.commitlog.seal import check_count
-from rmq_spark.commitlog.table import Change, Table
 from rmq_spark.config import ORPHAN_AGE_S
 from rmq_spark.errors import (
     AlreadyPreparedError,
@@ -26,6 +23,9 @@ from rmq_spark.errors import (
     MessageError,
     StagedFilesTooOldError,
 )
+from rmq_spark.storage.files import RowRange, check_path
+from rmq_spark.storage.seal import check_count
+from rmq_spark.storage.table import Change, Table
 
 
 @dataclass(frozen=True)

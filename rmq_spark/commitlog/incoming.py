@@ -183,7 +183,7 @@ def keys_of(table: pa.Table) -> pa.ChunkedArray:
 
 
 def properties_of(table: pa.Table) -> pa.ChunkedArray:
-    """The properties, without RocketMQ's own."""
+    """The properties; none may have a name of RocketMQ's own."""
     column = column_of(table, "properties", PROPERTIES)
     if column.null_count == len(column):
         return column

@@ -27,10 +27,10 @@ from rmq_spark.commitlog.op import (
 )
 from rmq_spark.commitlog.placing import EPOCH, Open, Piece, Placer
 from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, ranges_count, runs
-from rmq_spark.commitlog.table import Change, Table
 from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.config import ATTEMPTS_MAX
 from rmq_spark.errors import StaleAttemptError, VerdictConflictError
+from rmq_spark.storage.table import Change, Table
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 
 HALF_IDS_KEPT = 10_000

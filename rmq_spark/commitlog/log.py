@@ -21,14 +21,11 @@ from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.incoming import check_known
 from rmq_spark.commitlog.ledger import Ledger, Placed
-from rmq_spark.commitlog.location import location
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.opening import LOG_RETENTION, create_tables, has_groups, open_groups, open_tables
 from rmq_spark.commitlog.reading import read_messages, walk_placements
 from rmq_spark.commitlog.repair import RepairReport
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
-from rmq_spark.commitlog.storage import check_put_if_absent, check_storage_options, reaching
-from rmq_spark.commitlog.table import DeltaLogTable, Table
 from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.config import (
     ORPHAN_AGE_S,
@@ -43,6 +40,9 @@ from rmq_spark.errors import (
 )
 from rmq_spark.message import check_topic
 from rmq_spark.redaction import redacted, remember, traceback_of
+from rmq_spark.storage.location import location
+from rmq_spark.storage.stores import check_put_if_absent, check_storage_options, reaching
+from rmq_spark.storage.table import DeltaLogTable, Table
 from rmq_spark.transaction import HalfBatch, LocalTransactionState
 
 if TYPE_CHECKING:

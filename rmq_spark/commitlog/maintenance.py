@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
 from rmq_spark.commitlog.op import STATS_COLUMNS
-from rmq_spark.commitlog.table import Change, Table
+from rmq_spark.storage.table import Change, Table
 
 OP_FILES_MAX = 64
 """So many small op files are merged into one: often enough that a cold start reads few files."""

@@ -10,10 +10,10 @@ from rmq_spark.commitlog import op as op_module
 from rmq_spark.commitlog.group_store import GROUPS_SCHEMA
 from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.op import OP_SCHEMA
-from rmq_spark.commitlog.table import DeltaLogTable, Table
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.errors import LogFormatError, NotACommitLogError
+from rmq_spark.storage.table import DeltaLogTable, Table
 
 FORMAT = 1
 """The layout of the tables; a log of a newer one is not opened."""

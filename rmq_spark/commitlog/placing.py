@@ -14,7 +14,6 @@ from datetime import datetime, timezone
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.files import arange, bytes_array
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.op import (
     BatchState,
@@ -24,6 +23,7 @@ from rmq_spark.commitlog.op import (
 from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, booleans_of, both, ranges_count, runs
 from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.message import TIMESTAMP
+from rmq_spark.storage.files import arange, bytes_array
 from rmq_spark.transaction import BATCH, KEY
 
 RECORDS_KEPT = 1_000

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.files import RowRange, arange, check_path
 from rmq_spark.commitlog.op import ranges_of
 from rmq_spark.commitlog.rows import ranges_count
 from rmq_spark.config import nearest, whole_number
@@ -21,11 +20,12 @@ from rmq_spark.errors import CorruptLogError, OffsetError, OffsetOutOfRangeError
 from rmq_spark.message import PROPERTIES, TIMESTAMP
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark.selector.tree import Filter
+from rmq_spark.storage.files import RowRange, arange, check_path
 from rmq_spark.transaction import BATCH, KEY, batch_transaction_id, transaction_ids
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.half_store import HalfStore
-    from rmq_spark.commitlog.table import Table
+    from rmq_spark.storage.table import Table
 
 SOURCE_SCHEMA = pa.schema(
     [

@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.half import HALF_SCHEMA, STATS_COLUMNS
 from rmq_spark.commitlog.op import Kind
-from rmq_spark.commitlog.table import Change, Table
 from rmq_spark.errors import CorruptLogError
+from rmq_spark.storage.table import Change, Table
 
 CONTENT = [name for name in HALF_SCHEMA.names if name not in ("born_timestamp", "store_timestamp")]
 """What two copies must share to be the same messages; the times are those of their staging."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.files import bytes_array
+from rmq_spark.storage.files import bytes_array
 
 Ranges = tuple[tuple[int, int], ...]
 """The first and the last row of each run of rows, ascending."""

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from rmq_spark.commitlog.table import Change, Table
 from rmq_spark.config import QUEUES_MAX, whole_number
 from rmq_spark.errors import TopicExistsError
 from rmq_spark.message import TIMESTAMP
+from rmq_spark.storage.table import Change, Table
 
 TOPICS_SCHEMA = pa.schema(
     [

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from rmq_spark.commitlog.files import filesystem
 from rmq_spark.commitlog.half import HalfFile, HalfWriter
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import DELAY_LEVELS_S, seconds, whole_number
@@ -26,6 +25,7 @@ from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.message import check_app_id, check_group
 from rmq_spark.sink.identity import Identity, identity_of
 from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.storage.files import filesystem
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

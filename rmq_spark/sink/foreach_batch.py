@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from rmq_spark.commitlog.files import filesystem
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, parse_duration
@@ -20,6 +19,7 @@ from rmq_spark.sink.frame import check_schema, topics_for
 from rmq_spark.sink.identity import identity_of, run_of
 from rmq_spark.sink.settings import check_transaction_per
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
+from rmq_spark.storage.files import filesystem
 from rmq_spark.transaction import BATCH, KEY
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rmq_spark.commitlog.files import filesystem
 from rmq_spark.errors import CheckpointMismatchError, OptionError
 from rmq_spark.redaction import cause_of
+from rmq_spark.storage.files import filesystem
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rmq_spark.commitlog.location import location
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, Options
 from rmq_spark.errors import ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
 from rmq_spark.message import check_group
+from rmq_spark.storage.location import location
 from rmq_spark.transaction import BATCH, KEY, MESSAGE
 
 SINK_OPTIONS = (

@@ -22,7 +22,6 @@ from pyspark.sql.datasource import (
     WriterCommitMessage,
 )
 
-from rmq_spark.commitlog.files import filesystem
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
 from rmq_spark.config import Options, parse_int
 from rmq_spark.errors import CheckpointMismatchError, NotACommitLogError, OptionError
@@ -31,6 +30,7 @@ from rmq_spark.message import check_app_id
 from rmq_spark.sink.frame import check_schema, topics_for
 from rmq_spark.sink.identity import read_checkpoint
 from rmq_spark.sink.settings import SinkSettings
+from rmq_spark.storage.files import filesystem
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from rmq_spark.commitlog.location import location
 from rmq_spark.config import Options
 from rmq_spark.errors import OptionError
 from rmq_spark.message import RETRY_PREFIX, check_group, check_topic
@@ -23,6 +22,7 @@ from rmq_spark.source.offsets import (
     parse_offsets,
     parse_timestamp,
 )
+from rmq_spark.storage.location import location
 
 
 @dataclass(frozen=True)

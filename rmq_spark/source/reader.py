@@ -22,7 +22,6 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from rmq_spark.commitlog.files import KEPT, RowRange, filesystem, read_range
 from rmq_spark.commitlog.reading import (
     PlacedRange,
     check_source_columns,
@@ -45,6 +44,7 @@ from rmq_spark.source.offsets import (
 )
 from rmq_spark.source.options import ReadOptions, read_options
 from rmq_spark.source.plan import Planner, admit, split
+from rmq_spark.storage.files import KEPT, RowRange, filesystem, read_range
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog

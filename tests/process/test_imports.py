@@ -15,7 +15,7 @@ LIGHT = (
     "import rmq_spark",
     "import rmq_spark; dir(rmq_spark); rmq_spark.Message; rmq_spark.COMMIT_MESSAGE; rmq_spark.TransactionListener",
     "import rmq_spark.commitlog",
-    "import rmq_spark.commitlog.files",
+    "import rmq_spark.storage.files",
     "import rmq_spark.commitlog.half",
     "import rmq_spark.commitlog.op",
     "import rmq_spark.commitlog.reading",

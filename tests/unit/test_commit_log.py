@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 import pytest
 
 from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog import table as table_module
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
@@ -31,6 +30,7 @@ from rmq_spark.errors import (
     TopicNotFoundError,
     VerdictConflictError,
 )
+from rmq_spark.storage import table as table_module
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, normalize_verdicts
 from tests.clocks import set_clock

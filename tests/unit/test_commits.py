@@ -16,12 +16,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rmq_spark.commitlog import table as table_module
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import STATS_COLUMNS, Kind, OpRow, RowState, Who, to_table
-from rmq_spark.commitlog.table import Change, DeltaLogTable, compare_and_set
 from rmq_spark.errors import AlreadyPreparedError, CommitError, LostCommitError, TopicExistsError
+from rmq_spark.storage import table as table_module
+from rmq_spark.storage.table import Change, DeltaLogTable, compare_and_set
 from rmq_spark.testing import MemoryTable
 from tests.half_batches import another, bodies, check_offsets, commit, header_of, make_log, pending, prepare
 

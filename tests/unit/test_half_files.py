@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rmq_spark.commitlog import files as files_module
-from rmq_spark.commitlog.files import RowRange, check_path, read_range
 from rmq_spark.commitlog.half import FOOTER_COLUMNS, HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfWriter
 from rmq_spark.errors import CorruptLogError, MessageError, TopicNotFoundError
 from rmq_spark.message import PROPERTIES
 from rmq_spark.selector import parse_selector
+from rmq_spark.storage import files as files_module
+from rmq_spark.storage.files import RowRange, check_path, read_range
 from tests.half_batches import header_of
 
 LOCAL = pafs.LocalFileSystem()

@@ -17,10 +17,10 @@ from rmq_spark.commitlog import log as log_module
 from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA, STATS_COLUMNS
-from rmq_spark.commitlog.seal import ENTRY_SEAL
-from rmq_spark.commitlog.table import Change, DeltaLogTable
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.errors import CorruptLogError, LogFormatError, NotACommitLogError, OptionError
+from rmq_spark.storage.seal import ENTRY_SEAL
+from rmq_spark.storage.table import Change, DeltaLogTable
 from tests.half_batches import another, bodies, check_offsets, commit, make_log, pending, prepare, roll_back
 
 

@@ -10,11 +10,11 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.files import filesystem
-from rmq_spark.commitlog.location import location
 from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import OptionError
 from rmq_spark.source.options import read_options
+from rmq_spark.storage.files import filesystem
+from rmq_spark.storage.location import location
 from tests.half_batches import commit, prepare
 
 TABLES = {"half", "op", "topics", "groups"}

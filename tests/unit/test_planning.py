@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.files import RowRange
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Kind, OpRow
 from rmq_spark.commitlog.reading import PlacedRange, out_of_range, to_messages
@@ -24,6 +23,7 @@ from rmq_spark.source import plan
 from rmq_spark.source.offsets import Positions
 from rmq_spark.source.options import Subscription, parse_tags, read_options
 from rmq_spark.source.plan import Planner, admit, split
+from rmq_spark.storage.files import RowRange
 from rmq_spark.transaction import message_ids, transaction_ids
 from tests.half_batches import another, make_log, prepare
 from tests.source_logs import decide, send

@@ -18,15 +18,15 @@ from rmq_spark import redaction
 from rmq_spark.check.job import run_job
 from rmq_spark.check.service import CheckService
 from rmq_spark.check.settings import JobSettings
-from rmq_spark.commitlog.files import filesystem
 from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.seal import reading
-from rmq_spark.commitlog.table import DeltaLogTable
 from rmq_spark.errors import LostFileError, OptionError, TxmqError, UnreadableFileError
 from rmq_spark.listener import TransactionListener, load_listener
 from rmq_spark.redaction import HIDDEN, TEXT_CHARS_MAX, redacted
 from rmq_spark.source.options import read_options
+from rmq_spark.storage.files import filesystem
+from rmq_spark.storage.seal import reading
+from rmq_spark.storage.table import DeltaLogTable
 from tests.half_batches import make_log
 from tests.unit.test_cli import txmq as run_txmq
 

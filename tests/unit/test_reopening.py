@@ -15,11 +15,11 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA, Who
-from rmq_spark.commitlog.table import DeltaLogTable
 from rmq_spark.config import Options
 from rmq_spark.errors import CorruptLogError, NotACommitLogError, StorageError, TxmqError, UnreachableStoreError
 from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
 from rmq_spark.sink.writers import TxmqStreamWriter, kept_log
+from rmq_spark.storage.table import DeltaLogTable
 from tests.half_batches import bodies, commit, make_log, pending, prepare
 
 

@@ -14,8 +14,8 @@ from rmq_spark.commitlog.half import HalfHeader, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.table import Change
 from rmq_spark.errors import CorruptLogError
+from rmq_spark.storage.table import Change
 from rmq_spark.transaction import COMMIT_MESSAGE
 from tests.half_batches import another, bodies, check_offsets, header_of, make_log, rewrite_half
 

@@ -13,8 +13,8 @@ import pytest
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.half import HalfFile, HalfWriter
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.table import STAGED_UNSEEN_S
 from rmq_spark.errors import LostFileError, LostStagedFileError
+from rmq_spark.storage.table import STAGED_UNSEEN_S
 from tests.clocks import Clock, set_clock
 from tests.half_batches import another, bodies, check_offsets, commit, header_of, make_log, prepare
 

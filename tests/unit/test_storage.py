@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.commitlog import storage
 from rmq_spark.errors import NotACommitLogError, OptionError, StorageError
+from rmq_spark.storage import stores
 
 
 @pytest.mark.parametrize("error", [OSError, NotACommitLogError])
@@ -16,7 +16,7 @@ def test_what_a_store_answers_is_one_line_without_the_values_of_secret_options(e
     options = {"AWS_SESSION_TOKEN": "a-token", "AWS_ACCESS_KEY_ID": "a-key", "AWS_REGION": "eu-central-1"}
     answer = "\x1b[31m↳\x1b[0m 403\n  ↳ ExpiredToken a-token of a-key in eu-central-1"
     expected = StorageError if error is OSError else NotACommitLogError
-    with pytest.raises(expected) as caught, storage.reaching("s3://shop/log", options):
+    with pytest.raises(expected) as caught, stores.reaching("s3://shop/log", options):
         raise error(answer)
     assert str(caught.value).endswith("403 ExpiredToken *** of *** in eu-central-1")
     assert "\n" not in str(caught.value)

@@ -21,13 +21,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from rmq_spark.commitlog.files import RowRange, read_range
 from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.reading import STORED_COLUMNS
-from rmq_spark.commitlog.table import DeltaLogTable
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.errors import TxmqError
+from rmq_spark.storage.files import RowRange, read_range
+from rmq_spark.storage.table import DeltaLogTable
 from tests.torture.damage.damaged_log import TABLES, RoundHadProblems, answers, build, changes, questions, right_answers
 from tests.torture.damage.ways import DAMAGES
 

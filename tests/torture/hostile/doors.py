@@ -20,7 +20,6 @@ import pyarrow as pa
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.check.settings import JobSettings
-from rmq_spark.commitlog.location import location
 from rmq_spark.config import (
     APP_ID_CHARS_MAX,
     BODY_BYTES_MAX,
@@ -45,6 +44,7 @@ from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
 from rmq_spark.source import SOURCE_OPTIONS
 from rmq_spark.source.offsets import from_json, parse_offsets, parse_timestamp, to_json
 from rmq_spark.source.options import ReadOptions, parse_tags, read_options
+from rmq_spark.storage.location import location
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import LocalTransactionState, decode_json
 from tests.torture.hostile.values import EDGES, anything, text

@@ -22,7 +22,6 @@ import pyarrow as pa
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.clock import StoreClock
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who
@@ -35,6 +34,7 @@ from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner
+from rmq_spark.storage.clock import StoreClock
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, LocalTransactionState
 from tests.half_batches import commit, header_of, merge_op_files, pending, prepare, roll_back, split
@@ -49,7 +49,8 @@ THREAD_S_MAX = 1.0
 CALLERS = 3
 """A place that is drawn is a line and so many lines that led to it, less one."""
 STATELESS = frozenset(
-    "commitlog/files.py commitlog/half.py commitlog/op.py commitlog/reading.py commitlog/seal.py commitlog/storage.py "
+    "storage/files.py storage/seal.py storage/stores.py commitlog/half.py commitlog/incoming.py commitlog/op.py "
+    "commitlog/reading.py commitlog/rows.py "
     "check/immunity.py check/policy.py check/report.py source/offsets.py source/options.py "
     "config.py errors.py listener.py message.py transaction.py".split()
 )

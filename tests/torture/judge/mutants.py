@@ -23,9 +23,7 @@ from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import incoming, maintenance, placing
 from rmq_spark.commitlog import ledger as ledger_module
-from rmq_spark.commitlog import table as table_module
 from rmq_spark.commitlog.asked import split_by_verdict
-from rmq_spark.commitlog.files import RowRange
 from rmq_spark.commitlog.follow import Followed
 from rmq_spark.commitlog.half import HalfHeader
 from rmq_spark.commitlog.half_store import HalfStore
@@ -34,11 +32,13 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who
 from rmq_spark.commitlog.placing import Open, Placer
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
-from rmq_spark.commitlog.table import Change
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.sink import two_phase
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.source.plan import Planner
+from rmq_spark.storage import table as table_module
+from rmq_spark.storage.files import RowRange
+from rmq_spark.storage.table import Change
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 from tests.torture.simulate import store

@@ -10,7 +10,7 @@ from deltalake import write_deltalake
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.table import Change
+from rmq_spark.storage.table import Change
 from tests.half_batches import commit, make_log, prepare, roll_back
 from tests.torture.judge.anomalies import AnomalyKind, find_anomalies, kinds_of
 from tests.torture.judge.history import FINAL, History, Kind

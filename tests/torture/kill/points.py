@@ -28,9 +28,9 @@ from rmq_spark.commitlog.half import HalfHeader
 from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
-from rmq_spark.commitlog.table import DeltaLogTable
 from rmq_spark.listeners.sql import STARTED, SqlTransactionListener, _Fence
 from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.storage.table import DeltaLogTable
 from rmq_spark.transaction import HalfBatch
 
 WORKER = ("half file torn", "half file written")

@@ -11,7 +11,7 @@ import pytest
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
-from rmq_spark.commitlog.table import DeltaLogTable
+from rmq_spark.storage.table import DeltaLogTable
 from tests.seeds import first_seed
 from tests.torture.judge.anomalies import AnomalyKind
 from tests.torture.kill import disks, programs

@@ -25,10 +25,10 @@ import rmq_spark as txmq
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.reading import stored_columns, to_messages
-from rmq_spark.commitlog.table import Change
 from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptError, VerdictConflictError
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner, admit
+from rmq_spark.storage.table import Change
 from tests.half_batches import prepare
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_messages

@@ -17,11 +17,11 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.commitlog import storage
-from rmq_spark.commitlog.files import filesystem
 from rmq_spark.commitlog.half import HalfWriter
-from rmq_spark.commitlog.storage import PROBE
 from rmq_spark.errors import CommitLogExistsError, LostStagedFileError, NotACommitLogError, StorageError
+from rmq_spark.storage import stores
+from rmq_spark.storage.files import filesystem
+from rmq_spark.storage.stores import PROBE
 from tests.half_batches import another, bodies, commit, header_of, prepare
 from tests.torture.s3.proxy import proxy
 from tests.torture.s3.server import S3Server
@@ -44,7 +44,7 @@ class Told(txmq.TransactionListener):
 
 # ---------------------------------------------------------------- what the server must be like
 def test_of_writers_that_come_at_once_the_server_lets_one_create_a_table(s3: S3Server, uri: str) -> None:
-    claims = [storage._claims(f"{uri}/{i}", s3.storage_options()) for i in range(20)]
+    claims = [stores._claims(f"{uri}/{i}", s3.storage_options()) for i in range(20)]
     assert [c.count(True) for c in claims] == [1] * len(claims)
     assert any(False in c for c in claims), "no two came to the same put"
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import Who
-from rmq_spark.commitlog.table import Change
+from rmq_spark.storage.table import Change
 from rmq_spark.testing import InMemoryCommitLog
 from tests.clocks import on_a_machine
 from tests.half_batches import another, pending, split

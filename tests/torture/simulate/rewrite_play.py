@@ -10,7 +10,7 @@ import pyarrow as pa
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.table import Change
+from rmq_spark.storage.table import Change
 from rmq_spark.testing import InMemoryCommitLog
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, History, Kind, Phase, payload_hash

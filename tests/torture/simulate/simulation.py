@@ -30,7 +30,6 @@ from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, RowState
 from rmq_spark.commitlog.reading import stored_columns, to_messages
-from rmq_spark.commitlog.table import STAGED_UNSEEN_S, Change
 from rmq_spark.errors import (
     CheckpointMismatchError,
     ClockError,
@@ -50,6 +49,7 @@ from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner, admit
+from rmq_spark.storage.table import STAGED_UNSEEN_S, Change
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Event, History, Kind, Phase, payload_hash

@@ -14,11 +14,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.files import DataFile, RowRange, column_stats
-from rmq_spark.commitlog.table import Change, Clock, actions_schema, compare_and_set
 from rmq_spark.config import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import ClockError, CorruptLogError
 from rmq_spark.machine import Machine
+from rmq_spark.storage.files import DataFile, RowRange, column_stats
+from rmq_spark.storage.table import Change, Clock, actions_schema, compare_and_set
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.simulate.scheduler import Scheduler
 
@@ -157,7 +157,7 @@ class SimulatedClock:
 
 
 class SimulatedTable:
-    """A ``rmq_spark.commitlog.table.Table`` on a store with weather: one handle of one process."""
+    """A ``rmq_spark.storage.table.Table`` on a store with weather: one handle of one process."""
 
     def __init__(
         self,

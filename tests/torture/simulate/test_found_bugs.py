@@ -8,10 +8,10 @@ import pytest
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.table import Change
 from rmq_spark.errors import LostFileError
 from rmq_spark.listener import TransactionListener, Verdicts
 from rmq_spark.machine import Machine
+from rmq_spark.storage.table import Change
 from rmq_spark.testing import InMemoryCommitLog, MemoryTable
 from rmq_spark.transaction import UNKNOWN, HalfBatch
 from tests.clocks import set_clock

@@ -19,10 +19,10 @@ from rmq_spark.commitlog.ledger import Placed
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA, Who
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
-from rmq_spark.commitlog.table import Change
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.machine import Machine
+from rmq_spark.storage.table import Change
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.simulate import store

@@ -17,10 +17,10 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from rmq_spark.commitlog.seal import check_groups, check_seal, reading, seal
 from rmq_spark.errors import CorruptLogError, OptionError
 from rmq_spark.redaction import cause_of
 from rmq_spark.selector.tree import Filter
+from rmq_spark.storage.seal import check_groups, check_seal, reading, seal
 
 ROW_GROUP_ROWS = 65_536
 """Rows of a Parquet row group: what a reader of a short offset range must read at least."""

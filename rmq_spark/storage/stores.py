@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from uuid import uuid4
 
-from rmq_spark.commitlog.answers import plainly
-from rmq_spark.commitlog.location import is_uri
-from rmq_spark.commitlog.table import claim_table, remove_table
 from rmq_spark.errors import NotACommitLogError, OptionError, StorageError
 from rmq_spark.redaction import traceback_of
+from rmq_spark.storage.answers import plainly
+from rmq_spark.storage.location import is_uri
+from rmq_spark.storage.table import claim_table, remove_table
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,22 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 
-from rmq_spark.commitlog.answers import asking, plainly
-from rmq_spark.commitlog.clock import StoreClock
-from rmq_spark.commitlog.files import DataFile, RowRange, check_path, filesystem, read_range, write_table
-from rmq_spark.commitlog.seal import (
+from rmq_spark.errors import (
+    CommitError,
+    CorruptLogError,
+    LogFormatError,
+    LostCommitError,
+    LostFileError,
+    LostStagedFileError,
+    NotACommitLogError,
+    TxmqError,
+)
+from rmq_spark.machine import MACHINE, Machine
+from rmq_spark.redaction import cause_of, redacted
+from rmq_spark.storage.answers import asking, plainly
+from rmq_spark.storage.clock import StoreClock
+from rmq_spark.storage.files import DataFile, RowRange, check_path, filesystem, read_range, write_table
+from rmq_spark.storage.seal import (
     ENTRY_SEAL,
     added,
     check_bounds,
@@ -40,18 +52,6 @@ from rmq_spark.commitlog.seal import (
     removed,
     transaction,
 )
-from rmq_spark.errors import (
-    CommitError,
-    CorruptLogError,
-    LogFormatError,
-    LostCommitError,
-    LostFileError,
-    LostStagedFileError,
-    NotACommitLogError,
-    TxmqError,
-)
-from rmq_spark.machine import MACHINE, Machine
-from rmq_spark.redaction import cause_of, redacted
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Change:
 
 
 class Clock(Protocol):
-    """:class:`rmq_spark.commitlog.clock.StoreClock`, or its twin."""
+    """:class:`rmq_spark.storage.clock.StoreClock`, or its twin."""
 
     def check(self) -> None:
         """Raise ClockError when the writer's clock is too far from the store's."""
