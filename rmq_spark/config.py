@@ -137,7 +137,7 @@ def seconds(
     return float(value)  # type: ignore[arg-type]
 
 
-def check_time(value: object, name: str, error: type[TxmqError] = OptionError) -> datetime:
+def require_time(value: object, name: str, error: type[TxmqError] = OptionError) -> datetime:
     """The time itself when it has a time zone and lies between :data:`TIME_MIN` and :data:`TIME_MAX`."""
     if not isinstance(value, datetime):
         raise error(f"{name}={_short(value)} is not a datetime with a time zone")

@@ -132,7 +132,7 @@ def _require_methods(listener: object, what: str) -> None:
             raise ListenerError(f"{what} got {type(listener).__name__}, which has no method {method}")
 
 
-def check_work(work: object, call: str) -> None:
+def require_work(work: object, call: str) -> None:
     """Raise ListenerError unless ``work`` is a function of two arguments; ``call`` shows how it is called."""
     if not callable(work):
         raise ListenerError(f"work is {type(work).__name__}: a function {call} is expected")
@@ -147,7 +147,7 @@ def check_work(work: object, call: str) -> None:
         raise ListenerError(f"work is {name}{signature}: a function {call} is expected") from problem
 
 
-def check_listener(listener: object, where: str) -> TransactionListener:
+def require_listener(listener: object, where: str) -> TransactionListener:
     """The listener itself when it is a TransactionListener, else ListenerError naming ``where`` it came from."""
     if listener is None:
         raise ListenerError(f"{where}: no listener was given; pass a TransactionListener")
@@ -195,7 +195,7 @@ def load_listener(path: str, allowed_prefixes: Sequence[str] | None = None) -> T
             raise ListenerError(
                 f"listener {path!r} cannot be made: calling it raised {type(problem).__name__}: {problem}"
             ) from cause_of(problem)
-    return check_listener(found, f"listener {path!r}")
+    return require_listener(found, f"listener {path!r}")
 
 
 def load_object(path: str, allowed_prefixes: Sequence[str] | None = None) -> Any:

@@ -17,7 +17,7 @@ from rmq_spark.config import (
     PROPERTIES_BYTES_MAX,
     QUEUES_MAX,
     TOPIC_CHARS_MAX,
-    check_time,
+    require_time,
 )
 from rmq_spark.errors import MessageError
 
@@ -67,7 +67,7 @@ INPUT_COLUMNS: Mapping[str, str] = {
 """Columns that a DataFrame or an Arrow table of messages may have, with their Spark types."""
 
 
-def _check_name(value: object, what: str, chars_max: int) -> str:
+def _require_name(value: object, what: str, chars_max: int) -> str:
     if not isinstance(value, str) or not value:
         raise MessageError(f"{what}={value!r} is not a name: a string that is not empty is expected")
     if len(value) > chars_max:
@@ -77,7 +77,7 @@ def _check_name(value: object, what: str, chars_max: int) -> str:
     return value
 
 
-def check_topic(name: object, own: bool = False) -> str:
+def require_topic_name(name: object, own: bool = False) -> str:
     """The topic's name when it keeps RocketMQ's rules (``TopicValidator.validateTopic``), else MessageError.
 
     Parameters
@@ -85,7 +85,7 @@ def check_topic(name: object, own: bool = False) -> str:
     own : bool
         True allows the topics of retries and dead letters, which may be read, but not be made or sent to.
     """
-    topic = _check_name(name, "topic", TOPIC_CHARS_MAX)
+    topic = _require_name(name, "topic", TOPIC_CHARS_MAX)
     if own and topic.startswith((RETRY_PREFIX, DLQ_PREFIX)):
         return topic
     if topic in SYSTEM_TOPICS or topic.lower().startswith("rmq_sys_") or topic.startswith(SYSTEM_PREFIXES):
@@ -93,17 +93,17 @@ def check_topic(name: object, own: bool = False) -> str:
     return topic
 
 
-def check_group(name: object, what: str = "producer group") -> str:
+def require_group_name(name: object, what: str = "producer group") -> str:
     """The group's name when it keeps RocketMQ's rules (``Validators.checkGroup``), else MessageError."""
-    return _check_name(name, what, GROUP_CHARS_MAX)
+    return _require_name(name, what, GROUP_CHARS_MAX)
 
 
-def check_app_id(name: object, what: str = "appId") -> str:
+def require_app_id(name: object, what: str = "appId") -> str:
     """The application id when it has the characters of a group name and at most 127 of them."""
-    return _check_name(name, what, APP_ID_CHARS_MAX)
+    return _require_name(name, what, APP_ID_CHARS_MAX)
 
 
-def check_properties(properties: Mapping[str, str] | None) -> None:
+def require_properties(properties: Mapping[str, str] | None) -> None:
     """Raise MessageError for a reserved name, a null, or more than 32 KiB in all."""
     if properties is None:
         return
@@ -130,7 +130,7 @@ def utf8(text: str, what: str) -> bytes:
         raise MessageError(f"{what} {text[:40]!r} cannot be written in UTF-8: {problem}") from problem
 
 
-def _check_text(value: object, what: str) -> None:
+def _require_text(value: object, what: str) -> None:
     if value is None:
         return
     if not isinstance(value, str):
@@ -138,16 +138,16 @@ def _check_text(value: object, what: str) -> None:
     utf8(value, what)
 
 
-def _check_keys(keys: object) -> None:
+def _require_keys(keys: object) -> None:
     if keys is None or isinstance(keys, str):
-        _check_text(keys, "keys")
+        _require_text(keys, "keys")
         return
     if not isinstance(keys, Sequence) or isinstance(keys, (bytes, bytearray, memoryview)):
         raise MessageError(f"keys are {type(keys).__name__}: a string or a sequence of strings is expected")
     for key in keys:
         if key is None:
             raise MessageError("None is among the keys: leave it out")
-        _check_text(key, "a key among the keys")
+        _require_text(key, "a key among the keys")
 
 
 def _is_seconds(text: str) -> bool:
@@ -195,23 +195,23 @@ class Message:
     delay_level: int | None = None
 
     def __post_init__(self) -> None:
-        check_topic(self.topic)
+        require_topic_name(self.topic)
         if not isinstance(self.body, (bytes, bytearray, memoryview, str)):
             raise MessageError(f"body is {type(self.body).__name__}: bytes or a string is expected")
         size = len(utf8(self.body, "body")) if isinstance(self.body, str) else memoryview(self.body).nbytes
         if size > BODY_BYTES_MAX:
             raise MessageError(f"body has {size} bytes: at most {BODY_BYTES_MAX} (4 MiB) are allowed")
-        _check_text(self.tags, "tags")
-        _check_keys(self.keys)
-        _check_text(self.sharding_key, "sharding_key")
-        check_properties(self.properties)
+        _require_text(self.tags, "tags")
+        _require_keys(self.keys)
+        _require_text(self.sharding_key, "sharding_key")
+        require_properties(self.properties)
         queue_id = self.queue_id
         if queue_id is not None and (type(queue_id) is not int or not 0 <= queue_id < QUEUES_MAX):
             raise MessageError(f"queue_id={queue_id!r} is not a queue: a whole number from 0 on is expected")
         for name in ("born_timestamp", "deliver_at"):
             time = getattr(self, name)
             if time is not None:
-                check_time(time, name, MessageError)
+                require_time(time, name, MessageError)
         level = self.delay_level
         if level is not None and (type(level) is not int or not 1 <= level <= len(DELAY_LEVELS_S)):
             raise MessageError(f"delay_level={level!r} is not a delay level: 1 to {len(DELAY_LEVELS_S)} are there")

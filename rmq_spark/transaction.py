@@ -341,7 +341,7 @@ def _arrow_type(kind: str, ddl: str) -> pa.DataType:
     raise MessageError(f"cannot read the type {kind!r} in schema {ddl!r}: known are {', '.join(_TYPES)}, decimal(p,s)")
 
 
-def _check_objects(bodies: pa.Array) -> None:
+def _require_objects(bodies: pa.Array) -> None:
     """Raise MessageError for a body that is not one JSON object.
 
     pyarrow ends the process (a segmentation fault) where a ``null`` stands in the place of an object.
@@ -365,7 +365,7 @@ def decode_json(bodies: pa.ChunkedArray, schema: str | pa.Schema) -> pa.Table:
     if len(bodies) == 0:
         return target.empty_table()
     text = pa.chunked_array(bodies).combine_chunks() if isinstance(bodies, list) else bodies.combine_chunks()
-    _check_objects(text)
+    _require_objects(text)
     joined = pc.binary_join(pa.array([text.to_pylist()], pa.list_(pa.binary())), b"\n")[0].as_py()
     options = pj.ParseOptions(explicit_schema=target, newlines_in_values=True, unexpected_field_behavior="ignore")
     try:

@@ -59,7 +59,7 @@ class NamedPolicy(TransactionCheckListener):
         return {DiscardPolicy.COMMIT: COMMIT_MESSAGE, DiscardPolicy.ROLLBACK: ROLLBACK_MESSAGE}.get(self.policy)
 
 
-def check_policy(policy: object) -> TransactionCheckListener:
+def require_policy(policy: object) -> TransactionCheckListener:
     """The policy of a name, or the user's own as it is.
 
     Raises

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.check.immunity import COLUMNS, due_rows
-from rmq_spark.check.policy import TransactionCheckListener, check_policy
+from rmq_spark.check.policy import TransactionCheckListener, require_policy
 from rmq_spark.check.report import IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport, Tally
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
@@ -41,11 +41,11 @@ from rmq_spark.listener import (
     NO_LISTENER_FENCE,
     CommitOncePrepared,
     TransactionListener,
-    check_listener,
+    require_listener,
     require_same_fence,
 )
 from rmq_spark.machine import Machine
-from rmq_spark.message import check_group
+from rmq_spark.message import require_group_name
 from rmq_spark.redaction import redacted, traceback_of
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
@@ -131,7 +131,7 @@ class CheckService:
                 "{'shop': listener}"
             )
         self.listeners = {
-            check_group(group): check_listener(listener, f"listeners[{group!r}]")
+            require_group_name(group): require_listener(listener, f"listeners[{group!r}]")
             for group, listener in listeners.items()
         }
         self.transaction_timeout = seconds(transaction_timeout, "transaction_timeout")
@@ -139,7 +139,7 @@ class CheckService:
         self.file_reserved_time = seconds(file_reserved_time, "file_reserved_time", above=True)
         self.round_timeout = None if round_timeout is None else seconds(round_timeout, "round_timeout", above=True)
         self.transaction_check_max = whole_number(transaction_check_max, "transaction_check_max", 1, CHECKS_MAX)
-        self.discard_policy = check_policy(discard_policy)
+        self.discard_policy = require_policy(discard_policy)
         self.only_groups = only_groups
         self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
         self._clock = clock or self.log.machine.now

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
-from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, check_policy
+from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, require_policy
 from rmq_spark.check.service import CheckService
 from rmq_spark.config import (
     CHECK_ROUND_TIMEOUT_S,
@@ -24,7 +24,7 @@ from rmq_spark.config import (
 )
 from rmq_spark.errors import ConfigError, TxmqError
 from rmq_spark.listener import TransactionListener, load_listener, load_object
-from rmq_spark.message import check_group
+from rmq_spark.message import require_group_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -124,7 +124,7 @@ class JobSettings(BaseSettings):
         found: dict[str, TransactionListener] = {}
         for group, path in self.listeners.items():
             try:
-                found[check_group(group)] = load_listener(path, self.listener_modules)
+                found[require_group_name(group)] = load_listener(path, self.listener_modules)
             except TxmqError as problem:
                 raise ConfigError(f"[listeners] {group!r}: {problem}") from problem
         return found
@@ -134,10 +134,10 @@ class JobSettings(BaseSettings):
         policy = self.check.discard_policy
         try:
             if ":" not in policy:
-                return check_policy(policy)
+                return require_policy(policy)
             found = load_object(policy, self.listener_modules)
             made = found() if callable(found) and not isinstance(found, TransactionCheckListener) else found
-            return check_policy(made)
+            return require_policy(made)
         except TxmqError as problem:
             raise ConfigError(f"[check] discardPolicy: {problem}") from problem
 

@@ -71,7 +71,7 @@ class Followed:
         """
         if rows.num_rows == 0:
             return replace(self, version=version)
-        _check_rows(rows)
+        _require_rows(rows)
         kept = pa.concat_tables([self.rows, rows])
         since, low_water, rewritten_below = self.since, self.low_water, self.rewritten_below
         marks = rows.filter(pc.equal(rows["kind"], Kind.MARK.value))
@@ -140,7 +140,7 @@ def _still_waiting(waiting: Waiting, rows: pa.Table) -> Waiting:
     return {half_id: counts for half_id, counts in {**waiting, **changed}.items() if counts}
 
 
-def _check_rows(rows: pa.Table) -> None:
+def _require_rows(rows: pa.Table) -> None:
     """Raise CorruptLogError for op rows that rmq_spark cannot have written, before anything is made of them."""
     kinds = [k for k in pc.unique(rows["kind"]).to_pylist() if k not in KINDS]
     if kinds:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.errors import GroupInUseError
-from rmq_spark.message import TIMESTAMP, check_group
+from rmq_spark.message import TIMESTAMP, require_group_name
 from rmq_spark.storage.table import Change, Table
 
 GROUPS_SCHEMA = pa.schema(
@@ -155,7 +155,7 @@ class GroupStore:
         return self._change(group, "", lambda now: {})
 
     def _change(self, group: str, by: str, change: Callable[[dict[Queue, Place]], Mapping[Queue, Place]]) -> bool:
-        check_group(group, "consumerGroup")
+        require_group_name(group, "consumerGroup")
 
         def decide(version: int) -> Change | None:
             paths = self._paths(group)

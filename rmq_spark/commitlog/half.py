@@ -12,12 +12,12 @@ import pyarrow.fs as pafs
 
 from rmq_spark.commitlog.incoming import (
     body_of,
-    check_columns,
-    check_known,
     column_of,
     deliver_at_of,
     keys_of,
     properties_of,
+    require_known_topic,
+    require_message_columns,
     require_utf8,
     times_of,
 )
@@ -30,7 +30,7 @@ from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.message import (
     PROPERTIES,
     TIMESTAMP,
-    check_topic,
+    require_topic_name,
 )
 from rmq_spark.storage.files import DataFile, arange, rows_of_half_file, write_table
 
@@ -190,13 +190,13 @@ class HalfWriter:
     # ------------------------------------------------------------------ input columns
     def normalize(self, table: pa.Table) -> pa.Table:
         """Input columns as the message columns of ``half``; every rule about a single message is checked here."""
-        check_columns(table.column_names, self.default_topic, self.transaction_key)
+        require_message_columns(table.column_names, self.default_topic, self.transaction_key)
         require_utf8(table)
         queue_id = column_of(table, "queue_id", pa.int32())
         sharding_key = self._label(column_of(table, "sharding_key", pa.string()), "sharding_key")
         topic = self._topic(table)
         deliver_at = deliver_at_of(table, self._now())
-        self._check_fifo(topic, sharding_key, deliver_at)
+        self._require_keys_of_fifo(topic, sharding_key, deliver_at)
         return pa.table(
             {
                 "transaction_key": self._transaction_key(table),
@@ -215,14 +215,14 @@ class HalfWriter:
     def _topic(self, table: pa.Table) -> pa.ChunkedArray:
         topic = column_of(table, "topic", pa.string())
         if self.default_topic is not None:
-            check_topic(self.default_topic, own=True)
+            require_topic_name(self.default_topic, own=True)
             topic = pc.fill_null(topic, self.default_topic)
         for name in pc.unique(topic).to_pylist():
             if name is None:
                 raise MessageError("a message has no topic: set the option 'topic', or fill the column 'topic'")
             if name not in self.topics:
-                check_topic(name)
-                check_known(name, self.topics)
+                require_topic_name(name)
+                require_known_topic(name, self.topics)
         return topic
 
     def _label(self, texts: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
@@ -231,7 +231,9 @@ class HalfWriter:
             raise MessageError(f"{name} of a message has {longest} bytes: at most {LABEL_BYTES_MAX} are allowed")
         return texts
 
-    def _check_fifo(self, topic: pa.ChunkedArray, sharding_key: pa.ChunkedArray, deliver_at: pa.ChunkedArray) -> None:
+    def _require_keys_of_fifo(
+        self, topic: pa.ChunkedArray, sharding_key: pa.ChunkedArray, deliver_at: pa.ChunkedArray
+    ) -> None:
         if not self.fifo:
             return
         in_order = pc.is_in(topic, value_set=pa.array(sorted(self.fifo), pa.string()))

@@ -23,8 +23,8 @@ from rmq_spark.errors import (
     MessageError,
     StagedFilesTooOldError,
 )
-from rmq_spark.storage.files import RowRange, check_path
-from rmq_spark.storage.seal import check_count
+from rmq_spark.storage.files import RowRange, require_path
+from rmq_spark.storage.seal import require_count
 from rmq_spark.storage.table import Change, Table
 
 
@@ -131,7 +131,7 @@ class HalfStore:
         MessageError
             When there are no files, or not those of one half batch.
         """
-        _check_staged(header, files)
+        _require_staged(header, files)
         tried_ms: list[int] = []
 
         def decide(version: int) -> Change:
@@ -234,7 +234,7 @@ class HalfStore:
         for action in self._candidates(half_id).to_pylist():
             rows = self.table.read([action["path"]], columns, pc.field("half_id") == half_id)
             if action["min.half_id"] == half_id == action["max.half_id"]:
-                check_count(rows.num_rows, action["num_records"], action["path"], "half")
+                require_count(rows.num_rows, action["num_records"], action["path"], "half")
             if rows.num_rows == 0:
                 continue
             if header is None:
@@ -328,7 +328,7 @@ class HalfStore:
         schema = pa.schema([HALF_SCHEMA.field(c) for c in columns])
         for file_no, ranges in rows.ranges():
             file = record.files[file_no]
-            wanted = RowRange(check_path(file.path, "half"), record.half_id, file_no, file.rows, ranges)
+            wanted = RowRange(require_path(file.path, "half"), record.half_id, file_no, file.rows, ranges)
             parts += [part for _, part in self.read_range(wanted, columns)]
         return pa.concat_tables([p.cast(schema) for p in parts]) if parts else schema.empty_table()
 
@@ -343,7 +343,7 @@ class HalfStore:
             return list(self.table.read_range(moved, columns))
 
 
-def _check_staged(header: HalfHeader, files: Sequence[HalfFile]) -> None:
+def _require_staged(header: HalfHeader, files: Sequence[HalfFile]) -> None:
     if not files:
         raise MessageError(f"half batch {header.half_id!r} has no messages: there is nothing to prepare")
     for file in files:

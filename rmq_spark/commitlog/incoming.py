@@ -32,7 +32,7 @@ from rmq_spark.message import (
 )
 
 
-def check_known(name: str, topics: Mapping[str, int]) -> None:
+def require_known_topic(name: str, topics: Mapping[str, int]) -> None:
     """Raise TopicNotFoundError, which names the nearest topic, unless the commit log has this one."""
     if not isinstance(name, str) or name not in topics:
         known = nearest(name, topics) if topics else "the commit log has none yet"
@@ -43,7 +43,7 @@ def check_known(name: str, topics: Mapping[str, int]) -> None:
         raise TopicNotFoundError(f"topic {name!r} is not in the commit log ({known}); {remedy}")
 
 
-def check_columns(names: Sequence[str], default_topic: str | None, transaction_key: str | None) -> None:
+def require_message_columns(names: Sequence[str], default_topic: str | None, transaction_key: str | None) -> None:
     """Raise MessageError unless the columns are those of messages (and the transaction key).
 
     Called with a DataFrame's columns before anything is written, and with every Arrow batch.

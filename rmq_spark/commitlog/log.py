@@ -19,7 +19,7 @@ from rmq_spark.commitlog.follow import Tails
 from rmq_spark.commitlog.group_store import GroupStore
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
-from rmq_spark.commitlog.incoming import check_known
+from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.ledger import Ledger, Placed
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.opening import LOG_RETENTION, create_tables, has_groups, open_groups, open_tables
@@ -38,10 +38,10 @@ from rmq_spark.errors import (
     CommitLogExistsError,
     OptionError,
 )
-from rmq_spark.message import check_topic
+from rmq_spark.message import require_topic_name
 from rmq_spark.redaction import redacted, remember, traceback_of
 from rmq_spark.storage.location import location
-from rmq_spark.storage.stores import check_put_if_absent, check_storage_options, reaching
+from rmq_spark.storage.stores import reaching, require_put_if_absent, require_storage_options
 from rmq_spark.storage.table import DeltaLogTable, Table
 from rmq_spark.transaction import HalfBatch, LocalTransactionState
 
@@ -127,13 +127,13 @@ class CommitLog:
         where = location(path)
         whole_number(queues, "queues", 1, QUEUES_MAX, " of queues")
         retention_s = int(parse_duration(log_retention, "log_retention"))
-        check_storage_options(where, storage_options)
+        require_storage_options(where, storage_options)
         with reaching(where, storage_options):
             if DeltaLogTable.exists(f"{where}/topics", storage_options):
                 if exist_ok:
                     return cls.open(where, storage_options)
                 raise CommitLogExistsError(f"{where} is a commit log already: open it, or pass exist_ok=True")
-            check_put_if_absent(where, storage_options)
+            require_put_if_absent(where, storage_options)
             create_tables(where, queues, storage_options, retention_s)
         return cls.open(where, storage_options)
 
@@ -152,7 +152,7 @@ class CommitLog:
         """
         where = location(path)
         remember(storage_options)
-        check_storage_options(where, storage_options)
+        require_storage_options(where, storage_options)
         with reaching(where, storage_options):
             opened = open_tables(where, storage_options)
         *tables, queues = opened
@@ -180,12 +180,12 @@ class CommitLog:
         TopicExistsError
             When it is there already, unless ``exist_ok`` and of the same kind.
         """
-        check_topic(name)
+        require_topic_name(name)
         self.topic_store.create(name, queues, fifo, exist_ok)
 
     def create_own_topic(self, name: str) -> None:
         """Add a topic of retries or dead letters, with one queue as in RocketMQ; one that is there is left as it is."""
-        check_topic(name, own=True)
+        require_topic_name(name, own=True)
         self.topic_store.create(name, 1, fifo=False, exist_ok=True)
 
     def topics(self) -> dict[str, int]:
@@ -204,7 +204,7 @@ class CommitLog:
     def require_topic(self, name: str) -> int:
         """The number of queues of a topic; TopicNotFoundError names the nearest one that is there."""
         topics = self.topics()
-        check_known(name, topics)
+        require_known_topic(name, topics)
         return topics[name]
 
     @property

@@ -20,7 +20,7 @@ from rmq_spark.errors import CorruptLogError, OffsetError, OffsetOutOfRangeError
 from rmq_spark.message import PROPERTIES, TIMESTAMP
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark.selector.tree import Filter
-from rmq_spark.storage.files import RowRange, arange, check_path
+from rmq_spark.storage.files import RowRange, arange, require_path
 from rmq_spark.transaction import BATCH, KEY, batch_transaction_id, transaction_ids
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def placed_range(row: Mapping[str, Any]) -> PlacedRange:
             f"op row of half batch {row['half_id']!r} at version {row['version']} places rows up to {ranges[-1][1]} of "
             f"{row['file_rows']} at offsets {row['queue_offset']} to {row['next_offset']}: it was changed by hand"
         )
-    rows = RowRange(check_path(row["path"], "op"), row["half_id"], row["file_no"], row["file_rows"], ranges)
+    rows = RowRange(require_path(row["path"], "op"), row["half_id"], row["file_no"], row["file_rows"], ranges)
     return PlacedRange(rows, row["topic"], row["queue_id"], row["queue_offset"], row["attempt"],
                        row["transaction_per"], row["producer_group"], row["op_time"])  # fmt: skip
 
@@ -248,7 +248,7 @@ def out_of_range(topic: str, queue_id: int, start: int, end: int) -> str:
     return f"topic {topic!r}, queue {queue_id}: offsets {start} to {end - 1} are not in the commit log"
 
 
-def check_source_columns(columns: Sequence[str]) -> list[str]:
+def require_source_columns(columns: Sequence[str]) -> list[str]:
     """The columns themselves when the source has them all; OptionError names the nearest right one."""
     if isinstance(columns, (str, bytes)) or not isinstance(columns, Iterable):
         raise OptionError(f"columns={columns!r} is no list of names: columns of the source are expected")
@@ -335,7 +335,7 @@ def read_messages(
 ) -> pa.Table:
     """Committed messages of a topic in (queue, offset) order: what ``CommitLog.read`` returns."""
     where = _wanted(tags, selector, op.machine.time_ms())
-    names = check_source_columns(SOURCE_SCHEMA.names if columns is None else columns)
+    names = require_source_columns(SOURCE_SCHEMA.names if columns is None else columns)
     for queue_id, offset in start.items():
         tail = tails.get((topic, queue_id), 0)
         if type(queue_id) is not int or not 0 <= queue_id < queues:

@@ -22,7 +22,7 @@ from rmq_spark.consumer.sending import own_header, own_writer, send_once
 from rmq_spark.consumer.sources import sources_of
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.message import check_app_id, check_group
+from rmq_spark.message import require_app_id, require_group_name
 from rmq_spark.sink.identity import Identity, identity_of
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.storage.files import filesystem
@@ -96,7 +96,7 @@ def consume(
     OptionError, ListenerError
         For anything that cannot be consumed with, before the query starts.
     """
-    check_group(group, "consumerGroup")
+    require_group_name(group, "consumerGroup")
     if mode not in (CONCURRENTLY, ORDERLY):
         raise OptionError(f"mode={mode!r} is neither {CONCURRENTLY!r} nor {ORDERLY!r}")
     if not callable(listener) and not isinstance(listener, EachMessage):
@@ -122,7 +122,7 @@ def consume(
         reconsume_max=max_reconsume_times,
         delay_level=delay_level,
         suspend_s=suspend_s,
-        app_id=None if app_id is None else check_app_id(app_id),
+        app_id=None if app_id is None else require_app_id(app_id),
         checkpoint_location=checkpoint_location,
     )
     return stream.writeStream.foreachBatch(consumer)

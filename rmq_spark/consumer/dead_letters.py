@@ -21,7 +21,7 @@ from rmq_spark.consumer.retry import (
 )
 from rmq_spark.consumer.sending import send_once
 from rmq_spark.errors import OffsetError
-from rmq_spark.message import PROPERTIES, check_group
+from rmq_spark.message import PROPERTIES, require_group_name
 
 
 class DeadLetters:
@@ -36,7 +36,7 @@ class DeadLetters:
 
     def __init__(self, log: CommitLog | str | os.PathLike[str], group: str) -> None:
         self.log = log if isinstance(log, CommitLog) else CommitLog.open(log)
-        self.group = check_group(group, "consumerGroup")
+        self.group = require_group_name(group, "consumerGroup")
 
     def list(self, limit: int | None = None) -> pa.Table:
         """The dead letters, oldest first.

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.config import check_time, nearest
+from rmq_spark.config import nearest, require_time
 from rmq_spark.errors import GroupNotFoundError, OptionError
-from rmq_spark.message import TIMESTAMP, check_group, check_topic
+from rmq_spark.message import TIMESTAMP, require_group_name, require_topic_name
 from rmq_spark.source.offsets import EARLIEST, LATEST, JsonOffsets, Positions, Queue, given_positions
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner
@@ -50,7 +50,7 @@ class ConsumerGroup:
 
     def __init__(self, log: CommitLog | str | os.PathLike[str], name: str) -> None:
         self.log = log if isinstance(log, CommitLog) else CommitLog.open(log)
-        self.name = check_group(name, "consumerGroup")
+        self.name = require_group_name(name, "consumerGroup")
 
     def __repr__(self) -> str:
         return f"ConsumerGroup({self.log!r}, {self.name!r})"
@@ -148,10 +148,14 @@ class ConsumerGroup:
         """
         if topics is not None:
             listed = isinstance(topics, Iterable) and not isinstance(topics, (str, bytes))
-            topics = [check_topic(name, own=True) for name in topics] if listed else [check_topic(topics, own=True)]
+            topics = (
+                [require_topic_name(name, own=True) for name in topics]
+                if listed
+                else [require_topic_name(topics, own=True)]
+            )
         given: str | datetime | Positions
         if isinstance(to, datetime):
-            given = check_time(to, "to")
+            given = require_time(to, "to")
         elif isinstance(to, str):
             if to not in (EARLIEST, LATEST):
                 raise OptionError(f"to={to!r} is neither 'earliest' nor 'latest', nor a datetime, nor offsets")
@@ -164,7 +168,7 @@ class ConsumerGroup:
             names = sorted(set(topics)) if topics is not None else sorted(set(self._rows()["topic"].to_pylist()))
         if not names:
             raise OptionError("no topic is named: there is nothing to reset")
-        subscription = Subscription(tuple(check_topic(name, own=True) for name in names))
+        subscription = Subscription(tuple(require_topic_name(name, own=True) for name in names))
         positions = Planner(self.log, subscription).resolve("to", given)
         self.log.groups.set(self.name, positions, f"reset to {to if isinstance(to, (str, datetime)) else 'offsets'}")
         return positions

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from rmq_spark.config import GROUP_CHARS_MAX, TOPIC_CHARS_MAX
 from rmq_spark.errors import InboxConflictError, ListenerError, OptionError, TransactionEndedError
-from rmq_spark.listener import check_work
+from rmq_spark.listener import require_work
 from rmq_spark.listeners.database import (
     IN_INNODB,
     Database,
@@ -26,7 +26,7 @@ from rmq_spark.listeners.database import (
     require_exact,
 )
 from rmq_spark.machine import MACHINE, Machine
-from rmq_spark.message import check_group
+from rmq_spark.message import require_group_name
 from rmq_spark.redaction import cause_of, traceback_of
 
 if TYPE_CHECKING:
@@ -82,12 +82,12 @@ class SqlInbox(Database):
         schema: str | None = None,
         log: CommitLog | None = None,
     ) -> None:
-        check_work(work, "work(connection, messages)")
+        require_work(work, "work(connection, messages)")
         if not isinstance(table, str) or not table.isidentifier() or not table.isascii():
             raise OptionError(f"table={table!r} is not a plain table name of letters, digits and _")
         super().__init__(url_or_engine)
         self.machine: Machine = MACHINE
-        self.group = check_group(group, "consumerGroup")
+        self.group = require_group_name(group, "consumerGroup")
         self._work = work
         self._log_id = None if log is None else log.id
         self._tried = False  # whether the table compares and undoes as it must

@@ -23,7 +23,7 @@ from rmq_spark.errors import (
     LocalTransactionError,
     VerdictError,
 )
-from rmq_spark.listener import TransactionListener, Verdicts, check_work
+from rmq_spark.listener import TransactionListener, Verdicts, require_work
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.redaction import redacted
 from rmq_spark.transaction import (
@@ -131,7 +131,7 @@ class DeltaTransactionListener(TransactionListener):
         spark: SparkSession | None = None,
         rollback_after: float = ROLLBACK_AFTER_S,
     ) -> None:
-        check_work(work, "work(batch_df, delta_table)")
+        require_work(work, "work(batch_df, delta_table)")
         self._table = table if isinstance(table, str) else _location(table)
         self._work = work
         self._spark = spark

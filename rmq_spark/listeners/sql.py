@@ -48,7 +48,7 @@ from rmq_spark.errors import (
     TransactionEndedError,
     VerdictError,
 )
-from rmq_spark.listener import TransactionListener, Verdicts, check_work
+from rmq_spark.listener import TransactionListener, Verdicts, require_work
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.redaction import traceback_of
 from rmq_spark.transaction import (
@@ -253,7 +253,7 @@ class SqlTransactionListener(TransactionListener):
         fence_table: str = FENCE_TABLE,
         schema: str | None = None,
     ) -> None:
-        check_work(work, "work(connection, batch)")
+        require_work(work, "work(connection, batch)")
         self._fence = _Fence(url_or_engine, fence_table, schema)
         self._work: Callable[[sa.Connection, Any], Any] = work
         self._per_transaction = per_transaction

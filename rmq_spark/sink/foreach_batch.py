@@ -13,11 +13,11 @@ from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_o
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, parse_duration
 from rmq_spark.errors import OptionError
-from rmq_spark.listener import CommitOncePrepared, TransactionListener, check_listener
-from rmq_spark.message import check_app_id, check_group
-from rmq_spark.sink.frame import check_schema, topics_for
+from rmq_spark.listener import CommitOncePrepared, TransactionListener, require_listener
+from rmq_spark.message import require_app_id, require_group_name
+from rmq_spark.sink.frame import require_message_types, topics_for
 from rmq_spark.sink.identity import identity_of, run_of
-from rmq_spark.sink.settings import check_transaction_per
+from rmq_spark.sink.settings import require_transaction_per
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
 from rmq_spark.storage.files import filesystem
 from rmq_spark.transaction import BATCH, KEY
@@ -78,15 +78,15 @@ class TransactionalSink:
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
         self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
-        self.producer_group = check_group(producer_group)
-        self.listener = CommitOncePrepared() if listener is None else check_listener(listener, "TransactionalSink")
+        self.producer_group = require_group_name(producer_group)
+        self.listener = CommitOncePrepared() if listener is None else require_listener(listener, "TransactionalSink")
         self.topic = topic
         if topic is not None:
             self.log.require_topic(topic)
         self.transaction_key = transaction_key
         self.transaction_per = transaction_per or (KEY if transaction_key else BATCH)
-        check_transaction_per(self.transaction_per, transaction_key)
-        self.app_id = None if app_id is None else check_app_id(app_id)
+        require_transaction_per(self.transaction_per, transaction_key)
+        self.app_id = None if app_id is None else require_app_id(app_id)
         self.checkpoint_location = checkpoint_location
         timeout = replay_check_timeout
         timeout_s = parse_duration(timeout, "replay_check_timeout") if isinstance(timeout, str) else timeout
@@ -112,7 +112,7 @@ class TransactionalSink:
 
     def __call__(self, batch_df: DataFrame, batch_id: int) -> None:
         """Send one micro-batch (what ``foreachBatch`` calls)."""
-        check_schema(batch_df.schema, self.topic, self.transaction_key)
+        require_message_types(batch_df.schema, self.topic, self.transaction_key)
         header = self._header(batch_df, batch_id)
         sending = (run_of(batch_df), batch_id)
         if sending[0] is not None and _sent.get((self.log.path, header.app_id)) == sending:
@@ -127,7 +127,7 @@ class TransactionalSink:
         identity = identity_of(
             batch_df, batch_id, self.checkpoint_location, self.log.storage_options, "TransactionalSink"
         )
-        app_id = self.app_id or check_app_id(identity.query_id)
+        app_id = self.app_id or require_app_id(identity.query_id)
         return HalfHeader(
             half_id=half_id_of(app_id, batch_id),
             app_id=app_id,

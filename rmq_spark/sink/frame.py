@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rmq_spark.commitlog.incoming import check_columns, check_known
+from rmq_spark.commitlog.incoming import require_known_topic, require_message_columns
 from rmq_spark.errors import MessageError
 from rmq_spark.message import INPUT_COLUMNS
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
 
 
-def check_schema(schema: StructType, topic: str | None, transaction_key: str | None) -> None:
+def require_message_types(schema: StructType, topic: str | None, transaction_key: str | None) -> None:
     """Raise MessageError unless a DataFrame has the columns and types of messages."""
     from pyspark.sql import types as T
 
-    check_columns(schema.names, topic, transaction_key)
+    require_message_columns(schema.names, topic, transaction_key)
     allowed: dict[str, tuple[type, ...]] = {
         "body": (T.BinaryType, T.StringType),
         "topic": (T.StringType,),
@@ -50,5 +50,5 @@ def topics_for(log: CommitLog, columns: Sequence[str], topic: str | None) -> dic
     """The topics that rows with these columns can be for; TopicNotFoundError when the log has not the default one."""
     topics = log.topics() if topic is None or "topic" in columns else log.topics_with([topic])
     if topic is not None:
-        check_known(topic, topics)
+        require_known_topic(topic, topics)
     return topics

@@ -17,8 +17,8 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState
 from rmq_spark.config import TRANSACTION_CHECK_INTERVAL_S, TRANSACTION_TIMEOUT_S, seconds
 from rmq_spark.errors import ListenerError, MessageError, OptionError
-from rmq_spark.listener import TransactionListener, check_listener
-from rmq_spark.message import Message, check_app_id, check_group, to_table
+from rmq_spark.listener import TransactionListener, require_listener
+from rmq_spark.message import Message, require_app_id, require_group_name, to_table
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
 from rmq_spark.transaction import BATCH, KEY, MESSAGE, LocalTransactionState, batch_transaction_id
 
@@ -109,8 +109,8 @@ class TransactionMQProducer:
         if listener is None:
             raise ListenerError("TransactionMQProducer needs a listener: who else could answer its checks?")
         self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
-        self.producer_group = check_group(producer_group)
-        self.listener = check_listener(listener, "TransactionMQProducer")
+        self.producer_group = require_group_name(producer_group)
+        self.listener = require_listener(listener, "TransactionMQProducer")
         if self.listener.requires_spark:
             raise ListenerError("TransactionMQProducer has no Spark session: use a listener that needs none")
         self.check_interval = None if check_interval is None else seconds(check_interval, "check_interval", above=True)
@@ -214,7 +214,7 @@ class TransactionMQProducer:
         if idempotency_key is None:
             one_send = self.log.machine.unique_id()
         else:
-            one_send = check_app_id(idempotency_key, "idempotency_key")
+            one_send = require_app_id(idempotency_key, "idempotency_key")
         app_id = f"send.{self.producer_group}.{one_send}"
         return HalfHeader(
             half_id=half_id_of(app_id, 0),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, Options
 from rmq_spark.errors import ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
-from rmq_spark.message import check_group
+from rmq_spark.message import require_group_name
 from rmq_spark.storage.location import location
 from rmq_spark.transaction import BATCH, KEY, MESSAGE
 
@@ -43,11 +43,11 @@ class SinkSettings:
         )
         key = options.get("transactionKey")
         per = options.choice("transactionPer", (BATCH, MESSAGE, KEY), KEY if key else BATCH)
-        check_transaction_per(per, key)
+        require_transaction_per(per, key)
         return cls(
             path=location(path),
             topic=options.get("topic"),
-            producer_group=check_group(group),
+            producer_group=require_group_name(group),
             listener_path=listener.strip(),
             transaction_per=per,
             transaction_key=key,
@@ -69,7 +69,7 @@ class SinkSettings:
         return listener
 
 
-def check_transaction_per(per: str, key: str | None) -> None:
+def require_transaction_per(per: str, key: str | None) -> None:
     """Raise OptionError when transactionPer and transactionKey contradict each other."""
     if (per == KEY) != (key is not None):
         raise OptionError(

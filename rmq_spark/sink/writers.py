@@ -26,8 +26,8 @@ from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_o
 from rmq_spark.config import Options, parse_int
 from rmq_spark.errors import CheckpointMismatchError, NotACommitLogError, OptionError
 from rmq_spark.listener import TransactionListener
-from rmq_spark.message import check_app_id
-from rmq_spark.sink.frame import check_schema, topics_for
+from rmq_spark.message import require_app_id
+from rmq_spark.sink.frame import require_message_types, topics_for
 from rmq_spark.sink.identity import read_checkpoint
 from rmq_spark.sink.settings import SinkSettings
 from rmq_spark.storage.files import filesystem
@@ -55,7 +55,7 @@ class _Writer:
 
     def __init__(self, options: Options, schema: StructType) -> None:
         self.settings = SinkSettings.of(options)
-        check_schema(schema, self.settings.topic, self.settings.transaction_key)
+        require_message_types(schema, self.settings.topic, self.settings.transaction_key)
         try:
             self._plan(options, schema)
         except NotACommitLogError:  # perhaps it was made anew since this process opened it; now it is opened again
@@ -100,7 +100,7 @@ class _Writer:
         """On an executor: write the partition's half files. Nothing is in the log yet."""
         context = TaskContext.get()
         partition = context.partitionId() if context is not None else 0
-        self._check_task(context)
+        self._require_same_batch(context)
         if self.replayed:
             for _ in iterator:  # Spark wants its input read
                 pass
@@ -108,7 +108,7 @@ class _Writer:
         fs, folder = filesystem(self.half_folder, self.settings.storage_options)
         return StagedPartition(self.header, self.half_writer.write(fs, folder, partition, iterator))
 
-    def _check_task(self, context: Any) -> None:
+    def _require_same_batch(self, context: Any) -> None:
         pass
 
     def _commit(self, messages: list[WriterCommitMessage | None]) -> None:
@@ -158,7 +158,7 @@ class TxmqWriter(_Writer, DataSourceArrowWriter):
         if app_id is None or batch_id is None:
             header = self._make_header(f"write-{uuid4().hex}", 0, None, None, listener)
             return replace(header, numbered=False, made_up=True)
-        header = self._make_header(check_app_id(app_id), parse_int(batch_id, "batchId", 0), None, None, listener)
+        header = self._make_header(require_app_id(app_id), parse_int(batch_id, "batchId", 0), None, None, listener)
         return replace(header, named=True)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
@@ -175,10 +175,10 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
         if "batchId" in options:
             raise OptionError("batchId is for batch writes: a stream's micro-batches have ids of their own")
         checkpoint = read_checkpoint(options.get("checkpointLocation"), options.storage_options)
-        app_id = check_app_id(options.get("appId") or checkpoint.query_id)
+        app_id = require_app_id(options.get("appId") or checkpoint.query_id)
         return self._make_header(app_id, checkpoint.batch_id, checkpoint.query_id, checkpoint.input_hash, listener)
 
-    def _check_task(self, context: Any) -> None:
+    def _require_same_batch(self, context: Any) -> None:
         running = context.getLocalProperty(BATCH_ID_PROPERTY) if context is not None else None
         if running is not None and int(running) != self.header.batch_id:
             raise CheckpointMismatchError(

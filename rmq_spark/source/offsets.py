@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from typing import NamedTuple
 
-from rmq_spark.config import INT64_MAX, check_time, nearest
+from rmq_spark.config import INT64_MAX, nearest, require_time
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
 
 EARLIEST = "earliest"
@@ -265,7 +265,7 @@ def parse_timestamp(text: str, option: str) -> datetime:
                 f"{option}={text!r} is too small for milliseconds since 1970 (are they seconds?): {example}"
             )
         try:
-            return check_time(_from_ms(int(value)), option)
+            return require_time(_from_ms(int(value)), option)
         except OptionError:
             raise
         except (OverflowError, ValueError, OSError) as problem:
@@ -276,7 +276,7 @@ def parse_timestamp(text: str, option: str) -> datetime:
         raise OptionError(f"{option}={text!r} is not a time: {example}") from problem
     if found.tzinfo is None:
         raise OptionError(f"{option}={text!r} has no time zone: {example}")
-    return check_time(found, option)
+    return require_time(found, option)
 
 
 def _from_ms(milliseconds: int) -> datetime:

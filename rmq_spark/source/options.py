@@ -9,7 +9,7 @@ from datetime import datetime
 
 from rmq_spark.config import Options
 from rmq_spark.errors import OptionError
-from rmq_spark.message import RETRY_PREFIX, check_group, check_topic
+from rmq_spark.message import RETRY_PREFIX, require_group_name, require_topic_name
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark.selector.tree import Selector
 from rmq_spark.source import SOURCE_OPTIONS
@@ -90,7 +90,7 @@ def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
     options = Options(given, SOURCE_OPTIONS)
     group = options.get("consumerGroup")
     if group is not None:
-        check_group(group, "consumerGroup")
+        require_group_name(group, "consumerGroup")
         if not streaming:
             raise OptionError(
                 "consumerGroup is for streams: a batch read has no progress to keep; use "
@@ -138,7 +138,7 @@ def _subscription(options: Options) -> Subscription:
             raise OptionError(f"subscribePattern={pattern!r} is not a regular expression: {problem}") from problem
         return Subscription(pattern=pattern)
     text = options.require("subscribe", "name the topics to read (with commas between), or set 'subscribePattern'")
-    return Subscription(tuple(dict.fromkeys(check_topic(name.strip(), own=True) for name in text.split(","))))
+    return Subscription(tuple(dict.fromkeys(require_topic_name(name.strip(), own=True) for name in text.split(","))))
 
 
 def _starting(options: Options, streaming: bool) -> str | Positions | datetime:

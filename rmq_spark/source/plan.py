@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.incoming import check_known
+from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.reading import (
     PLACEMENT_COLUMNS,
@@ -82,7 +82,7 @@ class Planner:
         """
         topics = self.log.topics()
         for name in self._subscription.topics:
-            check_known(name, topics)
+            require_known_topic(name, topics)
         return {name: count for name, count in topics.items() if self._subscription.matches(name)}
 
     def latest(self, refresh: bool = True) -> Positions:

@@ -24,8 +24,8 @@ from pyspark.sql.types import StructType
 
 from rmq_spark.commitlog.reading import (
     PlacedRange,
-    check_source_columns,
     out_of_range,
+    require_source_columns,
     stored_columns,
     to_messages,
 )
@@ -316,7 +316,7 @@ def arrow_schema(schema: StructType) -> pa.Schema:
     if not len(schema.fields):
         raise OptionError(f"the schema has no columns: leave .schema(...) out, or take some of {SOURCE_DDL}")
     ddl = dict(part.strip().split(" ", 1) for part in SOURCE_DDL.split(", "))
-    check_source_columns(schema.names)
+    require_source_columns(schema.names)
     for field in schema.fields:
         wanted, found = ddl[field.name], field.dataType.simpleString()
         if found != wanted and not (field.name == "body" and found == "string"):

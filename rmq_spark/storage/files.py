@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from rmq_spark.errors import CorruptLogError, OptionError
 from rmq_spark.redaction import cause_of
 from rmq_spark.selector.tree import Filter
-from rmq_spark.storage.seal import check_groups, check_seal, reading, seal
+from rmq_spark.storage.seal import reading, require_row_groups, require_seal, seal
 
 ROW_GROUP_ROWS = 65_536
 """Rows of a Parquet row group: what a reader of a short offset range must read at least."""
@@ -63,7 +63,7 @@ class DataFile:
     written_s: float | None = field(default=None, repr=False, compare=False)
 
 
-def check_path(path: object, table: str) -> str:
+def require_path(path: object, table: str) -> str:
     """The path itself when it stays inside the table's folder.
 
     Raises
@@ -225,7 +225,7 @@ def _is_as_written(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[str
 
     Statistics in the footer would prove it too, but pyarrow ends the process when it looks at those of a damaged file.
     """
-    holds = check_seal(file.schema_arrow, wanted.path, "half", columns)
+    holds = require_seal(file.schema_arrow, wanted.path, "half", columns)
     return holds == rows_of_half_file(wanted.half_id, wanted.file_no) and file.metadata.num_rows == wanted.file_rows
 
 
@@ -278,11 +278,11 @@ def read_range(
     CorruptLogError
         When the file does not hold all of the rows, or is damaged.
     """
-    path = check_path(wanted.path, "half")
+    path = require_path(wanted.path, "half")
     looked_at = [] if where is None else where.columns
     with reading(path, "half"), fs.open_input_file(f"{folder}/{path}") as source:
         file = pq.ParquetFile(source, page_checksum_verification=True)
-        check_groups(file.metadata, path, "half")
+        require_row_groups(file.metadata, path, "half")
         if _is_as_written(file, wanted, [*columns, *looked_at]):
             yield from _read_by_position(file, wanted, columns, where)
             return

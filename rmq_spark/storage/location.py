@@ -53,7 +53,7 @@ def location(path: object) -> str:
     if re.match(r"~[^/]*(/|$)", text):
         raise OptionError(f"path {text!r} begins with ~, which only a shell replaces: pass os.path.expanduser(path)")
     absolute = os.path.abspath(text)
-    _check_characters(absolute, text)
+    _require_characters(absolute, text)
     return absolute
 
 
@@ -84,11 +84,11 @@ def _checked_uri(uri: str) -> str:
         parts = urlsplit(uri)
     except ValueError as problem:
         raise OptionError(f"path {uri!r} is not a URI: {problem}") from problem
-    _check_characters(unquote(parts.netloc + parts.path), uri)
+    _require_characters(unquote(parts.netloc + parts.path), uri)
     return uri.rstrip("/")
 
 
-def _check_characters(path: str, given: str) -> None:
+def _require_characters(path: str, given: str) -> None:
     found = _READ_OTHERWISE.search(path)
     if found:
         space = ", or write a space if that is meant" if found[0] == "%20" else ""

@@ -52,7 +52,7 @@ def _words(kind: pa.DataType) -> str:
     return str(kind)
 
 
-def check_seal(schema: pa.Schema, path: str, table: str, columns: Iterable[str]) -> str | None:
+def require_seal(schema: pa.Schema, path: str, table: str, columns: Iterable[str]) -> str | None:
     """The rows that a file has by its seal; None without one.
 
     Parameters
@@ -83,13 +83,13 @@ def _is_ours(name: str, table: str) -> bool:
     return re.fullmatch(rf"{re.escape(table)}-[0-9a-f]{{32}}\.parquet", name) is not None
 
 
-def check_count(found: int, said: int | None, path: str, table: str) -> None:
+def require_count(found: int, said: int | None, path: str, table: str) -> None:
     """Raise CorruptLogError when a file has not as many rows as the Delta log says."""
     if said is not None and found != said:
         raise CorruptLogError(f"file {path} of table {table} has {found} rows, its Delta log says {said}: {_RESTORE}")
 
 
-def check_groups(footer: pq.FileMetaData, path: str, table: str) -> None:
+def require_row_groups(footer: pq.FileMetaData, path: str, table: str) -> None:
     """Raise CorruptLogError when a file's row groups do not have the rows that its footer counts.
 
     pyarrow believes each row group by itself: of one that says it is empty it reads nothing, without an error.
@@ -102,7 +102,7 @@ def check_groups(footer: pq.FileMetaData, path: str, table: str) -> None:
         )
 
 
-def check_bounds(actions: pa.Table, table: str) -> None:
+def require_bounds(actions: pa.Table, table: str) -> None:
     """Raise CorruptLogError when the Delta log says of a file that its least value is above its greatest.
 
     Most files have one value only: whatever changes one bound of those, and would hide the file, is seen here.
@@ -165,7 +165,7 @@ def entry_seal(version: int, actions: Iterable[Action]) -> str:
     return f"{version}:{zlib.crc32(json.dumps(sorted(actions)).encode()):08x}"
 
 
-def check_entries(log_folder: Path, table: str, since: int, until: int | None) -> None:
+def require_entries(log_folder: Path, table: str, since: int, until: int | None) -> None:
     """Raise CorruptLogError for entries of a local Delta log that are not what was written.
 
     delta-rs takes an empty entry, as a power cut leaves it, for a commit that did nothing.

@@ -1,6 +1,6 @@
 """What a store must be able to do to hold a commit log: put a file only where none is, and say so.
 
-Amazon S3 can, with conditional puts; not every store that speaks S3 does. :func:`check_put_if_absent` finds out.
+Amazon S3 can, with conditional puts; not every store that speaks S3 does. :func:`require_put_if_absent` finds out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _YES = ("1", "true", "on", "yes", "y")
 
 
 # ---------------------------------------------------------------- settings
-def check_storage_options(where: str, storage_options: Mapping[str, str] | None) -> None:
+def require_storage_options(where: str, storage_options: Mapping[str, str] | None) -> None:
     """Refuse settings, in the options or the environment, with which two writers could overwrite each other's commits.
 
     Raises
@@ -80,7 +80,7 @@ def reaching(where: str, storage_options: Mapping[str, str] | None) -> Iterator[
 
 
 # ---------------------------------------------------------------- the probe
-def check_put_if_absent(where: str, storage_options: Mapping[str, str] | None) -> None:
+def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None) -> None:
     """Find out whether the store refuses the second of two puts, the way commits are put.
 
     Some writers create one and the same table below ``where`` at once, through delta-rs. A store that can hold a log

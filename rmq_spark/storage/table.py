@@ -37,19 +37,19 @@ from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.redaction import cause_of, redacted
 from rmq_spark.storage.answers import asking, plainly
 from rmq_spark.storage.clock import StoreClock
-from rmq_spark.storage.files import DataFile, RowRange, check_path, filesystem, read_range, write_table
+from rmq_spark.storage.files import DataFile, RowRange, filesystem, read_range, require_path, write_table
 from rmq_spark.storage.seal import (
     ENTRY_SEAL,
     added,
-    check_bounds,
-    check_count,
-    check_entries,
-    check_groups,
-    check_seal,
     entry_seal,
     is_panic,
     reading,
     removed,
+    require_bounds,
+    require_count,
+    require_entries,
+    require_row_groups,
+    require_seal,
     transaction,
 )
 
@@ -407,11 +407,11 @@ class DeltaLogTable:
                 raise NotACommitLogError(
                     f"the Delta table {self.name!r} at {self._uri} cannot be opened: {said}"
                 ) from cause_of(problem)
-            self._check_entries(-1, None)
+            self._require_entries(-1, None)
             raise CorruptLogError(f"the Delta log of table {self.name} cannot be read any more: {said}") from cause_of(
                 problem
             )
-        self._check_entries(-1, int(table.version()))
+        self._require_entries(-1, int(table.version()))
         self._newest = (int(table.version()), self._entry(int(table.version())))
         have = set(pa.schema(table.schema().to_arrow()).names)
         missing = [n for n in self.schema.names if n not in have]
@@ -419,10 +419,10 @@ class DeltaLogTable:
             raise LogFormatError(
                 f"table {self.name} has no column {missing[0]!r}: it was changed by hand, or is no log"
             )
-        self._check_same(table)
+        self._require_same(table)
         return table
 
-    def _check_same(self, table: DeltaTable) -> None:
+    def _require_same(self, table: DeltaTable) -> None:
         """Raise when what was opened is not what this handle knew before: its answers would contradict each other."""
         if self._id is None:
             return
@@ -460,7 +460,7 @@ class DeltaLogTable:
             try:
                 with asking(self._uri, self._storage_options):
                     table.update_incremental()
-                    self._check_entries(before, int(table.version()))
+                    self._require_entries(before, int(table.version()))
                     # delta-rs takes a folder without a single entry for one without new entries, and the entries of a
                     # log that was made anew for those that follow.
                     whole = self._goes_on(before, int(table.version()))
@@ -494,13 +494,13 @@ class DeltaLogTable:
         info = self.fs.get_file_info(path)
         return (info.mtime_ns, info.size) if info.type == pafs.FileType.File else None
 
-    def _check_entries(self, since: int, until: int | None) -> None:
+    def _require_entries(self, since: int, until: int | None) -> None:
         """Raise CorruptLogError for damaged entries of the Delta log after one version, up to another or to the newest.
 
         On a local disk only: an object store checks its objects itself, and has no half-written ones.
         """
         if isinstance(self.fs, pafs.LocalFileSystem):
-            check_entries(Path(self.folder, "_delta_log"), self.name, since, until)
+            require_entries(Path(self.folder, "_delta_log"), self.name, since, until)
 
     def actions(self) -> pa.Table:
         with self.lock:
@@ -518,7 +518,7 @@ class DeltaLogTable:
             for f in schema
         }
         actions = pa.table(columns, schema=schema)
-        check_bounds(actions, self.name)
+        require_bounds(actions, self.name)
         return actions
 
     def removed_since(self, age_s: float | None = None) -> set[str]:
@@ -562,32 +562,32 @@ class DeltaLogTable:
         names = list(columns) if columns is not None else self.schema.names
         if not paths:
             return pa.schema([self.schema.field(n) for n in names]).empty_table()
-        full = [f"{self.folder}/{check_path(p, self.name)}" for p in paths]
+        full = [f"{self.folder}/{require_path(p, self.name)}" for p in paths]
         try:
             dataset = pads.dataset(full, schema=self.schema, format=CHECKED_PARQUET, filesystem=self.fs)
-            self._check_files(dataset, paths)
+            self._require_files(dataset, paths)
             return dataset.to_table(columns=names, filter=where)
         except (OSError, pa.ArrowException, ValueError):
             for path, file in zip(paths, full, strict=True):  # which of them is it?
                 with reading(path, self.name):
                     one = pads.dataset([file], schema=self.schema, format=CHECKED_PARQUET, filesystem=self.fs)
-                    self._check_files(one, [path])
+                    self._require_files(one, [path])
                     one.to_table(columns=names, filter=where)
             raise
 
     def read_range(self, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
         return read_range(self.fs, self.folder, wanted, columns)
 
-    def _check_files(self, dataset: pads.Dataset, paths: Sequence[str]) -> None:
+    def _require_files(self, dataset: pads.Dataset, paths: Sequence[str]) -> None:
         """Raise CorruptLogError for files that are not what the table's log means."""
         actions = self.actions()
         named = actions.filter(pc.is_in(actions["path"], value_set=pa.array(paths, pa.string())))
         rows = dict(zip(named["path"].to_pylist(), named["num_records"].to_pylist(), strict=True))
         for fragment in dataset.get_fragments():
             path = fragment.path.removeprefix(f"{self.folder}/")
-            check_seal(fragment.physical_schema, path, self.name, self.schema.names)
-            check_count(fragment.metadata.num_rows, rows.get(path), path, self.name)
-            check_groups(fragment.metadata, path, self.name)
+            require_seal(fragment.physical_schema, path, self.name, self.schema.names)
+            require_count(fragment.metadata.num_rows, rows.get(path), path, self.name)
+            require_row_groups(fragment.metadata, path, self.name)
 
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]

@@ -156,10 +156,10 @@ def test_every_column_of_messages_has_a_spark_type(spark):
     from pyspark.sql.types import StructType
 
     from rmq_spark.message import INPUT_COLUMNS
-    from rmq_spark.sink.frame import check_schema
+    from rmq_spark.sink.frame import require_message_types
 
     ddl = ", ".join(f"{name} {kind.split(' or ')[0]}" for name, kind in INPUT_COLUMNS.items())
-    check_schema(StructType.fromDDL(ddl), None, None)
+    require_message_types(StructType.fromDDL(ddl), None, None)
 
 
 def test_delayed_messages_wait_for_their_time(spark, log):

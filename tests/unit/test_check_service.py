@@ -17,7 +17,7 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark.check import service as module
-from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, check_policy
+from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, require_policy
 from rmq_spark.check.service import CheckReport, CheckService
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
@@ -920,10 +920,10 @@ def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], erro
 
 
 def test_policies_have_names_and_the_nearest_is_offered() -> None:
-    assert repr(check_policy("Rollback")) == "NamedPolicy('rollback')"
-    assert repr(check_policy(DiscardPolicy.COMMIT)) == "NamedPolicy('commit')"
+    assert repr(require_policy("Rollback")) == "NamedPolicy('rollback')"
+    assert repr(require_policy(DiscardPolicy.COMMIT)) == "NamedPolicy('commit')"
     with pytest.raises(OptionError, match="did you mean 'quarantine'"):
-        check_policy("quarantin")
+        require_policy("quarantin")
 
 
 def test_a_path_opens_the_log(delta_log: CommitLog) -> None:

@@ -24,7 +24,7 @@ from rmq_spark.errors import CorruptLogError, MessageError, TopicNotFoundError
 from rmq_spark.message import PROPERTIES
 from rmq_spark.selector import parse_selector
 from rmq_spark.storage import files as files_module
-from rmq_spark.storage.files import RowRange, check_path, read_range
+from rmq_spark.storage.files import RowRange, read_range, require_path
 from tests.half_batches import header_of
 
 LOCAL = pafs.LocalFileSystem()
@@ -489,4 +489,4 @@ def test_rows_that_a_file_does_not_hold_are_an_error(tmp_path: Path) -> None:
 )
 def test_a_path_outside_the_table_is_not_read(path: object) -> None:
     with pytest.raises(CorruptLogError, match="not inside the table"):
-        check_path(path, "half")
+        require_path(path, "half")

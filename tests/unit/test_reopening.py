@@ -271,7 +271,7 @@ def test_threads_that_share_a_handle_all_hear_of_a_failed_opening_and_all_come_b
         ),
         (test_an_entry_that_was_damaged_for_a_moment_does_not_poison_a_handle, "_lose", lambda self: None),
         (test_a_log_that_was_removed_has_no_topics_any_more, "_goes_on", lambda self, before, version: True),
-        (test_a_table_that_was_set_back_is_not_read_on_by_who_has_seen_more, "_check_same", lambda self, table: None),
+        (test_a_table_that_was_set_back_is_not_read_on_by_who_has_seen_more, "_require_same", lambda self, table: None),
     ],
     ids=["the failure is kept", "the damage is kept", "an empty folder has no news", "any table is the same"],
 )

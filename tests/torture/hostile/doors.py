@@ -37,7 +37,7 @@ from rmq_spark.consumer.inbox import SqlInbox
 from rmq_spark.errors import TxmqError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
 from rmq_spark.listeners.sql import SqlTransactionListener
-from rmq_spark.message import Message, check_app_id, check_group, check_topic, to_table
+from rmq_spark.message import Message, require_app_id, require_group_name, require_topic_name, to_table
 from rmq_spark.sink.foreach_batch import TransactionalSink
 from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
@@ -139,9 +139,9 @@ def names(rng: random.Random) -> bool:
     given = anything(rng) if rng.random() < 0.3 else text(rng)
     check, chars_max, what = rng.choice(
         (
-            (check_topic, TOPIC_CHARS_MAX, "topic"),
-            (check_group, GROUP_CHARS_MAX, "group"),
-            (check_app_id, APP_ID_CHARS_MAX, "appId"),
+            (require_topic_name, TOPIC_CHARS_MAX, "topic"),
+            (require_group_name, GROUP_CHARS_MAX, "group"),
+            (require_app_id, APP_ID_CHARS_MAX, "appId"),
         )
     )
     ok, found = attempt(lambda: check(given), what)
