@@ -1,8 +1,15 @@
-"""The protocol of the sink: stage, prepare, execute, decide; and what a replay does with a batch that was prepared
-before.
+"""The protocol of a sink, in four steps, and what a new run does with a half batch that an earlier one prepared.
 
-It speaks to a ``CommitLog`` and a listener, and knows neither Spark nor Delta. The steps are methods of
-:class:`TwoPhase`; a process may die before, in and after each of them, and the next run of the same batch goes on.
+====  ========  ====================================================================  ======================
+ 1    stage     half files are written; nothing names them yet                        ``staged``
+ 2    prepare   one commit to ``half``: the half batch exists, and nobody sees it     ``prepared``
+ 3    execute   the local transaction runs                                            ``executing``, ``executed``
+ 4    decide    op markers make the verdicts final, and committed messages visible    ``decided``
+ R    replay    nothing is executed twice: what may have run is checked               ``replay asks``
+====  ========  ====================================================================  ======================
+
+A process may die before, in and after each step; the tests kill it at the points named on the right. The next run of
+the same batch goes on. This module speaks to a ``CommitLog`` and a listener, and knows neither Spark nor Delta.
 """
 
 from __future__ import annotations
@@ -134,7 +141,7 @@ class TwoPhase:
         self.replay_check_timeout_s = seconds(replay_check_timeout_s, "replay_check_timeout")
         self.lease_s = seconds(lease_s, "lease_s", above=True)
 
-    # ------------------------------------------------------------------ the whole protocol
+    # ------------------------------------------------------------------ all of it
     def send(self, header: HalfHeader, stage: Callable[[], Sequence[HalfFile]], arg: Any = None) -> Outcome:
         """Bring a half batch to its verdicts. A batch that was prepared before goes on where it stands.
 
@@ -207,6 +214,7 @@ class TwoPhase:
             )
         return record
 
+    # ------------------------------------------------------------------ 2 prepare
     def prepare(self, header: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord | None:
         """Commit the staged files. None when somebody prepared this batch in the meantime."""
         try:
@@ -214,7 +222,7 @@ class TwoPhase:
         except AlreadyPreparedError:
             return None
 
-    # ------------------------------------------------------------------ execute and decide
+    # ------------------------------------------------------------------ 3 execute
     def execute(self, run: _Run, attempt: int, rows: RowSet) -> None:
         """Run the local transaction of rows that nobody but this run may execute, and make its verdicts final."""
         listener = self._listener_of(run)
@@ -268,6 +276,7 @@ class TwoPhase:
         with suppress(StaleAttemptError):
             self.decide(run, batch, rows, ROLLBACK_MESSAGE, Who.CHECK)
 
+    # ------------------------------------------------------------------ 4 decide
     def decide(
         self, run: _Run, batch: HalfBatch, rows: RowSet, verdicts: pa.Array | LocalTransactionState, who: Who
     ) -> bool:
@@ -278,7 +287,7 @@ class TwoPhase:
             run.outcome.placed += self.log.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
         return bool(split[UNKNOWN])
 
-    # ------------------------------------------------------------------ what is left to do
+    # ------------------------------------------------------------------ R replay
     def _settle(self, run: _Run) -> None:
         """Go on until every row is decided, or waits for the check of an UNKNOWN that this run itself got."""
         deadline = self.log.machine.monotonic() + self.replay_check_timeout_s
