@@ -25,6 +25,7 @@ from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.machine import MACHINE, Machine
+from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import DataFile, RowRange, read_range, write_table
 from rmq_spark.storage.table import Change, Clock, actions_schema, compare_and_set
 
@@ -181,8 +182,10 @@ class MemoryTable:
             parts = [p.filter(where) for p in parts]
         return pa.concat_tables([p.select(names).cast(schema) for p in parts]) if parts else schema.empty_table()
 
-    def read_range(self, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
-        return read_range(self.fs, self.folder, wanted, columns)
+    def read_range(
+        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
+    ) -> Iterator[tuple[int, pa.Table]]:
+        return read_range(self.fs, self.folder, wanted, columns, where)
 
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]

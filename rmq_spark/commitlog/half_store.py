@@ -23,6 +23,7 @@ from rmq_spark.errors import (
     MessageError,
     StagedFilesTooOldError,
 )
+from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import RowRange, require_path
 from rmq_spark.storage.seal import require_count
 from rmq_spark.storage.table import Change, Table
@@ -332,15 +333,17 @@ class HalfStore:
             parts += [part for _, part in self.read_range(wanted, columns)]
         return pa.concat_tables([p.cast(schema) for p in parts]) if parts else schema.empty_table()
 
-    def read_range(self, wanted: RowRange, columns: Sequence[str]) -> list[tuple[int, pa.Table]]:
+    def read_range(
+        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
+    ) -> list[tuple[int, pa.Table]]:
         """The rows of a range; a file that somebody rewrote is found again by its address."""
         try:
-            return list(self.table.read_range(wanted, columns))
+            return list(self.table.read_range(wanted, columns, where))
         except FileNotFoundError:
             self.table.refresh()
             path = self.locate(wanted.half_id, wanted.file_no)
             moved = RowRange(path, wanted.half_id, wanted.file_no, wanted.file_rows, wanted.ranges)
-            return list(self.table.read_range(moved, columns))
+            return list(self.table.read_range(moved, columns, where))
 
 
 def _require_staged(header: HalfHeader, files: Sequence[HalfFile]) -> None:

@@ -6,7 +6,7 @@ Planning looks at ``op`` alone. What executors run (:func:`to_messages`) needs p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from rmq_spark.errors import CorruptLogError, OffsetError, OffsetOutOfRangeError
 from rmq_spark.message import PROPERTIES, TIMESTAMP
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark.selector.tree import Filter
-from rmq_spark.storage.files import RowRange, arange, require_path
+from rmq_spark.storage.files import KEPT, RowRange, arange, require_path
 from rmq_spark.transaction import BATCH, KEY, batch_transaction_id, transaction_ids
 
 if TYPE_CHECKING:
@@ -248,6 +248,50 @@ def out_of_range(topic: str, queue_id: int, start: int, end: int) -> str:
     return f"topic {topic!r}, queue {queue_id}: offsets {start} to {end - 1} are not in the commit log"
 
 
+def by_file(ranges: Sequence[PlacedRange]) -> Iterator[list[PlacedRange]]:
+    """Ranges that follow each other in one half file, so that a row group is read once for all its queues."""
+    together: list[PlacedRange] = []
+    for placed in ranges:
+        if together:
+            last, rows = together[-1].rows, placed.rows
+            same = (last.path, last.half_id, last.file_no) == (rows.path, rows.half_id, rows.file_no)
+            if not same or rows.ranges[0][0] <= last.ranges[-1][1]:
+                yield together
+                together = []
+        together.append(placed)
+    if together:
+        yield together
+
+
+def _pieces(
+    together: Sequence[PlacedRange], position: int, table: pa.Table
+) -> Iterator[tuple[PlacedRange, int, pa.Table]]:
+    """A table read at a position of ranges that lie together, cut to the ranges: (range, position in it, rows)."""
+    start = 0
+    for placed in together:
+        first, end = max(start, position), min(start + placed.count, position + table.num_rows)
+        if first < end:
+            yield placed, first - start, table.slice(first - position, end - first)
+        start += placed.count
+
+
+def rows_of(together: Sequence[PlacedRange]) -> RowRange:
+    """The rows of ranges that follow each other in one half file."""
+    return replace(together[0].rows, ranges=tuple(r for placed in together for r in placed.rows.ranges))
+
+
+def messages_of(
+    together: Sequence[PlacedRange], tables: Iterable[tuple[int, pa.Table]], columns: Sequence[str]
+) -> Iterator[pa.Table]:
+    """Rows of :func:`rows_of`, as ``read_range`` yields them, as messages of the source: those that a filter keeps."""
+    for position, table in tables:
+        for placed, at, part in _pieces(together, position, table):
+            messages = to_messages(placed, at, part, columns)
+            if KEPT in part.column_names and not pc.all(part[KEPT]).as_py():
+                messages = messages.filter(part[KEPT])
+            yield messages
+
+
 def require_source_columns(columns: Sequence[str]) -> list[str]:
     """The columns themselves when the source has them all; OptionError names the nearest right one."""
     if isinstance(columns, (str, bytes)) or not isinstance(columns, Iterable):
@@ -355,26 +399,16 @@ def read_messages(
         ranges, gaps = select(placements, topic, queue_id, first, end)
         if gaps:
             raise OffsetOutOfRangeError(out_of_range(topic, queue_id, *gaps[0]))
-        for placed in ranges:
+        for together in by_file(ranges):
             if left == 0:
                 break
-            messages = _read_placed(half, placed, names, where).slice(0, left)
-            parts.append(messages)
-            left = None if left is None else left - messages.num_rows
+            tables = half.read_range(rows_of(together), stored_columns(names, together[0]), where)
+            for messages in messages_of(together, tables, names):
+                kept = messages.slice(0, left)
+                parts.append(kept)
+                left = None if left is None else left - kept.num_rows
     schema = pa.schema([SOURCE_SCHEMA.field(c) for c in names])
     return pa.concat_tables(parts) if parts else schema.empty_table()
-
-
-def _read_placed(half: HalfStore, placed: PlacedRange, names: Sequence[str], where: Filter | None) -> pa.Table:
-    """The messages of a range; when a filter keeps none of them, only the columns that it looks at are read."""
-    kept: pa.ChunkedArray | None = None
-    if where is not None:
-        kept = where.keeps(pa.concat_tables([rows for _, rows in half.read_range(placed.rows, where.columns)]))
-        if pc.any(kept).as_py() is not True:
-            return pa.schema([SOURCE_SCHEMA.field(c) for c in names]).empty_table()
-    parts = half.read_range(placed.rows, stored_columns(names, placed))
-    messages = pa.concat_tables([to_messages(placed, position, rows, names) for position, rows in parts])
-    return messages if kept is None else messages.filter(kept)
 
 
 def _wanted(tags: str | None, selector: str | None, now_ms: int) -> Filter | None:

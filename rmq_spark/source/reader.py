@@ -24,10 +24,12 @@ from pyspark.sql.types import StructType
 
 from rmq_spark.commitlog.reading import (
     PlacedRange,
+    by_file,
+    messages_of,
     out_of_range,
     require_source_columns,
+    rows_of,
     stored_columns,
-    to_messages,
 )
 from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.redaction import redacted
@@ -44,7 +46,7 @@ from rmq_spark.source.offsets import (
 )
 from rmq_spark.source.options import ReadOptions, read_options
 from rmq_spark.source.plan import Planner, admit, split
-from rmq_spark.storage.files import KEPT, RowRange, filesystem, read_range
+from rmq_spark.storage.files import RowRange, filesystem, read_range
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
@@ -335,15 +337,12 @@ def _messages(
     half = _HalfFiles(options)
     where = None if options.selector is None else options.selector.at(now_ms)
     columns = schema.names
-    for together in _by_file(ranges):
-        rows = replace(together[0].rows, ranges=tuple(r for placed in together for r in placed.rows.ranges))
+    for together in by_file(ranges):
+        rows = rows_of(together)
         try:
-            for position, table in half.read(rows, stored_columns(columns, together[0]), where):
-                for placed, at, part in _pieces(together, position, table):
-                    messages = to_messages(placed, at, part, columns)
-                    if where is not None and not pc.all(part[KEPT]).as_py():
-                        messages = messages.filter(part[KEPT])
-                    yield _as_asked(messages, schema)
+            tables = half.read(rows, stored_columns(columns, together[0]), where)
+            for messages in messages_of(together, tables, columns):
+                yield _as_asked(messages, schema)
         except (FileNotFoundError, HalfBatchNotFoundError) as problem:
             for placed in together:
                 end = placed.queue_offset + placed.count
@@ -352,33 +351,6 @@ def _messages(
                 if options.fail_on_data_loss:
                     raise OffsetOutOfRangeError(f"{what} (failOnDataLoss=false skips them)") from problem
                 logger.warning("skipped, because failOnDataLoss=false: %s", what)
-
-
-def _by_file(ranges: Sequence[PlacedRange]) -> Iterator[list[PlacedRange]]:
-    """Ranges that follow each other in one half file, so that a row group is read once for all its queues."""
-    together: list[PlacedRange] = []
-    for placed in ranges:
-        if together:
-            last, rows = together[-1].rows, placed.rows
-            same = (last.path, last.half_id, last.file_no) == (rows.path, rows.half_id, rows.file_no)
-            if not same or rows.ranges[0][0] <= last.ranges[-1][1]:
-                yield together
-                together = []
-        together.append(placed)
-    if together:
-        yield together
-
-
-def _pieces(
-    together: Sequence[PlacedRange], position: int, table: pa.Table
-) -> Iterator[tuple[PlacedRange, int, pa.Table]]:
-    """A table read at a position of ranges that lie together, cut to the ranges: (range, position in it, rows)."""
-    start = 0
-    for placed in together:
-        first, end = max(start, position), min(start + placed.count, position + table.num_rows)
-        if first < end:
-            yield placed, first - start, table.slice(first - position, end - first)
-        start += placed.count
 
 
 class _HalfFiles:

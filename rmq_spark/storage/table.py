@@ -35,6 +35,7 @@ from rmq_spark.errors import (
 )
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.redaction import cause_of, redacted
+from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.answers import asking, plainly
 from rmq_spark.storage.clock import StoreClock
 from rmq_spark.storage.files import DataFile, RowRange, filesystem, read_range, require_path, write_table
@@ -153,8 +154,11 @@ class Table(Protocol):
     ) -> pa.Table:
         """Rows of some live files."""
 
-    def read_range(self, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
-        """Rows of one half file by their address, with the position of the first of each part."""
+    def read_range(
+        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """Rows of one half file by their address, with the position of the first of each part; with a filter, as
+        ``files.read_range`` has them."""
 
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
@@ -575,8 +579,10 @@ class DeltaLogTable:
                     one.to_table(columns=names, filter=where)
             raise
 
-    def read_range(self, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
-        return read_range(self.fs, self.folder, wanted, columns)
+    def read_range(
+        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
+    ) -> Iterator[tuple[int, pa.Table]]:
+        return read_range(self.fs, self.folder, wanted, columns, where)
 
     def _require_files(self, dataset: pads.Dataset, paths: Sequence[str]) -> None:
         """Raise CorruptLogError for files that are not what the table's log means."""

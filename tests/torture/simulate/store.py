@@ -239,7 +239,9 @@ class SimulatedTable:
             return no_rows(self.schema).select(names)
         return self.fs.read([f"{self.folder}/{path}" for path in paths], names, where)
 
-    def read_range(self, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+    def read_range(
+        self, wanted: RowRange, columns: Sequence[str], where: None = None
+    ) -> Iterator[tuple[int, pa.Table]]:
         self._scheduler.interleave()
         return read_range(self.fs, self.folder, wanted, columns)
 
