@@ -631,8 +631,8 @@ class DeltaLogTable:
 
 
 def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | None:
-    """Create an empty table: True when it was created, False when the put of its first entry was refused because
-    another writer's was there, None when that was seen before it came to the put."""
+    """Create an empty table. True: it was created. False: the put of its first entry was refused, because another
+    writer's entry is there. None: another writer's table was seen before the put, so the put was not tried."""
     options = dict(storage_options or {}) or None
     schema = Schema.from_arrow(pa.schema([("version", pa.int64())]))
     try:
