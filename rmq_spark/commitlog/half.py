@@ -21,17 +21,10 @@ from rmq_spark.commitlog.incoming import (
     require_utf8,
     times_of,
 )
-from rmq_spark.config import (
-    LABEL_BYTES_MAX,
-    TRANSACTION_KEY_CHARS_MAX,
-)
+from rmq_spark.config import LABEL_BYTES_MAX, TRANSACTION_KEY_CHARS_MAX
 from rmq_spark.errors import MessageError
 from rmq_spark.machine import MACHINE, Machine
-from rmq_spark.message import (
-    PROPERTIES,
-    TIMESTAMP,
-    require_topic_name,
-)
+from rmq_spark.message import PROPERTIES, TIMESTAMP, require_topic_name
 from rmq_spark.storage.files import DataFile, arange, rows_of_half_file, write_table
 
 HEADER_COLUMNS = [

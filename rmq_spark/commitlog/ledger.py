@@ -15,16 +15,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.follow import Followed, Tails, Waiting, settled_rows
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Prepared
-from rmq_spark.commitlog.op import (
-    NO_OPS,
-    STATS_COLUMNS,
-    BatchState,
-    Kind,
-    OpRow,
-    RowState,
-    Who,
-    to_table,
-)
+from rmq_spark.commitlog.op import NO_OPS, STATS_COLUMNS, BatchState, Kind, OpRow, RowState, Who, to_table
 from rmq_spark.commitlog.placing import EPOCH, Open, Piece, Placer
 from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, ranges_count, runs
 from rmq_spark.commitlog.topics import TopicStore

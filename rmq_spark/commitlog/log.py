@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
@@ -27,26 +27,14 @@ from rmq_spark.commitlog.reading import read_messages, walk_placements
 from rmq_spark.commitlog.repair import RepairReport
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.topics import TopicStore
-from rmq_spark.config import (
-    ORPHAN_AGE_S,
-    QUEUES_DEFAULT,
-    QUEUES_MAX,
-    parse_duration,
-    whole_number,
-)
-from rmq_spark.errors import (
-    CommitLogExistsError,
-    OptionError,
-)
+from rmq_spark.config import ORPHAN_AGE_S, QUEUES_DEFAULT, QUEUES_MAX, parse_duration, whole_number
+from rmq_spark.errors import CommitLogExistsError, OptionError
 from rmq_spark.message import require_topic_name
 from rmq_spark.redaction import redacted, remember, traceback_of
 from rmq_spark.storage.location import location
 from rmq_spark.storage.stores import reaching, require_put_if_absent, require_storage_options
 from rmq_spark.storage.table import DeltaLogTable, Table
 from rmq_spark.transaction import HalfBatch, LocalTransactionState
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
-from rmq_spark.commitlog.op import (
-    BatchState,
-    FileState,
-    RowState,
-)
+from rmq_spark.commitlog.op import BatchState, FileState, RowState
 from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, booleans_of, both, ranges_count, runs
 from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.message import TIMESTAMP

@@ -16,13 +16,7 @@ from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from rmq_spark.config import seconds
-from rmq_spark.errors import (
-    FencedError,
-    FenceError,
-    ListenerError,
-    LocalTransactionError,
-    VerdictError,
-)
+from rmq_spark.errors import FencedError, FenceError, ListenerError, LocalTransactionError, VerdictError
 from rmq_spark.listener import TransactionListener, Verdicts, require_work
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.redaction import redacted

@@ -18,12 +18,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.op import OP_SCHEMA
-from rmq_spark.commitlog.reading import (
-    PLACEMENT_COLUMNS,
-    PlacedRange,
-    out_of_range,
-    select,
-)
+from rmq_spark.commitlog.reading import PLACEMENT_COLUMNS, PlacedRange, out_of_range, select
 from rmq_spark.errors import OffsetOutOfRangeError
 from rmq_spark.message import RETRY_PREFIX
 from rmq_spark.source.offsets import CountedPositions, Positions, Queue, resolve

@@ -14,12 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.streaming.datasource import (
-    ReadAllAvailable,
-    ReadLimit,
-    ReadMaxRows,
-    SupportsTriggerAvailableNow,
-)
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
 from rmq_spark.commitlog.reading import (
@@ -35,15 +30,7 @@ from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, 
 from rmq_spark.redaction import redacted
 from rmq_spark.selector.tree import Filter
 from rmq_spark.source import SOURCE_DDL, SOURCE_OPTIONS
-from rmq_spark.source.offsets import (
-    Again,
-    JsonOffsets,
-    Positions,
-    due,
-    from_checkpoint,
-    seconds_to_wait,
-    to_json,
-)
+from rmq_spark.source.offsets import Again, JsonOffsets, Positions, due, from_checkpoint, seconds_to_wait, to_json
 from rmq_spark.source.options import ReadOptions, read_options
 from rmq_spark.source.plan import Planner, admit, split
 from rmq_spark.storage.files import RowRange, filesystem, read_range
