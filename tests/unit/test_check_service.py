@@ -156,7 +156,7 @@ def test_commit_makes_a_half_batch_visible(log: CommitLog) -> None:
     assert (report.committed.transactions, report.committed.messages) == (1, 4)
     assert report.ok
     assert report.pending == 0
-    assert log.state_of(record).history[0]["who"] == str(Who.CHECK)
+    assert log.state_of(record).history[0].decided_by is Who.CHECK
 
 
 def test_rollback_is_one_by_check_so_that_a_replay_may_reopen_it(log: CommitLog) -> None:
@@ -445,8 +445,8 @@ def test_past_transaction_check_max_it_is_quarantined_without_being_asked_again(
     assert report.pending == 0
     assert log.quarantined()["half_id"].to_pylist() == [record.half_id]
     last = log.state_of(record).history[-1]
-    assert last["who"] == str(Who.DISCARD)
-    assert last["reason"] == "3 checks were answered with UNKNOWN; transactionCheckMax is 3"
+    assert last.decided_by is Who.DISCARD
+    assert last.reason == "3 checks were answered with UNKNOWN; transactionCheckMax is 3"
     service.run_once()
     assert len(listener.asked) == 3
 
@@ -502,7 +502,7 @@ def test_discard_by_commit(log: CommitLog) -> None:
     report = service.run_once()
     assert report.discarded.messages == 4
     assert len(bodies(log)) == 4
-    assert log.state_of(record).history[-1]["who"] == str(Who.DISCARD)
+    assert log.state_of(record).history[-1].decided_by is Who.DISCARD
 
 
 def test_only_the_keys_that_were_checked_too_often_are_discarded(log: CommitLog) -> None:
@@ -598,7 +598,7 @@ def test_older_than_file_reserved_time_is_quarantined_whatever_the_policy(
     report = service.run_once()
     assert states(log, record) == {RowState.QUARANTINED: 2}
     assert report.quarantined.messages == 2
-    assert str(log.state_of(record).history[-1]["reason"]).startswith("open for 72.0 h, which is not less than fileRes")
+    assert str(log.state_of(record).history[-1].reason).startswith("open for 72.0 h, which is not less than fileRes")
 
 
 def test_expired_and_checked_too_often_is_left_to_the_policy(log: CommitLog) -> None:

@@ -117,7 +117,7 @@ def test_pending_quarantine_resume_and_resolve(log: CommitLog) -> None:
     out, _ = txmq("resolve", log.path, "app:0", "commit", "--reason", "the bank says so")
     assert out == "app:0: COMMIT_MESSAGE; 2 messages became visible\n"
     assert log.read("orders").num_rows == 2
-    assert log.state_of(record).history[-1]["reason"] == "the bank says so"
+    assert log.state_of(record).history[-1].reason == "the bank says so"
 
 
 def test_a_conflict_is_shown_with_its_history_and_resolved(log: CommitLog) -> None:

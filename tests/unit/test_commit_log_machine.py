@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.op import BatchState, RowState, Who
+from rmq_spark.commitlog.op import BatchState, OpRow, RowState, Who
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
@@ -108,7 +108,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         placed = 0
         for row in rows:
             if row["half_id"] is not None:
-                states[row["half_id"]].fold(row)
+                states[row["half_id"]].fold(OpRow.of(row))
             if row["queue_offset"] is not None:
                 queue = (row["topic"], row["queue_id"])
                 assert row["queue_offset"] == tails.get(queue, 0), "a gap, or an offset used twice"

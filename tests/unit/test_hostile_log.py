@@ -13,7 +13,7 @@ import pytest
 from deltalake import DeltaTable, Schema
 
 import rmq_spark as txmq
-from rmq_spark.commitlog import log as log_module
+from rmq_spark.commitlog import opening
 from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA, STATS_COLUMNS
@@ -120,7 +120,7 @@ def test_a_half_made_log_is_completed_by_making_it_again(
 @pytest.mark.parametrize("found", ["2", "99", "next", "-1"])
 def test_a_newer_format_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(log_module, "FORMAT", found)
+        patch.setattr(opening, "FORMAT", found)
         with pytest.raises((LogFormatError, TypeError)):
             CommitLog.create(tmp_path / "log")
     with pytest.raises(LogFormatError, match=rf"format {found}.*upgrade"):

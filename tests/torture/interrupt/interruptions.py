@@ -24,7 +24,7 @@ from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who
+from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, Who
 from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import AlreadyPreparedError, VerdictConflictError
 from rmq_spark.listener import TransactionListener
@@ -621,7 +621,7 @@ def read_truth(log: CommitLog, content: Content, known: Sequence[Truth] = ()) ->
     low_water = 0
     for row in rows.to_pylist():
         if row["half_id"] is not None:
-            states[row["half_id"]].fold(row)
+            states[row["half_id"]].fold(OpRow.of(row))
         if row["next_offset"] is not None:
             queue = (row["topic"], row["queue_id"])
             tails[queue] = max(tails.get(queue, 0), row["next_offset"])

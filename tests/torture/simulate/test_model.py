@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptError
 from rmq_spark.listeners import sql
 from rmq_spark.machine import Machine
@@ -226,8 +227,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         check_offsets(seen)
 
     @staticmethod
-    def _all(record: HalfRecord) -> dict[int, bytes]:
-        return {n: b"\x01" * f.rows for n, f in record.files.items()}
+    def _all(record: HalfRecord) -> RowSet:
+        return RowSet({n: b"\x01" * f.rows for n, f in record.files.items()})
 
     @staticmethod
     def _bodies(number: int) -> list[str]:
