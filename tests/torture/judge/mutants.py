@@ -20,8 +20,8 @@ import pyarrow.compute as pc
 
 from rmq_spark.check import service as service_module
 from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog import asked, incoming, maintenance, placing
 from rmq_spark.commitlog import half as half_module
-from rmq_spark.commitlog import incoming, maintenance, placing
 from rmq_spark.commitlog import ledger as ledger_module
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.follow import Followed
@@ -712,7 +712,7 @@ def _future_believed() -> Iterator[None]:
     def believed(self: CommitLog, record: Any, state: BatchState, attempt: int) -> Any:
         return max(record.prepared_at, state.opened_at.get(attempt, record.prepared_at))
 
-    with replaced((CommitLog, "_began_at", believed)):
+    with replaced((asked, "_began_at", believed)):
         yield
 
 
