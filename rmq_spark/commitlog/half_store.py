@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import NamedTuple
 
@@ -27,6 +27,9 @@ from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import RowRange, require_path
 from rmq_spark.storage.seal import require_count
 from rmq_spark.storage.table import Change, Table
+
+MOVED_KEPT = 10_000
+"""New places of rewritten half files that are kept in memory."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class HalfStore:
 
     def __init__(self, table: Table) -> None:
         self.table = table
+        self._files = HalfFiles(lambda *asked: self.table.read_range(*asked), self._locate_now)
 
     def prepare(
         self, header: HalfHeader, files: Sequence[HalfFile], after_ms: Callable[[], int] = lambda: 0
@@ -278,6 +282,10 @@ class HalfStore:
             raise CorruptLogError(f"half batch {half_id!r} has no file {file_no}")
         return record.files[file_no].path
 
+    def _locate_now(self, half_id: str, file_no: int) -> str:
+        self.table.refresh()
+        return self.locate(half_id, file_no)
+
     def rewritten_below(self, low_water_ms: int) -> str:
         """Stands for the files below a time that somebody rewrote (OPTIMIZE by Spark, for instance); ``""`` for none.
 
@@ -336,14 +344,55 @@ class HalfStore:
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> list[tuple[int, pa.Table]]:
-        """The rows of a range; a file that somebody rewrote is found again by its address."""
+        """The rows of a range, as ``files.read_range`` has them."""
+        return list(self._files.read(wanted, columns, where))
+
+
+class HalfFiles:
+    """Half files, which are read wherever they lie now: one that somebody rewrote is found again by its address.
+
+    Parameters
+    ----------
+    read : callable
+        ``files.read_range`` of the table's folder.
+    locate : callable
+        Where a file of a half batch lies now. It lists ``half``, so it is asked only when a file is not where ``op``
+        says: the cost of reading must not follow the age of the log.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[RowRange, Sequence[str], Filter | None], Iterator[tuple[int, pa.Table]]],
+        locate: Callable[[str, int], str],
+    ) -> None:
+        self._read = read
+        self._locate = locate
+        self._moved: dict[tuple[str, int], str] = {}
+
+    def read(
+        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """The rows of a range, as ``files.read_range`` has them."""
+        address = (wanted.half_id, wanted.file_no)
+        done = 0
         try:
-            return list(self.table.read_range(wanted, columns, where))
+            for position, table in self._read(
+                replace(wanted, path=self._moved.get(address, wanted.path)), columns, where
+            ):
+                done = position + table.num_rows
+                yield position, table
+            return
         except FileNotFoundError:
-            self.table.refresh()
-            path = self.locate(wanted.half_id, wanted.file_no)
-            moved = RowRange(path, wanted.half_id, wanted.file_no, wanted.file_rows, wanted.ranges)
-            return list(self.table.read_range(moved, columns, where))
+            self._remember(address, self._locate(*address))
+        for position, table in self._read(replace(wanted, path=self._moved[address]), columns, where):
+            seen = max(0, done - position)
+            if seen < table.num_rows:
+                yield position + seen, table.slice(seen)
+
+    def _remember(self, address: tuple[str, int], path: str) -> None:
+        if len(self._moved) >= MOVED_KEPT:
+            del self._moved[next(iter(self._moved))]
+        self._moved[address] = path
 
 
 def _require_staged(header: HalfHeader, files: Sequence[HalfFile]) -> None:

@@ -23,7 +23,8 @@ from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.ledger import Ledger, Placed
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.opening import LOG_RETENTION, create_tables, has_groups, open_groups, open_tables
-from rmq_spark.commitlog.reading import read_messages, walk_placements
+from rmq_spark.commitlog.placements import walk_placements
+from rmq_spark.commitlog.reading import read_messages
 from rmq_spark.commitlog.repair import RepairReport
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.topics import TopicStore
@@ -438,7 +439,7 @@ class CommitLog:
                 f"start={start!r} is no mapping: the first offset of each queue is expected, as {{0: 23}}"
             )
         tails = self.tails()  # of one version, whatever other threads of this process see meanwhile
-        return read_messages(self.half, self.op, tails, topic, queues, start or {}, limit, columns, tags, selector)
+        return read_messages(self, tails, topic, queues, start or {}, limit, columns, tags, selector)
 
     # ------------------------------------------------------------------ upkeep
     def move_mark(self) -> bool:

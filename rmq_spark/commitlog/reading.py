@@ -1,31 +1,28 @@
-"""From offsets to messages: which half rows an offset range means, and what a reader makes of them.
+"""From half rows to messages: what a reader makes of placed ranges.
 
-Planning looks at ``op`` alone. What executors run (:func:`to_messages`) needs pyarrow and this package's files.
+Executors run it too (:func:`messages_of`), with nothing but pyarrow and this package's files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.op import ranges_of
-from rmq_spark.commitlog.rows import ranges_count
+from rmq_spark.commitlog.placements import PlacedRange, Placements, out_of_range
 from rmq_spark.config import nearest, whole_number
-from rmq_spark.errors import CorruptLogError, OffsetError, OffsetOutOfRangeError, OptionError
+from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.message import PROPERTIES, TIMESTAMP
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark.selector.tree import Filter
-from rmq_spark.storage.files import KEPT, RowRange, arange, require_path
+from rmq_spark.storage.files import KEPT, RowRange, arange
 from rmq_spark.transaction import BATCH, KEY, batch_transaction_id, transaction_ids
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.half_store import HalfStore
-    from rmq_spark.storage.table import Table
+    from rmq_spark.commitlog.log import CommitLog
 
 SOURCE_SCHEMA = pa.schema(
     [
@@ -48,204 +45,6 @@ SOURCE_SCHEMA = pa.schema(
 """The columns of the source, in order."""
 
 STORED_COLUMNS = ("tags", "keys", "sharding_key", "properties", "body", "born_timestamp", "store_timestamp")
-PLACEMENT_COLUMNS = [
-    "kind",
-    "version",
-    "op_time",
-    "half_id",
-    "file_no",
-    "ranges",
-    "count",
-    "attempt",
-    "topic",
-    "queue_id",
-    "queue_offset",
-    "next_offset",
-    "path",
-    "file_rows",
-    "transaction_per",
-    "producer_group",
-]
-
-
-@dataclass(frozen=True)
-class PlacedRange:
-    """Half rows that stand in a queue one after the other; picklable.
-
-    Attributes
-    ----------
-    queue_offset : int
-        Of the first row; the others follow in order.
-    """
-
-    rows: RowRange
-    topic: str
-    queue_id: int
-    queue_offset: int
-    attempt: int
-    transaction_per: str
-    producer_group: str
-    commit_timestamp: datetime
-
-    @property
-    def count(self) -> int:
-        return self.rows.rows
-
-    def cut(self, start: int, end: int) -> PlacedRange:
-        """The part with offsets from ``start`` (included) to ``end`` (excluded)."""
-        skip, take = start - self.queue_offset, end - start
-        ranges: list[tuple[int, int]] = []
-        for first, last in self.rows.ranges:
-            length = last - first + 1
-            a = max(0, skip)
-            b = min(length, skip + take)
-            if a < b:
-                ranges.append((first + a, first + b - 1))
-            skip -= length
-            if skip + take <= 0:
-                break
-        r = self.rows
-        kept = RowRange(r.path, r.half_id, r.file_no, r.file_rows, tuple(ranges))
-        return PlacedRange(kept, self.topic, self.queue_id, start, self.attempt, self.transaction_per,
-                           self.producer_group, self.commit_timestamp)  # fmt: skip
-
-
-def read_placements(op: Table, where: pc.Expression | None = None, since_version: int = 0, above: int = 0) -> pa.Table:
-    """Op rows that placed messages (``commit`` with an offset, or ``place``), with :data:`PLACEMENT_COLUMNS`.
-
-    Parameters
-    ----------
-    op : Table
-        Refreshed by the caller.
-    where : expression, optional
-        On the columns of ``op``.
-    since_version : int
-        Only rows committed at this version of ``op`` or later.
-    above : int
-        Only rows that place messages at this offset or later, whatever the queue.
-    """
-    files = [path for path, _ in newest_files(op, since_version, above)]
-    wanted = _is_placement() & (pc.field("version") >= since_version) & (pc.field("next_offset") > above)
-    return op.read(files, PLACEMENT_COLUMNS, wanted if where is None else wanted & where).sort_by("version")
-
-
-def walk_placements(
-    op: Table, since_version: int = 0, above: int = 0, files_min: int = 16
-) -> Iterator[tuple[pa.Table, int | None]]:
-    """The same rows from the newest op file backwards: a reader near the head of its queues stops early, so its cost
-    does not follow the age of the log.
-
-    Parameters
-    ----------
-    files_min : int
-        Files of the first step; every further step takes twice as many.
-
-    Yields
-    ------
-    (rows, rest)
-        With :data:`PLACEMENT_COLUMNS`; and the highest version that a row in the files not read yet can have (-1 when
-        there are none, None when it is not known).
-    """
-    files = newest_files(op, since_version, above)
-    wanted = _is_placement() & (pc.field("next_offset") > above)
-    step, at = files_min, 0
-    while at < len(files):
-        paths = [path for path, _ in files[at : at + step]]
-        at, step = at + step, step * 2
-        rest = files[at][1] if at < len(files) else -1
-        yield op.read(paths, PLACEMENT_COLUMNS, wanted & (pc.field("version") >= since_version)), rest
-
-
-def newest_files(op: Table, since_version: int = 0, above: int = 0) -> list[tuple[str, int | None]]:
-    """Live files of ``op`` by falling highest version (None: without statistics, which come first). Files that can have
-    no row of these versions, or no message above this offset, are left out."""
-    actions = op.actions()
-    if actions.num_rows == 0:
-        return []
-    version = _bound(actions, "max.version")
-    needed = pc.fill_null(pc.greater_equal(version, since_version), True)
-    if above > 0:
-        needed = pc.and_(needed, pc.fill_null(pc.greater(_bound(actions, "max.next_offset"), above), True))
-    files = pa.table({"path": actions["path"], "version": version}).filter(needed)
-    files = files.sort_by([("version", "descending")])
-    found = list(zip(files["path"].to_pylist(), files["version"].to_pylist(), strict=True))
-    return sorted(found, key=lambda f: f[1] is not None)
-
-
-def _bound(actions: pa.Table, name: str) -> pa.ChunkedArray:
-    # A column without a single value in any file has no statistics at all.
-    return actions[name] if name in actions.column_names else pa.chunked_array([pa.nulls(actions.num_rows, pa.int64())])
-
-
-def _is_placement() -> pc.Expression:
-    return pc.field("queue_offset").is_valid()
-
-
-def placed_range(row: Mapping[str, Any]) -> PlacedRange:
-    """One placement row as a range.
-
-    Raises
-    ------
-    CorruptLogError
-        When the row names a file outside the log, or its numbers contradict each other.
-    """
-    ranges = ranges_of(row["ranges"])
-    if ranges is None or ranges_count(ranges) != row["count"] or row["queue_offset"] < 0:
-        raise CorruptLogError(
-            f"op row of half batch {row['half_id']!r} at version {row['version']} says {row['count']} messages, but "
-            f"names the rows {ranges}: it was changed by hand"
-        )
-    if row["next_offset"] != row["queue_offset"] + row["count"] or ranges[-1][1] >= (row["file_rows"] or 0):
-        raise CorruptLogError(
-            f"op row of half batch {row['half_id']!r} at version {row['version']} places rows up to {ranges[-1][1]} of "
-            f"{row['file_rows']} at offsets {row['queue_offset']} to {row['next_offset']}: it was changed by hand"
-        )
-    rows = RowRange(require_path(row["path"], "op"), row["half_id"], row["file_no"], row["file_rows"], ranges)
-    return PlacedRange(rows, row["topic"], row["queue_id"], row["queue_offset"], row["attempt"],
-                       row["transaction_per"], row["producer_group"], row["op_time"])  # fmt: skip
-
-
-def select(
-    placements: pa.Table,
-    topic: str,
-    queue_id: int,
-    start: int,
-    end: int,
-) -> tuple[list[PlacedRange], list[tuple[int, int]]]:
-    """The ranges that hold offsets ``start`` (included) to ``end`` (excluded) of a queue, in offset order; and the
-    offsets (first, end) that the log does not hold.
-
-    Raises
-    ------
-    CorruptLogError
-        When an offset is placed twice.
-    """
-    if start >= end:
-        return [], []
-    of_queue = pc.and_(pc.equal(placements["topic"], topic), pc.equal(placements["queue_id"], queue_id))
-    inside = pc.and_(pc.less(placements["queue_offset"], end), pc.greater(placements["next_offset"], start))
-    rows = placements.filter(pc.and_(of_queue, inside)).sort_by("queue_offset")
-    found: list[PlacedRange] = []
-    gaps: list[tuple[int, int]] = []
-    position = start
-    for row in rows.to_pylist():
-        whole = placed_range(row)
-        if whole.queue_offset < position and found:
-            raise CorruptLogError(f"offset {whole.queue_offset} of queue {queue_id} of topic {topic!r} is placed twice")
-        if whole.queue_offset > position:
-            gaps.append((position, whole.queue_offset))
-            position = whole.queue_offset
-        stop = min(end, whole.queue_offset + whole.count)
-        found.append(whole.cut(position, stop))
-        position = stop
-    if position < end:
-        gaps.append((position, end))
-    return found, gaps
-
-
-def out_of_range(topic: str, queue_id: int, start: int, end: int) -> str:
-    """The sentence for offsets (``end`` excluded) that the log does not hold."""
-    return f"topic {topic!r}, queue {queue_id}: offsets {start} to {end - 1} are not in the commit log"
 
 
 def by_file(ranges: Sequence[PlacedRange]) -> Iterator[list[PlacedRange]]:
@@ -366,8 +165,7 @@ def _transaction_ids(placed: PlacedRange, position: int, table: pa.Table) -> pa.
 
 
 def read_messages(
-    half: HalfStore,
-    op: Table,
+    log: CommitLog,
     tails: Mapping[tuple[str, int], int],
     topic: str,
     queues: int,
@@ -378,7 +176,7 @@ def read_messages(
     selector: str | None = None,
 ) -> pa.Table:
     """Committed messages of a topic in (queue, offset) order: what ``CommitLog.read`` returns."""
-    where = _wanted(tags, selector, op.machine.time_ms())
+    where = _wanted(tags, selector, log.machine.time_ms())
     names = require_source_columns(SOURCE_SCHEMA.names if columns is None else columns)
     for queue_id, offset in start.items():
         tail = tails.get((topic, queue_id), 0)
@@ -386,29 +184,36 @@ def read_messages(
             raise OffsetError(f"start names queue {queue_id!r}: topic {topic!r} has the queues 0 to {queues - 1}")
         if type(offset) is not int or not 0 <= offset <= tail:
             raise OffsetError(f"start names offset {offset!r} of queue {queue_id}: 0 to {tail} are there")
-    if limit is not None:
-        whole_number(limit, "limit", 0)
-    lowest = min((start.get(q, 0) for q in range(queues)), default=0)
-    placements = read_placements(op, pc.field("topic") == topic, above=lowest)
+    left = None if limit is None else whole_number(limit, "limit", 0)
+    firsts = {(topic, queue_id): start.get(queue_id, 0) for queue_id in range(queues)}
+    ends = {queue: tails.get(queue, 0) for queue in firsts}
+    if left is not None and where is None:
+        ends = _first_of(firsts, ends, left)
+    ranges, missing = Placements(log, topic.__eq__).between(firsts, ends)
+    for queue, first, stop in missing:
+        raise OffsetOutOfRangeError(out_of_range(*queue, first, stop))
     parts: list[pa.Table] = []
-    left = limit
-    for queue_id in range(queues):
-        first, end = start.get(queue_id, 0), tails.get((topic, queue_id), 0)
-        if left is not None and where is None:
-            end = min(end, first + left)
-        ranges, gaps = select(placements, topic, queue_id, first, end)
-        if gaps:
-            raise OffsetOutOfRangeError(out_of_range(topic, queue_id, *gaps[0]))
-        for together in by_file(ranges):
-            if left == 0:
-                break
-            tables = half.read_range(rows_of(together), stored_columns(names, together[0]), where)
-            for messages in messages_of(together, tables, names):
-                kept = messages.slice(0, left)
-                parts.append(kept)
-                left = None if left is None else left - kept.num_rows
+    for together in by_file(ranges):
+        if left == 0:
+            break
+        tables = log.half.read_range(rows_of(together), stored_columns(names, together[0]), where)
+        for messages in messages_of(together, tables, names):
+            kept = messages.slice(0, left)
+            parts.append(kept)
+            left = None if left is None else left - kept.num_rows
     schema = pa.schema([SOURCE_SCHEMA.field(c) for c in names])
     return pa.concat_tables(parts) if parts else schema.empty_table()
+
+
+def _first_of(
+    firsts: Mapping[tuple[str, int], int], ends: Mapping[tuple[str, int], int], limit: int
+) -> dict[tuple[str, int], int]:
+    """Where so many messages end, taken from the queues in turn of their number."""
+    found: dict[tuple[str, int], int] = {}
+    for queue, first in firsts.items():
+        found[queue] = min(ends[queue], first + limit)
+        limit -= found[queue] - first
+    return found
 
 
 def _wanted(tags: str | None, selector: str | None, now_ms: int) -> Filter | None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,23 +18,16 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from rmq_spark.commitlog.reading import (
-    PlacedRange,
-    by_file,
-    messages_of,
-    out_of_range,
-    require_source_columns,
-    rows_of,
-    stored_columns,
-)
+from rmq_spark.commitlog.half_store import HalfFiles
+from rmq_spark.commitlog.placements import PlacedRange, out_of_range
+from rmq_spark.commitlog.reading import by_file, messages_of, require_source_columns, rows_of, stored_columns
 from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.redaction import redacted
-from rmq_spark.selector.tree import Filter
 from rmq_spark.source import SOURCE_DDL, SOURCE_OPTIONS
 from rmq_spark.source.offsets import Again, JsonOffsets, Positions, due, from_checkpoint, seconds_to_wait, to_json
 from rmq_spark.source.options import ReadOptions, read_options
 from rmq_spark.source.plan import Planner, admit, split
-from rmq_spark.storage.files import RowRange, filesystem, read_range
+from rmq_spark.storage.files import filesystem, read_range
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
@@ -164,7 +158,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
             known = self.planner.log.groups.positions(self.options.consumer_group)
             mine = {queue: offset for queue, offset in known.items() if queue in positions}
             what = f"consumer group {self.options.consumer_group!r}"
-            positions |= self.planner.checked_start(mine, self.planner.latest(), what)
+            positions |= self.planner.require_start(mine, self.planner.latest(), what)
         return to_json(positions, log_id=self.planner.log.id)
 
     def _known(self, offset: JsonOffsets, what: str = "the checkpoint") -> tuple[Positions, Again]:
@@ -208,7 +202,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         """
         latest = self._latest()
         before, answered = self._known(start)
-        begin = self.planner.checked_start(before, latest)
+        begin = self.planner.require_start(before, latest)
         suspended = self._suspended(begin, answered)
         self.planner.forget({**begin, **{queue: offset for queue, (offset, _) in suspended.items()}})
         end = admit(begin, {**latest, **{queue: begin[queue] for queue in suspended}}, _rows_max(limit))
@@ -321,7 +315,7 @@ def _messages(
     options: ReadOptions, schema: pa.Schema, ranges: Sequence[PlacedRange], now_ms: int
 ) -> Iterator[pa.Table]:
     """The messages of some ranges that tags or a selector want, a row group and queue at a time."""
-    half = _HalfFiles(options)
+    half = _half_files(options)
     where = None if options.selector is None else options.selector.at(now_ms)
     columns = schema.names
     for together in by_file(ranges):
@@ -340,33 +334,17 @@ def _messages(
                 logger.warning("skipped, because failOnDataLoss=false: %s", what)
 
 
-class _HalfFiles:
-    """Half files as an executor reads them."""
+def _half_files(options: ReadOptions) -> HalfFiles:
+    """Half files as an executor reads them: it opens the commit log for a file that somebody rewrote, and else not."""
+    fs, folder = filesystem(f"{options.path}/half", options.storage_options)
+    log: CommitLog | None = None
 
-    def __init__(self, options: ReadOptions) -> None:
-        self._options = options
-        self._fs, self._folder = filesystem(f"{options.path}/half", options.storage_options)
-        self._log: CommitLog | None = None
-        self._moved: dict[tuple[str, int], str] = {}
+    def locate(half_id: str, file_no: int) -> str:
+        nonlocal log
+        log = log or _open(options)
+        return log.locate(half_id, file_no)
 
-    def read(self, rows: RowRange, columns: Sequence[str], where: Filter | None) -> Iterator[tuple[int, pa.Table]]:
-        """As ``files.read_range``; a file that somebody rewrote is found again by its address."""
-        address = (rows.half_id, rows.file_no)
-        read_any = False
-        try:
-            hinted = replace(rows, path=self._moved.get(address, rows.path))
-            for part in read_range(self._fs, self._folder, hinted, columns, where):
-                read_any = True
-                yield part
-            return
-        except FileNotFoundError:
-            if read_any:
-                raise
-        # Listing half is for this path only: planning must not do it, its cost would follow the age of the log.
-        if self._log is None:
-            self._log = _open(self._options)
-        self._moved[address] = self._log.locate(*address)
-        yield from read_range(self._fs, self._folder, replace(rows, path=self._moved[address]), columns, where)
+    return HalfFiles(partial(read_range, fs, folder), locate)
 
 
 def _as_asked(messages: pa.Table, schema: pa.Schema) -> pa.Table:

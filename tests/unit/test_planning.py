@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog import maintenance, placements
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Kind, OpRow
-from rmq_spark.commitlog.reading import PlacedRange, out_of_range, to_messages
+from rmq_spark.commitlog.placements import PlacedRange, out_of_range
+from rmq_spark.commitlog.reading import to_messages
 from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError, OptionError, TopicNotFoundError
-from rmq_spark.source import plan
 from rmq_spark.source.offsets import Positions
 from rmq_spark.source.options import Subscription, parse_tags, read_options
-from rmq_spark.source.plan import Planner, admit, split
+from rmq_spark.source.plan import BLOCK_ROWS, Planner, admit, split
 from rmq_spark.storage.files import RowRange
 from rmq_spark.transaction import message_ids, transaction_ids
 from tests.half_batches import another, make_log, prepare
@@ -151,7 +151,7 @@ def test_a_cache_over_its_size_is_filled_again_as_the_stream_goes_on(
 ) -> None:
     for batch_id in range(12):
         send(log, batch_id, 6)
-    monkeypatch.setattr(plan, "CACHE_ROWS_MAX", 4)
+    monkeypatch.setattr(placements, "CACHE_ROWS_MAX", 4)
     plans = planner(log)
     latest, at, parts = plans.latest(), {}, []
     while at != latest:
@@ -235,9 +235,9 @@ def test_a_checkpoint_past_the_end_is_an_error_or_goes_back(log: CommitLog) -> N
     send(log, 0, 6)
     start = {("orders", 0): 50}
     with pytest.raises(OffsetOutOfRangeError, match="offset 50 for topic 'orders', queue 0, which ends at 2"):
-        planner(log).checked_start(start, planner(log).latest())
+        planner(log).require_start(start, planner(log).latest())
     lenient = planner(log, fail_on_data_loss=False)
-    assert lenient.checked_start(start, lenient.latest()) == {("orders", 0): 2}
+    assert lenient.require_start(start, lenient.latest()) == {("orders", 0): 2}
 
 
 def test_a_hand_edited_op_row_that_points_outside_the_log_is_an_error(log: CommitLog) -> None:
@@ -392,8 +392,8 @@ def test_no_block_of_row_groups_is_read_by_two_partitions(ranges: list[PlacedRan
     for i, part in enumerate(split(ranges)):
         for placed in part:
             for first, last in placed.rows.ranges:
-                assert found.setdefault((placed.rows.file_no, first // plan.BLOCK_ROWS), i) == i
-                assert last // plan.BLOCK_ROWS == first // plan.BLOCK_ROWS
+                assert found.setdefault((placed.rows.file_no, first // BLOCK_ROWS), i) == i
+                assert last // BLOCK_ROWS == first // BLOCK_ROWS
 
 
 # ---------------------------------------------------------------- options
