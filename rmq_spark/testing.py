@@ -208,9 +208,7 @@ class MemoryTable:
                     **{f"min.{k}": v for k, v in stats["minValues"].items()},
                     **{f"max.{k}": v for k, v in stats["maxValues"].items()},
                 }
-            transactions = dict(self._state.transactions)
-            if change.transaction:
-                transactions[change.transaction[0]] = change.transaction[1]
+            transactions = {**self._state.transactions, **change.transactions}
             self._versions.removed.update(dict.fromkeys(change.remove, self.machine.time()))
             self._versions.head = _State(self._state.version + 1, files, transactions)
         return True

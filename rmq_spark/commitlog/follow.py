@@ -42,6 +42,8 @@ class Followed:
         Prepare time (ms) up to which every half batch is settled, but for those reopened later.
     rewritten_below : str
         Stands for the files below ``low_water`` that somebody had rewritten when the mark was made.
+    conflicts : frozenset of str
+        Half batches in conflict that no person has resolved yet.
     """
 
     version: int = -1
@@ -52,14 +54,21 @@ class Followed:
     last_time: datetime = EPOCH
     low_water: int = 0
     rewritten_below: str = ""
+    conflicts: frozenset[str] = frozenset()
 
     @classmethod
-    def from_mark(cls, rows: pa.Table) -> Followed:
-        """Where to go on from the newest of some mark rows: just before the first version that is still needed."""
+    def from_mark(cls, rows: pa.Table) -> tuple[Followed, bool]:
+        """Where to go on from the newest of some mark rows: just before the first version that is still needed.
+
+        Returns
+        -------
+        (followed, knows_conflicts)
+            The second one is false for a mark of an older version of rmq_spark: it does not repeat the open conflicts.
+        """
         mark = _newest_mark(rows.filter(pc.equal(rows["kind"], Kind.MARK.value)).sort_by("version"))
         since = int(mark["since_version"])
         tails = {(t["topic"], t["queue_id"]): t["next_offset"] for t in mark["tails"]}
-        return cls(version=since - 1, since=since, tails=tails)
+        return cls(version=since - 1, since=since, tails=tails), bool(mark["count"])
 
     def after(self, rows: pa.Table, version: int) -> Followed:
         """What they say together with all rows that came since, up to ``version``, in version order.
@@ -91,6 +100,7 @@ class Followed:
             max(self.last_time, pc.max(rows["op_time"]).as_py()),
             low_water,
             rewritten_below,
+            _still_in_conflict(self.conflicts, rows),
         )
 
 
@@ -138,6 +148,17 @@ def _still_waiting(waiting: Waiting, rows: pa.Table) -> Waiting:
         if counts[r["until"]] <= 0:
             del counts[r["until"]]
     return {half_id: counts for half_id, counts in {**waiting, **changed}.items() if counts}
+
+
+def _still_in_conflict(conflicts: frozenset[str], rows: pa.Table) -> frozenset[str]:
+    changes = rows.filter(pc.equal(rows["kind"], Kind.CONFLICT.value)).select(["half_id", "attempt"]).to_pylist()
+    found = set(conflicts)
+    for row in changes:
+        if row["attempt"] is None:  # a person has resolved it
+            found.discard(row["half_id"])
+        else:
+            found.add(row["half_id"])
+    return frozenset(found) if changes else conflicts
 
 
 def _require_rows(rows: pa.Table) -> None:

@@ -107,6 +107,18 @@ class Prepared(NamedTuple):
     rewritten: bool
 
 
+@dataclass(frozen=True)
+class Staged:
+    """A half batch whose files are written, and that nobody has prepared yet."""
+
+    header: HalfHeader
+    files: Sequence[HalfFile]
+
+
+PrepareError = AlreadyPreparedError | StagedFilesTooOldError
+"""Why a half batch could not be prepared."""
+
+
 class HalfStore:
     """The ``half`` table of a commit log."""
 
@@ -117,58 +129,89 @@ class HalfStore:
     def prepare(
         self, header: HalfHeader, files: Sequence[HalfFile], after_ms: Callable[[], int] = lambda: 0
     ) -> HalfRecord:
-        """Commit staged files: from here on the half batch exists, and nobody sees it.
+        """Commit the staged files of a half batch: see :meth:`prepare_many`. What would let it drop out is raised."""
+        (prepared,) = self.prepare_many([Staged(header, files)], after_ms)
+        if isinstance(prepared, HalfRecord):
+            return prepared
+        raise prepared
+
+    def prepare_many(
+        self, staged: Sequence[Staged], after_ms: Callable[[], int] = lambda: 0
+    ) -> list[HalfRecord | PrepareError]:
+        """Commit the staged files of half batches, at once: from here on they exist, and nobody sees them.
 
         Parameters
         ----------
+        staged : sequence of Staged
+            Each half batch once.
         after_ms : callable
-            After which time it has to be prepared: the low-water mark as it is now, for nobody looks below it for what
-            is open. The newest file does not tell, when somebody whose clock is behind has rewritten it.
+            After which time they have to be prepared: the low-water mark as it is now, for nobody looks below it for
+            what is open. The newest file does not tell, when somebody whose clock is behind has rewritten it.
+
+        Returns
+        -------
+        list of HalfRecord or exception
+            For each half batch. AlreadyPreparedError: this batch id, or a later one of the application, is in the log.
+            StagedFilesTooOldError: vacuum could be about to remove its files. A half batch that drops out does not stop
+            the others.
 
         Raises
         ------
-        AlreadyPreparedError
-            When this batch id, or a later one of the application, is in the log.
-        StagedFilesTooOldError
-            When vacuum could be about to remove the files.
         LostStagedFileError
-            When somebody has removed one of them.
+            When somebody has removed a file; nothing is prepared then.
         MessageError
-            When there are no files, or not those of one half batch.
+            When one has no files, or files of another half batch.
         """
-        _require_staged(header, files)
+        for batch in staged:
+            _require_staged(batch.header, batch.files)
         tried_ms: list[int] = []
+        refused: dict[str, PrepareError] = {}
 
-        def decide(version: int) -> Change:
-            last = self.table.transaction_version(header.app_id) if header.numbered else self._batch_id_in_log(header)
-            if last is not None and last >= header.batch_id:
-                raise AlreadyPreparedError(
-                    f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: batch {last} is in the log"
-                )
-            age_s = self.table.machine.time() - min(f.staged_at for f in files)
-            if age_s > ORPHAN_AGE_S / 2:
-                raise StagedFilesTooOldError(
-                    f"the files of half batch {header.half_id!r} were staged {age_s / 3600:.0f} h ago: vacuum may "
-                    "remove them soon; run the batch again"
-                )
+        def decide(version: int) -> Change | None:
+            refused.clear()
+            for batch in staged:
+                if (problem := self._refusal(batch)) is not None:
+                    refused[batch.header.half_id] = problem
+            chosen = [batch for batch in staged if batch.header.half_id not in refused]
+            if not chosen:
+                return None
             tried_ms.append(max(self.table.machine.time_ms(), self._last_prepared_ms() + 1, after_ms() + 1))
             return Change(
-                add=[f.data for f in files],
-                transaction=(header.app_id, header.batch_id) if header.numbered else None,
+                add=[f.data for batch in chosen for f in batch.files],
+                transactions={b.header.app_id: b.header.batch_id for b in chosen if b.header.numbered},
                 modification_time_ms=tried_ms[-1],
             )
 
         def landed(change: Change) -> bool:
-            return self._landed(change, header.half_id)
+            added = {f.path for f in change.add}
+            return all(self._landed(b) for b in staged if added.issuperset(f.data.path for f in b.files))
 
         self.table.compare_and_set(decide, landed)
-        stored = {f.file_no: StoredFile(f.data.path, f.data.rows, f.segments, f.delayed) for f in files}
         # Any of the tries may be the one that landed. A batch taken for older than it is, is only looked at closer; for
         # one taken for younger, markers would be looked for above a low-water mark that they lie below.
-        staged_ms = int(max(f.staged_at for f in files) * 1000)
-        return HalfRecord(
-            header, min(tried_ms), dict(sorted(stored.items())), self._sent_ms(files, staged_ms), staged_ms
-        )
+        return [refused.get(b.header.half_id) or self._record(b, min(tried_ms)) for b in staged]
+
+    def _refusal(self, batch: Staged) -> PrepareError | None:
+        """Why a half batch cannot be prepared, as the table is now."""
+        header = batch.header
+        last = self.table.transaction_version(header.app_id) if header.numbered else self._batch_id_in_log(header)
+        if last is not None and last >= header.batch_id:
+            return AlreadyPreparedError(
+                f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: batch {last} is in the log"
+            )
+        age_s = self.table.machine.time() - min(f.staged_at for f in batch.files)
+        if age_s > ORPHAN_AGE_S / 2:
+            return StagedFilesTooOldError(
+                f"the files of half batch {header.half_id!r} were staged {age_s / 3600:.0f} h ago: vacuum may "
+                "remove them soon; run the batch again"
+            )
+        return None
+
+    def _record(self, batch: Staged, prepared_ms: int) -> HalfRecord:
+        files = {f.file_no: StoredFile(f.data.path, f.data.rows, f.segments, f.delayed) for f in batch.files}
+        staged_ms = int(max(f.staged_at for f in batch.files) * 1000)
+        sent_ms = self._sent_ms(batch.files, staged_ms)
+        return HalfRecord(batch.header, prepared_ms, dict(sorted(files.items())), sent_ms, staged_ms)
 
     def _sent_ms(self, files: Sequence[HalfFile], staged_ms: int) -> int:
         """As :meth:`find` will see it: the try that landed says when these files were prepared."""
@@ -188,21 +231,21 @@ class HalfStore:
     def _last_prepared_ms(self) -> int:
         return pc.max(self.table.actions()["modification_time"]).as_py() or 0
 
-    def _landed(self, change: Change, half_id: str) -> bool:
-        mine = pa.array([f.path for f in change.add], pa.string())
+    def _landed(self, batch: Staged) -> bool:
+        mine = pa.array([f.data.path for f in batch.files], pa.string())
         live = pc.sum(pc.is_in(self.table.actions()["path"], value_set=mine)).as_py() or 0
         if live == len(mine):
             return True
         # Somebody may have rewritten the files since: the rows count, and they are this batch's whatever file has them.
         # A batch of the same name that another process prepared has files of other names, which are live.
-        return live == 0 and self._rewritten(change, half_id)
+        return live == 0 and self._rewritten(batch)
 
-    def _rewritten(self, change: Change, half_id: str) -> bool:
+    def _rewritten(self, batch: Staged) -> bool:
         removed = self.table.removed_since()
-        if not removed.issuperset(f.path for f in change.add):
+        if not removed.issuperset(f.data.path for f in batch.files):
             return False
-        record = self._find(half_id)
-        return record is not None and record.rows == sum(f.rows for f in change.add)
+        record = self._find(batch.header.half_id)
+        return record is not None and record.rows == sum(f.data.rows for f in batch.files)
 
     # ------------------------------------------------------------------ finding
     def last_batch_id(self, app_id: str) -> int | None:

@@ -43,6 +43,38 @@ class Placed:
     half_id: str = field(default="", compare=False)
 
 
+@dataclass(frozen=True)
+class Decision:
+    """Verdicts on rows of one half batch, which are under one attempt.
+
+    Attributes
+    ----------
+    checks_min : int
+        Answered checks that the rows must have: what was checked too often may have been reopened since, and is then
+        asked about again.
+    """
+
+    record: HalfRecord
+    attempt: int
+    commit: RowSet
+    rollback: RowSet
+    who: Who
+    reason: str | None = None
+    checks_min: int = 0
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What became of a decision: what it made visible, or why it does not count."""
+
+    placed: Sequence[Placed] = ()
+    problem: DecisionError | None = None
+
+
+DecisionError = VerdictConflictError | StaleAttemptError
+"""Why a decision does not count."""
+
+
 class Ledger:
     """The op markers of a commit log, followed commit by commit."""
 
@@ -93,9 +125,14 @@ class Ledger:
         if marked is None:
             return Followed()
         self._known_whole.clear()  # what was expected before may have been decided, and passed by the mark
-        return Followed.from_mark(
+        followed, knows_conflicts = Followed.from_mark(
             self.table.read(actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist())
         )
+        if knows_conflicts:
+            return followed
+        older = self._read_between(0, followed.version)
+        older = older.filter(_is(older, Kind.CONFLICT))
+        return replace(followed, rows=older, conflicts=Followed().after(older, 0).conflicts)
 
     def _read_between(self, first: int, last: int) -> pa.Table:
         """The op rows of these versions, in version order."""
@@ -125,7 +162,7 @@ class Ledger:
     def reopened_ms(self) -> int:
         """When a transaction was last reopened, of those whose op rows are kept."""
         rows = self._followed.rows
-        newest = pc.max(rows.filter(pc.equal(rows["kind"], Kind.REOPEN.value))["op_time"]).as_py()
+        newest = pc.max(rows.filter(_is(rows, Kind.REOPEN))["op_time"]).as_py()
         return 0 if newest is None else int(newest.timestamp() * 1000)
 
     def may_hide(self, rewritten_below: str) -> bool:
@@ -144,6 +181,11 @@ class Ledger:
         """Committed messages that have no place yet, by half id and the time at which they are due (None: when an
         earlier message of their sharding key is decided)."""
         return self._followed.waiting
+
+    @property
+    def conflicts(self) -> frozenset[str]:
+        """Half batches with a verdict that came too late and that no person has resolved yet."""
+        return self._followed.conflicts
 
     @property
     def rows_kept(self) -> int:
@@ -169,15 +211,16 @@ class Ledger:
             self._remember_whole([half_id])
         return followed.rows.filter(pc.equal(followed.rows["half_id"], half_id))
 
-    def expect(self, half_id: str) -> None:
-        """Tell of a half batch that is about to be prepared: its op markers are all still to come."""
+    def expect(self, half_ids: Sequence[str]) -> None:
+        """Tell of half batches that are about to be prepared: their op markers are all still to come."""
         with self.table.lock:
-            self._remember_whole([half_id])
+            self._remember_whole(half_ids)
 
-    def forget(self, half_id: str) -> None:
+    def forget(self, half_ids: Sequence[str]) -> None:
         """Take :meth:`expect` back."""
         with self.table.lock:
-            self._known_whole.pop(half_id, None)
+            for half_id in half_ids:
+                self._known_whole.pop(half_id, None)
 
     def _remember_whole(self, half_ids: Iterable[str]) -> None:
         self._known_whole.update(dict.fromkeys(half_ids))
@@ -244,7 +287,7 @@ class Ledger:
     def _reopened(self, prepared: Mapping[str, Prepared]) -> list[str]:
         """Half batches that were reopened and of which ``prepared`` may not know all rows."""
         rows = self._followed.rows
-        ids = pc.unique(rows.filter(pc.equal(rows["kind"], Kind.REOPEN.value))["half_id"]).to_pylist()
+        ids = pc.unique(rows.filter(_is(rows, Kind.REOPEN))["half_id"]).to_pylist()
         return [h for h in ids if h not in prepared or prepared[h].rewritten]
 
     # ------------------------------------------------------------------ decisions
@@ -259,58 +302,79 @@ class Ledger:
         reason: str | None = None,
         checks_min: int = 0,
     ) -> list[Placed]:
-        """Make verdicts final: commits with their offsets, rollbacks without. The first marker wins.
+        """Make verdicts on one half batch final: see :meth:`decide_many`. What would let it drop out is raised."""
+        decision = Decision(record, attempt, RowSet(commit), RowSet(rollback), who, reason, checks_min)
+        (decided,) = self.decide_many([decision])
+        if decided.problem is not None:
+            raise decided.problem
+        return list(decided.placed)
+
+    def decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
+        """Make verdicts final, all in one commit: commits with their offsets, rollbacks without. The first marker wins.
 
         Rows that have the same verdict already are left alone, so a decision may be repeated.
 
         Parameters
         ----------
-        checks_min : int
-            Answered checks that the rows must have: what was checked too often may have been reopened since, and is
-            then asked about again.
+        decisions : sequence of Decision
+            Each about another half batch.
 
         Returns
         -------
-        list of Placed
-            What this call made visible of the half batch itself.
-
-        Raises
-        ------
-        VerdictConflictError
-            When the opposite verdict is final; a ``conflict`` row is left behind.
-        StaleAttemptError
-            When rows are under another attempt, or quarantined, or have too few checks.
+        list of Decided
+            For each decision. VerdictConflictError: the opposite verdict is final; a ``conflict`` row is left behind.
+            StaleAttemptError: rows are under another attempt, or quarantined, or have too few checks. A decision that
+            drops out does not stop the others.
         """
-        commit, rollback = RowSet(commit), RowSet(rollback)
-        if commit & rollback:
-            raise ValueError(f"rows of half batch {record.half_id!r} are to be committed and rolled back at once")
-        against = NO_ROWS
+        for d in decisions:
+            if d.commit & d.rollback:
+                raise ValueError(f"rows of half batch {d.record.half_id!r} are to be committed and rolled back at once")
+        if len({d.record.half_id for d in decisions}) < len(decisions):
+            raise ValueError("two decisions about one half batch: the second one needs a commit of its own")
+        problems: dict[str, DecisionError] = {}
+        late: list[tuple[Decision, VerdictConflictError, RowSet]] = []
 
         def build() -> list[OpRow]:
-            nonlocal against
-            state = self.state_of(record, refresh=False)
-            for verdict, rows_for_it in ((COMMIT_MESSAGE, commit), (ROLLBACK_MESSAGE, rollback)):
-                against = _against(state, rows_for_it, attempt, verdict)
-                if against:
-                    raise _too_late(state, against, attempt, verdict)
-            to_commit = _undecided(state, commit, attempt, COMMIT_MESSAGE)
-            to_roll_back = _undecided(state, rollback, attempt, ROLLBACK_MESSAGE)
-            for undecided in (to_commit, to_roll_back):
-                if checks_min and state.checked_at_least(undecided, checks_min) != undecided:
-                    raise StaleAttemptError(
-                        f"attempt {attempt} of half batch {record.half_id!r} was reopened since it was checked "
-                        f"{checks_min} times: it is asked about again"
-                    )
-            rows = self._commit_rows(record, state, to_commit, attempt, who, reason)
-            rows += _rows_for(Kind.ROLLBACK, record, to_roll_back, attempt, who, reason)
-            return self._with_places(record, state, rows)
+            problems.clear()
+            late.clear()
+            opened: list[Open] = []
+            rows: list[OpRow] = []
+            for decision in decisions:
+                state = self.state_of(decision.record, refresh=False)
+                try:
+                    rows += self._decided_rows(decision, state)
+                    opened.append(Open(decision.record, state))
+                except VerdictConflictError as problem:
+                    problems[decision.record.half_id] = problem
+                    late.append((decision, problem, _against(state, decision, LocalTransactionState(problem.verdict))))
+                except StaleAttemptError as problem:
+                    problems[decision.record.half_id] = problem
+            return self._with_places(opened, rows)
 
-        try:
-            written = self.append(build)
-        except VerdictConflictError as conflict:
-            self._leave_conflict(record, attempt, against, who, conflict)
-            raise
-        return [p for p in _placed(written) if p.half_id == record.half_id]
+        placed = _placed(self.append(build))
+        if late:
+            self._leave_conflicts(late)
+        return [
+            Decided([p for p in placed if p.half_id == d.record.half_id], problems.get(d.record.half_id))
+            for d in decisions
+        ]
+
+    def _decided_rows(self, decision: Decision, state: BatchState) -> list[OpRow]:
+        """The op rows of a decision, commits without their places; raises when it does not count."""
+        record, attempt, who, reason = decision.record, decision.attempt, decision.who, decision.reason
+        for verdict in (COMMIT_MESSAGE, ROLLBACK_MESSAGE):
+            if against := _against(state, decision, verdict):
+                raise _too_late(state, against, attempt, verdict)
+        commit = _undecided(state, decision.commit, attempt, COMMIT_MESSAGE)
+        rollback = _undecided(state, decision.rollback, attempt, ROLLBACK_MESSAGE)
+        for undecided in (commit, rollback):
+            if decision.checks_min and state.checked_at_least(undecided, decision.checks_min) != undecided:
+                raise StaleAttemptError(
+                    f"attempt {attempt} of half batch {record.half_id!r} was reopened since it was checked "
+                    f"{decision.checks_min} times: it is asked about again"
+                )
+        found = self._commit_rows(record, state, commit, attempt, who, reason)
+        return found + _rows_for(Kind.ROLLBACK, record, rollback, attempt, who, reason)
 
     # ------------------------------------------------------------------ places
     def _next_op_time(self, reopens: bool) -> datetime:
@@ -351,39 +415,39 @@ class Ledger:
             if (ranges := runs(bits, segment.first, segment.last + 1))
         ]
 
-    def _with_places(self, record: HalfRecord, state: BatchState, rows: list[OpRow]) -> list[OpRow]:
-        """Op rows that settle something of a half batch, with the places of what they commit and of what they release.
+    def _with_places(self, opened: Sequence[Open], rows: list[OpRow]) -> list[OpRow]:
+        """Op rows that settle something, with the places of what they commit and of what they release.
 
         Parameters
         ----------
-        state : BatchState
-            Before these rows; afterwards it has them.
+        opened : sequence of Open
+            The half batches that the rows name, with their states before these rows; afterwards the states have them.
         """
         if not rows:
             return rows
-        if not (self.waiting or record.delayed or self._placer.fifo_of(record)):
+        if not (self.waiting or any(o.record.delayed or self._placer.fifo_of(o.record) for o in opened)):
             return _with_offsets(rows, self.tails)
         now = self.machine.now()
+        states = {o.record.half_id: o.state for o in opened}
         for row in rows:
-            state.fold(replace(row, op_time=self._op_time))
-        pieces = self._placer.placeable([*self._others(record, now), Open(record, state)], now)
+            states[row.half_id or ""].fold(replace(row, op_time=self._op_time))
+        pieces = self._placer.placeable([*self._others([o.record for o in opened], now), *opened], now)
         commits = [(r.half_id, r.file_no, r.ranges, r.attempt) for r in rows if r.kind is Kind.COMMIT]
         if [(p.record.half_id, p.file_no, p.ranges, p.attempt) for p in pieces] == commits:  # nobody waits: a row each
             return _with_offsets(rows, self.tails)
         return rows + _with_offsets([_place_row(piece) for piece in pieces], self.tails)
 
-    def _others(self, record: HalfRecord | None, now: datetime) -> list[Open]:
+    def _others(self, records: Sequence[HalfRecord], now: datetime) -> list[Open]:
         """Other half batches whose messages may be due, or may wait for each other."""
         keyed = {half_id for half_id, counts in self.waiting.items() if None in counts}
         ids = {half_id for half_id, counts in self.waiting.items() if any(d is None or d <= now for d in counts)}
-        if keyed or (record is not None and self._placer.fifo_of(record)):
+        if keyed or any(self._placer.fifo_of(record) for record in records):
             above = self.prepared()
             ids.update(self._open_of(above))
             ids.update(self._reopened(above))
-        if record is not None:
-            ids.discard(record.half_id)
-        records = [self._placer.record(half_id) for half_id in sorted(ids)]
-        return [Open(r, self.state_of(r, refresh=False)) for r in records]
+        ids.difference_update(record.half_id for record in records)
+        others = [self._placer.record(half_id) for half_id in sorted(ids)]
+        return [Open(r, self.state_of(r, refresh=False)) for r in others]
 
     def place_due(self) -> list[Placed]:
         """Place the delayed messages whose time has come; returns what became visible."""
@@ -392,7 +456,7 @@ class Ledger:
             now = self.machine.now()
             if not any(due is not None and due <= now for counts in self.waiting.values() for due in counts):
                 return []
-            pieces = self._placer.placeable(self._others(None, now), now)
+            pieces = self._placer.placeable(self._others([], now), now)
             return _with_offsets([_place_row(piece) for piece in pieces], self.tails)
 
         return _placed(self.append(build))
@@ -430,7 +494,7 @@ class Ledger:
             if checks_min:
                 still = state.checked_at_least(still, checks_min)
             op_rows = _rows_for(kind, record, still, attempt, who, reason)
-            return self._with_places(record, state, op_rows) if kind is Kind.QUARANTINE else op_rows
+            return self._with_places([Open(record, state)], op_rows) if kind is Kind.QUARANTINE else op_rows
 
         self.append(build)
 
@@ -457,11 +521,11 @@ class Ledger:
         self.append(build, reopens=True)
         return reopened
 
-    def lease(self, record: HalfRecord, seconds: float) -> datetime:
-        """Keep checkers away from a half batch whose local transaction is running; returns until when."""
+    def lease(self, records: Sequence[HalfRecord], seconds: float) -> datetime:
+        """Keep checkers away from half batches whose local transactions are running; returns until when."""
         until = self.machine.now() + timedelta(seconds=seconds)
-        row = OpRow(Kind.LEASE, record.half_id, attempt=None, decided_by=Who.EXECUTE, until=until)
-        self.append(lambda: [row])
+        rows = [OpRow(Kind.LEASE, record.half_id, decided_by=Who.EXECUTE, until=until) for record in records]
+        self.append(lambda: rows)
         return until
 
     def overrule(self, record: HalfRecord, verdict: LocalTransactionState, reason: str) -> list[Placed]:
@@ -501,17 +565,21 @@ class Ledger:
                     f"and its messages are {'rolled back' if verdict is COMMIT_MESSAGE else 'visible'}",
                     verdict=str(verdict),
                 )
-            return self._with_places(record, state, rows)
+            return self._with_places([Open(record, state)], rows)
 
         return _placed(self.append(build, reopens=True))
 
-    def _leave_conflict(
-        self, record: HalfRecord, attempt: int, against: RowSet, who: Who, conflict: VerdictConflictError
-    ) -> None:
+    def _leave_conflicts(self, late: Sequence[tuple[Decision, VerdictConflictError, RowSet]]) -> None:
+        """Put verdicts on record that came too late, with the rows that have the opposite one."""
+
         def build() -> list[OpRow]:
-            new = against - self.state_of(record, refresh=False).conflicting()
-            rows = _rows_for(Kind.CONFLICT, record, new, attempt, who, str(conflict))
-            return [replace(row, verdict=conflict.verdict) for row in rows]
+            found: list[OpRow] = []
+            for decision, problem, against in late:
+                record = decision.record
+                new = against - self.state_of(record, refresh=False).conflicting()
+                rows = _rows_for(Kind.CONFLICT, record, new, decision.attempt, decision.who, str(problem))
+                found += [replace(row, verdict=problem.verdict) for row in rows]
+            return found
 
         self.append(build)
 
@@ -538,9 +606,16 @@ class Ledger:
             keep = {h for h, p in above.items() if p.ms > low_water} | opened | set(before.waiting)
             kept = before.rows.filter(pc.is_in(before.rows["half_id"], value_set=pa.array(sorted(keep), pa.string())))
             since = pc.min(kept["version"]).as_py() if kept.num_rows else self.table.version + 1
-            return [
-                OpRow(Kind.MARK, reason=rewritten or None, low_water=low_water, since_version=since, tails=before.tails)
-            ]
+            conflicts = _open_conflicts(before, since)
+            mark = OpRow(
+                Kind.MARK,
+                count=1 + len(conflicts),
+                reason=rewritten or None,
+                low_water=low_water,
+                since_version=since,
+                tails=before.tails,
+            )
+            return [mark, *conflicts]
 
         with self.table.lock:
             self._follow_anew()
@@ -590,6 +665,25 @@ def _cut_off(before: Followed, rows: pa.Table, after: Followed) -> list[str]:
     return [str(h) for part in ids for h in pc.unique(part).to_pylist()]
 
 
+def _open_conflicts(followed: Followed, since: int) -> list[OpRow]:
+    """Conflict rows that a mark repeats, for those before this version will not be read again."""
+    rows = followed.rows
+    rows = rows.filter(_is(rows, Kind.CONFLICT))
+    rows = rows.filter(pc.is_in(rows["half_id"], value_set=pa.array(sorted(followed.conflicts), pa.string())))
+    kept: dict[OpRow, bool] = {}  # → whether it stands at that version or later, too
+    for read in rows.to_pylist():
+        row = replace(OpRow.of(read), op_time=None)
+        if row.attempt is None:  # what was in conflict before was resolved
+            kept = {other: later for other, later in kept.items() if other.half_id != row.half_id}
+        else:
+            kept[row] = read["version"] >= since
+    return [row for row, later in kept.items() if not later]
+
+
+def _is(rows: pa.Table, kind: Kind) -> pa.ChunkedArray:
+    return pc.equal(rows["kind"], kind.value)
+
+
 def _with_offsets(rows: Sequence[OpRow], tails: Tails) -> list[OpRow]:
     """Commit and place rows, in their order, with the next offsets of their queues; those that wait get none."""
     next_offsets = dict(tails)
@@ -637,10 +731,12 @@ def _states_of(verdict: LocalTransactionState) -> tuple[RowState, ...]:
     return COMMITTED_STATES if verdict is COMMIT_MESSAGE else ROLLED_BACK_STATES
 
 
-def _against(state: BatchState, rows: RowSet, attempt: int, verdict: LocalTransactionState) -> RowSet:
-    """Those rows for which the opposite verdict is final."""
-    opposite = _states_of(ROLLBACK_MESSAGE if verdict is COMMIT_MESSAGE else COMMIT_MESSAGE)
-    return rows & state.rows_in(opposite, attempt)
+def _against(state: BatchState, decision: Decision, verdict: LocalTransactionState) -> RowSet:
+    """The rows that a decision gives this verdict, and for which the opposite one is final."""
+    rows, opposite = (
+        (decision.commit, ROLLED_BACK_STATES) if verdict is COMMIT_MESSAGE else (decision.rollback, COMMITTED_STATES)
+    )
+    return rows & state.rows_in(opposite, decision.attempt)
 
 
 def _too_late(state: BatchState, against: RowSet, attempt: int, verdict: LocalTransactionState) -> VerdictConflictError:

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -18,9 +19,9 @@ from rmq_spark.commitlog.asked import half_batch_of
 from rmq_spark.commitlog.follow import Tails
 from rmq_spark.commitlog.group_store import GroupStore
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter
-from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
+from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, PrepareError, Staged
 from rmq_spark.commitlog.incoming import require_known_topic
-from rmq_spark.commitlog.ledger import Ledger, Placed
+from rmq_spark.commitlog.ledger import Decided, Decision, Ledger, Placed
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.opening import LOG_RETENTION, create_tables, has_groups, open_groups, open_tables
 from rmq_spark.commitlog.placements import walk_placements
@@ -235,12 +236,27 @@ class CommitLog:
 
     def prepare(self, header: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord:
         """Commit staged files: see :meth:`HalfStore.prepare`."""
+        with self._expected([header.half_id]):
+            return self.half.prepare(header, files, self.ledger.ms_before_prepare)
+
+    def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
+        """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare_many`."""
+        half_ids = [batch.header.half_id for batch in staged]
+        with self._expected(half_ids):
+            prepared = self.half.prepare_many(staged, self.ledger.ms_before_prepare)
+            refused = [h for h, found in zip(half_ids, prepared, strict=True) if not isinstance(found, HalfRecord)]
+            self.ledger.forget(refused)
+            return prepared
+
+    @contextmanager
+    def _expected(self, half_ids: Sequence[str]) -> Iterator[None]:
+        """Tell the ledger of half batches that are about to be prepared."""
         with self.lock:
-            self.ledger.expect(header.half_id)
+            self.ledger.expect(half_ids)
             try:
-                return self.half.prepare(header, files, self.ledger.ms_before_prepare)
+                yield
             except BaseException:
-                self.ledger.forget(header.half_id)
+                self.ledger.forget(half_ids)
                 raise
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
@@ -271,6 +287,12 @@ class CommitLog:
         self._maintain()
         return placed
 
+    def decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
+        """Make verdicts on several half batches final at once: see :meth:`Ledger.decide_many`."""
+        decided = self.ledger.decide_many(decisions)
+        self._maintain()
+        return decided
+
     def reopen(
         self, record: HalfRecord, attempt: int, states: Sequence[RowState], new_attempt: int, who: Who, reason: str
     ) -> RowSet:
@@ -289,7 +311,11 @@ class CommitLog:
 
     def lease(self, record: HalfRecord, seconds: float) -> datetime:
         """Keep checkers away while a local transaction runs; returns until when."""
-        return self.ledger.lease(record, seconds)
+        return self.lease_many([record], seconds)
+
+    def lease_many(self, records: Sequence[HalfRecord], seconds: float) -> datetime:
+        """:meth:`lease` several half batches at once."""
+        return self.ledger.lease(records, seconds)
 
     def place_due(self) -> list[Placed]:
         """Make those delayed messages visible whose time has come; returns where they stand.

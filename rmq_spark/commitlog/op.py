@@ -27,7 +27,7 @@ OP_SCHEMA = pa.schema(
         ("half_id", pa.string()),
         ("file_no", pa.int64()),  # null = all files of the half batch
         ("ranges", RANGES),  # null = all rows
-        ("count", pa.int64()),  # rows named
+        ("count", pa.int64()),  # rows named; mark: op rows of its commit, which repeats the open conflicts
         ("attempt", pa.int32()),
         ("decided_by", pa.string()),  # execute, check, discard, admin
         ("reason", pa.string()),  # mark: stands for the files below low_water that somebody rewrote
@@ -145,6 +145,7 @@ class OpRow:
             topic=read["topic"],
             queue_id=read["queue_id"],
             queue_offset=read["queue_offset"],
+            producer_group=read["producer_group"],
             until=read["until"],
             verdict=read["verdict"],
             op_time=read["op_time"],

@@ -48,7 +48,9 @@ def quarantined(log: CommitLog) -> pa.Table:
 
 def conflicts(log: CommitLog) -> list[str]:
     """See :meth:`CommitLog.conflicts`."""
-    return [record.half_id for record, state in _with_kind(log, Kind.CONFLICT) if state.in_conflict]
+    with log.lock:
+        log.ledger.refresh()
+        return sorted(log.ledger.conflicts)
 
 
 def open_messages(log: CommitLog) -> dict[tuple[str, int], tuple[int, int]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ from rmq_spark.errors import (
 )
 from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener, require_same_fence
 from rmq_spark.redaction import cause_of, traceback_of
+from rmq_spark.sink.leases import LeaseKeeper
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -139,7 +140,7 @@ class TwoPhase:
         self.listener = listener
         self.on_listener_error = on_listener_error
         self.replay_check_timeout_s = seconds(replay_check_timeout_s, "replay_check_timeout")
-        self.lease_s = seconds(lease_s, "lease_s", above=True)
+        self.leases = LeaseKeeper(log, seconds(lease_s, "lease_s", above=True))
 
     # ------------------------------------------------------------------ all of it
     def send(self, header: HalfHeader, stage: Callable[[], Sequence[HalfFile]], arg: Any = None) -> Outcome:
@@ -231,7 +232,7 @@ class TwoPhase:
         if not rows:  # a check was faster than we are
             return
         batch = self.log.half_batch(run.record, state, attempt, rows, run.arg)
-        lease = _Lease(self.log, run.record, self.lease_s)
+        lease = self.leases.lease(run.record)
         try:
             with lease:
                 verdicts = self._ask_execute(listener, run, batch)
@@ -390,30 +391,3 @@ def _query(header: HalfHeader) -> str:
 _REMEDY = (
     "Go on with the checkpoint that this app last used; or, if the input is meant to be sent again, set a new appId"
 )
-
-
-class _Lease(AbstractContextManager[None]):
-    """Keeps checkers away while a local transaction runs for long; costs nothing when it is short."""
-
-    def __init__(self, log: CommitLog, record: HalfRecord, lease_s: float) -> None:
-        self._log, self._record, self._lease_s = log, record, lease_s
-        self._done = log.machine.event()
-
-    def __enter__(self) -> None:
-        self._thread = self._log.machine.start_thread(self._renew, "txmq-lease", daemon=True)
-
-    def __exit__(self, *details: object) -> None:
-        self.end()
-        self._thread.join()
-
-    def end(self) -> None:
-        """Renew it no more."""
-        self._done.set()
-
-    def _renew(self) -> None:
-        while not self._done.wait(self._lease_s / 3):
-            try:
-                self._log.lease(self._record, self._lease_s)
-            except Exception as problem:  # without a lease a check may ask early; the fence keeps that safe
-                half_id = self._record.half_id
-                logger.warning("lease of half batch %r not renewed: %s", half_id, traceback_of(problem))

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -90,7 +90,8 @@ class Change:
 
     add: Sequence[DataFile] = ()
     remove: Sequence[str] = ()
-    transaction: tuple[str, int] | None = None
+    transactions: Mapping[str, int] = field(default_factory=dict)
+    """Of applications, the newest batch id that it has."""
     modification_time_ms: int | None = None
     data_change: bool = True
 
@@ -138,7 +139,7 @@ class Table(Protocol):
         """Paths of files that a commit took out of the table (less than ``age_s`` ago), as far as its log knows."""
 
     def transaction_version(self, app_id: str) -> int | None:
-        """The newest batch id that a commit with ``Change.transaction`` named for this application."""
+        """The newest batch id that a commit with ``Change.transactions`` named for this application."""
 
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
         """Write a data file; it belongs to the table once a commit adds it."""
@@ -610,10 +611,10 @@ class DeltaLogTable:
         actions += [
             RemoveAction(path=p, data_change=change.data_change, deletion_timestamp=now_ms) for p in change.remove
         ]
-        transactions = [Transaction(*change.transaction)] if change.transaction else None
+        transactions = [Transaction(app_id, batch_id) for app_id, batch_id in change.transactions.items()]
         said = [added(f.path, f.size_bytes, written_ms, f.stats) for f in change.add]
         said += [removed(p) for p in change.remove]
-        said += [transaction(*change.transaction)] if change.transaction else []
+        said += [transaction(app_id, batch_id) for app_id, batch_id in change.transactions.items()]
         seal = {ENTRY_SEAL: entry_seal(self.version + 1, said)}
         try:
             self._table.create_write_transaction(
@@ -621,7 +622,7 @@ class DeltaLogTable:
                 mode="append",
                 schema=self._delta_schema,
                 commit_properties=CommitProperties(
-                    max_commit_retries=0, app_transactions=transactions, custom_metadata=seal
+                    max_commit_retries=0, app_transactions=transactions or None, custom_metadata=seal
                 ),
             )
         except CommitFailedError as problem:

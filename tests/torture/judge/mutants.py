@@ -309,14 +309,13 @@ def _often_cleaned() -> Iterator[None]:
 def _early_offsets() -> Iterator[None]:
     with_places = Ledger._with_places
 
-    def early(self: Any, record: Any, state: Any, rows: Any) -> Any:
+    def early(self: Any, opened: Any, rows: Any) -> Any:
         newest = self._followed
-        attempt = {row.attempt for row in rows}
-        key = (record.half_id, *attempt)
+        key = (*(row.half_id for row in rows[:1]), *{row.attempt for row in rows})
         early = self.__dict__.setdefault("early_tails", {}).setdefault(key, newest.tails)
         self._followed = replace(newest, tails=early)
         try:
-            return with_places(self, record, state, rows)
+            return with_places(self, opened, rows)
         finally:
             self._followed = newest
 
@@ -428,7 +427,7 @@ def _attempt_unchecked() -> Iterator[None]:
     temper_slow=0.6, temper_refuses=0.0,
 )  # fmt: skip
 def _no_conflict_row() -> Iterator[None]:
-    with _no_lease(), replaced((Ledger, "_leave_conflict", lambda *_: None)):
+    with _no_lease(), replaced((Ledger, "_leave_conflicts", lambda *_: None)):
         yield
 
 
@@ -931,9 +930,9 @@ def _plan_repeats() -> Iterator[None]:
 def _reversed_rows() -> Iterator[None]:
     with_places = Ledger._with_places
 
-    def backwards(self: Any, record: Any, state: Any, rows: Any) -> Any:
+    def backwards(self: Any, opened: Any, rows: Any) -> Any:
         found = []
-        for row in with_places(self, record, state, rows):
+        for row in with_places(self, opened, rows):
             numbers = [n for a, b in row.ranges or () for n in range(a, b + 1)]
             if row.queue_offset is None:
                 found.append(row)

@@ -170,7 +170,7 @@ def produce(shop: Shop, history: History, process: str, chance: random.Random, b
     """Send batches under an idempotency key each; one sent before, or by another right now, is a retry."""
     orders = listener(shop, history, process, chance)
     with TransactionMQProducer(shop.log, GROUP, orders, on_listener_error="fail", check_interval=None) as producer:
-        producer.two_phase.lease_s = 0.9
+        producer.two_phase.leases.lease_s = 0.9
         producer.two_phase.replay_check_timeout_s = 3.0
         for batch in batches:
             if shop.stop.exists():

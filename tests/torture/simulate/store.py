@@ -365,9 +365,7 @@ class SimulatedTable:
                 **{f"min.{k}": v for k, v in stats["minValues"].items()},
                 **{f"max.{k}": v for k, v in stats["maxValues"].items()},
             }
-        transactions = head.transactions
-        if change.transaction:
-            transactions = {**transactions, change.transaction[0]: change.transaction[1]}
+        transactions = {**head.transactions, **change.transactions}
         return State(head.version + 1, files, transactions, name_of(change), change)
 
     def _let_land(self) -> None:
