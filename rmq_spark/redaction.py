@@ -101,6 +101,11 @@ def cause_of(problem: BaseException) -> BaseException | None:
     return problem if redacted(story) == story else None
 
 
+def sentence_of(problem: BaseException) -> str:
+    """The problem's kind and message, for a report."""
+    return f"{type(problem).__name__}: {redacted(problem)}" if str(problem) else type(problem).__name__
+
+
 def traceback_of(problem: BaseException) -> str:
     """The problem's traceback, for a log."""
     return redacted("".join(traceback.format_exception(problem))).rstrip()

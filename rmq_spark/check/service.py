@@ -12,11 +12,12 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from enum import Enum
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark.check.asking import Asker, NoAnswer, Question, Verdicts
 from rmq_spark.check.immunity import COLUMNS, due_rows
 from rmq_spark.check.policy import TransactionCheckListener, require_policy
 from rmq_spark.check.report import IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport, Tally
@@ -46,7 +47,7 @@ from rmq_spark.listener import (
 )
 from rmq_spark.machine import Machine
 from rmq_spark.message import require_group_name
-from rmq_spark.redaction import redacted, traceback_of
+from rmq_spark.redaction import sentence_of, traceback_of
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -59,10 +60,6 @@ from rmq_spark.transaction import (
 __all__ = ["CheckReport", "CheckService", "Tally"]
 
 logger = logging.getLogger(__name__)
-
-HUNG_CALLS_MAX = 8
-"""So many calls of listeners may be under way beyond their round; with more, nothing is asked."""
-STOP_POLL_S = 0.2
 
 
 class CheckService:
@@ -144,9 +141,9 @@ class CheckService:
         self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
         self._clock = clock or self.log.machine.now
         self._without_fence = CommitOncePrepared()
+        self._asker = Asker(self.log.machine, in_threads=self.round_timeout is not None)
         self._not_reached: list[str] = []
         self._foreign: set[str] = set()  # open half batches of other groups (only_groups)
-        self._calls: dict[tuple[str, int], _Call] = {}  # that have not come back
 
     # ------------------------------------------------------------------ rounds
     def run(self, stop_event: threading.Event, on_report: Callable[[CheckReport], None] | None = None) -> None:
@@ -167,7 +164,7 @@ class CheckService:
             except Exception as problem:
                 logger.error("a round of checks failed: %s", traceback_of(problem))
                 report = CheckReport(started_at)
-                report.problem(None, f"the round failed with {_sentence(problem)}")
+                report.problem(None, f"the round failed with {sentence_of(problem)}")
             if on_report is not None:
                 on_report(report)
             stop_event.wait(self.transaction_check_interval)
@@ -180,67 +177,26 @@ class CheckService:
         return self._round(self.log.machine.event())
 
     def _round(self, stop: threading.Event) -> CheckReport:
-        work = _Round(CheckReport(self._clock()), self.round_timeout, stop, self.log.machine)
-        report = work.report
-        waiting = self._open_half_ids()
+        round_ = _Round(CheckReport(self._clock()), self.round_timeout, stop, self.log.machine)
+        report = round_.report
+        half_ids = self._open_half_ids()
         self._not_reached = []
-        for at, half_id in enumerate(waiting):
-            if stop.is_set() or (at > 0 and work.seconds_left() <= 0):
-                self._not_reached = waiting[at:]
+        for at, half_id in enumerate(half_ids):
+            if stop.is_set() or (at > 0 and round_.seconds_left() <= 0):
+                self._not_reached = half_ids[at:]
                 report.skip(LEFT_OVER, len(self._not_reached))
                 break
             try:
-                self._check_half_batch(half_id, work)
+                self._check_half_batch(half_id, round_)
             except Exception as problem:  # unreadable, corrupt: the others must not wait for it
                 logger.warning("check of half batch %r failed: %s", half_id, traceback_of(problem))
-                report.problem(half_id, f"it cannot be checked: {_sentence(problem)}")
+                report.problem(half_id, f"it cannot be checked: {sentence_of(problem)}")
         self._finish(report)
-        report.seconds = work.seconds()
+        report.seconds = round_.seconds()
         return report
 
-    def _finish(self, report: CheckReport) -> None:
-        for group, count in report.without_listener.items():
-            logger.warning("producer group %r has no listener here: %d half batches stay pending", group, count)
-        steps: list[Callable[[], object]] = [
-            lambda: self._place_due(report),
-            self.log.move_mark,
-            lambda: self._count_pending(report),
-        ]
-        if not self.only_groups:
-            steps.append(lambda: self._report_conflicts(report))
-        for step in steps:
-            try:
-                step()
-            except Exception as problem:  # what the round has done must still be told
-                logger.warning("the end of a round of checks failed: %s", traceback_of(problem))
-                report.problem(None, f"the end of the round failed with {_sentence(problem)}")
-
-    def _place_due(self, report: CheckReport) -> None:
-        report.placed = sum(p.count for p in self.log.place_due())
-
-    def _count_pending(self, report: CheckReport) -> None:
-        still_open = self._open_half_ids()
-        report.pending = len(still_open)
-        self._calls = {k: c for k, c in self._calls.items() if k[0] in still_open or not c.done.is_set()}
-
-    # ------------------------------------------------------------------ what is open
-    def _open_half_ids(self) -> list[str]:
-        """Half batches to look at: first those that the last round did not reach, then the oldest first."""
-        ids = self.log.open_half_ids()
-        self._foreign &= set(ids)
-        ids = [i for i in ids if i not in self._foreign]
-        first = [i for i in self._not_reached if i in set(ids)]
-        return first + [i for i in ids if i not in set(first)]
-
-    def _report_conflicts(self, report: CheckReport) -> None:
-        """Name every half batch that waits for a person, also those with nothing pending."""
-        reported = {half_id for half_id, _ in report.problems}
-        for half_id in self.log.conflicts():
-            if half_id not in reported:
-                report.problem(half_id, _IN_CONFLICT)
-
-    # ------------------------------------------------------------------ one half batch
-    def _check_half_batch(self, half_id: str, work: _Round) -> None:
+    # ------------------------------------------------------------------ one half batch: what is due, what to do, do it
+    def _check_half_batch(self, half_id: str, round_: _Round) -> None:
         record = self.log.get(half_id)
         listener = self._listener_of(record)
         if listener is None and self.only_groups:
@@ -250,164 +206,180 @@ class CheckService:
         if state.settled:  # by somebody else, meanwhile
             return
         if state.in_conflict:
-            work.report.problem(half_id, _IN_CONFLICT)
+            round_.report.problem(half_id, _IN_CONFLICT)
             return
         if state.leased(self._clock()):
-            work.report.skip(LEASED)
+            round_.report.skip(LEASED)
             return
         for attempt in state.attempts(RowState.PENDING):
+            pending = state.rows_in((RowState.PENDING,), attempt)
             try:
-                self._check_attempt(_Open(record, state, attempt), listener, work)
+                self._check_attempt(self._question(record, state, attempt, pending), listener, round_)
             except (VerdictConflictError, StaleAttemptError) as problem:  # somebody else was faster
                 logger.warning("verdicts for half batch %r came too late: %s", half_id, problem)
-                work.report.problem(half_id, str(problem))
+                round_.report.problem(half_id, str(problem))
+
+    def _check_attempt(self, pending: Question, listener: TransactionListener | None, round_: _Round) -> None:
+        for todo, rows in self._due(pending, listener, round_.report):
+            question = self._question(pending.record, pending.state, pending.attempt, rows)
+            match todo:
+                case _Todo.ASK:
+                    self._ask(question, listener or self._without_fence, round_)
+                case _Todo.DISCARD:
+                    self._discard(question, round_.report)
+                case _Todo.EXPIRE:
+                    self._expire(question, round_.report)
 
     def _listener_of(self, record: HalfRecord) -> TransactionListener | None:
         if record.header.fence_id == NO_LISTENER_FENCE:
             return self._without_fence
         return self.listeners.get(record.header.producer_group)
 
-    def _check_attempt(self, open_: _Open, listener: TransactionListener | None, work: _Round) -> None:
-        """The pending transactions of one attempt: too young, checked too often, too old, or asked about."""
-        pending = open_.pending()
-        age_s = self._age_s(open_, pending, work.report)
+    def _question(self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet) -> Question:
+        return Question(record, state, attempt, rows, self.log.half_batch(record, state, attempt, rows))
 
-        if age_s >= self.file_reserved_time and listener is not self._without_fence:
-            checked_out = (
-                NO_ROWS if listener is None else open_.state.checked_at_least(pending, self.transaction_check_max)
-            )
-            self._discard(open_, checked_out, work)
-            self._quarantine_expired(open_, pending - checked_out, age_s, work.report)
-            return
+    # ------------------------------------------------------------------ what is due
+    def _due(
+        self, pending: Question, listener: TransactionListener | None, report: CheckReport
+    ) -> list[tuple[_Todo, RowSet]]:
+        """What to do with which pending rows now. Rows that are left alone are in none of the sets, and in the report.
 
-        due = self._due(open_, pending, age_s, work.report)
-        if not due:
-            return
-        if listener is None:
-            group = open_.record.header.producer_group
-            work.report.skip(NO_LISTENER)
-            work.report.without_listener[group] = work.report.without_listener.get(group, 0) + 1
-            return
-        checked_out = open_.state.checked_at_least(due, self.transaction_check_max)
-        self._discard(open_, checked_out, work)
-        self._ask(open_, due - checked_out, listener, work)
+        ==============================================  =======
+        older than ``file_reserved_time``               EXPIRE
+        checked ``transaction_check_max`` times         DISCARD
+        too young, or immune; or nobody can be asked    --
+        all others                                      ASK
+        ==============================================  =======
+        """
+        age_s = self._age_s(pending, report)
+        expires = age_s >= self.file_reserved_time and listener is not self._without_fence
+        if expires:
+            rows = pending.rows
+        else:
+            rows = self._old_enough(pending, age_s, report)
+            if listener is None and rows:
+                group = pending.record.header.producer_group
+                report.skip(NO_LISTENER)
+                report.without_listener[group] = report.without_listener.get(group, 0) + 1
+                return []
+        # Without a listener here nobody has asked: that is not a discard.
+        worn_out = NO_ROWS if listener is None else pending.state.checked_at_least(rows, self.transaction_check_max)
+        found = [(_Todo.DISCARD, worn_out), (_Todo.EXPIRE if expires else _Todo.ASK, rows - worn_out)]
+        return [(todo, chosen) for todo, chosen in found if chosen]
 
-    def _age_s(self, open_: _Open, pending: RowSet, report: CheckReport) -> float:
-        ahead_s = (open_.record.prepared_at - self._clock()).total_seconds()
+    def _age_s(self, pending: Question, report: CheckReport) -> float:
+        prepared_at = pending.record.prepared_at
+        ahead_s = (prepared_at - self._clock()).total_seconds()
         if ahead_s > CLOCK_SKEW_S_MAX:
             report.problem(
-                open_.half_id,
-                f"it says that it was prepared at {open_.record.prepared_at}, which is {ahead_s:.0f} s in the future: "
-                "the clock of this machine, or of one that wrote to the log, is wrong. It is checked all the same",
+                pending.record.half_id,
+                f"it says that it was prepared at {prepared_at}, which is {ahead_s:.0f} s in the future: the clock of "
+                "this machine, or of one that wrote to the log, is wrong. It is checked all the same",
             )
-        return (self._clock() - self._half_batch(open_, pending).prepared_at).total_seconds()
+        return (self._clock() - pending.batch.prepared_at).total_seconds()
 
-    def _due(self, open_: _Open, pending: RowSet, age_s: float, report: CheckReport) -> RowSet:
-        messages = self._half_batch(open_, pending).messages(COLUMNS)
-        due = due_rows(messages, open_.record.header.transaction_per, age_s, self.transaction_timeout)
+    def _old_enough(self, pending: Question, age_s: float, report: CheckReport) -> RowSet:
+        messages = pending.batch.messages(COLUMNS)
+        due = due_rows(messages, pending.record.header.transaction_per, age_s, self.transaction_timeout)
         if due is True:
-            return pending
-        chosen = NO_ROWS if due is False else pending.where(due)
-        if chosen.count < pending.count:
+            return pending.rows
+        rows = NO_ROWS if due is False else pending.rows.where(due)
+        if rows.count < pending.rows.count:
             report.skip(IMMUNE if age_s >= self.transaction_timeout or due is not False else YOUNG)
-        return chosen
+        return rows
 
-    def _half_batch(self, open_: _Open, rows: RowSet) -> HalfBatch:
-        return self.log.half_batch(open_.record, open_.state, open_.attempt, rows)
-
-    # ------------------------------------------------------------------ asking
-    def _ask(self, open_: _Open, rows: RowSet, listener: TransactionListener, work: _Round) -> None:
+    # ------------------------------------------------------------------ what is done
+    def _ask(self, question: Question, listener: TransactionListener, round_: _Round) -> None:
         """Ask the listener, make its verdicts final, and count the check for what stays UNKNOWN."""
-        if not rows:
-            return
-        batch = self._half_batch(open_, rows)
+        record, batch = question.record, question.batch
 
-        def ask() -> Any:
+        def call() -> Verdicts:
             if listener is not self._without_fence:
-                require_same_fence(open_.half_id, open_.record.header.fence_id, listener.fence_id)
+                require_same_fence(record.half_id, record.header.fence_id, listener.fence_id)
             return normalize_verdicts(listener.check_local_transaction(batch), batch)
 
-        question = _Question(open_, rows, batch)
-        call = self._answer(question, ask, listener.requires_spark, work)
-        if call is None:
+        try:
+            answer = self._asker.ask(question, call, listener.requires_spark, round_.seconds_left)
+        except NoAnswer as reason:
+            round_.report.problem(record.half_id, str(reason))
             return
-        open_, rows, batch = call.question.open_, call.question.rows, call.question.batch
-        split = split_by_verdict(self.log, open_.record, rows, batch, call.result)
-        _tally(work.report, batch, split, call.result)
+        asked = answer.question
+        split = split_by_verdict(self.log, asked.record, asked.rows, asked.batch, answer.verdicts)
+        _tally(round_.report, asked.batch, split, answer.verdicts)
         commit, rollback, unknown = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE], split[UNKNOWN]
         if unknown:
-            self.log.record_check(open_.record, open_.attempt, unknown, f"UNKNOWN from {type(listener).__name__}")
+            self.log.record_check(asked.record, asked.attempt, unknown, f"UNKNOWN from {type(listener).__name__}")
         if commit or rollback:
-            self.log.decide(open_.record, open_.attempt, commit=commit, rollback=rollback, who=Who.CHECK)
+            self.log.decide(asked.record, asked.attempt, commit=commit, rollback=rollback, who=Who.CHECK)
 
-    def _answer(self, question: _Question, ask: Callable[[], Any], here: bool, work: _Round) -> _Call | None:
-        """The call, when it came back with an answer; else the report has the reason.
-
-        A call that does not come back within the round goes on, and a later round finds it here.
-        """
-        key = (question.open_.half_id, question.open_.attempt)
-        call = self._calls.pop(key, None)
-        if call is None:
-            hung = sum(not c.done.is_set() for c in self._calls.values())
-            if hung >= HUNG_CALLS_MAX:
-                work.report.problem(
-                    key[0], f"it was not asked about: {hung} calls of listeners have not come back; restart the checker"
-                )
-                return None
-            call = _Call(question, ask, self.log.machine)
-            if here or self.round_timeout is None:
-                call.run()
-            else:
-                call.start()
-                call.wait(work)
-        if not call.done.is_set():
-            self._calls[key] = call
-            work.report.problem(
-                key[0],
-                f"its listener has not answered for {call.seconds():.1f} s; a later round uses its answer",
-            )
-            return None
-        if call.problem is not None:
-            logger.info("the listener of half batch %r did not answer: %s", key[0], traceback_of(call.problem))
-            work.report.problem(key[0], f"its listener did not answer: {_sentence(call.problem)}")
-            return None
-        return call
-
-    # ------------------------------------------------------------------ giving up
-    def _discard(self, open_: _Open, rows: RowSet, work: _Round) -> None:
+    def _discard(self, question: Question, report: CheckReport) -> None:
         """Leave what was checked too often to the discard policy."""
-        if not rows:
-            return
-        batch = self._half_batch(open_, rows)
+        record, attempt, rows, batch = question.record, question.attempt, question.rows, question.batch
         limit = self.transaction_check_max
         reason = f"{batch.check_times} checks were answered with UNKNOWN; transactionCheckMax is {limit}"
         try:
             answer = self.discard_policy.resolve_discarded(batch, reason)
             verdict = UNKNOWN if answer is None else LocalTransactionState(answer)
         except Exception as problem:
-            work.report.problem(open_.half_id, f"the discard policy did not answer: {_sentence(problem)}")
+            report.problem(record.half_id, f"the discard policy did not answer: {sentence_of(problem)}")
             return
-        transactions, messages = batch.transactions.num_rows, rows.count
         if verdict is UNKNOWN:
-            self.log.quarantine(open_.record, open_.attempt, rows, Who.DISCARD, reason, checks_min=limit)
-            work.report.quarantined.add(transactions, messages)
+            self.log.quarantine(record, attempt, rows, Who.DISCARD, reason, checks_min=limit)
+            report.quarantined.add(batch.transactions.num_rows, rows.count)
             return
         commit, rollback = (rows, NO_ROWS) if verdict is COMMIT_MESSAGE else (NO_ROWS, rows)
         self.log.decide(
-            open_.record, open_.attempt, commit=commit, rollback=rollback, who=Who.DISCARD, reason=reason,
-            checks_min=limit,
-        )  # fmt: skip
-        work.report.discarded.add(transactions, messages)
+            record, attempt, commit=commit, rollback=rollback, who=Who.DISCARD, reason=reason, checks_min=limit
+        )
+        report.discarded.add(batch.transactions.num_rows, rows.count)
 
-    def _quarantine_expired(self, open_: _Open, rows: RowSet, age_s: float, report: CheckReport) -> None:
-        """What is older than fileReservedTime is hidden whatever the policy: it may never have been asked about."""
-        if not rows:
-            return
+    def _expire(self, question: Question, report: CheckReport) -> None:
+        """Hide what is older than fileReservedTime, whatever the policy: it may never have been asked about."""
+        age_s = (self._clock() - question.batch.prepared_at).total_seconds()
         limit_h = self.file_reserved_time / 3600
         reason = f"open for {age_s / 3600:.1f} h, which is not less than fileReservedTime ({limit_h:g} h)"
-        batch = self._half_batch(open_, rows)
-        self.log.quarantine(open_.record, open_.attempt, rows, Who.DISCARD, reason)
-        report.quarantined.add(batch.transactions.num_rows, rows.count)
+        self.log.quarantine(question.record, question.attempt, question.rows, Who.DISCARD, reason)
+        report.quarantined.add(question.batch.transactions.num_rows, question.rows.count)
+
+    # ------------------------------------------------------------------ what is open, before a round and after it
+    def _open_half_ids(self) -> list[str]:
+        """Half batches to look at: first those that the last round did not reach, then the oldest first."""
+        ids = self.log.open_half_ids()
+        self._foreign &= set(ids)
+        ids = [i for i in ids if i not in self._foreign]
+        first = [i for i in self._not_reached if i in set(ids)]
+        return first + [i for i in ids if i not in set(first)]
+
+    def _finish(self, report: CheckReport) -> None:
+        for group, count in report.without_listener.items():
+            logger.warning("producer group %r has no listener here: %d half batches stay pending", group, count)
+        steps = [self._place_due, self._move_mark, self._count_pending]
+        if not self.only_groups:
+            steps.append(self._report_conflicts)
+        for step in steps:
+            try:
+                step(report)
+            except Exception as problem:  # what the round has done must still be told
+                logger.warning("the end of a round of checks failed: %s", traceback_of(problem))
+                report.problem(None, f"the end of the round failed with {sentence_of(problem)}")
+
+    def _place_due(self, report: CheckReport) -> None:
+        report.placed = sum(p.count for p in self.log.place_due())
+
+    def _move_mark(self, report: CheckReport) -> None:
+        self.log.move_mark()
+
+    def _count_pending(self, report: CheckReport) -> None:
+        still_open = self._open_half_ids()
+        report.pending = len(still_open)
+        self._asker.forget_all_but(still_open)
+
+    def _report_conflicts(self, report: CheckReport) -> None:
+        """Name every half batch that waits for a person, also those with nothing pending."""
+        reported = {half_id for half_id, _ in report.problems}
+        for half_id in self.log.conflicts():
+            if half_id not in reported:
+                report.problem(half_id, _IN_CONFLICT)
 
 
 _IN_CONFLICT = (
@@ -416,70 +388,12 @@ _IN_CONFLICT = (
 )
 
 
-@dataclass(frozen=True)
-class _Open:
-    """One attempt at a half batch that has pending rows."""
+class _Todo(Enum):
+    """What a round does with rows that are due."""
 
-    record: HalfRecord
-    state: BatchState
-    attempt: int
-
-    @property
-    def half_id(self) -> str:
-        return self.record.half_id
-
-    def pending(self) -> RowSet:
-        return self.state.rows_in((RowState.PENDING,), self.attempt)
-
-
-@dataclass(frozen=True)
-class _Question:
-    """What a listener is asked about; kept with the call, whose answer may come rounds later."""
-
-    open_: _Open
-    rows: RowSet
-    batch: HalfBatch
-
-
-class _Call:
-    """A call of a listener. It cannot be ended from outside, only left behind."""
-
-    def __init__(self, question: _Question, ask: Callable[[], Any], machine: Machine) -> None:
-        self.question = question
-        self.done = machine.event()
-        self.result: Any = None
-        self.problem: BaseException | None = None
-        self._ask = ask
-        self._machine = machine
-        self._started = machine.monotonic()
-
-    def run(self) -> None:
-        """In the caller's thread, which an exit or an interrupt of the user ends."""
-        try:
-            self.result = self._ask()
-        except Exception as problem:
-            self.problem = problem
-        self.done.set()
-
-    def start(self) -> None:
-        """In a thread of its own, which has nobody else to tell."""
-
-        def run() -> None:
-            try:
-                self.run()
-            except BaseException as problem:
-                self.problem = problem
-                self.done.set()
-
-        self._machine.start_thread(run, "txmq-check", daemon=True)
-
-    def wait(self, work: _Round) -> None:
-        while not self.done.wait(min(STOP_POLL_S, max(0.0, work.seconds_left()))):
-            if work.stop.is_set() or work.seconds_left() <= 0:
-                return
-
-    def seconds(self) -> float:
-        return self._machine.monotonic() - self._started
+    ASK = "ask"
+    DISCARD = "discard"
+    EXPIRE = "expire"
 
 
 @dataclass
@@ -499,6 +413,9 @@ class _Round:
         return self.machine.monotonic() - self._started
 
     def seconds_left(self) -> float:
+        """0 when the checker is to stop."""
+        if self.stop.is_set():
+            return 0.0
         return float("inf") if self.timeout_s is None else self.timeout_s - self.seconds()
 
 
@@ -516,7 +433,3 @@ def _tally(
         else:
             transactions = pc.sum(pc.equal(verdicts, verdict.value)).as_py() or 0
         tally.add(transactions, split[verdict].count)
-
-
-def _sentence(problem: BaseException) -> str:
-    return f"{type(problem).__name__}: {redacted(problem)}" if str(problem) else type(problem).__name__

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.check import service as module
+from rmq_spark.check import asking
 from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, require_policy
 from rmq_spark.check.service import CheckReport, CheckService
 from rmq_spark.commitlog.asked import split_by_verdict
@@ -774,7 +774,7 @@ def test_a_slow_half_batch_at_the_front_starves_nobody(log: CommitLog) -> None:
 
 
 def test_too_many_hung_calls_stop_the_asking(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HUNG_CALLS_MAX", 1)
+    monkeypatch.setattr(asking, "HUNG_CALLS_MAX", 1)
     prepare(log, 0)
     prepare(log, 1)
     release = threading.Event()

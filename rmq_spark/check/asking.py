@@ -1,0 +1,131 @@
+"""Questions to listeners, whose calls may hang. A call cannot be ended from outside: it is left behind, and asked for
+its answer in a later round."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import pyarrow as pa
+
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.op import BatchState
+from rmq_spark.commitlog.rows import RowSet
+from rmq_spark.machine import Machine
+from rmq_spark.redaction import sentence_of, traceback_of
+from rmq_spark.transaction import HalfBatch, LocalTransactionState
+
+logger = logging.getLogger(__name__)
+
+HUNG_CALLS_MAX = 8
+"""So many calls of listeners may be under way beyond their round; with more, nothing is asked."""
+STOP_POLL_S = 0.2
+
+Verdicts: TypeAlias = "pa.Array | LocalTransactionState"
+
+
+class NoAnswer(Exception):
+    """A listener did not answer; the message says why, for the report."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Rows of a half batch, under one attempt, about which somebody is asked."""
+
+    record: HalfRecord
+    state: BatchState
+    attempt: int
+    rows: RowSet
+    batch: HalfBatch
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.record.half_id, self.attempt
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a listener said, and to which question: that of an earlier round, when its call came back only now."""
+
+    question: Question
+    verdicts: Verdicts
+
+
+@dataclass(frozen=True)
+class _Call:
+    question: Question
+    began: float
+    verdicts: Future[Verdicts]
+
+
+class Asker:
+    """Calls listeners, and keeps the calls that have not come back.
+
+    Parameters
+    ----------
+    machine : Machine
+    in_threads : bool
+        False: every call is made in the caller's thread, and waited for.
+    """
+
+    def __init__(self, machine: Machine, in_threads: bool) -> None:
+        self._machine = machine
+        self._in_threads = in_threads
+        self._calls: dict[tuple[str, int], _Call] = {}
+
+    def ask(
+        self, question: Question, call: Callable[[], Verdicts], here: bool, seconds_left: Callable[[], float]
+    ) -> Answer:
+        """The answer to a question, or to the one that was asked about the same attempt in an earlier round.
+
+        Parameters
+        ----------
+        call : callable
+            Asks the listener.
+        here : bool
+            It must be called in this thread.
+        seconds_left : callable
+            How long the answer may be waited for, from now on.
+
+        Raises
+        ------
+        NoAnswer
+        """
+        asked = self._calls.pop(question.key, None) or self._begin(question, call, here, seconds_left)
+        if not asked.verdicts.done():
+            self._calls[question.key] = asked
+            waited_s = self._machine.monotonic() - asked.began
+            raise NoAnswer(f"its listener has not answered for {waited_s:.1f} s; a later round uses its answer")
+        if (problem := asked.verdicts.exception()) is not None:
+            logger.info("the listener of half batch %r did not answer: %s", question.key[0], traceback_of(problem))
+            raise NoAnswer(f"its listener did not answer: {sentence_of(problem)}")
+        return Answer(asked.question, asked.verdicts.result())
+
+    def forget_all_but(self, half_ids: Collection[str]) -> None:
+        """Drop answers about half batches that somebody else has settled."""
+        self._calls = {key: c for key, c in self._calls.items() if key[0] in half_ids or not c.verdicts.done()}
+
+    def _begin(
+        self, question: Question, call: Callable[[], Verdicts], here: bool, seconds_left: Callable[[], float]
+    ) -> _Call:
+        hung = sum(not c.verdicts.done() for c in self._calls.values())
+        if hung >= HUNG_CALLS_MAX:
+            raise NoAnswer(f"it was not asked about: {hung} calls of listeners have not come back; restart the checker")
+        asked = _Call(question, self._machine.monotonic(), Future())
+        if here or not self._in_threads:
+            _answer(asked.verdicts, call, Exception)  # an exit or an interrupt of the user ends this thread
+        else:  # such a thread has nobody else to tell
+            self._machine.start_thread(lambda: _answer(asked.verdicts, call, BaseException), "txmq-check", daemon=True)
+            while not asked.verdicts.done() and (left := seconds_left()) > 0:
+                wait([asked.verdicts], min(STOP_POLL_S, left))
+        return asked
+
+
+def _answer(verdicts: Future[Verdicts], call: Callable[[], Verdicts], caught: type[BaseException]) -> None:
+    try:
+        verdicts.set_result(call())
+    except caught as problem:
+        verdicts.set_exception(problem)
