@@ -87,12 +87,15 @@ class Rules:
         Answered checks before a transaction may be discarded (``transactionCheckMax``).
     stuck_after_s : float or None
         Checks × interval + slack: a half batch that is open for longer at the end is stuck. None: nothing may be open.
+    conflicts_resolved : bool
+        A person resolved every conflict that was told of before the end.
     fifo : frozenset of str
         Topics whose keys keep their order whenever their messages are decided.
     """
 
     checks_max: int = 15
     stuck_after_s: float | None = None
+    conflicts_resolved: bool = False
     fifo: frozenset[str] = frozenset()
 
 
@@ -652,6 +655,8 @@ def _stuck_halves(run: _Run) -> Iterator[Anomaly]:
     for row in run.rows.values():
         if row.state == PENDING and (limit is None or end.time - row.opened > limit):
             stuck.setdefault(row.event.half_id, ("is still open", row))
+        if row.in_conflict and run.rules.conflicts_resolved:
+            stuck.setdefault(row.event.half_id, ("is still in conflict, and nobody was told", row))
         if limit is None:
             continue
         opened: float | None = row.event.time

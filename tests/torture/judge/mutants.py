@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.check import service as service_module
+from rmq_spark.check.asking import Answer, Asker
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import asked, incoming, maintenance, placing
 from rmq_spark.commitlog import half as half_module
@@ -587,16 +588,15 @@ def _lease_ignored() -> Iterator[None]:
     checkers=2, rounds=4, checks_max=2, temper_check_fails=0.8, temper_says_unknown=0.8, crash=0.0,
 )  # fmt: skip
 def _unanswered_counts() -> Iterator[None]:
-    answer = CheckService._answer
+    ask = CheckService._ask
 
-    def counting(self: CheckService, question: Any, ask: Any, here: bool, work: Any) -> Any:
-        call = answer(self, question, ask, here, work)
-        if call is None:
-            open_ = question.open_
-            self.log.record_check(open_.record, open_.attempt, question.rows, "no answer")
-        return call
+    def counting(self: CheckService, question: Any, listener: Any, round_: Any) -> None:
+        problems = len(round_.report.problems)
+        ask(self, question, listener, round_)
+        if len(round_.report.problems) > problems:
+            self.log.record_check(question.record, question.attempt, question.rows, "no answer")
 
-    with replaced((CheckService, "_answer", counting)):
+    with replaced((CheckService, "_ask", counting)):
         yield
 
 
@@ -605,16 +605,16 @@ def _unanswered_counts() -> Iterator[None]:
     checkers=2, rounds=4, checks_max=2, temper_says_unknown=0.9, crash=0.0, check_timeout_s=45.0,
 )  # fmt: skip
 def _immunity_counts() -> Iterator[None]:
-    due = CheckService._due
+    old_enough = CheckService._old_enough
 
-    def counting(self: CheckService, open_: Any, pending: Any, age_s: float, report: Any) -> Any:
-        chosen = due(self, open_, pending, age_s, report)
-        young = pending - chosen
+    def counting(self: CheckService, pending: Any, age_s: float, report: Any) -> Any:
+        chosen = old_enough(self, pending, age_s, report)
+        young = pending.rows - chosen
         if young:
-            self.log.record_check(open_.record, open_.attempt, young, "young")
+            self.log.record_check(pending.record, pending.attempt, young, "young")
         return chosen
 
-    with replaced((CheckService, "_due", counting)):
+    with replaced((CheckService, "_old_enough", counting)):
         yield
 
 
@@ -625,12 +625,11 @@ def _immunity_counts() -> Iterator[None]:
     on_listener_error="unknown", crash=0.0, zombies=0.0, pause=0.0, checkers=1, weather=Weather(),
 )  # fmt: skip
 def _one_stops_all() -> Iterator[None]:
-    def check(self: CheckService, question: Any, ask: Any, here: bool, work: Any) -> Any:
-        call = service_module._Call(question, ask, self.log.machine)
-        call.run()
-        if call.problem is not None:
-            raise OSError("the round ends here") from call.problem
-        return call
+    def ask(self: Asker, question: Any, call: Any, here: bool, seconds_left: Any) -> Answer:
+        try:
+            return Answer(question, call())
+        except Exception as problem:
+            raise OSError("the round ends here") from problem
 
     check_half_batch = CheckService._check_half_batch
 
@@ -643,7 +642,7 @@ def _one_stops_all() -> Iterator[None]:
             work.ended = True
             raise
 
-    with replaced((CheckService, "_answer", check), (CheckService, "_check_half_batch", at_once)):
+    with replaced((Asker, "ask", ask), (CheckService, "_check_half_batch", at_once)):
         yield
 
 
@@ -655,18 +654,18 @@ def _one_stops_all() -> Iterator[None]:
 def _border_forgotten() -> Iterator[None]:
     """RocketMQ's round went on past such a message, and never came back to it."""
     passed: set[str] = set()
-    due, open_ids = CheckService._due, CheckService._open_half_ids
+    old_enough, open_ids = CheckService._old_enough, CheckService._open_half_ids
 
-    def strict(self: CheckService, open_: Any, pending: Any, age_s: float, report: Any) -> Any:
+    def strict(self: CheckService, pending: Any, age_s: float, report: Any) -> Any:
         if age_s == self.transaction_timeout:
-            passed.add(open_.half_id)
-            return {}
-        return due(self, open_, pending, age_s, report)
+            passed.add(pending.record.half_id)
+            return NO_ROWS
+        return old_enough(self, pending, age_s, report)
 
     def left(self: CheckService) -> list[str]:
         return [half_id for half_id in open_ids(self) if half_id not in passed]
 
-    with replaced((CheckService, "_due", strict), (CheckService, "_open_half_ids", left)):
+    with replaced((CheckService, "_old_enough", strict), (CheckService, "_open_half_ids", left)):
         yield
 
 
@@ -725,6 +724,16 @@ def _older_markers_forgotten() -> Iterator[None]:
         return self._followed.rows.slice(0, 0)
 
     with replaced((Ledger, "_older", none)):
+        yield
+
+
+@mutant(
+    "a mark forgets the conflicts below it", A.STUCK_HALF,
+    checkers=2, rounds=4, checks_max=1, discard="rollback", listener="fenced", crash=0.0, temper_check_unknown=0.8,
+    temper_slow=0.6, temper_refuses=0.0, upkeep=8,
+)  # fmt: skip
+def _conflicts_forgotten() -> Iterator[None]:
+    with _no_lease(), replaced((ledger_module, "_open_conflicts", lambda followed, since: [])):
         yield
 
 

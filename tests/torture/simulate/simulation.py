@@ -290,6 +290,7 @@ class Simulation:
         rules = Rules(
             checks_max=self.scenario.checks_max,
             stuck_after_s=self.scenario.stuck_after_s,
+            conflicts_resolved=self.scenario.temper.poison is None,
             fifo=frozenset({TOPIC} if self.scenario.fifo else ()),
         )
         anomalies = find_anomalies(self.history, rules)
