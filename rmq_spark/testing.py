@@ -267,5 +267,5 @@ class InMemoryCommitLog(CommitLog):
     def _groups_table(self) -> MemoryTable:
         return self._tables[3]
 
-    def _in_background(self, work: Callable[[], None]) -> None:
+    def in_background(self, work: Callable[[], None]) -> None:
         work()

@@ -22,11 +22,11 @@ from rmq_spark.transaction import KEY, HalfBatch, LocalTransactionState
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark.commitlog.steps import ProtocolSteps
 
 
 def half_batch_of(
-    log: CommitLog, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, arg: Any = None
+    log: ProtocolSteps, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, arg: Any = None
 ) -> HalfBatch:
     """The half batch as a listener sees it: these rows, which are under one attempt."""
     return HalfBatch(
@@ -45,7 +45,7 @@ def half_batch_of(
     )
 
 
-def _began_at(log: CommitLog, record: HalfRecord, state: BatchState, attempt: int) -> datetime:
+def _began_at(log: ProtocolSteps, record: HalfRecord, state: BatchState, attempt: int) -> datetime:
     """When an attempt began, as far as it can be believed.
 
     A clock that was ahead has written times that lie in the future, and all later half batches come after those:
@@ -60,7 +60,7 @@ def _began_at(log: CommitLog, record: HalfRecord, state: BatchState, attempt: in
 
 
 def split_by_verdict(
-    log: CommitLog, record: HalfRecord, rows: RowSet, batch: HalfBatch, verdicts: pa.Array | LocalTransactionState
+    log: ProtocolSteps, record: HalfRecord, rows: RowSet, batch: HalfBatch, verdicts: pa.Array | LocalTransactionState
 ) -> dict[LocalTransactionState, RowSet]:
     """The rows of a half batch by the verdict of their transaction."""
     if not isinstance(verdicts, LocalTransactionState) and len(verdicts) == 1:
@@ -76,7 +76,7 @@ def split_by_verdict(
 class _LogRows:
     """The rows of one half batch for a listener."""
 
-    def __init__(self, log: CommitLog, record: HalfRecord, rows: RowSet) -> None:
+    def __init__(self, log: ProtocolSteps, record: HalfRecord, rows: RowSet) -> None:
         self._log, self._record, self._rows = log, record, rows
 
     def read(self, columns: Sequence[str]) -> pa.Table:

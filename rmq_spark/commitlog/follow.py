@@ -65,7 +65,7 @@ class Followed:
         (followed, knows_conflicts)
             The second one is false for a mark of an older version of rmq_spark: it does not repeat the open conflicts.
         """
-        mark = _newest_mark(rows.filter(pc.equal(rows["kind"], Kind.MARK.value)).sort_by("version"))
+        mark = _newest_mark(rows.filter(of_kind(rows, Kind.MARK)).sort_by("version"))
         since = int(mark["since_version"])
         tails = {(t["topic"], t["queue_id"]): t["next_offset"] for t in mark["tails"]}
         return cls(version=since - 1, since=since, tails=tails), bool(mark["count"])
@@ -83,7 +83,7 @@ class Followed:
         _require_rows(rows)
         kept = pa.concat_tables([self.rows, rows])
         since, low_water, rewritten_below = self.since, self.low_water, self.rewritten_below
-        marks = rows.filter(pc.equal(rows["kind"], Kind.MARK.value))
+        marks = rows.filter(of_kind(rows, Kind.MARK))
         if marks.num_rows:
             newest = _newest_mark(marks)
             low_water, rewritten_below = newest["low_water"], newest["reason"] or ""
@@ -104,10 +104,15 @@ class Followed:
         )
 
 
+def of_kind(rows: pa.Table, kind: Kind) -> pa.ChunkedArray:
+    """Which op rows are of a kind."""
+    return pc.equal(rows["kind"], kind.value)
+
+
 def settled_rows(rows: pa.Table) -> dict[str, int]:
     """By half id: rows that op markers settled, less those that were reopened."""
     settling = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in SETTLING]))
-    reopening = pc.equal(rows["kind"], Kind.REOPEN.value)
+    reopening = of_kind(rows, Kind.REOPEN)
     sign = pc.subtract(pc.cast(settling, pa.int64()), pc.cast(reopening, pa.int64()))
     signed = pa.table({"half_id": rows["half_id"], "n": pc.multiply(sign, rows["count"])})
     signed = signed.filter(pc.is_valid(signed["half_id"]))
@@ -136,8 +141,8 @@ def _moved(tails: Tails, placed: pa.Table) -> Tails:
 
 
 def _still_waiting(waiting: Waiting, rows: pa.Table) -> Waiting:
-    placing = pc.equal(rows["kind"], Kind.PLACE.value)
-    committing = pc.and_(pc.equal(rows["kind"], Kind.COMMIT.value), pc.is_null(rows["queue_offset"]))
+    placing = of_kind(rows, Kind.PLACE)
+    committing = pc.and_(of_kind(rows, Kind.COMMIT), pc.is_null(rows["queue_offset"]))
     changes = rows.filter(pc.or_(placing, committing)).select(["kind", "half_id", "count", "until"]).to_pylist()
     if not changes:
         return waiting
@@ -151,7 +156,7 @@ def _still_waiting(waiting: Waiting, rows: pa.Table) -> Waiting:
 
 
 def _still_in_conflict(conflicts: frozenset[str], rows: pa.Table) -> frozenset[str]:
-    changes = rows.filter(pc.equal(rows["kind"], Kind.CONFLICT.value)).select(["half_id", "attempt"]).to_pylist()
+    changes = rows.filter(of_kind(rows, Kind.CONFLICT)).select(["half_id", "attempt"]).to_pylist()
     found = set(conflicts)
     for row in changes:
         if row["attempt"] is None:  # a person has resolved it

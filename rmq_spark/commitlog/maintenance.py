@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
 from rmq_spark.commitlog.op import STATS_COLUMNS
+from rmq_spark.redaction import redacted, traceback_of
 from rmq_spark.storage.table import Change, Table
+
+if TYPE_CHECKING:
+    from rmq_spark.commitlog.steps import ProtocolSteps
+
+logger = logging.getLogger(__name__)
 
 OP_FILES_MAX = 64
 """So many small op files are merged into one: often enough that a cold start reads few files."""
@@ -52,6 +61,38 @@ def compact_op(table: Table) -> bool:
         return live.isdisjoint(change.remove)
 
     return table.compare_and_set(decide, landed) is not None
+
+
+class Maintenance:
+    """Compacts ``op`` and moves the low-water mark, off the critical path: in a thread, with tables of its own.
+
+    Parameters
+    ----------
+    log : ProtocolSteps
+    """
+
+    def __init__(self, log: ProtocolSteps) -> None:
+        self._log = log
+        self._thread: threading.Thread | None = None
+
+    def after_commit(self) -> None:
+        """Begin, when ``op`` has many small files and nothing is under way."""
+        if self._log.upkeep and is_due(self._log.op) and (self._thread is None or not self._thread.is_alive()):
+            self._thread = self._log.in_background(self._run)
+
+    def wait(self) -> None:
+        """Wait for what is under way."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            log = self._log.another()
+            log.refresh()
+            compact_op(log.op)
+            log.move_mark()  # last: a cold start then reads the mark's own small file, and what came after it
+        except Exception as problem:  # upkeep is tried again after the next commits; it must not stop a sink
+            logger.warning("upkeep of %s failed: %s", redacted(self._log.path), traceback_of(problem))
 
 
 def vacuum(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:

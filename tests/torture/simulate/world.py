@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark.commitlog import follow, ledger, maintenance
+from rmq_spark.commitlog import follow, follower, maintenance
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Placed
@@ -184,7 +184,7 @@ def limits(op_files_max: int) -> Iterator[None]:
     found = (
         (maintenance, "OP_FILES_MAX", op_files_max),
         (follow, "CHUNKS_MAX", 4),
-        (ledger, "HALF_IDS_KEPT", 3),
+        (follower, "HALF_IDS_KEPT", 3),
     )
     before = [(module, name, getattr(module, name)) for module, name, _ in found]
     for module, name, value in found:

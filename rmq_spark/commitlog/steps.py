@@ -1,0 +1,231 @@
+"""The steps of the protocol on the tables of a commit log: what a sink, a checker and a reader take."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+import pyarrow as pa
+
+from rmq_spark.commitlog.asked import half_batch_of
+from rmq_spark.commitlog.follow import Tails
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter
+from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, PrepareError, Staged
+from rmq_spark.commitlog.ledger import Decided, Decision, Ledger, Placed
+from rmq_spark.commitlog.maintenance import Maintenance
+from rmq_spark.commitlog.op import BatchState, RowState, Who
+from rmq_spark.commitlog.placements import walk_placements
+from rmq_spark.commitlog.rows import NO_ROWS, RowSet
+from rmq_spark.commitlog.topics import TopicStore
+from rmq_spark.config import QUEUES_DEFAULT
+from rmq_spark.redaction import redacted
+from rmq_spark.storage.table import Table
+from rmq_spark.transaction import HalfBatch
+
+
+class ProtocolSteps(ABC):
+    """The tables of one commit log behind one lock, and every step that changes them or follows them.
+
+    :class:`~rmq_spark.commitlog.log.CommitLog` adds what people call.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        half: Table,
+        op: Table,
+        topics: Table,
+        *,
+        default_queues: int = QUEUES_DEFAULT,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path = path
+        self.lock = half.lock
+        for table in (op, topics):
+            table.lock, table.clock = half.lock, half.clock
+        self.storage_options = dict(storage_options or {})
+        self.half = HalfStore(half)
+        self.op = op
+        self.topics_table = topics
+        self.topic_store = TopicStore(topics, default_queues)
+        self.ledger = Ledger(op, self.half, self.topic_store)
+        self.machine = half.machine
+        self._maintenance = Maintenance(self)
+        self.upkeep = True
+        """Whether a decision compacts ``op`` when it has many small files; upkeep by hand goes on."""
+
+    def __repr__(self) -> str:
+        return f"CommitLog({redacted(self.path)!r})"
+
+    @property
+    def id(self) -> str:
+        """Made once, with the log: a log that is made anew in its place has another one, and counts from 0 again."""
+        return self.topics_table.id
+
+    @abstractmethod
+    def another(self) -> ProtocolSteps:
+        """Another handle on this log, which has read nothing yet."""
+
+    def in_background(self, work: Callable[[], None]) -> threading.Thread | None:
+        """Run upkeep beside this thread; None when it is done already."""
+        return self.machine.start_thread(work, "txmq-maintenance")
+
+    # ------------------------------------------------------------------ a half batch, from its files to its verdicts
+    def stage(self, writer: HalfWriter, batches: Sequence[pa.RecordBatch], partition: int = 0) -> list[HalfFile]:
+        """Write messages as half files from this process (executors do the same with ``HalfWriter`` alone)."""
+        writer = replace(writer, machine=self.machine)
+        return writer.write(self.half.table.fs, self.half.table.folder, partition, batches)
+
+    def last_batch_id(self, app_id: str) -> int | None:
+        """The newest batch id that this application prepared."""
+        with self.lock:
+            return self.half.last_batch_id(app_id)
+
+    def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
+        """The half batch of an application and batch id."""
+        with self.lock:
+            return self.half.find(app_id, batch_id)
+
+    def get(self, half_id: str) -> HalfRecord:
+        """The half batch of this id; HalfBatchNotFoundError when there is none."""
+        with self.lock:
+            return self.half.get(half_id)
+
+    def prepare(self, header: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord:
+        """Commit staged files: see :meth:`HalfStore.prepare`."""
+        with self._expected([header.half_id]):
+            return self.half.prepare(header, files, self.ledger.ms_before_prepare)
+
+    def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
+        """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare_many`."""
+        half_ids = [batch.header.half_id for batch in staged]
+        with self._expected(half_ids):
+            prepared = self.half.prepare_many(staged, self.ledger.ms_before_prepare)
+            refused = [h for h, found in zip(half_ids, prepared, strict=True) if not isinstance(found, HalfRecord)]
+            self.ledger.forget(refused)
+            return prepared
+
+    @contextmanager
+    def _expected(self, half_ids: Sequence[str]) -> Iterator[None]:
+        """Tell the ledger of half batches that are about to be prepared."""
+        with self.lock:
+            self.ledger.expect(half_ids)
+            try:
+                yield
+            except BaseException:
+                self.ledger.forget(half_ids)
+                raise
+
+    def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
+        """What the newest op markers say of a half batch; without a refresh, those that were read last."""
+        return self.ledger.state_of(record, refresh)
+
+    def half_batch(
+        self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, arg: Any = None
+    ) -> HalfBatch:
+        """The half batch as a listener sees it: these rows, which are under one attempt."""
+        return half_batch_of(self, record, state, attempt, rows, arg)
+
+    def decide(
+        self,
+        record: HalfRecord,
+        attempt: int,
+        *,
+        commit: Mapping[int, bytes] = NO_ROWS,
+        rollback: Mapping[int, bytes] = NO_ROWS,
+        who: Who,
+        reason: str | None = None,
+        checks_min: int = 0,
+    ) -> list[Placed]:
+        """Make verdicts final: see :meth:`Ledger.decide`."""
+        placed = self.ledger.decide(
+            record, attempt, commit=commit, rollback=rollback, who=who, reason=reason, checks_min=checks_min
+        )
+        self._maintenance.after_commit()
+        return placed
+
+    def decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
+        """Make verdicts on several half batches final at once: see :meth:`Ledger.decide_many`."""
+        decided = self.ledger.decide_many(decisions)
+        self._maintenance.after_commit()
+        return decided
+
+    def reopen(
+        self, record: HalfRecord, attempt: int, states: Sequence[RowState], new_attempt: int, who: Who, reason: str
+    ) -> RowSet:
+        """Make rows pending again: see :meth:`Ledger.reopen`."""
+        return self.ledger.reopen(record, attempt, states, new_attempt, who, reason)
+
+    def quarantine(
+        self, record: HalfRecord, attempt: int, rows: RowSet, who: Who, reason: str, checks_min: int = 0
+    ) -> None:
+        """Hide pending rows: see :meth:`Ledger.quarantine`."""
+        self.ledger.quarantine(record, attempt, rows, who, reason, checks_min)
+
+    def record_check(self, record: HalfRecord, attempt: int, rows: RowSet, reason: str | None) -> None:
+        """Count an answered check that left these rows pending."""
+        self.ledger.record_check(record, attempt, rows, reason)
+
+    def lease(self, record: HalfRecord, seconds: float) -> datetime:
+        """Keep checkers away while a local transaction runs; returns until when."""
+        return self.lease_many([record], seconds)
+
+    def lease_many(self, records: Sequence[HalfRecord], seconds: float) -> datetime:
+        """:meth:`lease` several half batches at once."""
+        return self.ledger.lease(records, seconds)
+
+    def place_due(self) -> list[Placed]:
+        """Make those delayed messages visible whose time has come; returns where they stand.
+
+        Every commit to the log does it too, and every round of checks.
+        """
+        return self.ledger.place_due()
+
+    # ------------------------------------------------------------------ what is open
+    def open_batches(self) -> Iterator[tuple[HalfRecord, BatchState]]:
+        """Half batches with pending rows, oldest first. The cost follows what is open, not the age of the log."""
+        with self.lock:
+            records = [self.half.get(half_id) for half_id in self.open_half_ids()]
+        for record in records:
+            state = self.state_of(record)
+            if not state.settled:
+                yield record, state
+
+    def open_half_ids(self) -> list[str]:
+        """Half batches that may have pending rows, oldest first: their ids only, so that one which cannot be read does
+        not hide the others."""
+        return self.ledger.open_half_ids()
+
+    def move_mark(self) -> bool:
+        """Move the low-water mark over everything settled; returns whether it moved."""
+        return self.ledger.mark()
+
+    # ------------------------------------------------------------------ following the log
+    def refresh(self) -> int:
+        """Read what is new in ``op``, and return the version that this handle has seen."""
+        return self.ledger.refresh()
+
+    @property
+    def version(self) -> int:
+        """The version of ``op`` that this handle has seen."""
+        return self.op.version
+
+    def tails(self, refresh: bool = True) -> Tails:
+        """The next offset of every queue that has messages, by (topic, queue_id)."""
+        with self.lock:
+            if refresh:
+                self.ledger.refresh()
+            return self.ledger.tails
+
+    def placements(self, since: int = 0, above: int = 0) -> Iterator[tuple[pa.Table, int | None]]:
+        """Op rows that place messages, the newest first: see :func:`walk_placements`."""
+        return walk_placements(self.op, since, above)
+
+    def locate(self, half_id: str, file_no: int) -> str:
+        """Where the rows of a half file lie now."""
+        return self.half.locate(half_id, file_no)
