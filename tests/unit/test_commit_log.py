@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog import ledger, maintenance
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Kind, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
@@ -42,6 +44,7 @@ from tests.half_batches import (
     commit,
     header_of,
     make_log,
+    merge_op_files,
     pending,
     placements,
     prepare,
@@ -205,6 +208,56 @@ def test_a_conflict_resolved_as_rollback_is_final(log: CommitLog) -> None:
     assert log.conflicts() == another(log).conflicts() == []
     assert log.state_of(record).count(RowState.ROLLED_BACK) == 5
     assert bodies(log) == []
+
+
+def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> None:
+    in_conflict(log)
+    first = op_rows(log, Kind.CONFLICT)[0]
+    for i in range(1, 9):
+        commit(log, prepare(log, i, 1))
+        if i % 2 == 0:
+            assert log.move_mark()
+            merge_op_files(log)
+        assert log.conflicts() == another(log).conflicts() == ["app:0"]
+    assert log.ledger.rows_kept <= 6, "an open conflict keeps nothing else in memory"
+    told = op_rows(log, Kind.CONFLICT)
+    assert {(r["verdict"], r["decided_by"], r["attempt"], r["reason"]) for r in told} == {
+        (first["verdict"], first["decided_by"], first["attempt"], first["reason"])
+    }
+    assert len(told) == 1 + 4, "each mark repeats it once"
+    another(log).resolve("app:0", ROLLBACK_MESSAGE, "it was undone")
+    commit(log, prepare(log, 9, 1))
+    assert log.move_mark()
+    assert log.conflicts() == another(log).conflicts() == []
+    assert not [r for r in op_rows(log, Kind.CONFLICT)[6:] if r["attempt"] is not None], "a resolved one is repeated"
+
+
+def test_a_conflict_below_the_mark_of_an_older_version_is_found_by_a_look_at_all_of_op(log: CommitLog) -> None:
+    in_conflict(log)
+    commit(log, prepare(log, 1, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "_open_conflicts", lambda followed, since: [])
+        append = Ledger.append
+        patch.setattr(
+            Ledger, "append", lambda self, build: append(self, lambda: [replace(r, count=0) for r in build()])
+        )
+        assert log.move_mark()
+    assert [r["count"] for r in op_rows(log, Kind.MARK)] == [0]
+    assert another(log).conflicts() == ["app:0"]
+    fresh = another(log)
+    commit(fresh, prepare(fresh, 2, 1))
+    assert fresh.move_mark()
+    assert [r["count"] for r in op_rows(log, Kind.MARK)] == [0, 2]
+    assert another(log).conflicts() == ["app:0"]
+
+
+def test_a_look_for_conflicts_reads_nothing_that_was_read_before(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_conflict(log)
+    assert log.conflicts() == ["app:0"]
+    monkeypatch.setattr(log.op, "read", lambda *_: 1 / 0)
+    assert log.conflicts() == ["app:0"]
 
 
 def test_a_conflict_over_visible_messages_can_only_be_confirmed(log: CommitLog) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date, datetime, timezone
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rmq_spark.commitlog.half import FOOTER_COLUMNS, HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfWriter
-from rmq_spark.errors import CorruptLogError, MessageError, TopicNotFoundError
+from rmq_spark.commitlog.half_store import HalfFiles
+from rmq_spark.errors import CorruptLogError, LostFileError, MessageError, TopicNotFoundError
 from rmq_spark.message import PROPERTIES
 from rmq_spark.selector import parse_selector
 from rmq_spark.storage import files as files_module
@@ -490,3 +491,38 @@ def test_rows_that_a_file_does_not_hold_are_an_error(tmp_path: Path) -> None:
 def test_a_path_outside_the_table_is_not_read(path: object) -> None:
     with pytest.raises(CorruptLogError, match="not inside the table"):
         require_path(path, "half")
+
+
+# ---------------------------------------------------------------- files that somebody rewrote
+def test_a_file_that_goes_while_it_is_read_is_read_on_from_its_new_place() -> None:
+    rows = [pa.table({"row_no": list(range(first, first + 3))}) for first in (0, 3, 6)]
+    asked: list[str] = []
+
+    def read(wanted: RowRange, columns: Sequence[str], where: Any) -> Iterator[tuple[int, pa.Table]]:
+        asked.append(wanted.path)
+        if wanted.path == "new.parquet":
+            yield 0, pa.concat_tables(rows)  # a rewritten file is read by address, in one part
+            return
+        yield 0, rows[0]
+        raise FileNotFoundError(wanted.path)
+
+    files = HalfFiles(read, lambda half_id, file_no: "new.parquet")
+    wanted = RowRange("old.parquet", "app:0", 0, 9, ((0, 8),))
+    parts = list(files.read(wanted, ["row_no"]))
+    assert [(position, part["row_no"].to_pylist()) for position, part in parts] == [
+        (0, [0, 1, 2]), (3, [3, 4, 5, 6, 7, 8]),
+    ]  # fmt: skip
+    list(files.read(wanted, ["row_no"]))
+    assert asked == ["old.parquet", "new.parquet", "new.parquet"], "the new place is remembered"
+
+
+def test_a_file_that_nobody_finds_again_is_an_error() -> None:
+    def read(wanted: RowRange, columns: Sequence[str], where: Any) -> Iterator[tuple[int, pa.Table]]:
+        raise FileNotFoundError(wanted.path)
+        yield
+
+    def locate(half_id: str, file_no: int) -> str:
+        raise LostFileError("table half was set back")
+
+    with pytest.raises(LostFileError, match="set back"):
+        list(HalfFiles(read, locate).read(RowRange("old.parquet", "app:0", 0, 9, ((0, 8),)), ["row_no"]))

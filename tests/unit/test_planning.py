@@ -179,6 +179,21 @@ def test_a_cold_planner_at_the_head_reads_the_newest_files_only(
     assert 0 < sum(files) <= 16
 
 
+def test_a_read_near_the_end_of_its_queues_does_not_read_all_of_op(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for batch_id in range(40):
+        send(log, batch_id, 3)
+    start = {queue_id: offset for (_, queue_id), offset in log.tails().items()}
+    send(log, 40, 3)
+    log.tails()
+    files: list[int] = []
+    real = log.op.read
+    monkeypatch.setattr(log.op, "read", lambda paths, *more: files.append(len(paths)) or real(paths, *more))
+    assert log.read("orders", start).num_rows == 3
+    assert 0 < sum(files) <= 17
+
+
 def test_only_committed_rows_are_read_and_their_queues_have_no_gaps(log: CommitLog) -> None:
     record = prepare(log, 0, {"body": [f"{i}" for i in range(20)]}, per="message")
     decide(log, record, roll_back_every=3)

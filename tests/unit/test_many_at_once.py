@@ -1,0 +1,261 @@
+"""Several half batches in one commit: prepared, decided and leased together, each with its own outcome."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rmq_spark.commitlog.half import HalfWriter
+from rmq_spark.commitlog.half_store import HalfRecord, Staged
+from rmq_spark.commitlog.ledger import Decision
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.commitlog.rows import NO_ROWS
+from rmq_spark.errors import (
+    AlreadyPreparedError,
+    MessageError,
+    StagedFilesTooOldError,
+    StaleAttemptError,
+    VerdictConflictError,
+)
+from rmq_spark.sink.leases import LeaseKeeper
+from tests.half_batches import another, bodies, check_offsets, commit, header_of, make_log, pending, prepare, roll_back
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CommitLog]:
+    made = make_log(request.param, tmp_path / "log")
+    yield made
+    made.close()
+
+
+def staged(log: CommitLog, name: str, rows: int = 3, numbered: bool = False, topic: str = "orders") -> Staged:
+    """A half batch of an application of its own, of which the files are written."""
+    header = replace(header_of(0, name), numbered=numbered)
+    columns = {"body": [f"{name}.{i}" for i in range(rows)], "sharding_key": ["k"] * rows}
+    writer = HalfWriter(header, log.topics(), topic, None, log.fifo_topics())
+    return Staged(header, log.stage(writer, pa.table(columns).to_batches()))
+
+
+def prepared(log: CommitLog, *batches: Staged) -> list[HalfRecord]:
+    records = log.prepare_many(batches)
+    assert all(isinstance(record, HalfRecord) for record in records)
+    return records  # type: ignore[return-value]
+
+
+def yes(log: CommitLog, record: HalfRecord) -> Decision:
+    return Decision(record, 1, pending(log, record), NO_ROWS, Who.EXECUTE)
+
+
+def no(log: CommitLog, record: HalfRecord) -> Decision:
+    return Decision(record, 1, NO_ROWS, pending(log, record), Who.EXECUTE)
+
+
+# ---------------------------------------------------------------- prepare
+def test_half_batches_are_prepared_in_one_commit_and_found_like_others(log: CommitLog) -> None:
+    version = log.half.table.version
+    records = prepared(log, *(staged(log, name) for name in "abc"))
+    assert log.half.table.version == version + 1
+    found = [another(log).get(f"{name}:0") for name in "abc"]
+    assert [(r.header, r.files, r.sent_ms) for r in found] == [(r.header, r.files, r.sent_ms) for r in records]
+    assert log.open_half_ids() == another(log).open_half_ids()
+    assert set(log.open_half_ids()) == {"a:0", "b:0", "c:0"}
+
+
+def test_a_numbered_half_batch_is_known_as_the_last_one_of_its_application(log: CommitLog) -> None:
+    prepared(log, staged(log, "a", numbered=True), staged(log, "b"), staged(log, "c", numbered=True))
+    assert [another(log).last_batch_id(app) for app in "abc"] == [0, None, 0]
+
+
+def test_what_cannot_be_prepared_drops_out_and_the_others_are_prepared(log: CommitLog) -> None:
+    log.prepare(*(lambda b: (b.header, b.files))(staged(log, "taken")))
+    old = staged(log, "old")
+    old = Staged(old.header, [replace(f, staged_at=f.staged_at - 4 * 86_400) for f in old.files])
+    outcomes = log.prepare_many([staged(log, "a"), staged(log, "taken"), old, staged(log, "b")])
+    assert [type(o) for o in outcomes] == [HalfRecord, AlreadyPreparedError, StagedFilesTooOldError, HalfRecord]
+    assert set(log.open_half_ids()) == {"taken:0", "a:0", "b:0"}
+    # Nobody may think that all op rows of "taken" are still to come.
+    for record in map(another(log).get, ("taken:0", "a:0", "b:0")):
+        commit(log, record)
+    assert len(bodies(log)) == 9
+    check_offsets(log)
+
+
+def test_when_nothing_can_be_prepared_nothing_is_committed(log: CommitLog) -> None:
+    prepared(log, staged(log, "a"))
+    version = log.half.table.version
+    (refused,) = log.prepare_many([staged(log, "a")])
+    assert isinstance(refused, AlreadyPreparedError)
+    assert another(log).half.table.refresh() == version
+
+
+def test_files_of_another_half_batch_are_refused_before_anything_is_prepared(log: CommitLog) -> None:
+    a, b = staged(log, "a"), staged(log, "b")
+    with pytest.raises(MessageError, match="was staged for 'b:0'"):
+        log.prepare_many([a, Staged(b.header, a.files)])
+    assert log.open_half_ids() == []
+
+
+# ---------------------------------------------------------------- decide
+def test_decisions_share_a_commit_and_each_has_its_places(log: CommitLog) -> None:
+    records = prepared(log, *(staged(log, name) for name in "abc"))
+    version = log.refresh()
+    decided = log.decide_many([yes(log, records[0]), no(log, records[1]), yes(log, records[2])])
+    assert log.refresh() == version + 1
+    assert [sum(p.count for p in d.placed) for d in decided] == [3, 0, 3]
+    assert [d.problem for d in decided] == [None, None, None]
+    assert sorted(bodies(another(log))) == [f"{name}.{i}" for name in "ac" for i in range(3)]
+    check_offsets(log)
+
+
+def test_a_decision_that_does_not_count_drops_out_with_its_own_error(log: CommitLog) -> None:
+    good, late, stale, last = prepared(log, *(staged(log, name) for name in ("good", "late", "stale", "last")))
+    decisions = [yes(log, record) for record in (good, late, stale, last)]
+    other = another(log)
+    roll_back(other, late, who=Who.CHECK)
+    other.quarantine(stale, 1, pending(other, stale), Who.ADMIN, "somebody wants to look")
+    decided = log.decide_many(decisions)
+    assert [type(d.problem) for d in decided] == [type(None), VerdictConflictError, StaleAttemptError, type(None)]
+    assert [sum(p.count for p in d.placed) for d in decided] == [3, 0, 0, 3]
+    assert log.conflicts() == another(log).conflicts() == ["late:0"]
+    assert sorted(bodies(log)) == [f"{name}.{i}" for name in ("good", "last") for i in range(3)]
+    # Said again, each has the outcome that it had.
+    again = log.decide_many(decisions)
+    assert [type(d.problem) for d in again] == [type(d.problem) for d in decided]
+    assert len(bodies(log)) == 6
+
+
+def test_two_decisions_about_one_half_batch_are_refused(log: CommitLog) -> None:
+    (record,) = prepared(log, staged(log, "a"))
+    with pytest.raises(ValueError, match="two decisions about one half batch"):
+        log.decide_many([yes(log, record), no(log, record)])
+
+
+def test_decisions_of_one_commit_keep_the_order_of_a_key(log: CommitLog) -> None:
+    log.create_topic("steps", queues=2, fifo=True)
+    records = [prepared(log, staged(log, name, topic="steps"))[0] for name in "abcd"]
+    log.decide_many([yes(log, records[3]), yes(log, records[1])])
+    assert bodies(log, "steps") == [], "a is open, and sent before"
+    decided = log.decide_many([no(log, records[2]), yes(log, records[0])])
+    assert bodies(log, "steps") == [f"{name}.{i}" for name in "abd" for i in range(3)]
+    assert sum(p.count for d in decided for p in d.placed) == 3, "a decision tells of its own messages only"
+    check_offsets(log, "steps")
+
+
+def test_threads_that_decide_many_and_others_that_decide_one_lose_and_double_nothing(log: CommitLog) -> None:
+    problems: list[BaseException] = []
+
+    def guarded(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as problem:
+            problems.append(problem)
+
+    def many(name: str) -> None:
+        for i in range(4):
+            records = prepared(log, *(staged(log, f"{name}{i}-{j}") for j in range(3)))
+            assert [d.problem for d in log.decide_many([yes(log, r) for r in records])] == [None] * 3
+
+    def one(name: str) -> None:
+        for i in range(6):
+            commit(log, prepare(log, i, 3, app=name))
+
+    works = [lambda: many("x"), lambda: many("y"), lambda: one("z")]
+    threads = [threading.Thread(target=guarded, args=[work]) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert len(set(bodies(log))) == len(bodies(log)) == (4 * 3 * 2 + 6) * 3
+    check_offsets(log)
+
+
+# ---------------------------------------------------------------- leases
+def lease_rows(log: CommitLog) -> list[tuple[int, str]]:
+    log.op.refresh()
+    rows = log.op.read(log.op.actions()["path"].to_pylist()).sort_by("version").to_pylist()
+    return [(r["version"], r["half_id"]) for r in rows if r["kind"] == "lease"]
+
+
+def until_leased(log: CommitLog, records: Sequence[HalfRecord]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        if {h for _, h in lease_rows(another(log))} >= {r.half_id for r in records}:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"not all are leased: {lease_rows(log)}")
+
+
+def test_one_thread_leases_all_that_run_in_one_commit(log: CommitLog) -> None:
+    records = prepared(log, *(staged(log, name) for name in "abc"))
+    keeper = LeaseKeeper(log, 3.0)
+    leases = [keeper.lease(record) for record in records]
+    for lease in leases:
+        lease.__enter__()
+    assert sum(t.name == "txmq-lease" for t in threading.enumerate()) == 1
+    until_leased(log, records)
+    for lease in leases:
+        lease.__exit__(None, None, None)
+    assert not [t for t in threading.enumerate() if t.name == "txmq-lease"]
+    by_version: dict[int, list[str]] = {}
+    for version, half_id in lease_rows(log):
+        by_version.setdefault(version, []).append(half_id)
+    assert next(iter(by_version.values())) == ["a:0", "b:0", "c:0"]
+    assert log.state_of(records[0]).lease_until is not None
+
+
+def test_a_keeper_starts_again_after_it_had_nothing_to_do(log: CommitLog) -> None:
+    first, second = prepared(log, staged(log, "a"), staged(log, "b"))
+    keeper = LeaseKeeper(log, 0.3)
+    with keeper.lease(first):
+        until_leased(log, [first])
+    written = len(lease_rows(log))
+    time.sleep(0.3)
+    assert len(lease_rows(log)) == written, "renewed after its end"
+    with keeper.lease(second):
+        until_leased(log, [second])
+    assert not [t for t in threading.enumerate() if t.name == "txmq-lease"]
+
+
+def test_a_lease_goes_on_when_another_one_ends(log: CommitLog) -> None:
+    short, long = prepared(log, staged(log, "a"), staged(log, "b"))
+    keeper = LeaseKeeper(log, 0.3)
+    with keeper.lease(long):
+        with keeper.lease(short):
+            until_leased(log, [short, long])
+        ended_at = another(log).refresh()
+        deadline = time.monotonic() + DEADLINE_S
+        while not (later := [h for v, h in lease_rows(another(log)) if v > ended_at + 1]):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert set(later) == {"b:0"}
+
+
+def test_a_thread_that_cannot_start_leaves_no_lease_that_nobody_renews(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (record,) = prepared(log, staged(log, "a"))
+    keeper = LeaseKeeper(log, 0.3)
+    lease = keeper.lease(record)
+
+    def refuse(*arguments: Any, **more: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(log.machine), "start_thread", refuse)
+        with pytest.raises(RuntimeError):
+            lease.__enter__()
+        lease.end()
+    with keeper.lease(record):
+        until_leased(log, [record])
+    assert log.state_of(record).count(RowState.PENDING) == 3
