@@ -62,7 +62,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> in
     except TxmqError as problem:
         _say_error(problem)
         return BAD_CONFIGURATION if isinstance(problem, (ConfigError, ListenerError)) else PROBLEMS
-    except Exception as problem:  # the storage does not answer
+    except Exception as problem:  # the store does not answer
         logger.debug("the job cannot start: %s", traceback_of(problem))
         _say_error(problem)
         return PROBLEMS

@@ -78,7 +78,7 @@ def reset(
 def clone(
     path: LogPath, group: Group, other: Annotated[str, typer.Argument(metavar="NEW_GROUP")], storage: Storage = None
 ) -> None:
-    """Give a new group the progress of a group."""
+    """Give a new group the positions of another group."""
     found = ConsumerGroup(open_log(path, storage), group).clone(other)
     typer.echo(f"{other} stands where {group} stands, in {len(found.positions())} queues")
 

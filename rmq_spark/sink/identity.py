@@ -101,7 +101,7 @@ def run_of(batch: DataFrame) -> str | None:
     """Return the run of the streaming query, in which no batch comes twice, or None without a query."""
     context = getattr(batch.sparkSession, "_sc", None)
     if context is None:
-        return "this worker's"  # Spark Connect starts one for each run
+        return "this worker's"  # Spark Connect starts a worker for each run
     run_id = context.getLocalProperty(RUN_ID_PROPERTY)
     return None if run_id is None or query_id_of(batch) is None else str(run_id)
 

@@ -98,7 +98,7 @@ class _Writer:
         partition = context.partitionId() if context is not None else 0
         self._require_same_batch(context)
         if self.replayed:
-            for _ in iterator:  # Spark wants its input read
+            for _ in iterator:  # Spark wants its input to be read
                 pass
             return StagedPartition(self.header, [])
         fs, folder = filesystem(self.half_folder, self.settings.storage_options)
@@ -142,7 +142,7 @@ class _Writer:
 
 
 class TxmqWriter(_Writer, DataSourceArrowWriter):
-    """``df.write.format("txmq")``."""
+    """The writer of ``df.write.format("txmq")``."""
 
     def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
         app_id, batch_id = options.get("appId"), options.get("batchId")
@@ -165,7 +165,7 @@ class TxmqWriter(_Writer, DataSourceArrowWriter):
 
 
 class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
-    """``df.writeStream.format("txmq")``."""
+    """The writer of a micro-batch of ``df.writeStream.format("txmq")``."""
 
     def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
         if "batchId" in options:

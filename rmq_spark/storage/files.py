@@ -193,7 +193,7 @@ def write_table(
             write_statistics=statistics,
             compression=COMPRESSION,
             write_page_checksum=True,
-            store_schema=False,  # or readers would get dictionaries
+            store_schema=False,  # with the Arrow schema, readers would get dictionaries
         ) as writer:
             writer.write_table(encoded, row_group_size=row_group_rows or ROW_GROUP_ROWS)
             writer.add_key_value_metadata(seal(table.schema, path, holds))

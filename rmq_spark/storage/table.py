@@ -508,7 +508,7 @@ class DeltaLogTable:
         path = f"{self.folder}/_delta_log/{version:020d}.json"
         if isinstance(self.fs, pafs.S3FileSystem):  # its times are whole seconds: the ETag tells entries apart
             try:
-                with self.fs.open_input_stream(path) as stream:  # one HEAD
+                with self.fs.open_input_stream(path) as stream:  # costs one HEAD request
                     return stream.metadata()
             except FileNotFoundError:
                 return None
