@@ -1,7 +1,7 @@
 """RocketMQ's transactional messages for Spark: ``import rmq_spark as txmq``.
 
-Names are loaded when they are first used, so that importing the package stays light: Spark's workers fork, and Delta's
-engine must not be running in a process that forks.
+A name is loaded when it is first used, so importing the package loads almost nothing. Spark's workers fork, and Delta's
+engine must not run in a process that forks.
 """
 
 from __future__ import annotations

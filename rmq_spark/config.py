@@ -1,4 +1,4 @@
-"""Limits, durations and options: everything a user may set, named and checked in one place."""
+"""Limits, durations and options: names and validates everything that a user may set."""
 
 from __future__ import annotations
 
@@ -31,45 +31,47 @@ TRANSACTION_CHECK_MAX = 15
 FILE_RESERVED_TIME_S = 72 * 3600.0
 CHECK_ROUND_TIMEOUT_S = 60.0
 LEASE_S = 60.0
+"""Seconds for which a lease keeps checkers away. A sink takes one when its local transaction has run for a third of
+this (20 s), and renews it after every third."""
 LEASE_S_MAX = 300.0
-"""A lease that ends later than this from now is a wrong clock's."""
+"""A lease that ends more seconds than this from now comes from a wrong clock."""
 CLOCK_SKEW_S_MAX = 60.0
-"""How far the clocks of writers may be from the store's, and a time in the log in the future."""
+"""Seconds that a writer's clock may differ from the store's, and that a time in the log may lie in the future."""
 FROM_THE_FUTURE_AGE_S = 3600.0
-"""The age of a half batch whose times all lie in the future, by a clock that was ahead: nobody knows it. Old enough to
-be asked about, too young to be given up."""
-"""How long a lease keeps checkers away; a living sink renews it at a third of this, from 20 s on."""
+"""Assumed age of a half batch whose times all lie in the future, because some clock was ahead. Nobody knows its age.
+With this age it is old enough to be checked and too young to be given up."""
 REPLAY_CHECK_TIMEOUT_S = 60.0
 ORPHAN_AGE_S = 7 * 24 * 3600.0
-"""vacuum removes staged files that no commit names when they are older; prepare refuses half of it."""
+"""vacuum removes staged files that are older and that no commit names. prepare refuses any older than half of it."""
 
 DELAY_LEVELS_S = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200)
 """Seconds of the delay levels 1 to 18 (RocketMQ: ``messageDelayLevel``)."""
 DELIVER_DELAY_S_MAX = 3 * 24 * 3600.0
-"""How far ahead a delayed message may lie (RocketMQ: ``timerMaxDelaySec``)."""
+"""Longest delay of a message (RocketMQ: ``timerMaxDelaySec``)."""
 
 TIME_MIN = datetime(1970, 1, 1, tzinfo=timezone.utc)
 TIME_MAX = datetime(2261, 12, 31, 23, 59, 59, 999_999, tzinfo=timezone.utc)
-"""Times that a message, an option or a reset may name. What counts nanoseconds in 64 bits (pandas, so Spark's
-``toPandas`` too) ends in 2262, Python in 9999: a message beyond would stop each of its consumers, for ever."""
+"""Last time that a message, an option or a reset may name; :data:`TIME_MIN` is the first. pandas, and so Spark's
+``toPandas``, counts nanoseconds in 64 bits, which end in 2262; Python's datetime ends in 9999. A message with a later
+time would stop each of its consumers for ever."""
 INT64_MAX = 2**63 - 1
 
 DURATION_S_MAX = 100 * 365.25 * 86400.0
-"""A century: what is longer cannot be waited for, and was not meant."""
+"""A century. Nobody means or waits for a longer duration."""
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_duration(text: str, name: str = "duration") -> float:
-    """Seconds of a duration such as ``500ms``, ``6s``, ``5m``, ``72h`` or ``7d``.
+    """Return the seconds of a duration such as ``500ms``, ``6s``, ``5m``, ``72h`` or ``7d``.
 
     Parameters
     ----------
     text : str
-        A number and a unit; a bare number is refused, because its unit would be a guess.
+        A number and a unit. A number alone is refused, because its unit would be a guess.
     name : str
-        The option's name, for the message of the error.
+        The option's name, for the error's text.
 
     Raises
     ------
@@ -88,7 +90,7 @@ def parse_duration(text: str, name: str = "duration") -> float:
 
 
 def parse_bool(text: str, name: str) -> bool:
-    """``true`` or ``false`` as Spark writes them; anything else is an OptionError."""
+    """Read ``true`` or ``false`` as Spark writes them, or raise OptionError for anything else."""
     value = str(text).strip().lower()
     if value not in ("true", "false"):
         raise OptionError(f"{name}={text!r} is neither 'true' nor 'false'")
@@ -96,7 +98,7 @@ def parse_bool(text: str, name: str) -> bool:
 
 
 def parse_int(text: str, name: str, minimum: int = 1, maximum: int = INT64_MAX) -> int:
-    """A whole number from ``minimum`` to ``maximum``; anything else is an OptionError."""
+    """Read a whole number from ``minimum`` to ``maximum``, or raise OptionError for anything else."""
     try:
         value = int(str(text).strip())
     except ValueError:
@@ -108,7 +110,7 @@ def parse_int(text: str, name: str, minimum: int = 1, maximum: int = INT64_MAX) 
 
 
 def whole_number(value: object, name: str, minimum: int, maximum: int = INT64_MAX, of: str = "") -> int:
-    """An argument that must be an int in this range; anything else, also True and 4.0, is an OptionError."""
+    """Return an argument that must be an int in this range; raise OptionError for anything else, also True and 4.0."""
     if type(value) is not int or not minimum <= value <= maximum:
         raise OptionError(
             f"{name}={_short(value)} is out of range: a whole number{of} from {minimum} to {maximum} is expected"
@@ -119,7 +121,7 @@ def whole_number(value: object, name: str, minimum: int, maximum: int = INT64_MA
 def seconds(
     value: object, name: str, minimum: float = 0.0, above: bool = False, maximum: float = DURATION_S_MAX
 ) -> float:
-    """An argument in seconds as a float; anything that is not in the range is an OptionError.
+    """Return an argument in seconds as a float, or raise OptionError when it is not a number in the range.
 
     Parameters
     ----------
@@ -138,7 +140,7 @@ def seconds(
 
 
 def require_time(value: object, name: str, error: type[TxmqError] = OptionError) -> datetime:
-    """The time itself when it has a time zone and lies between :data:`TIME_MIN` and :data:`TIME_MAX`."""
+    """Return the time, and require that it has a time zone and lies between :data:`TIME_MIN` and :data:`TIME_MAX`."""
     if not isinstance(value, datetime):
         raise error(f"{name}={_short(value)} is not a datetime with a time zone")
     if value.utcoffset() is None:
@@ -155,7 +157,7 @@ OUT_OF_TIME = (
 
 
 def _short(value: object) -> str:
-    """A value for an error, which may be a megabyte long."""
+    """Return a value for an error's text, cut when it is long: a value may have a megabyte."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
     shown = repr(value)
@@ -163,7 +165,7 @@ def _short(value: object) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """`` (did you mean 'topic'?)`` for a name close to a known one, else a list of the known ones."""
+    """Return ``did you mean 'topic'?`` for a name close to a known one, else a list of the known names."""
     by_lower = {k.lower(): k for k in known}
     close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
     if close:
@@ -177,14 +179,14 @@ class Options:
     Parameters
     ----------
     given : mapping
-        What Spark passes on; names are compared without regard to case, as Spark does.
+        The options as Spark passes them on. Upper and lower case in a name are the same, as for Spark.
     known : iterable of str
         The documented names. ``storage.<key>`` is always known.
 
     Raises
     ------
     OptionError
-        For a name that is not known; the nearest right one is offered.
+        When a name is not known; the error offers the nearest right one.
     """
 
     def __init__(self, given: Mapping[str, str], known: Iterable[str]) -> None:
@@ -207,7 +209,7 @@ class Options:
         return self._values.get(name, default)
 
     def require(self, name: str, why: str) -> str:
-        """The value of an option that must be there; ``why`` ends the error's sentence."""
+        """Return the value of an option that must be there; ``why`` ends the error's sentence."""
         value = self._values.get(name)
         if value is None or not value.strip():
             raise OptionError(f"option {name!r} is missing: {why}")
@@ -233,7 +235,7 @@ class Options:
         return default if value is None else parse_bool(value, name)
 
     def at_most_one(self, *names: str) -> None:
-        """Raise when two options that contradict each other are both set."""
+        """Raise OptionError when more than one of these options is set: they contradict each other."""
         found = [n for n in names if n in self._values]
         if len(found) > 1:
             raise OptionError(f"options {' and '.join(map(repr, found))} contradict each other: set one of them")

@@ -1,4 +1,4 @@
-"""The door for Spark: the data source ``txmq``."""
+"""The data source ``txmq``, through which Spark uses the package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class TxmqDataSource(DataSource):
     """``format("txmq")`` of ``read``, ``readStream``, ``write`` and ``writeStream``.
 
-    Spark pickles this object and looks it up for every query, so it is light: the work is in ``rmq_spark.source`` and
+    Spark looks it up and pickles it for every query. So it is light, and leaves the work to ``rmq_spark.source`` and
     ``rmq_spark.sink``.
     """
 
@@ -63,7 +63,7 @@ class TxmqDataSource(DataSource):
 def register(spark: SparkSession) -> None:
     """Make ``format("txmq")`` known to a session.
 
-    Needed only where the package arrived after Spark looked for data sources (a notebook's ``%pip install``); elsewhere
-    Spark finds it by itself.
+    This is needed only when the package was installed after Spark looked for data sources (a notebook's
+    ``%pip install``). Otherwise Spark finds it by itself.
     """
     spark.dataSource.register(TxmqDataSource)

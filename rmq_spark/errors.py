@@ -1,4 +1,4 @@
-"""Every error of rmq_spark: one base class, one sentence each, saying what was found and what to do."""
+"""All errors of rmq_spark. They have one base class, and each says what was found and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rmq_spark.redaction import redacted, shortened
 
 
 class TxmqError(Exception):
-    """The base of every error that rmq_spark raises on purpose. No secret is ever in its text."""
+    """The base of every error that rmq_spark raises on purpose. Its text never has a secret in it."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(shortened(redacted(a)) if isinstance(a, str) else a for a in args))
@@ -14,7 +14,7 @@ class TxmqError(Exception):
 
 # ---------------------------------------------------------------- what a user asked for
 class OptionError(TxmqError, ValueError):
-    """An option is missing, unknown, contradictory or has a value that cannot be used."""
+    """An option is missing, unknown, contradicts another one, or has a value that cannot be used."""
 
 
 class ConfigError(OptionError):
@@ -42,7 +42,7 @@ class ConsumeError(TxmqError):
 
 
 class InboxConflictError(TxmqError):
-    """Two processes write the results of one queue for one consumer group."""
+    """Two processes write the results of one queue for one consumer group, or its positions belong to another log."""
 
 
 class TopicExistsError(TxmqError):
@@ -50,15 +50,15 @@ class TopicExistsError(TxmqError):
 
 
 class ListenerError(TxmqError):
-    """A listener is missing, cannot be loaded, or is not a TransactionListener."""
+    """A listener is missing, cannot be loaded, is not a TransactionListener, or breaks a rule for its work."""
 
 
 class TransactionEndedError(ListenerError):
-    """Work ended the database transaction that it was given; a part of what it wrote may be committed."""
+    """``work`` ended the database transaction that it was given. A part of what it wrote may be committed."""
 
 
 class VerdictError(TxmqError, ValueError):
-    """A listener returned something that is not a verdict for each transaction it was asked about."""
+    """A listener did not return a verdict for each transaction that it was asked about."""
 
 
 class OffsetError(TxmqError, ValueError):
@@ -66,16 +66,16 @@ class OffsetError(TxmqError, ValueError):
 
 
 class OffsetOutOfRangeError(OffsetError):
-    """Messages of a range are asked for that the commit log does not hold."""
+    """Somebody wants messages at offsets that the commit log does not have."""
 
 
 # ---------------------------------------------------------------- what the commit log is
 class NotACommitLogError(TxmqError):
-    """The path holds no commit log, or not the whole of one."""
+    """The path has no commit log, or only a part of one."""
 
 
 class CommitLogExistsError(TxmqError):
-    """The path holds a commit log already."""
+    """The path has a commit log already."""
 
 
 class LogFormatError(TxmqError):
@@ -83,15 +83,16 @@ class LogFormatError(TxmqError):
 
 
 class CorruptLogError(TxmqError):
-    """A row of the commit log contradicts the rest of it, or points outside the log."""
+    """The commit log is damaged: a file or a row differs from what was written, contradicts the rest, or points outside
+    the log."""
 
 
 class LostFileError(CorruptLogError, FileNotFoundError):
-    """A file that a table of the commit log names is not there."""
+    """A file that a table of the commit log names is gone."""
 
 
 class UnreadableFileError(CorruptLogError, OSError):
-    """A file of the commit log cannot be read: it is damaged, or its storage fails."""
+    """A file of the commit log cannot be read: it is damaged, or its store fails."""
 
 
 class StorageError(TxmqError):
@@ -103,7 +104,7 @@ class ClockError(TxmqError):
 
 
 class UnreachableStoreError(StorageError, OSError):
-    """The store failed when an open commit log was read: it may answer the next time."""
+    """The store failed while an open commit log was read. It may answer next time."""
 
 
 class CommitError(TxmqError):
@@ -111,15 +112,15 @@ class CommitError(TxmqError):
 
 
 class LostCommitError(CommitError):
-    """A commit was acknowledged, but its rows are not in the state of the table."""
+    """A commit was acknowledged, but the table does not have its rows."""
 
 
 class StagedFilesTooOldError(TxmqError):
-    """Staged files are so old that vacuum may be about to remove them."""
+    """Staged files are so old that vacuum may soon remove them."""
 
 
 class LostStagedFileError(TxmqError):
-    """A staged file was removed before its commit, which was not made."""
+    """A staged file was removed before its commit, so the commit was not made."""
 
 
 # ---------------------------------------------------------------- what became of a transaction
@@ -128,19 +129,19 @@ class HalfBatchNotFoundError(TxmqError, LookupError):
 
 
 class AlreadyPreparedError(TxmqError):
-    """The half batch of this application and batch id has been prepared before."""
+    """A half batch with this appId and batch id was prepared before."""
 
 
 class CheckpointMismatchError(TxmqError):
-    """A batch id comes back with another query or other input: not a replay."""
+    """A batch id comes again with another query or other input, so it is no replay."""
 
 
 class StaleAttemptError(TxmqError):
-    """A decision names an attempt that is not the current one."""
+    """A verdict names an attempt that is not the current one."""
 
 
 class VerdictConflictError(TxmqError):
-    """A verdict is the opposite of one that was final before."""
+    """A verdict contradicts an earlier one, which is final."""
 
     def __init__(self, message: str, verdict: str | None = None) -> None:
         super().__init__(message)
@@ -149,7 +150,7 @@ class VerdictConflictError(TxmqError):
 
 
 class LocalTransactionError(TxmqError):
-    """The local transaction failed; its half batch is pending, and a check or a replay settles it."""
+    """The local transaction failed. Its half batch stays pending, and a check or a replay settles it."""
 
 
 class UnresolvedTransactionError(TxmqError):

@@ -1,4 +1,4 @@
-"""The listener that runs and checks local transactions, and how one is found by name."""
+"""Listeners, which run and check local transactions, and finding a listener by its name."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rmq_spark.redaction import cause_of
 from rmq_spark.transaction import BATCH, MESSAGE, HalfBatch, LocalTransactionState
 
 Verdicts: TypeAlias = LocalTransactionState | Sequence[LocalTransactionState | None] | pa.Array | None
-"""One verdict for all transactions of a half batch, or one per row of ``batch.transactions``; None = UNKNOWN."""
+"""One verdict for all transactions of a half batch, or one for each row of ``batch.transactions``. None is UNKNOWN."""
 
 
 class TransactionListener(ABC):
-    """Runs a half batch's local transaction, and later says what became of it.
+    """Runs a half batch's local transaction, and later tells a check what became of it.
 
-    Mirrors RocketMQ's ``org.apache.rocketmq.client.producer.TransactionListener``, a half batch at a time.
+    It mirrors RocketMQ's ``org.apache.rocketmq.client.producer.TransactionListener``, but takes a half batch at a time.
     """
 
     requires_spark = False
-    """True for a listener that works through a Spark session: ``format("txmq")`` commits without one."""
+    """True for a listener that needs a Spark session. ``format("txmq")`` refuses it, because it commits without one."""
 
     @property
     def fence_id(self) -> str | None:
@@ -39,31 +39,31 @@ class TransactionListener(ABC):
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         """Do the work that must agree with the messages, and return the verdict(s).
 
-        An exception leaves the half batch pending: a check or a replay settles it.
+        An exception leaves the half batch pending, and a check or a replay settles it.
         """
 
     @abstractmethod
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        """Say what became of the local transaction(s) of ``batch.transactions``.
+        """Return what became of the local transaction(s) of ``batch.transactions``.
 
-        ROLLBACK_MESSAGE is a promise: it did not happen *and never will*. A listener that cannot keep a late
-        driver from committing (no fence) should answer UNKNOWN until it is sure.
+        ROLLBACK_MESSAGE is a promise: the local transaction did not happen *and never will*. A listener without a fence
+        cannot keep a late driver from committing. It should answer UNKNOWN until it is sure.
         """
 
 
 class PerMessageListener(TransactionListener):
-    """Lets a listener with RocketMQ's own signature answer message by message.
+    """Makes a TransactionListener from a listener with RocketMQ's own signature, which answers message by message.
 
     Parameters
     ----------
     listener : object
-        With ``execute_local_transaction(msg, arg)`` and ``check_local_transaction(msg)``, where ``msg`` is a
-        :class:`~rmq_spark.message.MessageExt`; each returns a LocalTransactionState or None.
+        Has ``execute_local_transaction(msg, arg)`` and ``check_local_transaction(msg)``, where ``msg`` is a
+        :class:`~rmq_spark.message.MessageExt`. Each returns a LocalTransactionState or None.
 
     Notes
     -----
-    Needs ``transactionPer=message``, or half batches of one message (a producer's single send): a verdict about one
-    message says nothing about the others.
+    It needs ``transactionPer=message``, or half batches of one message (a producer's single send), because a verdict on
+    one message says nothing about the others.
     """
 
     def __init__(self, listener: Any) -> None:
@@ -89,11 +89,11 @@ class PerMessageListener(TransactionListener):
 
 
 NO_LISTENER_FENCE = "none"
-"""Kept with the half batches of ``transactionListener=none``: any check commits them, whichever listeners it has."""
+"""Fence id of half batches with ``transactionListener=none``. Any check commits them, whichever listeners it has."""
 
 
 class CommitOncePrepared(TransactionListener):
-    """``transactionListener=none``: there is no local transaction, so every half batch commits once prepared."""
+    """``transactionListener=none``: there is no local transaction, so every half batch commits once it is prepared."""
 
     @property
     def fence_id(self) -> str:
@@ -107,10 +107,10 @@ class CommitOncePrepared(TransactionListener):
 
 
 def require_same_fence(half_id: str, prepared_with: str | None, found: str | None) -> None:
-    """Raise FenceError unless a listener with the fence ``found`` can say what became of a half batch.
+    """Raise FenceError when a listener with the fence ``found`` cannot know what became of a half batch.
 
-    Another one knows nothing of its local transaction, whatever it answers: neither a listener of another database, nor
-    one without a fence, nor ``transactionListener=none``.
+    Only a listener with the fence of the prepare knows its local transaction. A listener of another database, one
+    without a fence, and ``transactionListener=none`` would answer without knowing.
     """
     if prepared_with != found:
         raise FenceError(
@@ -133,7 +133,7 @@ def _require_methods(listener: object, what: str) -> None:
 
 
 def require_work(work: object, call: str) -> None:
-    """Raise ListenerError unless ``work`` is a function of two arguments; ``call`` shows how it is called."""
+    """Raise ListenerError when ``work`` is no function of two arguments; ``call`` shows how it is called."""
     if not callable(work):
         raise ListenerError(f"work is {type(work).__name__}: a function {call} is expected")
     try:
@@ -148,7 +148,7 @@ def require_work(work: object, call: str) -> None:
 
 
 def require_listener(listener: object, where: str) -> TransactionListener:
-    """The listener itself when it is a TransactionListener, else ListenerError naming ``where`` it came from."""
+    """Return the listener, or raise ListenerError when it is no TransactionListener; ``where`` says whence it came."""
     if listener is None:
         raise ListenerError(f"{where}: no listener was given; pass a TransactionListener")
     if isinstance(listener, type) and issubclass(listener, TransactionListener):
@@ -173,12 +173,12 @@ _PATH = re.compile(r"[A-Za-z_][\w]*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*
 
 
 def load_listener(path: str, allowed_prefixes: Sequence[str] | None = None) -> TransactionListener:
-    """The listener that ``module:attribute`` names: an instance, or a callable (class, function) that makes one.
+    """Import the listener that ``module:attribute`` names: an instance, or a class or function that makes one.
 
     Parameters
     ----------
     path : str
-        From the user's own option or configuration file, never from a table.
+        Comes from the user's own option or configuration file, never from a table.
     allowed_prefixes : sequence of str, optional
         Modules that may be imported: ``"shop"`` allows ``shop`` and ``shop.orders``, not ``shopping``.
 
@@ -199,7 +199,7 @@ def load_listener(path: str, allowed_prefixes: Sequence[str] | None = None) -> T
 
 
 def load_object(path: str, allowed_prefixes: Sequence[str] | None = None) -> Any:
-    """What ``module:attribute`` names, as it is; see :func:`load_listener`."""
+    """Import what ``module:attribute`` names, and return it as it is; see :func:`load_listener`."""
     if _PATH.fullmatch(path) is None:
         raise ListenerError(f"listener {path!r} is not 'module:attribute', such as 'shop.orders:listener'")
     module_name, _, attribute = path.partition(":")
@@ -221,6 +221,6 @@ def load_object(path: str, allowed_prefixes: Sequence[str] | None = None) -> Any
         if not hasattr(found, name):
             raise ListenerError(f"listener {path!r}: {module_name!r} has no {attribute!r}")
         found = getattr(found, name)
-        if isinstance(found, ModuleType):  # which the allow list has not seen
+        if isinstance(found, ModuleType):  # it may not be among the allowed modules
             raise ListenerError(f"listener {path!r} goes through the module {found.__name__!r}: name that one itself")
     return found

@@ -1,4 +1,4 @@
-"""A message, its columns, and the rules that names, sizes and properties must keep."""
+"""A message, its columns, and the rules for names, sizes and properties."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rmq_spark.errors import MessageError
 
 KEY_SEPARATOR = " "
 CHECK_IMMUNITY_PROPERTY = "CHECK_IMMUNITY_TIME_IN_SECONDS"
-"""RocketMQ's property: seconds during which a check leaves this message's transaction alone."""
+"""RocketMQ's property: seconds for which the message's transaction is not checked."""
 
 TIMESTAMP = pa.timestamp("us", "UTC")
 PROPERTIES = pa.map_(pa.string(), pa.string())
 
 _NAME = re.compile(r"[%|a-zA-Z0-9_-]+")
 
-# Topics that RocketMQ keeps for itself (TopicValidator): their names would mislead everyone who knows it.
+# Topics that RocketMQ keeps for itself (TopicValidator). Their names would mislead everyone who knows RocketMQ.
 SYSTEM_TOPICS = frozenset(
     """TBW102 SCHEDULE_TOPIC_XXXX BenchmarkTest RMQ_SYS_TRANS_HALF_TOPIC RMQ_SYS_TRACE_TOPIC
     RMQ_SYS_TRANS_OP_HALF_TOPIC TRANS_CHECK_MAX_TIME_TOPIC SELF_TEST_TOPIC OFFSET_MOVED_EVENT
@@ -39,7 +39,7 @@ SYSTEM_TOPICS = frozenset(
 RETRY_PREFIX, DLQ_PREFIX = "%RETRY%", "%DLQ%"
 SYSTEM_PREFIXES = ("rmq_sys_", RETRY_PREFIX, DLQ_PREFIX)
 
-# Property names that RocketMQ reserves (MessageConst); CHECK_IMMUNITY_TIME_IN_SECONDS is the user's to set.
+# Property names that RocketMQ reserves (MessageConst). The user may set CHECK_IMMUNITY_TIME_IN_SECONDS.
 RESERVED_PROPERTIES = frozenset(
     """KEYS TAGS WAIT DELAY RETRY_TOPIC REAL_TOPIC REAL_QID TRAN_MSG PGROUP MIN_OFFSET MAX_OFFSET BUYER_ID
     ORIGIN_MESSAGE_ID TRANSFER_FLAG CORRECTION_FLAG MQ2_FLAG RECONSUME_TIME MSG_REGION TRACE_ON UNIQ_KEY
@@ -78,12 +78,12 @@ def _require_name(value: object, what: str, chars_max: int) -> str:
 
 
 def require_topic_name(name: object, own: bool = False) -> str:
-    """The topic's name when it keeps RocketMQ's rules (``TopicValidator.validateTopic``), else MessageError.
+    """Return a topic's name, or raise MessageError when it breaks RocketMQ's rules (``TopicValidator.validateTopic``).
 
     Parameters
     ----------
     own : bool
-        True allows the topics of retries and dead letters, which may be read, but not be made or sent to.
+        True allows the topics of retries and dead letters. A user may read them, but not make them or send to them.
     """
     topic = _require_name(name, "topic", TOPIC_CHARS_MAX)
     if own and topic.startswith((RETRY_PREFIX, DLQ_PREFIX)):
@@ -94,17 +94,17 @@ def require_topic_name(name: object, own: bool = False) -> str:
 
 
 def require_group_name(name: object, what: str = "producer group") -> str:
-    """The group's name when it keeps RocketMQ's rules (``Validators.checkGroup``), else MessageError."""
+    """Return the group's name, or raise MessageError when it breaks RocketMQ's rules (``Validators.checkGroup``)."""
     return _require_name(name, what, GROUP_CHARS_MAX)
 
 
 def require_app_id(name: object, what: str = "appId") -> str:
-    """The application id when it has the characters of a group name and at most 127 of them."""
+    """Return the application id, which must have the characters of a group name and at most 127 of them."""
     return _require_name(name, what, APP_ID_CHARS_MAX)
 
 
 def require_properties(properties: Mapping[str, str] | None) -> None:
-    """Raise MessageError for a reserved name, a null, or more than 32 KiB in all."""
+    """Raise MessageError for a reserved or empty name, a value that is no string, or more than 32 KiB in all."""
     if properties is None:
         return
     if not isinstance(properties, Mapping):
@@ -123,7 +123,7 @@ def require_properties(properties: Mapping[str, str] | None) -> None:
 
 
 def utf8(text: str, what: str) -> bytes:
-    """The text in UTF-8; MessageError when it has no such form (a lone surrogate)."""
+    """Return the text in UTF-8, or raise MessageError when UTF-8 cannot write it (a lone surrogate)."""
     try:
         return text.encode()
     except UnicodeEncodeError as problem:
@@ -163,24 +163,25 @@ class Message:
     topic : str
         A topic of the commit log.
     body : bytes or str
-        At most 4 MiB; a string is stored as UTF-8.
+        At most 4 MiB. A string is stored as UTF-8.
     tags : str, optional
         One tag, by which consumers filter.
     keys : str or sequence of str, optional
-        Business keys; several are kept as one string with a space between, as RocketMQ does.
+        Business keys. Several keys are stored as one string with spaces between, as in RocketMQ.
     sharding_key : str, optional
         Messages of one sharding key share a queue.
     properties : mapping of str to str, optional
-        At most 32 KiB in all; RocketMQ's reserved names are refused.
+        At most 32 KiB in all. RocketMQ's reserved names are refused.
     queue_id : int, optional
         Selects the queue (RocketMQ: ``MessageQueueSelector``).
     born_timestamp : datetime, optional
-        With a time zone; the time of sending when not given.
+        Has a time zone; the time of sending when not given.
     deliver_at : datetime, optional
-        With a time zone: a committed message appears then, not before; at most three days ahead (RocketMQ:
-        ``setDeliverTimeMs``).
+        Has a time zone. A committed message does not appear before this time, which may be at most three days ahead
+        (RocketMQ: ``setDeliverTimeMs``).
     delay_level : int, optional
-        1 to 18: appears 1s 5s 10s 30s 1m 2m … 10m 20m 30m 1h 2h after it was sent (RocketMQ: ``setDelayTimeLevel``).
+        1 to 18. The message appears 1s 5s 10s 30s 1m 2m … 10m 20m 30m 1h 2h after it was sent (RocketMQ:
+        ``setDelayTimeLevel``).
     """
 
     topic: str
@@ -218,13 +219,13 @@ class Message:
 
     @property
     def keys_text(self) -> str | None:
-        """The keys as RocketMQ stores them: one string."""
+        """The keys as one string, as RocketMQ stores them."""
         return self.keys if self.keys is None or isinstance(self.keys, str) else KEY_SEPARATOR.join(self.keys)
 
 
 @dataclass(frozen=True)
 class MessageExt(Message):
-    """A stored message, as a listener that takes one at a time sees it (RocketMQ: ``MessageExt``)."""
+    """A stored message, for a listener that takes one at a time (RocketMQ: ``MessageExt``)."""
 
     msg_id: str = ""
     transaction_id: str = ""
@@ -237,7 +238,7 @@ class MessageExt(Message):
 
 
 def to_table(messages: Sequence[Message]) -> pa.Table:
-    """An Arrow table of messages, a row each, with the columns of :data:`INPUT_COLUMNS`."""
+    """Return messages as an Arrow table with a row for each and the columns of :data:`INPUT_COLUMNS`."""
     if not messages:
         raise MessageError("no messages were given: a half batch has at least one")
     for m in messages:

@@ -1,4 +1,4 @@
-"""Text for people without the secrets in it: credentials in URIs, storage options, and what a store's answer quotes."""
+"""Hides secrets in text for people: credentials in URIs, storage options, and what a store's answer quotes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import quote, quote_plus
 
 HIDDEN = "***"
 SECRET_CHARS_MIN = 8
-"""Shorter values are not looked for: 'test' as a key would be found in every path."""
+"""Length from which a secret value is hidden. A shorter one, such as 'test', would be found in every path."""
 
 _PUBLIC = (
     "region",
@@ -32,7 +32,7 @@ _OF_ENVIRONMENT = re.compile(
 )
 _URI = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30}://)([^\s'\"<>]+)", re.IGNORECASE)
 _URI_WITH_PASSWORD = re.compile(r"(://[^\s/@:'\"]*:)(?!\d+\b)(?:(?!://)[^\n@]){1,200}@")
-"""A password may hold quotes and spaces; a port is none."""
+"""A password may have quotes and spaces in it. A port is no password."""
 _NAMED = re.compile(
     r"\b(sig|signature|password|passwd|pwd|secret|authorization|x-amz-(?:signature|credential|security-token)"
     r"|(?:aws|azure|google)_\w{0,40}(?:key|token|secret|sas)\w{0,20})"
@@ -43,31 +43,31 @@ _NAMED = re.compile(
 _ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")
 
 _seen: set[str] = set()
-"""Secret values of the storage options that this process was given."""
+"""Secret values in the storage options that this process was given."""
 
 
 def is_secret(name: str, value: object, chars_min: int = SECRET_CHARS_MIN) -> bool:
-    """Whether the value of a storage option must not be shown."""
+    """Return True when the value of a storage option must not be shown."""
     shown = any(part in name.lower() for part in _PUBLIC) and not _SECRET.search(name)
     return isinstance(value, str) and len(value) >= chars_min and not shown
 
 
 def remember(storage_options: Mapping[str, str] | None) -> None:
-    """Take note of the values that :func:`redacted` must hide from now on."""
+    """Remember the secret values of storage options: :func:`redacted` hides them from now on."""
     _seen.update(value for name, value in (storage_options or {}).items() if is_secret(name, value))
 
 
 def _spellings(secret: str) -> Iterator[str]:
-    """A value as it is, and as URIs, JSON and Python write it."""
+    """Yield a value as it is, and as URIs, JSON and Python write it."""
     yield from (secret, quote(secret), quote(secret, safe=""), quote_plus(secret))
     yield from (json.dumps(secret)[1:-1], repr(secret)[1:-1])
 
 
 def redacted(text: object) -> str:
-    """The text for an error, a log or a ``repr``: what may be secret in it is ``***``.
+    """Return the text for an error, a log or a ``repr``, with ``***`` for everything in it that may be secret.
 
-    Hidden are a URI's query part and ``user:password@``, the values of storage options (those given to this process,
-    and those that delta-rs takes from the environment), and what looks like a signature or an access key.
+    It hides a URI's query part and ``user:password@``, the values of storage options (those given to this process, and
+    those that delta-rs takes from the environment), and what looks like a signature or an access key.
     """
     shown = str(text)
     environment = {v for k, v in os.environ.items() if _OF_ENVIRONMENT.fullmatch(k) and is_secret(k, v)}
@@ -88,7 +88,7 @@ def _redacted_uri(found: re.Match[str]) -> str:
 
 
 TEXT_CHARS_MAX = 10_000
-"""Of an error: what quotes a longer value is cut."""
+"""Longest text of an error. One that quotes a longer value is cut."""
 
 
 def shortened(text: str) -> str:
@@ -96,7 +96,7 @@ def shortened(text: str) -> str:
 
 
 def cause_of(problem: BaseException) -> BaseException | None:
-    """What ``raise … from`` may name: the problem itself, or None when a traceback of it would show a secret."""
+    """Return what ``raise … from`` may name: the problem, or None when its traceback would show a secret."""
     story = "".join(traceback.format_exception(problem))
     return problem if redacted(story) == story else None
 
@@ -107,5 +107,5 @@ def sentence_of(problem: BaseException) -> str:
 
 
 def traceback_of(problem: BaseException) -> str:
-    """The problem's traceback, for a log."""
+    """Return the problem's traceback for a log, without secrets."""
     return redacted("".join(traceback.format_exception(problem))).rstrip()

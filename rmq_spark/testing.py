@@ -1,6 +1,6 @@
-"""A commit log in memory, for tests of listeners and of programs that send messages: no folder, no Spark.
+"""A commit log in memory, for tests of listeners and of programs that send messages. It needs no folder and no Spark.
 
-It runs the same code as a commit log on Delta tables; only the tables are another kind.
+It runs the same code as a commit log on Delta tables. Only its tables are of another kind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["InMemoryCommitLog", "MemoryTable"]
 
 
 class _Files:
-    """Just enough of a pyarrow file system for Parquet files in memory."""
+    """As much of a pyarrow file system as Parquet files in memory need."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -87,7 +87,7 @@ class _State:
 
 
 class _Versions:
-    """What all handles of one table share: the newest state, which a commit replaces and never changes."""
+    """The newest state of a table, which all its handles share. A commit replaces the state and never changes it."""
 
     def __init__(self, table_id: str) -> None:
         self.id = table_id
@@ -97,14 +97,14 @@ class _Versions:
 
 
 class _SameClock:
-    """A store in memory has the machine's own clock."""
+    """The clock of a store in memory, which is the machine's own."""
 
     def check(self) -> None:
         pass
 
 
 class MemoryTable:
-    """A :class:`rmq_spark.storage.table.Table` in memory. Handles made with :meth:`another` share the content."""
+    """A :class:`rmq_spark.storage.table.Table` in memory. Handles from :meth:`another` share its content."""
 
     def __init__(
         self, name: str, schema: pa.Schema, machine: Machine = MACHINE, versions: _Versions | None = None
@@ -119,13 +119,13 @@ class MemoryTable:
         self._actions: tuple[int, pa.Table] | None = None
 
     def another(self) -> MemoryTable:
-        """Another handle, as another process would have."""
+        """Return another handle on this table, as another process would have."""
         twin = MemoryTable(self.name, self.schema, self.machine, self._versions)
         twin.fs = self.fs
         return twin
 
     def copy(self) -> MemoryTable:
-        """Another table with the same content."""
+        """Return another table with the same content."""
         twin = MemoryTable(self.name, self.schema, self.machine, _Versions(self.id))
         twin.fs = self.fs.copy()
         twin._versions.head, twin._versions.removed = self._versions.head, dict(self._versions.removed)
@@ -224,7 +224,7 @@ class InMemoryCommitLog(CommitLog):
     topics : mapping of str to int, optional
         Topics to create at once.
     machine : Machine, optional
-        Gives the log another clock: see :class:`rmq_spark.machine.Machine`.
+        Gives the log its clock, locks and threads; see :class:`rmq_spark.machine.Machine`.
 
     Examples
     --------
@@ -248,11 +248,11 @@ class InMemoryCommitLog(CommitLog):
             self.create_topic(name, count)
 
     def another(self) -> InMemoryCommitLog:
-        """Another handle on the same content, as another process would have."""
+        """Return another handle on the same content, as another process would have."""
         return self._on([table.another() for table in self._tables])
 
     def copy(self) -> InMemoryCommitLog:
-        """Another log with the same content: what is done to one changes nothing in the other."""
+        """Return another log with the same content. A change to one log does not change the other."""
         return self._on([table.copy() for table in self._tables])
 
     def _on(self, tables: Sequence[MemoryTable]) -> InMemoryCommitLog:

@@ -1,4 +1,4 @@
-"""Verdicts, and the half batch that a listener is asked about."""
+"""Verdicts, and the half batch for which a listener gives them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ BATCH = "batch"
 MESSAGE = "message"
 KEY = "key"
 TRANSACTION_PER = (BATCH, MESSAGE, KEY)
-"""What one transaction of a half batch spans; ``key`` goes with ``transactionKey``."""
+"""What makes one transaction of a half batch. ``key`` goes with ``transactionKey``."""
 
 
 class LocalTransactionState(str, Enum):
-    """What became of a local transaction (RocketMQ: ``LocalTransactionState``)."""
+    """A verdict: what became of a local transaction (RocketMQ: ``LocalTransactionState``)."""
 
     COMMIT_MESSAGE = "COMMIT_MESSAGE"
     ROLLBACK_MESSAGE = "ROLLBACK_MESSAGE"
@@ -45,9 +45,9 @@ UNKNOWN = LocalTransactionState.UNKNOWN
 def transaction_ids(
     half_id: str, attempt: int, per: str, keys: pa.Array | None, file_no: pa.Array | None, row_no: pa.Array | None
 ) -> pa.Array:
-    """Transaction ids of rows: ``<half_id>:<attempt>``, with the key or ``<file_no>.<row_no>`` behind.
+    """Return the transaction ids of rows: ``<half_id>:<attempt>:`` and the key or ``<file_no>.<row_no>``.
 
-    They are derived, never stored: the same at every replay of one attempt, and different for each attempt.
+    They are not stored, but derived. Every replay of an attempt gives the same ids, and each attempt gives others.
     """
     head = f"{half_id}:{attempt}"
     if per == BATCH:
@@ -59,28 +59,28 @@ def transaction_ids(
 
 
 def batch_transaction_id(half_id: str, attempt: int) -> str:
-    """The id of a half batch's only transaction (``transactionPer=batch``)."""
+    """Return the id of a half batch's only transaction (``transactionPer=batch``)."""
     return f"{half_id}:{attempt}"
 
 
 def message_ids(half_id: pa.Array | pa.Scalar, file_no: pa.Array, row_no: pa.Array) -> pa.Array:
-    """Message ids: ``<half_id>:<file_no>.<row_no>``, the address of a half row, which never changes."""
+    """Return message ids: ``<half_id>:<file_no>.<row_no>``, the address of a half row, which never changes."""
     address = pc.binary_join_element_wise(pc.cast(file_no, pa.string()), pc.cast(row_no, pa.string()), ".")
     return pc.binary_join_element_wise(half_id, address, ":")
 
 
 class HalfRows(Protocol):
-    """Where a half batch reads its rows from: a commit log, or its in-memory twin."""
+    """Reads the rows of a half batch from a commit log or its twin in memory."""
 
     def read(self, columns: Sequence[str]) -> pa.Table:
-        """The undecided rows, in send order, with these columns of ``half``."""
+        """Return the undecided rows, in send order, with these columns of ``half``."""
 
     def to_spark(self, spark: SparkSession) -> DataFrame:
-        """The same rows as a DataFrame, read by Spark's executors."""
+        """Return the same rows as a DataFrame, which Spark's executors read."""
 
 
 class HalfBatch:
-    """The undecided transactions of one attempt at one half batch: what a listener is asked about.
+    """The undecided transactions of one attempt of a half batch, for which a listener gives verdicts.
 
     Attributes
     ----------
@@ -88,19 +88,19 @@ class HalfBatch:
     batch_id : int
         The micro-batch, or the number that a batch write or a producer gave.
     attempt : int
-        1 at first; a new attempt is a new transaction id.
+        1 at first. A new attempt has new transaction ids.
     producer_group : str
     prepared_at : datetime
-        UTC; when the half batch was prepared, or reopened for this attempt.
+        When the half batch was prepared, or reopened for this attempt, in UTC.
     check_times : int
-        Checks that a listener has answered (with UNKNOWN) in this attempt.
+        How many checks of this attempt a listener has answered (with UNKNOWN).
     transaction_per : {"batch", "message", "key"}
     fence_id : str or None
         The fence that the listener had when the half batch was prepared.
     log_id : str or None
-        The id of the commit log; another log may have a half batch of the same name.
+        The id of the commit log. Another log may have a half batch with the same id.
     arg : object
-        What ``send_message_in_transaction(message, arg)`` was given; None in checks and streams.
+        The argument of ``send_message_in_transaction(message, arg)``; None in checks and streams.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class HalfBatch:
 
     @property
     def transactions(self) -> pa.Table:
-        """A row per undecided transaction: ``transaction_id`` and ``transaction_key`` (strings; the key is null
-        unless ``transactionKey`` is set) and ``messages`` (int64, how many messages it has)."""
+        """A row for each undecided transaction: ``transaction_id`` and ``transaction_key`` (strings; the key is null
+        when ``transactionKey`` is not set) and ``messages`` (int64, how many messages it has)."""
         if self._transactions is None:
             self._transactions = self._read_transactions()
         return self._transactions
@@ -162,13 +162,13 @@ class HalfBatch:
         return pa.table({"transaction_id": ids, "transaction_key": key, "messages": count})
 
     def messages(self, columns: Iterable[str] | None = None) -> pa.Table:
-        """The messages of the undecided transactions, in send order.
+        """Return the messages of the undecided transactions, in send order.
 
         Parameters
         ----------
         columns : iterable of str, optional
-            Some of ``msg_id, transaction_id, transaction_key, topic, queue_id, tags, keys, sharding_key,
-            properties, body, born_timestamp, store_timestamp``; all of them when not given.
+            Some of ``msg_id, transaction_id, transaction_key, topic, queue_id, tags, keys, sharding_key, properties,
+            body, born_timestamp, store_timestamp``; all of them when not given.
 
         Returns
         -------
@@ -197,25 +197,25 @@ class HalfBatch:
         return transaction_ids(self.half_id, self.attempt, self.transaction_per, key, table["file_no"], table["row_no"])
 
     def decode(self, schema: str | pa.Schema) -> pa.Table:
-        """The messages' JSON bodies as columns.
+        """Return the messages' JSON bodies as columns.
 
         Parameters
         ----------
         schema : str or pyarrow.Schema
-            ``"order_id long, total double"`` in Spark's words, or an Arrow schema. Fields that a body lacks are
-            null; fields that the schema does not name are left out.
+            Spark's DDL, such as ``"order_id long, total double"``, or an Arrow schema. A field that a body lacks is
+            null. A field that the schema does not name is left out.
 
         Raises
         ------
         MessageError
-            When a body is not a JSON object of that schema.
+            When a body is not a JSON object with this schema.
         """
         return decode_json(self.messages(["body"])["body"], schema)
 
     def to_spark(self, spark: SparkSession) -> DataFrame:
-        """The undecided messages as a DataFrame with the columns of ``half``, read by the executors.
+        """Return the undecided messages as a DataFrame with the columns of ``half``, which the executors read.
 
-        For foreachBatch and the check job, which have a session; ``format("txmq")`` commits without one.
+        Use it with foreachBatch and the check job, which have a session. ``format("txmq")`` commits without one.
         """
         return self._rows.to_spark(spark)
 
@@ -227,19 +227,19 @@ class HalfBatch:
         unknown: Iterable[object] = (),
         otherwise: LocalTransactionState = COMMIT_MESSAGE,
     ) -> pa.Array:
-        """A verdict per row of :attr:`transactions`, from keys.
+        """Return a verdict for each row of :attr:`transactions`, from the keys that have a verdict.
 
         Parameters
         ----------
         commit, rollback, unknown : iterables of keys
-            Transaction keys (``transactionKey``), else transaction ids. Compared as strings.
+            Transaction keys with ``transactionKey``, else transaction ids. They are compared as strings.
         otherwise : LocalTransactionState
             The verdict of every transaction that is not named.
 
         Raises
         ------
         VerdictError
-            When a key is not of this half batch, or is named twice.
+            When a key is not in this half batch, or is named for two verdicts.
         """
         column = "transaction_key" if self.transaction_per == KEY else "transaction_id"
         known = self.transactions[column].combine_chunks()
@@ -265,14 +265,14 @@ MESSAGE_COLUMNS = (
 
 
 def normalize_verdicts(result: object, batch: HalfBatch) -> pa.Array | LocalTransactionState:
-    """What a listener returned, as one verdict for all or a string array with one per transaction.
+    """Turn what a listener returned into one verdict for all, or a string array with one for each transaction.
 
     ``None`` means UNKNOWN, as in RocketMQ.
 
     Raises
     ------
     VerdictError
-        For another type, another length, or a value that is no verdict.
+        When the type or the length is wrong, or a value is no verdict.
     """
     if result is None:
         return UNKNOWN
@@ -334,7 +334,7 @@ def _arrow_type(kind: str, ddl: str) -> pa.DataType:
     if kind in _TYPES:
         return _TYPES[kind]
     if match := re.fullmatch(r"decimal\((\d+),\s*(\d+)\)", kind):
-        with suppress(ValueError):  # more digits than a decimal has
+        with suppress(ValueError):  # a decimal has fewer digits
             return pa.decimal128(int(match[1]), int(match[2]))
     if match := re.fullmatch(r"array<(.+)>", kind):
         return pa.list_(_arrow_type(match[1].strip(), ddl))
@@ -344,10 +344,10 @@ def _arrow_type(kind: str, ddl: str) -> pa.DataType:
 def _require_objects(bodies: pa.Array) -> None:
     """Raise MessageError for a body that is not one JSON object.
 
-    pyarrow ends the process (a segmentation fault) where a ``null`` stands in the place of an object.
+    pyarrow ends the process with a segmentation fault when it finds ``null`` instead of an object.
     """
     begins = pc.match_substring_regex(bodies, r"^\s*\{")
-    goes_on = pc.match_substring_regex(bodies, r"\}\s*[^\s,\]}]")  # behind an object, or within a string
+    goes_on = pc.match_substring_regex(bodies, r"\}\s*[^\s,\]}]")  # something follows a }, which may be in a string
     for body in bodies.filter(pc.or_(pc.invert(begins), goes_on)).to_pylist():
         try:
             found = json.loads(body.decode() if isinstance(body, bytes) else body)
@@ -358,7 +358,7 @@ def _require_objects(bodies: pa.Array) -> None:
 
 
 def decode_json(bodies: pa.ChunkedArray, schema: str | pa.Schema) -> pa.Table:
-    """JSON bodies as an Arrow table with this schema (see :meth:`HalfBatch.decode`)."""
+    """Return JSON bodies as an Arrow table with this schema (see :meth:`HalfBatch.decode`)."""
     import pyarrow.json as pj
 
     target = _arrow_schema(schema) if isinstance(schema, str) else schema

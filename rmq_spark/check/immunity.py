@@ -1,4 +1,4 @@
-"""Which transactions are still too young to be asked about."""
+"""Finds the transactions that are old enough to be checked."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rmq_spark.message import CHECK_IMMUNITY_PROPERTY
 from rmq_spark.transaction import BATCH, KEY
 
 COLUMNS = ("properties", "transaction_key")
-"""The columns of a half batch's messages that :func:`due_rows` needs."""
+"""Columns of a half batch's messages that :func:`due_rows` needs."""
 
 
 def due_rows(messages: pa.Table, per: str, age_s: float, timeout_s: float) -> pa.Array | bool:
-    """Which messages belong to transactions that are old enough: all (True), none (False), or a boolean a message.
+    """Return which messages are in transactions that are old enough: all (True), none (False), or a boolean for each.
 
-    A transaction is left alone for ``timeout_s``, or for the most seconds that its messages' property
-    CHECK_IMMUNITY_TIME_IN_SECONDS asks for, be that longer or shorter. At the border it is old enough.
+    A transaction is old enough after ``timeout_s``. When messages of it have the property
+    CHECK_IMMUNITY_TIME_IN_SECONDS, the longest of these times counts instead, even if it is shorter than ``timeout_s``.
     """
     seconds = _immunity_s(messages["properties"])
     if seconds is None:
@@ -32,10 +32,10 @@ def due_rows(messages: pa.Table, per: str, age_s: float, timeout_s: float) -> pa
 
 
 def _immunity_s(properties: pa.ChunkedArray) -> pa.ChunkedArray | None:
-    """The property of each message (null: it has none); None when no message has it."""
+    """Return the property of each message (null for a message without it), or None when no message has it."""
     if properties.null_count == len(properties):
         return None
     text = pc.map_lookup(properties, pa.scalar(CHECK_IMMUNITY_PROPERTY), "last")
-    # The sink lets digits only through. Anything else was written by hand, and counts as not there, as in RocketMQ.
+    # The sink accepts digits only. Anything else was written by hand and counts as missing, as in RocketMQ.
     text = pc.if_else(pc.match_substring_regex(text, r"^[0-9]{1,11}$"), text, None)
     return None if text.null_count == len(text) else pc.cast(text, pa.float64())

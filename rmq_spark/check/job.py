@@ -1,7 +1,7 @@
 """The check job: ``python -m rmq_spark.check.job --config conf/txmq.toml [--once]``, and ``spark-submit`` of this file.
 
-It exits with 0 when it was stopped, or when a single round (``--once``) had no problem; with 1 when that round had one;
-with 2 when the configuration cannot be used.
+Exit codes: 0 when it was stopped, or when a single round (``--once``) had no problem; 1 when that round had a problem,
+or when the job could not start because the log could not be opened; 2 when the configuration cannot be used.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ logger = logging.getLogger("rmq_spark.check.job")
 
 
 def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> int:
-    """Run the job; returns the exit code.
+    """Run the job, and return its exit code.
 
     Parameters
     ----------
     config : str or path
         The TOML file.
     once : bool
-        One round, instead of one every ``transactionCheckInterval`` until SIGTERM or SIGINT.
+        Run one round. Otherwise a round runs every ``transactionCheckInterval``, until SIGTERM or SIGINT.
     as_json : bool
-        Print each round's report as a line of JSON, instead of a sentence.
+        Print each round's report as a line of JSON instead of a sentence.
     """
     _log_to_stderr()
     try:
@@ -62,7 +62,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> in
     except TxmqError as problem:
         _say_error(problem)
         return BAD_CONFIGURATION if isinstance(problem, (ConfigError, ListenerError)) else PROBLEMS
-    except Exception as problem:  # the storage does not answer
+    except Exception as problem:  # the store does not answer
         logger.debug("the job cannot start: %s", traceback_of(problem))
         _say_error(problem)
         return PROBLEMS
@@ -89,13 +89,13 @@ def _log_to_stderr() -> None:
     if sys.stderr.isatty():
         handler: logging.Handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False)
         logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-    else:  # a line stays a line
+    else:  # rich would wrap long lines
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("rmq_spark").setLevel(logging.INFO)
 
 
 def _see_working_folder() -> None:
-    """Listeners in the working folder can be imported, after everything else (the allow-list still holds)."""
+    """Let listeners be imported from the working folder, last on the path. The allow-list of modules still holds."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
 

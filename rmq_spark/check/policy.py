@@ -1,4 +1,4 @@
-"""What happens to a transaction whose listener has answered UNKNOWN too often."""
+"""Discard policies: they say what becomes of a transaction whose listener has answered UNKNOWN too often."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, HalfBatch, L
 
 
 class DiscardPolicy(str, Enum):
-    """The policies that have a name."""
+    """The discard policies that have a name."""
 
     QUARANTINE = "quarantine"
     ROLLBACK = "rollback"
@@ -22,32 +22,32 @@ class DiscardPolicy(str, Enum):
 
 
 class TransactionCheckListener(ABC):
-    """A discard policy of one's own: mail someone, look into another system, decide.
+    """A discard policy of the user's own. It may mail someone, look into another system, or give a verdict.
 
-    Mirrors RocketMQ's ``AbstractTransactionalMessageCheckListener.resolveDiscardMsg``.
+    It mirrors RocketMQ's ``AbstractTransactionalMessageCheckListener.resolveDiscardMsg``.
     """
 
     @abstractmethod
     def resolve_discarded(self, batch: HalfBatch, reason: str) -> LocalTransactionState | None:
-        """Say what becomes of all transactions of ``batch``, which have been checked too often.
+        """Return a verdict for all transactions of ``batch``, which were checked too often.
 
         Parameters
         ----------
         batch : HalfBatch
-            ``batch.transactions`` holds those that are given up, and no others.
+            ``batch.transactions`` has only the transactions that are given up.
         reason : str
             A sentence with the number of checks.
 
         Returns
         -------
         LocalTransactionState or None
-            COMMIT_MESSAGE, ROLLBACK_MESSAGE, or None (as UNKNOWN) for quarantine. An exception leaves the transactions
-            pending, and the next round calls again.
+            COMMIT_MESSAGE, ROLLBACK_MESSAGE, or None or UNKNOWN for quarantine. An exception leaves the transactions
+            pending, and the next round asks again.
         """
 
 
 class NamedPolicy(TransactionCheckListener):
-    """One of :class:`DiscardPolicy`."""
+    """The policy of one name of :class:`DiscardPolicy`."""
 
     def __init__(self, policy: DiscardPolicy) -> None:
         self.policy = policy
@@ -60,12 +60,12 @@ class NamedPolicy(TransactionCheckListener):
 
 
 def require_policy(policy: object) -> TransactionCheckListener:
-    """The policy of a name, or the user's own as it is.
+    """Return the policy that has this name, or the user's own policy unchanged.
 
     Raises
     ------
     OptionError
-        For another name or type.
+        When it is neither.
     """
     if isinstance(policy, TransactionCheckListener):
         return policy

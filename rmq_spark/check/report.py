@@ -1,4 +1,4 @@
-"""What a round of checks did, for people and for programs."""
+"""The report of a round of checks, for people and for programs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SKIP_REASONS: Mapping[str, str] = {
     NO_LISTENER: "of a group without a listener here",
     LEFT_OVER: "left for the next round",
 }
-"""Why a half batch was not asked about, in a person's words."""
+"""Why a half batch was not checked, in words for people."""
 
 
 @dataclass
 class Tally:
-    """Transactions, and the messages in them."""
+    """A number of transactions, and of the messages in them."""
 
     transactions: int = 0
     messages: int = 0
@@ -46,21 +46,21 @@ class CheckReport:
         UTC, by the checker's clock.
     seconds : float
     checked : Tally
-        Asked about, with an answer. The next three are the answers.
+        Transactions for which a listener gave an answer. The next three count the answers.
     committed, rolled_back, unknown : Tally
-        Also those that another checker settled in the same way at the same time.
+        They also count transactions that another checker settled in the same way at the same time.
     discarded : Tally
-        Checked too often, and committed or rolled back by the discard policy.
+        Transactions that were checked too often, and that the discard policy committed or rolled back.
     quarantined : Tally
-        Hidden: checked too often, or older than ``file_reserved_time``.
+        Transactions that were hidden, because they were checked too often or are older than ``file_reserved_time``.
     skipped : dict of str to int
-        Half batches not asked about (``immune``: of which a part was left out), by :data:`SKIP_REASONS`.
+        Half batches that were not checked, by :data:`SKIP_REASONS`; under ``immune`` also those checked in part.
     without_listener : dict of str to int
         Producer groups without a listener here, and how many of their half batches are open.
     problems : list of (half_id or None, str)
-        What went wrong, a sentence each; None for what concerns the round as a whole.
+        What went wrong, a sentence for each problem. None stands for the round as a whole.
     placed : int
-        Delayed messages whose time had come, and that became visible at the end of the round.
+        Delayed messages that became visible at the end of the round, because their time had come.
     pending : int
         Half batches that are open after the round.
     """
@@ -115,7 +115,7 @@ class CheckReport:
         return next((n for n in ("committed", "rolled_back", "unknown") if getattr(self, n)), None)
 
     def to_dict(self) -> dict[str, object]:
-        """The report with nothing but numbers, strings, lists and dicts, ready for JSON."""
+        """Return the report as numbers, strings, lists and dicts, ready for JSON."""
         tallies = ("checked", "committed", "rolled_back", "unknown", "discarded", "quarantined")
         return {
             "started_at": self.started_at.isoformat(),

@@ -1,4 +1,4 @@
-"""The settings of the check job: ``conf/txmq.toml``, and the environment over it."""
+"""The settings of the check job, from ``conf/txmq.toml`` and the environment. The environment wins."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ CHECK_NAMES: Mapping[str, str] = {
     "fileReservedTime": "file_reserved_time",
     "roundTimeout": "round_timeout",
 }
-"""The settings of ``[check]``: in the file, and in the environment (``TXMQ_CHECK__<upper case>``) and in Python."""
+"""The settings of ``[check]``: their names in the file, and in Python and the environment
+(``TXMQ_CHECK__<upper case>``)."""
 SECTIONS = ("path", "listener_modules", "listeners", "check", "storage")
 
 
@@ -55,7 +56,7 @@ def _duration_or_zero(value: object) -> float:
 
 
 class CheckSettings(BaseModel):
-    """``[check]``: RocketMQ's names and defaults."""
+    """The settings of ``[check]``, with RocketMQ's names and defaults."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
@@ -68,9 +69,9 @@ class CheckSettings(BaseModel):
 
 
 class JobSettings(BaseSettings):
-    """Everything that the check job is told.
+    """All settings of the check job.
 
-    The environment goes before the file: ``TXMQ_PATH``, ``TXMQ_LISTENERS`` (JSON), ``TXMQ_CHECK__TRANSACTION_TIMEOUT``,
+    The environment wins over the file: ``TXMQ_PATH``, ``TXMQ_LISTENERS`` (JSON), ``TXMQ_CHECK__TRANSACTION_TIMEOUT``,
     ``TXMQ_STORAGE__AWS_SECRET_ACCESS_KEY`` and so on.
     """
 
@@ -98,12 +99,12 @@ class JobSettings(BaseSettings):
     @field_validator("storage")
     @classmethod
     def _one_spelling(cls, values: dict[str, SecretStr]) -> dict[str, SecretStr]:
-        # Names from the environment arrive in lower case, and go before the same name from the file.
+        # Names from the environment come in lower case. They are put last, so they win over the file's.
         return {name.upper(): values[name] for name in sorted(values, key=str.islower)}
 
     @classmethod
     def load(cls, file: str | Path) -> JobSettings:
-        """The settings of a TOML file, with the environment over it.
+        """Read the settings from a TOML file and the environment, which wins.
 
         Raises
         ------
@@ -120,7 +121,7 @@ class JobSettings(BaseSettings):
 
     # ------------------------------------------------------------------ what they stand for
     def load_listeners(self) -> dict[str, TransactionListener]:
-        """The listener of every producer group, imported from the allowed modules only."""
+        """Import the listener of every producer group, from the allowed modules only."""
         found: dict[str, TransactionListener] = {}
         for group, path in self.listeners.items():
             try:
@@ -130,7 +131,7 @@ class JobSettings(BaseSettings):
         return found
 
     def load_policy(self) -> TransactionCheckListener:
-        """The discard policy: one with a name, or the user's own by ``module:attribute``."""
+        """Return the discard policy: a named one, or the user's own, which ``module:attribute`` names."""
         policy = self.check.discard_policy
         try:
             if ":" not in policy:
@@ -145,7 +146,7 @@ class JobSettings(BaseSettings):
         return {name: value.get_secret_value() for name, value in self.storage.items()} or None
 
     def service(self, listeners: Mapping[str, TransactionListener]) -> CheckService:
-        """A check service with these settings."""
+        """Return a check service with these settings."""
         check = self.check
         return CheckService(
             self.path,
@@ -182,7 +183,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _sentence(error: Any, file: str) -> str:
-    """One of pydantic's errors in our words, without the value when it may be a secret."""
+    """Return an error of pydantic as a sentence, without the value, which may be a secret."""
     names = {field: name for name, field in CHECK_NAMES.items()}
     location = [names.get(str(part), str(part)) for part in error["loc"]]
     where = ".".join(location) or file

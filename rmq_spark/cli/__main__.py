@@ -1,4 +1,4 @@
-"""``python -m rmq_spark.cli``: the ``txmq`` command where its script is not on the path."""
+"""``python -m rmq_spark.cli`` runs the ``txmq`` command when its script is not on the path."""
 
 from rmq_spark.cli import app
 

@@ -1,6 +1,7 @@
 """The ``txmq`` command: look into a commit log, settle what waits for a person, run checks.
 
-Exit codes: 0; 1 when something failed (one line says what); 2 for wrong usage or a configuration that cannot be used.
+Exit codes: 0 for success; 1 when something failed (one line says what); 2 for wrong usage, or for a configuration that
+cannot be used.
 """
 
 from __future__ import annotations
@@ -91,14 +92,14 @@ def topics(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> N
 @app.command()
 @plainly
 def pending(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
-    """List half batches with messages that nobody has decided on."""
+    """List half batches with messages that have no verdict yet."""
     show(open_log(path, storage).pending().to_pylist(), as_json, "nothing is pending")
 
 
 @app.command()
 @plainly
 def quarantined(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
-    """List half batches whose checks were given up; see resume and resolve."""
+    """List half batches that checks gave up; see resume and resolve."""
     show(open_log(path, storage).quarantined().to_pylist(), as_json, "nothing is quarantined")
 
 
@@ -171,7 +172,7 @@ def read(
     as_json: AsJson = False,
     storage: Storage = None,
 ) -> None:
-    """Show committed messages. With --json a line each; a body that is not UTF-8 comes as body_base64."""
+    """Show committed messages. --json prints a line for each; a body that is not UTF-8 is in body_base64."""
     log = open_log(path, storage)
     table = log.read(topic, start=_start(start or [], log.require_topic(topic)), limit=limit)
     if as_json:

@@ -43,7 +43,7 @@ def resend(
     everything: Annotated[bool, typer.Option("--all", help="All that were not sent again yet.")] = False,
     storage: Storage = None,
 ) -> None:
-    """Give dead letters to their group again, with a fresh count of tries. A letter is sent once."""
+    """Send dead letters to their group again; their retries are counted anew. A letter is sent again only once."""
     if everything == bool(offset):
         raise OptionError("say which letters: --offset N (may be repeated), or --all")
     sent = DeadLetters(open_log(path, storage), group).resend(None if everything else offset)

@@ -1,4 +1,4 @@
-"""``txmq group``: consumer groups, their lag, and putting them elsewhere."""
+"""``txmq group``: lists consumer groups and their lag, and moves their positions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def reset(
     ] = None,
     storage: Storage = None,
 ) -> None:
-    """Put a group elsewhere. A query with a checkpoint follows its checkpoint: start it with a new one."""
+    """Move a group's positions. A query follows its checkpoint, so start it again with a new one."""
     found = ConsumerGroup(open_log(path, storage), group)
     text = to.strip()
     if text in (EARLIEST, LATEST):
@@ -78,7 +78,7 @@ def reset(
 def clone(
     path: LogPath, group: Group, other: Annotated[str, typer.Argument(metavar="NEW_GROUP")], storage: Storage = None
 ) -> None:
-    """Give a new group the progress of a group."""
+    """Give a new group the positions of another group."""
     found = ConsumerGroup(open_log(path, storage), group).clone(other)
     typer.echo(f"{other} stands where {group} stands, in {len(found.positions())} queues")
 

@@ -1,4 +1,4 @@
-"""What all commands of ``txmq`` share: arguments, opening a log, errors as one line, rows as a table or JSON."""
+"""Common parts of all ``txmq`` commands: arguments, opening a log, errors on one line, rows as a table or JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _secrets: list[str] = []
 
 
 def plainly(command: Callable[P, None]) -> Callable[P, None]:
-    """Shows an error as one line, and never with a secret in it. ``TXMQ_DEBUG=1`` shows where it came from."""
+    """Make a command show an error on one line, without secrets. ``TXMQ_DEBUG=1`` shows the traceback."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -110,7 +110,7 @@ def plain(value: object) -> object:
 
 
 def one_line(text: str) -> str:
-    """Without line ends and control characters: what others sent must not steer the terminal."""
+    """Return the text without line ends and control characters: what others sent must not control the terminal."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "�" for c in text)
 
 

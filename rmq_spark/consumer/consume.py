@@ -1,4 +1,4 @@
-"""Message listeners over a stream: concurrently, with retries that arrive later, or orderly, queue by queue."""
+"""Runs a message listener over a stream: concurrently, with retries that come later, or orderly, queue by queue."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 CONCURRENTLY, ORDERLY = "concurrently", "orderly"
 SUSPEND_S = 1.0
-"""How long a queue is suspended (RocketMQ: ``suspendCurrentQueueTimeMillis``)."""
+"""Seconds for which a queue is suspended (RocketMQ: ``suspendCurrentQueueTimeMillis``)."""
 RECONSUME_TIMES_MAX = 2**31 - 1
 """The count of a message's retries is an int32, as in RocketMQ."""
 
@@ -56,45 +56,46 @@ def consume(
 ) -> DataStreamWriter:
     """Let a message listener consume a stream on the executors (RocketMQ: ``DefaultMQPushConsumer``).
 
-    A message is consumed at least once: after a crash, the messages of the micro-batch that was under way come again.
+    A message is consumed at least once. After a crash, all messages of the interrupted micro-batch come again.
 
     Parameters
     ----------
     stream : DataFrame
-        Of ``readStream.format("txmq")`` with the option ``consumerGroup``, so that the group's progress is published
-        and its retries are read as well; for ``orderly`` also with ``ordered=true``. All columns of the source.
+        A ``readStream.format("txmq")`` with the option ``consumerGroup``, which publishes the group's progress and also
+        reads its retries; for ``orderly`` with ``ordered=true`` too. It must keep the source's columns.
     group : str
         The consumer group.
     listener : callable or EachMessage
-        Gets a ``pyarrow.Table`` of messages (the stream's columns, and ``reconsume_times``) and returns a status for
-        all of them or one for each; :class:`EachMessage` lets a function take one message at a time. It is pickled to
-        the executors.
+        Gets a ``pyarrow.Table`` of messages (the stream's columns, and ``reconsume_times``) and returns one status for
+        all of them or one for each. With :class:`EachMessage` a function takes one message at a time. The listener is
+        pickled and sent to the executors.
     mode : {"concurrently", "orderly"}
-        ``concurrently``: what is not CONSUME_SUCCESS goes to ``%RETRY%group`` and comes again after 10 s, 30 s, 1 min
-        and so on, at last to ``%DLQ%group``. ``orderly``: SUSPEND_CURRENT_QUEUE_A_MOMENT stops the queue at that
-        message, and the listener gets it again a moment later; the other queues go on.
+        ``concurrently``: a message that is not CONSUME_SUCCESS goes to ``%RETRY%group`` and comes again after 10 s,
+        30 s, 1 min and so on, and at last goes to ``%DLQ%group``. ``orderly``: SUSPEND_CURRENT_QUEUE_A_MOMENT stops the
+        queue at that message, and the listener gets it again a moment later. The other queues go on.
     log : CommitLog or path, optional
-        Where retries and dead letters go: the log that the stream reads when not given.
+        The log that gets retries and dead letters; the one that the stream reads when not given.
     max_reconsume_times : int, optional
-        16; without a limit for ``orderly``, where a message that cannot be consumed holds its queue up.
+        Retries of a message before it is a dead letter. When not given: 16 for ``concurrently`` and no limit for
+        ``orderly``, where a message that cannot be consumed holds up its queue.
     delay_level : int, optional
-        1 to 18, of every retry; it rises with each when not given.
+        Delay level of every retry, 1 to 18. When not given, it rises with each retry.
     suspend_s : float
         Seconds for which a queue is suspended.
     app_id : str, optional
-        Names what the query sends again, beside the query's id.
+        Identifies what the query sends again, together with the query's id.
     checkpoint_location : str, optional
-        The query's ``checkpointLocation``, as for :class:`TransactionalSink`: needed over Spark Connect.
+        The query's ``checkpointLocation``, as for :class:`TransactionalSink`; needed over Spark Connect.
 
     Returns
     -------
     DataStreamWriter
-        To set ``checkpointLocation`` and a trigger, and to ``start()``.
+        Set ``checkpointLocation`` and a trigger on it, and ``start()`` it.
 
     Raises
     ------
     OptionError, ListenerError
-        For anything that cannot be consumed with, before the query starts.
+        When an argument or the stream cannot be used, before the query starts.
     """
     require_group_name(group, "consumerGroup")
     if mode not in (CONCURRENTLY, ORDERLY):
@@ -135,7 +136,7 @@ def _log_of(
     log: CommitLog | str | os.PathLike[str] | None,
     storage_options: Mapping[str, str] | None,
 ) -> CommitLog:
-    """The log for retries; OptionError when the stream's own options do not fit."""
+    """Return the log that gets the retries, or raise OptionError when the stream's options do not fit."""
     mine = [source for source in sources_of(stream) if source.consumer_group == group]
     if not mine:
         raise OptionError(
@@ -155,7 +156,7 @@ def _log_of(
 
 @dataclass
 class _Consumer:
-    """What ``foreachBatch`` calls."""
+    """A function for ``foreachBatch``."""
 
     log: CommitLog
     group: str
@@ -166,10 +167,10 @@ class _Consumer:
     app_id: str | None
     checkpoint_location: str | None
     tries: dict[Queue, tuple[int, int]] = field(default_factory=dict)
-    """Of queues in order: the offset that stopped each, and how often it has."""
+    """In mode ``orderly``: the offset that stopped each queue last, and how many times in a row."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Over Spark Connect the function is pickled to the server, which opens the log again.
+        # Over Spark Connect the function is pickled and sent to the server, which opens the log again.
         return {**self.__dict__, "log": (self.log.path, self.log.storage_options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -182,15 +183,21 @@ class _Consumer:
         return identity_of(batch, batch_id, self.checkpoint_location, self.log.storage_options, "consume")
 
     def query_name(self, identity: Identity) -> str:
-        """Names what a query sends again. A group that was reset is read by a query with a new checkpoint, whose id is
-        another: what it sends again was not sent before."""
+        """Return the name under which a query sends messages again.
+
+        It has the query's id. A query that reads again after a reset has a new checkpoint and so another id: what it
+        sends is not taken for what was sent before.
+        """
         return identity.query_id if self.app_id is None else f"{self.app_id}.{identity.query_id}"
 
 
 # ---------------------------------------------------------------- concurrently
 class _Concurrently(_Consumer):
-    """What fails goes to the retries in one half batch, whose name is the micro-batch's: a batch that runs again after
-    a crash finds it, and knows that all its messages were consumed or sent back."""
+    """Consumes each micro-batch concurrently, and sends the messages that fail as one half batch of retries.
+
+    The half batch is named after the micro-batch. A micro-batch that runs again after a crash looks for that half
+    batch. When it is there, all messages were consumed or sent back, and nothing is left to do.
+    """
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         identity = self.identity(batch, batch_id)
@@ -236,9 +243,12 @@ class _Concurrently(_Consumer):
 
 # ---------------------------------------------------------------- orderly
 class _Orderly(_Consumer):
-    """A micro-batch is one pass. A queue that stops is suspended where it stands: the stream keeps it back, and reads
-    it again from there when its moment is over. Progress is written here, so a batch that runs again skips what was
-    done."""
+    """Consumes each micro-batch in order, in one pass over its queues.
+
+    A queue that stops is suspended at that message. The stream keeps it back until the suspension is over, and then
+    reads it again from there. The group's positions are written after each pass, so a micro-batch that runs again
+    skips what was consumed.
+    """
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         query_name = self.query_name(self.identity(batch, batch_id))
@@ -279,7 +289,7 @@ class _Orderly(_Consumer):
         return work
 
     def _dies(self, query_name: str, queue: Queue, found: QueueResult, message: bytes) -> bool:
-        """True when the message that stops a queue came too often; it is then among the dead letters."""
+        """Count a stop of a queue. When its message has come too often, send it to the dead letters and return True."""
         offset = found.next_offset
         before, times = self.tries.get(queue, (offset, 0))
         times = times + 1 if before == offset else 1
@@ -287,8 +297,8 @@ class _Orderly(_Consumer):
         logger.warning("queue %s stops at offset %d, time %d: %s", queue, offset, times, found.reason)
         if self.reconsume_max is None or times <= self.reconsume_max:
             return False
-        # A name of its own for each message that a query gave up: a pass that comes again does not send it again, and
-        # the query after a reset does.
+        # The name has the query and the message. So a pass that runs again does not send the letter again, but a query
+        # after a reset does.
         letter = sent_back(pa.ipc.open_stream(message).read_all(), [found.reason], self.group, 0, None)
         name = f"dead.{self.group}.{query_name}.{queue[0]}.{queue[1]}.{offset}"
         send_once(self.log, self.group, name, letter)

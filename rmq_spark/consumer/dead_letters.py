@@ -1,4 +1,4 @@
-"""Dead letters: messages that a consumer group gave up, to look at and to send again."""
+"""Dead letters: lists the messages that a consumer group gave up, and sends them again."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class DeadLetters:
         self.group = require_group_name(group, "consumerGroup")
 
     def list(self, limit: int | None = None) -> pa.Table:
-        """The dead letters, oldest first.
+        """Return the dead letters, oldest first.
 
         Returns
         -------
         pyarrow.Table
-            ``queue_offset`` (names the letter), ``topic`` and ``msg_id`` of the message as it came first, ``tags,
-            keys, sharding_key, properties, body, born_timestamp``, ``reconsume_times``, ``reason`` and ``died`` (when
-            it was given up).
+            ``queue_offset`` (identifies the letter), ``topic`` and ``msg_id`` of the original message, ``tags, keys,
+            sharding_key, properties, body, born_timestamp``, ``reconsume_times``, ``reason`` and ``died`` (when the
+            group gave it up).
         """
         read = self._read(limit)
         maps = [dict(m or ()) for m in read["properties"].to_pylist()]
@@ -67,22 +67,23 @@ class DeadLetters:
         return pa.table(columns)
 
     def resend(self, offsets: Iterable[int] | None = None) -> int:
-        """Give dead letters to the group again: it alone gets them, with a fresh count of tries.
+        """Send dead letters to the group again. No other group gets them, and their count of retries begins anew.
 
         Parameters
         ----------
         offsets : iterable of int, optional
-            Their ``queue_offset``; all of them when not given. A letter is sent once, however often it is asked for.
+            ``queue_offset`` of each letter; all letters when not given. A letter is sent again only once, however often
+            this is called.
 
         Returns
         -------
         int
-            How many were sent by this call.
+            How many letters this call sent.
 
         Raises
         ------
         OffsetError
-            For an offset at which there is no letter; nothing is sent then.
+            When there is no letter at an offset; nothing is sent.
         """
         read = self._read(None)
         there = read["queue_offset"].to_pylist()

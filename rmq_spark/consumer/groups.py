@@ -1,4 +1,4 @@
-"""Consumer groups: how far they have read, how far they are behind, and putting them elsewhere."""
+"""Consumer groups: tells how far they have read and how far they are behind, and moves their positions."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _OF_PROGRESS = ("updated", "updated_by", "suspended_until")
 class ConsumerGroup:
     """One consumer group of a commit log (RocketMQ: ``mqadmin consumerProgress``, ``resetOffsetByTime``).
 
-    A stream with the option ``consumerGroup`` publishes its progress here, and starts here when it has no checkpoint.
+    A stream with the option ``consumerGroup`` publishes its positions here. Without a checkpoint it starts at them.
 
     Parameters
     ----------
     log : CommitLog or path
     name : str
-        Of the group; it need not be known yet.
+        Name of the group. The group need not have read anything yet.
     """
 
     def __init__(self, log: CommitLog | str | os.PathLike[str], name: str) -> None:
@@ -57,19 +57,19 @@ class ConsumerGroup:
 
     # ------------------------------------------------------------------ looking
     def positions(self) -> Positions:
-        """The next offset of every queue that the group has read from, by (topic, queue_id)."""
+        """Return the next offset of every queue that the group has read from, by (topic, queue_id)."""
         return self.log.groups.positions(self.name)
 
     def lag(self) -> pa.Table:
-        """How far the group is behind, a row a queue of the topics that it reads.
+        """Return how far the group is behind, with a row for each queue of the topics that it reads.
 
         Returns
         -------
         pyarrow.Table
-            ``consumer_group, topic, queue_id, next_offset, end_offset``; ``lag`` in messages that are visible and not
+            ``consumer_group, topic, queue_id, next_offset, end_offset``; ``lag``, the messages that are visible and not
             read; ``lag_seconds`` since the first of them was committed (0 when there is none); ``pending`` half
-            messages and ``waiting`` ones (committed, delayed or held for order), which are not in the lag; ``updated``
-            and ``updated_by``; ``suspended_until`` of a queue that an orderly listener could not go on in.
+            messages and ``waiting`` messages (committed, but delayed or held for order), neither of which is in the
+            lag; ``updated`` and ``updated_by``; ``suspended_until`` of a queue that an orderly listener has suspended.
 
         Raises
         ------
@@ -104,7 +104,7 @@ class ConsumerGroup:
         return pa.Table.from_pylist(found, schema=LAG_SCHEMA)
 
     def _waiting_since(self, behind: Mapping[Queue, int]) -> dict[Queue, datetime]:
-        """When the message at each of these offsets was committed."""
+        """Return when the message at each of these offsets was committed."""
         found: dict[Queue, datetime] = {}
         left = dict(behind)
         for rows, _ in self.log.placements(above=min(left.values(), default=0)) if left else ():
@@ -129,18 +129,18 @@ class ConsumerGroup:
 
     # ------------------------------------------------------------------ moving
     def reset(self, to: str | datetime | JsonOffsets, topics: Iterable[str] | None = None) -> Positions:
-        """Put the group elsewhere, forwards or backwards; returns its positions in these topics.
+        """Move the group's positions forwards or backwards, and return those in these topics.
 
-        A query that has a checkpoint goes on where its checkpoint says: stop it, reset, and start it with a new
-        ``checkpointLocation``.
+        A query that has a checkpoint goes on where the checkpoint says. So stop the query, reset the group, and start
+        the query with a new ``checkpointLocation``.
 
         Parameters
         ----------
         to : str, datetime or mapping
-            ``"earliest"``, ``"latest"``, a time of commit with a time zone (the first message committed then or
-            later), or offsets of every queue: ``{"orders": {"0": 23, "1": 7}}``.
+            ``"earliest"``, ``"latest"``, a time with a time zone (the first message committed then or later), or the
+            offset of every queue: ``{"orders": {"0": 23, "1": 7}}``.
         topics : iterable of str, optional
-            Those that the group has read when not given.
+            When not given: the topics of the offsets in ``to``, else those that the group has read.
 
         Raises
         ------
@@ -181,7 +181,7 @@ class ConsumerGroup:
         OptionError
             When the other group has progress of its own.
         GroupNotFoundError
-            When this one has none.
+            When this group has no progress.
         """
         other = ConsumerGroup(self.log, name)
         positions = dict(self.positions())
@@ -194,11 +194,11 @@ class ConsumerGroup:
         return other
 
     def delete(self) -> bool:
-        """Forget the group's progress; False when it had none."""
+        """Forget the group's progress, and return False when it had none."""
         return self.log.groups.delete(self.name)
 
 
 def groups(log: CommitLog | str | os.PathLike[str]) -> list[str]:
-    """The consumer groups that have progress in a commit log."""
+    """Return the consumer groups that have progress in a commit log."""
     log = log if isinstance(log, CommitLog) else CommitLog.open(log)
     return sorted(pc.unique(log.groups.rows()["consumer_group"]).to_pylist())

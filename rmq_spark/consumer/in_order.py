@@ -1,4 +1,14 @@
-"""Consuming queues in order, as executors do it: it needs pyarrow, and no open commit log."""
+"""Consumes queues in order. This module runs on executors: it needs pyarrow, and no open commit log.
+
+One pass over a queue whose group stands at position 7, with a listener that does not consume the message at offset 8::
+
+    offset      5       6       7          8       9
+                skipped skipped consumed   stops   not tried
+
+    result      next_offset=8  stopped_at=<message 8>  seen_to=10
+
+The consumer writes 8 as the group's new position, and a later pass begins there.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +22,26 @@ from rmq_spark.consumer.retry import restored
 from rmq_spark.errors import ConsumeError
 
 RESULT = pa.schema([("result", pa.binary())])
-"""What a task brings back."""
+"""Schema of the one row that a task returns: its pickled results."""
 
 Queue = tuple[str, int]
 
 
 @dataclass
 class QueueResult:
-    """What one pass made of a queue: the next offset, and the message that stopped it, as an Arrow stream."""
+    """What one pass did with a queue.
+
+    Attributes
+    ----------
+    next_offset : int
+        The first offset that was not consumed.
+    seen_to : int
+        The offset after the last message that the pass got, consumed or not.
+    stopped_at : bytes or None
+        The message that was not consumed, as an Arrow stream.
+    reason : str or None
+        The exception that the listener raised for it, in words.
+    """
 
     next_offset: int
     seen_to: int
@@ -30,7 +52,10 @@ class QueueResult:
 def consume_queue(
     listener: Listen | EachMessage, queue: Queue, messages: pa.Table, position: int, found: dict[Queue, QueueResult]
 ) -> None:
-    """Let the listener have the messages of a queue, from a position to the first that it does not consume."""
+    """Give the messages of a queue to the listener, from ``position`` on to the first one that it does not consume.
+
+    The result goes into ``found``. A queue that has stopped in this pass gets no more messages.
+    """
     known = found.get(queue)
     offsets = messages["queue_offset"].to_pylist()
     if known is not None and known.stopped_at is not None:
@@ -55,7 +80,7 @@ def consume_queue(
 
 
 def by_queue(messages: pa.Table) -> Iterator[tuple[Queue, pa.Table]]:
-    """Runs of rows of one queue."""
+    """Yield the messages in runs of consecutive rows that belong to one queue."""
     queues = list(zip(messages["topic"].to_pylist(), messages["queue_id"].to_pylist(), strict=True))
     start = 0
     for at in range(1, len(queues) + 1):

@@ -1,4 +1,4 @@
-"""A consumer inbox: results and position in one database transaction, so that each message counts once."""
+"""A consumer inbox writes results and positions in one database transaction, so that each message counts once."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ Work = Callable[[sa.Connection, pa.Table], Any]
 
 
 class SqlInbox(Database):
-    """A function for ``writeStream.foreachBatch`` that writes the results of messages into a database, each once.
+    """A function for ``writeStream.foreachBatch`` that writes the result of each message into a database once.
 
-    The position of every queue stands in the same database, and moves in the transaction that writes the results. So
-    neither a crash, nor a micro-batch that runs again, nor a second driver can lose or double a result. The messages
-    of a micro-batch come to the driver: bound it with ``maxOffsetsPerTrigger``.
+    The same database keeps the group's position in each queue. The transaction that writes the results also moves the
+    positions. So neither a crash, nor a micro-batch that runs again, nor a second driver can lose or double a result.
+    All messages of a micro-batch come to the driver: limit them with ``maxOffsetsPerTrigger``.
 
     Parameters
     ----------
     url_or_engine : str, sqlalchemy.URL or sqlalchemy.Engine
     group : str
-        The consumer group whose positions these are.
+        The consumer group that has these positions.
     work : callable
-        ``work(connection, messages)``: gets the open database transaction and a ``pyarrow.Table`` of messages that it
-        has not had before, in (topic, queue, offset) order. What it raises rolls everything back.
+        ``work(connection, messages)`` gets the open database transaction and a ``pyarrow.Table`` of messages that it
+        has not had before, in (topic, queue, offset) order. An exception rolls everything back.
     table : str
-        Of the positions; which log they count is kept in the table ``<table>_log``.
+        Name of the table of positions. The table ``<table>_log`` keeps the id of the log that they belong to.
     schema : str, optional
         The database schema of both tables.
     log : CommitLog, optional
-        The log that the messages come from. Positions of another log are an error then: one that was made anew counts
-        its offsets from 0 again, and without this its messages would be taken for old ones.
+        The log that the messages come from. With it, positions of another log are an error. A log that was made anew
+        counts its offsets from 0 again; without ``log`` its messages would be taken for old ones.
 
     Examples
     --------
@@ -90,7 +90,7 @@ class SqlInbox(Database):
         self.group = require_group_name(group, "consumerGroup")
         self._work = work
         self._log_id = None if log is None else log.id
-        self._tried = False  # whether the table compares and undoes as it must
+        self._tried = False  # the table is known to compare names exactly and to undo what is rolled back
         metadata = sa.MetaData(schema=schema)
         self._table = sa.Table(
             table,
@@ -113,38 +113,39 @@ class SqlInbox(Database):
         return f"SqlInbox({self.where!r}, {self.group!r})"
 
     def create(self) -> None:
-        """Make the tables of positions; those that are there are left as they are."""
+        """Make the two tables. Tables that are there already are left as they are."""
         with self.transaction() as connection:
             for table in (self._table, self._log_table):
                 connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
             self._try_once(connection)
 
     def positions(self) -> dict[tuple[str, int], int]:
-        """The next offset of every queue of which results were written."""
+        """Return the next offset of every queue for which results were written."""
         with self.transaction(write=False) as connection:
             return self._positions(connection)
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
-        """Write the results of one micro-batch (what ``foreachBatch`` calls)."""
+        """Write the results of one micro-batch. ``foreachBatch`` calls this."""
         self.apply(batch.toArrow())
 
     def apply(self, messages: pa.Table) -> int:
-        """Write the results of those messages that are new, and say how many they were.
+        """Write the results of the messages that are new, and return how many those are.
 
         Parameters
         ----------
         messages : pyarrow.Table
-            With the source's columns ``topic``, ``queue_id`` and ``queue_offset`` at least: a micro-batch, or what
-            ``CommitLog.read`` returned. Of every queue, all that the group wants up to the last one given.
+            Has at least the source's columns ``topic``, ``queue_id`` and ``queue_offset``: a micro-batch, or what
+            ``CommitLog.read`` returned. For each queue it must have all messages that the group wants, from its
+            position to the last one given.
 
         Raises
         ------
         InboxConflictError
-            When another process wrote results of the same queues at the same time, or the positions are those of
-            another log; nothing was written.
+            When another process wrote results of the same queues at the same time, or the positions belong to another
+            log; nothing was written.
         TransactionEndedError
-            When ``work`` ended the database transaction. A part of the results may be committed: every later call is
-            an error until a person has looked.
+            When ``work`` ended the database transaction. A part of the results may be committed. Every later call is an
+            error until somebody has set the positions right.
         """
         missing = [name for name in POSITION_COLUMNS if name not in messages.column_names]
         if missing:
@@ -171,8 +172,13 @@ class SqlInbox(Database):
             ) from cause_of(problem)
 
     def _run(self, connection: sa.Connection, before: Mapping[tuple[str, int], int], new: pa.Table) -> None:
-        """Move the positions and run ``work``. While it runs they are marked, so that one which ends the transaction
-        in its middle leaves the mark behind."""
+        """Run ``work`` and move the positions.
+
+        The positions are below 0 while ``work`` runs. If it ends the transaction in its middle, they stay so, and no
+        later call goes on. ::
+
+            next_offset   23  ──▶  -24  ── work ──▶  31
+        """
         ends = _end_of_each(new)
         marks = {queue: _mark(before.get(queue, 0)) for queue in ends}
         self._move(connection, before, marks)
@@ -187,7 +193,7 @@ class SqlInbox(Database):
             with self.transaction() as connection:
                 self._move(connection, before, {queue: _mark(before.get(queue, 0)) for queue in _end_of_each(new)})
         except InboxConflictError:
-            pass  # committed with the mark
+            pass  # work committed them, below 0
         except sa.exc.DBAPIError as problem:
             logger.error(
                 "%r: could not note that its work ended the database transaction: %s", self, traceback_of(problem)
@@ -203,7 +209,7 @@ class SqlInbox(Database):
         self._tried = True
 
     def _require_same_log(self, connection: sa.Connection) -> None:
-        """The positions' log, made known by the first who names one."""
+        """Require that the positions belong to the given log. The first caller who gives a log writes its id down."""
         if self._log_id is None:
             return
         columns = self._log_table.c
@@ -248,7 +254,10 @@ class SqlInbox(Database):
     def _move(
         self, connection: sa.Connection, before: Mapping[tuple[str, int], int], after: Mapping[tuple[str, int], int]
     ) -> None:
-        """Compare-and-set every queue's position, before the work: so the work of one process waits for the other's."""
+        """Move every queue's position from ``before`` to ``after``, or raise when another process has moved it.
+
+        The first move is made before ``work``: of two processes at the same queue one waits, and then gets the error.
+        """
         columns = self._table.c
         for queue, end in sorted(after.items()):
             mine = {"consumer_group": self.group, "topic": queue[0], "queue_id": queue[1]}
@@ -270,12 +279,12 @@ class SqlInbox(Database):
 
 
 def _mark(offset: int) -> int:
-    """A position while work runs, below 0; and back."""
+    """Return the number below 0 that stands for a position while work runs, or the position for such a number."""
     return -1 - offset
 
 
 def _each_once(messages: pa.Table) -> pa.Table:
-    """Sorted messages, without those that stand there again."""
+    """Return the sorted messages without duplicates."""
     first, rest = messages.slice(0, messages.num_rows - 1), messages.slice(1)
     same = [pc.equal(rest[name].combine_chunks(), first[name].combine_chunks()) for name in POSITION_COLUMNS]
     again = pc.and_(pc.and_(same[0], same[1]), same[2])
@@ -283,7 +292,7 @@ def _each_once(messages: pa.Table) -> pa.Table:
 
 
 def _end_of_each(messages: pa.Table) -> dict[tuple[str, int], int]:
-    """The offset after the last message, by queue."""
+    """Return the offset after the last message of each queue."""
     ends = messages.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "max")])
     return {(row["topic"], row["queue_id"]): row["queue_offset_max"] + 1 for row in ends.to_pylist()}
 

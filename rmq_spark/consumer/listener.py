@@ -1,4 +1,4 @@
-"""Message listeners: what a consumer does with messages, and what it says of them."""
+"""Message listeners: functions that consume messages and return a status for each."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ REASON_CHARS_MAX = 1024
 
 
 class ConsumeConcurrentlyStatus(Enum):
-    """What a listener says of a message, when the order does not matter (RocketMQ's enum of that name)."""
+    """A listener's status of a message in mode ``concurrently`` (RocketMQ's enum of that name)."""
 
     CONSUME_SUCCESS = "CONSUME_SUCCESS"
     RECONSUME_LATER = "RECONSUME_LATER"
 
 
 class ConsumeOrderlyStatus(Enum):
-    """What a listener says of a message of a queue that is consumed in order (RocketMQ's enum of that name)."""
+    """A listener's status of a message in mode ``orderly`` (RocketMQ's enum of that name)."""
 
     SUCCESS = "SUCCESS"
     SUSPEND_CURRENT_QUEUE_A_MOMENT = "SUSPEND_CURRENT_QUEUE_A_MOMENT"
@@ -30,22 +30,22 @@ class ConsumeOrderlyStatus(Enum):
 
 Status: TypeAlias = ConsumeConcurrentlyStatus | ConsumeOrderlyStatus
 Statuses: TypeAlias = Status | Sequence[Status | None] | None
-"""One status for all messages of a table, or one per row; None counts as a failure, as in RocketMQ."""
+"""One status for all messages of a table, or one for each row. None counts as a failure, as in RocketMQ."""
 Listen: TypeAlias = Callable[[pa.Table], Statuses]
-"""A message listener: a table of messages in, statuses out. It runs on executors, so it must be picklable."""
+"""A message listener takes a table of messages and returns statuses. It runs on executors, so it must be picklable."""
 
 CONSUME_SUCCESS, RECONSUME_LATER = ConsumeConcurrentlyStatus
 SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT = ConsumeOrderlyStatus
 
 
 class EachMessage:
-    """Lets a function that takes one message at a time be a message listener.
+    """Makes a message listener from a function that takes one message at a time.
 
     Parameters
     ----------
     function : callable
-        Gets a :class:`~rmq_spark.message.MessageExt`, and returns a status. An exception counts as a failure of that
-        message alone, with the exception as its reason.
+        Gets a :class:`~rmq_spark.message.MessageExt` and returns a status. An exception is a failure of that message
+        alone, and its reason.
     """
 
     def __init__(self, function: Callable[[MessageExt], Status | None]) -> None:
@@ -54,7 +54,7 @@ class EachMessage:
         self.function = function
 
     def each(self, messages: pa.Table) -> Iterator[tuple[Status | None, str | None]]:
-        """Status and reason of one message after the other; lazily, so that a consumer can stop at a failure."""
+        """Yield status and reason of one message after the other, lazily: a consumer can stop at a failure."""
         for message in _messages(messages):
             try:
                 yield self.function(message), None
@@ -63,12 +63,12 @@ class EachMessage:
 
 
 def answers(listener: Listen | EachMessage, messages: pa.Table, orderly: bool) -> Iterator[tuple[bool, str | None]]:
-    """Of one message after the other: whether it was consumed, and why not.
+    """Yield for one message after the other whether it was consumed, and the reason when it was not.
 
     Raises
     ------
     ListenerError
-        When the listener returns something else than statuses of the mode, or not one a row.
+        When the listener returns anything but statuses of the mode, or not as many as there are messages.
     """
     kind = ConsumeOrderlyStatus if orderly else ConsumeConcurrentlyStatus
     if isinstance(listener, EachMessage):
@@ -106,7 +106,7 @@ def _is_success(status: object, kind: type[Enum]) -> bool:
 
 
 def reason_of(problem: Exception) -> str:
-    """An exception in a sentence that fits into a property."""
+    """Return an exception as text that fits into a property."""
     return f"{type(problem).__name__}: {problem}"[:REASON_CHARS_MAX]
 
 

@@ -1,4 +1,11 @@
-"""Messages that could not be consumed: their way to ``%RETRY%group``, and at last to ``%DLQ%group``."""
+"""Turns messages that were not consumed into retries (topic ``%RETRY%group``), and at last into dead letters.
+
+With the defaults, a message that fails each time takes this way::
+
+    reconsume_times   0          1          2          ...   15         16
+    fails, goes to    %RETRY%    %RETRY%    %RETRY%          %RETRY%    %DLQ%
+    comes again in    10 s       30 s       1 min            2 h        never, unless somebody resends it
+"""
 
 from __future__ import annotations
 
@@ -12,11 +19,11 @@ from rmq_spark.config import DELAY_LEVELS_S
 from rmq_spark.message import DLQ_PREFIX, PROPERTIES, RETRY_PREFIX
 
 MAX_RECONSUME_TIMES = 16
-"""RocketMQ: ``maxReconsumeTimes``."""
+"""Retries of a message before it is a dead letter (RocketMQ: ``maxReconsumeTimes``)."""
 FIRST_DELAY_LEVEL = 3
-"""The delay level of the first retry (10 s); every further one is one level higher."""
+"""Delay level of the first retry (10 s). Each further retry is one level higher."""
 
-# RocketMQ's names (MessageConst); the reason is ours.
+# Properties with RocketMQ's names (MessageConst). Only REASON is ours.
 RETRY_TOPIC, ORIGIN_MESSAGE_ID, RECONSUME_TIME = "RETRY_TOPIC", "ORIGIN_MESSAGE_ID", "RECONSUME_TIME"
 DLQ_ORIGIN_TOPIC, DLQ_ORIGIN_MESSAGE_ID = "DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID"
 REASON = "__RMQ.SPARK.REASON"
@@ -37,8 +44,7 @@ def dlq_topic(group: str) -> str:
 
 
 def restored(messages: pa.Table) -> pa.Table:
-    """Messages as they were when they came first: topic, id and properties of those that come again; with the column
-    ``reconsume_times``."""
+    """Return messages with the column ``reconsume_times``. Retries get back their first topic, id and properties."""
     again = pc.fill_null(pc.starts_with(messages["topic"], RETRY_PREFIX), False)
     if not pc.any(again).as_py():
         return messages.append_column("reconsume_times", pa.repeat(pa.scalar(0, pa.int32()), messages.num_rows))
@@ -61,13 +67,16 @@ def restored(messages: pa.Table) -> pa.Table:
 def sent_back(
     messages: pa.Table, reasons: Sequence[str | None], group: str, reconsume_max: int, delay_level: int | None
 ) -> pa.Table:
-    """Restored messages that were not consumed, as messages to send: to the group's retries with a delay, or to its
-    dead letters when they came too often (RocketMQ: ``sendMessageBack``).
+    """Turn messages that were not consumed into retries with a delay, or into dead letters after too many retries.
+
+    RocketMQ calls this ``sendMessageBack``.
 
     Parameters
     ----------
+    messages : pyarrow.Table
+        As :func:`restored` returns them.
     delay_level : int, optional
-        Of every retry; it rises with each when not given.
+        Delay level of every retry. When not given, it rises with each retry.
     """
     columns = ["tags", "keys", "sharding_key", "body"]
     rows: list[dict[str, Any]] = []

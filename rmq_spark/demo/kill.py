@@ -1,8 +1,8 @@
-"""The end of a driver by SIGKILL: JVM, Python driver, Python workers and the process that asks for it.
+"""Kills a driver with SIGKILL: the JVM, the Python driver, the Python workers and the process that calls for it.
 
-``format("txmq")`` runs ``commit()``, and with it the listener, in a Python worker of the JVM. That worker is in
-another process group than the driver, but in the same *session*, which the demo made for its child. So a kill ends
-the session.
+``format("txmq")`` runs ``commit()``, and with it the listener, in a Python worker of the JVM. That worker is in another
+process group than the driver, but in the same *session*, which the demo made for its child. So the kill ends the whole
+session.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rmq_spark.transaction import HalfBatch
 
 
 class Point(str, Enum):
-    """Where in the local transaction the driver dies."""
+    """The point in the local transaction at which the driver dies."""
 
     WORKING = "working"
-    """Rows are written, the database has not committed: it undoes them."""
+    """Rows are written, but the database has not committed them: it undoes them."""
     COMMITTED = "committed"
-    """The database has committed; the op marker is not written."""
+    """The database has committed, but the op marker is not written."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One death: at a point of one micro-batch."""
+    """One kill, at a point of one micro-batch."""
 
     point: Point
     batch_id: int
@@ -42,7 +42,7 @@ class Kill:
 
     @classmethod
     def parse(cls, text: str) -> Kill:
-        """A kill from ``DEMO_KILL``, such as ``committed@16``."""
+        """Read a kill from ``DEMO_KILL``, such as ``committed@16``."""
         match = re.fullmatch(r"(working|committed)@(\d+)", text)
         if match is None:
             raise ValueError(f"DEMO_KILL={text!r} is not of the form committed@16")
@@ -50,11 +50,11 @@ class Kill:
 
 
 def die_here(point: Point, batch: HalfBatch) -> None:
-    """Called by the listener at each point: ends the driver when this is the point and the batch to die at."""
+    """Kill the driver when this is the planned point and batch. The listener calls this at each point."""
     settings = Settings()
     if settings.kill is None or str(Kill(point, batch.batch_id)) != settings.kill:
         return
-    # The head of the demo's session is the driver, which left its id; a stream started by hand has another session.
+    # The leader of the demo's session is the driver, which wrote down its id. A stream started by hand has another.
     session = int(settings.folder.driver.read_text(encoding="utf-8"))
     if os.getsid(0) != session:
         raise RuntimeError("DEMO_KILL is set, but this process is not of the demo's own session: nothing was killed")
@@ -74,9 +74,9 @@ def die_here(point: Point, batch: HalfBatch) -> None:
 
 
 def end_session(session: int) -> None:
-    """SIGKILL every process of a session until none is left; the caller last, when it is one of them."""
+    """Send SIGKILL to every process of a session until none is left, and last to the caller if it is one of them."""
     me = os.getpid()
-    for _ in range(100):  # a process may be forked while the list is read
+    for _ in range(100):  # a process may fork while the list is read
         others = [pid for pid in session_members(session) if pid != me]
         if not others:
             break
@@ -89,19 +89,19 @@ def end_session(session: int) -> None:
 
 
 def session_members(session: int) -> list[int]:
-    """Living processes of a session (zombies, which wait for their parent only, are not counted)."""
+    """Return the living processes of a session. Zombies, which only wait for their parent, are not among them."""
     return [pid for pid, state in _processes() if not state.startswith("Z") and _session_of(pid) == session]
 
 
 def _session_of(pid: int) -> int | None:
     try:
         return os.getsid(pid)
-    except OSError:  # gone, or not ours to ask about
+    except OSError:  # the process is gone, or we may not ask about it
         return None
 
 
 def _processes() -> list[tuple[int, str]]:
-    """Process ids and states."""
+    """Return the ids and states of all processes."""
     if not os.path.isdir("/proc/self"):
         listed = subprocess.run(["ps", "-A", "-o", "pid=,state="], capture_output=True, text=True, check=True).stdout
         return [(int(pid), state) for pid, state in (line.split()[:2] for line in listed.splitlines())]
@@ -116,7 +116,7 @@ def _processes() -> list[tuple[int, str]]:
 
 
 def process_name(pid: int) -> str:
-    """What a process is, for people."""
+    """Return a process's name, for people."""
     try:
         with open(f"/proc/{pid}/comm", encoding="utf-8") as stream:
             return stream.read().strip()

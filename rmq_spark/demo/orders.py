@@ -18,7 +18,7 @@ from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.transaction import HalfBatch
 
 ROLLBACK_AFTER_S = 2.0
-"""A local transaction takes a fraction of a second here; the default of 60 s would make the check wait."""
+"""A local transaction takes a fraction of a second here, and with the default of 60 s the check would have to wait."""
 
 BODY = pa.schema(
     [
@@ -28,10 +28,10 @@ BODY = pa.schema(
         ("items", pa.list_(ITEM)),
     ]
 )
-"""What the local transaction needs of the three messages; each of them has a part of it."""
+"""What the local transaction reads from the three messages. Each message has a part of it."""
 
 METADATA = sa.MetaData()
-# No key makes an order unique, on purpose: an order written twice must be there twice, for the proof to find it.
+# Orders have no unique key on purpose: an order that is written twice must be there twice, so that the proof finds it.
 ORDERS = sa.Table(
     "orders",
     METADATA,
@@ -54,11 +54,11 @@ RUNS = sa.Table(
     sa.Column("baskets", sa.Integer, nullable=False),
     sa.Column("refused", sa.Integer, nullable=False),
 )
-"""A row per run of the local transaction that took effect: written in the same database transaction."""
+"""A row for each run of the local transaction that took effect, written in the same database transaction."""
 
 
 def place_orders(connection: sa.Connection, batch: HalfBatch) -> Verdicts:
-    """The local transaction of a half batch: writes its orders, refuses baskets with a zero quantity."""
+    """Write the orders of a half batch, and refuse baskets with a zero quantity. This is the local transaction."""
     orders, lines, refused = orders_of(batch)
     note_start(Settings().folder, batch, len(refused))
     _insert(connection, ORDERS, orders)
@@ -71,7 +71,7 @@ def place_orders(connection: sa.Connection, batch: HalfBatch) -> Verdicts:
 
 
 def orders_of(batch: HalfBatch) -> tuple[pa.Table, pa.Table, pa.Array]:
-    """Accepted orders, their lines, and the ids of refused ones, from the messages of a half batch."""
+    """Return the accepted orders, their lines, and the ids of refused orders, from the messages of a half batch."""
     bodies = batch.decode(BODY)
     shipped = bodies.filter(pc.is_valid(bodies["items"]))
     refused = with_zero_quantity(shipped, "order_id")
@@ -94,7 +94,7 @@ def _insert(connection: sa.Connection, table: sa.Table, rows: pa.Table) -> None:
 
 
 def note_start(folder: Folder, batch: HalfBatch, refused: int) -> None:
-    """A line a started run, outside the database: also those that the database undid are counted."""
+    """Write a line for a started run into the journal. It is no table, because the database may undo the run."""
     line = {"half_id": batch.half_id, "batch_id": batch.batch_id, "attempt": batch.attempt}
     with folder.journal.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps({**line, "baskets": batch.transactions.num_rows, "refused": refused}) + "\n")
@@ -111,12 +111,12 @@ class OrderListener(SqlTransactionListener):
 
 @cache
 def listener() -> OrderListener:
-    """What ``transactionListener=rmq_spark.demo.orders:listener`` calls: one a process, for the run's database."""
+    """Return this process's listener. The option ``transactionListener=rmq_spark.demo.orders:listener`` names it."""
     return OrderListener(Settings().folder.database_url, place_orders, rollback_after=ROLLBACK_AFTER_S)
 
 
 def create_database(folder: Folder) -> str:
-    """Make the tables and the fence, once; returns the fence's id."""
+    """Make the tables and the fence, and return the fence's id."""
     engine = sa.create_engine(folder.database_url)
     METADATA.create_all(engine)
     engine.dispose()
@@ -124,7 +124,7 @@ def create_database(folder: Folder) -> str:
 
 
 def read_table(folder: Folder, query: str) -> pa.Table:
-    """The rows of a query on the order database, as Arrow."""
+    """Return the rows of a query on the order database as an Arrow table."""
     import sqlite3
     from contextlib import closing
 

@@ -1,4 +1,4 @@
-"""Child processes of the demo: each is the head of a session, which ends as a whole."""
+"""Child processes of the demo. Each is the leader of a session, which ends as a whole."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ OUTPUT_LINES_SHOWN = 25
 
 
 class ChildFailed(Exception):
-    """A child process ended in a way that is not part of the story."""
+    """A child process ended in a way that the story does not plan."""
 
 
 class Child:
-    """A Python module that runs in a process of its own, with all that it starts in one session.
+    """A Python module that runs in a process of its own. All processes that it starts are in its session.
 
     As a context manager it leaves no process behind, whatever happens.
     """
 
     def __init__(self, folder: Folder, module: str, *arguments: str, kill: Kill | None = None) -> None:
         self.module, self.output = module, folder.output(module)
-        # Settings of this shell for another commit log are not for the demo's check job.
+        # This shell may have settings for another commit log, which the demo's check job must not get.
         env = {k: v for k, v in os.environ.items() if not k.startswith("TXMQ_")}
         packages = str(Path(rmq_spark.__file__).parent.parent)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (packages, env.get("PYTHONPATH"))))
@@ -56,7 +56,7 @@ class Child:
         self.process.wait()
 
     def wait(self, meanwhile: Callable[[], None] = lambda: None) -> int:
-        """Wait for its end, calling ``meanwhile`` every so often; the exit code, negative for a signal."""
+        """Call ``meanwhile`` until the process ends, and return its exit code, which is negative for a signal."""
         while self.process.poll() is None:
             meanwhile()
             time.sleep(POLL_S)
@@ -64,14 +64,14 @@ class Child:
         return self.process.returncode
 
     def survivors(self, patience_s: float = 5.0) -> list[int]:
-        """Processes of the session that live on, after a moment for the system to clear them away."""
+        """Return the session's processes that still live, after some seconds for the system to remove them."""
         deadline = time.monotonic() + patience_s
         while (left := session_members(self.session)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return left
 
     def require_success(self, code: int) -> None:
-        """ChildFailed, with the end of what the process wrote, unless its exit code is 0."""
+        """Raise ChildFailed, with the end of the process's output, when its exit code is not 0."""
         if code != 0:
             lines = self.output.read_text(encoding="utf-8", errors="replace").splitlines()
             shown = "\n".join(lines[-OUTPUT_LINES_SHOWN:])

@@ -1,6 +1,6 @@
-"""The proof: the data set, the order database and the three topics, compared row by row.
+"""The proof compares the data set, the order database and the three topics row by row.
 
-Run as ``python -m rmq_spark.demo.proof`` by the demo, in a process and a Spark session that had no part in the stream.
+The demo runs it as ``python -m rmq_spark.demo.proof``, in a process and a Spark session that had no part in the stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rmq_spark.transaction import decode_json
 EXAMPLES_MAX = 3
 MESSAGE_COLUMNS = ["queue_id", "queue_offset", "keys", "body"]
 ReadTopic = Callable[[str], pa.Table]
-"""The committed messages of a topic, with :data:`MESSAGE_COLUMNS`."""
+"""Returns the committed messages of a topic, with :data:`MESSAGE_COLUMNS`."""
 
 ORDER_COLUMNS = ["order_id", "household_id", "total_cents"]
 LINE_COLUMNS = ["order_id", "product_id", "quantity"]
@@ -41,14 +41,14 @@ class Proof:
     Attributes
     ----------
     baskets, refused, orders : int
-        Of the data set; refused ones have a zero quantity, the others must be orders.
+        Baskets of the data set. Refused ones have a zero quantity, and the others must be orders.
     messages, duplicates, missing, unwanted : dict of str to int
-        By topic: committed messages; orders told more than once; orders not told; messages of refused baskets or of
-        no order at all.
+        By topic: committed messages; orders told more than once; orders not told; messages of refused baskets or of no
+        order at all.
     runs_started, runs_effective : int
-        Baskets whose local transaction was started, and whose database transaction committed.
+        Baskets whose local transaction was started, and baskets whose database transaction committed.
     disagreements : list of str
-        A sentence each; none = everything agrees.
+        A sentence for each. When there is none, everything agrees.
     """
 
     baskets: int = 0
@@ -67,12 +67,12 @@ class Proof:
         return not self.disagreements
 
     def require(self, what: str, found: object, expected: object) -> None:
-        """Note a disagreement unless both are equal."""
+        """Note a disagreement when the two are not equal."""
         if found != expected:
             self.disagreements.append(f"{what}: found {found}, expected {expected}")
 
     def require_same_rows(self, what: str, left: str, a: pa.Table, right: str, b: pa.Table) -> None:
-        """Note a disagreement unless both tables have the same rows, each as often; their order does not matter."""
+        """Note a disagreement when the tables do not have the same rows equally often. Their order does not matter."""
         odd = odd_rows(a, b)
         if odd.num_rows:
             ids = pc.unique(odd["order_id"])
@@ -85,7 +85,7 @@ class Proof:
 
 
 def odd_rows(a: pa.Table, b: pa.Table) -> pa.Table:
-    """Rows that one table has more often than the other; ``times`` is how much more often ``a`` has them."""
+    """Return rows that one table has more often than the other; ``times`` says how much more often ``a`` has them."""
     columns = a.column_names
     b = b.select(columns).cast(a.schema)
     signs = pa.concat_arrays([pa.repeat(pa.scalar(1), a.num_rows), pa.repeat(pa.scalar(-1), b.num_rows)])
@@ -95,7 +95,7 @@ def odd_rows(a: pa.Table, b: pa.Table) -> pa.Table:
 
 
 def prove(folder: Folder, read_topic: ReadTopic) -> Proof:
-    """Compare everything; the proof says what disagrees."""
+    """Compare everything, and return the proof, which says what disagrees."""
     proof = Proof()
     baskets = read_input(folder.input)
     refused = with_zero_quantity(baskets)
@@ -118,7 +118,7 @@ def prove(folder: Folder, read_topic: ReadTopic) -> Proof:
 
 
 def _prove_offsets(proof: Proof, topic: str, messages: pa.Table) -> None:
-    """The offsets of each queue are 0, 1, 2, … without gaps."""
+    """Require that the offsets of each queue are 0, 1, 2, … without gaps."""
     for queue_id in sorted(pc.unique(messages["queue_id"]).to_pylist()):
         offsets = messages.filter(pc.equal(messages["queue_id"], queue_id))["queue_offset"].sort()
         if not offsets.combine_chunks().equals(pa.array(range(len(offsets)), pa.int64())):
@@ -130,7 +130,7 @@ def _prove_offsets(proof: Proof, topic: str, messages: pa.Table) -> None:
 
 
 def _prove_once(proof: Proof, topic: str, messages: pa.Table, orders: pa.Table, refused: pa.Array) -> None:
-    """Every order of the database is told exactly once, and nothing else is."""
+    """Require that every order of the database is told exactly once, and nothing else is."""
     told = messages["keys"].cast(pa.int64())
     times = pc.value_counts(told)
     twice = times.filter(pc.greater(times.field("counts"), 1)).field("values")
@@ -154,7 +154,7 @@ def _prove_once(proof: Proof, topic: str, messages: pa.Table, orders: pa.Table, 
 
 
 def _prove_contents(proof: Proof, topic: str, messages: pa.Table, orders: pa.Table, lines: pa.Table) -> None:
-    """What a topic tells is what the database has."""
+    """Require that a topic tells what the database has."""
     bodies = decode_json(messages["body"], BODIES[topic])
     if not bodies["order_id"].equals(messages["keys"].cast(pa.int64())):
         proof.disagreements.append(f"topic {topic}: a body names another order than its message's key")
@@ -173,8 +173,11 @@ def _prove_contents(proof: Proof, topic: str, messages: pa.Table, orders: pa.Tab
 
 
 def _prove_runs(proof: Proof, folder: Folder) -> None:
-    """Each local transaction took effect once. Started again was only what had left nothing behind: runs that a kill
-    undid, and refused baskets, which a replay asks once more when a check had settled them."""
+    """Require that each local transaction took effect once, and that none was started again without reason.
+
+    There are two reasons: a kill undid the run, or all its baskets were refused and a check had settled them, so a
+    replay runs them once more. In both cases nothing of the first run was left.
+    """
     started = _read_json_lines(folder.journal.read_text(encoding="utf-8"))
     effective = read_table(folder, "select half_id, attempt, baskets from local_transactions").to_pylist()
     proof.runs_started = sum(run["baskets"] for run in started)
@@ -202,7 +205,7 @@ def _prove_settled(proof: Proof, folder: Folder) -> None:
 
 
 def read_kills(folder: Folder) -> list[dict[str, Any]]:
-    """What the kills hit, oldest first."""
+    """Return what the kills hit, oldest first."""
     return _read_json_lines(folder.kills.read_text(encoding="utf-8")) if folder.kills.exists() else []
 
 
@@ -211,13 +214,13 @@ def _read_json_lines(text: str) -> list[dict[str, Any]]:
 
 
 def load(folder: Folder) -> Proof:
-    """The proof that the process wrote down."""
+    """Read the proof that the process wrote."""
     kept: Mapping[str, Any] = json.loads(folder.proof.read_text(encoding="utf-8"))
     return Proof(**kept)
 
 
 def main() -> None:
-    """Read the topics with Spark, prove, and write the proof down."""
+    """Read the topics with Spark, compare everything, and write the proof."""
     from rmq_spark.demo.stream import start_spark
 
     folder = Settings().folder

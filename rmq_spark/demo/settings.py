@@ -1,4 +1,4 @@
-"""What the demo can be told from outside, and where its files are."""
+"""The demo's settings, and the places of its files."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 TOPICS = ("logistics", "points", "cart")
 PRODUCER_GROUP = "order-service"
 ROWS_MIN = 500
-"""Fewer lines hold too few baskets for a batch before, between and after the kills."""
+"""With fewer lines there are too few baskets for a batch before, between and after the kills."""
 
 
 class Settings(BaseSettings):
-    """Read from the environment, by the demo and by the processes that it starts.
+    """Settings that the demo and the processes it starts read from the environment.
 
     Attributes
     ----------
     rows : int or None
-        ``DEMO_ROWS``: so many lines of the data set, rounded up to whole baskets; None = all.
+        ``DEMO_ROWS``: how many lines of the data set to take, rounded up to whole baskets; None takes all.
     dir : Path or None
-        ``DEMO_DIR``: the folder to work in; None = a temporary one.
+        ``DEMO_DIR``: the folder to work in; None makes a temporary one.
     kill : str or None
-        ``DEMO_KILL``: where the stream's driver dies (see :mod:`rmq_spark.demo.kill`); set by the demo itself, for the
-        process that it starts.
+        ``DEMO_KILL``: where the stream's driver dies (see :mod:`rmq_spark.demo.kill`). The demo sets it for the process
+        that it starts.
     """
 
     model_config = SettingsConfigDict(env_prefix="DEMO_", env_ignore_empty=True)
@@ -36,7 +36,7 @@ class Settings(BaseSettings):
 
     @cached_property
     def folder(self) -> Folder:
-        """The folder of a run; ValueError when none is set."""
+        """The folder of the run; reading it raises ValueError when DEMO_DIR is not set."""
         if self.dir is None:
             raise ValueError("DEMO_DIR is not set: this is started by python -m rmq_spark.demo, which sets it")
         return Folder(self.dir)
@@ -63,10 +63,10 @@ class Folder:
         return f"sqlite:///{self.database}"
 
     def output(self, module: str) -> Path:
-        """Where processes that run a module write what they have to say."""
+        """Return the file for the output of the processes that run a module."""
         return self.root / f"{module.removeprefix('rmq_spark.')}.out"
 
     def batches_done(self) -> int:
-        """How many micro-batches Spark has noted as committed."""
+        """Return how many micro-batches the checkpoint has as committed."""
         commits = self.checkpoint / "commits"
         return sum(p.name.isdigit() for p in commits.iterdir()) if commits.is_dir() else 0

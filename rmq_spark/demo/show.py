@@ -1,4 +1,4 @@
-"""What is to be seen: named phases, a bar over the baskets on a terminal, and the table at the end."""
+"""Prints the demo: its phases, a progress bar over the baskets on a terminal, and the table at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rmq_spark.demo.proof import Proof
 from rmq_spark.demo.settings import TOPICS
 
 LINE_EVERY = 0.25
-"""Without a terminal, a line at every such part of the baskets takes the place of the bar."""
+"""Without a terminal, a line after each such part of the baskets replaces the bar."""
 
 WHERE = {
     Point.COMMITTED.value: "after the database's commit, before the op marker",
@@ -27,7 +27,7 @@ WHERE = {
 
 @dataclass
 class Bar:
-    """Moves the bar, or prints a line now and then where there is no terminal."""
+    """Moves the progress bar, or prints a line now and then when there is no terminal."""
 
     show: Show
     progress: Progress
@@ -43,10 +43,10 @@ class Bar:
 
 
 class Show:
-    """Prints the demo. One object a run; its clock starts when it is made."""
+    """Prints one run of the demo. Its clock starts when the object is made."""
 
     def __init__(self, console: Console | None = None) -> None:
-        # Without a terminal nothing is known about the width: 120 keeps a sentence on its line.
+        # Without a terminal the width is not known: with 120 a sentence stays on its line.
         self.console = console or Console(highlight=False)
         if not self.console.is_terminal:
             self.console.width = 120
@@ -89,7 +89,7 @@ class Show:
             self.note(f"pending {when}: {row['messages']:,} messages of {where}")
 
     def result(self, proof: Proof, kills: int, lines: int, stream_s: float) -> None:
-        """The table at the end."""
+        """Print the table at the end."""
         table = Table(title="a grocer's year, told to three topics", title_justify="left")
         for heading in ("", "found"):
             table.add_column(heading, justify="left" if not heading else "right")
@@ -114,7 +114,7 @@ class Show:
         self.console.print(table)
 
     def verdict(self, proof: Proof) -> None:
-        """The last line: what was proven, or what disagrees."""
+        """Print what was proven, or what disagrees."""
         if proof.holds:
             self.console.print(
                 f"[green]Proven:[/green] each of the {proof.orders:,} orders is in the database once and told "

@@ -1,4 +1,4 @@
-"""The demo from beginning to end."""
+"""Runs the demo from beginning to end."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ transactionTimeout = "1s"
 
 @dataclass(frozen=True)
 class Death:
-    """A kill, and who settles what it leaves open."""
+    """A kill, and who settles the half batch that it leaves open."""
 
     kill: Kill
     checker: bool
-    """True: the check service, while no driver runs. False: the driver that is started next, by its replay."""
+    """True when the check job settles it while no driver runs. False when the next driver settles it by a replay."""
 
     @property
     def what_comes(self) -> str:
-        """What the next driver will do with the half batch."""
+        """What the next driver does with the half batch, in words."""
         if self.kill.point is Point.WORKING:
             return "was rolled back by the check for good, so it runs, as attempt 2"
         if self.checker:
@@ -49,7 +49,7 @@ class Death:
 
 
 def deaths(batches: int) -> tuple[Death, ...]:
-    """A quarter, half and three quarters through the stream."""
+    """Return the three deaths: after a quarter, a half and three quarters of the stream."""
     return (
         Death(Kill(Point.COMMITTED, batches // 4), checker=False),
         Death(Kill(Point.COMMITTED, batches // 2), checker=True),
@@ -68,7 +68,7 @@ class Story:
     stream_s: float = 0.0
 
     def tell(self) -> Proof:
-        """Run it all; the proof says whether everything agrees."""
+        """Run everything, and return the proof, which says whether everything agrees."""
         self.set_up()
         plan = deaths(len(self.input.baskets_per_file))
         started = time.monotonic()
@@ -89,7 +89,7 @@ class Story:
         return proof
 
     def set_up(self) -> None:
-        """Input files, an empty commit log with its topics, an empty order database with its fence."""
+        """Make the input files, an empty commit log with its topics, and an empty order database with its fence."""
         self.show.phase("the data set, as input files of the stream")
         self.input = baskets.write_input(self.folder.input, self.rows)
         self.show.note(
@@ -105,7 +105,7 @@ class Story:
 
     # ------------------------------------------------------------------ the stream and its ends
     def stream_until_killed(self, kill: Kill, bar: Bar) -> None:
-        """Run the driver until it dies as planned, and make sure that nothing of it lives on."""
+        """Run the driver until it dies as planned, and require that none of its processes is left."""
         before = len(read_kills(self.folder))
         with self._driver(kill) as child:
             code = child.wait(lambda: self._progress(bar))
@@ -133,7 +133,7 @@ class Story:
         return rows
 
     def settle(self) -> None:
-        """Let the check job run rounds until nothing is pending, while no driver lives."""
+        """Run rounds of the check job until nothing is pending, while no driver lives."""
         self.show.phase("the check service, while no driver runs")
         deadline = time.monotonic() + SETTLE_S_MAX
         rounds = 0
@@ -157,5 +157,5 @@ class Story:
 
 
 def check_config(folder: Folder) -> str:
-    """The check job's configuration file."""
+    """Return the text of the check job's configuration file."""
     return CHECK_CONFIG.format(path=json.dumps(str(folder.log)), group=PRODUCER_GROUP, listener=LISTENER)

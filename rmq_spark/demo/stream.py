@@ -1,7 +1,7 @@
 """The query: every basket is one transaction of three messages, which go to three topics.
 
-Run as ``python -m rmq_spark.demo.stream`` by the demo, in a process that may be killed at any moment; started again, it
-goes on where its checkpoint and the commit log say.
+The demo runs it as ``python -m rmq_spark.demo.stream``, in a process that may be killed at any moment. When it is
+started again, it goes on where its checkpoint and the commit log say.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 LISTENER = "rmq_spark.demo.orders:listener"
 JVM_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-"""A JVM lives for a minute at most: what it compiles once more, for speed, costs more than it brings."""
+"""A JVM lives for a minute at most. Compiling code again, for more speed, would cost more than it saves."""
 
 
 def start_spark(folder: Folder, name: str) -> SparkSession:
-    """A quiet Spark session on two cores, whose Python workers are this Python and whose files stay in the folder."""
+    """Start a quiet Spark session on two cores. Its workers use this Python, and its files stay in the folder."""
     folder.temporary.mkdir(exist_ok=True)
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     from pyspark.sql import SparkSession
@@ -37,7 +37,7 @@ def start_spark(folder: Folder, name: str) -> SparkSession:
         "spark.sql.shuffle.partitions": "2",
         "spark.sql.session.timeZone": "UTC",
         "spark.driver.extraJavaOptions": f'{JVM_OPTIONS} "-Djava.io.tmpdir={folder.temporary}"',
-        # A killed JVM cleans nothing up: what it leaves goes away with the folder.
+        # A killed JVM cleans nothing up. Its files are removed with the folder.
         "spark.local.dir": str(folder.temporary),
         "spark.sql.warehouse.dir": str(folder.temporary / "warehouse"),
         "spark.driver.memory": "2g",
@@ -47,7 +47,7 @@ def start_spark(folder: Folder, name: str) -> SparkSession:
 
 
 def to_messages(baskets: DataFrame) -> DataFrame:
-    """Three messages a basket: what to ship, what was spent, and what to clear."""
+    """Return three messages for each basket: what to ship, what was spent, and what to clear."""
     from pyspark.sql import functions as F
 
     order_id = F.col("basket_id").alias("order_id")
@@ -85,7 +85,7 @@ def run(folder: Folder) -> None:
 
 def main() -> None:
     folder = Settings().folder
-    if os.getsid(0) == os.getpid():  # started by the demo, with a session to itself: a kill may end it
+    if os.getsid(0) == os.getpid():  # the demo started it, in a session of its own, which a kill may end
         folder.driver.write_text(str(os.getpid()), encoding="utf-8")
     run(folder)
 

@@ -1,7 +1,7 @@
-"""Listeners that make a check's ROLLBACK binding: a fence in the user's own database or Delta table.
+"""Listeners that make a check's ROLLBACK binding, with a fence in the user's own database or Delta table.
 
-Nothing is imported before it is asked for: SQLAlchemy (the extra ``sql``) and Spark (``spark``) are not
-everyone's.
+A listener's module is imported when the listener is first used: not everyone has SQLAlchemy (the extra ``sql``) and
+Spark (the extra ``spark``).
 """
 
 from __future__ import annotations

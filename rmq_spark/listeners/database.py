@@ -1,4 +1,4 @@
-"""A user's database through SQLAlchemy: engines, whole transactions, and what all dialects can be asked for."""
+"""Works on a user's database through SQLAlchemy: engines, whole transactions, and what every dialect can do."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ except ImportError as problem:  # pragma: no cover - the test runs this in anoth
     ) from problem
 
 BACKENDS = ("sqlite", "postgresql", "mariadb", "mysql")
-"""What the tests run on, by SQLAlchemy's names (MariaDB answers to both of the last two)."""
+"""Databases that the tests run on, by SQLAlchemy's names (MariaDB has both of the last two)."""
 
-# PostgreSQL: lock_not_available, serialization_failure, deadlock_detected. The other side is at work: ask
-# later.
+# PostgreSQL: lock_not_available, serialization_failure, deadlock_detected. Another transaction is at work: ask later.
 _LOCK_STATES = frozenset({"55P03", "40001", "40P01"})
 # MariaDB and MySQL: lock wait timeout, deadlock, and a row that was taken or changed since the snapshot.
 _LOCK_NUMBERS = frozenset({1205, 1213, 1020, 3572})
@@ -36,12 +35,15 @@ _UTF8_BYTES_MAX = 4
 PLACE_CHARS_MAX = 64
 
 IN_INNODB: dict[str, Any] = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
-"""For a table that a transaction can undo, whatever a MariaDB or MySQL server's own engine is."""
+"""Makes a table whose changes a transaction can undo, whatever the default engine of a MariaDB or MySQL server is."""
 
 
 class _Utf8(sa.TypeDecorator[str]):
-    """Text kept as bytes. Every text collation that both MariaDB and MySQL have takes some texts for equal that
-    differ: in case, in accents, or at least in spaces at the end."""
+    """Text that is stored as bytes, so that only identical texts are equal.
+
+    In every collation that both MariaDB and MySQL have, some texts are equal that differ in case, in accents, or at
+    least in spaces at the end.
+    """
 
     impl = mysql.VARBINARY
     cache_ok = True
@@ -54,17 +56,17 @@ class _Utf8(sa.TypeDecorator[str]):
 
 
 def exact_text(chars: int) -> sa.String:
-    """A type for names: two of them are equal only if all their characters are."""
+    """Return a column type for names. Two names are equal only if all their characters are."""
     return sa.String(chars).with_variant(_Utf8(chars * _UTF8_BYTES_MAX), "mysql", "mariadb")
 
 
 class Database:
-    """A database by its URL or engine; connections are made when they are first needed.
+    """A database, given by a URL or an engine. It connects when it is first used.
 
     Raises
     ------
     ListenerError
-        When it is neither, no test runs on its kind, or SQLAlchemy cannot make an engine of it.
+        When the argument is neither, no test runs on this kind of database, or SQLAlchemy cannot make an engine of it.
     """
 
     def __init__(self, url_or_engine: str | sa.URL | sa.Engine) -> None:
@@ -73,7 +75,7 @@ class Database:
 
     @property
     def where(self) -> str:
-        """The database for people: without the password, and the query part, which may hold one."""
+        """The database's URL for people to read, without the password and the query part, which may hold one."""
         return self._url.set(query={}).render_as_string(hide_password=True)
 
     @property
@@ -81,16 +83,16 @@ class Database:
         if self._engine is None:
             self._engine = _make_engine(self._url)
         if self._pid != os.getpid():
-            # Forked: the parent's connections are the parent's. Forget them without closing them.
+            # This process was forked, and the connections are its parent's: forget them without closing them.
             self._engine.dispose(close=False)
             self._pid = os.getpid()
         return self._engine
 
     @contextmanager
     def transaction(self, lock_timeout: float | None = None, *, write: bool = True) -> Iterator[sa.Connection]:
-        """A database transaction: commits at the end, rolls back on an exception.
+        """Run a database transaction, which commits at the end and rolls back on an exception.
 
-        ``lock_timeout`` in seconds; None keeps the database's own.
+        ``lock_timeout`` is in seconds; None keeps the database's own.
         """
         with self.connect() as connection:
             self._refuse_unsafe(connection)
@@ -105,8 +107,8 @@ class Database:
                             connection.exec_driver_sql(f"SET LOCAL lock_timeout = {int(lock_timeout * 1000)}")
                         yield connection
                 except BaseException as problem:
-                    # The driver's own: after a commit that was refused, SQLAlchemy believes that it is over, and
-                    # the transaction would stay open, with its locks, in the pool.
+                    # Roll back the driver's connection: SQLAlchemy takes a refused commit for the transaction's end,
+                    # and would put the connection into the pool with the transaction open and its locks held.
                     if not connection.invalidated:
                         connection.connection.rollback()
                         if isinstance(problem, TransactionEndedError):
@@ -114,7 +116,7 @@ class Database:
                     raise
 
     def connect(self) -> sa.Connection:
-        """A connection; when there is none, the error says to what."""
+        """Return a connection; an error says which database could not be reached."""
         try:
             return self.engine.connect()
         except sa.exc.DBAPIError as problem:
@@ -122,7 +124,7 @@ class Database:
             raise
 
     def _refuse_unsafe(self, connection: sa.Connection) -> None:
-        """Refuse a connection whose transactions do not hold together, or see what others may still undo."""
+        """Refuse a connection that commits each statement by itself, or reads what others may still undo."""
         if _commits_by_itself(connection.connection.dbapi_connection):
             raise ListenerError(
                 f"the engine of {self.where} is set to AUTOCOMMIT: the work and its fence rows must commit together"
@@ -136,7 +138,7 @@ class Database:
 
 
 def insert_absent(connection: sa.Connection, key: sa.Column[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """Insert rows whose key is not there yet; the keys that were."""
+    """Insert the rows whose key is not in the table yet, and return the keys that were."""
     table, dialect = key.table, connection.dialect
     assert isinstance(table, sa.Table)
     if not rows:
@@ -146,7 +148,7 @@ def insert_absent(connection: sa.Connection, key: sa.Column[Any], rows: Sequence
         statement = make(table).on_conflict_do_nothing(index_elements=[key]).returning(key)
         inserted = set(connection.execute(statement, rows).scalars())
         return [row[key.name] for row in rows if row[key.name] not in inserted]
-    # All at once; only when some are taken, which of them.
+    # Try all rows at once. Only when some keys are taken, find out which.
     if _inserts(connection, table, rows):
         return []
     return [row[key.name] for row in rows if not _inserts(connection, table, [row])]
@@ -159,21 +161,21 @@ def _inserts(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str
     except sa.exc.IntegrityError:
         savepoint.rollback()
         return False
-    # Nothing is done about another error: a deadlock has ended the transaction, and its savepoints with it.
+    # Other errors pass: a deadlock has ended the transaction, and its savepoints with it.
     savepoint.commit()
     return True
 
 
 def require_exact(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
-    """Try a table with rows whose keys are alike, and undo it: each must have its place, and none may stay.
+    """Require that a table tells apart rows whose keys are alike, and that a rollback removes them.
 
-    A table that was made by another hand may compare keys without case, accents or spaces at the end, or belong to
-    a storage engine without transactions (MyISAM).
+    It inserts such rows and undoes the insert. A table that somebody else made may ignore case, accents or spaces at
+    the end of a key, or belong to a storage engine without transactions (MyISAM).
 
     Raises
     ------
     ListenerError
-        When it does. Rows that could not be undone are deleted.
+        When the table does either. Rows that could not be undone are deleted.
     """
     name, keys = table.fullname, list(table.primary_key)
     savepoint = connection.begin_nested()
@@ -194,14 +196,14 @@ def require_exact(connection: sa.Connection, table: sa.Table, rows: Sequence[dic
 
 
 def alike(prefix: str) -> list[str]:
-    """Names that a careless collation takes for one."""
+    """Return names that a careless collation takes for one."""
     return [f"{prefix}a", f"{prefix}A", f"{prefix}a ", f"{prefix}\u00e4"]
 
 
 def place_of(connection: sa.Connection) -> str | None:
-    """What tells a database from a copy of it, as far as it can tell; None when it cannot.
+    """Return what distinguishes a database from a copy of it, or None when the database does not tell.
 
-    It stays the same when a server restarts, or a replica takes over.
+    It stays the same when a server restarts or a replica takes over.
     """
     if connection.dialect.name == "sqlite":
         files = {row.name: row.file for row in connection.exec_driver_sql("PRAGMA database_list")}
@@ -214,22 +216,22 @@ def place_of(connection: sa.Connection) -> str | None:
         savepoint = connection.begin_nested()
         try:
             cluster, database = connection.exec_driver_sql(query).one()
-        except sa.exc.DBAPIError:  # it was taken from this user, or the server has no such function
+        except sa.exc.DBAPIError:  # this user may not call the function, or the server does not have it
             savepoint.rollback()
             return None
         savepoint.commit()
         return f"cluster {cluster}, database {database}"
-    # The servers that take over from each other have ids of their own, so a server's id does not tell.
+    # A server that takes over has another server id, so only the database's name can be used.
     return f"database {connection.exec_driver_sql('SELECT DATABASE()').scalar_one()}"[:PLACE_CHARS_MAX]
 
 
 @contextmanager
 def _sqlite_transaction(connection: sa.Connection, lock_timeout: float | None, write: bool) -> Iterator[None]:
-    """BEGIN and COMMIT as SQLite has them; Python's sqlite3 would begin late, and without the write lock.
+    """Run a SQLite transaction with its own BEGIN and COMMIT: Python's sqlite3 begins late and without the write lock.
 
-    A writer takes the write lock at once (BEGIN IMMEDIATE): a transaction that reads first and writes later
-    fails when another one wrote in between, without waiting. What is set here is set back: the connection may
-    be of a user's own engine.
+    A writer takes the write lock at once (BEGIN IMMEDIATE). If it read first and wrote later, it would fail without
+    waiting when another one wrote in between. Every setting is set back at the end, because the connection may belong
+    to a user's engine.
     """
     driver = connection.connection.dbapi_connection
     assert driver is not None
@@ -238,12 +240,12 @@ def _sqlite_transaction(connection: sa.Connection, lock_timeout: float | None, w
     try:
         if lock_timeout is not None:
             connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(lock_timeout * 1000)}")
-        driver.rollback()  # what a user's listener on the engine's event "begin" has begun, without the write lock
+        driver.rollback()  # a user's listener for the engine's event "begin" may have begun without the write lock
         connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
         yield
         connection.commit()
     finally:
-        # After a commit there is nothing to roll back. The driver's own: SQLAlchemy's may believe it is done.
+        # Does nothing after a commit. The driver itself rolls back too: SQLAlchemy may take it for done already.
         driver.rollback()
         connection.rollback()
         if lock_timeout is not None:
@@ -254,11 +256,11 @@ def _sqlite_transaction(connection: sa.Connection, lock_timeout: float | None, w
 
 @contextmanager
 def _mysql_lock_timeout(connection: sa.Connection, seconds: float | None) -> Iterator[None]:
-    """A session's lock time-outs in MariaDB and MySQL, which count whole seconds. What is set here is set back."""
+    """Set a session's lock timeouts in MariaDB and MySQL, in whole seconds, and set them back at the end."""
     if seconds is None or connection.dialect.name not in ("mariadb", "mysql"):
         yield
         return
-    # Of rows, and of tables that somebody alters.
+    # The timeouts for rows, and for tables that somebody alters.
     names = ("innodb_lock_wait_timeout", "lock_wait_timeout")
     before = connection.exec_driver_sql(f"SELECT {', '.join(f'@@{name}' for name in names)}").one()
     _set_session(connection, names, [max(1, math.ceil(seconds))] * len(names))
@@ -269,7 +271,7 @@ def _mysql_lock_timeout(connection: sa.Connection, seconds: float | None) -> Ite
             try:
                 _set_session(connection, names, before)
             except sa.exc.DBAPIError:
-                connection.invalidate()  # nobody else shall get a connection with our settings
+                connection.invalidate()  # nobody else must get a connection with our settings
 
 
 def _set_session(connection: sa.Connection, names: Sequence[str], values: Sequence[int]) -> None:
@@ -293,15 +295,14 @@ _ENDED = (
 
 @contextmanager
 def no_commit_within(connection: sa.Connection) -> Iterator[None]:
-    """While ``work`` runs, its connection can be neither committed, rolled back nor closed: the fence rows are in
-    it too.
+    """Keep ``work`` from committing, rolling back or closing its connection, whose transaction has the fence rows too.
 
     Raises
     ------
     ListenerError
-        When ``work`` asks SQLAlchemy for it; nothing has happened.
+        When ``work`` asks SQLAlchemy to do so; nothing has happened.
     TransactionEndedError
-        When a statement is to run after the transaction has ended in some other way.
+        When ``work`` runs a statement after the transaction has ended in some other way.
     """
 
     def refuse(_: sa.Connection) -> None:
@@ -328,14 +329,14 @@ _SAVEPOINT = "txmq_work"
 
 
 def begin_savepoint(connection: sa.Connection) -> None:
-    """Remember where work begins. Not as SQLAlchemy's nested transaction, which work could end."""
+    """Set a savepoint where work begins. It is not SQLAlchemy's nested transaction, which work could end."""
     connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
 
 
 def end_savepoint(connection: sa.Connection, *, keep: bool) -> None:
-    """Keep or undo what was written since :func:`begin_savepoint`, which proves that the transaction is still the same.
+    """Keep or undo what was written since :func:`begin_savepoint`, and so prove that the transaction is still the same.
 
-    A database forgets its savepoints when a transaction ends, however it ended, also when another has begun since.
+    A database forgets its savepoints when their transaction ends, however it ends, even if another one begins after.
 
     Raises
     ------
@@ -361,7 +362,7 @@ def _is_savepoint_gone(problem: sa.exc.DBAPIError) -> bool:
 
 
 def _is_idle(driver: Any) -> bool:
-    """Whether the driver knows, without asking the database, that no transaction is open."""
+    """Return True when the driver knows, without asking the database, that no transaction is open."""
     if hasattr(driver, "in_transaction"):  # sqlite3
         return not driver.in_transaction
     if hasattr(driver, "server_status"):  # PyMySQL
@@ -372,7 +373,7 @@ def _is_idle(driver: Any) -> bool:
 
 def _engine_or_url(url_or_engine: object) -> tuple[sa.Engine | None, sa.URL]:
     engine, url = _read_url(url_or_engine)
-    if url.host is not None and "@" in url.host:  # what stands before it is a part of the password
+    if url.host is not None and "@" in url.host:  # the part before it belongs to the password
         raise ListenerError("the database URL has an @ in its password: write it as %40, or pass a sqlalchemy.URL")
     return engine, url
 
@@ -390,7 +391,7 @@ def _read_url(url_or_engine: object) -> tuple[sa.Engine | None, sa.URL]:
             _require_tested(url.get_backend_name())
             return None, url
         except (sa.exc.ArgumentError, ValueError):
-            # Without its text: it may hold a password. And without the cause, which may quote it.
+            # The error does not show the URL, which may hold a password, nor its cause, which may quote the URL.
             raise ListenerError("the database URL cannot be parsed: write it as 'sqlite:///orders.db'") from None
     raise ListenerError(f"{type(url_or_engine).__name__} is no database: pass a URL or a SQLAlchemy engine")
 
@@ -405,7 +406,7 @@ def _require_tested(backend: str) -> None:
 
 def _make_engine(url: sa.URL) -> sa.Engine:
     try:
-        # A connection may idle for hours between two micro-batches: look whether it is alive before its use.
+        # A connection may idle for hours between two micro-batches: test whether it is alive before use.
         return sa.create_engine(url, pool_pre_ping=True)
     except sa.exc.NoSuchModuleError:
         raise ListenerError(f"SQLAlchemy knows no database {url.drivername!r}: install its dialect") from None
@@ -416,7 +417,7 @@ def _make_engine(url: sa.URL) -> sa.Engine:
 
 
 def is_lock_problem(problem: sa.exc.DBAPIError) -> bool:
-    """Whether the database gave up waiting for (or was thrown out by) another transaction."""
+    """Return True when the database ended a statement because another transaction holds a lock or was faster."""
     cause = problem.orig
     if getattr(cause, "sqlstate", None) in _LOCK_STATES or getattr(cause, "pgcode", None) in _LOCK_STATES:
         return True
@@ -427,6 +428,6 @@ def is_lock_problem(problem: sa.exc.DBAPIError) -> bool:
 
 
 def _error_number(cause: BaseException | None) -> int | None:
-    """The number of an error of MariaDB or MySQL; None for another database's."""
+    """Return the number of a MariaDB or MySQL error, or None for another database's."""
     number = cause.args[0] if cause is not None and cause.args else None
     return number if isinstance(number, int) else None

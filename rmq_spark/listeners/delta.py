@@ -1,8 +1,25 @@
-"""A local transaction on a Delta table: one commit of the user's own, fenced by Delta's idempotent writes.
+"""Runs a local transaction on a Delta table: one commit of the user's own, fenced by Delta's idempotent writes.
 
-Execute and a check's tombstone write under the *same* transaction (``txnAppId`` and ``txnVersion``) of the
-table, so that only one of them can ever be in its log; ``userMetadata`` says which. See
-:class:`DeltaTransactionListener`.
+Execute and check commit to the table under the *same* ``txnAppId`` and ``txnVersion``. Delta skips the second such
+commit, or refuses it when both come at once. So the table's log never has both, and ``userMetadata`` says whose commit
+it has. See :class:`DeltaTransactionListener`. ::
+
+    execute first    execute   work commits (executed)     looks: executed        COMMIT_MESSAGE
+                     check                                 looks: executed        COMMIT_MESSAGE
+
+    check first      check     empty commit (tombstone)    looks: tombstone       ROLLBACK_MESSAGE
+                     execute                               work writes: skipped   looks: tombstone: FencedError
+
+What a check makes of the attempt's commit in the table's log:
+
+===============  ===========================================  ==========================================================
+``userMetadata`` committed by                                 a check answers
+===============  ===========================================  ==========================================================
+no such commit   nobody                                       UNKNOWN; after ``rollback_after`` it commits a tombstone
+``executed``     work                                         COMMIT
+``rolled_back``  execute, an empty commit: work rolled back   ROLLBACK
+``tombstone``    a check, an empty commit                     ROLLBACK
+===============  ===========================================  ==========================================================
 """
 
 from __future__ import annotations
@@ -45,20 +62,19 @@ _VERDICTS = {EXECUTED: COMMIT_MESSAGE, ROLLED_BACK: ROLLBACK_MESSAGE, TOMBSTONE:
 
 _APP_ID = "spark.databricks.delta.write.txnAppId"
 _VERSION = "spark.databricks.delta.write.txnVersion"
-# Delta takes the version out of the session once it is used, so a second write finds half a setting and
-# fails.
+# Delta takes the version out of the session when a write uses it. A second write finds half of the setting and fails.
 _AUTO_RESET = "spark.databricks.delta.write.txnVersion.autoReset.enabled"
 _USER_METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _SECOND_WRITE = "DELTA_INVALID_IDEMPOTENT_WRITES_OPTIONS"
 
-# Commits that carry the session's transaction. Others (ALTER TABLE, RESTORE) carry the metadata alone.
+# Commits that carry the session's txnAppId. Others (ALTER TABLE, RESTORE) carry userMetadata alone.
 _FENCED_OPERATIONS = frozenset({"WRITE", "MERGE", "UPDATE", "DELETE"})
-# Commits that Delta makes by itself, behind a write.
+# Commits that Delta makes by itself after a write.
 _HOUSEKEEPING = frozenset({"OPTIMIZE", "VACUUM START", "VACUUM END"})
 
-# How many of the newest commits to look at, page by page; the last page is the whole log.
+# How many of the newest commits to read: first 100, then 1000, then the whole log.
 _HISTORY_PAGES = (100, 1000, None)
-# A table's clock is its storage's; ours may differ by this much without costing more than a longer look.
+# A table's times come from its store's clock. Ours may differ by this much: looks go back so much further.
 _CLOCK_SKEW_S = 3600.0
 
 Work: TypeAlias = Callable[["DataFrame", "DeltaTable"], Verdicts]
@@ -67,21 +83,20 @@ Work: TypeAlias = Callable[["DataFrame", "DeltaTable"], Verdicts]
 class DeltaTransactionListener(TransactionListener):
     """Runs ``work`` as exactly one commit to a Delta table, which the half batch's messages must agree with.
 
-    Needs Spark: for ``foreachBatch(TransactionalSink(...))`` and the check job. A half batch is one
-    transaction (neither ``transactionKey`` nor ``transactionPer=message``): a Delta commit happens as a
-    whole.
+    It needs Spark: use it with ``foreachBatch(TransactionalSink(...))`` and the check job. A half batch must be one
+    transaction (neither ``transactionKey`` nor ``transactionPer=message``), because a Delta commit happens as a whole.
 
     Parameters
     ----------
     table : str or DeltaTable
         A path (with a ``/``) or a table's name.
     work : callable
-        ``work(batch_df, delta_table)``: the messages with the columns of ``half``, and the
+        ``work(batch_df, delta_table)`` gets the messages with the columns of ``half``, and the
         :class:`delta.tables.DeltaTable`. It makes **exactly one** commit to that table, by a write (append or
-        overwrite), MERGE, UPDATE or DELETE, through ``batch_df``, ``delta_table`` or
-        ``batch_df.sparkSession``. These belong to a session of their own, a copy of ``spark`` with its
-        temporary views; a commit through any other session is not fenced. It writes to no other Delta table
-        and sets no ``txnAppId`` and no ``userMetadata``. What it returns:
+        overwrite), MERGE, UPDATE or DELETE, through ``batch_df``, ``delta_table`` or ``batch_df.sparkSession``. These
+        belong to a session of their own, a copy of ``spark`` with its temporary views. A commit through any other
+        session is not fenced. ``work`` writes to no other Delta table and sets no ``txnAppId`` and no
+        ``userMetadata``. What it returns:
 
         ============================== ======================================================================
         returned or raised             meaning
@@ -92,30 +107,30 @@ class DeltaTransactionListener(TransactionListener):
         an exception                   the half batch stays pending; a check looks for the commit
         ============================== ======================================================================
 
-        ``None`` is COMMIT here, where a listener's own ``None`` is UNKNOWN.
+        ``None`` means COMMIT here, while a listener's own ``None`` means UNKNOWN.
     spark : SparkSession, optional
         The session; the active one when not given. Its settings are never changed.
     rollback_after : float, default 60.0
-        Seconds from prepare (or reopen). A check that finds no commit answers UNKNOWN while the half batch is
-        younger, else it writes a tombstone (an empty commit) and answers ROLLBACK.
+        Seconds from prepare (or reopen). A check that finds no commit answers UNKNOWN while the half batch is younger.
+        Later it writes a tombstone (an empty commit) and answers ROLLBACK.
 
     Notes
     -----
-    The fence is the table itself: its id is kept with each half batch, so a check against another table, or
-    one that was made anew, is an error instead of a wrong answer.
+    The fence is the table itself. Each half batch keeps the table's id. So a check against another table, or one that
+    was made anew, is an error instead of a wrong answer.
 
-    Delta keeps a transaction in its checkpoints, and who wrote it in the log's JSON files, which clean-up
-    removes (``delta.logRetentionDuration``, 30 days by default). A check that finds the one without the other
-    raises FenceError: nobody can say. ``delta.setTransactionRetentionDuration`` makes Delta forget
-    transactions; leave it unset, or longer than half batches are kept.
+    Delta keeps the transaction (``txn``) in its checkpoints, and who wrote it only in the log's JSON files, which
+    clean-up removes (``delta.logRetentionDuration``, 30 days by default). A check that finds the first without the
+    second raises FenceError, because nobody can say who wrote it. ``delta.setTransactionRetentionDuration`` makes Delta
+    forget transactions: leave it unset, or set it longer than half batches are kept.
 
-    When another writer's commit conflicts with that of ``work``, Delta raises an error of its own, and
-    nothing is written: the half batch stays pending, and a check or a replay settles it.
+    When another writer's commit conflicts with that of ``work``, Delta raises an error of its own and writes nothing.
+    The half batch stays pending, and a check or a replay settles it.
     """
 
     requires_spark = True
     machine: Machine = MACHINE
-    """Whose clock says how old a half batch is."""
+    """The machine whose clock tells the age of half batches."""
 
     def __init__(
         self,
@@ -147,18 +162,18 @@ class DeltaTransactionListener(TransactionListener):
 
     # ------------------------------------------------------------------ execute
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        """Run ``work`` under the half batch's Delta transaction, then look whose commit the table has.
+        """Run ``work`` under the attempt's Delta transaction, then look whose commit the table has.
 
         Returns
         -------
         LocalTransactionState
-            COMMIT_MESSAGE when the commit is that of ``work`` (of this run, or of an earlier one of the same
-            attempt); ROLLBACK_MESSAGE when ``work`` returned that, now or in an earlier run.
+            COMMIT_MESSAGE when ``work`` made the commit, in this run or in an earlier one of the same attempt.
+            ROLLBACK_MESSAGE when ``work`` returned that, in this run or in an earlier one.
 
         Raises
         ------
         FencedError
-            A check rolled this attempt back; Delta skipped what ``work`` wrote.
+            A check rolled this attempt back. Delta skipped what ``work`` wrote.
         FenceError
             There is no such table, or another one than when the half batch was prepared.
         ListenerError
@@ -180,7 +195,7 @@ class DeltaTransactionListener(TransactionListener):
         return self._require_one_commit(self._look(self._open(spark), batch), batch, unused)
 
     def _explain(self, problem: Exception, found: _Found, batch: HalfBatch) -> None:
-        """Raise what an exception in ``work`` really means, when it is not its own."""
+        """Raise a clearer error when Delta refused what ``work`` wrote; else return."""
         if found.state == TOMBSTONE:
             raise self._fenced(batch) from problem
         if _SECOND_WRITE in str(problem):
@@ -192,7 +207,7 @@ class DeltaTransactionListener(TransactionListener):
             ) from problem
 
     def _refuse(self, spark: SparkSession, batch: HalfBatch, unused: bool) -> LocalTransactionState:
-        """``work`` rolled back: record it, so that a check says the same."""
+        """Record in the table that ``work`` rolled back, so that a check answers the same."""
         if not unused:
             raise LocalTransactionError(
                 f"work for {self._table!r} returned ROLLBACK_MESSAGE for half batch {batch.half_id!r}, but "
@@ -223,13 +238,13 @@ class DeltaTransactionListener(TransactionListener):
 
     # ------------------------------------------------------------------ check
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        """Whose commit the table has; for an old half batch without one, a tombstone.
+        """Return a verdict by the commit that the table has. An old half batch without one gets a tombstone.
 
         Returns
         -------
         LocalTransactionState
-            COMMIT_MESSAGE (the commit of ``work``), ROLLBACK_MESSAGE (``work`` rolled back, or a tombstone:
-            it never will commit), or UNKNOWN (no commit, and younger than ``rollback_after``).
+            COMMIT_MESSAGE (``work`` committed), ROLLBACK_MESSAGE (``work`` rolled back, or a check has committed a
+            tombstone and ``work`` never will commit), or UNKNOWN (no commit, and younger than ``rollback_after``).
 
         Raises
         ------
@@ -248,15 +263,16 @@ class DeltaTransactionListener(TransactionListener):
         return _VERDICTS[found.state]
 
     def _seal(self, spark: SparkSession, batch: HalfBatch, mark: str) -> _Found:
-        """An empty commit with this mark, which Delta skips when there is one already; then whose it is."""
+        """Make an empty commit with this state, and return whose commit the table has then.
+
+        Delta skips the commit when the attempt has one already.
+        """
         try:
             with _fenced_session(spark, batch, mark) as own:
-                # Matches nothing and reads no file. An empty append would do too, but not for every table:
-                # one with an identity column refuses it.
+                # This MERGE matches nothing and reads no file. A table with an identity column refuses an empty append.
                 self._open(own).merge(own.range(1).toDF("txmq"), "false").whenMatchedDelete().execute()
         except Exception:
-            # The other side may have committed in between (ConcurrentTransactionException). Then that is the
-            # answer.
+            # The other side may have committed in between (ConcurrentTransactionException): its commit is the answer.
             found = self._look(self._open(spark), batch)
             if found.state is None:
                 raise
@@ -264,12 +280,12 @@ class DeltaTransactionListener(TransactionListener):
         return self._look(self._open(spark), batch, thorough=True)
 
     def _look(self, table: DeltaTable, batch: HalfBatch, thorough: bool = False) -> _Found:
-        """Whose commits of this attempt the table's history has.
+        """Return which commits of this attempt the table's history has.
 
-        Looks at the newest ones first, and back to when the half batch was prepared; ``thorough`` to the end
-        of the log.
+        It reads the newest commits first, and goes back to when the half batch was prepared; with ``thorough`` to the
+        beginning of the log.
         """
-        # A half batch that was executed by a version without log ids has no log in its mark.
+        # A version of rmq_spark without log ids wrote userMetadata without a log.
         marks = {_mark(batch, state, log_id): state for state in _VERDICTS for log_id in (batch.log_id, None)}
         since = _utc(batch.prepared_at).timestamp() - _CLOCK_SKEW_S
         ours: list[tuple[str, str]] = []
@@ -373,7 +389,7 @@ class DeltaTransactionListener(TransactionListener):
 
 @dataclass(frozen=True)
 class _Found:
-    """What a table's history says of one attempt: the mark of its fenced commit, and its other operations."""
+    """What a table's history has of one attempt: the state in its fenced commit, and its unfenced operations."""
 
     state: str | None
     unfenced: tuple[str, ...]
@@ -391,11 +407,10 @@ def _mark(batch: HalfBatch, state: str, log_id: str | None) -> str:
 
 @contextmanager
 def _fenced_session(spark: SparkSession, batch: HalfBatch, state: str) -> Iterator[SparkSession]:
-    """A session of our own, whose one Delta commit carries the attempt's transaction and this mark.
+    """Give a copy of the session, whose one Delta commit carries the attempt's transaction and this state.
 
-    A copy, not ``spark`` itself: other threads that use that session would write under our transaction, and
-    Delta would skip their data silently. In the end the copy loses its settings too, in case ``work`` keeps
-    it.
+    Other threads may use ``spark`` itself: they would write under our transaction, and Delta would skip their data
+    silently. At the end the copy loses these settings, because ``work`` may keep it.
     """
     own = _copy(spark)
     settings = {
@@ -419,7 +434,7 @@ def _is_classic(spark: SparkSession) -> bool:
 
 
 def _copy(spark: Any) -> SparkSession:
-    """A session with the same settings and temporary views (over Spark Connect: as the client copies it)."""
+    """Return a session with the same settings and temporary views (with Spark Connect: what the client copies)."""
     if _is_classic(spark):
         copy = type(spark)(spark.sparkContext, spark._jsparkSession.cloneSession())
     else:
@@ -429,9 +444,9 @@ def _copy(spark: Any) -> SparkSession:
 
 @contextmanager
 def _active(spark: Any) -> Iterator[None]:
-    """This session is the thread's active one, for code in ``work`` that asks for it; then the old one.
+    """Make this session the thread's active one, for code in ``work`` that asks for it, and at the end the old one.
 
-    Spark's createDataFrame activates its session and leaves it so: the copy must not stay behind.
+    Spark's createDataFrame makes its session the active one for good. The copy must not stay active.
     """
     if not _is_classic(spark):
         yield

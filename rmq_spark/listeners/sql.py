@@ -1,9 +1,26 @@
-"""A local transaction in a database: the user's work and a fence row per transaction, in one database
-transaction.
+"""Runs a local transaction in a database, together with a fence row for each transaction.
 
-The fence is what lets a check promise that a local transaction *never will* happen: whoever inserts the
-transaction's id first, execute or check, wins, and the database's primary key is the judge. See
-:class:`SqlTransactionListener`.
+With the fence a check can promise that a local transaction *never will* happen. Execute and check both insert the
+transaction's id, and the primary key lets only one of them do so. See :class:`SqlTransactionListener`. ::
+
+    execute first    execute   BEGIN  insert id (started)  work  set executed  COMMIT
+                     check                                 insert id, which waits     finds executed: COMMIT_MESSAGE
+                                                           (or waits too long:        UNKNOWN)
+
+    check first      check     BEGIN  insert id (tombstone)  COMMIT                   ROLLBACK_MESSAGE
+                     execute                                        BEGIN  insert id  finds tombstone: FencedError
+
+What a check makes of the committed state of a row:
+
+===============  ======================================  ===========================================================
+state            written by                              a check answers
+===============  ======================================  ===========================================================
+no row           nobody                                  UNKNOWN; after ``rollback_after`` it inserts a tombstone
+``executed``     execute, when work's rows commit        COMMIT
+``rolled_back``  execute, when work rolled back          ROLLBACK
+``tombstone``    a check, or execute after that check    ROLLBACK
+``started``      execute, before work                    nothing (FenceError): work ended the database transaction
+===============  ======================================  ===========================================================
 """
 
 from __future__ import annotations
@@ -19,7 +36,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# First: it says what to install when SQLAlchemy is missing.
+# Imported first: it says what to install when SQLAlchemy is missing.
 from rmq_spark.listeners.database import (  # isort: skip
     IN_INNODB,
     PLACE_CHARS_MAX,
@@ -70,21 +87,21 @@ ROLLBACK_AFTER_S = 60.0
 LOCK_TIMEOUT_S = 5.0
 LOCK_TIMEOUT_S_MIN = 0.001
 LOCK_TIMEOUT_S_MAX = 24 * 3600.0
-"""PostgreSQL and SQLite count a lock timeout in milliseconds of an int32, which hold 24 days."""
+"""PostgreSQL and SQLite keep a lock timeout as milliseconds in an int32, which holds 24 days."""
 FENCE_TABLE = "txmq_fence"
 FENCE_RETENTION_MIN_S = 7 * 24 * 3600.0
-"""prune refuses to delete younger fence rows: they must outlive the half batches that they speak for."""
+"""prune refuses to delete younger fence rows, because they must outlive their half batches."""
 
 STARTED = "started"
-"""Never seen from outside, unless work ended the database transaction in its middle: then nobody can answer."""
+"""Committed only when work ended the database transaction in its middle. Then no check can answer."""
 EXECUTED = "executed"
 ROLLED_BACK = "rolled_back"
 TOMBSTONE = "tombstone"
 
 _IDS_PER_SELECT = 500
 _IN_LOG = "@"
-"""Between a half id, which has none, and the id of its commit log."""
-# The rows of the id's table. A fence of an earlier version has the first alone, until create_fence is called again.
+"""Separates a half id, which has none of these, from the id of its commit log."""
+# Rows of the table <fence_table>_id. A fence of an earlier version has only the first, until create_fence runs again.
 _THE_ID = 1
 _THE_PLACE = 2
 _VERDICTS: Mapping[str, LocalTransactionState] = {
@@ -95,13 +112,12 @@ _VERDICTS: Mapping[str, LocalTransactionState] = {
 
 
 def _verdict(word: str, transaction_id: str) -> LocalTransactionState:
-    """What a fence row says.
+    """Return the verdict of a fence row.
 
     Raises
     ------
     FenceError
-        For a row of work that ended the database transaction in its middle, or one that was changed by hand, or
-        by a failing disk.
+        When work ended the database transaction in its middle, or the row was changed by hand or by a failing disk.
     """
     if word == STARTED:
         raise FenceError(
@@ -118,16 +134,16 @@ def _verdict(word: str, transaction_id: str) -> LocalTransactionState:
 
 
 class Rollback(Exception):
-    """Raised by ``work``: undo what it wrote, and roll back the messages too.
+    """``work`` raises it to undo what it wrote and to roll back the messages.
 
-    With ``per_transaction=True`` it undoes this transaction alone (its savepoint), else the whole half batch.
-    Any *other* exception leaves the half batch pending.
+    With ``per_transaction=True`` it undoes this transaction alone (its savepoint), else the whole half batch. Any
+    *other* exception leaves the half batch pending.
     """
 
 
 @dataclass(frozen=True)
 class HalfTransaction:
-    """One transaction of a half batch: what ``work`` gets with ``per_transaction=True``.
+    """One transaction of a half batch. ``work`` gets it with ``per_transaction=True``.
 
     Attributes
     ----------
@@ -135,7 +151,7 @@ class HalfTransaction:
     transaction_key : str or None
         The value of ``transactionKey``; None without one.
     batch : HalfBatch
-        The half batch that it is part of.
+        The half batch that the transaction is part of.
     """
 
     transaction_id: str
@@ -146,12 +162,12 @@ class HalfTransaction:
     _length: int = field(repr=False)
 
     def messages(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Its messages in send order, with the columns of :meth:`HalfBatch.messages`."""
+        """Return its messages in send order, with the columns of :meth:`HalfBatch.messages`."""
         table = self._all.table if columns is None else self._all.table.select(list(columns))
         return table.slice(self._start, self._length)
 
     def decode(self, schema: str | pa.Schema) -> pa.Table:
-        """Its messages' JSON bodies as columns; see :meth:`HalfBatch.decode`."""
+        """Return its messages' JSON bodies as columns; see :meth:`HalfBatch.decode`."""
         return self._all.decode(schema, self._start, self._length)
 
 
@@ -163,7 +179,7 @@ class _GroupedMessages:
         self._decoded: dict[str | pa.Schema, pa.Table | None] = {}
 
     def decode(self, schema: str | pa.Schema, start: int, length: int) -> pa.Table:
-        # Once for all transactions: a JSON reader for each took most of the time of small ones.
+        # Decode once for all transactions: small ones would spend most of their time in a JSON reader each.
         if schema not in self._decoded:
             try:
                 self._decoded[schema] = decode_json(self.table["body"], schema)
@@ -171,7 +187,7 @@ class _GroupedMessages:
                 self._decoded[schema] = None
         decoded = self._decoded[schema]
         if decoded is None:
-            # Some body is wrong: it must fail for its own transaction, not for all.
+            # A wrong body must fail for its own transaction, not for all.
             return decode_json(self.table["body"].slice(start, length), schema)
         return decoded.slice(start, length)
 
@@ -186,12 +202,11 @@ class SqlTransactionListener(TransactionListener):
     Parameters
     ----------
     url_or_engine : str, sqlalchemy.URL or sqlalchemy.Engine
-        The database that ``work`` writes to. From a URL an engine is made when it is first needed, in the
-        process that needs it. SQLite, PostgreSQL, MariaDB or MySQL; another database is refused.
+        The database that ``work`` writes to: SQLite, PostgreSQL, MariaDB or MySQL. Another database is refused. From a
+        URL the listener makes an engine when it first needs one, in the process that needs it.
     work : callable
-        ``work(connection, batch)``: gets the open :class:`sqlalchemy.Connection` and the
-        :class:`~rmq_spark.HalfBatch`; must not commit, roll back or close the connection, nor end its
-        transaction in another way. What it returns:
+        ``work(connection, batch)`` gets the open :class:`sqlalchemy.Connection` and the :class:`~rmq_spark.HalfBatch`.
+        It must not commit, roll back or close the connection, nor end its transaction in another way. What it returns:
 
         ============================== ======================================================================
         returned or raised             meaning
@@ -206,40 +221,39 @@ class SqlTransactionListener(TransactionListener):
         the transaction is ended       TransactionEndedError; a part may be committed, so no check answers
         ============================== ======================================================================
 
-        ``None`` is COMMIT here, where a listener's own ``None`` is UNKNOWN: work that returned without an
-        error has written its rows, and they commit with the fence.
+        ``None`` means COMMIT here, while a listener's own ``None`` means UNKNOWN. Work that returned without an error
+        has written its rows, and they commit with the fence.
     per_transaction : bool, default False
-        ``work(connection, transaction)`` is called for each transaction (a key's messages, a message, or the
-        half batch), a :class:`HalfTransaction`, within a savepoint of its own: ROLLBACK_MESSAGE or
-        ``raise txmq.Rollback`` undoes that transaction alone. Easier, and slower than one call for all keys.
+        Calls ``work(connection, transaction)`` for each transaction (a key's messages, a message, or the half batch),
+        with a :class:`HalfTransaction`, in a savepoint of its own. ROLLBACK_MESSAGE or ``raise txmq.Rollback`` undoes
+        that transaction alone. This is easier than one call for all keys, and slower.
     rollback_after : float, default 60.0
-        Seconds from prepare (or reopen). A check that finds no fence row answers UNKNOWN while the half batch
-        is younger, else it inserts a tombstone and answers ROLLBACK. Give it the time that ``work`` usually
-        needs: a check that comes too early only costs another attempt, never correctness.
+        Seconds from prepare (or reopen). A check that finds no fence row answers UNKNOWN while the half batch is
+        younger. Later it inserts a tombstone and answers ROLLBACK. Give it the time that ``work`` usually needs: a
+        check that comes too early costs another attempt, never correctness.
     lock_timeout : float, default 5.0
-        Seconds that a check waits for a fence row that a running local transaction holds; then it answers
-        UNKNOWN.
+        Seconds that a check waits for a fence row which a running local transaction holds. Then it answers UNKNOWN.
     fence_table : str, default "txmq_fence"
-        Name of the fence table; its id is kept in the table ``<fence_table>_id``.
+        Name of the fence table. The table ``<fence_table>_id`` keeps the fence's id.
     schema : str, optional
         The database schema of both tables.
 
     Notes
     -----
-    Call :meth:`create_fence` once for a database (or :func:`create_fence` in a script, with a user that may
-    create tables). The fence's random id is kept with each half batch, so that a check against another
-    database, or an empty one, is an error instead of a wrong answer. So is a check against a copy, as far as
-    a database can tell: a SQLite file knows its inode, PostgreSQL its cluster and database, MariaDB and MySQL
-    only the database's name. A database restored from a backup has the id but not the newest rows: settle what
-    is pending first, then call ``create_fence(moved=True)``.
+    Call :meth:`create_fence` once for a database (or :func:`create_fence` in a script, with a user that may create
+    tables). Each half batch keeps the fence's random id. So a check against another database, or an empty one, is an
+    error instead of a wrong answer. So is a check against a copy, as far as a database can tell: a SQLite file knows
+    its inode, PostgreSQL its cluster and database, MariaDB and MySQL only the database's name. A database restored
+    from a backup has the id but not the newest rows: settle what is pending first, then call
+    ``create_fence(moved=True)``.
 
-    In one database transaction, execute inserts the transaction ids, runs ``work``, records what it rolled
-    back, and commits. When the connection breaks at the commit, nobody knows: the exception leaves the half
-    batch pending, and the check reads what the database has. A transaction that a check has rolled back
-    raises :class:`~rmq_spark.errors.FencedError` *before* ``work`` runs: the check's verdict stands, and the
-    next attempt runs it.
+    In one database transaction, execute inserts the transaction ids, runs ``work``, records what it rolled back, and
+    commits. When the connection breaks at the commit, nobody knows whether it was made. The exception leaves the half
+    batch pending, and the check reads what the database has. For a transaction that a check has rolled back, execute
+    raises :class:`~rmq_spark.errors.FencedError` *before* ``work`` runs. The check's verdict stands, and the next
+    attempt runs the work.
 
-    Fence rows must outlive the half batches they speak for: see :meth:`prune`.
+    Fence rows must outlive their half batches: see :meth:`prune`.
     """
 
     def __init__(
@@ -286,27 +300,27 @@ class SqlTransactionListener(TransactionListener):
         return self._fence_id
 
     def create_fence(self, *, moved: bool = False) -> str:
-        """Make the fence's tables and its id once; does nothing when they are there. Returns the fence's id.
+        """Make the fence's tables and its id unless they exist, and return the id.
 
-        ``moved=True`` says that this database is where the fence belongs from now on: it was moved, upgraded or
-        restored, and is no copy beside another one.
+        ``moved=True`` says that the fence belongs to this database from now on: the database was moved, upgraded or
+        restored, and is not a copy beside another one.
         """
         self._fence_id = self._fence.create(moved)
         return self._fence_id
 
     def prune(self, older_than: float, *logs: CommitLog) -> int:
-        """Delete fence rows older than this many seconds, and say how many there were.
+        """Delete fence rows older than ``older_than`` seconds, and return how many were deleted.
 
-        Rows stay of half batches that may still be asked about: what is pending in one of the logs, what was ever
-        quarantined, in conflict or decided by the discard policy, and the last half batch of each application, which
-        a restart replays.
+        It keeps the rows of half batches that may still be asked about. Those are pending in one of the logs, or were
+        ever quarantined, in conflict or decided by the discard policy, or are the last half batch of an application,
+        which a restart replays.
 
         Parameters
         ----------
         older_than : float
-            Seconds; at least 7 days, for drivers that wake up late.
+            Seconds, at least 7 days: a driver may wake up late.
         *logs : CommitLog
-            Every log whose producers use this fence. A half batch of a log that is not named counts as settled: once
+            Every log whose producers use this fence. A half batch of a log that is not named counts as settled. Once
             its row is gone, a check takes an executed local transaction for one that never ran.
 
         Raises
@@ -338,7 +352,7 @@ class SqlTransactionListener(TransactionListener):
 
     @property
     def machine(self) -> Machine:
-        """Whose clock says how old half batches and fence rows are."""
+        """The machine whose clock tells the age of half batches and fence rows."""
         return self._fence.machine
 
     @machine.setter
@@ -352,14 +366,14 @@ class SqlTransactionListener(TransactionListener):
         Returns
         -------
         pyarrow.Array
-            COMMIT_MESSAGE or ROLLBACK_MESSAGE per row of ``batch.transactions``. For an attempt that ran
-            before, what it recorded; ``work`` does not run again.
+            COMMIT_MESSAGE or ROLLBACK_MESSAGE for each row of ``batch.transactions``. For an attempt that ran before,
+            it is what that run recorded; ``work`` does not run again.
 
         Raises
         ------
         FencedError
-            A check rolled back one of these transactions; ``work`` did not run, and none of them ever will
-            under this attempt.
+            A check rolled back one of these transactions. ``work`` did not run, and none of them ever will under this
+            attempt.
         FenceError
             The database has no fence, or another one than when the half batch was prepared; or an earlier run of
             ``work`` ended its transaction in the middle.
@@ -384,7 +398,7 @@ class SqlTransactionListener(TransactionListener):
         return pa.array(verdicts, pa.string())
 
     def _execute(self, ids: Sequence[str], batch: HalfBatch) -> tuple[list[str], list[str]]:
-        """In one database transaction: those that a check rolled back, and the verdicts when there are none."""
+        """Run one database transaction. Return the ids that a check rolled back; when there are none, the verdicts."""
         with self._fence.transaction() as connection:
             self._require_same_fence(connection, batch)
             recorded = self._fence.claim(connection, ids, STARTED, batch)
@@ -395,7 +409,7 @@ class SqlTransactionListener(TransactionListener):
             return [], self._run_fresh(connection, ids, recorded, batch)
 
     def _keep_started(self, ids: Sequence[str], batch: HalfBatch) -> None:
-        """A row for each of these transactions if they have none any more, so that no check says "never happened"."""
+        """Insert a row for each transaction that has lost its own, so that no check answers "it never happened"."""
         try:
             with self._fence.transaction(self._lock_timeout) as connection:
                 self._fence.claim(connection, ids, STARTED, batch)
@@ -407,7 +421,7 @@ class SqlTransactionListener(TransactionListener):
     def _end_attempt(
         self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, str], batch: HalfBatch
     ) -> None:
-        """Tombstones for those that have none yet: FencedError says of *all* that they never will run."""
+        """Write a tombstone for each id that has no row: FencedError says of *all* that they never will run."""
         others = sum(state != TOMBSTONE for state in recorded.values())
         if others:
             raise LocalTransactionError(
@@ -420,7 +434,7 @@ class SqlTransactionListener(TransactionListener):
     def _run_fresh(
         self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, str], batch: HalfBatch
     ) -> list[str]:
-        """Run ``work`` for those that did not run before; a verdict for each."""
+        """Run ``work`` for the transactions that did not run before, and return a verdict for each transaction."""
         said = {i: _verdict(word, i) for i, word in recorded.items()}
         fresh = [i not in said for i in ids]
         if not any(fresh):
@@ -434,7 +448,7 @@ class SqlTransactionListener(TransactionListener):
     def _run(
         self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool]
     ) -> Sequence[LocalTransactionState]:
-        """What ``work`` says per transaction; those that are not fresh are not asked about."""
+        """Run ``work``, and return its verdict for each transaction; those that are not fresh do not run."""
         with no_commit_within(connection):
             if self._per_transaction:
                 return self._run_each(connection, batch, fresh)
@@ -480,20 +494,20 @@ class SqlTransactionListener(TransactionListener):
 
     # ------------------------------------------------------------------ check
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        """What the fence says of each transaction; for an old half batch without a word, a tombstone.
+        """Return what the fence says of each transaction. An old half batch without a fence row gets a tombstone.
 
         Returns
         -------
         pyarrow.Array
-            Per row of ``batch.transactions``: COMMIT_MESSAGE (executed), ROLLBACK_MESSAGE (rolled back by
-            ``work``, or a tombstone that a check has put down: it never will run), or UNKNOWN (younger than
+            For each row of ``batch.transactions``: COMMIT_MESSAGE (executed), ROLLBACK_MESSAGE (``work`` rolled back,
+            or a check has inserted a tombstone and ``work`` never will run), or UNKNOWN (younger than
             ``rollback_after``, or the local transaction is running right now and holds the lock).
 
         Raises
         ------
         FenceError
             The database has no fence, or another one than when the half batch was prepared, or ``work`` ended its
-            transaction in the middle: nothing can be said.
+            transaction in the middle: no check can answer.
         """
         ids: list[str] = batch.transactions["transaction_id"].to_pylist()
         try:
@@ -506,16 +520,16 @@ class SqlTransactionListener(TransactionListener):
         except sa.exc.DBAPIError as problem:
             if not is_lock_problem(problem):
                 raise
-            # A lock is held, so its local transaction is alive: what it will be, nobody knows yet.
+            # Somebody holds the lock, so the local transaction is running, and nobody knows yet how it ends.
             logger.info("%r: another transaction holds its fence rows; the answer is UNKNOWN", batch)
             return UNKNOWN
         verdicts = [_verdict(recorded[i], i).value if i in recorded else UNKNOWN.value for i in ids]
         return pa.array(verdicts, pa.string())
 
     def _bury(self, absent: Sequence[str], batch: HalfBatch) -> dict[str, str]:
-        """A tombstone for each of these transactions, unless execute was faster: whose row is there now."""
+        """Insert a tombstone for each id, unless execute was faster, and return the state of each row."""
         with self._fence.transaction(self._lock_timeout) as connection:
-            # Once more in this transaction: a fence dropped since, or a failover, must not be written to.
+            # Once more in this transaction: the fence may have been dropped meanwhile, or the database failed over.
             self._require_same_fence(connection, batch)
             faster = self._fence.claim(connection, absent, TOMBSTONE, batch)
         return dict.fromkeys(absent, TOMBSTONE) | faster
@@ -542,10 +556,10 @@ def create_fence(
     schema: str | None = None,
     moved: bool = False,
 ) -> str:
-    """Make a database's fence once, from a script: the tables and a random id; nothing when they are there.
+    """Make a database's fence from a script: its tables and a random id, unless they exist.
 
-    ``moved=True`` says that this database is where the fence belongs from now on: it was moved, upgraded or
-    restored, and is no copy beside another one.
+    ``moved=True`` says that the fence belongs to this database from now on: the database was moved, upgraded or
+    restored, and is not a copy beside another one.
 
     Returns
     -------
@@ -556,10 +570,10 @@ def create_fence(
 
 
 def split(batch: HalfBatch) -> Iterator[HalfTransaction]:
-    """The transactions of a half batch in the order of ``batch.transactions``, each with its messages."""
+    """Yield the transactions of a half batch in the order of ``batch.transactions``, each with its messages."""
     transactions, messages = batch.transactions, batch.messages()
     owner = pc.index_in(messages["transaction_id"], value_set=transactions["transaction_id"].combine_chunks())
-    # A stable sort: send order stays within a transaction.
+    # The sort is stable, so messages of one transaction stay in send order.
     grouped = _GroupedMessages(messages.take(pc.sort_indices(owner)).combine_chunks())
     start = 0
     for row in transactions.to_pylist():
@@ -593,7 +607,7 @@ def _refuse_unknown(verdicts: Sequence[LocalTransactionState], batch: HalfBatch)
 
 
 class _Fence(Database):
-    """The fence's tables in one database, and transactions on it. Says what is; decides nothing."""
+    """The fence's tables in one database, and transactions on them. It reads and writes rows and gives no verdicts."""
 
     def __init__(self, url_or_engine: str | sa.URL | sa.Engine, name: str, schema: str | None) -> None:
         if not isinstance(name, str) or re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,55}", name) is None:
@@ -608,7 +622,7 @@ class _Fence(Database):
             sa.Column("state", sa.String(16), nullable=False),
             sa.Column("half_id", exact_text(700), nullable=False),
             sa.Column("attempt", sa.Integer, nullable=False),
-            sa.Column("created_at", sa.DateTime, nullable=False),  # UTC, by this machine's clock
+            sa.Column("created_at", sa.DateTime, nullable=False),  # UTC, by the writer's clock
             **IN_INNODB,
         )
         self._id = sa.Table(
@@ -619,15 +633,15 @@ class _Fence(Database):
             sa.Column("created_at", sa.DateTime, nullable=False),
             **IN_INNODB,
         )
-        self._in_place = False  # whether the database is where the fence was made
-        self._tried = False  # whether the table of rows compares and undoes as it must
+        self._in_place = False  # the database is known to be the one where the fence was made
+        self._tried = False  # the table of rows is known to compare ids exactly and to undo what is rolled back
 
     # ------------------------------------------------------------------ the id
     def create(self, moved: bool) -> str:
         try:
             return self._create(moved)
         except sa.exc.DBAPIError:
-            # Two processes that create a table at once: one of them may fail, even with IF NOT EXISTS.
+            # When two processes create a table at once, one of them may fail, even with IF NOT EXISTS.
             return self._create(moved)
 
     def _create(self, moved: bool) -> str:
@@ -659,7 +673,7 @@ class _Fence(Database):
         self._tried = True
 
     def read_id(self, connection: sa.Connection) -> str:
-        """The fence's id; FenceError when there is none. Must be the transaction's first statement."""
+        """Return the fence's id, or raise FenceError when there is none; must be the transaction's first statement."""
         try:
             rows = connection.execute(sa.select(self._id.c.one, self._id.c.fence_id)).all()
         except sa.exc.DBAPIError as problem:
@@ -695,9 +709,9 @@ class _Fence(Database):
 
     # ------------------------------------------------------------------ the rows
     def claim(self, connection: sa.Connection, ids: Sequence[str], state: str, batch: HalfBatch) -> dict[str, str]:
-        """Insert a row for each id that has none; the states of those that had one.
+        """Insert a row for each id that has none, and return the states of the ids that had one.
 
-        Waits for another transaction that has inserted one of them and is still open.
+        It waits for another database transaction that has inserted one of the ids and is still open.
         """
         common = {
             "state": state,
@@ -706,7 +720,7 @@ class _Fence(Database):
             "created_at": self.machine.now().replace(tzinfo=None),
         }
         self._try_once(connection)
-        # In one order on every side, so that two of them wait for each other in turn instead of in a circle.
+        # Everybody inserts in the same order. So of two transactions one waits for the other, and never both.
         rows = [{"transaction_id": i, **common} for i in sorted(ids)]
         taken = insert_absent(connection, self._rows.c.transaction_id, rows)
         found = self._read_newest(connection, taken, batch)
@@ -720,17 +734,18 @@ class _Fence(Database):
         return found
 
     def _read_newest(self, connection: sa.Connection, ids: Sequence[str], batch: HalfBatch) -> dict[str, str]:
-        """The states of ids that have just turned out to be taken."""
+        """Return the states of ids that another database transaction has inserted."""
         if connection.dialect.name not in ("mariadb", "mysql"):
             return self.read(connection, ids, batch)
-        # At REPEATABLE READ a plain SELECT answers from the transaction's snapshot, which may be older than the row;
-        # one that locks reads the newest. One id at a time: a list may be looked up by a scan, which locks it all.
+        # At REPEATABLE READ a plain SELECT answers from the transaction's snapshot, which may be older than the row. A
+        # SELECT that locks reads the newest row. It takes one id at a time: for a list the server may scan the table,
+        # and lock all of it.
         key = self._rows.c.transaction_id
         query = self._states().where(key == sa.bindparam("id")).with_for_update(read=True)
         return self._of_one_log([row for i in ids for row in connection.execute(query, {"id": i})], batch)
 
     def read(self, connection: sa.Connection, ids: Sequence[str], batch: HalfBatch) -> dict[str, str]:
-        """The states of those transactions of a half batch that have a row; FenceError for a row of another log."""
+        """Return the states of the ids that have a row, or raise FenceError for a row of another log."""
         rows: list[sa.Row[Any]] = []
         query = self._states().where(self._rows.c.transaction_id.in_(sa.bindparam("ids", expanding=True)))
         for start in range(0, len(ids), _IDS_PER_SELECT):
@@ -752,14 +767,14 @@ class _Fence(Database):
         return {row.transaction_id: row.state for row in rows}
 
     def mark(self, connection: sa.Connection, ids: Sequence[str], state: str) -> None:
-        """Change the state of rows that this database transaction has claimed."""
+        """Set the state of rows that this database transaction has claimed."""
         key = self._rows.c.transaction_id
         change = self._rows.update().where(key.in_(sa.bindparam("ids", expanding=True))).values(state=state)
         for start in range(0, len(ids), _IDS_PER_SELECT):
             connection.execute(change, {"ids": list(ids[start : start + _IDS_PER_SELECT])})
 
     def older_than(self, moment: datetime) -> dict[str, str]:
-        """Half ids of older rows, by transaction id."""
+        """Return the half ids of rows older than ``moment``, by transaction id."""
         columns = self._rows.c
         query = sa.select(columns.transaction_id, columns.half_id)
         with self.transaction(write=False) as connection:
@@ -767,7 +782,10 @@ class _Fence(Database):
         return {row.transaction_id: row.half_id.partition(_IN_LOG)[0] for row in rows}
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Delete rows by their ids, a few in each database transaction: nobody waits for it for long."""
+        """Delete rows by their ids, and return how many there were.
+
+        Each database transaction deletes a few, so nobody waits long for its locks.
+        """
         key = self._rows.c.transaction_id
         delete = self._rows.delete().where(key.in_(sa.bindparam("ids", expanding=True)))
         deleted = 0

@@ -1,6 +1,6 @@
-"""Which messages a reader wants: RocketMQ's tags and SQL92 selectors (``MessageSelector.byTag``, ``bySql``).
+"""Selects the messages that a reader wants, by RocketMQ's tags and SQL92 (``MessageSelector.byTag``, ``bySql``).
 
-The driver makes a :class:`~rmq_spark.selector.tree.Selector` from text; executors evaluate it with pyarrow alone.
+The driver makes a :class:`~rmq_spark.selector.tree.Selector` from text. Executors evaluate it with pyarrow alone.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ SUB_ALL = "*"
 """RocketMQ's expression for all tags."""
 
 SELECTOR_CHARS_MAX = 64 * 1024
-"""Longest text of a selector. RocketMQ names no limit."""
+"""Longest text of a selector. RocketMQ has no limit."""
 
 
 def parse_tags(expression: str) -> tuple[str, ...] | None:
-    """The tags of RocketMQ's ``"TagA || TagB"``; None for ``*`` (``FilterAPI.buildSubscriptionData``)."""
+    """Return the tags of RocketMQ's ``"TagA || TagB"``, or None for ``*`` (``FilterAPI.buildSubscriptionData``)."""
     if not isinstance(expression, str):
         raise OptionError(f"tags is {type(expression).__name__}: a string such as 'TagA || TagB' is expected")
     try:
@@ -32,12 +32,12 @@ def parse_tags(expression: str) -> tuple[str, ...] | None:
 
 
 def tag_selector(tags: tuple[str, ...] | None) -> Selector | None:
-    """The selector that wants messages with one of these tags; None wants all."""
+    """Return the selector that wants messages with one of these tags, or None, which wants all."""
     return None if tags is None else Selector(" || ".join(tags), In(Property("TAGS"), tags))
 
 
 def parse_selector(text: str) -> Selector:
-    """A selector in RocketMQ's SQL92, such as ``a > 5 AND region IN ('eu', 'us')`` (``SelectorParser.parse``).
+    """Read a selector in RocketMQ's SQL92, such as ``a > 5 AND region IN ('eu', 'us')`` (``SelectorParser.parse``).
 
     Parameters
     ----------
@@ -47,7 +47,8 @@ def parse_selector(text: str) -> Selector:
     Raises
     ------
     OptionError
-        When the text is no selector: where, what was found there, and what was expected. Also without the package lark.
+        When the text is no selector; the error says where, what was found there, and what was expected. Also when the
+        package lark is not installed.
     """
     if not isinstance(text, str):
         raise OptionError(f"selector is {type(text).__name__}: a string such as \"region = 'eu'\" is expected")

@@ -1,4 +1,4 @@
-"""RocketMQ's SQL92 grammar (``SelectorParser.jj``) for lark, and the tree that is built of it. Runs on drivers only.
+"""Parses selectors with RocketMQ's SQL92 grammar (``SelectorParser.jj``) and lark. It runs on drivers only.
 
 The parser calls :class:`_Builder` bottom-up and keeps its own stack, so no text can make Python recurse.
 """
@@ -36,9 +36,9 @@ from rmq_spark.selector.tree import (
 )
 
 DEPTH_MAX = 100
-"""Conditions, parentheses and signs within each other. RocketMQ's limit is the stack of its thread."""
+"""How deep conditions, parentheses and signs may be nested. RocketMQ's limit is the stack of its thread."""
 PATTERN_CHARS_MAX = 1024
-"""Longest pattern of LIKE: the time to match one grows with its length times the value's."""
+"""Longest pattern of LIKE. The time to match it grows with its length times that of the value."""
 
 _GRAMMAR = r"""
 ?start: or_condition
@@ -123,7 +123,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class _Parsed:
-    """A node, and where it stands in the text."""
+    """A node, and its place in the text."""
 
     node: Node
     start: int
@@ -132,7 +132,7 @@ class _Parsed:
 
 
 class _Builder:
-    """Makes nodes of what the parser found, a method a rule; ``parts`` are all its tokens and nodes."""
+    """Makes nodes from what the parser found. Each rule has a method; ``parts`` are the rule's tokens and nodes."""
 
     # ---------------------------------------------------------------- constants
     def text(self, parts: list[Any]) -> _Parsed:
@@ -233,7 +233,7 @@ class _Builder:
 
 
 class _Refused(Exception):
-    """Something that the grammar allows and RocketMQ's types do not."""
+    """Raised for something that the grammar allows and RocketMQ's types do not."""
 
     def __init__(self, where: _Parsed | Token, expected: str) -> None:
         super().__init__(expected)
@@ -259,7 +259,7 @@ def _literal(token: Token) -> str:
 
 
 def _pattern(token: Token, escape: str | None) -> str:
-    """The pattern with a backslash as its escape character, which Arrow's ``match_like`` has."""
+    """Return the pattern with a backslash as its escape character, as Arrow's ``match_like`` wants it."""
     if len(token) > PATTERN_CHARS_MAX + 2:
         raise _Refused(token, f"a pattern of at most {PATTERN_CHARS_MAX} characters behind LIKE")
     made: list[str] = []
@@ -277,7 +277,7 @@ def _pattern(token: Token, escape: str | None) -> str:
 
 # ---------------------------------------------------------------- what fits where
 def _condition(part: _Parsed) -> Condition:
-    """The condition that stands here (``SelectorParser.asBooleanExpression``)."""
+    """Return the part's node, which must be a condition (``SelectorParser.asBooleanExpression``)."""
     node = part.node
     if isinstance(node, Property):
         raise _Refused(
@@ -291,7 +291,7 @@ def _condition(part: _Parsed) -> Condition:
 
 
 def _ordered(left: _Parsed, operator: str, right: _Parsed) -> Compare:
-    """``ComparisonExpression.checkLessThanOperand``: numbers and properties can be put in order, nothing else."""
+    """Compare two sides, which must be numbers or properties (``ComparisonExpression.checkLessThanOperand``)."""
     for side in (left, right):
         if not isinstance(side.node, (Property, Number, Now)):
             raise _Refused(side, f"a number, now or a property beside {operator}")
@@ -317,12 +317,12 @@ _PARSER = Lark(
 
 
 def parse(text: str) -> Condition:
-    """The tree of a selector.
+    """Return the tree of a selector.
 
     Raises
     ------
     OptionError
-        Naming the place, what was found there and what was expected.
+        It names the place, what was found there and what was expected.
     """
     try:
         return _condition(_PARSER.parse(text))  # type: ignore[arg-type]

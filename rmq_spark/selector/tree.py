@@ -1,7 +1,7 @@
-"""A parsed selector, and its value for each row of an Arrow table.
+"""Evaluates a parsed selector for each row of an Arrow table.
 
-A selector is a tree of small frozen classes, as RocketMQ has them in ``org.apache.rocketmq.filter.expression``. It is
-evaluated a whole column at a time, to TRUE, FALSE or unknown (null). This runs on executors, with pyarrow alone.
+A selector is a tree of small frozen classes, like those in RocketMQ's ``org.apache.rocketmq.filter.expression``. Whole
+columns are evaluated at a time, to TRUE, FALSE or unknown (null). This module runs on executors, with pyarrow alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from rmq_spark.message import PROPERTIES
 
 STORED_COLUMNS: Mapping[str, str] = {"TAGS": "tags", "KEYS": "keys"}
-"""Names that RocketMQ keeps as properties, and the columns that hold them here."""
+"""What RocketMQ keeps as properties, and the columns that have it here."""
 
 LONG_MAX = 2**63 - 1
 
@@ -24,7 +24,7 @@ LONG_MAX = 2**63 - 1
 # ---------------------------------------------------------------- the tree
 @dataclass(frozen=True)
 class Property:
-    """A property's value: a string, or nothing (``PropertyExpression``)."""
+    """A property's value: a string, or missing (``PropertyExpression``)."""
 
     name: str
 
@@ -88,7 +88,7 @@ class In:
 
 @dataclass(frozen=True)
 class Search:
-    """CONTAINS, STARTSWITH or ENDSWITH. A missing property and an empty text give FALSE, also when negated."""
+    """CONTAINS, STARTSWITH or ENDSWITH. A missing property or an empty text gives FALSE, even when negated."""
 
     operator: str
     operand: Property | Text
@@ -98,7 +98,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Like:
-    """LIKE; in the pattern a backslash takes away the meaning of the character behind it."""
+    """LIKE. A backslash in the pattern takes the next character literally."""
 
     operand: Property | Text
     pattern: str
@@ -123,12 +123,12 @@ SEARCHES: Mapping[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Selector:
-    """A condition on messages; picklable, hashable.
+    """A condition on messages. It can be pickled and hashed.
 
     Attributes
     ----------
     text : str
-        As the user wrote it.
+        The selector as the user wrote it.
     tree : Condition
     """
 
@@ -136,20 +136,20 @@ class Selector:
     tree: Condition
 
     def at(self, now_ms: int) -> Filter:
-        """The selector with ``now`` fixed."""
+        """Return the selector with ``now`` fixed."""
         return Filter(self.tree, now_ms)
 
 
 @dataclass(frozen=True)
 class Filter:
-    """A selector at a time: what a read applies to the rows that it takes from files."""
+    """A selector with a fixed ``now``. A read applies it to the rows of the files."""
 
     tree: Condition
     now_ms: int
 
     @property
     def columns(self) -> list[str]:
-        """The stored columns that the selector looks at, in a fixed order; a small one when it looks at none."""
+        """The stored columns that the selector needs, in a fixed order; a small one when it needs none."""
         found: set[str] = set()
         nodes: list[Node] = [self.tree]
         while nodes:
@@ -160,19 +160,19 @@ class Filter:
         return sorted(found) or ["tags"]
 
     def evaluate(self, rows: pa.Table) -> pa.ChunkedArray:
-        """TRUE, FALSE or null for each row.
+        """Return TRUE, FALSE or null for each row.
 
         Parameters
         ----------
         rows : pyarrow.Table
-            With :attr:`columns`: ``properties`` map<string,string>, ``tags`` and ``keys`` string.
+            Has :attr:`columns`: ``properties`` map<string,string>, ``tags`` and ``keys`` string.
         """
-        # A chunk at a time: what is contiguous cannot outgrow a string array when it is put together.
+        # One chunk at a time: all chunks together may be too long for one string array.
         parts = [_Evaluation(batch, self.now_ms).condition(self.tree).values for batch in rows.to_batches()]
         return pa.chunked_array(parts, pa.bool_())
 
     def keeps(self, rows: pa.Table) -> pa.ChunkedArray:
-        """True for the rows where the selector is TRUE."""
+        """Return True for each row where the selector is TRUE, and False for all others."""
         return pc.fill_null(self.evaluate(rows), False)
 
 
@@ -187,7 +187,7 @@ def _children(node: Node) -> tuple[Node, ...]:
 
 
 def is_condition(node: Node) -> bool:
-    """True when the node's value is TRUE, FALSE or unknown, and not a string or a number."""
+    """Return True when the node's value is TRUE, FALSE or unknown, and not a string or a number."""
     return not isinstance(node, (Property, Text, Number, Now))
 
 
@@ -196,8 +196,12 @@ def is_condition(node: Node) -> bool:
 class _Ternary:
     """A condition's values, and the rows where it failed (None: nowhere).
 
-    RocketMQ throws when a value that is no number is compared as one, and does not deliver the message, whatever else
-    the selector says; but what AND and OR decided before they came to it stands. So failing is not being unknown.
+    RocketMQ throws when it compares a value as a number and the value is none. Then it does not deliver the message,
+    whatever else the selector says. But AND and OR end at the first operand that settles them. So a failure is more
+    than unknown, as a message with the property ``a`` = ``x`` shows::
+
+        a > 5 OR TRUE     fails: not delivered (were it unknown, this would be TRUE)
+        TRUE OR a > 5     TRUE: delivered, because a > 5 is never evaluated
     """
 
     values: Any
@@ -206,7 +210,7 @@ class _Ternary:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Values as numbers: ``floats`` has all of them, ``ints`` those that a long holds exactly; else null."""
+    """Values as numbers. ``floats`` has all numbers, ``ints`` those that a long holds exactly; the rest is null."""
 
     present: Any
     ints: Any
@@ -214,7 +218,7 @@ class _Numbers:
 
 
 class _Evaluation:
-    """One record batch; each property is taken out of its map once."""
+    """Evaluates conditions for one record batch, and takes each property out of the maps once."""
 
     def __init__(self, rows: pa.RecordBatch, now_ms: int) -> None:
         self._rows, self._now_ms = rows, now_ms
@@ -262,7 +266,7 @@ class _Evaluation:
         return _Ternary(pc.if_else(failed, None, spread(values)), failed)
 
     def _logic(self, node: And | Or) -> _Ternary:
-        """AND and OR over unknown (``LogicExpression``): what decides ends the evaluation of a row."""
+        """Evaluate AND or OR, with unknown values (``LogicExpression``). A row ends at the operand that settles it."""
         decisive = isinstance(node, Or)
         combine = pc.or_kleene if decisive else pc.and_kleene
         first, *rest = (self.condition(operand) for operand in node.operands)
@@ -276,7 +280,7 @@ class _Evaluation:
         return self._ternary(values, failed)
 
     def _equal(self, left: Node, right: Node) -> _Ternary:
-        """``=``, with what ``ComparisonExpression.doCreateEqual`` makes of a side that is missing."""
+        """Evaluate ``=``. A missing side means what it does in ``ComparisonExpression.doCreateEqual``."""
         failed: Any = None
         if is_condition(left) or is_condition(right):
             a, b = self._as_truth(left), self._as_truth(right)
@@ -295,7 +299,7 @@ class _Evaluation:
         return self._ternary(*_compare(node.operator, self._number(node.left), self._number(node.right)))
 
     def _as_truth(self, node: Node) -> _Ternary:
-        """A condition, or a string as ``Boolean.valueOf`` reads it."""
+        """Evaluate a condition, or read a string as ``Boolean.valueOf`` does."""
         if isinstance(node, (Property, Text)):
             return self._ternary(pc.equal(pc.ascii_lower(self._string(node)), "true"))
         return self.condition(node)
@@ -339,9 +343,9 @@ _FLOAT = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
 def _numbers(strings: pa.Array) -> _Numbers:
-    """Strings as numbers, those that are none as null; nothing overflows and nothing raises."""
+    """Read strings as numbers; those that are none are null. Nothing overflows and nothing raises."""
     longest = pc.max(pc.binary_length(strings)).as_py() or 0
-    if longest < len(str(LONG_MAX)) and pc.all(pc.ascii_is_decimal(strings)).as_py():  # the usual, without patterns
+    if longest < len(str(LONG_MAX)) and pc.all(pc.ascii_is_decimal(strings)).as_py():  # the usual case is faster
         ints = pc.cast(strings, pa.int64())
         return _Numbers(pc.is_valid(strings), ints, pc.cast(ints, pa.float64(), safe=False))
     floats = pc.cast(pc.if_else(pc.match_substring_regex(strings, _FLOAT), strings, None), pa.float64())
@@ -354,7 +358,10 @@ def _numbers(strings: pa.Array) -> _Numbers:
 
 
 def _compare(operator: str, left: _Numbers, right: _Numbers) -> tuple[Any, Any]:
-    """The comparison (null where a side is missing), and where it failed: both sides are there, one is no number."""
+    """Return the comparison's values, null where a side is missing, and the rows where it failed.
+
+    It fails where both sides are there and one is no number.
+    """
     function = OPERATORS[operator]
     exact = pc.and_(pc.is_valid(left.ints), pc.is_valid(right.ints))
     values = pc.if_else(exact, function(left.ints, right.ints), function(left.floats, right.floats))

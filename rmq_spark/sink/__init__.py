@@ -1,1 +1,1 @@
-"""The sink: messages and a local transaction that agree. One protocol (two_phase) behind four doors."""
+"""The sink: sends messages that agree with a local transaction. Four entry points run one protocol (two_phase)."""

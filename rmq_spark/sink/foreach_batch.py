@@ -1,4 +1,4 @@
-"""The sink for ``foreachBatch``: the listener is an object of the user's own program, and has a Spark session."""
+"""The sink for ``foreachBatch``. Its listener is an object of the user's own program, and can use a Spark session."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _sent: dict[tuple[str, str], tuple[str | None, int]] = {}
-"""By commit log and appId: the run of a query and its batch that this process has sent last."""
+"""The run of a query and its batch that this process has sent last, by commit log and appId."""
 
 
 class TransactionalSink:
@@ -38,19 +38,19 @@ class TransactionalSink:
     log_or_path : CommitLog or str
     producer_group : str
     listener : TransactionListener or None
-        None sends without a local transaction: commit once prepared.
+        With None there is no local transaction: messages commit once they are prepared.
     topic : str, optional
-        For messages without a ``topic`` column.
+        The topic of messages without a ``topic`` column.
     transaction_key : str, optional
-        The column whose equal values make one transaction.
+        A column. Messages with equal values in it make one transaction.
     transaction_per : {"batch", "message"}, optional
-        Without a ``transaction_key``; a transaction is the whole batch by default.
+        What makes a transaction without a ``transaction_key``: the whole batch by default.
     app_id : str, optional
         The query's id when not given.
     checkpoint_location : str, optional
-        The query's ``checkpointLocation``, as a path that Python can read where Spark runs. Needed over Spark Connect,
-        which hides the query's id. Elsewhere Spark is asked; where that fails, a checkpoint that was restored from an
-        older copy is noticed with it alone.
+        The query's ``checkpointLocation``, as a path that Python can read where Spark runs. It is needed over Spark
+        Connect, which hides the query's id. Elsewhere the sink asks Spark. When Spark does not tell, only this option
+        lets the sink notice a checkpoint that was restored from an older copy.
     on_listener_error : {"fail", "unknown"}
     replay_check_timeout : str or float
         ``"60s"``, or seconds.
@@ -96,7 +96,7 @@ class TransactionalSink:
         self.last_outcome: Outcome | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Over Spark Connect the function is pickled to the server, which opens the log again.
+        # Over Spark Connect the function is pickled and sent to the server, which opens the log again.
         state = {k: v for k, v in self.__dict__.items() if k not in ("log", "_two_phase", "last_outcome")}
         two_phase = (self._two_phase.on_listener_error, self._two_phase.replay_check_timeout_s)
         return {**state, "_reopen": (self.log.path, self.log.storage_options, *two_phase)}
@@ -111,7 +111,7 @@ class TransactionalSink:
         self.last_outcome = None
 
     def __call__(self, batch_df: DataFrame, batch_id: int) -> None:
-        """Send one micro-batch (what ``foreachBatch`` calls)."""
+        """Send one micro-batch. ``foreachBatch`` calls this."""
         require_message_types(batch_df.schema, self.topic, self.transaction_key)
         header = self._header(batch_df, batch_id)
         sending = (run_of(batch_df), batch_id)
@@ -140,7 +140,7 @@ class TransactionalSink:
         )
 
     def _stage(self, batch_df: DataFrame, header: HalfHeader) -> list[HalfFile]:
-        """Write the half files on the executors and bring back what they are."""
+        """Write the half files on the executors, and return what a commit needs to add them."""
         half_folder = f"{self.log.path}/half"
         storage_options = dict(self.log.storage_options)
         topics = topics_for(self.log, batch_df.columns, self.topic)

@@ -1,4 +1,4 @@
-"""What a DataFrame must be like to be sent."""
+"""Requires of a DataFrame the columns and types of messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def require_message_types(schema: StructType, topic: str | None, transaction_key: str | None) -> None:
-    """Raise MessageError unless a DataFrame has the columns and types of messages."""
+    """Raise MessageError when a DataFrame does not have the columns and types of messages."""
     from pyspark.sql import types as T
 
     require_message_columns(schema.names, topic, transaction_key)
@@ -47,7 +47,10 @@ def require_message_types(schema: StructType, topic: str | None, transaction_key
 
 
 def topics_for(log: CommitLog, columns: Sequence[str], topic: str | None) -> dict[str, int]:
-    """The topics that rows with these columns can be for; TopicNotFoundError when the log has not the default one."""
+    """Return the topics to which rows with these columns can go, with their number of queues.
+
+    It raises TopicNotFoundError when the log does not have ``topic``.
+    """
     topics = log.topics() if topic is None or "topic" in columns else log.topics_with([topic])
     if topic is not None:
         require_known_topic(topic, topics)

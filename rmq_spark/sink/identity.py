@@ -1,7 +1,10 @@
-"""Who a micro-batch is: the streaming query that it belongs to, and a hash of its input.
+"""Identifies a micro-batch by its streaming query and a hash of its input.
 
-Spark counts the batches of every checkpoint from 0. So a number alone does not tell a batch that runs again from the
-first one of a new query, and what is taken for the former is not sent.
+Spark counts the batches of every checkpoint from 0, so a batch number alone identifies nothing. With it alone, the
+first batch of a new query would be taken for a replay of the old query's, and not be sent::
+
+    old checkpoint   query a1   batches 0 1 2 2        the second 2 is a replay: same query, same input
+    new checkpoint   query b2   batch   0              new messages: another query
 """
 
 from __future__ import annotations
@@ -28,13 +31,13 @@ RUN_ID_PROPERTY = "spark.jobGroup.id"
 
 @dataclass(frozen=True)
 class Identity:
-    """Of a micro-batch of ``foreachBatch``.
+    """The identity of a micro-batch of ``foreachBatch``.
 
     Attributes
     ----------
     query_id : str
     input_hash : str or None
-        None where nobody can read the checkpoint: one restored from an older copy is not noticed then.
+        None when the checkpoint cannot be read. A checkpoint that was restored from an older copy is then not noticed.
     """
 
     query_id: str
@@ -48,19 +51,19 @@ def identity_of(
     storage_options: Mapping[str, str] | None,
     door: str,
 ) -> Identity:
-    """Who a micro-batch is: by its checkpoint's files, else by what the session tells.
+    """Return a micro-batch's identity, from the checkpoint's files or else from the Spark session.
 
     Parameters
     ----------
     door : str
-        What takes ``checkpoint_location``, for the error.
+        Name of the class or function that takes ``checkpoint_location``, for the error's text.
 
     Raises
     ------
     OptionError
-        When nobody can say, or ``checkpoint_location`` is not the query's.
+        When neither tells the query's id, or ``checkpoint_location`` belongs to another query.
     CheckpointMismatchError
-        When the checkpoint stands at another batch.
+        When the newest batch in the checkpoint is another one.
     """
     told = query_id_of(batch)
     if checkpoint_location is not None:
@@ -86,7 +89,7 @@ def identity_of(
 
 
 def query_id_of(batch: DataFrame) -> str | None:
-    """The id of the streaming query that this micro-batch belongs to; None where the session hides it."""
+    """Return the id of the streaming query that this micro-batch belongs to, or None when the session hides it."""
     context = getattr(batch.sparkSession, "_sc", None)
     if context is None:
         return None
@@ -95,20 +98,20 @@ def query_id_of(batch: DataFrame) -> str | None:
 
 
 def run_of(batch: DataFrame) -> str | None:
-    """The run of the streaming query, in which no batch comes twice; None without a query."""
+    """Return the run of the streaming query, in which no batch comes twice, or None without a query."""
     context = getattr(batch.sparkSession, "_sc", None)
     if context is None:
-        return "this worker's"  # Spark Connect starts one for each run
+        return "this worker's"  # Spark Connect starts a worker for each run
     run_id = context.getLocalProperty(RUN_ID_PROPERTY)
     return None if run_id is None or query_id_of(batch) is None else str(run_id)
 
 
 def _hash_by_spark(batch: DataFrame, query_id: str, batch_id: int) -> str | None:
-    """The hash of a micro-batch's offsets, read by Spark where the running query has them; None when it cannot be."""
+    """Return the hash of a micro-batch's offsets, which Spark reads from the query's checkpoint; None if it cannot."""
     session: Any = batch.sparkSession
     try:
         jvm, spark = session._jvm, session._jsparkSession
-        # The session of a micro-batch is a copy, whose own manager of queries knows none.
+        # A micro-batch's session is a copy, whose StreamingQueryManager knows no queries. So ask the shared state.
         running = spark.sharedState().activeStreamingQueries().get(jvm.java.util.UUID.fromString(query_id))
         path = jvm.org.apache.hadoop.fs.Path(running.resolvedCheckpointRoot(), f"offsets/{batch_id}")
         stream = path.getFileSystem(spark.sessionState().newHadoopConf()).open(path)
@@ -116,7 +119,7 @@ def _hash_by_spark(batch: DataFrame, query_id: str, batch_id: int) -> str | None
             return _hash(bytes(jvm.org.apache.commons.io.IOUtils.toByteArray(stream)))
         finally:
             stream.close()
-    except Exception as problem:  # these are Spark's own parts: another Spark may have others
+    except Exception as problem:  # these are internals of Spark, and another version may have others
         logger.warning(
             "the checkpoint of query %s cannot be found (%s): pass checkpoint_location, and one that was restored "
             "from an older copy is noticed",
@@ -128,7 +131,7 @@ def _hash_by_spark(batch: DataFrame, query_id: str, batch_id: int) -> str | None
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a query's checkpoint says of the micro-batch that is running."""
+    """What a query's checkpoint says of the running micro-batch."""
 
     query_id: str
     batch_id: int
@@ -136,12 +139,13 @@ class Checkpoint:
 
 
 def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | None = None) -> Checkpoint:
-    """The query id, the newest batch id and the hash of its offsets.
+    """Read the query id, the newest batch id and the hash of its offsets.
 
     Raises
     ------
     OptionError
-        When there is no readable checkpoint: the option is not set (a Spark setting or a temporary one was used).
+        When the checkpoint cannot be read, or the option is not set: a Spark setting gave the location, or it is
+        temporary.
     """
     if not location:
         raise OptionError(
@@ -166,5 +170,5 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
 
 
 def _hash(offsets: bytes) -> str:
-    """The same at a replay, another when the checkpoint is not the same."""
+    """Return the hash of a batch's offsets: a replay has the same, and a batch of another checkpoint has another."""
     return hashlib.sha256(offsets).hexdigest()[:32]

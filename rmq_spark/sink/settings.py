@@ -1,4 +1,4 @@
-"""The options that the sinks share."""
+"""The options of the sink."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_LISTENER = "none"
 
 @dataclass(frozen=True)
 class SinkSettings:
-    """The options of the sink, checked; picklable."""
+    """The validated options of the sink. They can be pickled."""
 
     path: str
     topic: str | None
@@ -35,7 +35,7 @@ class SinkSettings:
 
     @classmethod
     def of(cls, options: Options) -> SinkSettings:
-        """Settings from the options of ``format("txmq")``; OptionError says what is missing or wrong."""
+        """Read the options of ``format("txmq")``, or raise an OptionError that says what is missing or wrong."""
         path = options.require("path", "the folder or URI of a commit log, made with rmq_spark.CommitLog.create")
         group = options.require("producerGroup", "the listeners that can answer for this query's transactions")
         listener = options.require(
@@ -57,7 +57,7 @@ class SinkSettings:
         )
 
     def listener(self) -> TransactionListener:
-        """The listener that the option names, loaded in this process."""
+        """Load the listener that the option names, in this process."""
         if self.listener_path.lower() == NO_LISTENER:
             return CommitOncePrepared()
         listener = load_listener(self.listener_path)

@@ -1,7 +1,7 @@
-"""The writers of ``format("txmq")``: executors stage half files, ``commit()`` runs the rest of the protocol.
+"""The writers of ``format("txmq")``. Executors stage half files, and ``commit()`` runs the rest of the protocol.
 
-A writer is made on the driver for each micro-batch and pickled, to the executors and to the process that runs
-``commit()``; so it holds settings, never an open log.
+The driver makes a writer for each micro-batch. Spark pickles it and sends it to the executors and to the process that
+runs ``commit()``. So it holds settings, and never an open log.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ BATCH_ID_PROPERTY = "streaming.sql.batchId"
 
 @dataclass
 class StagedPartition(WriterCommitMessage):
-    """What an executor tells the driver: the half files of one partition."""
+    """The half files of one partition, which an executor returns to the driver."""
 
     header: HalfHeader
     files: list[HalfFile]
 
 
 class _Writer:
-    """What the batch and the streaming writer share."""
+    """The common part of the batch writer and the streaming writer."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         self.settings = SinkSettings.of(options)
         require_message_types(schema, self.settings.topic, self.settings.transaction_key)
         try:
             self._plan(options, schema)
-        except NotACommitLogError:  # perhaps it was made anew since this process opened it; now it is opened again
+        except NotACommitLogError:  # the log may have been made anew since this process opened it: open it again
             self._plan(options, schema)
 
     def _plan(self, options: Options, schema: StructType) -> None:
@@ -72,7 +72,7 @@ class _Writer:
         raise NotImplementedError
 
     def _was_prepared(self, log: CommitLog) -> bool:
-        """True for a replay, of which the log has the messages: executors then need not write them again."""
+        """Return True for a replay: the log has its messages, and executors need not write them again."""
         if not self.header.numbered:
             return False
         last = log.last_batch_id(self.header.app_id)
@@ -93,12 +93,12 @@ class _Writer:
         )
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedPartition:
-        """On an executor: write the partition's half files. Nothing is in the log yet."""
+        """Write the partition's half files on an executor. They are not in the log yet."""
         context = TaskContext.get()
         partition = context.partitionId() if context is not None else 0
         self._require_same_batch(context)
         if self.replayed:
-            for _ in iterator:  # Spark wants its input read
+            for _ in iterator:  # Spark wants its input to be read
                 pass
             return StagedPartition(self.header, [])
         fs, folder = filesystem(self.half_folder, self.settings.storage_options)
@@ -108,7 +108,7 @@ class _Writer:
         pass
 
     def _commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """In a driver process: prepare, execute, decide."""
+        """Prepare, execute and decide, in a process of the driver."""
         from rmq_spark.sink.two_phase import TwoPhase
 
         files: list[HalfFile] = []
@@ -136,13 +136,13 @@ class _Writer:
         return sorted(files, key=lambda f: f.file_no)
 
     def _abort(self) -> None:
-        # abort() also runs when commit() raised, in another process, and a commit that timed out may still land: so it
-        # deletes nothing. vacuum removes orphans when they are old.
+        # abort() deletes nothing. It also runs, in another process, when commit() raised; and a commit that timed out
+        # may still land. vacuum removes orphans when they are old.
         logger.info("half batch %r was aborted; what it staged stays until vacuum", self.header.half_id)
 
 
 class TxmqWriter(_Writer, DataSourceArrowWriter):
-    """``df.write.format("txmq")``."""
+    """The writer of ``df.write.format("txmq")``."""
 
     def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
         app_id, batch_id = options.get("appId"), options.get("batchId")
@@ -165,7 +165,7 @@ class TxmqWriter(_Writer, DataSourceArrowWriter):
 
 
 class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
-    """``df.writeStream.format("txmq")``."""
+    """The writer of a micro-batch of ``df.writeStream.format("txmq")``."""
 
     def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
         if "batchId" in options:
@@ -196,9 +196,10 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
 
 @contextmanager
 def kept_log(settings: SinkSettings) -> Iterator[CommitLog]:
-    """An open commit log, kept while the process lives: Spark uses it again for the next micro-batches.
+    """Give an open commit log, and keep it open: Spark uses the process again for the next micro-batches.
 
-    One in whose use something failed is not kept: a log that was made anew says so once, and the next use opens it.
+    After an exception all kept logs are dropped. So a log that was made anew fails once, and its next use opens it
+    again.
     """
     try:
         yield _open(settings.path, tuple(sorted(settings.storage_options.items())))

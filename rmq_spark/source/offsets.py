@@ -1,6 +1,7 @@
-"""Offsets as Spark's Kafka source writes them: ``{"orders": {"0": 23, "1": -1}}``, in options and in checkpoints.
+"""Reads and writes offsets in the form of Spark's Kafka source, ``{"orders": {"0": 23, "1": -1}}``.
 
-An offset is the next message to read. A queue that is not named starts at 0: so a topic joins a running stream.
+Options and checkpoints have this form. An offset is that of the next message to read. A queue that a checkpoint does
+not name starts at 0, so that a new topic joins a running stream.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ Queue = tuple[str, int]
 Positions = dict[Queue, int]
 """The next offset of every queue."""
 Again = dict[Queue, tuple[int, datetime]]
-"""Suspended queues that a micro-batch reads again: from which offset, and when the suspension was over."""
+"""Suspended queues that a micro-batch reads again: the offset it begins at, and when the suspension was over."""
 JsonOffsets = dict[str, dict[str, int]]
-"""The same as JSON has it."""
+"""Positions in JSON: queue_id and offset by topic."""
 AGAIN = "@again"
-"""In a checkpoint, beside the topics (none has this name): what the micro-batch that ends here read again."""
+"""A key in a checkpoint, beside the topics (none has this name): what the micro-batch that ends here read again."""
 LOG = "@log"
-"""Beside the topics too: the id of the commit log that these offsets count in."""
+"""Another key beside the topics: the id of the commit log whose offsets these are."""
 
 OFFSET_MAX = INT64_MAX
 EPOCH_MS_MIN = 100_000_000_000
-"""A smaller number (March 1973) is taken for seconds, and refused."""
+"""Milliseconds, in March 1973. A smaller number is taken for seconds and refused."""
 
 
 class CountedPositions(dict[Queue, int]):
-    """Positions that somebody gave, perhaps from the progress report of a stream."""
+    """Positions that a person gave, perhaps from the progress report of a stream."""
 
     log_id: str | None = None
-    """The commit log in which they count, where they say it."""
+    """The id of the commit log whose offsets these are, if the person gave it."""
 
 
 class StreamOffset(NamedTuple):
-    """What a checkpoint says."""
+    """The end of a micro-batch in a checkpoint."""
 
     positions: Positions
     again: Again
@@ -59,7 +60,7 @@ _EXAMPLE = '{"orders": {"0": 23, "1": -1}}'
 
 
 def to_json(positions: Mapping[Queue, int], again: Again | None = None, log_id: str | None = None) -> JsonOffsets:
-    """Positions in the order of topic and queue: equal positions are equal texts, which is how Spark compares them."""
+    """Return positions for JSON, in order of topic and queue: Spark compares texts, so equal ones must look alike."""
     found: JsonOffsets = {}
     for (topic, queue_id), offset in sorted(positions.items()):
         found.setdefault(topic, {})[str(queue_id)] = offset
@@ -74,12 +75,12 @@ def to_json(positions: Mapping[Queue, int], again: Again | None = None, log_id: 
 
 
 def from_checkpoint(value: object, what: str = "the checkpoint") -> StreamOffset:
-    """What :func:`to_json` wrote.
+    """Read what :func:`to_json` wrote.
 
     Raises
     ------
     OffsetError
-        When it is of another form.
+        When the value has another form.
     """
     if not isinstance(value, dict):
         return StreamOffset(from_json(value, what), {}, None)
@@ -103,19 +104,19 @@ def from_checkpoint(value: object, what: str = "the checkpoint") -> StreamOffset
 
 
 def from_json(value: object, what: str, lowest: int = 0) -> Positions:
-    """Positions of a JSON value.
+    """Read positions from a JSON value.
 
     Parameters
     ----------
     what : str
-        Where it comes from, for the message of the error.
+        Where the value comes from, for the error's text.
     lowest : int
-        The smallest number allowed: 0, or one of Kafka's marks (-1 latest, -2 earliest).
+        The smallest number allowed: 0, or one of Kafka's special offsets (-1 latest, -2 earliest).
 
     Raises
     ------
     OffsetError
-        When it is not of the form ``{"topic": {"queue": offset}}``.
+        When the value does not have the form ``{"topic": {"queue": offset}}``.
     """
     if not isinstance(value, dict) or not all(isinstance(queues, dict) for queues in value.values()):
         raise OffsetError(f"{what} is not of the form {_EXAMPLE}: found {json.dumps(value, default=str)[:200]}")
@@ -144,24 +145,24 @@ def from_json(value: object, what: str, lowest: int = 0) -> Positions:
 
 
 def parse_offsets(text: str, option: str, keywords: tuple[str, ...], marks: tuple[int, ...]) -> str | Positions:
-    """The value of ``startingOffsets`` or ``endingOffsets``.
+    """Read the value of ``startingOffsets`` or ``endingOffsets``.
 
     Parameters
     ----------
     keywords : tuple of str
-        Those of ``earliest`` and ``latest`` that the option allows here.
+        Which of ``earliest`` and ``latest`` the option allows here.
     marks : tuple of int
-        Those of -2 (earliest) and -1 (latest) that it allows within JSON.
+        Which of -2 (earliest) and -1 (latest) it allows in JSON.
 
     Returns
     -------
     str or dict
-        A keyword, or an offset or mark by (topic, queue).
+        A keyword; or an offset, -2 or -1 by (topic, queue).
 
     Raises
     ------
     OffsetError
-        When it is neither, or malformed.
+        When the text is neither of these, or is malformed.
     """
     word = text.strip().lower()
     if word in keywords:
@@ -188,7 +189,7 @@ def parse_offsets(text: str, option: str, keywords: tuple[str, ...], marks: tupl
 
 
 def given_positions(value: object, what: str, lowest: int = 0) -> CountedPositions:
-    """Positions that a person wrote, or took from the progress report of a stream."""
+    """Read positions that a person wrote, or took from the progress report of a stream."""
     if not isinstance(value, dict):
         return CountedPositions(from_json(value, what, lowest))
     found = CountedPositions(from_json({t: q for t, q in value.items() if t not in (AGAIN, LOG)}, what, lowest))
@@ -205,12 +206,12 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def resolve(option: str, given: str | Positions, queues: Mapping[str, int], tails: Mapping[Queue, int]) -> Positions:
-    """Real offsets for what :func:`parse_offsets` returned.
+    """Return the offset of each queue for what :func:`parse_offsets` returned.
 
     Parameters
     ----------
     queues : mapping of str to int
-        The topics subscribed to, and their number of queues.
+        The topics subscribed to, and the number of queues of each.
     tails : mapping
         The next offset of every queue that has messages.
 
@@ -250,12 +251,12 @@ def resolve(option: str, given: str | Positions, queues: Mapping[str, int], tail
 
 
 def parse_timestamp(text: str, option: str) -> datetime:
-    """A time with a zone, such as ``2025-03-01T08:00:00Z`` or ``…T09:00:00+01:00``, or milliseconds since 1970.
+    """Read a time with a zone, such as ``2025-03-01T08:00:00Z`` or ``…T09:00:00+01:00``, or milliseconds since 1970.
 
     Raises
     ------
     OptionError
-        For anything else; a time without a zone and a number of seconds are refused, because both would be a guess.
+        For anything else. A time without a zone or a number of seconds is refused, because its meaning is a guess.
     """
     value = text.strip()
     example = "write it as 2025-03-01T08:00:00Z, or as milliseconds since 1970"
@@ -285,10 +286,10 @@ def _from_ms(milliseconds: int) -> datetime:
 
 # ---------------------------------------------------------------- suspended queues
 def due(suspended: Again, now: datetime) -> Again:
-    """Those of which the suspension is over."""
+    """Return the queues whose suspension is over."""
     return {queue: (offset, until) for queue, (offset, until) in suspended.items() if until <= now}
 
 
 def seconds_to_wait(suspended: Again, now: datetime) -> float:
-    """Until the first suspension is over."""
+    """Return the seconds until the first suspension is over."""
     return max(0.0, (min(until for _, until in suspended.values()) - now).total_seconds())

@@ -1,4 +1,4 @@
-"""What a reader was asked for: the options of ``spark.read`` and ``spark.readStream``, checked."""
+"""Reads and validates the options of ``spark.read`` and ``spark.readStream``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Subscription:
         Empty when there is a pattern.
     pattern : str or None
     retry : str or None
-        The topic of a consumer group's retries, which is read as well when it is there.
+        The topic of a consumer group's retries, which is also read when it exists.
     """
 
     topics: tuple[str, ...] = ()
@@ -50,16 +50,16 @@ class Subscription:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """The options of one read; picklable.
+    """The options of one read. They can be pickled.
 
     Attributes
     ----------
     starting, ending : str, dict or datetime
         ``earliest``, ``latest``, offsets by (topic, queue), or a time of commit.
     tags : tuple of str or None
-        None reads all.
+        None reads messages with any tag.
     selector : Selector or None
-        What ``tags`` or the option ``selector`` want; None reads all.
+        Keeps the messages that ``tags`` or the option ``selector`` want; None reads all.
     """
 
     path: str
@@ -78,14 +78,14 @@ class ReadOptions:
 
 
 def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
-    """Check the options of a read.
+    """Read and validate the options of a read.
 
     Raises
     ------
     OptionError
-        For an option that is missing, unknown, contradictory or has a value that cannot be used.
+        When an option is missing, unknown, contradicts another one, or has a value that cannot be used.
     OffsetError
-        For offsets that are malformed.
+        When offsets are malformed.
     """
     options = Options(given, SOURCE_OPTIONS)
     group = options.get("consumerGroup")
@@ -149,7 +149,7 @@ def _starting(options: Options, streaming: bool) -> str | Positions | datetime:
     if streaming:
         text = options.get("startingOffsets", LATEST) or ""
         return parse_offsets(text, "startingOffsets", (EARLIEST, LATEST), (EARLIEST_OFFSET, LATEST_OFFSET))
-    # As in Spark's Kafka source: a batch that starts at the end would always be empty.
+    # A batch that starts at the end would always be empty. Spark's Kafka source does not allow it either.
     text = options.get("startingOffsets", EARLIEST) or ""
     return parse_offsets(text, "startingOffsets", (EARLIEST,), (EARLIEST_OFFSET,))
 

@@ -1,4 +1,4 @@
-"""What a stream does for its consumer group: it publishes progress, and reads again the queues that were suspended."""
+"""Publishes a stream's progress for its consumer group, and finds the suspended queues that it has to read again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupProgress:
-    """The progress of one run of a query."""
+    """The progress of one run of a query, for its consumer group."""
 
     def __init__(self, log: CommitLog, group: str) -> None:
         self._log = log
@@ -27,14 +27,14 @@ class GroupProgress:
         self._published: tuple[Positions, Again] | None = None
 
     def publish(self, positions: Positions, again: Again) -> None:
-        """Say that Spark has done everything below these positions, and has read these queues again.
+        """Publish that Spark has processed all messages below these positions, and has read these queues again.
 
         Raises
         ------
         GroupInUseError
             When another query, which started earlier, reads the same queues for the group.
         StorageError
-            When nobody can say which queues are suspended.
+            When the group's suspended queues cannot be read.
         """
         if (positions, again) == self._published:
             return
@@ -45,13 +45,13 @@ class GroupProgress:
             self._published = (positions, again)
         except GroupInUseError:
             raise
-        except Exception as problem:  # the checkpoint is what counts; the next micro-batch publishes more
+        except Exception as problem:  # the query goes on by its checkpoint, and the next micro-batch publishes again
             logger.warning("progress of consumer group %r was not published: %s", self._group, traceback_of(problem))
-            # But where a queue is suspended, the group is what counts: who does not know it would pass over messages.
+            # But only the group tells where a queue is suspended. A stream that did not know would skip messages.
             self._places = self._log.groups.places(self._group)
 
     def suspended(self, positions: Positions) -> Again:
-        """The queues whose group stands below these positions: its orderly consumer has suspended them."""
+        """Return the suspended queues in which the group's position is below these: the stream reads them again."""
         return {
             queue: (place.next_offset, place.suspended_until)
             for queue, place in self._places.items()
@@ -59,7 +59,7 @@ class GroupProgress:
         }
 
     def place_due(self) -> None:
-        """A group's retries come in time although nobody else writes to the log."""
+        """Place the delayed messages whose time has come: a group's retries must come even if nobody else writes."""
         try:
             self._log.place_due()
         except Exception as problem:  # a round of checks, or the next trigger, places them

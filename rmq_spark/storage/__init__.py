@@ -1,1 +1,1 @@
-"""How the tables and files of a commit log are kept on a store: what they mean is :mod:`rmq_spark.commitlog`'s."""
+"""Keeps the tables and files of a commit log on a store. :mod:`rmq_spark.commitlog` knows what they mean."""

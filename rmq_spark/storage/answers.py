@@ -1,4 +1,4 @@
-"""What a store answers to a request that failed, as one of our errors."""
+"""Turns a store's answer to a failed request into an error of this package."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rmq_spark.errors import TxmqError, UnreachableStoreError
 from rmq_spark.redaction import is_secret, redacted
 
 SECRET_CHARS_MIN = 4
-"""In a store's answer shorter values are hidden than in other text."""
+"""Length from which a secret value is hidden in a store's answer. In other text only longer ones are hidden."""
 
 
 def plainly(text: str, storage_options: Mapping[str, str] | None) -> str:
-    """An answer as one line, without the values of options that may be secret."""
+    """Return the answer on one line, without the values of options that may be secret."""
     for name, value in (storage_options or {}).items():
         if is_secret(name, value, SECRET_CHARS_MIN):
             text = text.replace(value, "***")
@@ -24,12 +24,12 @@ def plainly(text: str, storage_options: Mapping[str, str] | None) -> str:
 
 @contextmanager
 def asking(where: str, storage_options: Mapping[str, str] | None) -> Iterator[None]:
-    """Says which table could not be read when the store fails, and that it is the store that fails.
+    """Turn a failure of the store into an error which says that the store failed, and for which table.
 
     Raises
     ------
     UnreachableStoreError
-        For an OSError, which is what delta-rs and pyarrow make of every failure of a store.
+        For an OSError. delta-rs and pyarrow raise one for every failure of a store.
     """
     try:
         yield

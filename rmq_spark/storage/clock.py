@@ -1,4 +1,4 @@
-"""A writer's clock, held against the store's: the log tells ages by the clocks of many machines."""
+"""Compares a writer's clock with the store's, because ages in the log come from the clocks of many machines."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from rmq_spark.errors import ClockError
 from rmq_spark.machine import Machine
 
 PROBE = "_clock"
-"""A file of a few bytes in a table's folder, written over and over. Delta passes over names that begin with ``_``."""
+"""A small file in a table's folder, which each comparison writes anew. Delta ignores names that begin with ``_``."""
 STEP_S = 1.0
-"""A clock that went this much faster or slower than time itself is looked at again."""
+"""Seconds that a clock may gain or lose on the monotonic clock before it is compared with the store's again."""
 
 
 class StoreClock:
     """Compares this machine's clock with that of the store in which a table lies.
 
-    It asks the store when the process writes first, and again when the machine's clock was set or drifted. On a local
-    disk the two are one clock, and always agree.
+    It asks the store before the process's first write, and again when the machine's clock was set or has drifted. On a
+    local disk the two are one clock and always agree.
     """
 
     def __init__(self, fs: Any, folder: str, machine: Machine) -> None:
         self._fs, self._folder, self._machine = fs, folder, machine
-        self._looked_at: float | None = None  # how far the clock was from the monotonic one when it was right
+        self._looked_at: float | None = None  # clock minus monotonic clock, when the clock last agreed with the store's
 
     def check(self) -> None:
-        """Raise ClockError when the two clocks are further apart than :data:`CLOCK_SKEW_S_MAX`."""
+        """Raise ClockError when the two clocks are more than :data:`CLOCK_SKEW_S_MAX` apart."""
         began = self._machine.time()
         from_monotonic = began - self._machine.monotonic()
         if self._looked_at is not None and abs(from_monotonic - self._looked_at) < STEP_S:
@@ -44,7 +44,10 @@ class StoreClock:
         self._looked_at = from_monotonic
 
     def stored_at(self) -> float:
-        """The store's time of something that is written now, in seconds since the epoch."""
+        """Write the probe file and return the store's time of it, in seconds since the epoch.
+
+        A store that tells no time is believed to have this machine's.
+        """
         path = f"{self._folder}/{PROBE}"
         with self._fs.open_output_stream(path) as stream:
             stream.write(b"txmq")

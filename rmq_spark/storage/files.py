@@ -1,4 +1,4 @@
-"""Parquet files of a commit log, written and read with pyarrow alone: this is what runs on executors."""
+"""Writes and reads the Parquet files of a commit log, with pyarrow alone. This module runs on executors."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.seal import reading, require_row_groups, require_seal, seal
 
 ROW_GROUP_ROWS = 65_536
-"""Rows of a Parquet row group: what a reader of a short offset range must read at least."""
+"""Rows of a Parquet row group. A reader reads at least one row group, however short its offset range is."""
 COMPRESSION = "zstd"
-"""Half the size of snappy on JSON bodies; written as fast, and read in two thirds of the time."""
+"""On JSON bodies zstd takes half the space of snappy. It is written as fast, and read in two thirds of the time."""
 
 KEPT = "__kept"
-"""The column that says which rows a filter keeps."""
+"""Name of the column that says which rows a filter keeps."""
 
 S3_DELAYED_OPEN = int(pa.__version__.split(".")[0]) >= 21
-"""pyarrow then puts a small file with one request; before that it takes three, and a crash leaves parts behind."""
+"""True when pyarrow can put a small file with one request. Before 21 it took three, and a crash left parts behind."""
 
 S3_ENVIRONMENT = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_REGION", "AWS_DEFAULT_REGION",
                   "AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "AWS_SKIP_SIGNATURE")  # fmt: skip
@@ -50,9 +50,9 @@ class DataFile:
     stats : str
         Delta's statistics, as JSON.
     content : bytes or None
-        Its bytes, when the process that commits it also wrote it: it can then put it back.
+        The file's bytes, in the process that wrote it. That process can put the file back when somebody removes it.
     written_s : float or None
-        When that began, by that process's monotonic clock.
+        When the write began, by that process's monotonic clock.
     """
 
     path: str
@@ -64,12 +64,12 @@ class DataFile:
 
 
 def require_path(path: object, table: str) -> str:
-    """The path itself when it stays inside the table's folder.
+    """Return the path, and require that it stays inside the table's folder.
 
     Raises
     ------
     CorruptLogError
-        For an absolute path, a URI, or one with ``..``: a hand-edited log must not make anyone read elsewhere.
+        For an absolute path, a URI, or a path with ``..``. A log edited by hand must not make a reader read elsewhere.
     """
     if not isinstance(path, str) or _RELATIVE_PATH.fullmatch(path) is None or ".." in path.split("/"):
         raise CorruptLogError(
@@ -79,7 +79,7 @@ def require_path(path: object, table: str) -> str:
 
 
 def filesystem(uri: str, storage_options: Mapping[str, str] | None = None) -> tuple[pafs.FileSystem, str]:
-    """The file system and the path on it of a local folder or an object-store URI.
+    """Return the file system of a local folder or an object-store URI, and the path on it.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def filesystem(uri: str, storage_options: Mapping[str, str] | None = None) -> tu
         delta-rs's names (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``AWS_REGION``, ``AWS_ALLOW_HTTP``, …).
     """
     if uri.startswith(("s3://", "s3a://")):
-        # What the options do not say, delta-rs takes from the environment, and pyarrow would take a part of it.
+        # delta-rs takes options that are not given from the environment; pyarrow alone would take only some of them.
         known = {k.removeprefix("AWS_").lower(): v for k, v in os.environ.items() if k in S3_ENVIRONMENT}
         options = {**known, **{k.lower().removeprefix("aws_"): v for k, v in (storage_options or {}).items()}}
         endpoint = options.get("endpoint_url") or options.get("endpoint")
@@ -118,18 +118,18 @@ def filesystem(uri: str, storage_options: Mapping[str, str] | None = None) -> tu
 
 
 def arange(rows: int, start: int = 0) -> pa.Array:
-    """int64 ``start, start + 1, …`` without a Python loop."""
+    """Return the int64 array ``start, start + 1, …``, made without a Python loop."""
     positions = pc.cast(pc.indices_nonzero(pa.repeat(pa.scalar(True), rows)), pa.int64())
     return pc.add(positions, start) if start else positions
 
 
 def bytes_array(values: bytes | bytearray) -> pa.Array:
-    """The bytes as a uint8 array, without a copy."""
+    """Return the bytes as a uint8 array, without a copy."""
     return pa.Array.from_buffers(pa.uint8(), len(values), [None, pa.py_buffer(values)])
 
 
 def column_stats(table: pa.Table, columns: Iterable[str]) -> str:
-    """Delta's statistics of a table for these columns (numbers and strings), as JSON."""
+    """Return Delta's statistics of these columns (numbers and strings) as JSON."""
     low: dict[str, object] = {}
     high: dict[str, object] = {}
     nulls: dict[str, int] = {}
@@ -163,15 +163,15 @@ def write_table(
     stats_columns : sequence of str
         Columns with statistics in the Delta log and in the file's footer.
     footer_columns : sequence of str
-        Columns with statistics in the footer alone: every writer's memory holds what the Delta log says of each file.
+        Columns with statistics in the footer alone. Statistics in the Delta log take memory in every writer.
     plain_columns : sequence of str
-        Columns whose values hardly repeat: they get no dictionary.
+        Columns whose values hardly repeat. They get no dictionary.
     constant_columns : sequence of str
-        Columns with the same value in all rows: text is then hashed and compared once, not for each row.
+        Columns with the same value in all rows. Their text is hashed and compared once, not for each row.
     row_group_rows : int, optional
         :data:`ROW_GROUP_ROWS` when not given.
     holds : str
-        Which rows they are, for the file's seal.
+        Which rows the file holds, for its seal.
     keep_content : bool
         Return the file's bytes as well.
     """
@@ -193,7 +193,7 @@ def write_table(
             write_statistics=statistics,
             compression=COMPRESSION,
             write_page_checksum=True,
-            store_schema=False,  # or readers would get dictionaries
+            store_schema=False,  # with the Arrow schema, readers would get dictionaries
         ) as writer:
             writer.write_table(encoded, row_group_size=row_group_rows or ROW_GROUP_ROWS)
             writer.add_key_value_metadata(seal(table.schema, path, holds))
@@ -216,14 +216,14 @@ def _constant(value: pa.Scalar, rows: int) -> pa.DictionaryArray:
 
 
 def rows_of_half_file(half_id: str, file_no: int) -> str:
-    """What the seal of a half file says of its rows."""
+    """Return what the seal of a half file says of its rows."""
     return f"{half_id} {file_no}"
 
 
 def _is_as_written(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[str]) -> bool:
-    """True when row ``i`` of the file is row_no ``i`` of the half file: its seal says so, and its name is as then.
+    """Return True when row ``i`` of the file is row_no ``i`` of the half file, by the file's seal and row count.
 
-    Statistics in the footer would prove it too, but pyarrow ends the process when it looks at those of a damaged file.
+    Statistics in the footer would prove it too, but pyarrow ends the process when it reads those of a damaged file.
     """
     holds = require_seal(file.schema_arrow, wanted.path, "half", columns)
     return holds == rows_of_half_file(wanted.half_id, wanted.file_no) and file.metadata.num_rows == wanted.file_rows
@@ -231,17 +231,17 @@ def _is_as_written(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[str
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows of one half file, as a reader asks for them: everything an executor needs to know.
+    """Rows of one half file that a reader wants: everything that an executor needs to know of them.
 
     Attributes
     ----------
     path : str
-        Where the rows lie, relative to ``half``; only a hint when somebody rewrote the file.
+        Where the rows lie, relative to ``half``. It is a hint: somebody may have rewritten the file.
     half_id : str
     file_no, file_rows : int
-        The file's number and its rows as written.
+        The file's number, and how many rows it was written with.
     ranges : tuple of (first, last)
-        row_no of the rows asked for, ascending, both ends included.
+        row_no of the wanted rows, ascending, both ends included.
     """
 
     path: str
@@ -258,23 +258,23 @@ class RowRange:
 def read_range(
     fs: pafs.FileSystem, folder: str, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
 ) -> Iterator[tuple[int, pa.Table]]:
-    """The rows of a range in row_no order, a row group at a time.
+    """Yield the rows of a range in row_no order, one row group at a time; of a rewritten file, all rows in one table.
 
     Parameters
     ----------
     where : Filter, optional
-        Leaves out row groups in which it keeps no row: their other columns are not read. The others come with all
-        their rows and one more column, :data:`KEPT`.
+        Row groups in which it keeps no row are left out, and only the filter's columns of them are read. The others
+        come with all their wanted rows and one more column, :data:`KEPT`.
 
     Yields
     ------
     (position, table)
-        Position of the table's first row within the range, and the columns asked for.
+        How many rows of the range come before the table, and the table with ``columns``.
 
     Raises
     ------
     LostFileError
-        When the file is gone: it was rewritten, and the caller looks where the rows are now.
+        When the file is gone. It was rewritten, and the caller has to look where the rows are now.
     CorruptLogError
         When the file does not hold all of the rows, or is damaged.
     """
@@ -318,7 +318,7 @@ def _read_by_position(
 def _read_group(
     file: pq.ParquetFile, g: int, slices: Sequence[tuple[int, int]], columns: Sequence[str], where: Filter | None
 ) -> pa.Table | None:
-    """Slices (first row, length) of a row group; None when the filter keeps none of them."""
+    """Return slices (first row, length) of a row group as one table; None when the filter keeps none of their rows."""
 
     def read(names: Iterable[str]) -> pa.Table:
         group = file.read_row_group(g, columns=list(names))
@@ -343,7 +343,7 @@ def _read_by_address(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[s
     table = file.read(columns=list(dict.fromkeys([*columns, *address])))
     mine = pc.and_(pc.equal(table["half_id"], wanted.half_id), pc.equal(table["file_no"], wanted.file_no))
     table = table.filter(mine).sort_by("row_no")
-    # As long as the rows that are there, whatever the range claims.
+    # As long as the rows that are there: a range that claims too many rows takes no memory.
     asked = bytearray((pc.max(table["row_no"]).as_py() or 0) + 1)
     for first, last in wanted.ranges:
         end = min(last + 1, len(asked))

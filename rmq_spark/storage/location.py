@@ -1,4 +1,4 @@
-"""Where a commit log is: one spelling of its path, which delta-rs, pyarrow and Spark all read as the same folder."""
+"""Gives the path of a commit log one spelling, which delta-rs, pyarrow and Spark all read as the same folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 _CREDENTIALS = re.compile(r"s3a?://[^/]*@|[A-Za-z][A-Za-z0-9+.-]*://[^@]*:[^@]*@")
 _READ_OTHERWISE = re.compile(r"%[0-9A-Fa-f]{2}|[\\\[\]^|*?{}\x00-\x1f\x7f]")
-"""delta-rs decodes percent escapes once more than pyarrow, takes a backslash for a slash, and cannot write or read the
-others; in Spark's paths some are patterns."""
+"""What delta-rs, pyarrow and Spark read differently. delta-rs decodes percent escapes once more than pyarrow, and takes
+a backslash for a slash. It cannot write or read the other characters. Spark takes some of them for patterns."""
 
 
 def is_uri(path: str) -> bool:
@@ -21,18 +21,18 @@ def is_uri(path: str) -> bool:
 
 
 def location(path: object) -> str:
-    """The path of a commit log: an absolute local path, or the URI of a prefix of an object store.
+    """Return the path of a commit log: an absolute local path, or the URI of a prefix in an object store.
 
     Parameters
     ----------
     path : str or path
-        A local path, taken as it is, relative to the working folder; ``file://`` and its path in percent encoding; or
-        another URI.
+        A local path, which is taken as it is and may be relative to the working folder; ``file://`` and a path in
+        percent encoding; or another URI.
 
     Raises
     ------
     OptionError
-        When the path is none, has credentials in it, or is one that not all readers take for the same folder.
+        When it is no path, has credentials in it, or does not mean the same folder to delta-rs, pyarrow and Spark.
     """
     try:
         text = os.fspath(path)  # type: ignore[call-overload]

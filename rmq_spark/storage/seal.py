@@ -1,8 +1,8 @@
-"""Seals: what a file of the commit log says of itself, so that damage is an error and never a wrong answer.
+"""Seals: checksums that the files of a commit log carry, so that damage raises an error and never gives a wrong answer.
 
 A Parquet file carries its own name and a checksum of its columns in its footer, and a checksum in every page. An entry
-of a Delta log carries its version and a checksum of its actions. Files and entries that somebody else wrote (OPTIMIZE
-by Spark, for instance) have no seal, and are taken as they are.
+of a Delta log carries its version and a checksum of its actions. Files and entries that somebody else wrote (Spark's
+OPTIMIZE, for instance) have no seal and are taken as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RESTORE = "restore it from a copy, and write nothing to this commit log before"
 
 # ---------------------------------------------------------------- Parquet files
 def seal(schema: pa.Schema, path: str, rows: str) -> dict[bytes, bytes]:
-    """What a file of this name and these columns says of itself; ``rows`` says which rows they are."""
+    """Return a file's seal, as metadata of its footer. ``rows`` says which rows the file holds."""
     return {_NAME: path.encode(), _ROWS: rows.encode(), _COLUMNS: _checksum_of(schema)}
 
 
@@ -42,7 +42,7 @@ def _checksum_of(schema: pa.Schema) -> bytes:
 
 
 def _words(kind: pa.DataType) -> str:
-    """The type without the names that Parquet gives to the insides of lists and maps."""
+    """Return the type as text, without the names that Parquet gives to the insides of lists and maps."""
     if pa.types.is_map(kind):
         return f"map<{_words(kind.key_type)},{_words(kind.item_type)}>"
     if pa.types.is_list(kind):
@@ -53,19 +53,19 @@ def _words(kind: pa.DataType) -> str:
 
 
 def require_seal(schema: pa.Schema, path: str, table: str, columns: Iterable[str]) -> str | None:
-    """The rows that a file has by its seal; None without one.
+    """Return which rows a file holds by its seal, or None when it has no seal of its own.
 
     Parameters
     ----------
     schema : pyarrow.Schema
-        As the file has it, with its metadata.
+        The file's schema, with its metadata.
     columns : iterable of str
-        Those that the file must have.
+        Columns that the file must have.
 
     Raises
     ------
     CorruptLogError
-        When it is another file than its name says, or has other columns.
+        When the file was written under another name, lacks a column, or has other columns than its seal says.
     """
     said = schema.metadata or {}
     name = path.rpartition("/")[2]
@@ -84,7 +84,7 @@ def _is_ours(name: str, table: str) -> bool:
 
 
 def require_count(found: int, said: int | None, path: str, table: str) -> None:
-    """Raise CorruptLogError when a file has not as many rows as the Delta log says."""
+    """Raise CorruptLogError when a file does not have as many rows as the Delta log says."""
     if said is not None and found != said:
         raise CorruptLogError(f"file {path} of table {table} has {found} rows, its Delta log says {said}: {_RESTORE}")
 
@@ -92,7 +92,7 @@ def require_count(found: int, said: int | None, path: str, table: str) -> None:
 def require_row_groups(footer: pq.FileMetaData, path: str, table: str) -> None:
     """Raise CorruptLogError when a file's row groups do not have the rows that its footer counts.
 
-    pyarrow believes each row group by itself: of one that says it is empty it reads nothing, without an error.
+    pyarrow believes each row group. When one says that it is empty, pyarrow reads nothing of it and raises no error.
     """
     found = sum(footer.row_group(g).num_rows for g in range(footer.num_row_groups))
     if found != footer.num_rows:
@@ -103,9 +103,9 @@ def require_row_groups(footer: pq.FileMetaData, path: str, table: str) -> None:
 
 
 def require_bounds(actions: pa.Table, table: str) -> None:
-    """Raise CorruptLogError when the Delta log says of a file that its least value is above its greatest.
+    """Raise CorruptLogError when the Delta log gives a file a least value above its greatest.
 
-    Most files have one value only: whatever changes one bound of those, and would hide the file, is seen here.
+    In most files the two are equal. Damage that moves one of them past the other would hide the file from a reader.
     """
     for name in actions.column_names:
         if not name.startswith("min."):
@@ -117,20 +117,20 @@ def require_bounds(actions: pa.Table, table: str) -> None:
 
 
 def is_panic(problem: BaseException) -> bool:
-    """True for a panic of Rust, which is a BaseException of a class that cannot be imported."""
+    """Return True for a panic of Rust: a BaseException whose class cannot be imported."""
     return type(problem).__name__ == "PanicException"
 
 
 @contextmanager
 def reading(path: str, table: str) -> Iterator[None]:
-    """Names the file and the table in whatever goes wrong while a file is read.
+    """Turn an error while a file is read into one that names the file and the table.
 
     Raises
     ------
     LostFileError
-        A FileNotFoundError, as pyarrow raises it.
+        For pyarrow's FileNotFoundError.
     UnreadableFileError
-        For everything else that is not one of our own errors.
+        For every other error of the store or of pyarrow.
     """
     try:
         yield
@@ -161,21 +161,21 @@ def transaction(app_id: str, version: int) -> Action:
 
 
 def entry_seal(version: int, actions: Iterable[Action]) -> str:
-    """The seal of an entry, which goes into its commitInfo."""
+    """Return the seal of an entry, which goes into the entry's commitInfo."""
     return f"{version}:{zlib.crc32(json.dumps(sorted(actions)).encode()):08x}"
 
 
 def require_entries(log_folder: Path, table: str, since: int, until: int | None) -> None:
-    """Raise CorruptLogError for entries of a local Delta log that are not what was written.
+    """Raise CorruptLogError for entries of a local Delta log that differ from what was written.
 
-    delta-rs takes an empty entry, as a power cut leaves it, for a commit that did nothing.
+    A power cut can leave an empty entry. delta-rs takes it for a commit that did nothing.
 
     Parameters
     ----------
     since : int
     until : int, optional
-        Versions: after the first, up to the second (None: to the newest). Entries that are cleaned up, or that a
-        checkpoint stands for, are passed over.
+        Read the entries after version ``since``, up to version ``until`` (None: up to the newest). A negative ``since``
+        stands for the newest checkpoint. Entries that were cleaned up are skipped.
     """
     if until is None:
         until = max((int(f.stem) for f in log_folder.glob("*.json") if f.stem.isdigit()), default=-1)

@@ -1,6 +1,7 @@
-"""What a store must be able to do to hold a commit log: put a file only where none is, and say so.
+"""Requires of a store what a commit log needs: it puts a file only where none is, and refuses the second put.
 
-Amazon S3 can, with conditional puts; not every store that speaks S3 does. :func:`require_put_if_absent` finds out.
+Amazon S3 does so with conditional puts. Not every store that speaks S3 has them; :func:`require_put_if_absent` finds
+out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 CLAIMANTS = 3
 ROUNDS_MAX = 40
-"""Rounds until two writers of the probe meet at one put; about every second one does."""
+"""Rounds of the probe. A round tells something when two writers come to the same put; about every second one does."""
 PROBE = "_probe-"
 
 _YES = ("1", "true", "on", "yes", "y")
@@ -53,7 +54,7 @@ def require_storage_options(where: str, storage_options: Mapping[str, str] | Non
 
 
 def _settings(storage_options: Mapping[str, str] | None) -> list[tuple[str, str]]:
-    # delta-rs takes what the options do not say from the environment.
+    # delta-rs takes options that are not given from the environment.
     wanted = re.compile(r"allow_unsafe_rename$|locking_provider$|^aws_conditional_put$", re.IGNORECASE)
     return [(k, v) for k, v in os.environ.items() if wanted.search(k)] + list((storage_options or {}).items())
 
@@ -61,10 +62,10 @@ def _settings(storage_options: Mapping[str, str] | None) -> list[tuple[str, str]
 # ---------------------------------------------------------------- errors
 @contextmanager
 def reaching(where: str, storage_options: Mapping[str, str] | None) -> Iterator[None]:
-    """Makes one line of what a store answers, without the values of options that may be secret: a StorageError, unless
-    it says that there is no log.
+    """Turn a store's error into a StorageError of one line, without the values of options that may be secret.
 
-    A store's answer may name the access key or the session token. Local folders raise what they always do.
+    A store's answer may name the access key or the session token. A NotACommitLogError stays one. Errors of local
+    folders are raised unchanged.
     """
     try:
         yield
@@ -81,16 +82,21 @@ def reaching(where: str, storage_options: Mapping[str, str] | None) -> Iterator[
 
 # ---------------------------------------------------------------- the probe
 def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None) -> None:
-    """Find out whether the store refuses the second of two puts, the way commits are put.
+    """Require that the store refuses the second of two puts of one file. Commits are made by such puts.
 
-    Some writers create one and the same table below ``where`` at once, through delta-rs. A store that can hold a log
-    lets one of them do so, and refuses another *at its put*: that settles it. When all others saw the table before they
-    came to that, the round says nothing, and the next one begins. Nothing of it stays.
+    In each round three writers create the same table below ``where`` at once, through delta-rs. A writer that sees the
+    table of another one does not come to its put. What the three are told settles the question, or not::
+
+        created, refused, (any)     the store has put-if-absent
+        created, created, (any)     it has not: StorageError
+        created, seen, seen         unknown: the next round
+
+    Nothing stays behind.
 
     Raises
     ------
     StorageError
-        When more than one writer was told that it had created the table.
+        When more than one writer was told that it had created the table, or when no round settled the question.
     """
     for _ in range(ROUNDS_MAX):
         probe = f"{where}/{PROBE}{uuid4().hex}"
@@ -99,7 +105,7 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
         finally:
             try:
                 remove_table(probe, storage_options)
-            except Exception as problem:  # it is in nobody's way
+            except Exception as problem:  # what is left of the probe is in nobody's way
                 logger.warning("%s could not be removed, delete it by hand: %s", probe, traceback_of(problem))
         if claims.count(True) > 1:
             raise StorageError(

@@ -1,6 +1,6 @@
 """One Delta table of a commit log, and the only way to commit to it: compare-and-set at the next version.
 
-This module alone imports deltalake.
+No other module imports deltalake.
 """
 
 from __future__ import annotations
@@ -61,18 +61,21 @@ CHECKED_PARQUET = pads.ParquetFileFormat(
 )
 
 COMMIT_TRIES_MAX = 200
-"""Lost races before a commit gives up; each waits a little longer, up to BACKOFF_S_MAX."""
+"""Lost races before a commit gives up. After each the writer waits for a random time. Its upper limit doubles each
+time, up to BACKOFF_S_MAX."""
 UNEXPECTED_ERRORS_MAX = 3
 STAGED_UNSEEN_S = 60.0
-"""So long a file counts as there that was just written, or looked at. A VACUUM that keeps what is younger has not taken
-it; one that keeps less can come between any look and its commit, and against that helps the look after the commit."""
+"""Seconds for which a file counts as there after it was written or looked at. A VACUUM that keeps files of this age
+does not remove it. A VACUUM with a shorter retention can remove it between any look and the commit; the look after the
+commit finds that."""
 LOOKS_AT_ONCE = 16
-"""Requests to an object store that look for files; each takes a round trip."""
+"""Files that are looked for in an object store at the same time. Each look takes a round trip."""
 BACKOFF_S_MIN = 0.002
 BACKOFF_S_MAX = 0.25
 CHECKPOINT_INTERVAL = 100
 ROW_GROUP_ROWS = 4_096
-"""Of op, sorted by version: whoever wants the newest rows skips the row groups before them."""
+"""Rows of a row group of ``op``, which is sorted by version. A reader of the newest rows skips the row groups before
+them."""
 
 BOUNDS = {
     "half_id": pa.string(),
@@ -81,7 +84,7 @@ BOUNDS = {
     "low_water": pa.int64(),
     "consumer_group": pa.string(),
 }
-"""Columns whose bounds in a file are looked at."""
+"""Columns whose least and greatest value in each file are read from the Delta log."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Clock(Protocol):
 
 
 class Table(Protocol):
-    """A table of the commit log. ``DeltaLogTable`` is the real one, ``rmq_spark.testing`` has its twin."""
+    """A table of a commit log. ``DeltaLogTable`` is the real one, ``rmq_spark.testing`` has its twin in memory."""
 
     name: str
     schema: pa.Schema
@@ -112,17 +115,17 @@ class Table(Protocol):
     fs: Any
     """A ``pyarrow.fs.FileSystem``, or as much of one as the tables need."""
     machine: Machine
-    """Whose clock, locks and threads serve the table and all that stands on it."""
+    """Gives the clock, the locks and the threads to the table and to all that is built on it."""
     lock: AbstractContextManager[object]
-    """Whoever moves the handle holds it. Between ``decide`` and its commit no other thread may refresh, or the commit
-    stands on a version that its decision never saw. The tables of a commit log share one."""
+    """Held while the table moves to another version. If another thread refreshed between ``decide`` and its commit, the
+    commit would stand on a version that ``decide`` never saw. The tables of a commit log share one lock."""
 
     clock: Clock
-    """Asked before anything is written. The tables of a commit log share one."""
+    """Compared with the store's before anything is written. The tables of a commit log share one."""
 
     @property
     def id(self) -> str:
-        """Made once, with the table: another table in its place has another one."""
+        """The table's id, made with the table. Another table in its place has another id."""
 
     @property
     def version(self) -> int:
@@ -132,39 +135,39 @@ class Table(Protocol):
         """Move to the newest version and return it."""
 
     def actions(self) -> pa.Table:
-        """The live files: ``path, modification_time`` (ms), ``num_records``, and ``min.<column>, max.<column>`` of
-        those columns of :data:`BOUNDS` that the table has."""
+        """Return the live files: ``path, modification_time`` (ms), ``num_records``, and ``min.<column>, max.<column>``
+        of those columns of :data:`BOUNDS` that the table has."""
 
     def removed_since(self, age_s: float | None = None) -> set[str]:
-        """Paths of files that a commit took out of the table (less than ``age_s`` ago), as far as its log knows."""
+        """Return the paths of files that commits removed from the table, as far as its Delta log knows; with ``age_s``
+        only those removed within so many seconds."""
 
     def transaction_version(self, app_id: str) -> int | None:
-        """The newest batch id that a commit with ``Change.transactions`` named for this application."""
+        """Return the newest batch id that a commit with ``Change.transactions`` named for this application."""
 
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
-        """Write a data file; it belongs to the table once a commit adds it."""
+        """Write a data file. It belongs to the table once a commit adds it."""
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
-        """Those of some data files that are not there, or not as long as they were."""
+        """Return those of the data files that are gone or have another size."""
 
     def put_back(self, file: DataFile) -> None:
-        """Write a data file again that :meth:`write` wrote."""
+        """Write a file of :meth:`write` again, from its content."""
 
     def read(
         self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None
     ) -> pa.Table:
-        """Rows of some live files."""
+        """Return rows of some live files."""
 
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
-        """Rows of one half file by their address, with the position of the first of each part; with a filter, as
-        ``files.read_range`` has them."""
+        """Yield rows of one half file as :func:`rmq_spark.storage.files.read_range` does."""
 
     def compare_and_set(
         self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
-        """Refresh, decide, commit exactly at the next version; or refresh and decide again."""
+        """Commit what ``decide`` returns at the next version, and decide anew when another writer takes it."""
 
 
 def compare_and_set(
@@ -173,18 +176,28 @@ def compare_and_set(
     landed: Callable[[Change], bool],
     try_commit: Callable[[Change], bool],
 ) -> Change | None:
-    """The loop of every commit. Real tables and their twins share it.
+    """Commit a change at the next version, and return it; None when there is nothing to commit.
+
+    Every commit goes through this loop. Real tables and their twins share it. It looks for its rows after every try,
+    because a store may report a failure after a success::
+
+        ┌─▶ refresh ─▶ are the rows of the last try there? ── yes ─▶ return that change
+        │                 │ no, or first try
+        │              decide(version + 1) ── None ─▶ return None
+        │                 │ a change
+        │              try_commit ── acknowledged ─▶ refresh, find the rows, return the change
+        └── wait ◀────────┘ refused or failed
 
     Parameters
     ----------
     decide : callable
-        Given the next version, with the table refreshed: what to commit, or None when there is nothing (left) to do.
-        Raising ends the loop with nothing written.
+        Takes the next version, with the table refreshed. Returns what to commit, or None when there is nothing (left)
+        to do. When it raises, the loop ends and writes nothing more.
     landed : callable
-        With the table refreshed: True when the rows of this change are in the table's state.
+        Takes a change, with the table refreshed. Returns True when the change's rows are in the table.
     try_commit : callable
-        True when the commit was acknowledged; False when another writer had the version, or nobody knows.
-        An exception is a failure of unknown outcome.
+        Returns True when the commit was acknowledged, and False when another writer had the version or nobody knows.
+        An exception leaves open whether the commit was made.
 
     Raises
     ------
@@ -193,11 +206,11 @@ def compare_and_set(
     CommitError
         When the tries are used up.
     LostCommitError
-        When a commit was acknowledged but the state does not have it: it went below the log's head.
+        When a commit was acknowledged but the table does not hold its rows: it went below the newest version.
     LostStagedFileError
-        When a file that only its stager can write again is gone before the commit.
+        When a file is gone before the commit, and this process does not have its content.
     LostFileError
-        When it is gone after the commit.
+        When such a file is gone after the commit.
     """
     table.clock.check()
     failures = 0
@@ -210,7 +223,7 @@ def compare_and_set(
 
     for tries in range(COMMIT_TRIES_MAX):
         table.refresh()
-        # An earlier try of ours may have landed although it was reported lost.
+        # Our last try may have landed although it was reported lost.
         if change is not None and has_landed(change):
             return change
         change = decide(table.version + 1)
@@ -221,7 +234,7 @@ def compare_and_set(
             acknowledged = try_commit(change)
         except TxmqError:
             raise
-        except Exception as problem:  # of unknown outcome: look before trying again
+        except Exception as problem:  # it may have landed: look before trying again
             failures += 1
             if failures >= UNEXPECTED_ERRORS_MAX:
                 table.refresh()
@@ -248,15 +261,15 @@ def compare_and_set(
 
 
 class _Staged:
-    """The files of a compare-and-set. Until their commit nothing names them, so anybody's VACUUM may remove them."""
+    """The files that a compare-and-set adds. Until the commit nothing names them, so any VACUUM may remove them."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._own: dict[str, DataFile] = {}  # of every try: one that was given up may still land
+        self._own: dict[str, DataFile] = {}  # of every try: a try that was given up may still land
         self._seen_s: dict[str, float] = {}
 
     def require(self, change: Change) -> None:
-        """Before the commit: see that its files are there."""
+        """Before the commit: put back files that are gone, or raise LostStagedFileError."""
         self._own.update({f.path: f for f in change.add if f.content is not None})
         lost = self._restore([f for f in change.add if self._is_doubtful(f)])
         if lost:
@@ -266,8 +279,11 @@ class _Staged:
             )
 
     def keep(self, change: Change) -> None:
-        """After the commit: see that it names no file that was removed between the last look and the commit. The files
-        that it replaces can be gone by now, so its own are the only copy."""
+        """After the commit: put back files that were removed between the last look and the commit, or raise
+        LostFileError.
+
+        The files that the commit replaced may be gone by now, so the files that it added are the only copy.
+        """
         looked_at = [*self._own.values(), *(f for f in change.add if f.content is None and self._is_doubtful(f))]
         if not looked_at:
             return
@@ -284,7 +300,7 @@ class _Staged:
         return known_s is None or self._table.machine.monotonic() - known_s > STAGED_UNSEEN_S
 
     def _restore(self, files: Sequence[DataFile]) -> list[DataFile]:
-        """Put back those files that are gone; returns those of which this process does not have the content."""
+        """Put back the files that are gone, and return those whose content this process does not have."""
         if not files:
             return []
         now_s = self._table.machine.monotonic()
@@ -298,7 +314,7 @@ class _Staged:
 
 
 def actions_schema(schema: pa.Schema) -> pa.Schema:
-    """The columns of :meth:`Table.actions` for a table with this schema."""
+    """Return the columns of :meth:`Table.actions` for a table with this schema."""
     fields = [("path", pa.string()), ("modification_time", pa.int64()), ("num_records", pa.int64())]
     bounds = [(name, kind) for name, kind in BOUNDS.items() if name in schema.names]
     return pa.schema(fields + [(f"{side}.{name}", kind) for side in ("min", "max") for name, kind in bounds])
@@ -328,8 +344,9 @@ class DeltaLogTable:
         self._actions: tuple[int, pa.Table] | None = None
         self._id: str | None = None
         self._seen = -1  # the newest version that this handle knows of
-        self._newest: tuple[int, object] | None = None  # a version, and what tells its entry from another one
-        # half has a file or more a transaction: it opens while op is read, and for readers of op not at all.
+        self._newest: tuple[int, object] | None = None  # a version, and what `_entry` says of it
+        # half has at least one file for each transaction and opens slowly. So it opens in the background while op is
+        # read, and whoever reads op alone never waits for it.
         self._opening: Future[DeltaTable] | None = self._open_in_background()
 
     @staticmethod
@@ -340,7 +357,7 @@ class DeltaLogTable:
         storage_options: Mapping[str, str] | None,
         configuration: Mapping[str, str],
     ) -> None:
-        """Make the empty table; one that is there already is left as it is."""
+        """Make the empty table. A table that is there already is left as it is."""
         settings: dict[str, str | None] = {
             "delta.appendOnly": "true",
             "delta.checkpointInterval": str(CHECKPOINT_INTERVAL),
@@ -365,7 +382,7 @@ class DeltaLogTable:
 
     @staticmethod
     def exists(uri: str, storage_options: Mapping[str, str] | None) -> bool:
-        """True when the folder holds a Delta table."""
+        """Return True when the folder holds a Delta table."""
         return bool(DeltaTable.is_deltatable(uri, dict(storage_options or {}) or None))
 
     @property
@@ -373,9 +390,9 @@ class DeltaLogTable:
         return self.wait_until_open()
 
     def wait_until_open(self) -> DeltaTable:
-        """The table opens in the background; here, or at its first use, one hears that it cannot be opened.
+        """Wait until the table is open, and return it. The first use of the table does the same.
 
-        A failure is told once: the next use opens the table again.
+        A table that cannot be opened raises its error here. The next use tries to open it again.
         """
         opening = self._opening
         if opening is None:
@@ -390,7 +407,7 @@ class DeltaLogTable:
             raise
 
     def _lose(self) -> None:
-        """Forget the table and all that was read of it: the next use opens it again."""
+        """Forget the table and all that was read from it. The next use opens it again."""
         self._opening = None
         self._actions = None
 
@@ -428,7 +445,7 @@ class DeltaLogTable:
         return table
 
     def _require_same(self, table: DeltaTable) -> None:
-        """Raise when what was opened is not what this handle knew before: its answers would contradict each other."""
+        """Raise when the table is not the one that this handle knew: its answers would contradict earlier ones."""
         if self._id is None:
             return
         if str(table.metadata().id) != self._id:
@@ -466,12 +483,12 @@ class DeltaLogTable:
                 with asking(self._uri, self._storage_options):
                     table.update_incremental()
                     self._require_entries(before, int(table.version()))
-                    # delta-rs takes a folder without a single entry for one without new entries, and the entries of a
-                    # log that was made anew for those that follow.
+                    # delta-rs does not notice a lost log or a new one. Where no entry is left it sees no new entries,
+                    # and it takes the entries of a log that was made anew for those that follow.
                     whole = self._goes_on(before, int(table.version()))
             except BaseException as problem:  # a panic of delta-rs is no Exception
-                # The entries after ours are cleaned up, and only a checkpoint knows the way from here; or one of them
-                # is damaged, and opening says so.
+                # The entries after ours were cleaned up, and the table has to be opened anew from a checkpoint. Or one
+                # of them is damaged, and opening says so.
                 if not isinstance(problem, (DeltaError, CorruptLogError)) and not is_panic(problem):
                     raise
             finally:
@@ -480,7 +497,7 @@ class DeltaLogTable:
             return self.version
 
     def _goes_on(self, before: int, version: int) -> bool:
-        """Whether the newest entry that was known is still there and the same; one that is cleaned up says nothing."""
+        """Return True when the entry ``before`` is still the same, or was cleaned up and newer entries follow it."""
         entry = self._entry(before)
         if entry is None:
             return version > before
@@ -488,11 +505,11 @@ class DeltaLogTable:
         return known is None or known[0] != before or known[1] in (None, entry)
 
     def _entry(self, version: int) -> object:
-        """What tells an entry of the Delta log from another one; None when it is not there."""
+        """Return what tells an entry of the Delta log from another of that version; None when it is not there."""
         path = f"{self.folder}/_delta_log/{version:020d}.json"
-        if isinstance(self.fs, pafs.S3FileSystem):  # its times are whole seconds, its ETag is what tells
+        if isinstance(self.fs, pafs.S3FileSystem):  # its times are whole seconds: the ETag tells entries apart
             try:
-                with self.fs.open_input_stream(path) as stream:  # one HEAD
+                with self.fs.open_input_stream(path) as stream:  # costs one HEAD request
                     return stream.metadata()
             except FileNotFoundError:
                 return None
@@ -500,9 +517,9 @@ class DeltaLogTable:
         return (info.mtime_ns, info.size) if info.type == pafs.FileType.File else None
 
     def _require_entries(self, since: int, until: int | None) -> None:
-        """Raise CorruptLogError for damaged entries of the Delta log after one version, up to another or to the newest.
+        """Raise CorruptLogError for damaged entries of the Delta log after ``since``, up to ``until`` or the newest.
 
-        On a local disk only: an object store checks its objects itself, and has no half-written ones.
+        It reads them on a local disk only. An object store verifies its objects itself, and has no half-written ones.
         """
         if isinstance(self.fs, pafs.LocalFileSystem):
             require_entries(Path(self.folder, "_delta_log"), self.name, since, until)
@@ -552,7 +569,7 @@ class DeltaLogTable:
         with asking(self._uri, self._storage_options):
             if len(paths) == 1 or isinstance(self.fs, pafs.LocalFileSystem):
                 infos = self.fs.get_file_info(paths)
-            else:  # pyarrow asks for one after the other
+            else:  # pyarrow would ask for one after the other
                 with ThreadPoolExecutor(min(LOOKS_AT_ONCE, len(paths)), "txmq-look") as pool:
                     infos = list(pool.map(self.fs.get_file_info, paths))
         return [f for f, i in zip(files, infos, strict=True) if (i.type, i.size) != (pafs.FileType.File, f.size_bytes)]
@@ -573,7 +590,7 @@ class DeltaLogTable:
             self._require_files(dataset, paths)
             return dataset.to_table(columns=names, filter=where)
         except (OSError, pa.ArrowException, ValueError):
-            for path, file in zip(paths, full, strict=True):  # which of them is it?
+            for path, file in zip(paths, full, strict=True):  # find the file that fails
                 with reading(path, self.name):
                     one = pads.dataset([file], schema=self.schema, format=CHECKED_PARQUET, filesystem=self.fs)
                     self._require_files(one, [path])
@@ -586,7 +603,7 @@ class DeltaLogTable:
         return read_range(self.fs, self.folder, wanted, columns, where)
 
     def _require_files(self, dataset: pads.Dataset, paths: Sequence[str]) -> None:
-        """Raise CorruptLogError for files that are not what the table's log means."""
+        """Raise CorruptLogError for files that differ from their seal or from what the Delta log says of them."""
         actions = self.actions()
         named = actions.filter(pc.is_in(actions["path"], value_set=pa.array(paths, pa.string())))
         rows = dict(zip(named["path"].to_pylist(), named["num_records"].to_pylist(), strict=True))
@@ -632,8 +649,14 @@ class DeltaLogTable:
 
 
 def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | None:
-    """Create an empty table. True: it was created. False: the put of its first entry was refused, because another
-    writer's entry is there. None: another writer's table was seen before the put, so the put was not tried."""
+    """Create an empty table, and return whether this writer created it.
+
+    Returns
+    -------
+    bool or None
+        True when it was created. False when the store refused the put of its first entry, because another writer's
+        entry is there. None when delta-rs saw another writer's table first, and did not try the put.
+    """
     options = dict(storage_options or {}) or None
     schema = Schema.from_arrow(pa.schema([("version", pa.int64())]))
     try:
@@ -650,7 +673,7 @@ def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | N
 
 
 def remove_table(uri: str, storage_options: Mapping[str, str] | None) -> None:
-    """Remove what :func:`claim_table` made, if anything."""
+    """Remove the table that :func:`claim_table` made, if there is one."""
     fs, folder = filesystem(uri, storage_options)
     if isinstance(fs, pafs.LocalFileSystem):
         if Path(folder).is_dir():
