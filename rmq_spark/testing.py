@@ -99,7 +99,7 @@ class _Versions:
 class _SameClock:
     """The clock of a store in memory, which is the machine's own."""
 
-    def check(self) -> None:
+    def require_near(self) -> None:
         pass
 
 
@@ -188,10 +188,10 @@ class MemoryTable:
         return read_range(self.fs, self.folder, wanted, columns, where)
 
     def compare_and_set(
-        self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
+        self, propose: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
         with self.lock:
-            return compare_and_set(self, decide, landed, self.try_commit)
+            return compare_and_set(self, propose, landed, self.try_commit)
 
     def try_commit(self, change: Change) -> bool:
         with self._versions.lock:

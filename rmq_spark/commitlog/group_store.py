@@ -157,7 +157,7 @@ class GroupStore:
     def _change(self, group: str, by: str, change: Callable[[dict[Queue, Place]], Mapping[Queue, Place]]) -> bool:
         require_group_name(group, "consumerGroup")
 
-        def decide(version: int) -> Change | None:
+        def propose(version: int) -> Change | None:
             paths = self._paths(group)
             there = self.table.read(paths)
             mine = pc.equal(there["consumer_group"], group)
@@ -197,7 +197,7 @@ class GroupStore:
             gone = {f.path for f in change.add} - live
             return not gone or gone <= self.table.removed_since()
 
-        return self.table.compare_and_set(decide, landed) is not None
+        return self.table.compare_and_set(propose, landed) is not None
 
     def _paths(self, group: str | None) -> list[str]:
         actions = self.table.actions()

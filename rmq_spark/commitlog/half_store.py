@@ -167,7 +167,7 @@ class HalfStore:
         tried_ms: list[int] = []
         refused: dict[str, PrepareError] = {}
 
-        def decide(version: int) -> Change | None:
+        def propose(version: int) -> Change | None:
             refused.clear()
             for batch in staged:
                 if (problem := self._refusal(batch)) is not None:
@@ -186,7 +186,7 @@ class HalfStore:
             added = {f.path for f in change.add}
             return all(self._landed(b) for b in staged if added.issuperset(f.data.path for f in b.files))
 
-        self.table.compare_and_set(decide, landed)
+        self.table.compare_and_set(propose, landed)
         # Any of the tries may be the one that landed. A batch taken for older than it is, is only looked at closer; for
         # one taken for younger, markers would be looked for above a low-water mark that they lie below.
         return [refused.get(b.header.half_id) or self._record(b, min(tried_ms)) for b in staged]

@@ -425,7 +425,7 @@ class Ledger(Follower):
         commit_id = self.machine.unique_id()
         rows: Sequence[OpRow] = ()
 
-        def decide(version: int) -> Change | None:
+        def propose(version: int) -> Change | None:
             nonlocal rows
             self._catch_up()
             self._op_time = self._next_op_time(reopens)
@@ -442,7 +442,7 @@ class Ledger(Follower):
         with self.table.lock:
             self._awaited, self._arrived = commit_id, False
             try:
-                self.table.compare_and_set(decide, landed)
+                self.table.compare_and_set(propose, landed)
             finally:
                 self._awaited = None
         return rows

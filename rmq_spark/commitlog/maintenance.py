@@ -43,7 +43,7 @@ def compact_op(table: Table) -> bool:
 
     made: Change | None = None
 
-    def decide(version: int) -> Change | None:
+    def propose(version: int) -> Change | None:
         nonlocal made
         # A race lost to an append leaves the merged file good. Merging anew each time would never win against a busy
         # writer, and op would grow without end.
@@ -60,7 +60,7 @@ def compact_op(table: Table) -> bool:
         live = set(table.actions()["path"].to_pylist())
         return live.isdisjoint(change.remove)
 
-    return table.compare_and_set(decide, landed) is not None
+    return table.compare_and_set(propose, landed) is not None
 
 
 class Maintenance:
@@ -99,7 +99,7 @@ def vacuum(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
     """Remove Parquet files older than ``age_s`` that no live state names; returns ``<table>/<file>``."""
     removed: list[str] = []
     for table in tables:
-        table.clock.check()  # by a clock that is ahead, everything would be old
+        table.clock.require_near()  # by a clock that is ahead, everything would be old
         table.refresh()
         # A file that was rewritten lately may be old itself, and a reader's plan may still name it.
         kept = set(table.actions()["path"].to_pylist()) | table.removed_since(age_s)

@@ -221,12 +221,12 @@ def _choose(copies: Sequence[_Copy], committed: pa.Table) -> tuple[list[_Copy], 
 def _remove(half: Table, paths: Sequence[str]) -> bool:
     """Take files out of the table in one commit; False when somebody has rewritten one meanwhile."""
 
-    def decide(version: int) -> Change | None:
+    def propose(version: int) -> Change | None:
         return Change(remove=paths, data_change=False) if _live(half).issuperset(paths) else None
 
     if not paths:
         return True
-    return half.compare_and_set(decide, lambda change: _live(half).isdisjoint(change.remove)) is not None
+    return half.compare_and_set(propose, lambda change: _live(half).isdisjoint(change.remove)) is not None
 
 
 def _rewrite(half: Table, path: str, rows: pa.Table, lost: set[int]) -> bool:
@@ -239,14 +239,14 @@ def _rewrite(half: Table, path: str, rows: pa.Table, lost: set[int]) -> bool:
     file = half.write(kept, "rewritten", STATS_COLUMNS)
     change = Change(add=[file], remove=[path], modification_time_ms=at[0], data_change=False)
 
-    def decide(version: int) -> Change | None:
+    def propose(version: int) -> Change | None:
         return change if path in _live(half) else None
 
     def landed(change: Change) -> bool:
         (file,) = change.add
         return file.path in _live(half) or file.path in half.removed_since()
 
-    return half.compare_and_set(decide, landed) is not None
+    return half.compare_and_set(propose, landed) is not None
 
 
 def _live(half: Table) -> set[str]:

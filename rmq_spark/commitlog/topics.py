@@ -73,7 +73,7 @@ class TopicStore:
             "created": [self.table.machine.now()],
         }
 
-        def decide(version: int) -> Change | None:
+        def propose(version: int) -> Change | None:
             there = self.known().get(name)
             if there is not None:
                 if exist_ok and queues in (None, there.queues) and there.fifo == bool(fifo):
@@ -91,4 +91,4 @@ class TopicStore:
             live = self.table.actions()["path"].to_pylist()
             return file.path in live or file.path in self.table.removed_since()
 
-        self.table.compare_and_set(decide, landed)
+        self.table.compare_and_set(propose, landed)

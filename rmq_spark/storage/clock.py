@@ -26,7 +26,7 @@ class StoreClock:
         self._fs, self._folder, self._machine = fs, folder, machine
         self._looked_at: float | None = None  # clock minus monotonic clock, when the clock last agreed with the store's
 
-    def check(self) -> None:
+    def require_near(self) -> None:
         """Raise ClockError when the two clocks are more than :data:`CLOCK_SKEW_S_MAX` apart."""
         began = self._machine.time()
         from_monotonic = began - self._machine.monotonic()

@@ -102,7 +102,7 @@ class Change:
 class Clock(Protocol):
     """:class:`rmq_spark.storage.clock.StoreClock`, or its twin."""
 
-    def check(self) -> None:
+    def require_near(self) -> None:
         """Raise ClockError when the writer's clock is too far from the store's."""
 
 
@@ -117,8 +117,8 @@ class Table(Protocol):
     machine: Machine
     """Gives the clock, the locks and the threads to the table and to all that is built on it."""
     lock: AbstractContextManager[object]
-    """Held while the table moves to another version. If another thread refreshed between ``decide`` and its commit, the
-    commit would stand on a version that ``decide`` never saw. The tables of a commit log share one lock."""
+    """Held while the table moves to another version. If another thread refreshed between ``propose`` and its commit,
+    the commit would stand on a version that ``propose`` never saw. The tables of a commit log share one lock."""
 
     clock: Clock
     """Compared with the store's before anything is written. The tables of a commit log share one."""
@@ -165,14 +165,14 @@ class Table(Protocol):
         """Yield rows of one half file as :func:`rmq_spark.storage.files.read_range` does."""
 
     def compare_and_set(
-        self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
+        self, propose: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
-        """Commit what ``decide`` returns at the next version, and decide anew when another writer takes it."""
+        """Commit what ``propose`` returns at the next version, and ask it anew when another writer takes it."""
 
 
 def compare_and_set(
     table: Table,
-    decide: Callable[[int], Change | None],
+    propose: Callable[[int], Change | None],
     landed: Callable[[Change], bool],
     try_commit: Callable[[Change], bool],
 ) -> Change | None:
@@ -183,14 +183,14 @@ def compare_and_set(
 
         ┌─▶ refresh ─▶ are the rows of the last try there? ── yes ─▶ return that change
         │                 │ no, or first try
-        │              decide(version + 1) ── None ─▶ return None
+        │              propose(version + 1) ── None ─▶ return None
         │                 │ a change
         │              try_commit ── acknowledged ─▶ refresh, find the rows, return the change
         └── wait ◀────────┘ refused or failed
 
     Parameters
     ----------
-    decide : callable
+    propose : callable
         Takes the next version, with the table refreshed. Returns what to commit, or None when there is nothing (left)
         to do. When it raises, the loop ends and writes nothing more.
     landed : callable
@@ -212,7 +212,7 @@ def compare_and_set(
     LostFileError
         When such a file is gone after the commit.
     """
-    table.clock.check()
+    table.clock.require_near()
     failures = 0
     change: Change | None = None
     staged = _Staged(table)
@@ -226,7 +226,7 @@ def compare_and_set(
         # Our last try may have landed although it was reported lost.
         if change is not None and has_landed(change):
             return change
-        change = decide(table.version + 1)
+        change = propose(table.version + 1)
         if change is None:
             return None
         staged.require(change)
@@ -614,10 +614,10 @@ class DeltaLogTable:
             require_row_groups(fragment.metadata, path, self.name)
 
     def compare_and_set(
-        self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
+        self, propose: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
         with self.lock:
-            return compare_and_set(self, decide, landed, self.try_commit)
+            return compare_and_set(self, propose, landed, self.try_commit)
 
     def try_commit(self, change: Change) -> bool:
         now_ms = self.machine.time_ms()

@@ -241,9 +241,9 @@ def _check_then_rename() -> Iterator[None]:
     **BUSY, **CALM, streams=2, queues=1, checkers=2,
 )  # fmt: skip
 def _no_compare_and_set() -> Iterator[None]:
-    def blind(table: Any, decide: Any, landed: Any, try_commit: Any) -> Change | None:
+    def blind(table: Any, propose: Any, landed: Any, try_commit: Any) -> Change | None:
         table.refresh()
-        change: Change | None = decide(table.version + 1)
+        change: Change | None = propose(table.version + 1)
         while change is not None and not try_commit(change):
             table.refresh()
         if change is not None:
@@ -258,8 +258,8 @@ def _acknowledged_is_enough(believes: Callable[[SimulatedTable, Change], bool]) 
     """The loop, with a read-back that believes too much."""
     loop = store.compare_and_set
 
-    def trusting(table: SimulatedTable, decide: Any, landed: Any, try_commit: Any) -> Change | None:
-        return loop(table, decide, lambda change: believes(table, change) or landed(change), try_commit)
+    def trusting(table: SimulatedTable, propose: Any, landed: Any, try_commit: Any) -> Change | None:
+        return loop(table, propose, lambda change: believes(table, change) or landed(change), try_commit)
 
     return trusting
 
@@ -741,7 +741,7 @@ def _conflicts_forgotten() -> Iterator[None]:
         batches=3, op_files_max=3, upkeep=5)  # fmt: skip
 def _merge_loses() -> Iterator[None]:
     def compact(table: Any) -> bool:
-        def decide(version: int) -> Change | None:
+        def propose(version: int) -> Change | None:
             small = maintenance._small_files(table)
             if len(small) < maintenance.OP_FILES_MAX:
                 return None
@@ -751,7 +751,7 @@ def _merge_loses() -> Iterator[None]:
         def landed(change: Change) -> bool:
             return set(table.actions()["path"].to_pylist()).isdisjoint(change.remove)
 
-        return table.compare_and_set(decide, landed) is not None
+        return table.compare_and_set(propose, landed) is not None
 
     with replaced((maintenance, "compact_op", compact)):
         yield
@@ -781,13 +781,13 @@ def _half_compaction(careful: bool) -> Patch:
             return
         change = Change(add=[table.write(kept, "half", ("half_id",))], remove=old, data_change=False)
 
-        def decide(_: int) -> Change | None:
+        def propose(_: int) -> Change | None:
             return change if set(table.actions()["path"].to_pylist()).issuperset(old) else None
 
         def landed(change: Change) -> bool:
             return change.add[0].path in set(table.actions()["path"].to_pylist())
 
-        table.compare_and_set(decide, landed)
+        table.compare_and_set(propose, landed)
 
     @contextmanager
     def context() -> Iterator[None]:

@@ -515,11 +515,11 @@ class Simulation:
             modification_time_ms=int((self.scheduler.wall_s() + clock_ahead_s) * 1000),
         )  # fmt: skip
 
-        def decide(_: int) -> Change | None:
+        def propose(_: int) -> Change | None:
             live = set(table.actions()["path"].to_pylist())
             return change if live.issuperset(old) else None
 
-        table.compare_and_set(decide, lambda c: c.add[0].path in set(table.actions()["path"].to_pylist()))
+        table.compare_and_set(propose, lambda c: c.add[0].path in set(table.actions()["path"].to_pylist()))
 
     def vacuum(self) -> None:
         """Somebody's VACUUM: half files that were rewritten are deleted."""

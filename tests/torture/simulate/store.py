@@ -150,7 +150,7 @@ class SimulatedClock:
     def __init__(self, scheduler: Scheduler, on_own_disk: bool = False) -> None:
         self._scheduler, self.on_own_disk = scheduler, on_own_disk
 
-    def check(self) -> None:
+    def require_near(self) -> None:
         ahead_s = self._scheduler.machine_s() - self._scheduler.wall_s()
         if abs(ahead_s) > CLOCK_SKEW_S_MAX and not self.on_own_disk:
             raise ClockError(f"the clock is {ahead_s:g} s ahead")
@@ -277,16 +277,16 @@ class SimulatedTable:
         return len(paths)
 
     def compare_and_set(
-        self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
+        self, propose: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
         with self.lock:
-            return self._compare_and_set(decide, landed)
+            return self._compare_and_set(propose, landed)
 
     def _compare_and_set(
-        self, decide: Callable[[int], Change | None], landed: Callable[[Change], bool]
+        self, propose: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
         self._acknowledged, self._tried = None, []
-        change = compare_and_set(self, decide, landed, self.try_commit)
+        change = compare_and_set(self, propose, landed, self.try_commit)
         # A merge is content when somebody else has merged the same files: nobody is told whose commit it was. And one
         # that went below the head is no version, but an earlier try with the same rows may have landed.
         if change is not None and self._acknowledged is not None and not change.remove and not self._landed_before():

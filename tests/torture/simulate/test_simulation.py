@@ -162,7 +162,7 @@ def test_the_products_loop_notices_a_commit_below_the_head() -> None:
     sleeper = table(Weather())
     other = sleeper.another()
 
-    def decide(version: int) -> Change:
+    def propose(version: int) -> Change:
         for _ in range(3):
             assert append(other)
         other.clean_up(kept=0)
@@ -172,7 +172,7 @@ def test_the_products_loop_notices_a_commit_below_the_head() -> None:
         return change.add[0].path in sleeper.actions()["path"].to_pylist()
 
     with pytest.raises(LostCommitError):
-        sleeper.compare_and_set(decide, landed)
+        sleeper.compare_and_set(propose, landed)
 
 
 # ---------------------------------------------------------------- the scheduler
