@@ -6,6 +6,7 @@ No other module imports deltalake.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -140,7 +141,7 @@ class Table(Protocol):
 
     def removed_since(self, age_s: float | None = None) -> set[str]:
         """Return the paths of files that commits removed from the table, as far as its Delta log knows; with ``age_s``
-        only those removed within so many seconds."""
+        only those removed within so many seconds, and perhaps some that were removed up to an hour earlier."""
 
     def transaction_version(self, app_id: str) -> int | None:
         """Return the newest batch id that a commit with ``Change.transactions`` named for this application."""
@@ -550,7 +551,7 @@ class DeltaLogTable:
 
         with self.lock:
             removed = removed_before(0)
-            return removed if age_s is None else removed - removed_before(int(age_s // 3600))
+            return removed if age_s is None else removed - removed_before(math.ceil(age_s / 3600))
 
     def transaction_version(self, app_id: str) -> int | None:
         with self.lock:

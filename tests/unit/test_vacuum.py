@@ -15,7 +15,7 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import OptionError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.clocks import set_clock
-from tests.half_batches import bodies, check_offsets, commit, header_of, make_log, prepare
+from tests.half_batches import bodies, check_offsets, commit, header_of, make_log, merge_op_files, prepare
 
 DAY_S = 24 * 3600
 
@@ -58,6 +58,18 @@ def test_old_orphans_go_and_live_and_young_files_stay(log: CommitLog, tmp_path: 
     assert log.pending()["half_id"].to_pylist() == ["app:1"]
     commit(log, log.get("app:1"))
     check_offsets(log)
+
+
+def test_files_that_left_the_table_within_part_of_an_hour_count_as_removed_lately(log: CommitLog) -> None:
+    for batch_id in range(3):
+        commit(log, prepare(log, batch_id, 1))
+    before = set(log.op.actions()["path"].to_pylist())
+    merge_op_files(log)
+    log.op.refresh()
+    removed = before - set(log.op.actions()["path"].to_pylist())
+    assert removed
+    assert log.op.removed_since(1800.0) >= removed
+    assert log.op.removed_since(90 * 60.0) >= removed
 
 
 def test_anothers_commits_are_not_orphans(log: CommitLog, tmp_path: Path) -> None:
