@@ -78,8 +78,7 @@ class Follower:
         if knows_conflicts:
             return followed
         older = self._read_between(0, followed.version)
-        older = older.filter(of_kind(older, Kind.CONFLICT))
-        return replace(followed, rows=older, conflicts=Followed().after(older, 0).conflicts)
+        return replace(followed, conflicts=Followed().after(older.filter(of_kind(older, Kind.CONFLICT)), 0).conflicts)
 
     def _read_between(self, first: int, last: int) -> pa.Table:
         """The op rows of these versions, in version order."""

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta, timezone
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.follow import Followed, Tails, of_kind
+from rmq_spark.commitlog.follow import Tails, of_kind
 from rmq_spark.commitlog.follower import Follower
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.op import STATS_COLUMNS, BatchState, Kind, OpRow, RowState, Who, to_table
@@ -397,7 +397,7 @@ class Ledger(Follower):
             keep = {h for h, p in above.items() if p.ms > low_water} | opened | set(before.waiting)
             kept = before.rows.filter(pc.is_in(before.rows["half_id"], value_set=pa.array(sorted(keep), pa.string())))
             since = pc.min(kept["version"]).as_py() if kept.num_rows else self.table.version + 1
-            conflicts = _open_conflicts(before, since)
+            conflicts = self._open_conflicts(since)
             mark = OpRow(
                 Kind.MARK,
                 count=1 + len(conflicts),
@@ -412,6 +412,24 @@ class Ledger(Follower):
             self._follow_anew()
             self.append(build)
         return moved
+
+    def _open_conflicts(self, since: int) -> list[OpRow]:
+        """Conflict rows that a mark repeats, because no follower will read those before this version again."""
+        rows = self._followed.rows
+        rows = rows.filter(of_kind(rows, Kind.CONFLICT))
+        older = self.conflicts.difference(rows["half_id"].to_pylist())  # a mark of an older version repeated none
+        if older:
+            rows = pa.concat_tables([self._scan(sorted(older)), rows])
+            rows = rows.filter(of_kind(rows, Kind.CONFLICT))
+        rows = rows.filter(pc.is_in(rows["half_id"], value_set=pa.array(sorted(self.conflicts), pa.string())))
+        found: dict[OpRow, bool] = {}  # → whether it stands at that version or later, too
+        for read in rows.to_pylist():
+            row = replace(OpRow.of(read), op_time=None)
+            if row.attempt is None:  # what was in conflict before was resolved
+                found = {other: later for other, later in found.items() if other.half_id != row.half_id}
+            else:
+                found[row] = read["version"] >= since
+        return [row for row, later in found.items() if not later]
 
     def append(self, build: Callable[[], Sequence[OpRow]], *, reopens: bool = False) -> Sequence[OpRow]:
         """The one way to write op rows: build them from the newest state and commit at the next version, or again.
@@ -446,21 +464,6 @@ class Ledger(Follower):
             finally:
                 self._awaited = None
         return rows
-
-
-def _open_conflicts(followed: Followed, since: int) -> list[OpRow]:
-    """Conflict rows that a mark repeats, for those before this version will not be read again."""
-    rows = followed.rows
-    rows = rows.filter(of_kind(rows, Kind.CONFLICT))
-    rows = rows.filter(pc.is_in(rows["half_id"], value_set=pa.array(sorted(followed.conflicts), pa.string())))
-    kept: dict[OpRow, bool] = {}  # → whether it stands at that version or later, too
-    for read in rows.to_pylist():
-        row = replace(OpRow.of(read), op_time=None)
-        if row.attempt is None:  # what was in conflict before was resolved
-            kept = {other: later for other, later in kept.items() if other.half_id != row.half_id}
-        else:
-            kept[row] = read["version"] >= since
-    return [row for row, later in kept.items() if not later]
 
 
 def _with_offsets(rows: Sequence[OpRow], tails: Tails) -> list[OpRow]:

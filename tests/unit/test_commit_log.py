@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from rmq_spark.commitlog import ledger, maintenance
+from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Ledger
@@ -236,7 +236,7 @@ def test_a_conflict_below_the_mark_of_an_older_version_is_found_by_a_look_at_all
     in_conflict(log)
     commit(log, prepare(log, 1, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ledger, "_open_conflicts", lambda followed, since: [])
+        patch.setattr(Ledger, "_open_conflicts", lambda self, since: [])
         append = Ledger.append
         patch.setattr(
             Ledger, "append", lambda self, build: append(self, lambda: [replace(r, count=0) for r in build()])

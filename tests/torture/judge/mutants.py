@@ -733,7 +733,7 @@ def _older_markers_forgotten() -> Iterator[None]:
     temper_slow=0.6, temper_refuses=0.0, upkeep=8,
 )  # fmt: skip
 def _conflicts_forgotten() -> Iterator[None]:
-    with _no_lease(), replaced((ledger_module, "_open_conflicts", lambda followed, since: [])):
+    with _no_lease(), replaced((Ledger, "_open_conflicts", lambda self, since: [])):
         yield
 
 
