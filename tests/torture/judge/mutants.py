@@ -416,7 +416,7 @@ def _attempt_unchecked() -> Iterator[None]:
     against, undecided = ledger_module._against, ledger_module._undecided
     any_attempt: Any = None
     with replaced(
-        (ledger_module, "_against", lambda state, rows, _, verdict: against(state, rows, any_attempt, verdict)),
+        (ledger_module, "_against", lambda state, d, v: against(state, replace(d, attempt=any_attempt), v)),
         (ledger_module, "_undecided", lambda state, rows, _, verdict: undecided(state, rows, any_attempt, verdict)),
     ):
         yield
