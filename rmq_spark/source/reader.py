@@ -18,7 +18,6 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from rmq_spark.commitlog.half_store import HalfFiles
 from rmq_spark.commitlog.placements import PlacedRange, out_of_range
 from rmq_spark.commitlog.reading import by_file, messages_of, require_source_columns, rows_of, stored_columns
 from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, OffsetOutOfRangeError, OptionError
@@ -28,6 +27,7 @@ from rmq_spark.source.offsets import Again, JsonOffsets, Positions, due, from_ch
 from rmq_spark.source.options import ReadOptions, read_options
 from rmq_spark.source.plan import Planner, admit, split
 from rmq_spark.storage.files import filesystem, read_range
+from rmq_spark.storage.moved import HalfFiles
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog

@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rmq_spark.commitlog.half import FOOTER_COLUMNS, HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfWriter
-from rmq_spark.commitlog.half_store import HalfFiles
 from rmq_spark.errors import CorruptLogError, LostFileError, MessageError, TopicNotFoundError
 from rmq_spark.message import PROPERTIES
 from rmq_spark.selector import parse_selector
 from rmq_spark.storage import files as files_module
 from rmq_spark.storage.files import RowRange, read_range, require_path
+from rmq_spark.storage.moved import HalfFiles
 from tests.half_batches import header_of
 
 LOCAL = pafs.LocalFileSystem()

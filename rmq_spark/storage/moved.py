@@ -1,0 +1,61 @@
+"""Half files that somebody rewrote: their rows are found again by their address. Executors read through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pyarrow as pa
+
+from rmq_spark.selector.tree import Filter
+from rmq_spark.storage.files import RowRange
+
+MOVED_KEPT = 10_000
+"""New places of rewritten half files that are kept in memory."""
+
+
+class HalfFiles:
+    """Half files, which are read wherever they lie now: one that somebody rewrote is found again by its address.
+
+    Parameters
+    ----------
+    read : callable
+        ``files.read_range`` of the table's folder.
+    locate : callable
+        Where a file of a half batch lies now. It lists ``half``, so it is asked only when a file is not where ``op``
+        says: the cost of reading must not follow the age of the log.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[RowRange, Sequence[str], Filter | None], Iterator[tuple[int, pa.Table]]],
+        locate: Callable[[str, int], str],
+    ) -> None:
+        self._read = read
+        self._locate = locate
+        self._moved: dict[tuple[str, int], str] = {}
+
+    def read(
+        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """The rows of a range, as ``files.read_range`` has them."""
+        address = (wanted.half_id, wanted.file_no)
+        done = 0
+        try:
+            for position, table in self._read(
+                replace(wanted, path=self._moved.get(address, wanted.path)), columns, where
+            ):
+                done = position + table.num_rows
+                yield position, table
+            return
+        except FileNotFoundError:
+            self._remember(address, self._locate(*address))
+        for position, table in self._read(replace(wanted, path=self._moved[address]), columns, where):
+            seen = max(0, done - position)
+            if seen < table.num_rows:
+                yield position + seen, table.slice(seen)
+
+    def _remember(self, address: tuple[str, int], path: str) -> None:
+        if len(self._moved) >= MOVED_KEPT:
+            del self._moved[next(iter(self._moved))]
+        self._moved[address] = path
