@@ -180,18 +180,18 @@ class SqlInbox(Database):
             next_offset   23  ──▶  -24  ── work ──▶  31
         """
         ends = _end_of_each(new)
-        marks = {queue: _mark(before.get(queue, 0)) for queue in ends}
-        self._move(connection, before, marks)
+        under_way = {queue: _under_way(before.get(queue, 0)) for queue in ends}
+        self._move(connection, before, under_way)
         begin_savepoint(connection)
         with no_commit_within(connection):
             self._work(connection, new)
             end_savepoint(connection, keep=True)
-        self._move(connection, marks, ends)
+        self._move(connection, under_way, ends)
 
     def _keep_started(self, before: Mapping[tuple[str, int], int], new: pa.Table) -> None:
         try:
             with self.transaction() as connection:
-                self._move(connection, before, {queue: _mark(before.get(queue, 0)) for queue in _end_of_each(new)})
+                self._move(connection, before, {queue: _under_way(before.get(queue, 0)) for queue in _end_of_each(new)})
         except InboxConflictError:
             pass  # work committed them, below 0
         except sa.exc.DBAPIError as problem:
@@ -245,9 +245,9 @@ class SqlInbox(Database):
             if next_offset < 0:
                 raise ListenerError(
                     f"work ended the database transaction of group {self.group!r}, topic {topic!r}, queue {queue_id} "
-                    f"in its middle: a part of the results from offset {_mark(next_offset)} on may be in {self.where}. "
-                    f"Look there, undo or finish that part, and set next_offset in table {self._table.fullname!r} to "
-                    "the first offset to go on with"
+                    f"in its middle: a part of the results from offset {_under_way(next_offset)} on may be in "
+                    f"{self.where}. Look there, undo or finish that part, and set next_offset in table "
+                    f"{self._table.fullname!r} to the first offset to go on with"
                 )
         return {(topic, queue_id): next_offset for topic, queue_id, next_offset in rows}
 
@@ -278,7 +278,7 @@ class SqlInbox(Database):
                 )
 
 
-def _mark(offset: int) -> int:
+def _under_way(offset: int) -> int:
     """Return the number below 0 that stands for a position while work runs, or the position for such a number."""
     return -1 - offset
 

@@ -213,7 +213,7 @@ class DeltaTransactionListener(TransactionListener):
                 f"work for {self._table!r} returned ROLLBACK_MESSAGE for half batch {batch.half_id!r}, but "
                 "it has made a Delta commit, which stands: decide before the write"
             )
-        found = self._seal(spark, batch, ROLLED_BACK)
+        found = self._commit_fence_alone(spark, batch, ROLLED_BACK)
         if found.state == TOMBSTONE:
             raise self._fenced(batch)
         if found.state is None:
@@ -257,18 +257,18 @@ class DeltaTransactionListener(TransactionListener):
         if found.state is None:
             if self.machine.now() - _utc(batch.prepared_at) < self._rollback_after:
                 return UNKNOWN
-            found = self._seal(spark, batch, TOMBSTONE)
+            found = self._commit_fence_alone(spark, batch, TOMBSTONE)
         if found.state is None:
             raise self._forgotten(batch)
         return _VERDICTS[found.state]
 
-    def _seal(self, spark: SparkSession, batch: HalfBatch, mark: str) -> _Found:
+    def _commit_fence_alone(self, spark: SparkSession, batch: HalfBatch, state: str) -> _Found:
         """Make an empty commit with this state, and return whose commit the table has then.
 
         Delta skips the commit when the attempt has one already.
         """
         try:
-            with _fenced_session(spark, batch, mark) as own:
+            with _fenced_session(spark, batch, state) as own:
                 # This MERGE matches nothing and reads no file. A table with an identity column refuses an empty append.
                 self._open(own).merge(own.range(1).toDF("txmq"), "false").whenMatchedDelete().execute()
         except Exception:
@@ -286,15 +286,15 @@ class DeltaTransactionListener(TransactionListener):
         beginning of the log.
         """
         # A version of rmq_spark without log ids wrote userMetadata without a log.
-        marks = {_mark(batch, state, log_id): state for state in _VERDICTS for log_id in (batch.log_id, None)}
+        known = {_user_metadata(batch, state, log_id): state for state in _VERDICTS for log_id in (batch.log_id, None)}
         since = _utc(batch.prepared_at).timestamp() - _CLOCK_SKEW_S
         ours: list[tuple[str, str]] = []
         for limit in _HISTORY_PAGES:
             history = table.history() if limit is None else table.history(limit)
             rows = history.selectExpr(
-                "operation", "userMetadata AS mark", "unix_millis(timestamp) / 1000 AS seconds"
+                "operation", "userMetadata AS said", "unix_millis(timestamp) / 1000 AS seconds"
             ).collect()
-            ours = [(marks[row.mark], row.operation) for row in rows if row.mark in marks]
+            ours = [(known[row.said], row.operation) for row in rows if row.said in known]
             seen_all = limit is None or len(rows) < limit
             if ours or seen_all or (not thorough and rows[-1].seconds < since):
                 break
@@ -400,7 +400,7 @@ def _app_id(batch: HalfBatch) -> str:
     return f"txmq:{log}{batch.half_id}:{batch.attempt}"
 
 
-def _mark(batch: HalfBatch, state: str, log_id: str | None) -> str:
+def _user_metadata(batch: HalfBatch, state: str, log_id: str | None) -> str:
     log = {} if log_id is None else {"log": log_id}
     return json.dumps({"txmq": state, **log, "half_id": batch.half_id, "attempt": batch.attempt})
 
@@ -417,7 +417,7 @@ def _fenced_session(spark: SparkSession, batch: HalfBatch, state: str) -> Iterat
         _APP_ID: _app_id(batch),
         _VERSION: "1",
         _AUTO_RESET: "true",
-        _USER_METADATA: _mark(batch, state, batch.log_id),
+        _USER_METADATA: _user_metadata(batch, state, batch.log_id),
     }
     try:
         for name, value in settings.items():

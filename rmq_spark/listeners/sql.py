@@ -429,7 +429,7 @@ class SqlTransactionListener(TransactionListener):
                 f"attempt {batch.attempt}, were rolled back by a check, and {others} ran before: nothing was "
                 "done; let a check settle each of them"
             )
-        self._fence.mark(connection, [i for i in ids if i not in recorded], TOMBSTONE)
+        self._fence.set_state(connection, [i for i in ids if i not in recorded], TOMBSTONE)
 
     def _run_fresh(
         self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, str], batch: HalfBatch
@@ -442,7 +442,9 @@ class SqlTransactionListener(TransactionListener):
             return [said[i].value for i in ids]
         ran = self._run(connection, batch, fresh)
         for state, verdict in ((EXECUTED, COMMIT_MESSAGE), (ROLLED_BACK, ROLLBACK_MESSAGE)):
-            self._fence.mark(connection, [i for at, i in enumerate(ids) if fresh[at] and ran[at] is verdict], state)
+            self._fence.set_state(
+                connection, [i for at, i in enumerate(ids) if fresh[at] and ran[at] is verdict], state
+            )
         return [(ran[at] if fresh[at] else said[i]).value for at, i in enumerate(ids)]
 
     def _run(
@@ -766,7 +768,7 @@ class _Fence(Database):
                 )
         return {row.transaction_id: row.state for row in rows}
 
-    def mark(self, connection: sa.Connection, ids: Sequence[str], state: str) -> None:
+    def set_state(self, connection: sa.Connection, ids: Sequence[str], state: str) -> None:
         """Set the state of rows that this database transaction has claimed."""
         key = self._rows.c.transaction_id
         change = self._rows.update().where(key.in_(sa.bindparam("ids", expanding=True))).values(state=state)

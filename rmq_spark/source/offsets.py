@@ -136,22 +136,22 @@ def from_json(value: object, what: str, lowest: int = 0) -> Positions:
             if offset > OFFSET_MAX:
                 raise OffsetError(f"{what} has {offset} for topic {topic!r}, queue {queue_id}: no offset is that large")
             if offset < lowest:
-                marks = {0: "", -1: " (or -1, latest)", -2: " (or -1, latest, or -2, earliest)"}[lowest]
+                also = {0: "", -1: " (or -1, latest)", -2: " (or -1, latest, or -2, earliest)"}[lowest]
                 raise OffsetError(
-                    f"{what} has {offset} for topic {topic!r}, queue {queue_id}: at least 0 is expected{marks}"
+                    f"{what} has {offset} for topic {topic!r}, queue {queue_id}: at least 0 is expected{also}"
                 )
             positions[(topic, int(queue_id))] = offset
     return positions
 
 
-def parse_offsets(text: str, option: str, keywords: tuple[str, ...], marks: tuple[int, ...]) -> str | Positions:
+def parse_offsets(text: str, option: str, keywords: tuple[str, ...], special: tuple[int, ...]) -> str | Positions:
     """Read the value of ``startingOffsets`` or ``endingOffsets``.
 
     Parameters
     ----------
     keywords : tuple of str
         Which of ``earliest`` and ``latest`` the option allows here.
-    marks : tuple of int
+    special : tuple of int
         Which of -2 (earliest) and -1 (latest) it allows in JSON.
 
     Returns
@@ -180,9 +180,9 @@ def parse_offsets(text: str, option: str, keywords: tuple[str, ...], marks: tupl
         ) from problem
     if value is None:
         raise OffsetError(f"{option} is null, as the start of a stream's first batch is: use {keywords[0]!r}")
-    positions = given_positions(value, option, min(marks, default=0))
+    positions = given_positions(value, option, min(special, default=0))
     for (topic, queue_id), offset in positions.items():
-        if offset < 0 and offset not in marks:
+        if offset < 0 and offset not in special:
             name = EARLIEST if offset == EARLIEST_OFFSET else LATEST
             raise OffsetError(f"{option} has {offset} ({name}) for topic {topic!r}, queue {queue_id}: not allowed here")
     return positions
@@ -246,8 +246,8 @@ def resolve(option: str, given: str | Positions, queues: Mapping[str, int], tail
                 f"{option} leaves out queue {queue_id} of topic {topic!r}: name every queue that is subscribed to, "
                 "with -2 for earliest or -1 for latest where you have no offset"
             )
-    marks = {queue: {EARLIEST_OFFSET: 0, LATEST_OFFSET: end} for queue, end in ends.items()}
-    return {queue: marks[queue].get(offset, offset) for queue, offset in given.items()}
+    meaning = {queue: {EARLIEST_OFFSET: 0, LATEST_OFFSET: end} for queue, end in ends.items()}
+    return {queue: meaning[queue].get(offset, offset) for queue, offset in given.items()}
 
 
 def parse_timestamp(text: str, option: str) -> datetime:

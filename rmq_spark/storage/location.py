@@ -47,7 +47,7 @@ def location(path: object) -> str:
     if text.startswith("file:/"):
         text = _local_of(text)
     elif is_uri(text):
-        return _checked_uri(text)
+        return _plain_uri(text)
     elif _ONE_SLASH.match(text):
         raise OptionError(f"path {text!r} is neither a folder nor a URI, which has ://; for dbfs:/x write /dbfs/x")
     if re.match(r"~[^/]*(/|$)", text):
@@ -70,7 +70,7 @@ def _local_of(uri: str) -> str:
     return "/" + unquote(rest)
 
 
-def _checked_uri(uri: str) -> str:
+def _plain_uri(uri: str) -> str:
     if _CREDENTIALS.match(uri):
         raise OptionError(
             "the path has credentials in it, which logs and errors would show: give them as storage options"

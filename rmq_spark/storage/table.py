@@ -57,7 +57,7 @@ from rmq_spark.storage.seal import (
 
 logger = logging.getLogger(__name__)
 
-CHECKED_PARQUET = pads.ParquetFileFormat(
+PARQUET_WITH_CHECKSUMS = pads.ParquetFileFormat(
     default_fragment_scan_options=pads.ParquetFragmentScanOptions(page_checksum_verification=True)
 )
 
@@ -587,13 +587,13 @@ class DeltaLogTable:
             return pa.schema([self.schema.field(n) for n in names]).empty_table()
         full = [f"{self.folder}/{require_path(p, self.name)}" for p in paths]
         try:
-            dataset = pads.dataset(full, schema=self.schema, format=CHECKED_PARQUET, filesystem=self.fs)
+            dataset = pads.dataset(full, schema=self.schema, format=PARQUET_WITH_CHECKSUMS, filesystem=self.fs)
             self._require_files(dataset, paths)
             return dataset.to_table(columns=names, filter=where)
         except (OSError, pa.ArrowException, ValueError):
             for path, file in zip(paths, full, strict=True):  # find the file that fails
                 with reading(path, self.name):
-                    one = pads.dataset([file], schema=self.schema, format=CHECKED_PARQUET, filesystem=self.fs)
+                    one = pads.dataset([file], schema=self.schema, format=PARQUET_WITH_CHECKSUMS, filesystem=self.fs)
                     self._require_files(one, [path])
                     one.to_table(columns=names, filter=where)
             raise
