@@ -1,5 +1,5 @@
-"""Questions to listeners, whose calls may hang. A call cannot be ended from outside: it is left behind, and asked for
-its answer in a later round."""
+"""Questions to listeners, whose calls may hang. A call cannot be ended from outside: it goes on, and a later round
+takes its answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rmq_spark.transaction import HalfBatch, LocalTransactionState
 logger = logging.getLogger(__name__)
 
 HUNG_CALLS_MAX = 8
-"""So many calls of listeners may be under way beyond their round; with more, nothing is asked."""
+"""When so many calls of listeners have outlived their round, no listener is asked any more."""
 STOP_POLL_S = 0.2
 
 Verdicts: TypeAlias = "pa.Array | LocalTransactionState"

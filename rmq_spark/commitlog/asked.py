@@ -48,9 +48,8 @@ def half_batch_of(
 def _began_at(log: ProtocolSteps, record: HalfRecord, state: BatchState, attempt: int) -> datetime:
     """When an attempt began, as far as it can be believed.
 
-    A clock that was ahead has written times that lie in the future, and all later half batches come after those:
-    nothing would be old enough to be asked about. What was staged by a right clock says when that was; of the rest
-    nobody knows.
+    A clock that was ahead has written times in the future, and later half batches come after those: none would be
+    old enough for a check. The time of staging counts then, or an assumed age when it is in the future too.
     """
     now = log.machine.now()
     for said in (state.opened_at.get(attempt, record.sent_at), record.staged_at):

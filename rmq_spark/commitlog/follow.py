@@ -24,8 +24,8 @@ EPOCH = datetime.fromtimestamp(0, timezone.utc)
 Tails = Mapping[tuple[str, int], int]
 """The next offset of every queue that has messages, by topic and queue."""
 Waiting = Mapping[str, Mapping[datetime | None, int]]
-"""Committed messages without a place, by half id and the time at which they are due (None: when an earlier message of
-their sharding key is decided)."""
+"""How many committed messages have no place yet, by half id and due time (None: an earlier message of their sharding
+key is not decided yet)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Followed:
     low_water : int
         Prepare time (ms) up to which every half batch is settled, but for those reopened later.
     rewritten_below : str
-        Stands for the files below ``low_water`` that somebody had rewritten when the mark was made.
+        Hash of the names of rewritten files below ``low_water``, as of when the mark was made.
     conflicts : frozenset of str
         Half batches in conflict that no person has resolved yet.
     """
@@ -71,7 +71,7 @@ class Followed:
         return cls(version=since - 1, since=since, tails=tails), bool(mark["count"])
 
     def after(self, rows: pa.Table, version: int) -> Followed:
-        """What they say together with all rows that came since, up to ``version``, in version order.
+        """What the op rows up to ``version`` say. ``rows`` are the new ones, in version order.
 
         Raises
         ------

@@ -86,7 +86,7 @@ class Follower:
         if actions.num_rows == 0:
             return NO_OPS
         new = pc.fill_null(pc.greater_equal(actions["max.version"], first), True)
-        # Not filtered by the reader: it passes over what a footer says is outside, and nothing guards that from a
+        # The reader does not filter: it would skip rows by a footer's statistics, which no checksum guards from a
         # flipped bit.
         rows = self.table.read(actions.filter(new)["path"].to_pylist())
         between = pc.and_(pc.greater_equal(rows["version"], first), pc.less_equal(rows["version"], last))
@@ -99,7 +99,7 @@ class Follower:
         return self._followed.low_water
 
     def ms_before_prepare(self) -> int:
-        """After which time a half batch has to be prepared now: nobody looks for what is open below the mark, and what
+        """The time after which a half batch must be prepared now: nobody looks for open ones below the mark, and what
         was reopened by now was sent before it, whatever the clocks say."""
         self.refresh()
         return max(self.low_water_ms, self.reopened_ms)
@@ -112,8 +112,8 @@ class Follower:
         return 0 if newest is None else int(newest.timestamp() * 1000)
 
     def may_hide(self, rewritten_below: str) -> bool:
-        """True when other files lie below the mark, rewritten by somebody, than did when it was made: they may hold
-        rows from above it, which may be open. Nothing is prepared below the mark, so all that comes there is rewritten.
+        """True when other rewritten files lie below the mark than when it was made. They may hold rows from above it,
+        which may be open. Nothing is prepared below the mark, so a new file there is a rewritten one.
         """
         return bool(rewritten_below) and rewritten_below != self._followed.rewritten_below
 
@@ -124,8 +124,8 @@ class Follower:
 
     @property
     def waiting(self) -> Waiting:
-        """Committed messages that have no place yet, by half id and the time at which they are due (None: when an
-        earlier message of their sharding key is decided)."""
+        """How many committed messages have no place yet, by half id and due time (None: an earlier message of their
+        sharding key is not decided yet)."""
         return self._followed.waiting
 
     @property
@@ -202,8 +202,8 @@ class Follower:
 
     def open_half_ids(self) -> list[str]:
         """Half batches that may have pending rows, oldest first."""
-        # op before half: every half batch that an op row names is known then. One that is decided in between looks open
-        # here, and is looked at closely by whoever asked.
+        # op is read before half, so half has every half batch that op names. A half batch decided in between looks open
+        # here; callers read its state themselves.
         with self.table.lock:
             self.refresh()
             prepared = self.prepared()

@@ -75,8 +75,8 @@ class GroupStore:
         return self._rows(group).sort_by([(c, "ascending") for c in ("consumer_group", "topic", "queue_id")])
 
     def places(self, group: str, refresh: bool = True) -> dict[Queue, Place]:
-        """Where a group stands in every queue that it has read; empty for a group that is not known. Without a refresh,
-        as it was last seen (after :meth:`publish`: then)."""
+        """A group's place in every queue that it has read; empty for an unknown group. Without a refresh, as the table
+        was last seen (:meth:`publish` looks at it)."""
         if refresh:
             self.table.refresh()
         return {queue: _place(row) for queue, row in _by_queue(self._rows(group)).items()}
@@ -97,11 +97,11 @@ class GroupStore:
         Parameters
         ----------
         session : Session, optional
-            Who reads the queues, and claims them. Of two that read the same, both claim them again and again, and the
-            one that started later is told.
+            The session that reads the queues, and claims them. Two sessions that read one queue claim it in turn,
+            and the one started later fails.
         answered : mapping, optional
-            A suspended queue stays, unless this very suspension is answered: it was read again, and nobody suspended it
-            anew. Who begins at the place of the suspension reads it again, too.
+            By queue, the end of the suspension after which it was read again. A queue with another one stays, unless
+            its position is not past the place of that: then it is read again, too.
 
         Raises
         ------

@@ -91,8 +91,8 @@ class HalfHeader:
     made_up: bool = field(default=False, compare=False)
     """True when ``app_id`` was made up for this half batch: it cannot have been prepared before."""
     named: bool = field(default=False, compare=False)
-    """True when ``app_id`` and ``batch_id`` alone tell a retry: they are the user's own (a batch write), or hold the
-    query's id (what a consumer sends again). Else the batches are counted anew from every checkpoint, and need it."""
+    """True when ``app_id`` and ``batch_id`` alone tell a retry: the user gave them (a batch write), or they hold the
+    query's id (a consumer's retries). In other streams each checkpoint counts from 0, so ``query_id`` must agree."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class HalfWriter:
 
     # ------------------------------------------------------------------ input columns
     def normalize(self, table: pa.Table) -> pa.Table:
-        """Input columns as the message columns of ``half``; every rule about a single message is checked here."""
+        """Input columns as the message columns of ``half``. It enforces every rule about a single message."""
         require_message_columns(table.column_names, self.default_topic, self.transaction_key)
         require_utf8(table)
         queue_id = column_of(table, "queue_id", pa.int32())

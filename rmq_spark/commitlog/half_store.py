@@ -143,8 +143,8 @@ class HalfStore:
         staged : sequence of Staged
             Each half batch once.
         after_ms : callable
-            After which time they have to be prepared: the low-water mark as it is now, for nobody looks below it for
-            what is open. The newest file does not tell, when somebody whose clock is behind has rewritten it.
+            Returns the time after which they must be prepared: not below the low-water mark, where no open half batch
+            is looked for. The newest file may have an earlier time, when a clock that is behind rewrote it.
 
         Returns
         -------
@@ -185,8 +185,8 @@ class HalfStore:
             return all(self._landed(b) for b in staged if added.issuperset(f.data.path for f in b.files))
 
         self.table.compare_and_set(propose, landed)
-        # Any of the tries may be the one that landed. A batch taken for older than it is, is only looked at closer; for
-        # one taken for younger, markers would be looked for above a low-water mark that they lie below.
+        # Any of the tries may have landed, so the earliest time counts. A time too early costs scans of op. With a
+        # time too late, op rows below the low-water mark would be missed.
         return [refused.get(b.header.half_id) or self._record(b, min(tried_ms)) for b in staged]
 
     def _refusal(self, batch: Staged) -> PrepareError | None:
@@ -234,8 +234,8 @@ class HalfStore:
         live = pc.sum(pc.is_in(self.table.actions()["path"], value_set=mine)).as_py() or 0
         if live == len(mine):
             return True
-        # Somebody may have rewritten the files since: the rows count, and they are this batch's whatever file has them.
-        # A batch of the same name that another process prepared has files of other names, which are live.
+        # Somebody may have rewritten our files since: then all are removed, and others hold as many rows of the batch.
+        # When another process prepared a batch of this name, our files were never in the table.
         return live == 0 and self._rewritten(batch)
 
     def _rewritten(self, batch: Staged) -> bool:
@@ -328,9 +328,9 @@ class HalfStore:
         return self.locate(half_id, file_no)
 
     def rewritten_below(self, low_water_ms: int) -> str:
-        """Stands for the files below a time that somebody rewrote (OPTIMIZE by Spark, for instance); ``""`` for none.
+        """Hash of the names of rewritten files (by Spark's OPTIMIZE, for instance) up to a time; ``""`` for none.
 
-        It is another one when such a file came or went; as far as :meth:`prepared_after` has looked.
+        It changes when such a file comes or goes. It does not refresh; :meth:`prepared_after` does.
         """
         actions = self.table.actions()
         below = pc.less_equal(actions["modification_time"], low_water_ms)

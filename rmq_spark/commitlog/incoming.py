@@ -187,7 +187,7 @@ def properties_of(table: pa.Table) -> pa.ChunkedArray:
     column = column_of(table, "properties", PROPERTIES)
     if column.null_count == len(column):
         return column
-    # Flattening the list view keeps offsets and slices right, which the raw keys of a sliced map do not.
+    # A list is flattened within its slice. The raw keys of a sliced map are those of the whole map.
     maps = column.combine_chunks()
     entries = maps.cast(pa.list_(pa.struct([("key", pa.string()), ("value", pa.string())])))
     flat = entries.flatten()

@@ -1,7 +1,7 @@
-"""Decisions: what is written to ``op``.
+"""Every op row is written here.
 
-Every decision goes through :meth:`Ledger.append`, one compare-and-set loop that looks at the newest state first. So a
-row is decided once, a past attempt is never decided, and offsets have no gaps.
+Each goes through :meth:`Ledger.append`, one compare-and-set loop that looks at the newest state first. So a row is
+decided once, no verdict counts for a past attempt, and offsets have no gaps.
 """
 
 from __future__ import annotations
@@ -207,12 +207,12 @@ class Ledger(Follower):
         ]
 
     def _with_places(self, opened: Sequence[Open], rows: list[OpRow]) -> list[OpRow]:
-        """Op rows that settle something, with the places of what they commit and of what they release.
+        """Settling op rows, with places for messages that they commit or that need not wait any more.
 
         Parameters
         ----------
         opened : sequence of Open
-            The half batches that the rows name, with their states before these rows; afterwards the states have them.
+            The half batches that the rows name, with their states before the rows. It may fold the rows into them.
         """
         if not rows:
             return rows
@@ -384,7 +384,7 @@ class Ledger(Follower):
             # half after op: so it has every half batch that the op rows name.
             before, above = self._followed, self.prepared()
             opened = set(self._open_among(above))
-            # Not a file of what is open may fall below: its rows above alone could look settled.
+            # No file of an open half batch may fall below: the rest above could look settled.
             first_open = min((above[h].first_ms for h in opened if h in above), default=None)
             settled_ms = [p.ms for p in above.values() if first_open is None or p.ms < first_open]
             low_water = max(settled_ms, default=before.low_water)

@@ -250,7 +250,7 @@ class CommitLog(ProtocolSteps):
         start : mapping of int to int, optional
             First offset of each queue (a queue that is not named: from 0).
         limit : int, optional
-            At most so many messages, taken from the queues in turn of their number; with a filter, of those it keeps.
+            At most so many messages, from the lowest queues first; with a filter, so many of those that it keeps.
         columns : sequence of str, optional
             Some of the source's columns; all of them when not given.
         tags : str, optional

@@ -268,7 +268,7 @@ class BatchState:
         self.history: list[OpRow] = []  # what settled or reopened rows, in its order
 
     def leased(self, now: datetime) -> bool:
-        """True while a local transaction is known to run. A lease that ends far in the future is a wrong clock's."""
+        """True while a local transaction is known to run. A lease that ends far ahead (wrong clock) is ignored."""
         return self.lease_until is not None and now < self.lease_until <= now + timedelta(seconds=LEASE_S_MAX)
 
     def fold(self, row: OpRow) -> None:

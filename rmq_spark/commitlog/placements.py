@@ -289,7 +289,7 @@ def _bounded(rows: pa.Table, until: int, wanted: Spans) -> tuple[pa.Table, int]:
 def walk_placements(
     op: Table, since_version: int = 0, above: int = 0, files_min: int = 16
 ) -> Iterator[tuple[pa.Table, int | None]]:
-    """The same rows from the newest op file backwards: a reader near the head of its queues stops early, so its cost
+    """Placements, from the newest op file backwards. A reader near the head of its queues stops early, so its cost
     does not follow the age of the log.
 
     Parameters

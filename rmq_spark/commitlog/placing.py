@@ -58,7 +58,7 @@ class Open:
 
 
 class Placer:
-    """Looks at half messages for what decides about their places: sharding keys and delivery times.
+    """Reads what the places of half messages depend on: their sharding keys and delivery times.
 
     Parameters
     ----------
@@ -234,7 +234,7 @@ def _pieces(batch: Open, file_no: int, bits: bytes, now: datetime) -> Iterator[P
 
 
 def _split_by_due(file: FileState, bits: bytes, now: datetime) -> Iterator[tuple[datetime | None, bytes]]:
-    """Rows that are due, by the time at which they were; the others are left out."""
+    """Rows that need not wait, by their due time (None: they have none)."""
     free = bytearray(bits)
     dues: dict[datetime, bytearray] = {}
     for start, end, due in file.due:

@@ -65,7 +65,7 @@ def by_file(ranges: Sequence[PlacedRange]) -> Iterator[list[PlacedRange]]:
 def _pieces(
     together: Sequence[PlacedRange], position: int, table: pa.Table
 ) -> Iterator[tuple[PlacedRange, int, pa.Table]]:
-    """A table read at a position of ranges that lie together, cut to the ranges: (range, position in it, rows)."""
+    """A table that starts ``position`` rows into these ranges, cut to them: (range, rows of it before, rows)."""
     start = 0
     for placed in together:
         first, end = max(start, position), min(start + placed.count, position + table.num_rows)
@@ -208,7 +208,7 @@ def read_messages(
 def _first_of(
     firsts: Mapping[tuple[str, int], int], ends: Mapping[tuple[str, int], int], limit: int
 ) -> dict[tuple[str, int], int]:
-    """Where so many messages end, taken from the queues in turn of their number."""
+    """Where so many messages end, when the lowest queues come first."""
     found: dict[tuple[str, int], int] = {}
     for queue, first in firsts.items():
         found[queue] = min(ends[queue], first + limit)

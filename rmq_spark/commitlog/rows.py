@@ -83,7 +83,7 @@ NO_ROWS = RowSet()
 
 
 def runs(bits: bytes | bytearray, start: int = 0, end: int | None = None) -> Ranges:
-    """The runs of bytes that are 1, between two positions."""
+    """The runs of bytes that are 1, ``start`` to ``end``."""
     return tuple((m.start(), m.end() - 1) for m in _RUN.finditer(bits, start, len(bits) if end is None else end))
 
 

@@ -182,7 +182,7 @@ class ProtocolSteps(ABC):
     def place_due(self) -> list[Placed]:
         """Make those delayed messages visible whose time has come; returns where they stand.
 
-        Every commit to the log does it too, and every round of checks.
+        Settling any half batch does it too, and each round of checks.
         """
         return self.ledger.place_due()
 

@@ -375,7 +375,7 @@ class TwoPhase:
 
 
 def _is_same_query(prepared: HalfHeader, now: HalfHeader) -> bool:
-    """Two batches of which one is not known may be of two checkpoints: their numbers say nothing. What a user named, or
+    """Without a query id on both sides, equal numbers may be of two checkpoints. A half batch that a user named, or
     gave an idempotency key, is known by that."""
     if now.named or not now.numbered:
         return prepared.query_id in (None, now.query_id)

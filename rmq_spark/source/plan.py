@@ -66,7 +66,7 @@ class Planner:
         return self._placements.latest(refresh)
 
     def resolve(self, option: str, given: str | Positions | datetime) -> Positions:
-        """Offsets for ``earliest``, ``latest``, offsets with Kafka's marks, or a time of commit.
+        """Offsets for ``earliest``, ``latest``, offsets (with Kafka's -1, -2), or a commit time.
 
         For a time it is each queue's first message that was committed then or later; a queue without one starts (or
         ends) at its end. Spark's Kafka source fails in that case unless told otherwise.
@@ -141,7 +141,7 @@ class Planner:
 def admit(start: Positions, latest: Positions, limit: int | None) -> Positions:
     """The end of a micro-batch of at most ``limit`` messages (None: no limit).
 
-    Each queue gets one message, and of the rest a part as large as its part of what waits. When the limit is below the
+    Each queue gets one message, and a share of the rest in proportion to its backlog. When the limit is below the
     number of queues that wait, they take turns.
 
     Returns
@@ -213,7 +213,7 @@ def split(
 
 
 def _cut_at(ranges: Sequence[PlacedRange], ends: Sequence[int]) -> Iterator[list[PlacedRange]]:
-    """The messages up to each of these positions, which ascend to the number of all."""
+    """Ranges cut after each of these numbers of messages; the last is that of all."""
     part: list[PlacedRange] = []
     position, at = 0, 0
     for whole in ranges:

@@ -148,7 +148,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
     def initialOffset(self) -> JsonOffsets:
         """Where a new query starts; one that has a checkpoint starts there.
 
-        That is where its consumer group stands. Queues that the group has not read, or all of them without a group,
+        A new one takes its group's positions. Queues that the group has not read, or all of them without a group,
         start at ``startingOffsets`` (default ``latest``) or ``startingTimestamp``.
         """
         starting = self.options.starting
@@ -251,8 +251,8 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         return self._plan({**begin, **{queue: offset for queue, (offset, _) in again.items()}}, finish)
 
     def commit(self, end: JsonOffsets) -> None:
-        """Spark has done everything below ``end``. It says so when it plans the next micro-batch; for the last one of
-        all it never does, but it asks for :meth:`latestOffset` after it."""
+        """Spark has done everything below ``end``. It says so when it plans the next micro-batch. So it never does for
+        the last one, but then calls :meth:`latestOffset`."""
         if self._planner is None:
             return
         positions, answered = self._known(end, "the committed offset")
