@@ -78,11 +78,11 @@ class TopicStore:
             if there is not None:
                 if exist_ok and queues in (None, there.queues) and there.fifo == bool(fifo):
                     return None
-                kind = "a FIFO topic" if there.fifo else "no FIFO topic"
-                advice = (
-                    "exist_ok=True takes it only as it is" if exist_ok else "pass exist_ok=True to take it as it is"
+                advice = "takes it only as it is; use another name" if exist_ok else "takes it as it is"
+                raise TopicExistsError(
+                    f"topic {name!r} is there already, with {_kind(*there)} (asked for: {_kind(wanted, bool(fifo))}): "
+                    f"exist_ok=True {advice}"
                 )
-                raise TopicExistsError(f"topic {name!r} is there already, with {there.queues} queues, {kind}: {advice}")
             return Change(add=[self.table.write(pa.table(row, schema=TOPICS_SCHEMA), "topics", ("name",))])
 
         def landed(change: Change) -> bool:
@@ -92,3 +92,7 @@ class TopicStore:
             return file.path in live or file.path in self.table.removed_since()
 
         self.table.compare_and_set(propose, landed)
+
+
+def _kind(queues: int, fifo: bool) -> str:
+    return f"{queues} queues, {'a FIFO topic' if fifo else 'no FIFO topic'}"

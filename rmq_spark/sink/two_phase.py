@@ -367,10 +367,12 @@ class TwoPhase:
     def _unresolved(self, run: _Run) -> str:
         error = run.outcome.error
         why = f"the last check raised {type(error).__name__}: {error}" if error else "UNKNOWN"
+        header = run.record.header
+        again = "start the query again later, raise replayCheckTimeout" if header.numbered else "send it again later"
         return (
             f"half batch {run.record.half_id!r} was prepared by an earlier run, and its listener could not say within "
-            f"{self.replay_check_timeout_s:g}s what became of it ({why}). Nothing is lost: start the query again "
-            "later, raise replayCheckTimeout, or log.resolve(half_id, verdict, reason=…)"
+            f"{self.replay_check_timeout_s:g}s what became of it ({why}). Nothing is lost: {again}, let a CheckService "
+            f"settle it, or log.resolve({run.record.half_id!r}, verdict, reason=…)"
         )
 
 
