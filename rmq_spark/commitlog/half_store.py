@@ -141,7 +141,7 @@ class HalfStore:
         Parameters
         ----------
         staged : sequence of Staged
-            Each half batch once.
+            Each half batch once, and of each application one that is numbered.
         after_ms : callable
             Returns the time after which they must be prepared: not below the low-water mark, where no open half batch
             is looked for. The newest file may have an earlier time, when a clock that is behind rewrote it.
@@ -159,9 +159,14 @@ class HalfStore:
             When somebody has removed a file; nothing is prepared then.
         MessageError
             When one has no files, or files of another half batch.
+        ValueError
+            When a half batch is named twice, or two numbered ones of an application.
+
+        Any other problem, such as a store that does not answer, is raised for all of them.
         """
         for batch in staged:
             _require_staged(batch.header, batch.files)
+        _require_each_once(staged)
         tried_ms: list[int] = []
         refused: dict[str, PrepareError] = {}
 
@@ -401,6 +406,14 @@ def _require_staged(header: HalfHeader, files: Sequence[HalfFile]) -> None:
         raise MessageError(
             f"file {twice} of half batch {header.half_id!r} was staged twice: give each partition a number of its own"
         )
+
+
+def _require_each_once(staged: Sequence[Staged]) -> None:
+    names = [f"half batch {batch.header.half_id!r}" for batch in staged]
+    names += [f"a numbered half batch of app {b.header.app_id!r}" for b in staged if b.header.numbered]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is to be prepared twice in one commit: the second one needs a commit of its own")
 
 
 def _stored_files(path: str, rows: pa.Table) -> list[tuple[int, StoredFile]]:

@@ -116,6 +116,13 @@ class Ledger(Follower):
             For each decision. VerdictConflictError: the opposite verdict is final; a ``conflict`` row is left behind.
             StaleAttemptError: rows are under another attempt, or quarantined, or have too few checks. A decision that
             drops out does not stop the others.
+
+        Raises
+        ------
+        ValueError
+            When two decisions are about one half batch, or rows get both verdicts.
+
+        Any other problem, such as a half file that is lost, is raised for all of them.
         """
         for d in decisions:
             if d.commit & d.rollback:
@@ -140,11 +147,9 @@ class Ledger(Follower):
                     late.append((decision, problem, _against(state, decision, LocalTransactionState(problem.verdict))))
                 except StaleAttemptError as problem:
                     problems[decision.record.half_id] = problem
-            return self._with_places(opened, rows)
+            return self._with_places(opened, rows) + self._conflict_rows(late)
 
         placed = _placed(self.append(build))
-        if late:
-            self._leave_conflicts(late)
         return [
             Decided([p for p in placed if p.half_id == d.record.half_id], problems.get(d.record.half_id))
             for d in decisions
@@ -360,19 +365,14 @@ class Ledger(Follower):
 
         return _placed(self.append(build, reopens=True))
 
-    def _leave_conflicts(self, late: Sequence[tuple[Decision, VerdictConflictError, RowSet]]) -> None:
-        """Put verdicts on record that came too late, with the rows that have the opposite one."""
-
-        def build() -> list[OpRow]:
-            found: list[OpRow] = []
-            for decision, problem, against in late:
-                record = decision.record
-                new = against - self.state_of(record, refresh=False).conflicting()
-                rows = _rows_for(Kind.CONFLICT, record, new, decision.attempt, decision.who, str(problem))
-                found += [replace(row, verdict=problem.verdict) for row in rows]
-            return found
-
-        self.append(build)
+    def _conflict_rows(self, late: Sequence[tuple[Decision, VerdictConflictError, RowSet]]) -> list[OpRow]:
+        """Op rows that put verdicts on record that came too late, with the rows that have the opposite one."""
+        found: list[OpRow] = []
+        for decision, problem, against in late:
+            new = against - self.state_of(decision.record, refresh=False).conflicting()
+            rows = _rows_for(Kind.CONFLICT, decision.record, new, decision.attempt, decision.who, str(problem))
+            found += [replace(row, verdict=problem.verdict) for row in rows]
+        return found
 
     def mark(self) -> bool:
         """Move the low-water mark as far as it goes; False when it cannot move."""

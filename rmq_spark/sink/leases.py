@@ -37,6 +37,8 @@ class LeaseKeeper:
         self._log = log
         self._lock = log.machine.lock()
         self._running: dict[Lease, float] = {}  # → when it is written next, by the monotonic clock
+        self._writing = log.machine.lock()  # held while leases are written
+        self._written: frozenset[Lease] = frozenset()  # those
         self._thread: threading.Thread | None = None
         self._over = log.machine.event()  # one for each thread, which ends when it is set
         self._over.set()
@@ -59,35 +61,47 @@ class LeaseKeeper:
                     raise
 
     def remove(self, lease: Lease) -> threading.Thread | None:
-        """Renew a lease no more; returns the thread that ends now, when this was the last one."""
+        """Renew a lease no more, not even in a commit that is under way; returns the thread that ends now, when this
+        was the last one."""
         with self._lock:
             self._running.pop(lease, None)
-            if self._running:
-                return None
-            self._over.set()
-            return self._thread
+            last = not self._running
+            if last:
+                self._over.set()
+            is_written = lease in self._written
+        if is_written:
+            with self._writing:
+                pass
+        return self._thread if last else None
 
     def _renew(self, over: threading.Event) -> None:
         while not over.wait(self._seconds_to_next()):
-            records = self._due()
-            try:
-                self._log.lease_many(records, self.lease_s)
-            except Exception as problem:  # without a lease a check may ask early; the fence keeps that safe
-                names = [record.half_id for record in records]
-                logger.warning("leases of half batches %s not renewed: %s", names, traceback_of(problem))
+            with self._writing:
+                due = self._due()
+                try:
+                    if due:
+                        self._log.lease_many([lease.record for lease in due], self.lease_s)
+                # Without a lease a check may ask early; the fence keeps that safe. A panic of delta-rs is no Exception,
+                # and must not end the leases of the other transactions.
+                except BaseException as problem:
+                    names = [lease.record.half_id for lease in due]
+                    logger.warning("leases of half batches %s not renewed: %s", names, traceback_of(problem))
+                finally:
+                    self._written = frozenset()
 
     def _seconds_to_next(self) -> float:
         with self._lock:
             now = self._log.machine.monotonic()
             return max(0.0, min(self._running.values(), default=now) - now)
 
-    def _due(self) -> list[HalfRecord]:
-        """Those whose lease is to be written: now, or so soon that one commit for all is better."""
+    def _due(self) -> list[Lease]:
+        """The leases to write: now, or so soon that one commit for all is better."""
         with self._lock:
             now = self._log.machine.monotonic()
             due = [lease for lease, at in self._running.items() if at <= now + self.lease_s / 6]
             self._running.update(dict.fromkeys(due, now + self.lease_s / 3))
-            return [lease.record for lease in due]
+            self._written = frozenset(due)
+            return due
 
 
 class Lease(AbstractContextManager[None]):

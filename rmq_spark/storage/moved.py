@@ -49,13 +49,11 @@ class HalfFiles:
                 yield position, table
             return
         except FileNotFoundError:
-            self._remember(address, self._locate(*address))
-        for position, table in self._read(replace(wanted, path=self._moved[address]), columns, where):
+            path = self._locate(*address)
+        if len(self._moved) >= MOVED_KEPT:
+            self._moved.clear()
+        self._moved[address] = path
+        for position, table in self._read(replace(wanted, path=path), columns, where):
             seen = max(0, done - position)
             if seen < table.num_rows:
                 yield position + seen, table.slice(seen)
-
-    def _remember(self, address: tuple[str, int], path: str) -> None:
-        if len(self._moved) >= MOVED_KEPT:
-            del self._moved[next(iter(self._moved))]
-        self._moved[address] = path

@@ -105,6 +105,25 @@ def test_files_of_another_half_batch_are_refused_before_anything_is_prepared(log
     assert log.open_half_ids() == []
 
 
+@pytest.mark.parametrize("numbered", [True, False])
+def test_a_half_batch_named_twice_in_one_commit_is_refused(log: CommitLog, numbered: bool) -> None:
+    twice = [staged(log, "a", numbered=numbered), staged(log, "b"), staged(log, "a")]
+    with pytest.raises(ValueError, match="'a:0' is to be prepared twice in one commit"):
+        log.prepare_many(twice)
+    assert log.open_half_ids() == []
+
+
+def test_two_numbered_batches_of_an_application_in_one_commit_are_refused(log: CommitLog) -> None:
+    def of(batch_id: int) -> Staged:
+        header = header_of(batch_id, "a")
+        writer = HalfWriter(header, log.topics(), "orders", None)
+        return Staged(header, log.stage(writer, pa.table({"body": ["x"]}).to_batches()))
+
+    with pytest.raises(ValueError, match="a numbered half batch of app 'a' is to be prepared twice"):
+        log.prepare_many([of(2), of(1)])
+    assert log.last_batch_id("a") is None
+
+
 # ---------------------------------------------------------------- decide
 def test_decisions_share_a_commit_and_each_has_its_places(log: CommitLog) -> None:
     records = prepared(log, *(staged(log, name) for name in "abc"))
@@ -123,7 +142,9 @@ def test_a_decision_that_does_not_count_drops_out_with_its_own_error(log: Commit
     other = another(log)
     roll_back(other, late, who=Who.CHECK)
     other.quarantine(stale, 1, pending(other, stale), Who.ADMIN, "somebody wants to look")
+    version = log.refresh()
     decided = log.decide_many(decisions)
+    assert log.refresh() == version + 1, "what comes too late is on record in the same commit"
     assert [type(d.problem) for d in decided] == [type(None), VerdictConflictError, StaleAttemptError, type(None)]
     assert [sum(p.count for p in d.placed) for d in decided] == [3, 0, 0, 3]
     assert log.conflicts() == another(log).conflicts() == ["late:0"]
@@ -259,3 +280,49 @@ def test_a_thread_that_cannot_start_leaves_no_lease_that_nobody_renews(
     with keeper.lease(record):
         until_leased(log, [record])
     assert log.state_of(record).count(RowState.PENDING) == 3
+
+
+def test_a_panic_while_leases_are_written_does_not_end_those_of_other_transactions(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = prepared(log, staged(log, "a"), staged(log, "b"))
+    keeper = LeaseKeeper(log, 0.3)
+    panicked = threading.Event()
+    write = log.lease_many
+
+    def panic_once(records: Sequence[HalfRecord], seconds: float) -> Any:
+        if not panicked.is_set():
+            panicked.set()
+            raise BaseException("a panic of delta-rs")
+        return write(records, seconds)
+
+    monkeypatch.setattr(log, "lease_many", panic_once)
+    with keeper.lease(first):
+        assert panicked.wait(DEADLINE_S)
+        with keeper.lease(second):
+            until_leased(log, [first, second])
+
+
+def test_a_lease_that_is_being_written_is_not_written_after_its_end(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = prepared(log, staged(log, "a"), staged(log, "b"))
+    keeper = LeaseKeeper(log, 0.3)
+    writing, ended = threading.Event(), threading.Event()
+    write = log.lease_many
+
+    def slowly(records: Sequence[HalfRecord], seconds: float) -> Any:
+        if second in records and not writing.is_set():
+            writing.set()
+            ended.wait(0.3)
+        return write(records, seconds)
+
+    monkeypatch.setattr(log, "lease_many", slowly)
+    with keeper.lease(first):
+        with keeper.lease(second):
+            assert writing.wait(DEADLINE_S)
+        ended.set()
+        version = another(log).refresh()
+        until_leased(log, [first])
+        time.sleep(0.3)
+    assert not [half_id for at, half_id in lease_rows(log) if at > version and half_id == "b:0"]
