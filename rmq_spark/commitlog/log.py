@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 
 from rmq_spark.commitlog import maintenance, overview
 from rmq_spark.commitlog import repair as repair_module
+from rmq_spark.commitlog.asked import half_batch_of
 from rmq_spark.commitlog.group_store import GroupStore
+from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.ledger import Placed
-from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.opening import LOG_RETENTION, create_tables, has_groups, open_groups, open_tables
 from rmq_spark.commitlog.reading import read_messages
 from rmq_spark.commitlog.repair import RepairReport
+from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.steps import ProtocolSteps
 from rmq_spark.config import ORPHAN_AGE_S, QUEUES_DEFAULT, QUEUES_MAX, parse_duration, whole_number
 from rmq_spark.errors import CommitLogExistsError, OptionError
@@ -25,7 +29,7 @@ from rmq_spark.redaction import remember
 from rmq_spark.storage.location import location
 from rmq_spark.storage.stores import reaching, require_put_if_absent, require_storage_options
 from rmq_spark.storage.table import DeltaLogTable, Table
-from rmq_spark.transaction import LocalTransactionState
+from rmq_spark.transaction import HalfBatch, LocalTransactionState
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +40,10 @@ class CommitLog(ProtocolSteps):
     An object serves one process and any of its threads; processes forked after it was made must open their own.
     """
 
-    _groups: GroupStore | None = None
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._groups: GroupStore | None = None
+        self._maintenance = maintenance.Maintenance(self)
 
     # ------------------------------------------------------------------ making and opening
     @classmethod
@@ -169,6 +176,12 @@ class CommitLog(ProtocolSteps):
 
     def _groups_table(self) -> Table:
         return open_groups(self.path, self.storage_options or None, self.half.table)
+
+    def half_batch(
+        self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, arg: Any = None
+    ) -> HalfBatch:
+        """The half batch as a listener sees it: these rows, which are under one attempt."""
+        return half_batch_of(self, record, state, attempt, rows, arg)
 
     # ------------------------------------------------------------------ what is open
     def unsettled(self, half_ids: Collection[str]) -> set[str]:
@@ -319,6 +332,10 @@ class CommitLog(ProtocolSteps):
     def another(self) -> CommitLog:
         """Another handle on this log, which has read nothing yet: what another process would open."""
         return type(self).open(self.path, self.storage_options)
+
+    def after_decision(self) -> None:
+        """Compact ``op`` in the background, when it has many small files."""
+        self._maintenance.after_commit()
 
     def close(self) -> None:
         """Wait for upkeep that is under way."""

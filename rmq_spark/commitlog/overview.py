@@ -13,7 +13,7 @@ from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who
 from rmq_spark.message import TIMESTAMP
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark.commitlog.steps import ProtocolSteps
 
 PENDING_SCHEMA = pa.schema(
     [
@@ -30,13 +30,13 @@ PENDING_SCHEMA = pa.schema(
 )
 
 
-def pending(log: CommitLog) -> pa.Table:
+def pending(log: ProtocolSteps) -> pa.Table:
     """See :meth:`CommitLog.pending`."""
     rows = [_summary(r, s, a, RowState.PENDING) for r, s in log.open_batches() for a in s.attempts(RowState.PENDING)]
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
 
-def quarantined(log: CommitLog) -> pa.Table:
+def quarantined(log: ProtocolSteps) -> pa.Table:
     """See :meth:`CommitLog.quarantined`."""
     rows = [
         _summary(record, state, attempt, RowState.QUARANTINED)
@@ -46,14 +46,14 @@ def quarantined(log: CommitLog) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
 
-def conflicts(log: CommitLog) -> list[str]:
+def conflicts(log: ProtocolSteps) -> list[str]:
     """See :meth:`CommitLog.conflicts`."""
     with log.lock:
         log.ledger.refresh()
         return sorted(log.ledger.conflicts)
 
 
-def open_messages(log: CommitLog) -> dict[tuple[str, int], tuple[int, int]]:
+def open_messages(log: ProtocolSteps) -> dict[tuple[str, int], tuple[int, int]]:
     """See :meth:`CommitLog.open_messages`."""
     batches = {record.half_id: (record, state) for record, state in log.open_batches()}
     for half_id in set(log.ledger.waiting).difference(batches):
@@ -70,7 +70,7 @@ def open_messages(log: CommitLog) -> dict[tuple[str, int], tuple[int, int]]:
     return found
 
 
-def unsettled(log: CommitLog, half_ids: Collection[str]) -> set[str]:
+def unsettled(log: ProtocolSteps, half_ids: Collection[str]) -> set[str]:
     """See :meth:`CommitLog.unsettled`."""
     guessed = pc.field("kind").isin([Kind.QUARANTINE.value, Kind.CONFLICT.value])
     found = {*log.open_half_ids(), *_ids_in_op(log, guessed | (pc.field("decided_by") == Who.DISCARD.value))}
@@ -83,7 +83,7 @@ def unsettled(log: CommitLog, half_ids: Collection[str]) -> set[str]:
     return found.intersection(half_ids)
 
 
-def _ids_in_op(log: CommitLog, where: pc.Expression) -> list[str]:
+def _ids_in_op(log: ProtocolSteps, where: pc.Expression) -> list[str]:
     with log.lock:
         log.ledger.refresh()
         paths = log.op.actions()["path"].to_pylist()
@@ -91,7 +91,7 @@ def _ids_in_op(log: CommitLog, where: pc.Expression) -> list[str]:
     return found
 
 
-def _with_kind(log: CommitLog, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
+def _with_kind(log: ProtocolSteps, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
     for half_id in _ids_in_op(log, pc.field("kind") == kind.value):
         record = log.get(half_id)
         yield record, log.state_of(record)

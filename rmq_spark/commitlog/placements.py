@@ -7,7 +7,7 @@ its cost follows what is to be read, not the age of the log.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -17,31 +17,13 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.op import OP_SCHEMA, ranges_of
 from rmq_spark.commitlog.rows import ranges_count
+from rmq_spark.commitlog.walk import PLACEMENT_COLUMNS
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.storage.files import RowRange, require_path
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.log import CommitLog
-    from rmq_spark.storage.table import Table
+    from rmq_spark.commitlog.steps import ProtocolSteps
 
-PLACEMENT_COLUMNS = [
-    "kind",
-    "version",
-    "op_time",
-    "half_id",
-    "file_no",
-    "ranges",
-    "count",
-    "attempt",
-    "topic",
-    "queue_id",
-    "queue_offset",
-    "next_offset",
-    "path",
-    "file_rows",
-    "transaction_per",
-    "producer_group",
-]
 NO_PLACEMENTS = pa.schema([OP_SCHEMA.field(name) for name in PLACEMENT_COLUMNS]).empty_table()
 CACHE_ROWS_MAX = 200_000
 """Placements kept in memory beyond the range that is asked for; a stream far behind reads on from there."""
@@ -129,12 +111,12 @@ class Placements:
 
     Parameters
     ----------
-    log : CommitLog
+    log : ProtocolSteps
     wants : callable
         Whether the reader wants a topic.
     """
 
-    def __init__(self, log: CommitLog, wants: Callable[[str], bool]) -> None:
+    def __init__(self, log: ProtocolSteps, wants: Callable[[str], bool]) -> None:
         self.log = log
         self._wants = wants
         until = log.refresh() + 1
@@ -286,58 +268,6 @@ def _bounded(rows: pa.Table, until: int, wanted: Spans) -> tuple[pa.Table, int]:
 
 
 # ---------------------------------------------------------------- op rows
-def walk_placements(
-    op: Table, since_version: int = 0, above: int = 0, files_min: int = 16
-) -> Iterator[tuple[pa.Table, int | None]]:
-    """Placements, from the newest op file backwards. A reader near the head of its queues stops early, so its cost
-    does not follow the age of the log.
-
-    Parameters
-    ----------
-    files_min : int
-        Files of the first step; every further step takes twice as many.
-
-    Yields
-    ------
-    (rows, rest)
-        With :data:`PLACEMENT_COLUMNS`; and the highest version that a row in the files not read yet can have (-1 when
-        there are none, None when it is not known).
-    """
-    files = newest_files(op, since_version, above)
-    wanted = _is_placement() & (pc.field("next_offset") > above)
-    step, at = files_min, 0
-    while at < len(files):
-        paths = [path for path, _ in files[at : at + step]]
-        at, step = at + step, step * 2
-        rest = files[at][1] if at < len(files) else -1
-        yield op.read(paths, PLACEMENT_COLUMNS, wanted & (pc.field("version") >= since_version)), rest
-
-
-def newest_files(op: Table, since_version: int = 0, above: int = 0) -> list[tuple[str, int | None]]:
-    """Live files of ``op`` by falling highest version (None: without statistics, which come first). Files that can have
-    no row of these versions, or no message above this offset, are left out."""
-    actions = op.actions()
-    if actions.num_rows == 0:
-        return []
-    version = _bound(actions, "max.version")
-    needed = pc.fill_null(pc.greater_equal(version, since_version), True)
-    if above > 0:
-        needed = pc.and_(needed, pc.fill_null(pc.greater(_bound(actions, "max.next_offset"), above), True))
-    files = pa.table({"path": actions["path"], "version": version}).filter(needed)
-    files = files.sort_by([("version", "descending")])
-    found = list(zip(files["path"].to_pylist(), files["version"].to_pylist(), strict=True))
-    return sorted(found, key=lambda f: f[1] is not None)
-
-
-def _bound(actions: pa.Table, name: str) -> pa.ChunkedArray:
-    # A column without a single value in any file has no statistics at all.
-    return actions[name] if name in actions.column_names else pa.chunked_array([pa.nulls(actions.num_rows, pa.int64())])
-
-
-def _is_placement() -> pc.Expression:
-    return pc.field("queue_offset").is_valid()
-
-
 def placed_range(row: Mapping[str, Any]) -> PlacedRange:
     """One placement row as a range.
 

@@ -22,7 +22,7 @@ from rmq_spark.storage.files import KEPT, RowRange, arange
 from rmq_spark.transaction import BATCH, KEY, batch_transaction_id, transaction_ids
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark.commitlog.steps import ProtocolSteps
 
 SOURCE_SCHEMA = pa.schema(
     [
@@ -165,7 +165,7 @@ def _transaction_ids(placed: PlacedRange, position: int, table: pa.Table) -> pa.
 
 
 def read_messages(
-    log: CommitLog,
+    log: ProtocolSteps,
     tails: Mapping[tuple[str, int], int],
     topic: str,
     queues: int,

@@ -8,24 +8,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark.commitlog.asked import half_batch_of
 from rmq_spark.commitlog.follow import Tails
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, PrepareError, Staged
 from rmq_spark.commitlog.ledger import Decided, Decision, Ledger, Placed
-from rmq_spark.commitlog.maintenance import Maintenance
 from rmq_spark.commitlog.op import BatchState, RowState, Who
-from rmq_spark.commitlog.placements import walk_placements
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.topics import TopicStore
+from rmq_spark.commitlog.walk import walk_placements
 from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.redaction import redacted
 from rmq_spark.storage.table import Table
-from rmq_spark.transaction import HalfBatch
 
 
 class ProtocolSteps(ABC):
@@ -55,7 +51,6 @@ class ProtocolSteps(ABC):
         self.topic_store = TopicStore(topics, default_queues)
         self.ledger = Ledger(op, self.half, self.topic_store)
         self.machine = half.machine
-        self._maintenance = Maintenance(self)
         self.upkeep = True
         """Whether a decision compacts ``op`` when it has many small files; upkeep by hand goes on."""
 
@@ -70,6 +65,10 @@ class ProtocolSteps(ABC):
     @abstractmethod
     def another(self) -> ProtocolSteps:
         """Another handle on this log, which has read nothing yet."""
+
+    @abstractmethod
+    def after_decision(self) -> None:
+        """Upkeep, when it is time for it."""
 
     def in_background(self, work: Callable[[], None]) -> threading.Thread | None:
         """Run upkeep beside this thread; None when it is done already."""
@@ -125,12 +124,6 @@ class ProtocolSteps(ABC):
         """What the newest op markers say of a half batch; without a refresh, those that were read last."""
         return self.ledger.state_of(record, refresh)
 
-    def half_batch(
-        self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, arg: Any = None
-    ) -> HalfBatch:
-        """The half batch as a listener sees it: these rows, which are under one attempt."""
-        return half_batch_of(self, record, state, attempt, rows, arg)
-
     def decide(
         self,
         record: HalfRecord,
@@ -146,13 +139,13 @@ class ProtocolSteps(ABC):
         placed = self.ledger.decide(
             record, attempt, commit=commit, rollback=rollback, who=who, reason=reason, checks_min=checks_min
         )
-        self._maintenance.after_commit()
+        self.after_decision()
         return placed
 
     def decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
         """Make verdicts on several half batches final at once: see :meth:`Ledger.decide_many`."""
         decided = self.ledger.decide_many(decisions)
-        self._maintenance.after_commit()
+        self.after_decision()
         return decided
 
     def reopen(
