@@ -78,20 +78,21 @@ class Maintenance:
     def after_commit(self) -> None:
         """Begin, when ``op`` has many small files and nothing is under way."""
         if self._log.upkeep and is_due(self._log.op) and (self._thread is None or not self._thread.is_alive()):
-            self._thread = self._log.in_background(self._run)
+            self._thread = self._log.in_background(self.run)
 
     def wait(self) -> None:
         """Wait for what is under way."""
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Do both now. A failure is logged: upkeep is tried again later, and must not stop a sink."""
         try:
             log = self._log.another()
             log.refresh()
             compact_op(log.op)
             log.move_mark()  # last: a cold start then reads the mark's own small file, and what came after it
-        except Exception as problem:  # upkeep is tried again after the next commits; it must not stop a sink
+        except Exception as problem:
             logger.warning("upkeep of %s failed: %s", redacted(self._log.path), traceback_of(problem))
 
 

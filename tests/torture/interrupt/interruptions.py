@@ -404,7 +404,7 @@ def _compact(log: CommitLog, content: Content) -> Callable[[], object]:
 def _upkeep(log: CommitLog, content: Content) -> Callable[[], object]:
     def upkeep() -> None:
         with patch.object(maintenance, "OP_FILES_MAX", 2):
-            log._maintain_now()
+            maintenance.Maintenance(log).run()
 
     return upkeep
 
