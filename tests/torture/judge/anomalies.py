@@ -630,7 +630,9 @@ def _discards_without_checks(run: _Run) -> Iterator[Anomaly]:
                 if marker.attempt != attempt:
                     needed, attempt = 0, marker.attempt or 1
             counted += marker.op == "check"
-            if marker.who != "discard" or (marker.op == "quarantine" and (marker.reason or "").startswith(EXPIRED)):
+            expired = marker.op == "quarantine" and (marker.reason or "").startswith(EXPIRED)
+            # A conflict row says that a discard did not count; marks repeat it.
+            if marker.who != "discard" or marker.op == "conflict" or expired:
                 continue
             needed += run.rules.checks_max
             answers = answered[row.transaction, attempt]
