@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.op import KINDS, NO_OPS, SETTLING, Kind
+from rmq_spark.commitlog.op import KINDS, NO_OPS, SETTLING, Kind, OpenBelow
 from rmq_spark.errors import CorruptLogError
 
 CHUNKS_MAX = 64
@@ -38,8 +38,14 @@ class Followed:
         The last one that was followed.
     since : int
         ``rows`` holds all op rows from this version on.
+    marked_at : int
+        The version of the newest mark; -1 before the first one.
     low_water : int
-        Prepare time (ms) up to which every half batch is settled, but for those reopened later.
+        Prepare time (ms) up to which every half batch is settled, but for those ``below`` and those reopened later.
+    below : mapping of str to OpenBelow
+        Half batches that were open when the newest mark passed them, by half id.
+    reopened_ms : int
+        When a transaction was last reopened.
     rewritten_below : str
         Hash of the names of rewritten files below ``low_water``, as of when the mark was made.
     conflicts : frozenset of str
@@ -55,20 +61,25 @@ class Followed:
     low_water: int = 0
     rewritten_below: str = ""
     conflicts: frozenset[str] = frozenset()
+    below: Mapping[str, OpenBelow] = field(default_factory=dict)
+    reopened_ms: int = 0
+    marked_at: int = -1
 
     @classmethod
-    def from_mark(cls, rows: pa.Table) -> tuple[Followed, bool]:
-        """Where to go on from the newest of some mark rows: just before the first version that is still needed.
-
-        Returns
-        -------
-        (followed, knows_conflicts)
-            The second one is false for a mark of an older version of rmq_spark: it does not repeat the open conflicts.
-        """
-        mark = _newest_mark(rows.filter(of_kind(rows, Kind.MARK)).sort_by("version"))
+    def from_mark(cls, rows: pa.Table) -> Followed:
+        """Where to go on from the newest of some mark rows: just before the first version that is still needed."""
+        marks = rows.filter(_is_mark(rows)).sort_by("version")
+        if marks.num_rows == 0:
+            if pc.any(of_kind(rows, Kind.MARK)).as_py():  # those of an older version are of no use
+                return cls()
+            raise CorruptLogError("table op has lost its newest mark: restore the table from a copy")
+        mark = _newest_mark(marks)
         since = int(mark["since_version"])
         tails = {(t["topic"], t["queue_id"]): t["next_offset"] for t in mark["tails"]}
-        return cls(version=since - 1, since=since, tails=tails), bool(mark["count"])
+        below = _below(mark)
+        waiting = {half_id: b.waiting for half_id, b in below.items() if b.waiting}
+        reopened_ms = mark["reopened_ms"] or 0
+        return cls(version=since - 1, since=since, tails=tails, waiting=waiting, below=below, reopened_ms=reopened_ms)
 
     def after(self, rows: pa.Table, version: int) -> Followed:
         """What the op rows up to ``version`` say. ``rows`` are the new ones, in version order.
@@ -83,11 +94,12 @@ class Followed:
         _require_rows(rows)
         kept = pa.concat_tables([self.rows, rows])
         since, low_water, rewritten_below = self.since, self.low_water, self.rewritten_below
-        marks = rows.filter(of_kind(rows, Kind.MARK))
+        below, marked_at = self.below, self.marked_at
+        marks = rows.filter(_is_mark(rows))
         if marks.num_rows:
             newest = _newest_mark(marks)
             low_water, rewritten_below = newest["low_water"], newest["reason"] or ""
-            since = max(since, newest["since_version"])
+            since, below, marked_at = max(since, newest["since_version"]), _below(newest), newest["version"]
             kept = kept.filter(pc.greater_equal(kept["version"], since))
         if kept["version"].num_chunks > CHUNKS_MAX:
             kept = kept.combine_chunks()
@@ -96,17 +108,34 @@ class Followed:
             kept,
             since,
             _moved(self.tails, rows.filter(pc.is_valid(rows["next_offset"]))),
-            _still_waiting(self.waiting, rows),
+            still_waiting(self.waiting, rows),
             max(self.last_time, pc.max(rows["op_time"]).as_py()),
             low_water,
             rewritten_below,
             _still_in_conflict(self.conflicts, rows),
+            below,
+            max(self.reopened_ms, _last_reopened_ms(rows)),
+            marked_at,
         )
+
+    def reopened_rows(self, before: int | None = None) -> dict[str, int]:
+        """By half id: rows that were reopened since the newest mark, less those that were settled (negative numbers are
+        possible). ``before`` leaves out the versions from there on."""
+        since_mark = pc.greater(self.rows["version"], self.marked_at)
+        if before is not None:
+            since_mark = pc.and_(since_mark, pc.less(self.rows["version"], before))
+        return {half_id: -net for half_id, net in settled_rows(self.rows.filter(since_mark)).items()}
 
 
 def of_kind(rows: pa.Table, kind: Kind) -> pa.ChunkedArray:
     """Which op rows are of a kind."""
     return pc.equal(rows["kind"], kind.value)
+
+
+def _is_mark(rows: pa.Table) -> pa.ChunkedArray:
+    """Which op rows are marks that can be used. Those of an older version of rmq_spark do not name what is open: all of
+    op is read until there is another one."""
+    return pc.and_(of_kind(rows, Kind.MARK), pc.is_valid(rows["below"]))
 
 
 def settled_rows(rows: pa.Table) -> dict[str, int]:
@@ -140,7 +169,8 @@ def _moved(tails: Tails, placed: pa.Table) -> Tails:
     return moved
 
 
-def _still_waiting(waiting: Waiting, rows: pa.Table) -> Waiting:
+def still_waiting(waiting: Waiting, rows: pa.Table) -> Waiting:
+    """What waits for a place after these op rows, when this waited before them."""
     placing = of_kind(rows, Kind.PLACE)
     committing = pc.and_(of_kind(rows, Kind.COMMIT), pc.is_null(rows["queue_offset"]))
     changes = rows.filter(pc.or_(placing, committing)).select(["kind", "half_id", "count", "until"]).to_pylist()
@@ -166,6 +196,31 @@ def _still_in_conflict(conflicts: frozenset[str], rows: pa.Table) -> frozenset[s
     return frozenset(found) if changes else conflicts
 
 
+def _last_reopened_ms(rows: pa.Table) -> int:
+    newest = pc.max(rows.filter(of_kind(rows, Kind.REOPEN))["op_time"]).as_py()
+    return 0 if newest is None else int(newest.timestamp() * 1000)
+
+
+def _below(mark: Mapping[str, Any]) -> dict[str, OpenBelow]:
+    """The open half batches that a mark names."""
+    try:
+        return {
+            str(b["half_id"]): OpenBelow(
+                int(b["ms"]),
+                int(b["first_ms"]),
+                int(b["pending"]),
+                tuple(int(v) for v in b["versions"]),
+                {w["until"]: int(w["count"]) for w in b["waiting"]},
+            )
+            for b in mark["below"]
+        }
+    except TypeError:
+        raise CorruptLogError(
+            f"table op has a mark at version {mark['version']} that names half batches without saying what is open: "
+            "it was changed by hand"
+        ) from None
+
+
 def _require_rows(rows: pa.Table) -> None:
     """Raise CorruptLogError for op rows that rmq_spark cannot have written, before anything is made of them."""
     kinds = [k for k in pc.unique(rows["kind"]).to_pylist() if k not in KINDS]
@@ -184,8 +239,6 @@ def _require_rows(rows: pa.Table) -> None:
 
 def _newest_mark(marks: pa.Table) -> dict[str, Any]:
     """The last of some mark rows, in version order; CorruptLogError when it says nothing that can be used."""
-    if marks.num_rows == 0:
-        raise CorruptLogError("table op has lost its newest mark: restore the table from a copy")
     newest: dict[str, Any] = marks.slice(marks.num_rows - 1).to_pylist()[0]
     whole = newest["tails"] is not None and all(None not in tail.values() for tail in newest["tails"])
     if not whole or newest["low_water"] is None or newest["since_version"] is None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.follow import Followed, Tails, Waiting, of_kind, settled_rows
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Prepared
+from rmq_spark.commitlog.keyed import Open
 from rmq_spark.commitlog.op import NO_OPS, BatchState, Kind, OpRow
 from rmq_spark.storage.table import Table
 
 HALF_IDS_KEPT = 10_000
+OPEN_ROWS_KEPT = 1_000_000
+"""Rows of open half batches whose states are kept in memory, at four bytes each."""
 
 
 class Follower:
@@ -31,7 +34,8 @@ class Follower:
         self.table = table
         self.machine = table.machine
         self._half = half
-        self._followed = Followed()
+        self.followed = Followed()
+        self._open: dict[str, Open] = {}  # of which nothing new has been said; nobody changes these states
         self._known_whole: dict[str, None] = {}  # half batches with no op rows before the kept ones, oldest first
         self._awaited: str | None = None  # the commit id that is being written
         self._arrived = False  # it was among the rows that were followed
@@ -44,7 +48,7 @@ class Follower:
             return self._catch_up()
 
     def _catch_up(self) -> int:
-        before, version = self._followed, self.table.version
+        before, version = self.followed, self.table.version
         if version <= before.version:
             return version
         if before.version < 0:
@@ -52,18 +56,21 @@ class Follower:
         rows = self._read_between(before.version + 1, version)
         after = before.after(rows, version)
         # An exception (an interrupt, a full memory) may end us at any line: each leaves what is true.
+        for half_id in pc.unique(rows["half_id"]).to_pylist():
+            self._open.pop(half_id, None)
         for half_id in _cut_off(before, rows, after):
             self._known_whole.pop(half_id, None)
         if self._awaited is not None and pc.any(pc.equal(rows["commit_id"], self._awaited)).as_py():
             self._arrived = True
-        self._followed = after
+        self.followed = after
         return version
 
     def _follow_anew(self) -> None:
         """Read what op says from the table, whatever was kept: nobody looks again at what a mark passes."""
         version = self.table.refresh()
+        self._open.clear()
         start = self._start()
-        self._followed = start.after(self._read_between(start.version + 1, version), version)
+        self.followed = start.after(self._read_between(start.version + 1, version), version)
 
     def _start(self) -> Followed:
         """Where a cold start goes on from: the newest mark."""
@@ -72,13 +79,8 @@ class Follower:
         if marked is None:
             return Followed()
         self._known_whole.clear()  # what was expected before may have been decided, and passed by the mark
-        followed, knows_conflicts = Followed.from_mark(
-            self.table.read(actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist())
-        )
-        if knows_conflicts:
-            return followed
-        older = self._read_between(0, followed.version)
-        return replace(followed, conflicts=Followed().after(older.filter(of_kind(older, Kind.CONFLICT)), 0).conflicts)
+        paths = actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist()
+        return Followed.from_mark(self.table.read(paths))
 
     def _read_between(self, first: int, last: int) -> pa.Table:
         """The op rows of these versions, in version order."""
@@ -95,8 +97,9 @@ class Follower:
     # ------------------------------------------------------------------ questions
     @property
     def low_water_ms(self) -> int:
-        """Prepare time (ms) up to which every half batch is settled, but for those reopened later."""
-        return self._followed.low_water
+        """Prepare time (ms) up to which every half batch is settled, but for those that the mark names, and those that
+        were reopened later."""
+        return self.followed.low_water
 
     def ms_before_prepare(self) -> int:
         """The time after which a half batch must be prepared now: nobody looks for open ones below the mark, and what
@@ -106,37 +109,39 @@ class Follower:
 
     @property
     def reopened_ms(self) -> int:
-        """When a transaction was last reopened, of those whose op rows are kept."""
-        rows = self._followed.rows
-        newest = pc.max(rows.filter(of_kind(rows, Kind.REOPEN))["op_time"]).as_py()
-        return 0 if newest is None else int(newest.timestamp() * 1000)
+        """When a transaction was last reopened."""
+        return self.followed.reopened_ms
 
     def may_hide(self, rewritten_below: str) -> bool:
         """True when other rewritten files lie below the mark than when it was made. They may hold rows from above it,
         which may be open. Nothing is prepared below the mark, so a new file there is a rewritten one.
         """
-        return bool(rewritten_below) and rewritten_below != self._followed.rewritten_below
+        return bool(rewritten_below) and rewritten_below != self.followed.rewritten_below
 
     @property
     def tails(self) -> Tails:
         """The next offset of every queue that has messages."""
-        return self._followed.tails
+        return self.followed.tails
 
     @property
     def waiting(self) -> Waiting:
         """How many committed messages have no place yet, by half id and due time (None: an earlier message of their
         sharding key is not decided yet)."""
-        return self._followed.waiting
+        return self.followed.waiting
 
     @property
     def conflicts(self) -> frozenset[str]:
         """Half batches with a verdict that came too late and that no person has resolved yet."""
-        return self._followed.conflicts
+        return self.followed.conflicts
+
+    def keeps_all_rows_of(self, half_id: str) -> bool:
+        """True when no op row of a half batch stands before the kept ones."""
+        return half_id in self._known_whole
 
     @property
     def rows_kept(self) -> int:
         """How many op rows are kept in memory."""
-        return int(self._followed.rows.num_rows)
+        return int(self.followed.rows.num_rows)
 
     @property
     def half_ids_kept(self) -> int:
@@ -146,16 +151,33 @@ class Follower:
     def rows_of(self, record: HalfRecord) -> pa.Table:
         """The op rows of one half batch, in version order."""
         half_id = record.half_id
-        followed = self._followed
+        followed = self.followed
+        if half_id in followed.below:
+            return pa.concat_tables([self._rows_below(half_id), _of_batch(followed.rows, half_id)])
         settled = record.prepared_ms <= followed.low_water and half_id not in followed.waiting
         if settled:  # its markers may be older than the kept ones
-            return self._scan([half_id])
+            return self.scan([half_id])
         if half_id not in self._known_whole:
             # Somebody's OPTIMIZE gives old rows a new prepare time: look once whether there are older markers.
-            if self._older([half_id]).num_rows:
-                return self._scan([half_id])
+            if self.older([half_id]).num_rows:
+                return self.scan([half_id])
             self._remember_whole([half_id])
-        return followed.rows.filter(pc.equal(followed.rows["half_id"], half_id))
+        return _of_batch(followed.rows, half_id)
+
+    def _rows_below(self, half_id: str) -> pa.Table:
+        """The op rows before the kept ones of a half batch that the mark names, in version order."""
+        versions = self.followed.below[half_id].versions
+        if not versions:
+            return NO_OPS
+        actions = self.table.actions()
+        firsts, lasts = actions["min.version"].to_pylist(), actions["max.version"].to_pylist()
+        paths = [
+            path
+            for path, first, last in zip(actions["path"].to_pylist(), firsts, lasts, strict=True)
+            if first is None or last is None or bisect_left(versions, first) < bisect_right(versions, last)
+        ]
+        where = (pc.field("half_id") == half_id) & pc.field("version").isin(versions)
+        return self.table.read(paths, None, where).sort_by("version")
 
     def expect(self, half_ids: Sequence[str]) -> None:
         """Tell of half batches that are about to be prepared: their op markers are all still to come."""
@@ -173,16 +195,16 @@ class Follower:
         while len(self._known_whole) > HALF_IDS_KEPT:
             del self._known_whole[next(iter(self._known_whole))]
 
-    def _scan(self, half_ids: Sequence[str], before: int | None = None) -> pa.Table:
+    def scan(self, half_ids: Sequence[str], before: int | None = None) -> pa.Table:
         where = pc.field("half_id").isin(list(half_ids))
         if before is not None:
             where &= pc.field("version") < before
         return self.table.read(self.table.actions()["path"].to_pylist(), None, where).sort_by("version")
 
-    def _older(self, half_ids: Sequence[str]) -> pa.Table:
+    def older(self, half_ids: Sequence[str]) -> pa.Table:
         """The op rows of half batches before those that are kept in memory."""
-        since = self._followed.since
-        return self._scan(half_ids, before=since) if since else NO_OPS
+        since = self.followed.since
+        return self.scan(half_ids, before=since) if since else NO_OPS
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """What the newest op markers say of one half batch."""
@@ -194,11 +216,26 @@ class Follower:
                 state.fold(OpRow.of(row))
             return state
 
+    def open_batch(self, half_id: str) -> Open:
+        """A half batch and what op says of it as it was last read. The same object until op says something new; it must
+        not be changed."""
+        if half_id not in self._open:
+            record = self._half.get(half_id)
+            found = Open(record, self.state_of(record, refresh=False))
+            while sum(o.record.rows for o in self._open.values()) > OPEN_ROWS_KEPT:
+                del self._open[next(iter(self._open))]
+            self._open[half_id] = found
+        return self._open[half_id]
+
     def prepared(self) -> dict[str, Prepared]:
-        """Half batches that may be open, by half id: all above the low-water mark, or all when it may hide some."""
+        """Half batches that may be open, by half id: all above the low-water mark, or all when it may hide some; and
+        those that the mark names, with their pending rows."""
         low_water = self.low_water_ms
-        above = self._half.prepared_after(low_water)
-        return self._half.prepared_after(-1) if self.may_hide(self._half.rewritten_below(low_water)) else above
+        found = self._half.prepared_after(low_water)
+        if self.may_hide(self._half.rewritten_below(low_water)):
+            found = self._half.prepared_after(-1)
+        named = self.followed.below
+        return {**found, **{h: Prepared(b.ms, b.first_ms, b.pending, rewritten=False) for h, b in named.items()}}
 
     def open_half_ids(self) -> list[str]:
         """Half batches that may have pending rows, oldest first."""
@@ -207,14 +244,20 @@ class Follower:
         with self.table.lock:
             self.refresh()
             prepared = self.prepared()
-            found = self._open_among(prepared)
+            found = self.open_among(prepared)
         # What was reopened below the mark is older than all above it.
         return sorted(found, key=lambda half_id: prepared[half_id].ms if half_id in prepared else 0)
 
-    def _open_among(self, prepared: Mapping[str, Prepared]) -> list[str]:
+    def open_among(self, prepared: Mapping[str, Prepared]) -> list[str]:
         """Those with pending rows, and those below the mark that were reopened and are still open."""
-        opened = self._open_of(prepared)
-        return opened + [h for h in self._reopened(prepared) if h not in opened and self._is_open(h)]
+        opened = dict.fromkeys(self.open_of(prepared))
+        pending = self.followed.reopened_rows()
+        for half_id in self.reopened(prepared):
+            # One that is neither above the mark nor named by it was settled when the mark was made.
+            is_open = self._is_open(half_id) if half_id in prepared else pending.get(half_id, 0) > 0
+            if is_open:
+                opened[half_id] = None
+        return list(opened)
 
     def _is_open(self, half_id: str) -> bool:
         try:
@@ -222,19 +265,24 @@ class Follower:
         except Exception:
             return True  # it is looked at again, alone, and reported
 
-    def _open_of(self, prepared: Mapping[str, Prepared]) -> list[str]:
-        net = settled_rows(self._followed.rows)
+    def open_of(self, prepared: Mapping[str, Prepared]) -> list[str]:
+        net = settled_rows(self.followed.rows)
         opened = [half_id for half_id, p in prepared.items() if p.rows > net.get(half_id, 0)]
-        doubtful = [half_id for half_id in opened if half_id not in self._known_whole]
-        older = settled_rows(self._older(doubtful)) if doubtful else {}
+        sure = self.followed.below.keys() | self._known_whole.keys()
+        doubtful = [half_id for half_id in opened if half_id not in sure]
+        older = settled_rows(self.older(doubtful)) if doubtful else {}
         self._remember_whole(h for h in doubtful if h not in older)
         return [h for h in opened if prepared[h].rows > net.get(h, 0) + older.get(h, 0)]
 
-    def _reopened(self, prepared: Mapping[str, Prepared]) -> list[str]:
+    def reopened(self, prepared: Mapping[str, Prepared]) -> list[str]:
         """Half batches that were reopened and of which ``prepared`` may not know all rows."""
-        rows = self._followed.rows
+        rows = self.followed.rows
         ids = pc.unique(rows.filter(of_kind(rows, Kind.REOPEN))["half_id"]).to_pylist()
         return [h for h in ids if h not in prepared or prepared[h].rewritten]
+
+
+def _of_batch(rows: pa.Table, half_id: str) -> pa.Table:
+    return rows.filter(pc.equal(rows["half_id"], half_id))
 
 
 def _cut_off(before: Followed, rows: pa.Table, after: Followed) -> list[str]:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
-from rmq_spark.commitlog.follow import Tails, of_kind
+from rmq_spark.commitlog.follow import Tails
 from rmq_spark.commitlog.follower import Follower
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
+from rmq_spark.commitlog.keyed import Open
+from rmq_spark.commitlog.marking import Marker
 from rmq_spark.commitlog.op import STATS_COLUMNS, BatchState, Kind, OpRow, RowState, Who, to_table
-from rmq_spark.commitlog.placing import EPOCH, Open, Piece, Placer
+from rmq_spark.commitlog.placing import EPOCH, Piece, Placer
 from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, ranges_count, runs
 from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.config import ATTEMPTS_MAX
@@ -79,6 +78,7 @@ class Ledger(Follower):
     def __init__(self, table: Table, half: HalfStore, topics: TopicStore) -> None:
         super().__init__(table, half)
         self._placer = Placer(half, topics)
+        self._marker = Marker(self, half)
         self._op_time = EPOCH  # of the rows that are being built
 
     # ------------------------------------------------------------------ decisions
@@ -176,7 +176,7 @@ class Ledger(Follower):
     def _next_op_time(self, reopens: bool) -> datetime:
         """Not before the newest row's time; when something is reopened, after every prepare and reopen so far. Only the
         order of these times counts: our own clock tells what is due."""
-        after = max(self.machine.now(), self._followed.last_time)
+        after = max(self.machine.now(), self.followed.last_time)
         if not reopens:
             return after
         sent_ms = max(self._half.newest_ms(), self.reopened_ms)
@@ -221,29 +221,31 @@ class Ledger(Follower):
         """
         if not rows:
             return rows
-        if not (self.waiting or any(o.record.delayed or self._placer.fifo_of(o.record) for o in opened)):
+        if not (self.waiting or any(o.record.delayed or self._placer.keys.fifo_of(o.record) for o in opened)):
             return _with_offsets(rows, self.tails)
         now = self.machine.now()
         states = {o.record.half_id: o.state for o in opened}
         for row in rows:
             states[row.half_id or ""].fold(replace(row, op_time=self._op_time))
-        pieces = self._placer.placeable([*self._others([o.record for o in opened], now), *opened], now)
+        pieces = self._placer.placeable([*self._others(opened, now), *opened], now)
         commits = [(r.half_id, r.file_no, r.ranges, r.attempt) for r in rows if r.kind is Kind.COMMIT]
         if [(p.record.half_id, p.file_no, p.ranges, p.attempt) for p in pieces] == commits:  # nobody waits: a row each
             return _with_offsets(rows, self.tails)
         return rows + _with_offsets([_place_row(piece) for piece in pieces], self.tails)
 
-    def _others(self, records: Sequence[HalfRecord], now: datetime) -> list[Open]:
-        """Other half batches whose messages may be due, or may wait for each other."""
-        keyed = {half_id for half_id, counts in self.waiting.items() if None in counts}
-        ids = {half_id for half_id, counts in self.waiting.items() if any(d is None or d <= now for d in counts)}
-        if keyed or any(self._placer.fifo_of(record) for record in records):
-            above = self.prepared()
-            ids.update(self._open_of(above))
-            ids.update(self._reopened(above))
-        ids.difference_update(record.half_id for record in records)
-        others = [self._placer.record(half_id) for half_id in sorted(ids)]
-        return [Open(r, self.state_of(r, refresh=False)) for r in others]
+    def _others(self, opened: Sequence[Open], now: datetime) -> list[Open]:
+        """Other half batches whose messages may be due, or may wait for those of ``opened``."""
+        mine = {o.record.half_id for o in opened}
+        due_ids = {h for h, counts in self.waiting.items() if any(d is not None and d <= now for d in counts)} - mine
+        due = [self.open_batch(half_id) for half_id in sorted(due_ids)]
+        keyed = [o for o in [*opened, *due] if self._placer.keys.fifo_of(o.record)]
+        if not keyed:
+            return due
+        prepared = self.prepared()
+        ids = {h for h, counts in self.waiting.items() if None in counts}
+        ids.update(self.open_of(prepared), self.reopened(prepared))
+        others = [self.open_batch(half_id) for half_id in sorted(ids - mine - due_ids)]
+        return due + self._placer.keys.related(keyed, [o for o in others if self._placer.keys.fifo_of(o.record)])
 
     def place_due(self) -> list[Placed]:
         """Place the delayed messages whose time has come; returns what became visible."""
@@ -375,61 +377,10 @@ class Ledger(Follower):
         return found
 
     def mark(self) -> bool:
-        """Move the low-water mark as far as it goes; False when it cannot move."""
-        moved = False
-
-        def build() -> list[OpRow]:
-            nonlocal moved
-            moved = False
-            # half after op: so it has every half batch that the op rows name.
-            before, above = self._followed, self.prepared()
-            opened = set(self._open_among(above))
-            # No file of an open half batch may fall below: the rest above could look settled.
-            first_open = min((above[h].first_ms for h in opened if h in above), default=None)
-            settled_ms = [p.ms for p in above.values() if first_open is None or p.ms < first_open]
-            low_water = max(settled_ms, default=before.low_water)
-            rewritten = self._half.rewritten_below(low_water)
-            if first_open is not None and first_open <= before.low_water:
-                return []
-            if low_water < before.low_water or (low_water == before.low_water and not self.may_hide(rewritten)):
-                return []
-            moved = True
-            keep = {h for h, p in above.items() if p.ms > low_water} | opened | set(before.waiting)
-            kept = before.rows.filter(pc.is_in(before.rows["half_id"], value_set=pa.array(sorted(keep), pa.string())))
-            since = pc.min(kept["version"]).as_py() if kept.num_rows else self.table.version + 1
-            conflicts = self._open_conflicts(since)
-            mark = OpRow(
-                Kind.MARK,
-                count=1 + len(conflicts),
-                reason=rewritten or None,
-                low_water=low_water,
-                since_version=since,
-                tails=before.tails,
-            )
-            return [mark, *conflicts]
-
+        """Move the low-water mark as far as it goes; False when there is nothing new to say."""
         with self.table.lock:
             self._follow_anew()
-            self.append(build)
-        return moved
-
-    def _open_conflicts(self, since: int) -> list[OpRow]:
-        """Conflict rows that a mark repeats, because no follower will read those before this version again."""
-        rows = self._followed.rows
-        rows = rows.filter(of_kind(rows, Kind.CONFLICT))
-        older = self.conflicts.difference(rows["half_id"].to_pylist())  # a mark of an older version repeated none
-        if older:
-            rows = pa.concat_tables([self._scan(sorted(older)), rows])
-            rows = rows.filter(of_kind(rows, Kind.CONFLICT))
-        rows = rows.filter(pc.is_in(rows["half_id"], value_set=pa.array(sorted(self.conflicts), pa.string())))
-        found: dict[OpRow, bool] = {}  # → whether it stands at that version or later, too
-        for read in rows.to_pylist():
-            row = replace(OpRow.of(read), op_time=None)
-            if row.attempt is None:  # what was in conflict before was resolved
-                found = {other: later for other, later in found.items() if other.half_id != row.half_id}
-            else:
-                found[row] = read["version"] >= since
-        return [row for row, later in found.items() if not later]
+            return bool(self.append(self._marker.next_mark))
 
     def append(self, build: Callable[[], Sequence[OpRow]], *, reopens: bool = False) -> Sequence[OpRow]:
         """The one way to write op rows: build them from the newest state and commit at the next version, or again.

@@ -18,6 +18,19 @@ from rmq_spark.message import TIMESTAMP
 
 RANGES = pa.list_(pa.struct([("first", pa.int64()), ("last", pa.int64())]))
 TAILS = pa.list_(pa.struct([("topic", pa.string()), ("queue_id", pa.int32()), ("next_offset", pa.int64())]))
+WAITING = pa.list_(pa.struct([("until", TIMESTAMP), ("count", pa.int64())]))
+BELOW = pa.list_(
+    pa.struct(
+        [
+            ("half_id", pa.string()),
+            ("ms", pa.int64()),
+            ("first_ms", pa.int64()),
+            ("pending", pa.int64()),
+            ("versions", pa.list_(pa.int64())),
+            ("waiting", WAITING),
+        ]
+    )
+)
 OP_SCHEMA = pa.schema(
     [
         ("version", pa.int64()),  # of this table, at which the row was committed
@@ -27,7 +40,7 @@ OP_SCHEMA = pa.schema(
         ("half_id", pa.string()),
         ("file_no", pa.int64()),  # null = all files of the half batch
         ("ranges", RANGES),  # null = all rows
-        ("count", pa.int64()),  # rows named; mark: op rows of its commit, which repeats the open conflicts
+        ("count", pa.int64()),  # rows named
         ("attempt", pa.int32()),
         ("decided_by", pa.string()),  # execute, check, discard, admin
         ("reason", pa.string()),  # mark: stands for the files below low_water that somebody rewrote
@@ -44,6 +57,8 @@ OP_SCHEMA = pa.schema(
         ("low_water", pa.int64()),  # mark: prepare time (ms) up to which everything is settled
         ("since_version", pa.int64()),  # mark: op rows before this one are not needed for what is open
         ("tails", TAILS),  # mark: the next offset of every queue
+        ("reopened_ms", pa.int64()),  # mark: when a transaction was last reopened
+        ("below", BELOW),  # mark: half batches at or below low_water that are open, as of since_version
     ]
 )
 NO_OPS = OP_SCHEMA.empty_table()
@@ -97,6 +112,29 @@ SETTLING = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE)
 
 
 @dataclass(frozen=True)
+class OpenBelow:
+    """A half batch that was open when a mark passed it. The mark names it, so that nothing else waits for it.
+
+    Attributes
+    ----------
+    ms, first_ms : int
+        When its newest and its oldest file were prepared.
+    pending : int
+        Its pending rows before ``since_version`` of the mark.
+    versions : tuple of int
+        Those before ``since_version`` that have op rows of it which still count.
+    waiting : mapping of datetime or None to int
+        Its committed messages that had no place then, by due time (None: they wait for their sharding key).
+    """
+
+    ms: int
+    first_ms: int
+    pending: int
+    versions: tuple[int, ...]
+    waiting: Mapping[datetime | None, int]
+
+
+@dataclass(frozen=True)
 class OpRow:
     """A row of ``op``, without its version and commit id. See :data:`OP_SCHEMA`."""
 
@@ -120,6 +158,8 @@ class OpRow:
     low_water: int | None = None
     since_version: int | None = None
     tails: Mapping[tuple[str, int], int] | None = None
+    reopened_ms: int | None = None
+    below: Mapping[str, OpenBelow] | None = None
     op_time: datetime | None = None
     """None until it is written: the rows of a commit share one."""
 
@@ -167,6 +207,8 @@ def to_table(rows: Sequence[OpRow], version: int, op_time: datetime, commit_id: 
             columns[f.name] = pa.array(ends, f.type)
         elif f.name == "tails":
             columns[f.name] = pa.array([_tails_value(r.tails) for r in rows], f.type)
+        elif f.name == "below":
+            columns[f.name] = pa.array([_below_value(r.below) for r in rows], f.type)
         else:
             values = [getattr(r, f.name) for r in rows]
             columns[f.name] = pa.array([str(v) if isinstance(v, Enum) else v for v in values], f.type)
@@ -177,6 +219,22 @@ def _tails_value(tails: Mapping[tuple[str, int], int] | None) -> list[dict[str, 
     if tails is None:
         return None
     return [{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(tails.items())]
+
+
+def _below_value(below: Mapping[str, OpenBelow] | None) -> list[dict[str, object]] | None:
+    if below is None:
+        return None
+    return [
+        {
+            "half_id": half_id,
+            "ms": b.ms,
+            "first_ms": b.first_ms,
+            "pending": b.pending,
+            "versions": list(b.versions),
+            "waiting": [{"until": until, "count": count} for until, count in b.waiting.items()],
+        }
+        for half_id, b in sorted(below.items())
+    ]
 
 
 def _ranges_array(values: Sequence[Ranges | None]) -> pa.Array:

@@ -6,8 +6,7 @@ FIFO topic is not decided yet. A transaction waits as a whole for its keys, so t
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -15,14 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
+from rmq_spark.commitlog.keyed import KeyIndex, Open
 from rmq_spark.commitlog.op import BatchState, FileState, RowState
 from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, booleans_of, both, ranges_count, runs
 from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.storage.files import arange, bytes_array
-from rmq_spark.transaction import BATCH, KEY
 
-RECORDS_KEPT = 1_000
 EPOCH = datetime.fromtimestamp(0, timezone.utc)
 
 
@@ -49,14 +47,6 @@ class Piece:
         return ranges_count(self.ranges)
 
 
-@dataclass(frozen=True)
-class Open:
-    """A half batch with rows that are pending, or committed and not placed."""
-
-    record: HalfRecord
-    state: BatchState
-
-
 class Placer:
     """Reads what the places of half messages depend on: their sharding keys and delivery times.
 
@@ -68,22 +58,7 @@ class Placer:
 
     def __init__(self, half: HalfStore, topics: TopicStore) -> None:
         self._half = half
-        self._topics = topics
-        self._records: OrderedDict[str, HalfRecord] = OrderedDict()
-
-    def fifo_of(self, record: HalfRecord) -> frozenset[str]:
-        """The FIFO topics to which a half batch sends."""
-        names = {segment.topic for file in record.files.values() for segment in file.segments}
-        known = self._topics.with_names(names)
-        return frozenset(name for name in names if name in known and known[name].fifo)
-
-    def record(self, half_id: str) -> HalfRecord:
-        """The half batch of this id; its rows never change, so it is looked up once."""
-        if half_id not in self._records:
-            self._records[half_id] = self._half.get(half_id)
-            if len(self._records) > RECORDS_KEPT:
-                self._records.popitem(last=False)
-        return self._records[half_id]
+        self.keys = KeyIndex(half, topics)
 
     def by_due(self, record: HalfRecord, rows: RowSet, now: datetime) -> list[tuple[datetime | None, RowSet]]:
         """Rows by the second in which they are due; None for those that need not wait.
@@ -104,7 +79,7 @@ class Placer:
     # ------------------------------------------------------------------ what may be placed
     def placeable(self, batches: Sequence[Open], now: datetime) -> list[Piece]:
         """Committed rows that need not wait any longer: the due ones by their time, all others in send order."""
-        blocked = self._blocked([b for b in batches if self.fifo_of(b.record)])
+        blocked = self._blocked([b for b in batches if self.keys.fifo_of(b.record)])
         pieces: list[Piece] = []
         for batch, sent in in_send_order(batches):
             decided = batch.state.rows_in((RowState.DECIDED,))
@@ -119,7 +94,8 @@ class Placer:
         The largest set of transactions is placed that waits for nobody outside itself: two that wait for each other
         alone go together.
         """
-        open_rows = [self._open_rows(batch, sent, rank) for rank, (batch, sent) in enumerate(in_send_order(batches))]
+        units = enumerate(in_send_order(batches))
+        open_rows = [_ranked(self.keys.open_rows(batch), batch, sent, rank) for rank, (batch, sent) in units]
         if not any(rows["pending"].num_chunks and pc.any(rows["pending"]).as_py() for rows in open_rows):
             return {}
         rows = pa.concat_tables(open_rows).sort_by(
@@ -145,41 +121,13 @@ class Placer:
             bits[row_no] = 1
         return {half_id: RowSet(bits) for half_id, bits in found.items()}
 
-    def _open_rows(self, batch: Open, sent: RowSet, rank: int) -> pa.Table:
-        """Rows that are pending, or committed and not placed: where they stand, their key and their transaction."""
-        record, state = batch.record, batch.state
-        chosen = state.rows_in((RowState.PENDING, RowState.DECIDED)) & sent
-        rows = self._half.read(
-            record, chosen, ["file_no", "row_no", "topic", "queue_id", "sharding_key", "transaction_key"]
-        )
-        n = rows.num_rows
 
-        def of_rows(bytes_of: Callable[[FileState], bytearray]) -> pa.Array:
-            parts = [bytes_array(bytes_of(state.files[n])).filter(booleans_of(bits)) for n, bits in chosen.items()]
-            return pa.concat_arrays(parts) if parts else pa.array([], pa.uint8())
-
-        attempt = pc.cast(of_rows(lambda file: file.attempt), pa.string())
-        per = record.header.transaction_per
-        names: list[object] = [pa.scalar(record.half_id), attempt]
-        if per == KEY:
-            names.append(rows["transaction_key"])
-        elif per != BATCH:
-            names += [pc.cast(rows["file_no"], pa.string()), pc.cast(rows["row_no"], pa.string())]
-        fifo = pc.is_in(rows["topic"], value_set=pa.array(sorted(self.fifo_of(record)), pa.string()))
-        keys = pc.binary_join_element_wise(
-            rows["topic"], pc.cast(rows["queue_id"], pa.string()), rows["sharding_key"], " "
-        )
-        return pa.table(
-            {
-                "half_id": pa.repeat(pa.scalar(record.half_id), n),
-                "file_no": rows["file_no"],
-                "row_no": rows["row_no"],
-                "rank": pa.repeat(pa.scalar(rank, pa.int64()), n),
-                "key": pc.if_else(fifo, keys, pa.scalar(None, pa.string())),
-                "transaction": pc.binary_join_element_wise(*names, ":") if n else pa.array([], pa.string()),
-                "pending": pc.equal(of_rows(lambda file: file.state), int(RowState.PENDING)),
-            }
-        )
+def _ranked(open_rows: pa.Table, batch: Open, sent: RowSet, rank: int) -> pa.Table:
+    """Those open rows of a half batch that were sent together, and when among all that are looked at."""
+    if sent.count < batch.record.rows:
+        bits = b"".join(sent.get(n) or bytes(file.rows) for n, file in batch.state.files.items())
+        open_rows = open_rows.filter(booleans_of(bits).take(open_rows["at"]))
+    return open_rows.append_column("rank", pa.repeat(pa.scalar(rank, pa.int64()), open_rows.num_rows))
 
 
 # ---------------------------------------------------------------- send order

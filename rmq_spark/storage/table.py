@@ -78,14 +78,13 @@ ROW_GROUP_ROWS = 4_096
 """Rows of a row group of ``op``, which is sorted by version. A reader of the newest rows skips the row groups before
 them."""
 
-BOUNDS = {
-    "half_id": pa.string(),
-    "version": pa.int64(),
-    "next_offset": pa.int64(),
-    "low_water": pa.int64(),
-    "consumer_group": pa.string(),
+BOUNDS: Mapping[str, Mapping[str, pa.DataType]] = {
+    "half": {"half_id": pa.string()},
+    "op": {"version": pa.int64(), "next_offset": pa.int64(), "low_water": pa.int64()},
+    "groups": {"consumer_group": pa.string()},
+    "messages": {"topic": pa.string(), "queue_id": pa.int32(), "queue_offset": pa.int64(), "op_version": pa.int64()},
 }
-"""Columns whose least and greatest value in each file are read from the Delta log."""
+"""By table, the columns whose least and greatest value in each file are read from the Delta log."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +135,8 @@ class Table(Protocol):
         """Move to the newest version and return it."""
 
     def actions(self) -> pa.Table:
-        """Return the live files: ``path, modification_time`` (ms), ``num_records``, and ``min.<column>, max.<column>``
-        of those columns of :data:`BOUNDS` that the table has."""
+        """Return the live files: ``path, modification_time`` (ms), ``num_records, size_bytes``; and ``min.<column>,
+        max.<column>`` of the table's columns in :data:`BOUNDS`."""
 
     def removed_since(self, age_s: float | None = None) -> set[str]:
         """Return the paths of files that commits removed from the table, as far as its Delta log knows; with ``age_s``
@@ -146,8 +145,16 @@ class Table(Protocol):
     def transaction_version(self, app_id: str) -> int | None:
         """Return the newest batch id that a commit with ``Change.transactions`` named for this application."""
 
-    def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
-        """Write a data file. It belongs to the table once a commit adds it."""
+    def write(
+        self,
+        rows: pa.Table,
+        prefix: str,
+        stats_columns: Sequence[str],
+        row_group_rows: int = ROW_GROUP_ROWS,
+        keep_content: bool = True,
+    ) -> DataFile:
+        """Write a data file. It belongs to the table once a commit adds it. With its content a file that somebody
+        removes before the commit is written again."""
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
         """Return those of the data files that are gone or have another size."""
@@ -314,10 +321,11 @@ class _Staged:
         return [file for file in gone if file.content is None]
 
 
-def actions_schema(schema: pa.Schema) -> pa.Schema:
-    """Return the columns of :meth:`Table.actions` for a table with this schema."""
-    fields = [("path", pa.string()), ("modification_time", pa.int64()), ("num_records", pa.int64())]
-    bounds = [(name, kind) for name, kind in BOUNDS.items() if name in schema.names]
+def actions_schema(table: str) -> pa.Schema:
+    """Return the columns of :meth:`Table.actions` for a table of this name."""
+    numbers = ("modification_time", "num_records", "size_bytes")
+    fields = [("path", pa.string()), *((name, pa.int64()) for name in numbers)]
+    bounds = BOUNDS.get(table, {}).items()
     return pa.schema(fields + [(f"{side}.{name}", kind) for side in ("min", "max") for name, kind in bounds])
 
 
@@ -380,6 +388,23 @@ class DeltaLogTable:
         except DeltaError as problem:
             if not DeltaTable.is_deltatable(uri, dict(storage_options or {}) or None):
                 raise NotACommitLogError(f"table {name} cannot be created at {uri}: {problem}") from cause_of(problem)
+
+    @staticmethod
+    def add_missing_columns(uri: str, schema: pa.Schema, storage_options: Mapping[str, str] | None) -> list[str]:
+        """Add the columns that an older version of rmq_spark did not make, and return their names. They are null in the
+        rows that are there."""
+        table = DeltaTable(uri, storage_options=dict(storage_options or {}) or None)
+        have = set(pa.schema(table.schema().to_arrow()).names)
+        new = [field for field in Schema.from_arrow(schema).fields if field.name not in have]
+        if new:
+            table.alter.add_columns(new)
+        return [field.name for field in new]
+
+    @staticmethod
+    def set_properties(uri: str, properties: Mapping[str, str], storage_options: Mapping[str, str] | None) -> None:
+        """Change properties of a table."""
+        table = DeltaTable(uri, storage_options=dict(storage_options or {}) or None)
+        table.alter.set_table_properties(dict(properties), raise_if_not_exists=False)
 
     @staticmethod
     def exists(uri: str, storage_options: Mapping[str, str] | None) -> bool:
@@ -534,7 +559,7 @@ class DeltaLogTable:
 
     def _read_actions(self) -> pa.Table:
         live = pa.table(self._table.get_add_actions(flatten=True))
-        schema = actions_schema(self.schema)
+        schema = actions_schema(self.name)
         # A column without a single value in any file has no statistics at all.
         columns = {
             f.name: pc.cast(live[f.name], f.type) if f.name in live.column_names else pa.nulls(live.num_rows, f.type)
@@ -557,11 +582,18 @@ class DeltaLogTable:
         with self.lock:
             return self._table.transaction_version(app_id)
 
-    def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
+    def write(
+        self,
+        rows: pa.Table,
+        prefix: str,
+        stats_columns: Sequence[str],
+        row_group_rows: int = ROW_GROUP_ROWS,
+        keep_content: bool = True,
+    ) -> DataFile:
         began_s = self.machine.monotonic()
         file = write_table(
-            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=ROW_GROUP_ROWS,
-            keep_content=True,
+            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows,
+            keep_content=keep_content,
         )  # fmt: skip
         return replace(file, written_s=began_s)
 

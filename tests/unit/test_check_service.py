@@ -855,15 +855,16 @@ def test_a_round_that_fails_as_a_whole_is_reported_and_tried_again(
     assert reports[1].committed.messages == 4
 
 
-def test_a_round_moves_the_low_water_mark_up_to_what_is_open(log: CommitLog) -> None:
-    first, second, third = (prepare(log, i) for i in range(3))
+def test_a_round_moves_the_low_water_mark_over_what_is_open_and_names_it(log: CommitLog) -> None:
+    _, second, third = (prepare(log, i) for i in range(3))
     listener = Says(lambda batch: UNKNOWN if batch.half_id == second.half_id else COMMIT)
     CheckService(log, {"shop": listener}, clock=later()).run_once()
-    assert first.prepared_ms <= log.ledger.low_water_ms < second.prepared_ms
+    assert log.ledger.low_water_ms >= third.prepared_ms
+    assert set(log.ledger.followed.below) == {second.half_id}
     listener.answer = COMMIT
     CheckService(another(log), {"shop": listener}, clock=later()).run_once()
     log.ledger.refresh()
-    assert log.ledger.low_water_ms >= third.prepared_ms
+    assert not log.ledger.followed.below
 
 
 # ---------------------------------------------------------------- reports, settings, imports

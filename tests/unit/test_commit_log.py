@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -16,9 +15,8 @@ import pytest
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.op import Kind, RowState, Who
+from rmq_spark.commitlog.op import Kind, OpenBelow, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.errors import (
     AlreadyPreparedError,
@@ -230,25 +228,6 @@ def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> N
     assert log.move_mark()
     assert log.conflicts() == another(log).conflicts() == []
     assert not [r for r in op_rows(log, Kind.CONFLICT)[6:] if r["attempt"] is not None], "a resolved one is repeated"
-
-
-def test_a_conflict_below_the_mark_of_an_older_version_is_found_by_a_look_at_all_of_op(log: CommitLog) -> None:
-    in_conflict(log)
-    commit(log, prepare(log, 1, 1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ledger, "_open_conflicts", lambda self, since: [])
-        append = Ledger.append
-        patch.setattr(
-            Ledger, "append", lambda self, build: append(self, lambda: [replace(r, count=0) for r in build()])
-        )
-        assert log.move_mark()
-    assert [r["count"] for r in op_rows(log, Kind.MARK)] == [0]
-    assert another(log).conflicts() == ["app:0"]
-    fresh = another(log)
-    commit(fresh, prepare(fresh, 2, 1))
-    assert fresh.move_mark()
-    assert [r["count"] for r in op_rows(log, Kind.MARK)] == [0, 2]
-    assert another(log).conflicts() == ["app:0"]
 
 
 def test_a_look_for_conflicts_reads_nothing_that_was_read_before(
@@ -579,17 +558,27 @@ def test_a_log_is_created_once(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- the mark, and upkeep
-def test_the_mark_moves_over_what_is_settled_and_stops_at_what_is_open(log: CommitLog) -> None:
-    settled = [prepare(log, i) for i in range(3)]
-    assert not log.move_mark()
-    for record in settled[:2]:
+def test_the_mark_moves_over_what_is_settled_and_names_what_is_open(log: CommitLog) -> None:
+    records = [prepare(log, i) for i in range(3)]
+    assert log.move_mark()
+    assert set(named(log)) == {"app:0", "app:1", "app:2"}
+    for record in records[:2]:
         commit(log, record)
     assert log.move_mark()
-    assert log.ledger.low_water_ms == settled[1].prepared_ms
+    assert log.ledger.low_water_ms == records[2].prepared_ms
+    assert {h: b.pending for h, b in named(log).items()} == {"app:2": 5}
     assert not log.move_mark()
-    commit(log, settled[2])
+    commit(log, records[2])
     assert log.move_mark()
-    assert log.ledger.low_water_ms == settled[2].prepared_ms
+    assert named(log) == {}
+    assert not log.move_mark()
+
+
+def named(log: CommitLog) -> Mapping[str, OpenBelow]:
+    """What is open below the newest mark, as a cold start reads it."""
+    other = another(log)
+    other.refresh()
+    return other.ledger.followed.below
 
 
 def test_a_cold_start_from_a_mark_sees_what_the_whole_history_tells(log: CommitLog) -> None:

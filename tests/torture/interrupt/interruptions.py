@@ -149,6 +149,7 @@ class Content:
         commit(log, new("told"))
         merge_op_files(log)
         log.move_mark()
+        log.decide(late, 1, commit=split(pending(log, late), 2)[0], rollback={}, who=Who.EXECUTE)
         log.lease(self.records["fresh"], 60.0)
         log.groups.publish(GROUP, {("orders", 1): 1})
         for name, record in self.records.items():

@@ -98,7 +98,7 @@ def test_rows_that_are_taken_before_their_version_are_caught(in_memory: Twins) -
         twin = uninterrupted(in_memory.content, OPERATIONS[FOLLOWER])
         moments = [n for n, (_, place) in enumerate(twin.places, 1) if place[0][0].co_name == "two_steps"]
         found = told(interrupt(in_memory.content, twin, moment) for moment in moments)
-    assert any("open half batches" in finding for finding in found)
+    assert any("open half batches" in finding for finding in found), found
 
 
 @contextmanager
@@ -107,11 +107,11 @@ def rows_before_version() -> Iterator[None]:
     catch_up = Ledger._catch_up
 
     def two_steps(self: Ledger) -> int:
-        before = self._followed
+        before = self.followed
         version = catch_up(self)
-        after = self._followed
-        self._followed = replace(after, version=before.version)
-        self._followed = after
+        after = self.followed
+        self.followed = replace(after, version=before.version)
+        self.followed = after
         return version
 
     # Its lines count as lines of the product.

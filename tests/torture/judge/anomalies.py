@@ -91,12 +91,15 @@ class Rules:
         A person resolved every conflict that was told of before the end.
     fifo : frozenset of str
         Topics whose keys keep their order whenever their messages are decided.
+    numbered_when_reopened : bool
+        The number of a message that was reopened says when that was; else it may stand behind later ones.
     """
 
     checks_max: int = 15
     stuck_after_s: float | None = None
     conflicts_resolved: bool = False
     fifo: frozenset[str] = frozenset()
+    numbered_when_reopened: bool = False
 
 
 def find_anomalies(history: Iterable[Event], rules: Rules | None = None) -> list[Anomaly]:
@@ -290,6 +293,12 @@ def _lost_writes(run: _Run) -> Iterator[Anomaly]:
     for payload, event in promised.items():
         if payload is not None and not run.visible[payload]:
             yield Anomaly(AnomalyKind.LOST_WRITE, f"message {payload} was committed and is not there", (event,))
+    if any(row.state == PENDING for row in run.rows.values()):
+        return
+    for row in run.rows.values():
+        if row.state == COMMITTED and not row.placed:
+            sentence = f"message {row.event.payload} was committed and has no place, though nothing is open"
+            yield Anomaly(AnomalyKind.LOST_WRITE, sentence, (row.event, *row.markers))
 
 
 def _duplicates(run: _Run) -> Iterator[Anomaly]:
@@ -575,6 +584,8 @@ def _broken_orders(run: _Run) -> Iterator[Anomaly]:
 def _sent_again(run: _Run, event: Event) -> bool:
     """A message that was given up and reopened is sent when it is reopened, behind what was sent meanwhile."""
     row = run.by_payload.get(event.payload or "")
+    if run.rules.numbered_when_reopened:
+        return False
     return row is not None and any(marker.op in ("reopen", "quarantine") for marker in row.markers)
 
 

@@ -21,17 +21,19 @@ import pyarrow.compute as pc
 from rmq_spark.check import service as service_module
 from rmq_spark.check.asking import Answer, Asker
 from rmq_spark.check.service import CheckService
-from rmq_spark.commitlog import asked, incoming, maintenance, placing
+from rmq_spark.commitlog import asked, incoming, maintenance, marking, placing
 from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import ledger as ledger_module
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.follow import Followed
 from rmq_spark.commitlog.half import HalfHeader
 from rmq_spark.commitlog.half_store import HalfStore
+from rmq_spark.commitlog.keyed import KeyIndex, Open
 from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who
-from rmq_spark.commitlog.placing import Open, Placer
+from rmq_spark.commitlog.marking import Marker
+from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, Who
+from rmq_spark.commitlog.placing import Placer
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.sink import two_phase
@@ -311,14 +313,14 @@ def _early_offsets() -> Iterator[None]:
     with_places = Ledger._with_places
 
     def early(self: Any, opened: Any, rows: Any) -> Any:
-        newest = self._followed
+        newest = self.followed
         key = (*(row.half_id for row in rows[:1]), *{row.attempt for row in rows})
         early = self.__dict__.setdefault("early_tails", {}).setdefault(key, newest.tails)
-        self._followed = replace(newest, tails=early)
+        self.followed = replace(newest, tails=early)
         try:
             return with_places(self, opened, rows)
         finally:
-            self._followed = newest
+            self.followed = newest
 
     with replaced((Ledger, "_with_places", early)):
         yield
@@ -676,7 +678,7 @@ def _border_forgotten() -> Iterator[None]:
     temper_check_unknown=0.9, restored=None, on_listener_error="unknown",
 )  # fmt: skip
 def _mark_past_reopened() -> Iterator[None]:
-    with replaced((Ledger, "_reopened", lambda self, prepared: [])):
+    with replaced((Ledger, "reopened", lambda self, prepared: [])):
         yield
 
 
@@ -685,7 +687,7 @@ def _mark_past_reopened() -> Iterator[None]:
     on_listener_error="unknown",
 )  # fmt: skip
 def _mark_past_open() -> Iterator[None]:
-    mark, open_of = Ledger.mark, Ledger._open_of
+    mark, open_of = Ledger.mark, Ledger.open_of
     marking: set[int] = set()  # ledgers; their lock is held meanwhile
 
     def hasty(self: Ledger) -> bool:
@@ -698,7 +700,7 @@ def _mark_past_open() -> Iterator[None]:
     def none(self: Ledger, prepared: Any) -> list[str]:
         return [] if id(self) in marking else open_of(self, prepared)
 
-    with replaced((Ledger, "mark", hasty), (Ledger, "_open_of", none)):
+    with replaced((Ledger, "mark", hasty), (Ledger, "open_of", none)):
         yield
 
 
@@ -721,9 +723,9 @@ def _future_believed() -> Iterator[None]:
 )  # fmt: skip
 def _older_markers_forgotten() -> Iterator[None]:
     def none(self: Ledger, half_ids: Any) -> pa.Table:
-        return self._followed.rows.slice(0, 0)
+        return self.followed.rows.slice(0, 0)
 
-    with replaced((Ledger, "_older", none)):
+    with replaced((Ledger, "older", none)):
         yield
 
 
@@ -733,7 +735,7 @@ def _older_markers_forgotten() -> Iterator[None]:
     temper_slow=0.6, temper_refuses=0.0, upkeep=8,
 )  # fmt: skip
 def _conflicts_forgotten() -> Iterator[None]:
-    with _no_lease(), replaced((Ledger, "_open_conflicts", lambda self, since: [])):
+    with _no_lease(), replaced((Marker, "_open_conflicts", lambda self, since: [])):
         yield
 
 
@@ -742,8 +744,8 @@ def _conflicts_forgotten() -> Iterator[None]:
 def _merge_loses() -> Iterator[None]:
     def compact(table: Any) -> bool:
         def propose(version: int) -> Change | None:
-            small = maintenance._small_files(table)
-            if len(small) < maintenance.OP_FILES_MAX:
+            small = maintenance._to_merge(table)
+            if not small:
                 return None
             merged = table.write(table.read(small[1:]).sort_by("version"), "op", maintenance.STATS_COLUMNS)
             return Change(add=[merged], remove=small, data_change=False)
@@ -767,7 +769,10 @@ def _half_compaction(careful: bool) -> Patch:
         table.refresh()
         last = {app: log.last_batch_id(app) for app in (s.name for s in self.sources)}
         for half_id in log.half.prepared_after(0):
-            record = log.get(half_id)
+            app_id, _, batch_id = half_id.rpartition(":")
+            record = log.find(app_id, int(batch_id))
+            if record is None:  # another upkeep was faster
+                continue
             state = log.state_of(record)
             # A batch may come again until its application has prepared a later one.
             behind = (last.get(record.header.app_id) or 0) > record.header.batch_id
@@ -1044,9 +1049,48 @@ def _rewritten_counted() -> AbstractContextManager[None]:
         return str(pc.sum(actions.filter(below)["num_records"]).as_py() or 0)
 
     def more(self: Ledger, below: str) -> bool:
-        return 0 < int(self._followed.rewritten_below or 0) < int(below)
+        return 0 < int(self.followed.rewritten_below or 0) < int(below)
 
     return replaced((HalfStore, "rewritten_below", counted), (Ledger, "may_hide", more))
+
+
+def _versions_forgotten() -> AbstractContextManager[None]:
+    return replaced((marking, "_versions_that_count", lambda rows: []))
+
+
+def _waiting_forgotten() -> AbstractContextManager[None]:
+    return replaced((marking, "still_waiting", lambda waiting, rows: {}))
+
+
+def _reopened_forgotten() -> AbstractContextManager[None]:
+    next_mark = Marker.next_mark
+
+    def without(self: Marker) -> list[OpRow]:
+        return [replace(row, reopened_ms=None) for row in next_mark(self)]
+
+    return replaced((Marker, "next_mark", without))
+
+
+def _direct_neighbours() -> AbstractContextManager[None]:
+    related = KeyIndex.related
+
+    def one_step(self: KeyIndex, to: Sequence[Open], batches: Sequence[Open]) -> list[Open]:
+        return [batch for batch in batches if related(self, to, [batch])]
+
+    return replaced((KeyIndex, "related", one_step))
+
+
+def _stale_neighbours() -> AbstractContextManager[None]:
+    catch_up = Ledger._catch_up
+
+    def keeping(self: Ledger) -> int:
+        kept = dict(self._open)
+        try:
+            return catch_up(self)
+        finally:
+            self._open.update(kept)
+
+    return replaced((Ledger, "_catch_up", keeping))
 
 
 def _marker_s_time() -> AbstractContextManager[None]:
@@ -1087,9 +1131,27 @@ MUTANTS += [
         play_clocks, _reopened_by_the_clock,
     ),
     PlayMutant(
+        "a mark forgets when something was reopened last", frozenset({A.ORDER_BROKEN}), play_clocks, _reopened_forgotten
+    ),
+    PlayMutant(
         "who lost a race to prepare has the turn of its first try", frozenset({A.ORDER_BROKEN}), play_clocks, _first_try
     ),
     PlayMutant("a held message is placed before its blocker", frozenset({A.ORDER_BROKEN}), play_fifo, _overtaking),
+    PlayMutant(
+        "a message that waits through another one is not looked for", frozenset({A.STUCK_HALF, A.ORDER_BROKEN}),
+        play_fifo, _direct_neighbours,
+    ),
+    PlayMutant(
+        "what waits is looked up as it was once", frozenset({A.STUCK_HALF, A.LOST_WRITE, A.ORDER_BROKEN}),
+        play_fifo, _stale_neighbours,
+    ),
+    PlayMutant(
+        "a mark forgets what waits below it", frozenset({A.STUCK_HALF, A.LOST_WRITE}), play_fifo, _waiting_forgotten
+    ),
+    PlayMutant(
+        "a mark forgets what was said of the half batches that it names", frozenset({A.DUPLICATE}), play_rewrites,
+        _versions_forgotten,
+    ),
     PlayMutant(
         "rewritten rows below the mark are counted, not known", frozenset({A.STUCK_HALF}), play_rewrites,
         _rewritten_counted,

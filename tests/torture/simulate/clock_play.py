@@ -37,10 +37,12 @@ class _Play:
         self.open: list[HalfRecord] = []
 
     def play(self) -> list[Anomaly]:
-        for number in range(self.chance.choice((2, 3, 4))):
+        for number in range(self.chance.choice((2, 3, 4, 5))):
             self.send(f"app{number}", (lambda n=number: self.send(f"other{n}")) if self.chance.random() < 0.3 else None)
             if self.given_up and self.chance.random() < 0.5:
                 self.resume()
+                if self.chance.random() < 0.5:
+                    self.machine().move_mark()
         while self.given_up:
             self.resume()
         for record in self.chance.sample(self.open, len(self.open)):
@@ -53,7 +55,7 @@ class _Play:
         note_tables(self.history, half, op)
         self.history.note(Kind.END)
         note_messages(self.history, Kind.READ, "final", FINAL, self.log.read(TOPIC, columns=READ_COLUMNS))
-        return find_anomalies(self.history, Rules(fifo=frozenset({TOPIC})))
+        return find_anomalies(self.history, Rules(fifo=frozenset({TOPIC}), numbered_when_reopened=True))
 
     def machine(self) -> InMemoryCommitLog:
         return on_a_machine(self.log, self.chance.choice(AHEAD_S))

@@ -1,4 +1,4 @@
-"""Half batches of some keys on a FIFO topic, decided in any order, and judged by their history."""
+"""Half batches of some keys on a FIFO topic, which some processes send and decide in any order, with marks between."""
 
 from __future__ import annotations
 
@@ -22,23 +22,36 @@ def play_fifo(seed: int) -> list[Anomaly]:
     log, history = InMemoryCommitLog(), History()
     log.create_topic(TOPIC, 1, fifo=True)
     sequence: dict[str, int] = {}
-    records = []
-    for batch_id in range(chance.choice((2, 3, 4))):
-        keys = [chance.choice("xyz") for _ in range(chance.choice((1, 2, 3)))]
-        header = HalfHeader(half_id_of("app", batch_id), "app", batch_id, None, None, None, "batch", "group")
-        bodies = [f"{header.half_id}.{row}" for row in range(len(keys))]
-        for key, body in zip(keys, bodies, strict=True):
-            sequence[key] = sequence.get(key, -1) + 1
-            history.note(Kind.SEND, Phase.BEGIN, "producer", half_id=header.half_id, key=key, topic=TOPIC,
-                         payload=payload_hash(body.encode()), sequence=sequence[key])  # fmt: skip
-        writer = HalfWriter(header, log.topics(), TOPIC, None, log.fifo_topics())
-        table = pa.table({"body": bodies, "sharding_key": keys})
-        records.append(log.prepare(header, log.stage(writer, table.to_batches())))
-    for record in chance.sample(records, len(records)):
-        rows = log.state_of(record).rows_in((RowState.PENDING,))
-        verdict = chance.choice(("commit", "commit", "rollback"))
-        commit, rollback = (rows, {}) if verdict == "commit" else ({}, rows)
-        log.decide(record, 1, commit=commit, rollback=rollback, who=Who.CHECK)
+    open_ones: list[str] = []
+    processes = [log, log.another(), log.another()]
+    left, sent = chance.choice((2, 3, 4, 6)), 0
+    while left or open_ones:
+        process = chance.choice(processes)
+        if left and (not open_ones or chance.random() < 0.5):
+            keys = [chance.choice("xyz") for _ in range(chance.choice((1, 2, 3)))]
+            header = HalfHeader(half_id_of("app", sent), "app", sent, None, None, None, "batch", "group")
+            bodies = [f"{header.half_id}.{row}" for row in range(len(keys))]
+            for key, body in zip(keys, bodies, strict=True):
+                sequence[key] = sequence.get(key, -1) + 1
+                history.note(Kind.SEND, Phase.BEGIN, "producer", half_id=header.half_id, key=key, topic=TOPIC,
+                             payload=payload_hash(body.encode()), sequence=sequence[key])  # fmt: skip
+            writer = HalfWriter(header, process.topics(), TOPIC, None, process.fifo_topics())
+            table = pa.table({"body": bodies, "sharding_key": keys})
+            process.prepare(header, process.stage(writer, table.to_batches()))
+            open_ones.append(header.half_id)
+            left, sent = left - 1, sent + 1
+        else:
+            record = process.get(open_ones.pop(chance.randrange(len(open_ones))))
+            rows = process.state_of(record).rows_in((RowState.PENDING,))
+            verdict = chance.choice(("commit", "commit", "rollback"))
+            commit, rollback = (rows, {}) if verdict == "commit" else ({}, rows)
+            process.decide(record, 1, commit=commit, rollback=rollback, who=Who.CHECK)
+        if chance.random() < 0.2:
+            processes[0].another().move_mark()
+        if chance.random() < 0.2:
+            processes[chance.randrange(3)] = log.another()
+    for table in (log.half.table, log.op):
+        table.refresh()
     half, op = (table.read(table.actions()["path"].to_pylist()) for table in (log.half.table, log.ledger.table))
     note_tables(history, half, op)
     history.note(Kind.END)

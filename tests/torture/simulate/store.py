@@ -219,7 +219,7 @@ class SimulatedTable:
         self._scheduler.interleave()
         state = self._state
         if state.table is None:
-            state.table = pa.Table.from_pylist(list(state.files.values()), schema=actions_schema(self.schema))
+            state.table = pa.Table.from_pylist(list(state.files.values()), schema=actions_schema(self.name))
         return state.table
 
     def removed_since(self, age_s: float | None = None) -> set[str]:
@@ -246,7 +246,7 @@ class SimulatedTable:
         return read_range(self.fs, self.folder, wanted, columns)
 
     # ------------------------------------------------------------------ writing
-    def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
+    def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str], **_: object) -> DataFile:
         began_s = self._scheduler.now
         file = self.fs.put(self.folder, rows, prefix, stats_columns)
         self.content.written[file.path] = began_s
@@ -362,6 +362,7 @@ class SimulatedTable:
                 "path": f.path,
                 "modification_time": change.modification_time_ms or int(self._scheduler.machine_s() * 1000),
                 "num_records": f.rows,
+                "size_bytes": f.size_bytes,
                 **{f"min.{k}": v for k, v in stats["minValues"].items()},
                 **{f"max.{k}": v for k, v in stats["maxValues"].items()},
             }

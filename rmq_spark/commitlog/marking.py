@@ -1,0 +1,172 @@
+"""The low-water mark: how far nobody needs to look again, and what is still open below it.
+
+A mark is made from what a follower has just read from the table. Take half batches 1 to 5, prepared in this order, of
+which 2 and 5 are open::
+
+    half    1      2      3      4      5
+            done   open   done   done   open
+                                        └── low_water: the mark names 2 and 5
+    op      … … … … … … … … … … … … … … mark …
+                                        └── since_version: a cold start reads from here, and the older rows of 2 and 5
+
+So what stays open for long costs its own rows, and nothing that came after it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog.follow import of_kind, settled_rows, still_waiting
+from rmq_spark.commitlog.half_store import HalfStore, Prepared
+from rmq_spark.commitlog.op import Kind, OpenBelow, OpRow, RowState
+
+if TYPE_CHECKING:
+    from rmq_spark.commitlog.follower import Follower
+
+NAMED_MAX = 10_000
+"""Half batches, versions and due times that a mark names. Where more is open, the mark stops before it."""
+ROWS_LET_GO_MIN = 64
+"""A mark that moves over nothing new is made when so many op rows need not be kept any more."""
+
+
+class Marker:
+    """Makes the next mark.
+
+    Parameters
+    ----------
+    follower : Follower
+        What op says, read from the table just now.
+    half : HalfStore
+    """
+
+    def __init__(self, follower: Follower, half: HalfStore) -> None:
+        self._follower = follower
+        self._half = half
+
+    def next_mark(self) -> list[OpRow]:
+        """The row of the next mark, and the conflict rows that it repeats; none when it would say nothing new."""
+        before = self._follower.followed
+        # half after op: so it has every half batch that the op rows name.
+        prepared = self._follower.prepared()
+        unsettled = {*self._follower.open_among(prepared), *before.waiting}
+        low_water = self._low_water(prepared, unsettled)
+        named = {h for h in unsettled if h not in prepared or prepared[h].first_ms <= low_water}
+        since = self._since({h for h, p in prepared.items() if p.ms > low_water} - named)
+        rewritten = self._half.rewritten_below(low_water)
+        let_go = pc.sum(pc.less(before.rows["version"], since)).as_py() or 0
+        if not (
+            low_water > before.low_water
+            or self._follower.may_hide(rewritten)
+            or named != before.below.keys()
+            or let_go >= ROWS_LET_GO_MIN
+        ):
+            return []
+        mark = OpRow(
+            Kind.MARK,
+            reason=rewritten or None,
+            low_water=low_water,
+            since_version=since,
+            tails=before.tails,
+            reopened_ms=before.reopened_ms,
+            below={h: self._open_below(h, prepared, since) for h in sorted(named)},
+        )
+        return [mark, *self._open_conflicts(since)]
+
+    def _low_water(self, prepared: Mapping[str, Prepared], unsettled: Collection[str]) -> int:
+        """The newest prepare, unless more is open than a mark can name."""
+        before = self._follower.followed
+        weights = self._weights(unsettled)
+        above = {h: prepared[h].first_ms for h in unsettled if h in prepared}
+        above = {h: first_ms for h, first_ms in above.items() if first_ms > before.low_water}
+        room = NAMED_MAX - sum(weights[h] for h in unsettled if h not in above)
+        for half_id in sorted(above, key=above.__getitem__):
+            room -= weights[half_id]
+            if room < 0:
+                # No file of it may fall below the mark: the others could look settled.
+                passed = [p.ms for p in prepared.values() if p.ms < above[half_id]]
+                break
+        else:
+            passed = [p.ms for p in prepared.values()]
+        return max([before.low_water, *passed])
+
+    def _weights(self, half_ids: Collection[str]) -> Mapping[str, int]:
+        """How much a mark says of each of these half batches."""
+        followed = self._follower.followed
+        counts = followed.rows["half_id"].value_counts()
+        rows = Counter(dict(zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True)))
+        older = {h: len(followed.below[h].versions) if h in followed.below else 0 for h in half_ids}
+        return {h: 1 + rows[h] + older[h] + len(followed.waiting.get(h, ())) for h in half_ids}
+
+    def _since(self, counted: Collection[str]) -> int:
+        """The first version that a follower must read: op rows tell which half batches above the mark are settled."""
+        rows = self._follower.followed.rows
+        kept = rows.filter(pc.is_in(rows["half_id"], value_set=pa.array(sorted(counted), pa.string())))
+        return int(pc.min(kept["version"]).as_py()) if kept.num_rows else self._follower.table.version + 1
+
+    # ------------------------------------------------------------------ what a mark names
+    def _open_below(self, half_id: str, prepared: Mapping[str, Prepared], since: int) -> OpenBelow:
+        before = self._follower.followed
+        rows = before.rows.filter(
+            pc.and_(pc.equal(before.rows["half_id"], half_id), pc.less(before.rows["version"], since))
+        )
+        known = before.below.get(half_id)
+        place = known or prepared.get(half_id)
+        if known is not None:
+            older, waiting = known.versions, known.waiting
+            pending = known.pending - settled_rows(rows).get(half_id, 0)
+        else:
+            older, waiting = tuple(_versions_that_count(self._follower.older([half_id]))), {}
+            pending = self._pending(half_id, prepared.get(half_id), rows, since)
+        return OpenBelow(
+            0 if place is None else place.ms,
+            0 if place is None else place.first_ms,
+            pending,
+            (*older, *_versions_that_count(rows)),
+            still_waiting({half_id: waiting}, rows).get(half_id, {}),
+        )
+
+    def _pending(self, half_id: str, prepared: Prepared | None, rows: pa.Table, since: int) -> int:
+        """How many rows were pending before a version, of a half batch that the last mark does not name."""
+        if prepared is None:  # it was settled when the last mark was made, and has been reopened since
+            return max(0, self._follower.followed.reopened_rows(before=since).get(half_id, 0))
+        if not prepared.rewritten and self._follower.keeps_all_rows_of(half_id):
+            return prepared.rows - settled_rows(rows).get(half_id, 0)
+        try:
+            record = self._half.get(half_id)
+            state = record.fresh_state()
+            every = self._follower.rows_of(record)
+            for row in every.filter(pc.less(every["version"], since)).to_pylist():
+                state.fold(OpRow.of(row))
+            return state.count(RowState.PENDING)
+        except Exception:  # it cannot be read: it stays open, is looked at alone, and reported
+            return max(1, prepared.rows)
+
+    # ------------------------------------------------------------------ conflicts
+    def _open_conflicts(self, since: int) -> list[OpRow]:
+        """Conflict rows that a mark repeats, because no follower will read those before this version again."""
+        followed = self._follower.followed
+        rows = followed.rows.filter(of_kind(followed.rows, Kind.CONFLICT))
+        rows = rows.filter(pc.is_in(rows["half_id"], value_set=pa.array(sorted(followed.conflicts), pa.string())))
+        found: dict[OpRow, bool] = {}  # → whether it stands at that version or later, too
+        for read in rows.to_pylist():
+            row = replace(OpRow.of(read), op_time=None)
+            if row.attempt is None:  # what was in conflict before was resolved
+                found = {other: later for other, later in found.items() if other.half_id != row.half_id}
+            else:
+                found[row] = read["version"] >= since
+        return [row for row, later in found.items() if not later]
+
+
+def _versions_that_count(rows: pa.Table) -> list[int]:
+    """The versions of op rows that say what a half batch is now. Of leases the newest says it; conflicts that are open
+    are repeated by the mark."""
+    kinds, versions = rows["kind"].to_pylist(), rows["version"].to_pylist()
+    leases = [v for k, v in zip(kinds, versions, strict=True) if k == Kind.LEASE.value]
+    others = {v for k, v in zip(kinds, versions, strict=True) if k not in (Kind.LEASE.value, Kind.CONFLICT.value)}
+    return sorted(others.union(leases[-1:]))
