@@ -79,7 +79,8 @@ class CommitLogExistsError(TxmqError):
 
 
 class LogFormatError(TxmqError):
-    """The commit log was made by a newer version of rmq_spark, or its tables were changed by hand."""
+    """The commit log was made by a newer version of rmq_spark, or by an older one (run ``txmq upgrade``); or its tables
+    were changed by hand."""
 
 
 class CorruptLogError(TxmqError):

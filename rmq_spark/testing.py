@@ -21,13 +21,14 @@ import pyarrow.parquet as pq
 from rmq_spark.commitlog.group_store import GROUPS_SCHEMA
 from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
 from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import DataFile, RowRange, read_range, write_table
-from rmq_spark.storage.table import Change, Clock, actions_schema, compare_and_set
+from rmq_spark.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema, compare_and_set
 
 __all__ = ["InMemoryCommitLog", "MemoryTable"]
 
@@ -148,7 +149,7 @@ class MemoryTable:
     def actions(self) -> pa.Table:
         state, known = self._state, self._actions
         if known is None or known[0] != state.version:
-            rows = pa.Table.from_pylist(list(state.files.values()), schema=actions_schema(self.schema))
+            rows = pa.Table.from_pylist(list(state.files.values()), schema=actions_schema(self.name))
             self._actions = known = (state.version, rows)
         return known[1]
 
@@ -159,9 +160,19 @@ class MemoryTable:
     def transaction_version(self, app_id: str) -> int | None:
         return self._state.transactions.get(app_id)
 
-    def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str]) -> DataFile:
+    def write(
+        self,
+        rows: pa.Table,
+        prefix: str,
+        stats_columns: Sequence[str],
+        row_group_rows: int = ROW_GROUP_ROWS,
+        keep_content: bool = True,
+    ) -> DataFile:
         began_s = self.machine.monotonic()
-        file = write_table(self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, keep_content=True)
+        file = write_table(
+            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows,
+            keep_content=keep_content,
+        )  # fmt: skip
         return replace(file, written_s=began_s)
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
@@ -205,6 +216,7 @@ class MemoryTable:
                     "path": f.path,
                     "modification_time": change.modification_time_ms or self.machine.time_ms(),
                     "num_records": f.rows,
+                    "size_bytes": f.size_bytes,
                     **{f"min.{k}": v for k, v in stats["minValues"].items()},
                     **{f"max.{k}": v for k, v in stats["maxValues"].items()},
                 }
@@ -241,6 +253,7 @@ class InMemoryCommitLog(CommitLog):
             MemoryTable("op", OP_SCHEMA, machine),
             MemoryTable("topics", TOPICS_SCHEMA, machine),
             MemoryTable("groups", GROUPS_SCHEMA, machine),
+            MemoryTable("messages", MESSAGES_SCHEMA, machine),
         )
         self._tables: tuple[MemoryTable, ...] = tables
         super().__init__("memory:", *tables[:3], default_queues=queues)
@@ -266,6 +279,9 @@ class InMemoryCommitLog(CommitLog):
 
     def _groups_table(self) -> MemoryTable:
         return self._tables[3]
+
+    def _messages_table(self) -> MemoryTable:
+        return self._tables[4]
 
     def in_background(self, work: Callable[[], None]) -> None:
         work()

@@ -55,6 +55,14 @@ def create(
     typer.echo(f"{log.path} is a commit log")
 
 
+@app.command()
+@plainly
+def upgrade(path: LogPath, storage: Storage = None) -> None:
+    """Give a commit log of an older version what this one needs. Stop all programs that use it first."""
+    added = CommitLog.upgrade(path, storage_options(storage))
+    typer.echo("\n".join(f"added: {what}" for what in added) or "it needs nothing")
+
+
 @topic_app.command("create")
 @plainly
 def create_topic(

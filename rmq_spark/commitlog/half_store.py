@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import NamedTuple
@@ -389,9 +389,9 @@ class HalfStore:
 
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
-    ) -> list[tuple[int, pa.Table]]:
+    ) -> Iterator[tuple[int, pa.Table]]:
         """The rows of a range, as ``files.read_range`` has them."""
-        return list(self._files.read(wanted, columns, where))
+        return self._files.read(wanted, columns, where)
 
 
 def _require_staged(header: HalfHeader, files: Sequence[HalfFile]) -> None:

@@ -12,12 +12,21 @@ import pyarrow as pa
 from rmq_spark.commitlog import maintenance, overview
 from rmq_spark.commitlog import repair as repair_module
 from rmq_spark.commitlog.asked import half_batch_of
+from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.group_store import GroupStore
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.ledger import Placed
 from rmq_spark.commitlog.op import BatchState, RowState, Who
-from rmq_spark.commitlog.opening import LOG_RETENTION, create_tables, has_groups, open_groups, open_tables
+from rmq_spark.commitlog.opening import (
+    LOG_RETENTION,
+    create_tables,
+    has_groups,
+    open_groups,
+    open_messages,
+    open_tables,
+    upgrade_tables,
+)
 from rmq_spark.commitlog.reading import read_messages
 from rmq_spark.commitlog.repair import RepairReport
 from rmq_spark.commitlog.rows import RowSet
@@ -43,6 +52,7 @@ class CommitLog(ProtocolSteps):
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._groups: GroupStore | None = None
+        self._messages: Table | None = None
         self._maintenance = maintenance.Maintenance(self)
 
     # ------------------------------------------------------------------ making and opening
@@ -100,7 +110,7 @@ class CommitLog(ProtocolSteps):
         NotACommitLogError
             When the path holds none.
         LogFormatError
-            When it was made by a newer version of rmq_spark.
+            When it was made by a newer version of rmq_spark, or by an older one (:meth:`upgrade`).
         StorageError
             When the store cannot be reached.
         """
@@ -111,6 +121,26 @@ class CommitLog(ProtocolSteps):
             opened = open_tables(where, storage_options)
         *tables, queues = opened
         return cls(where, *tables, default_queues=queues, storage_options=storage_options)
+
+    @staticmethod
+    def upgrade(path: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None) -> list[str]:
+        """Give a commit log that an older version of rmq_spark made what this version needs. Nothing that is in it
+        changes. No program may use it meanwhile, and no older version afterwards.
+
+        Returns
+        -------
+        list of str
+            What was added; empty for a log that needs nothing.
+
+        Raises
+        ------
+        NotACommitLogError, LogFormatError, StorageError
+        """
+        where = location(path)
+        remember(storage_options)
+        require_storage_options(where, storage_options)
+        with reaching(where, storage_options):
+            return upgrade_tables(where, storage_options)
 
     # ------------------------------------------------------------------ topics
     def create_topic(self, name: str, queues: int | None = None, fifo: bool = False, exist_ok: bool = False) -> None:
@@ -170,6 +200,18 @@ class CommitLog(ProtocolSteps):
                 table.lock, table.clock = self.lock, self.half.table.clock
                 self._groups = GroupStore(table)
             return self._groups
+
+    @property
+    def messages_table(self) -> Table:
+        """The table ``messages``: what is placed, for every reader of Delta."""
+        with self.lock:
+            if self._messages is None:
+                self._messages = self._messages_table()
+                self._messages.clock = self.half.table.clock
+            return self._messages
+
+    def _messages_table(self) -> Table:
+        return open_messages(self.path, self.storage_options or None)
 
     def _has_groups(self) -> bool:
         return has_groups(self.path, self.storage_options or None)
@@ -304,11 +346,27 @@ class CommitLog(ProtocolSteps):
             raise OptionError(
                 f"older_than={older_than!r} is under {ORPHAN_AGE_S / 86400:.0f}d: files that young may be in use"
             )
-        tables = [self.half.table, self.op, self.topics_table]
+        tables = [self.half.table, self.op, self.topics_table, self.messages_table]
         if self._has_groups():
             tables.append(self.groups.table)
         with self.lock:
             return maintenance.vacuum(tables, age_s, dry_run)
+
+    def drain(self) -> int:
+        """Copy messages that are placed and not yet in the table ``messages`` into it, so that every reader of Delta
+        sees them. Any number of processes may drain at once.
+
+        Returns
+        -------
+        int
+            The version of ``op`` up to which the table now has all messages.
+
+        Raises
+        ------
+        LostFileError, CorruptLogError
+            When messages cannot be read; those before them are drained.
+        """
+        return Drainer(self.another()).run()
 
     def repair(self, dry_run: bool = True) -> RepairReport:
         """Find half batches whose rows lie twice in ``half``, and take the second copies out of the table.

@@ -6,19 +6,25 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rmq_spark.commitlog import half as half_module
+from rmq_spark.commitlog import messages
 from rmq_spark.commitlog import op as op_module
 from rmq_spark.commitlog.group_store import GROUPS_SCHEMA
 from rmq_spark.commitlog.half import HALF_SCHEMA
+from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
 from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.errors import LogFormatError, NotACommitLogError
 from rmq_spark.storage.table import DeltaLogTable, Table
 
-FORMAT = 1
-"""The layout of the tables; a log of a newer one is not opened."""
+FORMAT = 2
+"""The layout of the tables. A log of a newer one is not opened; one of an older one is upgraded first."""
 LOG_RETENTION = "1m"
 """How long Delta's own log entries stay: nothing here needs them, and commits slow down with their number."""
+
+MESSAGES_LOG_RETENTION_S = 7 * 86_400
+"""The same of ``messages``, which has few commits: a foreign stream may be stopped so long, and time travel goes so far
+back."""
 
 OF_REPLACED_FILES = {
     # Of op and groups, which replace their own files all the time: their tombstones would make every checkpoint long
@@ -48,32 +54,77 @@ def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | 
     for name, schema, more in (
         ("half", HALF_SCHEMA, half_settings),
         ("op", OP_SCHEMA, op_settings),
+        ("messages", MESSAGES_SCHEMA, _messages_settings(retention_s)),
         ("topics", TOPICS_SCHEMA, {"txmq.format": str(FORMAT), "txmq.queues": str(queues)}),
     ):
         DeltaLogTable.create(f"{where}/{name}", name, schema, storage_options, {**settings, **more})
 
 
-def open_tables(where: str, storage_options: Mapping[str, str] | None) -> Opened:
-    """The tables of the commit log at a place; ``half`` opens in the background."""
+def _messages_settings(retention_s: int) -> dict[str, str]:
+    return {
+        "delta.logRetentionDuration": f"interval {max(retention_s, MESSAGES_LOG_RETENTION_S)} seconds",
+        "delta.dataSkippingStatsColumns": ",".join(messages.STATS_COLUMNS),
+    }
+
+
+def upgrade_tables(where: str, storage_options: Mapping[str, str] | None) -> list[str]:
+    """Give the tables of an older version what this one needs; returns what was added. Doing it again does no harm."""
+    _require_log(where, storage_options)
+    added: list[str] = []
+    for name, schema in (("half", HALF_SCHEMA), ("op", OP_SCHEMA), ("topics", TOPICS_SCHEMA)):
+        columns = DeltaLogTable.add_missing_columns(f"{where}/{name}", schema, storage_options)
+        added += [f"column {column} of table {name}" for column in columns]
+    if not DeltaLogTable.exists(f"{where}/messages", storage_options):
+        settings = _messages_settings(MESSAGES_LOG_RETENTION_S)
+        DeltaLogTable.create(f"{where}/messages", "messages", MESSAGES_SCHEMA, storage_options, settings)
+        added.append("table messages")
+    topics = DeltaLogTable(f"{where}/topics", "topics", TOPICS_SCHEMA, storage_options)
+    if _format_of(where, topics) < FORMAT:
+        # Last: a log that a crash left between the two is upgraded again.
+        DeltaLogTable.set_properties(f"{where}/topics", {"txmq.format": str(FORMAT)}, storage_options)
+        added.append(f"format {FORMAT}")
+    return added
+
+
+def _require_log(where: str, storage_options: Mapping[str, str] | None) -> None:
     if not DeltaLogTable.exists(f"{where}/topics", storage_options):
         raise NotACommitLogError(
             f"{where} is not a commit log (it has no table 'topics'); make one with CommitLog.create({where!r})"
         )
-    topics, half, op = (
-        DeltaLogTable(f"{where}/{name}", name, schema, storage_options)
-        for name, schema in (("topics", TOPICS_SCHEMA), ("half", HALF_SCHEMA), ("op", OP_SCHEMA))
-    )
-    configuration = topics.configuration
-    found = configuration.get("txmq.format")
+
+
+def _format_of(where: str, topics: DeltaLogTable) -> int:
+    found = topics.configuration.get("txmq.format")
     if found is None:
         raise NotACommitLogError(f"{where} is not a commit log: its table 'topics' has no property txmq.format")
     if not found.isdigit() or int(found) > FORMAT:
         raise LogFormatError(
             f"{where} has format {found}, this version of rmq_spark knows formats up to {FORMAT}: upgrade rmq_spark"
         )
+    return int(found)
+
+
+def open_tables(where: str, storage_options: Mapping[str, str] | None) -> Opened:
+    """The tables of the commit log at a place; ``half`` opens in the background."""
+    _require_log(where, storage_options)
+    topics, half, op = (
+        DeltaLogTable(f"{where}/{name}", name, schema, storage_options)
+        for name, schema in (("topics", TOPICS_SCHEMA), ("half", HALF_SCHEMA), ("op", OP_SCHEMA))
+    )
+    found = _format_of(where, topics)
+    if found < FORMAT:
+        raise LogFormatError(
+            f"{where} has format {found}: an older version of rmq_spark made it, and this one needs format {FORMAT}. "
+            f"Stop all programs that use it, then run: txmq upgrade {where}"
+        )
     op.wait_until_open()
-    queues = int(configuration.get("txmq.queues", QUEUES_DEFAULT))
+    queues = int(topics.configuration.get("txmq.queues", QUEUES_DEFAULT))
     return Opened(half, op, topics, queues)
+
+
+def open_messages(where: str, storage_options: Mapping[str, str] | None) -> Table:
+    """The table ``messages``, which only drainers and some readers need."""
+    return DeltaLogTable(f"{where}/messages", "messages", MESSAGES_SCHEMA, storage_options)
 
 
 def has_groups(where: str, storage_options: Mapping[str, str] | None) -> bool:

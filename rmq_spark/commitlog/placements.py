@@ -8,7 +8,7 @@ its cost follows what is to be read, not the age of the log.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,8 @@ class PlacedRange:
     ----------
     queue_offset : int
         Of the first row; the others follow in order.
+    op_version : int
+        Of ``op``, at which the rows were placed.
     """
 
     rows: RowRange
@@ -54,6 +56,7 @@ class PlacedRange:
     transaction_per: str
     producer_group: str
     commit_timestamp: datetime
+    op_version: int
 
     @property
     def count(self) -> int:
@@ -72,10 +75,7 @@ class PlacedRange:
             skip -= length
             if skip + take <= 0:
                 break
-        r = self.rows
-        kept = RowRange(r.path, r.half_id, r.file_no, r.file_rows, tuple(ranges))
-        return PlacedRange(kept, self.topic, self.queue_id, start, self.attempt, self.transaction_per,
-                           self.producer_group, self.commit_timestamp)  # fmt: skip
+        return replace(self, rows=replace(self.rows, ranges=tuple(ranges)), queue_offset=start)
 
 
 # ---------------------------------------------------------------- following op
@@ -289,7 +289,7 @@ def placed_range(row: Mapping[str, Any]) -> PlacedRange:
         )
     rows = RowRange(require_path(row["path"], "op"), row["half_id"], row["file_no"], row["file_rows"], ranges)
     return PlacedRange(rows, row["topic"], row["queue_id"], row["queue_offset"], row["attempt"],
-                       row["transaction_per"], row["producer_group"], row["op_time"])  # fmt: skip
+                       row["transaction_per"], row["producer_group"], row["op_time"], row["version"])  # fmt: skip
 
 
 def select(

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark.commitlog.messages import MESSAGES_SCHEMA, SOURCE_SCHEMA
 from rmq_spark.commitlog.placements import PlacedRange, Placements, out_of_range
 from rmq_spark.config import nearest, whole_number
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
-from rmq_spark.message import PROPERTIES, TIMESTAMP
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import KEPT, RowRange, arange
@@ -24,27 +24,17 @@ from rmq_spark.transaction import BATCH, KEY, batch_transaction_id, transaction_
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
 
-SOURCE_SCHEMA = pa.schema(
-    [
-        ("topic", pa.string()),
-        ("queue_id", pa.int32()),
-        ("queue_offset", pa.int64()),
-        ("msg_id", pa.string()),
-        ("transaction_id", pa.string()),
-        ("tags", pa.string()),
-        ("keys", pa.string()),
-        ("sharding_key", pa.string()),
-        ("properties", PROPERTIES),
-        ("body", pa.binary()),
-        ("producer_group", pa.string()),
-        ("born_timestamp", TIMESTAMP),
-        ("store_timestamp", TIMESTAMP),
-        ("commit_timestamp", TIMESTAMP),
-    ]
+STORED_COLUMNS = (
+    "tags",
+    "keys",
+    "sharding_key",
+    "properties",
+    "body",
+    "born_timestamp",
+    "store_timestamp",
+    "transaction_key",
 )
-"""The columns of the source, in order."""
-
-STORED_COLUMNS = ("tags", "keys", "sharding_key", "properties", "body", "born_timestamp", "store_timestamp")
+"""Columns that are read as ``half`` has them."""
 
 
 def by_file(ranges: Sequence[PlacedRange]) -> Iterator[list[PlacedRange]]:
@@ -104,34 +94,40 @@ def require_source_columns(columns: Sequence[str]) -> list[str]:
 def stored_columns(columns: Sequence[str], placed: PlacedRange) -> list[str]:
     """The columns of ``half`` that must be read to make these columns of the source."""
     stored = [c for c in columns if c in STORED_COLUMNS]
-    if "transaction_id" in columns and placed.transaction_per == KEY:
+    if "transaction_id" in columns and "transaction_key" not in stored and placed.transaction_per == KEY:
         stored.append("transaction_key")
     return stored or ["row_no"]
 
 
 def to_messages(placed: PlacedRange, position: int, table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """Rows read from a half file as messages of the source.
+    """Rows read from a half file as messages.
 
     Parameters
     ----------
     position : int
         Of the table's first row within the range.
+    columns : sequence of str
+        Of the source, or of the table ``messages``.
     """
     n = table.num_rows
     made: dict[str, pa.Array | pa.ChunkedArray] = {}
     for name in columns:
-        kind = SOURCE_SCHEMA.field(name).type
+        kind = MESSAGES_SCHEMA.field(name).type
         if name in STORED_COLUMNS:
             made[name] = table[name] if table[name].type == kind else table[name].cast(kind)
         elif name == "queue_offset":
             made[name] = arange(n, placed.queue_offset + position)
+        elif name == "row_no":
+            made[name] = _row_numbers(placed, position, n)
+        elif name in ("half_id", "file_no"):
+            made[name] = pa.repeat(pa.scalar(getattr(placed.rows, name), kind), n)
         elif name == "msg_id":
             made[name] = _ids(placed.rows.half_id, placed, position, n)
         elif name == "transaction_id":
             made[name] = _transaction_ids(placed, position, table)
         else:
             made[name] = pa.repeat(pa.scalar(getattr(placed, name), kind), n)
-    return pa.table(made, schema=pa.schema([SOURCE_SCHEMA.field(c) for c in columns]))
+    return pa.table(made, schema=pa.schema([MESSAGES_SCHEMA.field(c) for c in columns]))
 
 
 def _row_numbers(placed: PlacedRange, position: int, n: int) -> pa.Array:

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
 from typing import Any
 from urllib.parse import unquote
 from uuid import uuid4
@@ -129,7 +130,7 @@ def bytes_array(values: bytes | bytearray) -> pa.Array:
 
 
 def column_stats(table: pa.Table, columns: Iterable[str]) -> str:
-    """Return Delta's statistics of these columns (numbers and strings) as JSON."""
+    """Return Delta's statistics of these columns (numbers, strings and times) as JSON."""
     low: dict[str, object] = {}
     high: dict[str, object] = {}
     nulls: dict[str, int] = {}
@@ -138,8 +139,19 @@ def column_stats(table: pa.Table, columns: Iterable[str]) -> str:
         nulls[name] = column.null_count
         if column.null_count < table.num_rows:
             bounds = pc.min_max(column).as_py()
-            low[name], high[name] = bounds["min"], bounds["max"]
+            low[name], high[name] = (_bound(bounds[side], side) for side in ("min", "max"))
     return json.dumps({"numRecords": table.num_rows, "minValues": low, "maxValues": high, "nullCount": nulls})
+
+
+def _bound(value: object, side: str) -> object:
+    """A bound as Delta has it. Times have milliseconds there: a greatest value is rounded up, so that it stays one."""
+    if not isinstance(value, datetime):
+        return value
+    utc = value.astimezone(timezone.utc)
+    rest_us = utc.microsecond % 1000
+    if side == "max" and rest_us:
+        utc += timedelta(microseconds=1000 - rest_us)
+    return utc.strftime("%Y-%m-%dT%H:%M:%S.") + f"{utc.microsecond // 1000:03d}Z"
 
 
 def write_table(

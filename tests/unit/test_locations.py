@@ -17,7 +17,7 @@ from rmq_spark.storage.files import filesystem
 from rmq_spark.storage.location import location
 from tests.half_batches import commit, prepare
 
-TABLES = {"half", "op", "topics", "groups"}
+TABLES = {"half", "op", "topics", "groups", "messages"}
 
 
 def files_below(folder: Path) -> set[str]:
@@ -37,6 +37,7 @@ def whole_cycle(path: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     log.op.refresh()
     assert log.op.removed_since()
     assert not log.op.removed_since() & set(log.op.actions()["path"].to_pylist())
+    log.drain()
     ConsumerGroup(log, "points").reset("latest", ["orders"])
     orphan = folder / "half" / f"half-{0:032x}.parquet"
     orphan.write_bytes(b"x")

@@ -338,7 +338,7 @@ def placed_ranges(draw: st.DrawFn, queue_id: int = 0, file_no: int = 0, offset: 
         ranges.append((row + gap, row + gap + length - 1))
         row = ranges[-1][1] + 1
     rows = RowRange(f"f{file_no}.parquet", "app:0", file_no, row + 5, tuple(ranges))
-    return PlacedRange(rows, "orders", queue_id, offset, 1, "batch", "g", NOW + timedelta(seconds=file_no))
+    return PlacedRange(rows, "orders", queue_id, offset, 1, "batch", "g", NOW + timedelta(seconds=file_no), 7)
 
 
 @st.composite

@@ -1,0 +1,183 @@
+"""Copies what ``op`` placed into the ``messages`` table, in the order of ``op``.
+
+::
+
+    op        ──1──2──3──4──5──6──7──8──▶          a drain: op rows 5 to 8
+    half      the messages of 5 to 8 ──────┐
+    messages  1 2 3 4 │ position 4         └──▶ large files, a topic each ──▶ one commit: the files, and position 8
+
+Any number of drainers may run at once, and one may die anywhere: the position stands in the table, and a commit goes
+through only from the position that the drainer started from. What a loser wrote is left to a vacuum.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog.messages import MESSAGES_SCHEMA, NAME, POSITION, STATS_COLUMNS, drained_up_to
+from rmq_spark.commitlog.op import NO_OPS
+from rmq_spark.commitlog.placements import placed_range
+from rmq_spark.commitlog.reading import STORED_COLUMNS, by_file, messages_of, rows_of
+from rmq_spark.errors import CorruptLogError
+from rmq_spark.storage.files import DataFile
+from rmq_spark.storage.table import Change, Table
+
+if TYPE_CHECKING:
+    from rmq_spark.commitlog.log import CommitLog
+
+logger = logging.getLogger(__name__)
+
+OP_ROWS_MAX = 100_000
+"""Op rows that are looked at in one step."""
+STEP_MESSAGES_MAX = 4_000_000
+"""So many messages go into one commit, unless one version of ``op`` alone has more."""
+FILE_BYTES_MAX = 96 * 1024 * 1024
+"""Messages that are collected before a file is written: its size in memory. On disk it is a fraction of this."""
+ROW_GROUP_ROWS = 65_536
+VERSIONS_SKIPPED_MAX = 1_000
+"""So many versions of ``op`` may place nothing before a commit says that they are done."""
+
+
+@dataclass
+class _Collected:
+    """Messages of one topic that are not in a file yet."""
+
+    parts: list[tuple[int, int, pa.Table]] = field(default_factory=list)
+    """With the queue and the offset of the first one."""
+    size: int = 0
+
+    def add(self, messages: pa.Table) -> None:
+        """Add messages of one queue that follow each other."""
+        self.parts.append((messages["queue_id"][0].as_py(), messages["queue_offset"][0].as_py(), messages))
+        self.size += messages.nbytes
+
+    def take(self) -> pa.Table:
+        """All of them by queue and offset."""
+        parts = [messages for _, _, messages in sorted(self.parts, key=lambda part: part[:2])]
+        self.parts, self.size = [], 0
+        return pa.concat_tables(parts)
+
+
+class Drainer:
+    """Drains one commit log.
+
+    Parameters
+    ----------
+    log : CommitLog
+        A handle that no other thread uses.
+    """
+
+    def __init__(self, log: CommitLog) -> None:
+        self._log = log
+
+    def run(self) -> int:
+        """Drain all that is placed by now, step by step; returns the version of ``op`` that is reached."""
+        until = self._log.refresh()
+        while True:
+            table = self._log.messages_table
+            table.refresh()
+            position = drained_up_to(table)
+            if position > until:
+                until = self._log.refresh()
+                if position > until:
+                    raise CorruptLogError(
+                        f"table messages has what op placed up to version {position}, and op is at version {until}: "
+                        "op was set back. Restore it from a copy"
+                    )
+            if position >= until or not self._step(table, position, until):
+                return max(position, until)
+
+    def _step(self, table: Table, position: int, until: int) -> bool:
+        """Copy what the next versions of ``op`` placed, in one commit. False when they placed nothing."""
+        rows, end = self._next_placed(position, until)
+        if rows.num_rows == 0 and end - position < VERSIONS_SKIPPED_MAX:
+            return False
+        files = list(self._write(table, rows))
+
+        def propose(version: int) -> Change | None:
+            if drained_up_to(table) != position:  # another drainer was faster
+                return None
+            return Change(add=files, transactions={POSITION: end})
+
+        def landed(change: Change) -> bool:
+            if not change.add:
+                return drained_up_to(table) >= end
+            # Another drainer may be at the same position: what counts is the file, also when it was merged since.
+            path = change.add[0].path
+            return path in table.actions()["path"].to_pylist() or path in table.removed_since()
+
+        table.compare_and_set(propose, landed)
+        return True
+
+    # ------------------------------------------------------------------ what is next
+    def _next_placed(self, position: int, until: int) -> tuple[pa.Table, int]:
+        """Op rows that place messages, of the first versions above the position that have some, and the last of these
+        versions; none and ``until`` when there are none."""
+        while position < until:
+            rows, end = self._op_rows(position, until)
+            rows = rows.filter(pc.is_valid(rows["queue_offset"]))
+            if rows.num_rows:
+                return _first_versions(rows, end)
+            position = end
+        return NO_OPS, until
+
+    def _op_rows(self, position: int, until: int) -> tuple[pa.Table, int]:
+        """All op rows above a version and up to another one, which is returned too: few enough for the memory."""
+        op = self._log.op
+        actions = op.actions()
+        actions = actions.filter(pc.fill_null(pc.greater(actions["max.version"], position), True))
+        actions = actions.sort_by([("min.version", "ascending")])
+        firsts, counts = actions["min.version"].to_pylist(), actions["num_records"].to_pylist()
+        taken, size = 0, 0
+        while taken < len(counts) and (taken == 0 or size + (counts[taken] or 0) <= OP_ROWS_MAX):
+            size += counts[taken] or 0
+            taken += 1
+        # A version may be spread over files that were merged: it is whole below the first version of those left out.
+        left_out = [first for first in firsts[taken:] if first is not None]
+        end = min([until, *(first - 1 for first in left_out)])
+        rows = op.read(actions["path"].slice(0, taken).to_pylist())
+        wanted = pc.and_(pc.greater(rows["version"], position), pc.less_equal(rows["version"], end))
+        return rows.filter(wanted), end
+
+    # ------------------------------------------------------------------ from half rows to files
+    def _write(self, table: Table, rows: pa.Table) -> Iterator[DataFile]:
+        """The messages that these op rows place, as files that nothing names yet."""
+        collected: dict[str, _Collected] = {}
+        for messages in self._messages(rows):
+            collected.setdefault(messages["topic"][0].as_py(), _Collected()).add(messages)
+            if sum(c.size for c in collected.values()) >= FILE_BYTES_MAX:
+                largest = max(collected.values(), key=lambda c: c.size)
+                yield self._file(table, largest.take())
+        for left in collected.values():
+            if left.parts:
+                yield self._file(table, left.take())
+
+    def _messages(self, rows: pa.Table) -> Iterator[pa.Table]:
+        """The messages that these op rows place: in each table those of one queue, which follow each other."""
+        ranges = [placed_range(row) for row in rows.to_pylist()]
+        ranges.sort(key=lambda r: (r.op_version, r.rows.half_id, r.rows.file_no, r.rows.ranges[0]))
+        for together in by_file(ranges):
+            read = self._log.half.read_range(rows_of(together), STORED_COLUMNS)
+            yield from messages_of(together, read, MESSAGES_SCHEMA.names)
+
+    def _file(self, table: Table, messages: pa.Table) -> DataFile:
+        return table.write(messages, NAME, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS, keep_content=False)
+
+
+def _first_versions(rows: pa.Table, end: int) -> tuple[pa.Table, int]:
+    """As many versions as have no more messages than a step takes, but at least one; and the last of them."""
+    sums = rows.group_by("version", use_threads=False).aggregate([("count", "sum")]).sort_by("version")
+    totals = list(accumulate(sums["count_sum"].to_pylist()))
+    fitting = max(1, bisect_right(totals, STEP_MESSAGES_MAX))
+    if fitting == len(totals):
+        return rows, end
+    last: int = sums["version"][fitting - 1].as_py()
+    return rows.filter(pc.less_equal(rows["version"], last)), last
