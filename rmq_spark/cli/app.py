@@ -57,6 +57,14 @@ def create(
 
 @app.command()
 @plainly
+def drain(path: LogPath, storage: Storage = None) -> None:
+    """Copy committed messages into the table messages, which every reader of Delta can read."""
+    version = open_log(path, storage).drain()
+    typer.echo(f"the table messages has all that is committed up to version {version} of op")
+
+
+@app.command()
+@plainly
 def upgrade(path: LogPath, storage: Storage = None) -> None:
     """Give a commit log of an older version what this one needs. Stop all programs that use it first."""
     added = CommitLog.upgrade(path, storage_options(storage))

@@ -90,7 +90,8 @@ class Drainer:
                 if position > until:
                     raise CorruptLogError(
                         f"table messages has what op placed up to version {position}, and op is at version {until}: "
-                        "op was set back. Restore it from a copy"
+                        "the store answers with an older list (drain again), or op was set back (restore it from a "
+                        "copy)"
                     )
             if position >= until or not self._step(table, position, until):
                 return max(position, until)
@@ -103,16 +104,16 @@ class Drainer:
         files = list(self._write(table, rows))
 
         def propose(version: int) -> Change | None:
-            if drained_up_to(table) != position:  # another drainer was faster
+            if not _is_next(table, position):  # another drainer was faster
                 return None
             return Change(add=files, transactions={POSITION: end})
 
         def landed(change: Change) -> bool:
-            if not change.add:
-                return drained_up_to(table) >= end
-            # Another drainer may be at the same position: what counts is the file, also when it was merged since.
-            path = change.add[0].path
-            return path in table.actions()["path"].to_pylist() or path in table.removed_since()
+            if drained_up_to(table) < end:
+                return False
+            # Another drainer may have come so far: what counts is the file, also when it was merged since.
+            paths = [file.path for file in change.add[:1]]
+            return set(table.actions()["path"].to_pylist()).issuperset(paths) or table.removed_since().issuperset(paths)
 
         table.compare_and_set(propose, landed)
         return True
@@ -131,19 +132,24 @@ class Drainer:
 
     def _op_rows(self, position: int, until: int) -> tuple[pa.Table, int]:
         """All op rows above a version and up to another one, which is returned too: few enough for the memory."""
-        op = self._log.op
-        actions = op.actions()
+        actions = self._log.op.actions()
         actions = actions.filter(pc.fill_null(pc.greater(actions["max.version"], position), True))
-        actions = actions.sort_by([("min.version", "ascending")])
-        firsts, counts = actions["min.version"].to_pylist(), actions["num_records"].to_pylist()
-        taken, size = 0, 0
-        while taken < len(counts) and (taken == 0 or size + (counts[taken] or 0) <= OP_ROWS_MAX):
-            size += counts[taken] or 0
-            taken += 1
-        # A version may be spread over files that were merged: it is whole below the first version of those left out.
-        left_out = [first for first in firsts[taken:] if first is not None]
-        end = min([until, *(first - 1 for first in left_out)])
-        rows = op.read(actions["path"].slice(0, taken).to_pylist())
+        # Files without statistics may hold any version, so they come first.
+        firsts = pc.fill_null(actions["min.version"], -1)
+        actions = actions.set_column(actions.column_names.index("min.version"), "min.version", firsts)
+        actions = actions.sort_by("min.version")
+        size = 0
+        files = actions.select(["min.version", "num_records"]).to_pylist()
+        for number, file in enumerate(files):
+            first = file["min.version"]
+            size += file["num_records"] or 0
+            # A version may be spread over files that were merged. It is whole below the first one of those left out.
+            if number > 0 and size > OP_ROWS_MAX and first > position + 1:
+                return self._between(actions.slice(0, number), position, min(until, first - 1))
+        return self._between(actions, position, until)
+
+    def _between(self, actions: pa.Table, position: int, end: int) -> tuple[pa.Table, int]:
+        rows = self._log.op.read(actions["path"].to_pylist())
         wanted = pc.and_(pc.greater(rows["version"], position), pc.less_equal(rows["version"], end))
         return rows.filter(wanted), end
 
@@ -170,6 +176,11 @@ class Drainer:
 
     def _file(self, table: Table, messages: pa.Table) -> DataFile:
         return table.write(messages, NAME, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS, keep_content=False)
+
+
+def _is_next(table: Table, position: int) -> bool:
+    """Whether a drain from this position may be committed now."""
+    return drained_up_to(table) == position
 
 
 def _first_versions(rows: pa.Table, end: int) -> tuple[pa.Table, int]:

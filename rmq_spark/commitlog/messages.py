@@ -6,10 +6,14 @@ of every queue the first messages without a gap. A drainer appends to it (``drai
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pyarrow as pa
 
 from rmq_spark.message import PROPERTIES, TIMESTAMP
-from rmq_spark.storage.table import Table
+
+if TYPE_CHECKING:
+    from rmq_spark.storage.table import Table
 
 SOURCE_SCHEMA = pa.schema(
     [

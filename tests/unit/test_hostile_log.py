@@ -46,7 +46,7 @@ def a_table_named_topics(path: Path) -> None:
 
 
 def topics_alone(path: Path) -> None:
-    DeltaLogTable.create(str(path / "topics"), "topics", TOPICS_SCHEMA, None, {"txmq.format": "1"})
+    DeltaLogTable.create(str(path / "topics"), "topics", TOPICS_SCHEMA, None, {"txmq.format": str(opening.FORMAT)})
 
 
 def a_log_without_its_entries(path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_half_made_log_is_completed_by_making_it_again(
     assert len(bodies(CommitLog.open(tmp_path / "log"))) == 5
 
 
-@pytest.mark.parametrize("found", ["2", "99", "next", "-1"])
+@pytest.mark.parametrize("found", ["3", "99", "next", "-1"])
 def test_a_newer_format_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(opening, "FORMAT", found)

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from tests.torture.judge.history import FINAL, Event, Kind, Phase
 
@@ -47,6 +48,7 @@ class AnomalyKind(str, Enum):
     MISSING_VERSION = "missing Delta version"
     OVERWRITTEN_VERSION = "overwritten Delta version"
     LOCAL_STATE_DISAGREES = "local state and messages disagree"
+    DRAINED_OTHERWISE = "the table messages is no prefix of op"
 
 
 _K = AnomalyKind
@@ -61,6 +63,7 @@ FAMILIES: dict[str, frozenset[AnomalyKind]] = {
     "checks": frozenset({_K.CHECKED_AFTER_RESOLUTION, _K.DISCARDED_WITHOUT_CHECK, _K.STUCK_HALF}),
     "Delta versions": frozenset({_K.MISSING_VERSION, _K.OVERWRITTEN_VERSION}),
     "local state": frozenset({_K.LOCAL_STATE_DISAGREES}),
+    "the table messages": frozenset({_K.DRAINED_OTHERWISE}),
 }
 """Each kind in one family: kinds of a family break the same promise."""
 
@@ -794,6 +797,50 @@ def _place(event: Event) -> tuple[str | None, int | None, int | None]:
     return event.topic, event.queue_id, event.queue_offset
 
 
+def _drained_otherwise(run: _Run) -> Iterator[Anomaly]:
+    """A reading of the table ``messages`` is not exactly what ``op`` placed up to the version that the table names; or
+    something is missing there at the end."""
+    readings: dict[tuple[str, str | None], tuple[Event, Counter[_Drained]]] = {}
+    for event in run.of[Kind.DRAINED]:
+        reading = (event.process, event.operation)
+        if event.phase is Phase.BEGIN:
+            readings[reading] = (event, Counter())
+        else:
+            readings[reading][1][_drained(event, event)] += 1
+    placed = [_drained(row.event, marker) for row in run.rows.values() for marker in row.placed]
+    last = max((p.version for p in placed), default=-1)
+    for (_, operation), (begin, found) in readings.items():
+        position = begin.version if begin.version is not None else -1
+        if (operation or "").startswith(FINAL) and position < last:
+            sentence = f"the last drain ended at version {position} of op, and version {last} placed messages"
+            yield Anomaly(AnomalyKind.DRAINED_OTHERWISE, sentence, (begin,))
+        expected = Counter(p for p in placed if p.version <= position)
+        for what, odd in (("lacks", expected - found), ("should not have", found - expected)):
+            if odd:
+                sentence = (
+                    f"drained up to version {position}, the table {what} {next(iter(odd))} and {len(odd) - 1} more"
+                )
+                yield Anomaly(AnomalyKind.DRAINED_OTHERWISE, sentence, (begin,))
+
+
+class _Drained(NamedTuple):
+    """A message and where it was placed."""
+
+    half_id: str | None
+    address: str | None
+    payload: str | None
+    topic: str | None
+    queue_id: int | None
+    queue_offset: int | None
+    attempt: int
+    version: int
+
+
+def _drained(row: Event, marker: Event) -> _Drained:
+    place = (marker.topic, marker.queue_id, marker.queue_offset, marker.attempt or 1, marker.version or 0)
+    return _Drained(row.half_id, row.address, row.payload, *place)
+
+
 _LOOKS: tuple[Callable[[_Run], Iterator[Anomaly]], ...] = (
     _lost_writes,
     _duplicates,
@@ -815,4 +862,5 @@ _LOOKS: tuple[Callable[[_Run], Iterator[Anomaly]], ...] = (
     _replay_divergences,
     _versions,
     _local_disagreements,
+    _drained_otherwise,
 )

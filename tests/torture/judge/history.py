@@ -44,6 +44,9 @@ class Kind(str, Enum):
     """A message that a consumer got."""
     POLLED = "polled"
     """A consumer moved on in a queue, from ``queue_offset`` (included) to ``next_offset`` (excluded)."""
+    DRAINED = "drained"
+    """A row of the table ``messages`` in a reading of it, which ``operation`` names; its ``version`` is that of ``op``.
+    BEGIN: the version up to which the table has everything by its own word."""
     VERSION = "version"
     """OK: a writer was told that its commit, named by ``payload``, is this version of a table."""
 

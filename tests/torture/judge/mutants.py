@@ -21,10 +21,11 @@ import pyarrow.compute as pc
 from rmq_spark.check import service as service_module
 from rmq_spark.check.asking import Answer, Asker
 from rmq_spark.check.service import CheckService
-from rmq_spark.commitlog import asked, incoming, maintenance, marking, placing
+from rmq_spark.commitlog import asked, drain, incoming, maintenance, marking, placing
 from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import ledger as ledger_module
 from rmq_spark.commitlog.asked import split_by_verdict
+from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.follow import Followed
 from rmq_spark.commitlog.half import HalfHeader
 from rmq_spark.commitlog.half_store import HalfStore
@@ -757,6 +758,41 @@ def _merge_loses() -> Iterator[None]:
 
     with replaced((maintenance, "compact_op", compact)):
         yield
+
+
+DRAINS = {"upkeep": 12, "streams": 2, "batches": 3, "crash": 0.0}
+
+
+@mutant("a drain does not look whether another one was faster", A.DRAINED_OTHERWISE, **DRAINS)
+def _drained_twice() -> Iterator[None]:
+    with _often_drained(), replaced((drain, "_is_next", lambda *_: True)):
+        yield
+
+
+@mutant("a drain ends in the middle of a version of op", A.DRAINED_OTHERWISE, **DRAINS)
+def _drained_in_part() -> Iterator[None]:
+    with _often_drained(), replaced((drain, "_first_versions", lambda rows, end: (rows.slice(0, 1), end))):
+        yield
+
+
+@mutant("a drain takes the files of op for whole versions", A.DRAINED_OTHERWISE, **DRAINS)
+def _drained_by_files() -> Iterator[None]:
+    def op_rows(self: Drainer, position: int, until: int) -> tuple[pa.Table, int]:
+        op = self._log.op
+        paths = op.actions().sort_by([("min.version", "descending")])["path"].to_pylist()
+        rows = op.read(paths[:1])
+        wanted = pc.and_(pc.greater(rows["version"], position), pc.less_equal(rows["version"], until))
+        return rows.filter(wanted), until
+
+    with _often_drained(), replaced((Drainer, "_op_rows", op_rows)):
+        yield
+
+
+def _often_drained() -> AbstractContextManager[Any]:
+    def drained(self: Simulation, log: Any, *_: Any) -> None:
+        self.drain(log)
+
+    return replaced((Simulation, "mark", drained), (Simulation, "merge", drained))
 
 
 def _half_compaction(careful: bool) -> Patch:

@@ -24,6 +24,10 @@ OP_COLUMNS = [
     "version", "op_time", "commit_id", "kind", "half_id", "file_no", "ranges", "attempt", "decided_by", "reason",
     "topic", "queue_id", "queue_offset", "verdict",
 ]  # fmt: skip
+DRAINED_COLUMNS = [
+    "half_id", "file_no", "row_no", "attempt", "op_version", "topic", "queue_id", "queue_offset", "transaction_id",
+    "body",
+]  # fmt: skip
 READ_COLUMNS = ["topic", "queue_id", "queue_offset", "msg_id", "transaction_id", "sharding_key", "body"]
 """What a reading must hold for :func:`note_messages`."""
 
@@ -107,6 +111,27 @@ def _markers(row: Mapping[str, Any], files: Files) -> Iterator[Event]:
                 operation=row["commit_id"],
             )
             offset = None if offset is None else offset + 1
+
+
+def note_drained(history: History, process: str, operation: str, rows: pa.Table, position: int) -> None:
+    """Note a whole reading of the table ``messages``, which has everything up to a version of ``op``."""
+    history.note(Kind.DRAINED, Phase.BEGIN, process, operation=operation, version=position)
+    for row in rows.select(DRAINED_COLUMNS).to_pylist():
+        history.note(
+            Kind.DRAINED,
+            Phase.OK,
+            process,
+            operation=operation,
+            half_id=row["half_id"],
+            address=f"{row['file_no']}.{row['row_no']}",
+            transaction_id=row["transaction_id"],
+            attempt=row["attempt"],
+            payload=payload_hash(row["body"]),
+            topic=row["topic"],
+            queue_id=row["queue_id"],
+            queue_offset=row["queue_offset"],
+            version=row["op_version"],
+        )
 
 
 def note_log(history: History, path: str, storage_options: Mapping[str, str] | None = None) -> None:

@@ -28,12 +28,14 @@ from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.commitlog.op import BatchState, RowState
 from rmq_spark.commitlog.reading import stored_columns, to_messages
 from rmq_spark.errors import (
     CheckpointMismatchError,
     ClockError,
     CommitError,
+    CorruptLogError,
     FenceError,
     LocalTransactionError,
     LostCommitError,
@@ -53,7 +55,7 @@ from rmq_spark.storage.table import STAGED_UNSEEN_S, Change
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Event, History, Kind, Phase, payload_hash
-from tests.torture.judge.observation import READ_COLUMNS, note_messages, note_tables
+from tests.torture.judge.observation import READ_COLUMNS, note_drained, note_messages, note_tables
 from tests.torture.simulate.scheduler import NoEnd, Process, Scheduler, Task
 from tests.torture.simulate.shop import (
     BareListener,
@@ -379,6 +381,9 @@ class Simulation:
             for work in (self.optimize, self.vacuum, lambda: self.merge(self.world.open_log()), read(f"{FINAL} again")):
                 self.world.spawn("final", work, immortal=True)
                 self.scheduler.run()
+        for drain in (lambda: self.world.open_log().drain(), lambda: self.read_drained(self.world.open_log(), FINAL)):
+            self.world.spawn("final", drain, immortal=True)
+            self.scheduler.run()
         half, op, topics = (table.rows() for table in (self.world.half, self.world.op, self.world.topics))
         note_tables(self.history, half, op, prepared_s(self.world.half), topics["name"].to_pylist())
         for table in (self.world.half, self.world.op, self.world.topics):
@@ -479,6 +484,7 @@ class Simulation:
     def upkeep(self, log: SimulatedLog) -> None:
         works: dict[str, Callable[[], object]] = {
             "mark": lambda: self.mark(log),
+            "drain": lambda: self.drain(log),
             "merge": lambda: self.merge(log),
             "optimize": self.optimize,
             "vacuum": self.vacuum,
@@ -493,6 +499,29 @@ class Simulation:
 
     def mark(self, log: SimulatedLog) -> None:
         log.move_mark()
+
+    def drain(self, log: SimulatedLog) -> None:
+        """Drain, perhaps beside another process, and read what is there."""
+        if self.chance.random() < 0.5:
+            rival = f"drainer{self.counts['drain']}"
+            self.world.spawn(rival, lambda: self.tolerate(lambda: self._drain(self.world.open_log())))
+        self._drain(log)
+        self.read_drained(log, str(self.counts["drain"]))
+
+    def _drain(self, log: CommitLog) -> None:
+        try:
+            log.drain()
+        except CorruptLogError as problem:
+            if "older list" not in str(problem):
+                raise
+            self.counts["drain by an older list"] += 1
+
+    def read_drained(self, log: SimulatedLog, operation: str) -> None:
+        """The table ``messages`` as it is at some moment, for any reader of Delta."""
+        table = log.messages_table
+        table.refresh()
+        rows = table.read(table.actions()["path"].to_pylist())
+        note_drained(self.history, self.world.process, operation, rows, drained_up_to(table))
 
     def merge(self, log: SimulatedLog) -> None:
         maintenance.compact_op(log.op)

@@ -17,6 +17,7 @@ from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWrit
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Placed
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
 from rmq_spark.commitlog.op import OP_SCHEMA, Who
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
@@ -46,6 +47,7 @@ class World:
         self.half = SimulatedTable("half", HALF_SCHEMA, *parts, Files())
         self.op = SimulatedTable("op", OP_SCHEMA, *parts, Files())
         self.topics = SimulatedTable("topics", TOPICS_SCHEMA, *parts, Files())
+        self.messages = SimulatedTable("messages", MESSAGES_SCHEMA, *parts, Files())
         self.keys: dict[tuple[str, int, int], str] = {}  # the transaction keys of staged rows
         self.wrong_clocks = 0.0  # how often a process starts on a machine whose clock is wrong
 
@@ -78,6 +80,9 @@ class SimulatedLog(CommitLog):
 
     def another(self) -> CommitLog:
         return self.world.open_log()
+
+    def _messages_table(self) -> SimulatedTable:
+        return self.world.messages.another()
 
     @property
     def seen_version(self) -> int:
