@@ -15,7 +15,7 @@ So what stays open for long costs its own rows, and nothing that came after it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -117,11 +117,12 @@ class Marker:
         )
         known = before.below.get(half_id)
         place = known or prepared.get(half_id)
+        older: Sequence[int]
         if known is not None:
             older, waiting = known.versions, known.waiting
             pending = known.pending - settled_rows(rows).get(half_id, 0)
         else:
-            older, waiting = tuple(_versions_that_count(self._follower.older([half_id]))), {}
+            older, waiting = self._older_versions(half_id), {}
             pending = self._pending(half_id, prepared.get(half_id), rows, since)
         return OpenBelow(
             0 if place is None else place.ms,
@@ -130,6 +131,12 @@ class Marker:
             (*older, *_versions_that_count(rows)),
             still_waiting({half_id: waiting}, rows).get(half_id, {}),
         )
+
+    def _older_versions(self, half_id: str) -> Sequence[int]:
+        """Versions before the kept ones: only what somebody rewrote, or what was reopened, has op rows there."""
+        if self._follower.keeps_all_rows_of(half_id):
+            return ()
+        return _versions_that_count(self._follower.older([half_id]))
 
     def _pending(self, half_id: str, prepared: Prepared | None, rows: pa.Table, since: int) -> int:
         """How many rows were pending before a version, of a half batch that the last mark does not name."""
