@@ -202,23 +202,31 @@ def _last_reopened_ms(rows: pa.Table) -> int:
 
 
 def _below(mark: Mapping[str, Any]) -> dict[str, OpenBelow]:
-    """The open half batches that a mark names."""
+    """The open half batches that a mark names.
+
+    Raises
+    ------
+    CorruptLogError
+        When it says of one what cannot be.
+    """
+    return {said["half_id"]: _open_below(said, mark) for said in mark["below"]}
+
+
+def _open_below(said: Mapping[str, Any], mark: Mapping[str, Any]) -> OpenBelow:
     try:
-        return {
-            str(b["half_id"]): OpenBelow(
-                int(b["ms"]),
-                int(b["first_ms"]),
-                int(b["pending"]),
-                tuple(int(v) for v in b["versions"]),
-                {w["until"]: int(w["count"]) for w in b["waiting"]},
-            )
-            for b in mark["below"]
-        }
+        versions = tuple(int(v) for v in said["versions"])
+        waiting = {w["until"]: int(w["count"]) for w in said["waiting"]}
+        found = OpenBelow(int(said["ms"]), int(said["first_ms"]), int(said["pending"]), versions, waiting)
+        whole = bool(said["half_id"]) and found.pending >= 0 and min(waiting.values(), default=1) > 0
+        whole = whole and list(versions) == sorted({v for v in versions if 0 <= v < mark["since_version"]})
     except TypeError:
+        whole = False
+    if not whole:
         raise CorruptLogError(
-            f"table op has a mark at version {mark['version']} that names half batches without saying what is open: "
-            "it was changed by hand"
-        ) from None
+            f"table op has a mark at version {mark['version']} that names half batch {said['half_id']!r} without "
+            "saying what is open: it was changed by hand"
+        )
+    return found
 
 
 def _require_rows(rows: pa.Table) -> None:
@@ -232,9 +240,12 @@ def _require_rows(rows: pa.Table) -> None:
     right = pc.and_(pc.greater_equal(offset, 0), pc.equal(end, pc.add(offset, count)))
     right = pc.and_(right, pc.and_(pc.is_valid(rows["topic"]), pc.is_valid(rows["queue_id"])))
     right = pc.or_kleene(pc.fill_null(right, False), pc.and_(pc.is_null(offset), pc.is_null(end)))
+    right = pc.and_(right, pc.is_valid(count))
     if not pc.all(right).as_py():
         wrong = rows.filter(pc.invert(right)).select(["half_id", "version", "queue_offset", "next_offset", "count"])
-        raise CorruptLogError(f"table op has a row with offsets that cannot be: {wrong.slice(0, 1).to_pylist()[0]}")
+        raise CorruptLogError(
+            f"table op has a row with offsets or a count that cannot be: {wrong.slice(0, 1).to_pylist()[0]}"
+        )
 
 
 def _newest_mark(marks: pa.Table) -> dict[str, Any]:

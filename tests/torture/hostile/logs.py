@@ -289,6 +289,18 @@ def _odd_value(rng: random.Random, name: str, kind: pa.DataType, column: list[An
             }
             for _ in range(rng.randrange(3))
         ]
+    if name == "below":
+        return [
+            {
+                "half_id": rng.choice(("app:0", "app:1", "app:2", "app:99", None)),
+                "ms": rng.choice(_INTEGERS),
+                "first_ms": rng.choice(_INTEGERS),
+                "pending": rng.choice(_INTEGERS),
+                "versions": rng.choice(([], [rng.choice(_INTEGERS)], [0, 1], [1, 0], None)),
+                "waiting": rng.choice(([], [{"until": rng.choice(_TIMES), "count": rng.choice(_INTEGERS)}], None)),
+            }
+            for _ in range(rng.randrange(3))
+        ]
     if name == "kind":
         return rng.choice(
             (

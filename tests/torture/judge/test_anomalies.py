@@ -48,6 +48,8 @@ def good() -> list[Event]:
         Event(Kind.POLLED, OK, "consumer", topic=TOPIC, queue_id=0, queue_offset=1, next_offset=2),
         Event(Kind.END, OK, time=100.0),
         *read(FINAL, "final", "a", "b", "c"),
+        *drained("early", 3, "a", "b"),
+        *drained("late", 5, "a", "b", "c"),
     ]
     # What the tables hold.
     events += [
@@ -105,6 +107,18 @@ def read(operation: str, process: str, *payloads: str) -> list[Event]:
         Event(Kind.READ, OK, process, operation=operation, payload=p, version=5, transaction_id=ids[p],
               half_id=ids[p][:5], **at(i))
         for i, p in enumerate(payloads)
+    ]  # fmt: skip
+
+
+def drained(operation: str, position: int, *payloads: str) -> list[Event]:
+    """A reading of the table messages, which goes up to a version of op."""
+    rows = {"a": ("app:0", 0, 1, 1), "b": ("app:0", 1, 1, 1), "c": ("app:1", 0, 2, 4), "d": ("app:2", 0, 1, 5)}
+    begin = Event(Kind.DRAINED, BEGIN, "drainer", operation=operation, version=position)
+    return [begin] + [
+        Event(Kind.DRAINED, OK, "drainer", operation=operation, payload=p, half_id=half_id, address=f"0.{row}",
+              attempt=attempt, version=version, **at(i))
+        for i, p in enumerate(payloads)
+        for half_id, row, attempt, version in [rows[p]]
     ]  # fmt: skip
 
 
@@ -315,6 +329,26 @@ SPOILED: dict[str, tuple[AnomalyKind, Change]] = {
     "two commits of op rows have one version": (
         K.OVERWRITTEN_VERSION,
         changed({"kind": Kind.MARKER, "version": 5}, version=4),
+    ),
+    "the table messages lacks a message": (
+        K.DRAINED_OTHERWISE,
+        with_(*drained("later", 4, "a", "b")),
+    ),
+    "the table messages has a message that was rolled back": (
+        K.DRAINED_OTHERWISE,
+        with_(*drained("later", 5, "a", "b", "c", "d")),
+    ),
+    "the table messages has a message before its version": (
+        K.DRAINED_OTHERWISE,
+        with_(*drained("later", 3, "a", "b", "c")),
+    ),
+    "the table messages has a message twice": (
+        K.DRAINED_OTHERWISE,
+        with_(*drained("later", 4, "a", "b", "c"), drained("later", 4, "a")[1]),
+    ),
+    "the last drain leaves something out": (
+        K.DRAINED_OTHERWISE,
+        with_(*drained(FINAL, 3, "a", "b")),
     ),
     "a local transaction happened without its message": (
         K.LOCAL_STATE_DISAGREES,
