@@ -12,7 +12,6 @@ through only from the position that the drainer started from. What a loser wrote
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,12 +27,10 @@ from rmq_spark.commitlog.placements import placed_range
 from rmq_spark.commitlog.reading import STORED_COLUMNS, by_file, messages_of, rows_of
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.storage.files import DataFile
-from rmq_spark.storage.table import Change, Table
+from rmq_spark.storage.table import Change, Table, has_held
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.log import CommitLog
-
-logger = logging.getLogger(__name__)
+    from rmq_spark.commitlog.steps import ProtocolSteps
 
 OP_ROWS_MAX = 100_000
 """Op rows that are looked at in one step."""
@@ -71,11 +68,11 @@ class Drainer:
 
     Parameters
     ----------
-    log : CommitLog
+    log : ProtocolSteps
         A handle that no other thread uses.
     """
 
-    def __init__(self, log: CommitLog) -> None:
+    def __init__(self, log: ProtocolSteps) -> None:
         self._log = log
 
     def run(self) -> int:
@@ -109,11 +106,8 @@ class Drainer:
             return Change(add=files, transactions={POSITION: end})
 
         def landed(change: Change) -> bool:
-            if drained_up_to(table) < end:
-                return False
-            # Another drainer may have come so far: what counts is the file, also when it was merged since.
-            paths = [file.path for file in change.add[:1]]
-            return set(table.actions()["path"].to_pylist()).issuperset(paths) or table.removed_since().issuperset(paths)
+            # Another drainer may have come so far: our files count too. A commit adds all, so one tells of the others.
+            return drained_up_to(table) >= end and all(has_held(table, file) for file in change.add[:1])
 
         table.compare_and_set(propose, landed)
         return True

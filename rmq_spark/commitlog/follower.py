@@ -196,6 +196,7 @@ class Follower:
             del self._known_whole[next(iter(self._known_whole))]
 
     def scan(self, half_ids: Sequence[str], before: int | None = None) -> pa.Table:
+        """The op rows of half batches, read from the table; with ``before`` those below this version."""
         where = pc.field("half_id").isin(list(half_ids))
         if before is not None:
             where &= pc.field("version") < before
@@ -266,6 +267,7 @@ class Follower:
             return True  # it is looked at again, alone, and reported
 
     def open_of(self, prepared: Mapping[str, Prepared]) -> list[str]:
+        """Those of ``prepared`` of which some rows are not settled."""
         net = settled_rows(self.followed.rows)
         opened = [half_id for half_id, p in prepared.items() if p.rows > net.get(half_id, 0)]
         sure = self.followed.below.keys() | self._known_whole.keys()

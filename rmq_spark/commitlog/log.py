@@ -196,9 +196,7 @@ class CommitLog(ProtocolSteps):
         """The progress of consumer groups; its table is made when it is first needed."""
         with self.lock:
             if self._groups is None:
-                table = self._groups_table()
-                table.lock, table.clock = self.lock, self.half.table.clock
-                self._groups = GroupStore(table)
+                self._groups = GroupStore(self._with_our_lock(self._groups_table()))
             return self._groups
 
     @property
@@ -206,9 +204,13 @@ class CommitLog(ProtocolSteps):
         """The table ``messages``: what is placed, for every reader of Delta."""
         with self.lock:
             if self._messages is None:
-                self._messages = self._messages_table()
-                self._messages.clock = self.half.table.clock
+                self._messages = self._with_our_lock(self._messages_table())
             return self._messages
+
+    def _with_our_lock(self, table: Table) -> Table:
+        """A table that is opened later than the others, under the lock and clock that all tables of a log share."""
+        table.lock, table.clock = self.lock, self.half.table.clock
+        return table
 
     def _messages_table(self) -> Table:
         return open_messages(self.path, self.storage_options or None)

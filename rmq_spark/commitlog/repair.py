@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog.half import HALF_SCHEMA, STATS_COLUMNS
 from rmq_spark.commitlog.op import Kind
 from rmq_spark.errors import CorruptLogError
-from rmq_spark.storage.table import Change, Table
+from rmq_spark.storage.table import Change, Table, has_held
 
 CONTENT = [name for name in HALF_SCHEMA.names if name not in ("born_timestamp", "store_timestamp")]
 """What two copies must share to be the same messages; the times are those of their staging."""
@@ -243,8 +243,7 @@ def _rewrite(half: Table, path: str, rows: pa.Table, lost: set[int]) -> bool:
         return change if path in _live(half) else None
 
     def landed(change: Change) -> bool:
-        (file,) = change.add
-        return file.path in _live(half) or file.path in half.removed_since()
+        return all(has_held(half, file) for file in change.add)
 
     return half.compare_and_set(propose, landed) is not None
 

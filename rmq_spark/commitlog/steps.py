@@ -66,6 +66,11 @@ class ProtocolSteps(ABC):
     def another(self) -> ProtocolSteps:
         """Another handle on this log, which has read nothing yet."""
 
+    @property
+    @abstractmethod
+    def messages_table(self) -> Table:
+        """The table ``messages``: what is placed, for every reader of Delta."""
+
     @abstractmethod
     def after_decision(self) -> None:
         """Upkeep, when it is time for it."""

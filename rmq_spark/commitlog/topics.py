@@ -10,7 +10,7 @@ import pyarrow as pa
 from rmq_spark.config import QUEUES_MAX, whole_number
 from rmq_spark.errors import TopicExistsError
 from rmq_spark.message import TIMESTAMP
-from rmq_spark.storage.table import Change, Table
+from rmq_spark.storage.table import Change, Table, has_held
 
 TOPICS_SCHEMA = pa.schema(
     [
@@ -87,9 +87,7 @@ class TopicStore:
 
         def landed(change: Change) -> bool:
             # A topic of this name may be another process's: what counts is the file, also when it was rewritten since.
-            (file,) = change.add
-            live = self.table.actions()["path"].to_pylist()
-            return file.path in live or file.path in self.table.removed_since()
+            return all(has_held(self.table, file) for file in change.add)
 
         self.table.compare_and_set(propose, landed)
 

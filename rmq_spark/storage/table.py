@@ -321,6 +321,11 @@ class _Staged:
         return [file for file in gone if file.content is None]
 
 
+def has_held(table: Table, file: DataFile) -> bool:
+    """Return True when a commit has added the file: it is in the table, or was there until it was rewritten."""
+    return file.path in table.actions()["path"].to_pylist() or file.path in table.removed_since()
+
+
 def actions_schema(table: str) -> pa.Schema:
     """Return the columns of :meth:`Table.actions` for a table of this name."""
     numbers = ("modification_time", "num_records", "size_bytes")

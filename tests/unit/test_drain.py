@@ -115,15 +115,20 @@ def test_a_backlog_is_drained_in_steps(log: CommitLog, monkeypatch: pytest.Monke
         assert rows.equals(rows.sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")]))
 
 
-def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A merge lost to a writer may leave files whose versions lie between each other's; each holds a part."""
-    monkeypatch.setattr(drain, "OP_ROWS_MAX", 2)
+def six_op_files(log: CommitLog) -> tuple[Table, list[str]]:
+    """Commit six half batches. Returns another handle on op, and its files, the oldest first."""
     log.upkeep = False
     for i in range(6):
         commit(log, prepare(log, i))
     table = another(log).op
     table.refresh()
-    paths = table.actions().sort_by("min.version")["path"].to_pylist()
+    return table, table.actions().sort_by("min.version")["path"].to_pylist()
+
+
+def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merge lost to a writer may leave files whose versions lie between each other's; each holds a part."""
+    monkeypatch.setattr(drain, "OP_ROWS_MAX", 2)
+    table, paths = six_op_files(log)
     for several in (paths[0::2], paths[1::2]):
         merged = table.write(table.read(several).sort_by("version"), "op", op_module.STATS_COLUMNS)
         change = Change(add=[merged], remove=several, data_change=False)
@@ -135,12 +140,8 @@ def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeyp
 def test_op_files_without_statistics_are_drained(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody's OPTIMIZE writes files of which the Delta log says nothing."""
     monkeypatch.setattr(drain, "OP_ROWS_MAX", 2)
-    log.upkeep = False
-    for i in range(6):
-        commit(log, prepare(log, i))
-    table = another(log).op
-    table.refresh()
-    several = table.actions().sort_by("min.version")["path"].to_pylist()[2:4]
+    table, paths = six_op_files(log)
+    several = paths[2:4]
     untold = table.write(table.read(several), "op", ())
     change = Change(add=[untold], remove=several, data_change=False)
     table.compare_and_set(lambda _: change, lambda _: True)

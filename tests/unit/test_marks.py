@@ -19,7 +19,7 @@ from rmq_spark.commitlog.op import BatchState, OpRow, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.errors import CorruptLogError, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
-from tests.clocks import set_clock
+from tests.clocks import Clock, set_clock
 from tests.half_batches import another, bodies, commit, make_log, merge_op_files, pending, prepare, roll_back
 
 PLAYS = settings.default.max_examples // 5
@@ -68,7 +68,7 @@ def require_whole(log: CommitLog, who: str) -> None:
 class Play:
     """Half batches of a plain topic and a FIFO topic, settled in any order, with marks and merges between."""
 
-    def __init__(self, seed: int, clock: object) -> None:
+    def __init__(self, seed: int, clock: Clock) -> None:
         self.chance = random.Random(seed)
         self.clock = clock
         self.log = InMemoryCommitLog(topics={"orders": 1})
@@ -97,7 +97,7 @@ class Play:
             columns: dict[str, object] = {"body": body, "sharding_key": [self.chance.choice("ab") for _ in body]}
             topic = "steps"
         else:
-            soon = datetime.now(timezone.utc) + timedelta(seconds=self.clock.ahead_s)  # type: ignore[attr-defined]
+            soon = datetime.now(timezone.utc) + timedelta(seconds=self.clock.ahead_s)
             dues = [soon + timedelta(seconds=s) if s else None for s in self.chance.choices((0, 0, 60, 3600), k=n)]
             columns, topic = {"body": body, "deliver_at": pa.array(dues, pa.timestamp("us", "UTC"))}, "orders"
         per = self.chance.choice(("batch", "message"))
@@ -139,7 +139,7 @@ class Play:
             self.log.lease(self.log.get(half_id), 60)
 
     def time_goes_by(self) -> None:
-        self.clock.ahead_s += self.chance.choice((30.0, 3600.0))  # type: ignore[attr-defined]
+        self.clock.ahead_s += self.chance.choice((30.0, 3600.0))
         self.log.place_due()
 
 
@@ -189,7 +189,6 @@ def test_what_stays_open_keeps_no_later_op_row_in_memory(
         assert cold.ledger.rows_kept == log.ledger.rows_kept == 1, "the mark itself"
         require_whole(cold, f"after mark {i}")
     clock.ahead_s += DAYS_S + 60
-    monkeypatch.setattr(log, "upkeep", False)
     end_it()
     assert not another(log).open_half_ids()
     cold = another(log)
