@@ -41,6 +41,16 @@ FROM_THE_FUTURE_AGE_S = 3600.0
 """Assumed age of a half batch whose times all lie in the future, because some clock was ahead. Nobody knows its age.
 With this age it is old enough to be checked and too young to be given up."""
 REPLAY_CHECK_TIMEOUT_S = 60.0
+MAINTENANCE_INTERVAL_S = 60.0
+GRACE_S = 600.0
+"""How long a half batch stays after its last op row, and its op rows after it has left."""
+GRACE_S_MIN = 60.0
+AUDIT_S = 7 * 24 * 3600.0
+"""How long messages stay that were rolled back."""
+IDEMPOTENCY_S = 7 * 24 * 3600.0
+"""How long the outcome of a half batch is kept after it left (Kafka: ``transactional.id.expiration.ms``)."""
+RETENTION_S_MIN = 3600.0
+"""Messages of a topic are kept for at least so long after their commit."""
 ORPHAN_AGE_S = 7 * 24 * 3600.0
 """vacuum removes staged files that are older and that no commit names. prepare refuses any older than half of it."""
 
@@ -60,6 +70,7 @@ DURATION_S_MAX = 100 * 365.25 * 86400.0
 """A century. Nobody means or waits for a longer duration."""
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
+_BYTES = re.compile(r"\s*(\d{1,19})\s*([bkmgt]?)b?\s*")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -116,6 +127,22 @@ def whole_number(value: object, name: str, minimum: int, maximum: int = INT64_MA
             f"{name}={_short(value)} is out of range: a whole number{of} from {minimum} to {maximum} is expected"
         )
     return value
+
+
+def byte_count(value: object, name: str) -> int:
+    """Return a number of bytes: an int, or a text such as ``500m`` or ``10g`` in Spark's units (of 1,024).
+
+    Raises
+    ------
+    OptionError
+        When it is neither, or less than 1.
+    """
+    match = _BYTES.fullmatch(value.lower()) if isinstance(value, str) else None
+    if match is not None:
+        value = int(match[1]) * 1024 ** "bkmgt".index(match[2] or "b")
+    elif isinstance(value, str):
+        raise OptionError(f"{name}={_short(value)} is not a number of bytes: write one such as '500m' or '10g'")
+    return whole_number(value, name, 1, of=" of bytes")
 
 
 def seconds(
@@ -229,6 +256,10 @@ class Options:
     def integer(self, name: str, minimum: int = 1) -> int | None:
         value = self._values.get(name)
         return None if value is None else parse_int(value, name, minimum)
+
+    def byte_count(self, name: str) -> int | None:
+        value = self._values.get(name)
+        return None if value is None else byte_count(value, name)
 
     def boolean(self, name: str, default: bool) -> bool:
         value = self._values.get(name)

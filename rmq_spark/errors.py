@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rmq_spark.redaction import redacted, shortened
 
 
@@ -127,6 +129,19 @@ class LostStagedFileError(TxmqError):
 # ---------------------------------------------------------------- what became of a transaction
 class HalfBatchNotFoundError(TxmqError, LookupError):
     """No half batch has this id."""
+
+
+class HalfBatchLeftError(HalfBatchNotFoundError):
+    """A half batch was settled and has left the table ``half``: its outcome is kept for a time, not its messages."""
+
+    def __init__(self, message: str, archived: Any = None) -> None:
+        super().__init__(message)
+        self.archived = archived
+        """The :class:`~rmq_spark.commitlog.archived.Archived` that is kept of it; None when that is gone, too."""
+
+
+class PendingLimitError(TxmqError):
+    """A producer group has so much pending that its own limit refuses more: does a checker run?"""
 
 
 class AlreadyPreparedError(TxmqError):

@@ -6,7 +6,6 @@ It runs the same code as a commit log on Delta tables. Only its tables are of an
 from __future__ import annotations
 
 import io
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import DataFile, RowRange, read_range, write_table
-from rmq_spark.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema, compare_and_set
+from rmq_spark.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema, bounds_of, compare_and_set
 
 __all__ = ["InMemoryCommitLog", "MemoryTable"]
 
@@ -211,14 +210,12 @@ class MemoryTable:
             removed = set(change.remove)
             files = {p: a for p, a in self._state.files.items() if p not in removed}
             for f in change.add:
-                stats = json.loads(f.stats)
                 files[f.path] = {
                     "path": f.path,
                     "modification_time": change.modification_time_ms or self.machine.time_ms(),
                     "num_records": f.rows,
                     "size_bytes": f.size_bytes,
-                    **{f"min.{k}": v for k, v in stats["minValues"].items()},
-                    **{f"max.{k}": v for k, v in stats["maxValues"].items()},
+                    **bounds_of(self.name, f.stats),
                 }
             transactions = {**self._state.transactions, **change.transactions}
             self._versions.removed.update(dict.fromkeys(change.remove, self.machine.time()))

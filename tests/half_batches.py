@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
-from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog import maintenance, marking, pruning, upkeep
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.ledger import Placed
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.rows import RowSet
+from rmq_spark.commitlog.upkeep import MaintenanceReport
 from rmq_spark.storage.table import Change
 from rmq_spark.testing import InMemoryCommitLog
 
@@ -127,3 +131,36 @@ def check_offsets(log: CommitLog, topic: str = "orders") -> None:
     log.ledger.refresh()
     tails = {q: n for (t, q), n in log.ledger.tails.items() if t == topic}
     assert tails == {q: len(offsets) for q, offsets in by_queue.items()}
+
+
+def send(log: CommitLog, key: str, rows: int = 5, per: str = "batch", names: str | None = None) -> HalfRecord:
+    """Prepare what a producer sends under an idempotency key: an application of one half batch."""
+    header = replace(header_of(0, key, per), numbered=False)
+    writer = HalfWriter(header, log.topics(), "orders", None, log.fifo_topics())
+    table = pa.table({"body": [f"{names or key}.{i}" for i in range(rows)]})
+    return log.prepare(header, log.stage(writer, table.to_batches()))
+
+
+def let_leave(
+    log: CommitLog, reader_s: float = 0, audit_s: float = 0, idempotency_s: float = 1e9, dry_run: bool = False
+) -> MaintenanceReport:
+    """Upkeep by another process, with graces that are over at once."""
+    own = another(log)
+    tables = [own.half.table, own.op, own.messages_table]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pruning, "PRUNED_SHARE_MIN", 0)
+        patch.setattr(marking, "ROWS_LET_GO_MIN", 1)
+        return upkeep.maintain(own, tables, Graces(reader_s, audit_s, idempotency_s), dry_run)
+
+
+def in_half(log: CommitLog) -> set[str]:
+    """The half batches that the table half still has."""
+    return set(another(log).half.counted()["half_id"].to_pylist())
+
+
+def op_kinds(log: CommitLog, half_id: str) -> list[str]:
+    """The kinds of the op rows of a half batch, in version order."""
+    op = another(log).op
+    op.refresh()
+    rows = op.read(op.actions()["path"].to_pylist(), None, pc.field("half_id") == half_id).sort_by("version")
+    return [str(kind) for kind in rows["kind"].to_pylist()]

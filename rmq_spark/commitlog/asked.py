@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,7 +14,7 @@ from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import BatchState
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.config import CLOCK_SKEW_S_MAX, FROM_THE_FUTURE_AGE_S
-from rmq_spark.storage.location import is_uri
+from rmq_spark.storage.location import spark_path
 from rmq_spark.storage.table import DeltaLogTable
 from rmq_spark.transaction import KEY, HalfBatch, LocalTransactionState
 
@@ -89,8 +88,7 @@ class _LogRows:
         files = sorted({self._record.files[n].path for n in self._rows})
         if not isinstance(table, DeltaLogTable):
             return spark.createDataFrame(self.read(HALF_SCHEMA.names))
-        # Spark takes a path as it is, where a URI has percent escapes.
-        root = unquote(f"{self._log.path}/half") if is_uri(self._log.path) else table.folder
+        root = spark_path(self._log.path, table.name)
         frame = spark.read.parquet(*[f"{root}/{p}" for p in files]).where(F.col("half_id") == self._record.half_id)
         if self._rows.count < self._record.rows:
             ranges = [(n, a, b) for n, file_ranges in self._rows.ranges() for a, b in file_ranges]

@@ -21,8 +21,14 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.messages import MESSAGES_SCHEMA, NAME, POSITION, STATS_COLUMNS, drained_up_to
-from rmq_spark.commitlog.op import NO_OPS
+from rmq_spark.commitlog.messages import (
+    MESSAGES_SCHEMA,
+    drained_up_to,
+    transactions_of,
+    wait_until_drained,
+    write_messages,
+)
+from rmq_spark.commitlog.op import NO_OPS, PRUNED_PLACED, pruned_up_to
 from rmq_spark.commitlog.placements import placed_range
 from rmq_spark.commitlog.reading import STORED_COLUMNS, by_file, messages_of, rows_of
 from rmq_spark.errors import CorruptLogError
@@ -38,7 +44,6 @@ STEP_MESSAGES_MAX = 4_000_000
 """So many messages go into one commit, unless one version of ``op`` alone has more."""
 FILE_BYTES_MAX = 96 * 1024 * 1024
 """Messages that are collected before a file is written: its size in memory. On disk it is a fraction of this."""
-ROW_GROUP_ROWS = 65_536
 VERSIONS_SKIPPED_MAX = 1_000
 """So many versions of ``op`` may place nothing before a commit says that they are done."""
 
@@ -76,7 +81,15 @@ class Drainer:
         self._log = log
 
     def run(self) -> int:
-        """Drain all that is placed by now, step by step; returns the version of ``op`` that is reached."""
+        """Drain all that is placed by now, step by step; returns the version of ``op`` that is reached.
+
+        Raises
+        ------
+        CorruptLogError
+            When the table is not what ``op`` says: somebody else wrote to it, or one of the two is an older copy.
+        """
+        if odd := self._log.drained.odd_rows():
+            raise CorruptLogError(odd)
         until = self._log.refresh()
         while True:
             table = self._log.messages_table
@@ -90,6 +103,9 @@ class Drainer:
                         "the store answers with an older list (drain again), or op was set back (restore it from a "
                         "copy)"
                     )
+            if position < pruned_up_to(self._log.op, PRUNED_PLACED):
+                wait_until_drained(table, pruned_up_to(self._log.op, PRUNED_PLACED), "op was pruned")
+                continue
             if position >= until or not self._step(table, position, until):
                 return max(position, until)
 
@@ -103,7 +119,7 @@ class Drainer:
         def propose(version: int) -> Change | None:
             if not _is_next(table, position):  # another drainer was faster
                 return None
-            return Change(add=files, transactions={POSITION: end})
+            return Change(add=files, transactions=transactions_of(end, rows))
 
         def landed(change: Change) -> bool:
             # Another drainer may have come so far: our files count too. A commit adds all, so one tells of the others.
@@ -155,10 +171,10 @@ class Drainer:
             collected.setdefault(messages["topic"][0].as_py(), _Collected()).add(messages)
             if sum(c.size for c in collected.values()) >= FILE_BYTES_MAX:
                 largest = max(collected.values(), key=lambda c: c.size)
-                yield self._file(table, largest.take())
+                yield write_messages(table, largest.take())
         for left in collected.values():
             if left.parts:
-                yield self._file(table, left.take())
+                yield write_messages(table, left.take())
 
     def _messages(self, rows: pa.Table) -> Iterator[pa.Table]:
         """The messages that these op rows place: in each table those of one queue, which follow each other."""
@@ -167,9 +183,6 @@ class Drainer:
         for together in by_file(ranges):
             read = self._log.half.read_range(rows_of(together), STORED_COLUMNS)
             yield from messages_of(together, read, MESSAGES_SCHEMA.names)
-
-    def _file(self, table: Table, messages: pa.Table) -> DataFile:
-        return table.write(messages, NAME, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS, keep_content=False)
 
 
 def _is_next(table: Table, position: int) -> bool:

@@ -50,6 +50,8 @@ class Followed:
         Hash of the names of rewritten files below ``low_water``, as of when the mark was made.
     conflicts : frozenset of str
         Half batches in conflict that no person has resolved yet.
+    firsts : mapping of (topic, queue_id) to int
+        The first offset that is kept, of queues of which messages have expired.
     """
 
     version: int = -1
@@ -64,6 +66,7 @@ class Followed:
     below: Mapping[str, OpenBelow] = field(default_factory=dict)
     reopened_ms: int = 0
     marked_at: int = -1
+    firsts: Tails = field(default_factory=dict)
 
     @classmethod
     def from_mark(cls, rows: pa.Table) -> Followed:
@@ -79,7 +82,10 @@ class Followed:
         below = _below(mark)
         waiting = {half_id: b.waiting for half_id, b in below.items() if b.waiting}
         reopened_ms = mark["reopened_ms"] or 0
-        return cls(version=since - 1, since=since, tails=tails, waiting=waiting, below=below, reopened_ms=reopened_ms)
+        return cls(
+            version=since - 1, since=since, tails=tails, waiting=waiting, below=below, reopened_ms=reopened_ms,
+            firsts=_firsts(mark),
+        )  # fmt: skip
 
     def after(self, rows: pa.Table, version: int) -> Followed:
         """What the op rows up to ``version`` say. ``rows`` are the new ones, in version order.
@@ -103,11 +109,12 @@ class Followed:
             kept = kept.filter(pc.greater_equal(kept["version"], since))
         if kept["version"].num_chunks > CHUNKS_MAX:
             kept = kept.combine_chunks()
+        tails = _moved(self.tails, rows.filter(pc.is_valid(rows["next_offset"])))
         return Followed(
             version,
             kept,
             since,
-            _moved(self.tails, rows.filter(pc.is_valid(rows["next_offset"]))),
+            tails,
             still_waiting(self.waiting, rows),
             max(self.last_time, pc.max(rows["op_time"]).as_py()),
             low_water,
@@ -116,7 +123,14 @@ class Followed:
             below,
             max(self.reopened_ms, _last_reopened_ms(rows)),
             marked_at,
+            _expired(self.firsts, rows, tails),
         )
+
+    def is_behind_mark(self, rows: pa.Table) -> bool:
+        """True when a mark among these new op rows lets go some of them: they may have been pruned before they were
+        read."""
+        newest = pc.max(rows.filter(_is_mark(rows))["since_version"]).as_py()
+        return newest is not None and newest > self.version + 1
 
     def reopened_rows(self, before: int | None = None) -> dict[str, int]:
         """By half id: rows that were reopened since the newest mark, less those that were settled (negative numbers are
@@ -199,6 +213,36 @@ def _still_in_conflict(conflicts: frozenset[str], rows: pa.Table) -> frozenset[s
 def _last_reopened_ms(rows: pa.Table) -> int:
     newest = pc.max(rows.filter(of_kind(rows, Kind.REOPEN))["op_time"]).as_py()
     return 0 if newest is None else int(newest.timestamp() * 1000)
+
+
+def _expired(firsts: Tails, rows: pa.Table, tails: Tails) -> Tails:
+    """The first offsets that are kept, after these op rows.
+
+    Raises
+    ------
+    CorruptLogError
+        When messages are to have expired that never were.
+    """
+    expired = rows.filter(of_kind(rows, Kind.EXPIRE)).select(["firsts"]).to_pylist()
+    found = dict(firsts)
+    for row in expired:
+        for queue, first in _firsts(row).items():
+            found[queue] = max(first, found.get(queue, 0))
+            if first > tails.get(queue, 0):
+                raise CorruptLogError(
+                    f"table op lets queue {queue[1]} of topic {queue[0]!r} begin at offset {first}, and it ends at "
+                    f"{tails.get(queue, 0)}: it was changed by hand"
+                )
+    return found if expired else firsts
+
+
+def _firsts(row: Mapping[str, Any]) -> dict[tuple[str, int], int]:
+    said = row["firsts"] or ()
+    if any(None in first.values() or first["first_offset"] < 0 for first in said):
+        raise CorruptLogError(
+            f"table op has a row with first offsets that cannot be: {said[:3]}; it was changed by hand"
+        )
+    return {(f["topic"], f["queue_id"]): f["first_offset"] for f in said}
 
 
 def _below(mark: Mapping[str, Any]) -> dict[str, OpenBelow]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.follow import Followed, Tails, Waiting, of_kind, settled_rows
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Prepared
 from rmq_spark.commitlog.keyed import Open
-from rmq_spark.commitlog.op import NO_OPS, BatchState, Kind, OpRow
+from rmq_spark.commitlog.op import NO_OPS, SETTLING, BatchState, Kind, OpRow, pruned_up_to
+from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 from rmq_spark.storage.table import Table
 
 HALF_IDS_KEPT = 10_000
+DECIDING = frozenset(kind.value for kind in (*SETTLING, Kind.REOPEN))
+"""Kinds of op rows that say how a half batch stands; a lease or a counted check does not."""
 OPEN_ROWS_KEPT = 1_000_000
 """Rows of open half batches whose states are kept in memory, at four bytes each."""
 
@@ -54,6 +59,10 @@ class Follower:
         if before.version < 0:
             before = self._start()
         rows = self._read_between(before.version + 1, version)
+        if before.is_behind_mark(rows) and before.version < pruned_up_to(self.table):
+            self._open.clear()
+            before = self._start()
+            rows = self._read_between(before.version + 1, version)
         after = before.after(rows, version)
         # An exception (an interrupt, a full memory) may end us at any line: each leaves what is true.
         for half_id in pc.unique(rows["half_id"]).to_pylist():
@@ -77,6 +86,8 @@ class Follower:
         actions = self.table.actions()
         marked = pc.max(actions["max.low_water"]).as_py() if actions.num_rows else None
         if marked is None:
+            if pruned_up_to(self.table) >= 0:
+                raise CorruptLogError("table op has lost its newest mark: restore the table from a copy")
             return Followed()
         self._known_whole.clear()  # what was expected before may have been decided, and passed by the mark
         paths = actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist()
@@ -122,6 +133,11 @@ class Follower:
     def tails(self) -> Tails:
         """The next offset of every queue that has messages."""
         return self.followed.tails
+
+    @property
+    def firsts(self) -> Tails:
+        """The first offset that is kept, of every queue of which messages have expired."""
+        return self.followed.firsts
 
     @property
     def waiting(self) -> Waiting:
@@ -212,10 +228,63 @@ class Follower:
         with self.table.lock:
             if refresh:
                 self.refresh()
+            rows = self.rows_of(record).to_pylist()
+            self._require_there(record, rows)
             state = record.fresh_state()
-            for row in self.rows_of(record).to_pylist():
+            for row in rows:
                 state.fold(OpRow.of(row))
             return state
+
+    def _require_there(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raise HalfBatchLeftError for a half batch that has left ``half``, whose op rows may be gone, too: it would
+        look pending, and its messages would be placed twice."""
+        for row in rows:
+            if row["kind"] == Kind.ARCHIVED.value and (kept := Archived.of(row)).staged_ms == record.staged_ms:
+                raise kept.left_error()
+        if self.is_gone(record) or self._was_settled(record, rows):
+            raise HalfBatchLeftError(
+                f"half batch {record.half_id!r} left table half long ago, and nothing is kept of its outcome: this "
+                "process slept meanwhile, or table half was set back to an older copy. Read what was committed from "
+                "the table messages"
+            )
+
+    def is_gone(self, record: HalfRecord) -> bool:
+        """Whether a half batch has left ``half``. Nothing leaves above the mark."""
+        return record.prepared_ms <= self.followed.low_water and not self._half.holds(record)
+
+    def _was_settled(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a half batch was settled although none of its op rows says how. The mark has passed it then and does
+        not name it."""
+        followed = self.followed
+        if record.prepared_ms > followed.low_water or record.half_id in followed.below:
+            return False
+        told = any(row["kind"] in DECIDING for row in rows)
+        return not told and not self._half.may_be_above(record.half_id, followed.low_water)
+
+    def archived(self, half_id: str) -> Archived | None:
+        """What is kept of a half batch that has left, or is about to; None for any other."""
+        with self.table.lock:
+            self.refresh()
+            rows = self.table.read(self.archive_paths(), None, pc.field("half_id") == half_id)
+            found = rows.filter(of_kind(rows, Kind.ARCHIVED)).to_pylist()
+            return Archived.of(found[-1]) if found else None
+
+    def commit_ids_at(self, version: int) -> list[str]:
+        """The ids of the commits that wrote the op rows of a version: one, or none when it has no rows."""
+        rows = self.followed.rows
+        if not self.followed.since <= version <= self.followed.version:
+            actions = self.table.actions()
+            may_hold = pc.and_(
+                pc.fill_null(pc.less_equal(actions["min.version"], version), True),
+                pc.fill_null(pc.greater_equal(actions["max.version"], version), True),
+            )
+            rows = self.table.read(actions.filter(may_hold)["path"].to_pylist(), ["version", "commit_id"])
+        return [str(c) for c in pc.unique(rows.filter(pc.equal(rows["version"], version))["commit_id"]).to_pylist()]
+
+    def archive_paths(self) -> list[str]:
+        """The files of ``op`` that have ``archived`` rows."""
+        actions = self.table.actions()
+        return [str(path) for path in actions.filter(pc.is_valid(actions["max.prepared_ms"]))["path"].to_pylist()]
 
     def open_batch(self, half_id: str) -> Open:
         """A half batch and what op says of it as it was last read. The same object until op says something new; it must

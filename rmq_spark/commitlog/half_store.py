@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.half import HALF_SCHEMA, HEADER_COLUMNS, HalfFile, HalfHeader, Segment, half_id_of
 from rmq_spark.commitlog.op import BatchState, FileState
 from rmq_spark.commitlog.rows import RowSet
@@ -27,7 +28,7 @@ from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import RowRange, require_path
 from rmq_spark.storage.moved import HalfFiles
 from rmq_spark.storage.seal import require_count
-from rmq_spark.storage.table import Change, Table
+from rmq_spark.storage.table import Change, Table, is_ours
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class HalfRecord:
     """As ``prepared_ms``, but for rows that somebody rewrote, which have a new one: then the time of their staging."""
     staged_ms: int
     """When its newest row was staged, by the clock of the machine that did it."""
+    left: Archived | None = None
+    """What is kept of it when it has left the table; then it has no files."""
 
     @property
     def half_id(self) -> str:
@@ -77,6 +80,12 @@ class HalfRecord:
     def delayed(self) -> bool:
         """True when some messages have a time before which they must not appear."""
         return any(f.delayed for f in self.files.values())
+
+    @classmethod
+    def of_archived(cls, kept: Archived) -> HalfRecord:
+        """The record of a half batch that has left."""
+        header = HalfHeader(**{name: getattr(kept, name) for name in HEADER_COLUMNS})
+        return cls(header, kept.prepared_ms, {}, kept.prepared_ms, kept.staged_ms, kept)
 
     def fresh_state(self) -> BatchState:
         """The state before any op marker: every row pending under attempt 1."""
@@ -125,16 +134,23 @@ class HalfStore:
         self._files = HalfFiles(lambda *asked: self.table.read_range(*asked), self._locate_now)
 
     def prepare(
-        self, header: HalfHeader, files: Sequence[HalfFile], after_ms: Callable[[], int] = lambda: 0
+        self,
+        header: HalfHeader,
+        files: Sequence[HalfFile],
+        after_ms: Callable[[], int] = lambda: 0,
+        has_left: Callable[[str], bool] = lambda half_id: False,
     ) -> HalfRecord:
         """Commit the staged files of a half batch: see :meth:`prepare_many`. What would let it drop out is raised."""
-        (prepared,) = self.prepare_many([Staged(header, files)], after_ms)
+        (prepared,) = self.prepare_many([Staged(header, files)], after_ms, has_left)
         if isinstance(prepared, HalfRecord):
             return prepared
         raise prepared
 
     def prepare_many(
-        self, staged: Sequence[Staged], after_ms: Callable[[], int] = lambda: 0
+        self,
+        staged: Sequence[Staged],
+        after_ms: Callable[[], int] = lambda: 0,
+        has_left: Callable[[str], bool] = lambda half_id: False,
     ) -> list[HalfRecord | PrepareError]:
         """Commit the staged files of half batches, at once: from here on they exist, and nobody sees them.
 
@@ -145,6 +161,9 @@ class HalfStore:
         after_ms : callable
             Returns the time after which they must be prepared: not below the low-water mark, where no open half batch
             is looked for. The newest file may have an earlier time, when a clock that is behind rewrote it.
+        has_left : callable
+            Takes a half id and returns True when such a half batch was here and has left. It is called with the table
+            refreshed.
 
         Returns
         -------
@@ -173,7 +192,7 @@ class HalfStore:
         def propose(version: int) -> Change | None:
             refused.clear()
             for batch in staged:
-                if (problem := self._refusal(batch)) is not None:
+                if (problem := self._refusal(batch, has_left)) is not None:
                     refused[batch.header.half_id] = problem
             chosen = [batch for batch in staged if batch.header.half_id not in refused]
             if not chosen:
@@ -194,10 +213,12 @@ class HalfStore:
         # time too late, op rows below the low-water mark would be missed.
         return [refused.get(b.header.half_id) or self._record(b, min(tried_ms)) for b in staged]
 
-    def _refusal(self, batch: Staged) -> PrepareError | None:
+    def _refusal(self, batch: Staged, has_left: Callable[[str], bool]) -> PrepareError | None:
         """Why a half batch cannot be prepared, as the table is now."""
         header = batch.header
         last = self.table.transaction_version(header.app_id) if header.numbered else self._batch_id_in_log(header)
+        if last is None and not (header.numbered or header.made_up) and has_left(header.half_id):
+            last = header.batch_id
         if last is not None and last >= header.batch_id:
             return AlreadyPreparedError(
                 f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: batch {last} is in the log"
@@ -222,6 +243,32 @@ class HalfStore:
         mine = pc.is_in(actions["path"], value_set=pa.array([f.data.path for f in files], pa.string()))
         landed_ms: int | None = pc.max(actions["modification_time"].filter(mine)).as_py()
         return staged_ms if landed_ms is None else landed_ms
+
+    def bytes_of(self, record: HalfRecord) -> int:
+        """The bytes of a half batch's files, as the table is now; of a file with other half batches too, its share."""
+        actions = self.table.actions()
+        rows = {file.path: 0 for file in record.files.values()}
+        for file in record.files.values():
+            rows[file.path] += file.rows
+        mine = actions.filter(pc.is_in(actions["path"], value_set=pa.array(rows, pa.string())))
+        return sum(f["size_bytes"] * rows[f["path"]] // max(f["num_records"] or 1, 1) for f in mine.to_pylist())
+
+    def holds(self, record: HalfRecord) -> bool:
+        """Whether this very half batch is in the table. When it has left and is forgotten, another one may have its
+        name: it was staged at another time."""
+        self.table.refresh()
+        paths = pa.array({file.path for file in record.files.values()}, pa.string())
+        if pc.sum(pc.is_in(self.table.actions()["path"], value_set=paths)).as_py() == len(paths):
+            return True
+        found = self._find(record.half_id)
+        return found is not None and (found.staged_ms, found.rows) == (record.staged_ms, record.rows)
+
+    def may_be_above(self, half_id: str, ms: int) -> bool:
+        """Whether a half batch in the table may have been prepared after a time: a file says so, or somebody rewrote
+        one, perhaps by a clock that is behind. It does not refresh."""
+        files = self._candidates(half_id)
+        later = pc.or_(pc.greater(files["modification_time"], ms), pc.invert(self._ours(files)))
+        return bool(pc.any(later).as_py())
 
     def newest_ms(self) -> int:
         """When the newest file was prepared (or rewritten, by somebody's clock)."""
@@ -292,7 +339,7 @@ class HalfStore:
                 header = HalfHeader(**{c: rows[c][0].as_py() for c in HEADER_COLUMNS})
             found = _stored_files(action["path"], rows)
             # A file of which the Delta log says no count is another writer's, or the log is damaged: look closer.
-            as_sent = len(found) == 1 and rows.num_rows == action["num_records"] and self._is_ours(action["path"])
+            as_sent = len(found) == 1 and rows.num_rows == action["num_records"] and is_ours(self.table, action["path"])
             file_staged_ms = int(pc.max(rows["store_timestamp"]).as_py().timestamp() * 1000)
             staged_ms = max(staged_ms, file_staged_ms)
             prepared_ms = max(prepared_ms, action["modification_time"])
@@ -346,16 +393,23 @@ class HalfStore:
     def _ours(self, actions: pa.Table) -> pa.ChunkedArray:
         return pc.starts_with(actions["path"], f"{self.table.name}-")
 
-    def _is_ours(self, path: str) -> bool:
-        return path.startswith(f"{self.table.name}-")
-
     def prepared_after(self, low_water_ms: int) -> dict[str, Prepared]:
         """Half batches in files that were prepared or rewritten after a time, by half id."""
         self.table.refresh()
         actions = self.table.actions()
         actions = actions.filter(pc.greater(actions["modification_time"], low_water_ms))
-        if actions.num_rows == 0:
-            return {}
+        sums = self._counted(actions)
+        columns = [sums[name].to_pylist() for name in ("half_id", "ms_max", "ms_min", "rows_sum", "rewritten_any")]
+        return {half_id: Prepared(*values) for half_id, *values in zip(*columns, strict=True)}
+
+    def counted(self) -> pa.Table:
+        """All half batches of the table: ``half_id, ms, rows``. The time is that of the newest file."""
+        self.table.refresh()
+        sums = self._counted(self.table.actions())
+        return pa.table({"half_id": sums["half_id"], "ms": sums["ms_max"], "rows": sums["rows_sum"]})
+
+    def _counted(self, actions: pa.Table) -> pa.Table:
+        """The half batches in some files: ``half_id, ms_max, ms_min, rows_sum, rewritten_any``."""
         low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
         whole = pc.and_(pc.fill_null(pc.equal(low, high), False), pc.is_valid(actions["num_records"]))
         counted = pa.table({
@@ -370,11 +424,36 @@ class HalfStore:
             yes = pa.repeat(pa.scalar(True), len(ids))
             part = pa.table({"half_id": ids, "ms": ms, "rows": ones, "rewritten": yes})
             counted = pa.concat_tables([counted, part])
-        sums = counted.group_by("half_id", use_threads=False).aggregate(
+        return counted.group_by("half_id", use_threads=False).aggregate(
             [("ms", "max"), ("ms", "min"), ("rows", "sum"), ("rewritten", "any")]
         )
-        columns = [sums[name].to_pylist() for name in ("half_id", "ms_max", "ms_min", "rows_sum", "rewritten_any")]
-        return {half_id: Prepared(*values) for half_id, *values in zip(*columns, strict=True)}
+
+    def paths_of(self, half_ids: Collection[str]) -> list[tuple[str, int]]:
+        """The files that have rows of some half batches, and how many rows each has. It does not refresh."""
+        actions = self.table.actions()
+        one, low = _of_one(actions)
+        wanted = pc.is_in(low, value_set=pa.array(sorted(half_ids), pa.string()))
+        needed = actions.filter(pc.or_(pc.invert(one), wanted))
+        rows = pc.fill_null(needed["num_records"], 0).to_pylist()
+        return list(zip(needed["path"].to_pylist(), rows, strict=True))
+
+    def files_of_only(self, half_ids: pa.Array) -> list[str]:
+        """The files in which these half batches lie whole, and no other. One that somebody's rewrite has put together
+        with another half batch is left out, with all its files. It does not refresh."""
+        actions = self.table.actions()
+        one, low = _of_one(actions)
+        mixed = {
+            path: pc.unique(self.table.read([path], ["half_id"])["half_id"])
+            for path in actions.filter(pc.invert(one))["path"].to_pylist()
+        }
+        while True:
+            stay = [path for path, ids in mixed.items() if not pc.all(pc.is_in(ids, value_set=half_ids)).as_py()]
+            if not stay:
+                break
+            held = pa.concat_arrays([mixed.pop(path) for path in stay])
+            half_ids = half_ids.filter(pc.invert(pc.is_in(half_ids, value_set=held)))
+        found = actions.filter(pc.and_(one, pc.is_in(low, value_set=half_ids)))["path"].to_pylist()
+        return [str(path) for path in [*found, *mixed]]
 
     # ------------------------------------------------------------------ rows
     def read(self, record: HalfRecord, rows: RowSet, columns: Sequence[str]) -> pa.Table:
@@ -406,6 +485,12 @@ def _require_staged(header: HalfHeader, files: Sequence[HalfFile]) -> None:
         raise MessageError(
             f"file {twice} of half batch {header.half_id!r} was staged twice: give each partition a number of its own"
         )
+
+
+def _of_one(actions: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
+    """Which files have rows of one half batch alone, as far as the Delta log says, and of which."""
+    low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
+    return pc.fill_null(pc.equal(low, high), False), low
 
 
 def _require_each_once(staged: Sequence[Staged]) -> None:

@@ -20,7 +20,7 @@ from rmq_spark.commitlog.placing import EPOCH, Piece, Placer
 from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, ranges_count, runs
 from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.config import ATTEMPTS_MAX
-from rmq_spark.errors import StaleAttemptError, VerdictConflictError
+from rmq_spark.errors import HalfBatchLeftError, StaleAttemptError, VerdictConflictError
 from rmq_spark.storage.table import Change, Table
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 
@@ -114,8 +114,8 @@ class Ledger(Follower):
         -------
         list of Decided
             For each decision. VerdictConflictError: the opposite verdict is final; a ``conflict`` row is left behind.
-            StaleAttemptError: rows are under another attempt, or quarantined, or have too few checks. A decision that
-            drops out does not stop the others.
+            StaleAttemptError: rows are under another attempt, or quarantined, or have too few checks, or left long ago.
+            A decision that drops out does not stop the others.
 
         Raises
         ------
@@ -138,8 +138,8 @@ class Ledger(Follower):
             opened: list[Open] = []
             rows: list[OpRow] = []
             for decision in decisions:
-                state = self.state_of(decision.record, refresh=False)
                 try:
+                    state = self.state_of(decision.record, refresh=False)
                     rows += self._decided_rows(decision, state)
                     opened.append(Open(decision.record, state))
                 except VerdictConflictError as problem:
@@ -147,6 +147,9 @@ class Ledger(Follower):
                     late.append((decision, problem, _against(state, decision, LocalTransactionState(problem.verdict))))
                 except StaleAttemptError as problem:
                     problems[decision.record.half_id] = problem
+                except HalfBatchLeftError as left:
+                    if (found := _after_leaving(decision, left)) is not None:
+                        problems[decision.record.half_id] = found
             return self._with_places(opened, rows) + self._conflict_rows(late)
 
         placed = _placed(self.append(build))
@@ -322,8 +325,12 @@ class Ledger(Follower):
     def lease(self, records: Sequence[HalfRecord], seconds: float) -> datetime:
         """Keep checkers away from half batches whose local transactions are running; returns until when."""
         until = self.machine.now() + timedelta(seconds=seconds)
-        rows = [OpRow(Kind.LEASE, record.half_id, decided_by=Who.EXECUTE, until=until) for record in records]
-        self.append(lambda: rows)
+
+        def build() -> list[OpRow]:
+            here = [record for record in records if not self.is_gone(record)]
+            return [OpRow(Kind.LEASE, record.half_id, decided_by=Who.EXECUTE, until=until) for record in here]
+
+        self.append(build)
         return until
 
     def overrule(self, record: HalfRecord, verdict: LocalTransactionState, reason: str) -> list[Placed]:
@@ -481,6 +488,21 @@ def _too_late(state: BatchState, against: RowSet, attempt: int, verdict: LocalTr
         "Find out which is true, then log.resolve(half_id, verdict, reason=…)",
         verdict=str(verdict),
     )
+
+
+def _after_leaving(decision: Decision, left: HalfBatchLeftError) -> DecisionError | None:
+    """What a decision means on a half batch that has left: nothing when it comes again, else it is too late."""
+    kept = left.archived
+    if kept is None:
+        return StaleAttemptError(str(left))
+    if decision.attempt != kept.attempt:
+        return StaleAttemptError(f"a verdict under attempt {decision.attempt} comes too late: {left}")
+    if kept.agrees(decision.commit.count, decision.rollback.count):
+        if kept.committed and kept.not_committed:  # it is not kept which messages had which verdict
+            return StaleAttemptError(f"nobody can tell any more whether these verdicts are those that count: {left}")
+        return None
+    verdict = COMMIT_MESSAGE if decision.commit.count > kept.committed else ROLLBACK_MESSAGE
+    return VerdictConflictError(f"{verdict} comes too late: {left}", verdict=str(verdict))
 
 
 def _undecided(state: BatchState, rows: RowSet, attempt: int, verdict: LocalTransactionState) -> RowSet:

@@ -9,13 +9,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark.commitlog import maintenance, overview
+from rmq_spark.commitlog import maintenance, overview, upkeep
 from rmq_spark.commitlog import repair as repair_module
 from rmq_spark.commitlog.asked import half_batch_of
 from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.group_store import GroupStore
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.incoming import require_known_topic
+from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.ledger import Placed
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.opening import (
@@ -31,10 +32,18 @@ from rmq_spark.commitlog.reading import read_messages
 from rmq_spark.commitlog.repair import RepairReport
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.steps import ProtocolSteps
-from rmq_spark.config import ORPHAN_AGE_S, QUEUES_DEFAULT, QUEUES_MAX, parse_duration, whole_number
-from rmq_spark.errors import CommitLogExistsError, OptionError
+from rmq_spark.commitlog.upkeep import MaintenanceReport
+from rmq_spark.config import (
+    ORPHAN_AGE_S,
+    QUEUES_DEFAULT,
+    QUEUES_MAX,
+    RETENTION_S_MIN,
+    parse_duration,
+    whole_number,
+)
+from rmq_spark.errors import CommitLogExistsError, NotACommitLogError, OptionError
 from rmq_spark.message import require_topic_name
-from rmq_spark.redaction import remember
+from rmq_spark.redaction import redacted, remember
 from rmq_spark.storage.location import location
 from rmq_spark.storage.stores import reaching, require_put_if_absent, require_storage_options
 from rmq_spark.storage.table import DeltaLogTable, Table
@@ -143,7 +152,14 @@ class CommitLog(ProtocolSteps):
             return upgrade_tables(where, storage_options)
 
     # ------------------------------------------------------------------ topics
-    def create_topic(self, name: str, queues: int | None = None, fifo: bool = False, exist_ok: bool = False) -> None:
+    def create_topic(
+        self,
+        name: str,
+        queues: int | None = None,
+        fifo: bool = False,
+        exist_ok: bool = False,
+        retention: str | None = None,
+    ) -> None:
         """Add a topic.
 
         Parameters
@@ -155,7 +171,10 @@ class CommitLog(ProtocolSteps):
             A FIFO topic: messages of one sharding key appear in the order in which they were sent, also when an
             earlier one is settled by a check. Every message needs a sharding key, and none may be delayed.
         exist_ok : bool
-            Leave a topic as it is that is there already.
+            Leave a topic as it is that is there already, with its retention.
+        retention : str, optional
+            How long messages are kept after their commit, such as ``"7d"``: at least an hour, for ever when not given.
+            Upkeep (:meth:`maintain`) lets older ones expire. See :meth:`set_retention`.
 
         Raises
         ------
@@ -163,9 +182,32 @@ class CommitLog(ProtocolSteps):
             When the name breaks RocketMQ's rules.
         TopicExistsError
             When it is there already, unless ``exist_ok`` and of the same kind.
+        OptionError
+            When the retention is no duration, or too short.
         """
         require_topic_name(name)
-        self.topic_store.create(name, queues, fifo, exist_ok)
+        self.topic_store.create(name, queues, fifo, exist_ok, _retention_s(retention))
+
+    def set_retention(self, name: str, retention: str | None) -> None:
+        """Change how long messages of a topic are kept after their commit (RocketMQ: ``fileReservedTime``).
+
+        Parameters
+        ----------
+        name : str
+        retention : str or None
+            Such as ``"7d"``, at least an hour; None keeps them for ever.
+
+        Raises
+        ------
+        TopicNotFoundError, OptionError
+        """
+        retention_s = _retention_s(retention)
+        self.require_topic(name)
+        self.topic_store.set_retention(name, retention_s)
+
+    def retentions(self) -> dict[str, float | None]:
+        """Topics and for how many seconds their messages are kept (None: for ever)."""
+        return {name: topic.retention_s for name, topic in self.topic_store.all().items()}
 
     def create_own_topic(self, name: str) -> None:
         """Add a topic of retries or dead letters, with one queue as in RocketMQ; one that is there is left as it is."""
@@ -305,7 +347,7 @@ class CommitLog(ProtocolSteps):
         ----------
         topic : str
         start : mapping of int to int, optional
-            First offset of each queue (a queue that is not named: from 0).
+            First offset of each queue (one that is not named: from the first that is kept).
         limit : int, optional
             At most so many messages, from the lowest queues first; with a filter, so many of those that it keeps.
         columns : sequence of str, optional
@@ -348,11 +390,55 @@ class CommitLog(ProtocolSteps):
             raise OptionError(
                 f"older_than={older_than!r} is under {ORPHAN_AGE_S / 86400:.0f}d: files that young may be in use"
             )
-        tables = [self.half.table, self.op, self.topics_table, self.messages_table]
-        if self._has_groups():
-            tables.append(self.groups.table)
         with self.lock:
-            return maintenance.vacuum(tables, age_s, dry_run)
+            return maintenance.vacuum(self._tables_now(), age_s, dry_run)
+
+    def _tables_now(self) -> list[Table]:
+        tables = [self.half.table, self.op, self.topics_table, self.messages_table]
+        return [*tables, self.groups.table] if self._has_groups() else tables
+
+    def maintain(
+        self,
+        dry_run: bool = False,
+        grace: str | None = None,
+        audit: str | None = None,
+        idempotency: str | None = None,
+    ) -> MaintenanceReport:
+        """Do all the upkeep, so that the log does not grow with its age: drain, let settled half batches leave, prune
+        what ``op`` says of them, merge small files, delete files that no table names any more.
+
+        It is safe beside sinks, checkers, readers and other maintainers. What a crash leaves undone the next call does.
+
+        Parameters
+        ----------
+        dry_run : bool
+            Only say what would be done.
+        grace : str, optional
+            How long a half batch stays after its last op row, and its op rows after it has left: readers and producers
+            at work may need them. ``"10m"`` (default) or another duration of a minute or more.
+        audit : str, optional
+            How long messages stay that were rolled back, ``"7d"`` by default. Meanwhile a person can still look at
+            them, and a late verdict can be resolved.
+        idempotency : str, optional
+            How long the outcome of a half batch is kept after it left, ``"7d"`` by default. Meanwhile a retry under its
+            idempotency key, or of an old batch id, gets that outcome; afterwards a key can be used again.
+
+        Returns
+        -------
+        MaintenanceReport
+            ``print`` it.
+
+        Raises
+        ------
+        OptionError
+            For a duration that is none, or a grace under a minute.
+        """
+        return self.keep_up(Graces.of(grace, audit, idempotency), dry_run)
+
+    def keep_up(self, graces: Graces, dry_run: bool = False, orphans: bool = True) -> MaintenanceReport:
+        """:meth:`maintain`, with graces in seconds; perhaps without a look for orphans, which lists all files."""
+        log = self._another_on_the_same_log()
+        return upkeep.maintain(log, log._tables_now(), graces, dry_run, orphans)
 
     def drain(self) -> int:
         """Copy messages that are placed and not yet in the table ``messages`` into it, so that every reader of Delta
@@ -368,7 +454,7 @@ class CommitLog(ProtocolSteps):
         LostFileError, CorruptLogError
             When messages cannot be read; those before them are drained.
         """
-        return Drainer(self.another()).run()
+        return Drainer(self._another_on_the_same_log()).run()
 
     def repair(self, dry_run: bool = True) -> RepairReport:
         """Find half batches whose rows lie twice in ``half``, and take the second copies out of the table.
@@ -393,6 +479,14 @@ class CommitLog(ProtocolSteps):
         """Another handle on this log, which has read nothing yet: what another process would open."""
         return type(self).open(self.path, self.storage_options)
 
+    def _another_on_the_same_log(self) -> CommitLog:
+        found = self.another()
+        if found.id != self.id:
+            raise NotACommitLogError(
+                f"the commit log at {redacted(self.path)!r} was made anew since this handle was opened: open it again"
+            )
+        return found
+
     def after_decision(self) -> None:
         """Compact ``op`` in the background, when it has many small files."""
         self._maintenance.after_commit()
@@ -400,3 +494,12 @@ class CommitLog(ProtocolSteps):
     def close(self) -> None:
         """Wait for upkeep that is under way."""
         self._maintenance.wait()
+
+
+def _retention_s(retention: str | None) -> float | None:
+    if retention is None:
+        return None
+    retention_s = parse_duration(retention, "retention")
+    if retention_s < RETENTION_S_MIN:
+        raise OptionError(f"retention={retention!r} is under {RETENTION_S_MIN / 3600:g}h: readers need time")
+    return retention_s

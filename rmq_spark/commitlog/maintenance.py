@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
+from rmq_spark.commitlog.messages import write_messages
 from rmq_spark.commitlog.op import STATS_COLUMNS
 from rmq_spark.redaction import redacted, traceback_of
+from rmq_spark.storage.files import DataFile
 from rmq_spark.storage.table import Change, Table
 
 if TYPE_CHECKING:
@@ -26,6 +29,13 @@ OP_FILE_ROWS_MAX = 50_000
 OP_FILE_BYTES_MAX = 1024 * 1024
 """An op file with so many rows, or of this size, is left alone: a row that names each tenth of 250,000 messages is
 large."""
+MESSAGES_FILES_MAX = 8
+"""So many small files of a topic are merged into one."""
+MESSAGES_FILE_BYTES = 16 * 1024 * 1024
+"""A file of ``messages`` of this size is left alone."""
+MESSAGES_MERGED_BYTES_MAX = 24 * 1024 * 1024
+MERGED_ROWS_MAX = 400_000
+"""So many messages are merged at once: they are in memory meanwhile."""
 MERGED_BYTES_MAX = 8 * OP_FILE_BYTES_MAX
 """So much is merged at once, so that a sink's memory is not taken."""
 
@@ -53,12 +63,57 @@ def is_due(table: Table) -> bool:
     return table.actions().num_rows >= OP_FILES_MAX and bool(_to_merge(table))
 
 
-def compact_op(table: Table) -> bool:
-    """Merge the small files of ``op`` into one, sorted by version; returns whether there was anything to do.
+def compact_op(table: Table) -> int:
+    """Merge the small files of ``op`` into one, sorted by version; returns how many were merged.
 
     Op rows carry their version and time, so readers see the same before and after.
     """
 
+    def merge(small: list[str]) -> DataFile:
+        return table.write(_in_version_order(table.read(small)), "op", STATS_COLUMNS)
+
+    return _compact(table, _to_merge, merge)
+
+
+def compact_messages(table: Table) -> int:
+    """Merge small files of ``messages`` into larger ones, a topic each; returns how many were merged.
+
+    Each message keeps its offset and all the rest, so readers see the same before and after.
+    """
+
+    def merge(small: list[str]) -> DataFile:
+        rows = table.read(small).sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")])
+        return write_messages(table, rows)
+
+    merged = 0
+    while done := _compact(table, _messages_to_merge, merge):
+        merged += done
+    return merged
+
+
+def _messages_to_merge(table: Table) -> list[str]:
+    """Small files of one topic, the oldest first: no more of them than fit into memory, and none while they are few."""
+    table.refresh()
+    actions = table.actions()
+    one_topic = pc.fill_null(pc.equal(actions["min.topic"], actions["max.topic"]), False)
+    small = pc.and_(
+        pc.less(actions["size_bytes"], MESSAGES_FILE_BYTES), pc.less(actions["num_records"], MERGED_ROWS_MAX // 2)
+    )
+    files = actions.filter(pc.and_(one_topic, small)).sort_by([("min.op_version", "ascending"), ("path", "ascending")])
+    for topic in pc.unique(files["min.topic"]).to_pylist():
+        of_topic = files.filter(pc.equal(files["min.topic"], topic))
+        fit = pc.and_(
+            pc.less_equal(pc.cumulative_sum(of_topic["size_bytes"]), MESSAGES_MERGED_BYTES_MAX),
+            pc.less_equal(pc.cumulative_sum(of_topic["num_records"]), MERGED_ROWS_MAX),
+        )
+        together = of_topic["path"].filter(fit).to_pylist()
+        if of_topic.num_rows >= MESSAGES_FILES_MAX and len(together) > 1:
+            return [str(path) for path in together]
+    return []
+
+
+def _compact(table: Table, choose: Callable[[Table], list[str]], merge: Callable[[list[str]], DataFile]) -> int:
+    """Replace the files that are chosen by one; returns how many they were."""
     made: Change | None = None
 
     def propose(version: int) -> Change | None:
@@ -67,18 +122,18 @@ def compact_op(table: Table) -> bool:
         # writer, and op would grow without end.
         if made is not None and set(table.actions()["path"].to_pylist()).issuperset(made.remove):
             return made
-        small = _to_merge(table)
+        small = choose(table)
         if not small:
             return None
-        merged = table.write(_in_version_order(table.read(small)), "op", STATS_COLUMNS)
-        made = Change(add=[merged], remove=small, data_change=False)
+        made = Change(add=[merge(small)], remove=small, data_change=False)
         return made
 
     def landed(change: Change) -> bool:
         live = set(table.actions()["path"].to_pylist())
         return live.isdisjoint(change.remove)
 
-    return table.compare_and_set(propose, landed) is not None
+    done = table.compare_and_set(propose, landed)
+    return 0 if done is None else len(done.remove)
 
 
 class Maintenance:
@@ -114,6 +169,29 @@ class Maintenance:
             logger.warning("upkeep of %s failed: %s", redacted(self._log.path), traceback_of(problem))
 
 
+def delete_replaced(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
+    """Delete files that left a table more than ``age_s`` seconds ago; returns ``<table>/<file>``."""
+    deleted: list[str] = []
+    for table in tables:
+        table.clock.require_near()
+        table.refresh()
+        gone = table.removed_since() - table.removed_since(age_s) - set(table.actions()["path"].to_pylist())
+        if not gone:
+            continue
+        for info in table.fs.get_file_info(pafs.FileSelector(table.folder)):
+            name = info.path.rsplit("/", 1)[-1]
+            if name in gone:
+                deleted.append(f"{table.name}/{name}")
+                if not dry_run:
+                    _delete(table, name)
+    return deleted
+
+
+def _delete(table: Table, name: str) -> None:
+    with suppress(FileNotFoundError):  # another process does the same
+        table.fs.delete_file(f"{table.folder}/{name}")
+
+
 def vacuum(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
     """Remove Parquet files older than ``age_s`` that no live state names; returns ``<table>/<file>``."""
     removed: list[str] = []
@@ -129,5 +207,5 @@ def vacuum(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
             if old and info.base_name not in kept:
                 removed.append(f"{table.name}/{info.base_name}")
                 if not dry_run:
-                    table.fs.delete_file(f"{table.folder}/{info.base_name}")
+                    _delete(table, info.base_name)
     return sorted(removed)

@@ -73,6 +73,7 @@ class Marker:
             low_water=low_water,
             since_version=since,
             tails=before.tails,
+            firsts=before.firsts or None,
             reopened_ms=before.reopened_ms,
             below={h: self._open_below(h, prepared, since) for h in sorted(named)},
         )

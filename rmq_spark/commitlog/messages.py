@@ -6,13 +6,16 @@ of every queue the first messages without a gap. A drainer appends to it (``drai
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from rmq_spark.errors import CorruptLogError
 from rmq_spark.message import PROPERTIES, TIMESTAMP
 
 if TYPE_CHECKING:
+    from rmq_spark.storage.files import DataFile
     from rmq_spark.storage.table import Table
 
 SOURCE_SCHEMA = pa.schema(
@@ -48,11 +51,66 @@ MESSAGES_SCHEMA = pa.schema(
     ]
 )
 STATS_COLUMNS = ("topic", "queue_id", "queue_offset", "commit_timestamp", "op_version")
+ROW_GROUP_ROWS = 65_536
+LOOKS_MAX = 8
+"""Looks at a list of files that is older than another table says. The pauses between them take six seconds in all."""
+LOOK_AGAIN_S = 0.025
 POSITION = "txmq.op"
 """The name under which the table keeps the version of ``op`` up to which it has all messages (Delta's ``txn``)."""
+LAST_PLACED = "txmq.op.placed"
+"""The same for the last version of ``op`` that placed some of them."""
+LAST_COMMIT = "txmq.op.commit"
+"""The same for a hash of that version's commit id. It tells an ``op`` that was set back and has grown again."""
+
+
+def write_messages(table: Table, messages: pa.Table) -> DataFile:
+    """Write messages of one topic, by queue and offset, as a file of the table. A commit must add it."""
+    return table.write(messages, NAME, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS, keep_content=False)
 
 
 def drained_up_to(table: Table) -> int:
     """The version of ``op`` up to which the table has all messages; -1 when nobody has drained yet."""
     found = table.transaction_version(POSITION)
     return -1 if found is None else found
+
+
+def transactions_of(end: int, rows: pa.Table) -> dict[str, int]:
+    """What a commit says that has all up to a version of ``op``, of which these are the last op rows."""
+    if rows.num_rows == 0:
+        return {POSITION: end}
+    last = rows.sort_by("version").slice(rows.num_rows - 1)
+    commit = commit_number(last["commit_id"][0].as_py())
+    return {POSITION: end, LAST_PLACED: last["version"][0].as_py(), LAST_COMMIT: commit}
+
+
+def commit_number(commit_id: str) -> int:
+    """A number for a commit id, small enough for Delta."""
+    return int(hashlib.sha256(commit_id.encode()).hexdigest()[:15], 16)
+
+
+def wait_until_drained(table: Table, version: int, why: str) -> None:
+    """Look again until the table has what ``op`` placed up to a version: a store may answer with an older list.
+
+    Parameters
+    ----------
+    table : Table
+        ``messages``.
+    version : int
+    why : str
+        How one knows that it was drained: the middle of the error's sentence.
+
+    Raises
+    ------
+    CorruptLogError
+        When it never has.
+    """
+    for tries in range(LOOKS_MAX):
+        if tries:
+            table.machine.sleep(LOOK_AGAIN_S * 2**tries)
+            table.refresh()
+        if drained_up_to(table) >= version:
+            return
+    raise CorruptLogError(
+        f"table messages has what op placed up to version {drained_up_to(table)}, and {why} up to version {version}: "
+        "an older copy of messages was put in its place, and the messages between are only in the newer one. Restore it"
+    )

@@ -6,18 +6,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
+from rmq_spark.commitlog.archived import ARCHIVED, Archived
 from rmq_spark.commitlog.half import Segment
 from rmq_spark.commitlog.rows import Ranges, RowSet
 from rmq_spark.config import ATTEMPTS_MAX, LEASE_S_MAX
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.message import TIMESTAMP
 
+if TYPE_CHECKING:
+    from rmq_spark.storage.table import Table
+
 RANGES = pa.list_(pa.struct([("first", pa.int64()), ("last", pa.int64())]))
 TAILS = pa.list_(pa.struct([("topic", pa.string()), ("queue_id", pa.int32()), ("next_offset", pa.int64())]))
+FIRSTS = pa.list_(pa.struct([("topic", pa.string()), ("queue_id", pa.int32()), ("first_offset", pa.int64())]))
 WAITING = pa.list_(pa.struct([("until", TIMESTAMP), ("count", pa.int64())]))
 BELOW = pa.list_(
     pa.struct(
@@ -57,12 +62,21 @@ OP_SCHEMA = pa.schema(
         ("low_water", pa.int64()),  # mark: prepare time (ms) up to which everything is settled
         ("since_version", pa.int64()),  # mark: op rows before this one are not needed for what is open
         ("tails", TAILS),  # mark: the next offset of every queue
+        ("firsts", FIRSTS),  # expire, mark: the first offset that is kept of queues
         ("reopened_ms", pa.int64()),  # mark: when a transaction was last reopened
         ("below", BELOW),  # mark: half batches at or below low_water that are open, as of since_version
+        ("prepared_ms", pa.int64()),  # archived: when the half batch was prepared
+        ("archived", ARCHIVED),  # archived: what is kept of a half batch that leaves
     ]
 )
 NO_OPS = OP_SCHEMA.empty_table()
-STATS_COLUMNS = ("version", "next_offset", "low_water")
+STATS_COLUMNS = ("version", "next_offset", "low_water", "prepared_ms")
+
+
+PRUNED = "txmq.pruned"
+"""The name under which the table keeps the last version of which rows were pruned (Delta's ``txn``)."""
+PRUNED_PLACED = "txmq.pruned.placed"
+"""The same of rows that placed messages."""
 
 
 class Kind(str, Enum):
@@ -77,6 +91,8 @@ class Kind(str, Enum):
     LEASE = "lease"
     CONFLICT = "conflict"
     MARK = "mark"
+    ARCHIVED = "archived"
+    EXPIRE = "expire"
 
     def __str__(self) -> str:
         return self.value
@@ -158,8 +174,11 @@ class OpRow:
     low_water: int | None = None
     since_version: int | None = None
     tails: Mapping[tuple[str, int], int] | None = None
+    firsts: Mapping[tuple[str, int], int] | None = None
     reopened_ms: int | None = None
     below: Mapping[str, OpenBelow] | None = None
+    prepared_ms: int | None = None
+    archived: Archived | None = None
     op_time: datetime | None = None
     """None until it is written: the rows of a commit share one."""
 
@@ -192,6 +211,13 @@ class OpRow:
         )
 
 
+def pruned_up_to(op: Table, what: str = PRUNED) -> int:
+    """The last version of ``op`` of which rows were pruned; -1 when none were. Whoever has not read so far goes on from
+    the newest mark, which is above it."""
+    found = op.transaction_version(what)
+    return -1 if found is None else found
+
+
 def to_table(rows: Sequence[OpRow], version: int, op_time: datetime, commit_id: str) -> pa.Table:
     """The rows of one commit, as the table has them."""
     columns: dict[str, pa.Array] = {}
@@ -206,19 +232,23 @@ def to_table(rows: Sequence[OpRow], version: int, op_time: datetime, commit_id: 
             ends = [None if r.queue_offset is None else r.queue_offset + r.count for r in rows]
             columns[f.name] = pa.array(ends, f.type)
         elif f.name == "tails":
-            columns[f.name] = pa.array([_tails_value(r.tails) for r in rows], f.type)
+            columns[f.name] = pa.array([_offsets_value(r.tails, "next_offset") for r in rows], f.type)
+        elif f.name == "firsts":
+            columns[f.name] = pa.array([_offsets_value(r.firsts, "first_offset") for r in rows], f.type)
         elif f.name == "below":
             columns[f.name] = pa.array([_below_value(r.below) for r in rows], f.type)
+        elif f.name == "archived":
+            columns[f.name] = pa.array([r.archived and r.archived.struct() for r in rows], f.type)
         else:
             values = [getattr(r, f.name) for r in rows]
             columns[f.name] = pa.array([str(v) if isinstance(v, Enum) else v for v in values], f.type)
     return pa.table(columns, schema=OP_SCHEMA)
 
 
-def _tails_value(tails: Mapping[tuple[str, int], int] | None) -> list[dict[str, object]] | None:
-    if tails is None:
+def _offsets_value(offsets: Mapping[tuple[str, int], int] | None, name: str) -> list[dict[str, object]] | None:
+    if offsets is None:
         return None
-    return [{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(tails.items())]
+    return [{"topic": t, "queue_id": q, name: n} for (t, q), n in sorted(offsets.items())]
 
 
 def _below_value(below: Mapping[str, OpenBelow] | None) -> list[dict[str, object]] | None:
@@ -340,7 +370,7 @@ class BatchState:
         if row.kind is Kind.LEASE:
             self.lease_until = row.until
             return
-        if row.kind is Kind.MARK:
+        if row.kind in (Kind.MARK, Kind.ARCHIVED, Kind.EXPIRE):
             return
         attempt, when = row.attempt or 1, row.op_time
         if not 1 <= attempt <= ATTEMPTS_MAX or when is None:

@@ -17,7 +17,7 @@ from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.errors import LogFormatError, NotACommitLogError
 from rmq_spark.storage.table import DeltaLogTable, Table
 
-FORMAT = 2
+FORMAT = 3
 """The layout of the tables. A log of a newer one is not opened; one of an older one is upgraded first."""
 LOG_RETENTION = "1m"
 """How long Delta's own log entries stay: nothing here needs them, and commits slow down with their number."""
@@ -34,6 +34,13 @@ OF_REPLACED_FILES = {
 }
 
 
+OF_LEAVING_FILES = {
+    # Of half, which every settled half batch leaves: its log forgets a file some hours after that. Upkeep has deleted
+    # the file by then, or a vacuum does it later.
+    "delta.deletedFileRetentionDuration": "interval 6 hours",
+}
+
+
 class Opened(NamedTuple):
     """The tables of a commit log, and how many queues a topic has that is made without a number of its own."""
 
@@ -45,7 +52,7 @@ class Opened(NamedTuple):
 
 def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | None, retention_s: int) -> None:
     settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
-    half_settings = {"delta.dataSkippingStatsColumns": ",".join(half_module.STATS_COLUMNS)}
+    half_settings = {"delta.dataSkippingStatsColumns": ",".join(half_module.STATS_COLUMNS), **OF_LEAVING_FILES}
     op_settings = {
         "delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS),
         **OF_REPLACED_FILES,
@@ -80,6 +87,9 @@ def upgrade_tables(where: str, storage_options: Mapping[str, str] | None) -> lis
         added.append("table messages")
     topics = DeltaLogTable(f"{where}/topics", "topics", TOPICS_SCHEMA, storage_options)
     if _format_of(where, topics) < FORMAT:
+        stats = {"delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS)}
+        DeltaLogTable.set_properties(f"{where}/op", stats, storage_options)
+        DeltaLogTable.set_properties(f"{where}/half", OF_LEAVING_FILES, storage_options)
         # Last: a log that a crash left between the two is upgraded again.
         DeltaLogTable.set_properties(f"{where}/topics", {"txmq.format": str(FORMAT)}, storage_options)
         added.append(f"format {FORMAT}")

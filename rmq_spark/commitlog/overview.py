@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who
+from rmq_spark.errors import HalfBatchLeftError
 from rmq_spark.message import TIMESTAMP
 
 if TYPE_CHECKING:
@@ -93,8 +95,9 @@ def _ids_in_op(log: ProtocolSteps, where: pc.Expression) -> list[str]:
 
 def _with_kind(log: ProtocolSteps, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
     for half_id in _ids_in_op(log, pc.field("kind") == kind.value):
-        record = log.get(half_id)
-        yield record, log.state_of(record)
+        with suppress(HalfBatchLeftError):
+            record = log.get(half_id)
+            yield record, log.state_of(record)
 
 
 def _summary(record: HalfRecord, state: BatchState, attempt: int, wanted: RowState) -> dict[str, object]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -36,33 +36,42 @@ Spans = Mapping[Queue, tuple[int, int]]
 """Offsets from the first (included) to the second (excluded), by queue."""
 
 
+_Range = TypeVar("_Range", bound="MessageRange")
+
+
 @dataclass(frozen=True)
-class PlacedRange:
-    """Half rows that stand in a queue one after the other; picklable.
+class MessageRange:
+    """Messages that stand in a queue one after the other, and where their rows lie; picklable.
 
     Attributes
     ----------
+    rows : RowRange
+    topic : str
+    queue_id : int
     queue_offset : int
         Of the first row; the others follow in order.
-    op_version : int
-        Of ``op``, at which the rows were placed.
     """
 
     rows: RowRange
     topic: str
     queue_id: int
     queue_offset: int
-    attempt: int
-    transaction_per: str
-    producer_group: str
-    commit_timestamp: datetime
-    op_version: int
 
     @property
     def count(self) -> int:
         return self.rows.rows
 
-    def cut(self, start: int, end: int) -> PlacedRange:
+    @property
+    def stop(self) -> int:
+        """The offset after the last one."""
+        return self.queue_offset + self.count
+
+    @property
+    def file(self) -> tuple[object, ...]:
+        """The file of the rows. Files are sorted as readers take them: what was committed first comes first."""
+        return (0, self.rows.path)
+
+    def cut(self: _Range, start: int, end: int) -> _Range:
         """The part with offsets from ``start`` (included) to ``end`` (excluded)."""
         skip, take = start - self.queue_offset, end - start
         ranges: list[tuple[int, int]] = []
@@ -76,6 +85,27 @@ class PlacedRange:
             if skip + take <= 0:
                 break
         return replace(self, rows=replace(self.rows, ranges=tuple(ranges)), queue_offset=start)
+
+
+@dataclass(frozen=True)
+class PlacedRange(MessageRange):
+    """Rows of ``half``, and what ``op`` says of them.
+
+    Attributes
+    ----------
+    op_version : int
+        Of ``op``, at which the rows were placed.
+    """
+
+    attempt: int
+    transaction_per: str
+    producer_group: str
+    commit_timestamp: datetime
+    op_version: int
+
+    @property
+    def file(self) -> tuple[object, ...]:
+        return (1, self.commit_timestamp, self.rows.half_id, self.rows.file_no, self.rows.path)
 
 
 # ---------------------------------------------------------------- following op
@@ -137,20 +167,47 @@ class Placements:
         """Drop what the reader has read, so that memory does not grow with it."""
         self._kept = self._kept.without(read)
 
-    def between(self, start: Positions, end: Positions) -> tuple[list[PlacedRange], list[tuple[Queue, int, int]]]:
-        """The half rows of every queue's offsets from ``start`` (included) to ``end`` (excluded), by queue and offset;
-        and the queues and offsets (first, end) that the log does not hold."""
-        wanted = {queue: (start.get(queue, 0), offset) for queue, offset in sorted(end.items())}
-        wanted = {queue: (first, stop) for queue, (first, stop) in wanted.items() if first < stop}
+    def between(self, start: Positions, end: Positions) -> tuple[list[MessageRange], list[tuple[Queue, int, int]]]:
+        """Where the messages of every queue's offsets from ``start`` (included) to ``end`` (excluded) lie, by queue and
+        offset; and the queues and offsets (first, end) that the log does not hold."""
+        wanted = _spans(start, end)
         if not wanted:
             return [], []
-        rows = self._holding(wanted, start)
-        found: list[PlacedRange] = []
+        border, tail, missing = self.tail(start, end)
+        found: list[MessageRange] = []
+        for queue, (first, stop) in wanted.items():
+            drained, lost = self.log.drained.ranges(queue, first, min(stop, border.get(queue, 0)))
+            found += [*drained, *tail.get(queue, ())]
+            missing += [(queue, *gap) for gap in lost]
+        return found, sorted(missing)
+
+    def tail(
+        self, start: Positions, end: Positions
+    ) -> tuple[Positions, dict[Queue, list[PlacedRange]], list[tuple[Queue, int, int]]]:
+        """The border; where the messages above it of these offsets lie, by queue; and what the log does not hold of
+        them. What is below the border is in the table ``messages``."""
+        border = self.log.drained.border()
+        found, missing = self._above_border(border, start, end)
+        if missing and self.log.drained.is_behind():
+            border = self.log.drained.border()
+            found, missing = self._above_border(border, start, end)
+        return border, found, missing
+
+    def _above_border(
+        self, border: Positions, start: Positions, end: Positions
+    ) -> tuple[dict[Queue, list[PlacedRange]], list[tuple[Queue, int, int]]]:
+        wanted = _spans({queue: max(start.get(queue, 0), border.get(queue, 0)) for queue in end}, end)
+        if not wanted:
+            return {}, []
+        floor = {
+            queue: max(offset, border.get(queue, 0)) for queue, offset in {**dict.fromkeys(border, 0), **start}.items()
+        }
+        rows = self._holding(wanted, floor)
+        found: dict[Queue, list[PlacedRange]] = {}
         missing: list[tuple[Queue, int, int]] = []
-        for (topic, queue_id), (first, stop) in wanted.items():
-            ranges, gaps = select(rows, topic, queue_id, first, stop)
-            found += ranges
-            missing += [((topic, queue_id), *gap) for gap in gaps]
+        for queue, (first, stop) in wanted.items():
+            found[queue], gaps = select(rows, *queue, first, stop)
+            missing += [(queue, *gap) for gap in gaps]
         return found, missing
 
     def _holding(self, wanted: Spans, start: Positions) -> pa.Table:
@@ -200,9 +257,11 @@ class Placements:
 
     def first_since(self, time: datetime) -> dict[Queue, int]:
         """Each queue's first offset that was committed at this time or later; queues without one are left out."""
-        found: dict[Queue, int] = {}
         since = pa.scalar(time, OP_SCHEMA.field("op_time").type)
-        for rows, rest in self.log.placements():
+        drained = self.log.drained
+        drained.newest_border()
+        found = {queue: offset for queue, offset in drained.first_since(time).items() if self._wants(queue[0])}
+        for rows, rest in self.log.placements(drained.position + 1):
             placed = self._of_wanted(rows.filter(pc.is_valid(rows["queue_offset"])))
             late = placed.filter(pc.greater_equal(placed["op_time"], since))
             first = late.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
@@ -214,6 +273,12 @@ class Placements:
             if early is not None and rest is not None and rest <= early:
                 break
         return found
+
+
+def _spans(start: Positions, end: Positions) -> dict[Queue, tuple[int, int]]:
+    """The offsets from a start to an end, of the queues that have some between them."""
+    spans = {queue: (start.get(queue, 0), stop) for queue, stop in sorted(end.items())}
+    return {queue: (first, stop) for queue, (first, stop) in spans.items() if first < stop}
 
 
 class _Missing:

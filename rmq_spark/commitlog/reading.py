@@ -5,15 +5,15 @@ Executors run it too (:func:`messages_of`), with nothing but pyarrow and this pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.messages import MESSAGES_SCHEMA, SOURCE_SCHEMA
-from rmq_spark.commitlog.placements import PlacedRange, Placements, out_of_range
+from rmq_spark.commitlog.placements import MessageRange, PlacedRange, Placements, out_of_range
 from rmq_spark.config import nearest, whole_number
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
@@ -23,6 +23,8 @@ from rmq_spark.transaction import BATCH, KEY, batch_transaction_id, transaction_
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
+
+_Range = TypeVar("_Range", bound=MessageRange)
 
 STORED_COLUMNS = (
     "tags",
@@ -37,14 +39,14 @@ STORED_COLUMNS = (
 """Columns that are read as ``half`` has them."""
 
 
-def by_file(ranges: Sequence[PlacedRange]) -> Iterator[list[PlacedRange]]:
-    """Ranges that follow each other in one half file, so that a row group is read once for all its queues."""
-    together: list[PlacedRange] = []
+def by_file(ranges: Sequence[_Range]) -> Iterator[list[_Range]]:
+    """Ranges that follow each other in one file, so that a row group is read once for all its queues."""
+    together: list[_Range] = []
     for placed in ranges:
         if together:
             last, rows = together[-1].rows, placed.rows
-            same = (last.path, last.half_id, last.file_no) == (rows.path, rows.half_id, rows.file_no)
-            if not same or rows.ranges[0][0] <= last.ranges[-1][1]:
+            same = (last.table, last.path, last.half_id, last.file_no)
+            if same != (rows.table, rows.path, rows.half_id, rows.file_no) or rows.ranges[0][0] <= last.ranges[-1][1]:
                 yield together
                 together = []
         together.append(placed)
@@ -52,9 +54,7 @@ def by_file(ranges: Sequence[PlacedRange]) -> Iterator[list[PlacedRange]]:
         yield together
 
 
-def _pieces(
-    together: Sequence[PlacedRange], position: int, table: pa.Table
-) -> Iterator[tuple[PlacedRange, int, pa.Table]]:
+def _pieces(together: Sequence[_Range], position: int, table: pa.Table) -> Iterator[tuple[_Range, int, pa.Table]]:
     """A table that starts ``position`` rows into these ranges, cut to them: (range, rows of it before, rows)."""
     start = 0
     for placed in together:
@@ -64,13 +64,13 @@ def _pieces(
         start += placed.count
 
 
-def rows_of(together: Sequence[PlacedRange]) -> RowRange:
-    """The rows of ranges that follow each other in one half file."""
+def rows_of(together: Sequence[MessageRange]) -> RowRange:
+    """The rows of ranges that follow each other in one file."""
     return replace(together[0].rows, ranges=tuple(r for placed in together for r in placed.rows.ranges))
 
 
 def messages_of(
-    together: Sequence[PlacedRange], tables: Iterable[tuple[int, pa.Table]], columns: Sequence[str]
+    together: Sequence[MessageRange], tables: Iterable[tuple[int, pa.Table]], columns: Sequence[str]
 ) -> Iterator[pa.Table]:
     """Rows of :func:`rows_of`, as ``read_range`` yields them, as messages of the source: those that a filter keeps."""
     for position, table in tables:
@@ -91,16 +91,18 @@ def require_source_columns(columns: Sequence[str]) -> list[str]:
     return list(columns)
 
 
-def stored_columns(columns: Sequence[str], placed: PlacedRange) -> list[str]:
-    """The columns of ``half`` that must be read to make these columns of the source."""
+def stored_columns(columns: Sequence[str], placed: MessageRange) -> list[str]:
+    """The columns of a file that must be read to make these columns of the source."""
+    if not isinstance(placed, PlacedRange):
+        return list(columns)
     stored = [c for c in columns if c in STORED_COLUMNS]
     if "transaction_id" in columns and "transaction_key" not in stored and placed.transaction_per == KEY:
         stored.append("transaction_key")
     return stored or ["row_no"]
 
 
-def to_messages(placed: PlacedRange, position: int, table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """Rows read from a half file as messages.
+def to_messages(placed: MessageRange, position: int, table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """Rows read from a half file, or from one of ``messages``, as messages.
 
     Parameters
     ----------
@@ -109,6 +111,8 @@ def to_messages(placed: PlacedRange, position: int, table: pa.Table, columns: Se
     columns : sequence of str
         Of the source, or of the table ``messages``.
     """
+    if not isinstance(placed, PlacedRange):
+        return table.select(columns).cast(pa.schema([MESSAGES_SCHEMA.field(c) for c in columns]))
     n = table.num_rows
     made: dict[str, pa.Array | pa.ChunkedArray] = {}
     for name in columns:
@@ -160,6 +164,50 @@ def _transaction_ids(placed: PlacedRange, position: int, table: pa.Table) -> pa.
     return _ids(f"{half_id}:{attempt}", placed, position, table.num_rows)
 
 
+def read_ranges(
+    ranges: Sequence[MessageRange],
+    read: Callable[[RowRange, Sequence[str], Filter | None], Iterator[tuple[int, pa.Table]]],
+    find_again: Callable[[MessageRange], list[MessageRange]],
+    columns: Sequence[str],
+    where: Filter | None = None,
+) -> Iterator[pa.Table]:
+    """Messages of some ranges, a row group and queue at a time, in the order of the ranges.
+
+    Parameters
+    ----------
+    read : callable
+        Reads rows of a file of either table, as ``files.read_range`` does.
+    find_again : callable
+        Where messages lie now of which the file is gone: they have been drained, or the drained file was merged.
+        FileNotFoundError when they are nowhere.
+    columns : sequence of str
+        Of the source.
+    where : Filter, optional
+        Only messages that it keeps.
+    """
+    for together in by_file(ranges):
+        done = 0
+        try:
+            for position, table in read(rows_of(together), stored_columns(columns, together[0]), where):
+                yield from messages_of(together, [(position, table)], columns)
+                done = position + table.num_rows
+        except FileNotFoundError as lost:
+            try:
+                moved = [found for part in _after(together, done) for found in find_again(part)]
+            except FileNotFoundError:  # they are nowhere
+                raise lost from None
+            for part in by_file(moved):
+                yield from messages_of(part, read(rows_of(part), stored_columns(columns, part[0]), where), columns)
+
+
+def _after(together: Sequence[MessageRange], done: int) -> Iterator[MessageRange]:
+    """Ranges without their first rows."""
+    for placed in together:
+        if done < placed.count:
+            yield placed.cut(placed.queue_offset + done, placed.stop)
+        done = max(0, done - placed.count)
+
+
 def read_messages(
     log: ProtocolSteps,
     tails: Mapping[tuple[str, int], int],
@@ -181,7 +229,8 @@ def read_messages(
         if type(offset) is not int or not 0 <= offset <= tail:
             raise OffsetError(f"start names offset {offset!r} of queue {queue_id}: 0 to {tail} are there")
     left = None if limit is None else whole_number(limit, "limit", 0)
-    firsts = {(topic, queue_id): start.get(queue_id, 0) for queue_id in range(queues)}
+    kept = log.firsts(refresh=False)
+    firsts = {(topic, q): start.get(q, kept.get((topic, q), 0)) for q in range(queues)}
     ends = {queue: tails.get(queue, 0) for queue in firsts}
     if left is not None and where is None:
         ends = _first_of(firsts, ends, left)
@@ -189,14 +238,12 @@ def read_messages(
     for queue, first, stop in missing:
         raise OffsetOutOfRangeError(out_of_range(*queue, first, stop))
     parts: list[pa.Table] = []
-    for together in by_file(ranges):
+    for messages in read_ranges(ranges, log.read_range, log.find_again, names, where):
         if left == 0:
             break
-        tables = log.half.read_range(rows_of(together), stored_columns(names, together[0]), where)
-        for messages in messages_of(together, tables, names):
-            kept = messages.slice(0, left)
-            parts.append(kept)
-            left = None if left is None else left - kept.num_rows
+        kept = messages.slice(0, left)
+        parts.append(kept)
+        left = None if left is None else left - kept.num_rows
     schema = pa.schema([SOURCE_SCHEMA.field(c) for c in names])
     return pa.concat_tables(parts) if parts else schema.empty_table()
 

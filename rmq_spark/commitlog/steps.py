@@ -11,16 +11,23 @@ from datetime import datetime
 
 import pyarrow as pa
 
+from rmq_spark.commitlog.archived import Archived
+from rmq_spark.commitlog.drained import Drained
 from rmq_spark.commitlog.follow import Tails
-from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, PrepareError, Staged
 from rmq_spark.commitlog.ledger import Decided, Decision, Ledger, Placed
+from rmq_spark.commitlog.messages import wait_until_drained
 from rmq_spark.commitlog.op import BatchState, RowState, Who
+from rmq_spark.commitlog.placements import MessageRange, PlacedRange, out_of_range
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.commitlog.walk import walk_placements
 from rmq_spark.config import QUEUES_DEFAULT
+from rmq_spark.errors import HalfBatchNotFoundError, LostFileError
 from rmq_spark.redaction import redacted
+from rmq_spark.selector.tree import Filter
+from rmq_spark.storage.files import RowRange
 from rmq_spark.storage.table import Table
 
 
@@ -51,6 +58,7 @@ class ProtocolSteps(ABC):
         self.topic_store = TopicStore(topics, default_queues)
         self.ledger = Ledger(op, self.half, self.topic_store)
         self.machine = half.machine
+        self.drained = Drained(self)
         self.upkeep = True
         """Whether a decision compacts ``op`` when it has many small files; upkeep by hand goes on."""
 
@@ -91,25 +99,41 @@ class ProtocolSteps(ABC):
             return self.half.last_batch_id(app_id)
 
     def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
-        """The half batch of an application and batch id."""
+        """The half batch of an application and batch id; of one that has left, what is kept."""
         with self.lock:
-            return self.half.find(app_id, batch_id)
+            record = self.half.find(app_id, batch_id)
+            # op after half: what has left half by now was archived in op before.
+            kept = self.ledger.archived(half_id_of(app_id, batch_id)) if record is None else None
+            return record if kept is None else HalfRecord.of_archived(kept)
 
     def get(self, half_id: str) -> HalfRecord:
-        """The half batch of this id; HalfBatchNotFoundError when there is none."""
+        """The half batch of this id; HalfBatchNotFoundError when there is none, HalfBatchLeftError when it has left."""
         with self.lock:
-            return self.half.get(half_id)
+            try:
+                return self.half.get(half_id)
+            except HalfBatchNotFoundError:
+                kept = self.archived(half_id) if isinstance(half_id, str) and half_id.isascii() else None
+                if kept is None:
+                    raise
+                raise kept.left_error() from None
+
+    def archived(self, half_id: str) -> Archived | None:
+        """What is kept of a half batch that was settled and has left ``half``; None for any other."""
+        return self.ledger.archived(half_id)
+
+    def _has_left(self, half_id: str) -> bool:
+        return self.archived(half_id) is not None
 
     def prepare(self, header: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord:
         """Commit staged files: see :meth:`HalfStore.prepare`."""
         with self._expected([header.half_id]):
-            return self.half.prepare(header, files, self.ledger.ms_before_prepare)
+            return self.half.prepare(header, files, self.ledger.ms_before_prepare, self._has_left)
 
     def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
         """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare_many`."""
         half_ids = [batch.header.half_id for batch in staged]
         with self._expected(half_ids):
-            prepared = self.half.prepare_many(staged, self.ledger.ms_before_prepare)
+            prepared = self.half.prepare_many(staged, self.ledger.ms_before_prepare, self._has_left)
             refused = [h for h, found in zip(half_ids, prepared, strict=True) if not isinstance(found, HalfRecord)]
             self.ledger.forget(refused)
             return prepared
@@ -220,9 +244,44 @@ class ProtocolSteps(ABC):
                 self.ledger.refresh()
             return self.ledger.tails
 
+    def firsts(self, refresh: bool = True) -> Tails:
+        """The first offset that is kept, by (topic, queue_id), of queues of which messages have expired."""
+        with self.lock:
+            if refresh:
+                self.ledger.refresh()
+            return self.ledger.firsts
+
     def placements(self, since: int = 0, above: int = 0) -> Iterator[tuple[pa.Table, int | None]]:
         """Op rows that place messages, the newest first: see :func:`walk_placements`."""
         return walk_placements(self.op, since, above)
+
+    def read_range(
+        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """Rows of a file of ``half`` or ``messages``, as ``files.read_range`` has them."""
+        if wanted.table == self.messages_table.name:
+            return self.messages_table.read_range(wanted, columns, where)
+        return self.half.read_range(wanted, columns, where)
+
+    def find_again(self, lost: MessageRange) -> list[MessageRange]:
+        """Where messages lie now of which a file is gone that was there when a read was planned.
+
+        Raises
+        ------
+        LostFileError
+            When they are nowhere.
+        """
+        self.refresh()
+        if isinstance(lost, PlacedRange) and self._has_left(lost.rows.half_id):
+            wait_until_drained(self.messages_table, lost.op_version, f"half batch {lost.rows.half_id!r} left half")
+        self.drained.border()
+        found, missing = self.drained.ranges((lost.topic, lost.queue_id), lost.queue_offset, lost.stop)
+        if missing:
+            raise LostFileError(
+                f"{out_of_range(lost.topic, lost.queue_id, *missing[0])} any more: file {lost.rows.path} of table "
+                f"{lost.rows.table} is gone"
+            )
+        return found
 
     def locate(self, half_id: str, file_no: int) -> str:
         """Where the rows of a half file lie now."""

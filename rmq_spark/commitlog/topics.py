@@ -1,4 +1,4 @@
-"""The ``topics`` table. A topic is made once and never changes, so what a handle knows of one stays true."""
+"""The ``topics`` table. A topic's queues and kind never change, so what a handle knows of them stays true."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rmq_spark.config import QUEUES_MAX, whole_number
 from rmq_spark.errors import TopicExistsError
@@ -24,10 +25,12 @@ TOPICS_SCHEMA = pa.schema(
 
 
 class Topic(NamedTuple):
-    """A topic: how many queues it has, and whether messages of a sharding key keep their order."""
+    """A topic: how many queues it has, whether messages of a sharding key keep their order, and for how many seconds
+    messages are kept (None: for ever)."""
 
     queues: int
     fifo: bool
+    retention_s: float | None = None
 
 
 class TopicStore:
@@ -57,19 +60,23 @@ class TopicStore:
             version = self.table.version
             if self._known is None or self._known[0] != version:
                 paths = self.table.actions()["path"].to_pylist()
-                rows = self.table.read(paths, ["name", "queues", "fifo"]).sort_by("name").to_pylist()
-                self._known = (version, {row["name"]: Topic(row["queues"], bool(row["fifo"])) for row in rows})
+                rows = self.table.read(paths, ["name", *Topic._fields]).sort_by("name").to_pylist()
+                topics = {r["name"]: Topic(r["queues"], bool(r["fifo"]), r["retention_s"]) for r in rows}
+                self._known = (version, topics)
             return self._known[1]
 
-    def create(self, name: str, queues: int | None, fifo: bool, exist_ok: bool) -> None:
-        """Add a topic; TopicExistsError when it is there already, unless ``exist_ok`` and of the same kind."""
+    def create(
+        self, name: str, queues: int | None, fifo: bool, exist_ok: bool, retention_s: float | None = None
+    ) -> None:
+        """Add a topic; TopicExistsError when it is there already, unless ``exist_ok`` and of the same kind. One that is
+        there keeps its retention."""
         wanted = self.default_queues if queues is None else queues
         whole_number(wanted, "queues", 1, QUEUES_MAX, " of queues")
         row = {
             "name": [name],
             "queues": [wanted],
             "fifo": [bool(fifo)],
-            "retention_s": [None],
+            "retention_s": [retention_s],
             "created": [self.table.machine.now()],
         }
 
@@ -80,8 +87,8 @@ class TopicStore:
                     return None
                 advice = "takes it only as it is; use another name" if exist_ok else "takes it as it is"
                 raise TopicExistsError(
-                    f"topic {name!r} is there already, with {_kind(*there)} (asked for: {_kind(wanted, bool(fifo))}): "
-                    f"exist_ok=True {advice}"
+                    f"topic {name!r} is there already, with {_kind(there.queues, there.fifo)} (asked for: "
+                    f"{_kind(wanted, bool(fifo))}): exist_ok=True {advice}"
                 )
             return Change(add=[self.table.write(pa.table(row, schema=TOPICS_SCHEMA), "topics", ("name",))])
 
@@ -90,6 +97,24 @@ class TopicStore:
             return all(has_held(self.table, file) for file in change.add)
 
         self.table.compare_and_set(propose, landed)
+
+    def set_retention(self, name: str, retention_s: float | None) -> None:
+        """Change how long messages of a topic are kept; None for ever. The topic must be there."""
+
+        def propose(version: int) -> Change | None:
+            if self.known()[name].retention_s == retention_s:
+                return None
+            for path in self.table.actions()["path"].to_pylist():
+                rows = self.table.read([path])
+                mine = pc.equal(rows["name"], name)
+                if pc.any(mine).as_py():
+                    at = rows.column_names.index("retention_s")
+                    changed = pc.if_else(mine, pa.scalar(retention_s, pa.float64()), rows["retention_s"])
+                    file = self.table.write(rows.set_column(at, "retention_s", changed), "topics", ("name",))
+                    return Change(add=[file], remove=[path], data_change=False)
+            return None
+
+        self.table.compare_and_set(propose, lambda change: all(has_held(self.table, file) for file in change.add))
 
 
 def _kind(queues: int, fifo: bool) -> str:

@@ -82,7 +82,8 @@ class ConsumerGroup:
         names = sorted({topic for topic, _ in known})
         tails = self.log.tails()
         queues = [(t, q) for t in names for q in range(queues_of.get(t, 0))]
-        start = {queue: known[queue]["next_offset"] if queue in known else 0 for queue in queues}
+        firsts = self.log.firsts()
+        start = {queue: known[queue]["next_offset"] if queue in known else firsts.get(queue, 0) for queue in queues}
         since = self._waiting_since({q: n for q, n in start.items() if n < tails.get(q, 0)})
         open_messages = self.log.open_messages()
         now = self.log.machine.now()
@@ -106,7 +107,9 @@ class ConsumerGroup:
     def _waiting_since(self, behind: Mapping[Queue, int]) -> dict[Queue, datetime]:
         """Return when the message at each of these offsets was committed."""
         found: dict[Queue, datetime] = {}
-        left = dict(behind)
+        border = self.log.drained.border() if behind else {}
+        found |= self.log.drained.times_of({q: offset for q, offset in behind.items() if offset < border.get(q, 0)})
+        left = {queue: offset for queue, offset in behind.items() if queue not in found}
         for rows, _ in self.log.placements(above=min(left.values(), default=0)) if left else ():
             for (topic, queue_id), offset in list(left.items()):
                 of_queue = pc.and_(pc.equal(rows["topic"], topic), pc.equal(rows["queue_id"], queue_id))

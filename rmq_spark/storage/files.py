@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from rmq_spark.errors import CorruptLogError, OptionError
 from rmq_spark.redaction import cause_of
 from rmq_spark.selector.tree import Filter
-from rmq_spark.storage.seal import reading, require_row_groups, require_seal, seal
+from rmq_spark.storage.seal import reading, require_count, require_row_groups, require_seal, seal
 
 ROW_GROUP_ROWS = 65_536
 """Rows of a Parquet row group. A reader reads at least one row group, however short its offset range is."""
@@ -167,6 +167,7 @@ def write_table(
     row_group_rows: int | None = None,
     holds: str = "",
     keep_content: bool = False,
+    compression: str = COMPRESSION,
 ) -> DataFile:
     """Write one Parquet file under a new name and return what a commit needs to add it.
 
@@ -186,6 +187,8 @@ def write_table(
         Which rows the file holds, for its seal.
     keep_content : bool
         Return the file's bytes as well.
+    compression : str
+        A codec of Parquet, as pyarrow names it.
     """
     path = f"{prefix}-{uuid4().hex}.parquet"
     flat = [f.name for f in table.schema if not pa.types.is_nested(f.type)]
@@ -203,7 +206,7 @@ def write_table(
             encoded.schema,
             use_dictionary=dictionary,
             write_statistics=statistics,
-            compression=COMPRESSION,
+            compression=compression,
             write_page_checksum=True,
             store_schema=False,  # with the Arrow schema, readers would get dictionaries
         ) as writer:
@@ -243,17 +246,19 @@ def _is_as_written(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[str
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows of one half file that a reader wants: everything that an executor needs to know of them.
+    """Rows of one file that a reader wants: everything that an executor needs to know of them.
 
     Attributes
     ----------
     path : str
-        Where the rows lie, relative to ``half``. It is a hint: somebody may have rewritten the file.
+        Where the rows lie, relative to the table. In ``half`` it is a hint: somebody may have rewritten the file.
     half_id : str
+        Empty for a file of ``messages``.
     file_no, file_rows : int
-        The file's number, and how many rows it was written with.
+        The half file's number, and how many rows it was written with.
     ranges : tuple of (first, last)
-        row_no of the wanted rows, ascending, both ends included.
+        row_no of the wanted rows, ascending, both ends included; in ``messages`` their numbers in the file.
+    table : {"half", "messages"}
     """
 
     path: str
@@ -261,6 +266,7 @@ class RowRange:
     file_no: int
     file_rows: int
     ranges: tuple[tuple[int, int], ...]
+    table: str = "half"
 
     @property
     def rows(self) -> int:
@@ -290,11 +296,16 @@ def read_range(
     CorruptLogError
         When the file does not hold all of the rows, or is damaged.
     """
-    path = require_path(wanted.path, "half")
+    path = require_path(wanted.path, wanted.table)
     looked_at = [] if where is None else where.columns
-    with reading(path, "half"), fs.open_input_file(f"{folder}/{path}") as source:
+    with reading(path, wanted.table), fs.open_input_file(f"{folder}/{path}") as source:
         file = pq.ParquetFile(source, page_checksum_verification=True)
-        require_row_groups(file.metadata, path, "half")
+        require_row_groups(file.metadata, path, wanted.table)
+        if wanted.table != "half":  # its rows are named by their place in this very file
+            require_seal(file.schema_arrow, path, wanted.table, [*columns, *looked_at])
+            require_count(file.metadata.num_rows, wanted.file_rows, path, wanted.table)
+            yield from _read_by_position(file, wanted, columns, where)
+            return
         if _is_as_written(file, wanted, [*columns, *looked_at]):
             yield from _read_by_position(file, wanted, columns, where)
             return
@@ -310,8 +321,8 @@ def _read_by_position(
 ) -> Iterator[tuple[int, pa.Table]]:
     if wanted.ranges[-1][1] >= wanted.file_rows or wanted.ranges[0][0] < 0:
         raise CorruptLogError(
-            f"rows {wanted.ranges[0][0]}–{wanted.ranges[-1][1]} of file {wanted.file_no} of half batch "
-            f"{wanted.half_id!r} are asked for, which has {wanted.file_rows} rows"
+            f"rows {wanted.ranges[0][0]}–{wanted.ranges[-1][1]} of {wanted.path} in table {wanted.table} are asked "
+            f"for, which has {wanted.file_rows} rows"
         )
     position = 0
     start = 0

@@ -20,6 +20,11 @@ def is_uri(path: str) -> bool:
     return _URI.match(path) is not None
 
 
+def spark_path(root: str, table: str) -> str:
+    """Return the folder of a log's table as Spark takes it: as it is, where a URI has percent escapes."""
+    return unquote(f"{root}/{table}") if is_uri(root) else f"{root}/{table}"
+
+
 def location(path: object) -> str:
     """Return the path of a commit log: an absolute local path, or the URI of a prefix in an object store.
 

@@ -5,12 +5,14 @@ No other module imports deltalake.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -80,9 +82,15 @@ them."""
 
 BOUNDS: Mapping[str, Mapping[str, pa.DataType]] = {
     "half": {"half_id": pa.string()},
-    "op": {"version": pa.int64(), "next_offset": pa.int64(), "low_water": pa.int64()},
+    "op": {"version": pa.int64(), "next_offset": pa.int64(), "low_water": pa.int64(), "prepared_ms": pa.int64()},
     "groups": {"consumer_group": pa.string()},
-    "messages": {"topic": pa.string(), "queue_id": pa.int32(), "queue_offset": pa.int64(), "op_version": pa.int64()},
+    "messages": {
+        "topic": pa.string(),
+        "queue_id": pa.int32(),
+        "queue_offset": pa.int64(),
+        "commit_timestamp": pa.timestamp("us", "UTC"),
+        "op_version": pa.int64(),
+    },
 }
 """By table, the columns whose least and greatest value in each file are read from the Delta log."""
 
@@ -326,12 +334,44 @@ def has_held(table: Table, file: DataFile) -> bool:
     return file.path in table.actions()["path"].to_pylist() or file.path in table.removed_since()
 
 
+def is_ours(table: Table, path: str) -> bool:
+    """Return True for the name of a file that :meth:`Table.write` wrote."""
+    return path.startswith(f"{table.name}-")
+
+
+def take_out(table: Table, paths: Sequence[str]) -> None:
+    """Take files out of a table, those that are still in it: another process may take out the same ones.
+
+    The commit says that no data changes. Delta refuses any other removal from an append-only table.
+    """
+
+    def live() -> set[str]:
+        return set(table.actions()["path"].to_pylist())
+
+    def propose(version: int) -> Change | None:
+        still = sorted(live().intersection(paths))
+        return Change(remove=still, data_change=False) if still else None
+
+    table.compare_and_set(propose, lambda change: live().isdisjoint(change.remove))
+
+
 def actions_schema(table: str) -> pa.Schema:
     """Return the columns of :meth:`Table.actions` for a table of this name."""
     numbers = ("modification_time", "num_records", "size_bytes")
     fields = [("path", pa.string()), *((name, pa.int64()) for name in numbers)]
     bounds = BOUNDS.get(table, {}).items()
     return pa.schema(fields + [(f"{side}.{name}", kind) for side in ("min", "max") for name, kind in bounds])
+
+
+def bounds_of(table: str, stats: str) -> dict[str, Any]:
+    """Return what :meth:`Table.actions` says of a file with these statistics (JSON, as a Delta log has them)."""
+    said, kinds = json.loads(stats), BOUNDS.get(table, {})
+    found: dict[str, Any] = {}
+    for side in ("min", "max"):
+        for name, value in said[f"{side}Values"].items():
+            is_time = name in kinds and pa.types.is_timestamp(kinds[name])
+            found[f"{side}.{name}"] = datetime.fromisoformat(value.replace("Z", "+00:00")) if is_time else value
+    return found
 
 
 class DeltaLogTable:

@@ -753,6 +753,7 @@ class _Racing:
     def __init__(self, table: table_module.Table, actions: Callable[[], pa.Table]) -> None:
         self._table, self.actions = table, actions
         self.read, self.refresh, self.lock = table.read, table.refresh, table.lock
+        self.transaction_version = table.transaction_version
 
     @property
     def version(self) -> int:

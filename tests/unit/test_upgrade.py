@@ -16,7 +16,7 @@ from rmq_spark.errors import LogFormatError, NotACommitLogError
 from rmq_spark.storage.table import Change, DeltaLogTable
 from tests.half_batches import another, bodies, check_offsets, commit, prepare, roll_back
 
-NEW_IN_FORMAT_2 = ("reopened_ms", "below")
+NEW_SINCE_FORMAT_1 = ("firsts", "reopened_ms", "below", "prepared_ms", "archived")
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def older(tmp_path: Path) -> Path:
     rows = log.op.read(log.op.actions()["path"].to_pylist())
     shutil.rmtree(path / "op")
     shutil.rmtree(path / "messages")
-    schema = pa.schema([f for f in OP_SCHEMA if f.name not in NEW_IN_FORMAT_2])
+    schema = pa.schema([f for f in OP_SCHEMA if f.name not in NEW_SINCE_FORMAT_1])
     DeltaLogTable.create(str(path / "op"), "op", schema, None, {})
     op = DeltaLogTable(str(path / "op"), "op", schema, None)
     for version in sorted(rows["version"].unique().to_pylist()):
         of_version = rows.filter(pc.equal(rows["version"], version)).select(schema.names)
-        op.compare_and_set(lambda _, r=of_version: Change(add=[op.write(r, "op", STATS_COLUMNS)]), lambda _: True)
+        op.compare_and_set(lambda _, r=of_version: Change(add=[op.write(r, "op", STATS_COLUMNS[:3])]), lambda _: True)
     DeltaTable(str(path / "topics")).alter.set_table_properties({"txmq.format": "1"}, raise_if_not_exists=False)
     return path
 
@@ -49,7 +49,7 @@ def test_an_older_log_is_not_opened_and_the_error_says_what_to_do(older: Path) -
 
 
 def test_an_upgraded_log_says_what_it_said_and_goes_on(older: Path) -> None:
-    added = ["column reopened_ms of table op", "column below of table op", "table messages", "format 2"]
+    added = [*(f"column {name} of table op" for name in NEW_SINCE_FORMAT_1), "table messages", "format 3"]
     assert CommitLog.upgrade(older) == added
     assert CommitLog.upgrade(older) == []
     log = CommitLog.open(older)
@@ -74,7 +74,7 @@ def test_an_upgrade_that_a_crash_stopped_is_done_again(older: Path, monkeypatch:
             CommitLog.upgrade(older)
     with pytest.raises(LogFormatError):
         CommitLog.open(older)
-    assert CommitLog.upgrade(older) == ["format 2"]
+    assert CommitLog.upgrade(older) == ["format 3"]
     assert len(bodies(CommitLog.open(older))) == 10
 
 

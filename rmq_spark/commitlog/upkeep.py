@@ -1,0 +1,115 @@
+"""All the upkeep of a commit log, in the order in which one step makes the next one possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.drain import Drainer
+from rmq_spark.commitlog.expiring import Expirer
+from rmq_spark.commitlog.foreign import foreign_files
+from rmq_spark.commitlog.leaving import Graces, Leaver
+from rmq_spark.commitlog.messages import drained_up_to
+from rmq_spark.commitlog.pruning import Pruner
+from rmq_spark.config import ORPHAN_AGE_S
+from rmq_spark.storage.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rmq_spark.commitlog.steps import ProtocolSteps
+
+REPLACED_FILES_S = 3600.0
+"""Files that left a table are deleted after so many seconds, and up to an hour more: a reader's plan may name them."""
+
+
+@dataclass(frozen=True)
+class MaintenanceReport:
+    """What upkeep did, or would do.
+
+    Attributes
+    ----------
+    dry_run : bool
+        True when nothing was changed. What an earlier step makes possible for a later one is then not counted.
+    drained_up_to : int
+        The version of ``op`` up to which the table ``messages`` has all messages.
+    archived : int
+        Half batches that were settled and drained, and need not be kept whole any more.
+    files_left : int
+        Their files, which left the table ``half``.
+    rows_pruned : int
+        Op rows of half batches that left earlier.
+    files_expired : int
+        Files of ``messages`` of which all messages were older than their topic's retention.
+    files_merged : int
+        Small files of ``op`` and ``messages`` that were merged into larger ones.
+    files_deleted : tuple of str
+        ``<table>/<file>``: files that left a table some time ago, and those that no table ever named.
+    foreign : tuple of str
+        Sentences about what another writer did to the tables: nobody but rmq_spark may write to them.
+    """
+
+    dry_run: bool
+    drained_up_to: int
+    archived: int
+    files_left: int
+    rows_pruned: int
+    files_expired: int
+    files_merged: int
+    files_deleted: tuple[str, ...]
+    foreign: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        would = "would be " if self.dry_run else ""
+        done = (
+            (self.archived, "half batches", "archived"),
+            (self.files_left, "half files", "taken out of the table half"),
+            (self.rows_pruned, "op rows", "pruned"),
+            (self.files_expired, "files of messages", "expired"),
+            (self.files_merged, "small files", "merged"),
+            (len(self.files_deleted), "files", "deleted"),
+        )
+        lines = [f"{count} {what} {would}{action}" for count, what, action in done if count]
+        drained = f"drained up to version {self.drained_up_to} of op"
+        return "\n".join([drained, *(lines or ["nothing else to do"]), *(f"careful: {text}" for text in self.foreign)])
+
+
+def maintain(
+    log: ProtocolSteps, tables: Sequence[Table], graces: Graces, dry_run: bool = False, orphans: bool = True
+) -> MaintenanceReport:
+    """Bring a commit log into order. See :meth:`CommitLog.maintain`.
+
+    Parameters
+    ----------
+    log : ProtocolSteps
+        A handle that no other thread uses.
+    tables : sequence of Table
+        Its tables.
+    graces : Graces
+    dry_run : bool
+        Change nothing.
+    orphans : bool
+        Look for files that no table ever named, too: it lists the tables' folders.
+    """
+    odd = None
+    if dry_run:
+        odd = log.drained.odd_rows()  # a drain would raise it
+        log.messages_table.refresh()
+        drained = drained_up_to(log.messages_table)
+    else:
+        drained = Drainer(log).run()
+        log.move_mark()
+    foreign = [*foreign_files(tables), *([odd] if odd else [])]
+    leaver = Leaver(log, graces)
+    archived = leaver.archive(dry_run)
+    left = leaver.remove(dry_run)
+    pruned = Pruner(log, graces).run(dry_run)
+    expired = Expirer(log).run(dry_run)
+    merged = 0 if dry_run else maintenance.compact_op(log.op) + maintenance.compact_messages(log.messages_table)
+    with log.lock:
+        deleted = maintenance.delete_replaced(tables, REPLACED_FILES_S, dry_run)
+        deleted += maintenance.vacuum(tables, ORPHAN_AGE_S, dry_run) if orphans else []
+    return MaintenanceReport(
+        dry_run, drained, archived, len(left), pruned, len(expired), merged, tuple(sorted({*deleted})), tuple(foreign)
+    )

@@ -1,0 +1,248 @@
+"""Readers cross the border between the table messages and op, and nobody can tell on which side a message lies."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import Who
+from rmq_spark.commitlog.reading import read_ranges
+from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError
+from rmq_spark.source.options import Subscription
+from rmq_spark.source.plan import Planner, split
+from tests.half_batches import (
+    another,
+    commit,
+    let_leave,
+    make_log,
+    pending,
+    prepare,
+    roll_back,
+    send,
+)
+from tests.half_batches import (
+    split as split_rows,
+)
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    return make_log(request.param, tmp_path / "log", orders=2, points=1)
+
+
+def fill(log: CommitLog, first: int, count: int) -> None:
+    """Half batches of all kinds."""
+    for i in range(first, first + count):
+        record = send(log, f"key{i}", 7, per="message")
+        kept, dropped = split_rows(pending(log, record), 3)
+        log.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+        commit(log, prepare(log, i, {"body": [f"p{i}.{j}" for j in range(3)], "tags": ["a", "b", "a"]}, topic="points"))
+        roll_back(log, send(log, f"none{i}"))
+
+
+STATES: dict[str, Callable[[CommitLog], object]] = {
+    "drained": lambda log: log.drain(),
+    "left": let_leave,
+    "left, and deleted at once": lambda log: (let_leave(log), delete_now(log)),
+    "drained in many files": lambda log: log.drain(),
+}
+
+
+def delete_now(log: CommitLog) -> None:
+    """Delete every file that is in no table any more."""
+    tables = [another(log).half.table, another(log).op, another(log).messages_table]
+    maintenance.delete_replaced(tables, 0, dry_run=False)
+
+
+def everything(log: CommitLog) -> dict[str, list[dict[str, object]]]:
+    return {topic: log.read(topic).to_pylist() for topic in log.topics()}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_message_is_the_same_on_both_sides(log: CommitLog, state: str) -> None:
+    reader = another(log)
+    expected: dict[str, list[dict[str, object]]] = {}
+    for step in range(3):
+        fill(log, 2 * step, 2)
+        expected = everything(another(log)) if step == 0 else expected
+        before = everything(another(log))
+        STATES[state](log)
+        assert everything(another(log)) == before
+        assert everything(reader) == before
+    fill(log, 10, 2)  # a tail
+    whole = everything(another(log))
+    assert [m["msg_id"] for m in whole["orders"][:1]] == [m["msg_id"] for m in expected["orders"][:1]]
+    for topic, messages in whole.items():
+        for queue_id in range(log.topics()[topic]):
+            of_queue = [m["queue_offset"] for m in messages if m["queue_id"] == queue_id]
+            assert of_queue == list(range(len(of_queue)))
+
+
+def test_parts_are_read_over_the_border(log: CommitLog) -> None:
+    fill(log, 0, 3)
+    let_leave(log)
+    delete_now(log)
+    fill(log, 3, 2)
+    whole = another(log).read("orders").to_pylist()
+    for start in ({0: 3}, {0: 5, 1: 9}, {1: 9}):
+        for limit in (None, 1, 8):
+            expected = [m for m in whole if m["queue_offset"] >= start.get(m["queue_id"], 0)][:limit]
+            assert another(log).read("orders", start, limit).to_pylist() == expected
+    tagged = another(log).read("points", tags="a").to_pylist()
+    assert [m["tags"] for m in tagged] == ["a"] * len(tagged)
+    assert len(tagged) == 10
+    assert another(log).read("points", selector="TAGS = 'b'").num_rows == 5
+
+
+def test_a_plan_is_good_after_its_files_are_gone(log: CommitLog) -> None:
+    fill(log, 0, 2)
+    plans = Planner(another(log), Subscription(("orders",)))
+    of_op = plans.ranges({}, plans.latest())
+    expected = another(log).read("orders").to_pylist()
+    let_leave(log)
+    delete_now(log)
+    of_messages = plans.ranges({}, plans.latest())
+    assert {r.rows.table for r in of_op} == {"half"}
+    assert {r.rows.table for r in of_messages} == {"messages"}
+    fill(log, 2, 1)
+    log.drain()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+        assert maintenance.compact_messages(another(log).messages_table) > 0
+    delete_now(log)
+    for ranges in (of_op, of_messages, pickle.loads(pickle.dumps(of_messages))):
+        fresh = another(log)
+        assert read(fresh, ranges) == list(expected)
+
+
+def read(log: CommitLog, ranges: list) -> list[dict[str, object]]:  # type: ignore[type-arg]
+    names = [f.name for f in log.read("orders", limit=0).schema]
+    found = pa.concat_tables(list(read_ranges(ranges, log.read_range, log.find_again, names)))
+    return found.sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")]).to_pylist()
+
+
+def test_a_file_of_messages_that_is_lost_is_told(log: CommitLog) -> None:
+    fill(log, 0, 2)
+    let_leave(log)
+    delete_now(log)
+    table = another(log).messages_table
+    plans = Planner(another(log), Subscription(("orders",)))
+    ranges = plans.ranges({}, plans.latest())
+    for path in {r.rows.path for r in ranges}:
+        table.fs.delete_file(f"{table.folder}/{path}")
+    with pytest.raises(FileNotFoundError):  # LostFileError on a store
+        read(another(log), ranges)
+
+
+def test_partitions_share_drained_files(log: CommitLog) -> None:
+    fill(log, 0, 4)
+    let_leave(log)
+    fill(log, 4, 1)
+    plans = Planner(another(log), Subscription(("orders", "points")))
+    ranges = plans.ranges({}, plans.latest())
+    total = sum(r.count for r in ranges)
+    for parts in (split(ranges), split(ranges, ordered=True), split(ranges, False, 5), split(ranges, False, None, 3)):
+        assert sum(r.count for part in parts for r in part) == total
+        offsets = {(r.topic, r.queue_id, r.queue_offset + i) for part in parts for r in part for i in range(r.count)}
+        assert len(offsets) == total
+    for part in split(ranges, ordered=True):
+        assert len({(r.topic, r.queue_id) for r in part}) == 1
+        assert [r.queue_offset for r in part] == sorted(r.queue_offset for r in part)
+
+
+def test_a_stream_goes_on_over_the_border(log: CommitLog) -> None:
+    plans = Planner(another(log), Subscription(("orders",)))
+    fresh = another(log)
+    position: dict[tuple[str, int], int] = {}
+    seen: list[dict[str, object]] = []
+    for step in range(6):
+        fill(log, step, 1)
+        if step % 2:
+            let_leave(log)
+            delete_now(log)
+        end = plans.latest()
+        seen += read(fresh, plans.ranges(position, end)) if end != position else []
+        plans.forget(end)
+        position = end
+    assert sorted(map(str, seen)) == sorted(map(str, another(log).read("orders").to_pylist()))
+
+
+def test_the_first_message_since_a_time_is_found_on_both_sides(log: CommitLog) -> None:
+    moments = []
+    for i in range(4):
+        moments.append(datetime.now(timezone.utc))
+        time.sleep(0.003)
+        commit(log, send(log, f"key{i}", 4))
+        time.sleep(0.003)
+    expected = [Planner(another(log), Subscription(("orders",))).resolve("startingTimestamp", m) for m in moments]
+    assert expected[1] == {("orders", 0): 2, ("orders", 1): 2}
+    for upkeep_ in (lambda: log.drain(), lambda: let_leave(log), lambda: commit(log, send(log, "more", 4))):
+        upkeep_()
+        plans = Planner(another(log), Subscription(("orders",)))
+        assert [plans.resolve("startingTimestamp", m) for m in moments] == expected
+        assert plans.resolve("startingTimestamp", moments[0] + timedelta(days=1)) == plans.latest()
+
+
+def test_what_has_expired_is_out_of_range(log: CommitLog) -> None:
+    fill(log, 0, 2)
+    log.drain()
+    log.topic_store.set_retention("orders", 0.0)
+    let_leave(log)
+    log.topic_store.set_retention("orders", None)
+    fill(log, 2, 1)
+    firsts = another(log).firsts()
+    plans = Planner(another(log), Subscription(("orders",)))
+    start = {("orders", 0): 0, ("orders", 1): 0}
+    with pytest.raises(OffsetOutOfRangeError, match=r"offsets 0 to"):
+        plans.ranges(start, plans.latest())
+    skipping = Planner(another(log), Subscription(("orders",)), fail_on_data_loss=False)
+    for begin in (start, {}):  # a queue without a position starts at its first offset
+        found = skipping.ranges(begin, plans.latest())
+        assert {(r.topic, r.queue_id): r.queue_offset for r in found} == firsts
+    earliest = plans.resolve("startingOffsets", "earliest")
+    assert earliest == firsts
+    assert len(read(another(log), plans.ranges(earliest, plans.latest()))) == 4
+    assert another(log).read("orders").num_rows == 4
+    with pytest.raises(OffsetOutOfRangeError):
+        another(log).read("orders", start={0: 0})
+
+
+def with_an_old_list(log: CommitLog, monkeypatch: pytest.MonkeyPatch, looks: int) -> CommitLog:
+    """A handle whose store answers so many times with the list of messages from before anything was drained."""
+    reader = another(log)
+    table = reader.messages_table
+    newest, answers = table.refresh, iter(range(looks))
+    old = newest()
+    monkeypatch.setattr(table, "refresh", lambda: old if next(answers, None) is not None else newest())
+    return reader
+
+
+def test_an_old_list_of_messages_is_no_loss(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(log, 0, 2)
+    before = everything(log)
+    readers = [with_an_old_list(log, monkeypatch, 2) for _ in range(3)]
+    planned = Planner(readers[2], Subscription(("points",)))
+    ranges = planned.ranges({}, planned.latest())
+    let_leave(log)
+    delete_now(log)
+    assert everything(readers[0]) == before
+    planner = Planner(readers[1], Subscription(("points",)))
+    assert planner.resolve("starting", datetime(2020, 1, 1, tzinfo=timezone.utc))["points", 0] == 0
+    found = read_ranges(ranges, readers[2].read_range, readers[2].find_again, ["body"])
+    assert pa.concat_tables(found)["body"].to_pylist() == [m["body"] for m in before["points"]]
+
+
+def test_an_older_copy_of_messages_is_told(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(log, 0, 2)
+    reader = with_an_old_list(log, monkeypatch, 1_000)
+    let_leave(log)
+    with pytest.raises(CorruptLogError, match="an older copy of messages was put in its place"):
+        reader.read("points")

@@ -1,0 +1,119 @@
+"""Messages that are older than their topic's retention go, the oldest of a queue first, and readers are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.compute as pc
+import pytest
+
+from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.expiring import Expirer
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.errors import OptionError, TopicNotFoundError
+from tests.half_batches import another, commit, let_leave, make_log, send
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    return make_log(request.param, tmp_path / "log", orders=2)
+
+
+def drained_offsets(log: CommitLog) -> dict[int, list[int]]:
+    """By queue, the offsets that the table messages holds."""
+    table = another(log).messages_table
+    table.refresh()
+    rows = table.read(table.actions()["path"].to_pylist(), ["queue_id", "queue_offset"])
+    queues = sorted(pc.unique(rows["queue_id"]).to_pylist())
+    return {q: sorted(rows.filter(pc.equal(rows["queue_id"], q))["queue_offset"].to_pylist()) for q in queues}
+
+
+def send_and_drain(log: CommitLog, key: str, rows: int = 4) -> None:
+    commit(log, send(log, key, rows))
+    log.drain()
+
+
+def test_what_is_older_than_the_retention_goes_and_the_first_offsets_move(log: CommitLog) -> None:
+    send_and_drain(log, "old")
+    log.topic_store.set_retention("orders", 0.0)
+    report = let_leave(log)
+    assert report.files_expired == 1
+    assert "1 files of messages expired" in str(report)
+    tails = another(log).tails()
+    assert another(log).firsts() == tails
+    assert drained_offsets(log) == {}
+    assert let_leave(log).files_expired == 0
+    log.set_retention("orders", None)
+    send_and_drain(log, "new")
+    assert let_leave(log).files_expired == 0
+    assert drained_offsets(log) == {q: list(range(tails["orders", q], tails["orders", q] + 2)) for q in (0, 1)}
+    for i in range(5):  # the mark goes over the expire row
+        commit(log, send(log, f"more{i}"))
+    let_leave(log)
+    assert another(log).firsts() == tails
+
+
+def test_a_queue_never_has_a_hole(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(4):
+        send_and_drain(log, f"key{i}")
+    table = another(log).messages_table
+    table.refresh()
+    first, second, third, _ = table.actions().sort_by("min.op_version")["path"].to_pylist()
+    monkeypatch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    monkeypatch.setattr(maintenance, "_messages_to_merge", lambda t: [first, third] if first in _live(t) else [])
+    assert maintenance.compact_messages(table) == 2
+    log.topic_store.set_retention("orders", 1000.0)
+    actions = table.actions()
+    merged = actions.filter(pc.equal(actions["num_records"], 8))
+    assert merged.num_rows == 1
+
+    old = Expirer(another(log))
+    limit = pc.max(actions.filter(pc.equal(actions["path"], second))["max.commit_timestamp"]).as_py()
+    monkeypatch.setattr(
+        old._log.machine, "now", lambda: limit.__class__.fromtimestamp(limit.timestamp() + 1000.001, limit.tzinfo)
+    )
+    # The second file alone is old enough, but the first messages lie in one with the third.
+    assert old.run() == []
+    assert another(log).firsts() == {}
+
+
+def _live(table: object) -> set[str]:
+    return set(table.actions()["path"].to_pylist())  # type: ignore[attr-defined]
+
+
+def test_what_is_not_drained_or_has_no_retention_stays(log: CommitLog) -> None:
+    log.create_topic("points", 1)
+    log.topic_store.set_retention("points", 0.0)
+    send_and_drain(log, "drained")
+    log.topic_store.set_retention("orders", 0.0)
+    commit(log, send(log, "tail"))
+    assert Expirer(another(log)).run(dry_run=True) != []
+    assert len(Expirer(another(log)).run()) == 1
+    assert sum(another(log).firsts().values()) == 4
+
+
+def test_a_retention_is_a_duration_of_an_hour_or_more(log: CommitLog) -> None:
+    log.create_topic("kept", retention="7d")
+    assert log.retentions() == {"kept": 7 * 86_400.0, "orders": None}
+    log.set_retention("kept", "1h")
+    assert another(log).retentions()["kept"] == 3600.0
+    log.create_topic("kept", exist_ok=True)
+    assert another(log).retentions()["kept"] == 3600.0
+    for wrong in ("5s", "7", ""):
+        with pytest.raises(OptionError):
+            log.set_retention("kept", wrong)
+    with pytest.raises(TopicNotFoundError):
+        log.set_retention("keptt", "1h")
+
+
+def test_a_crash_between_the_row_and_the_files_is_made_good(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    send_and_drain(log, "old")
+    log.topic_store.set_retention("orders", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Expirer, "_remove", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            Expirer(another(log)).run()
+    assert sum(another(log).firsts().values()) == 4
+    version = another(log).refresh()
+    assert len(Expirer(another(log)).run()) == 1
+    assert another(log).refresh() == version

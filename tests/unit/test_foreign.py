@@ -1,0 +1,104 @@
+"""Upkeep tells what another writer did to the tables of a commit log."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from deltalake import DeltaTable, write_deltalake
+
+from rmq_spark.check.maintainer import Maintainer
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.upkeep import MaintenanceReport
+from rmq_spark.errors import CorruptLogError
+from tests.half_batches import another, commit, let_leave, make_log, prepare, send
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> CommitLog:
+    log = make_log("delta", tmp_path / "log", orders=2)
+    for batch_id in range(3):
+        commit(log, prepare(log, batch_id, 5))
+    log.drain()
+    for batch_id in range(3, 5):
+        commit(log, prepare(log, batch_id, 5))
+    return log
+
+
+def test_a_log_that_nobody_touched_has_nothing_to_tell(log: CommitLog) -> None:
+    assert log.maintain().foreign == ()
+    let_leave(log)
+    send(log, "pending")
+    report = log.maintain(dry_run=True)
+    assert report.foreign == ()
+    assert "careful" not in str(report)
+
+
+@pytest.mark.parametrize("name", ["half", "op", "messages"])
+def test_an_optimize_is_told(log: CommitLog, name: str) -> None:
+    log.drain()
+    before = log.read("orders")
+    DeltaTable(f"{log.path}/{name}").optimize.compact()
+    (told,) = log.maintain().foreign
+    assert told.startswith(f"table {name} has files that rmq_spark did not write (part-")
+    assert another(log).read("orders").equals(before)
+
+
+def test_rows_that_somebody_adds_to_messages_are_told(log: CommitLog) -> None:
+    log.drain()
+    table = DeltaTable(f"{log.path}/messages")
+    write_deltalake(table, table.to_pyarrow_table().slice(0, 2), mode="append")
+    files, rows = log.maintain(dry_run=True).foreign
+    assert "table messages has files" in files
+    assert rows.startswith("table messages has 27 rows, and op placed 25, up to version")
+    for upkeep in (log.drain, log.maintain):  # nothing is drained, and nothing leaves
+        with pytest.raises(CorruptLogError, match="somebody wrote to it"):
+            upkeep()
+
+
+def test_rows_that_are_missing_in_messages_are_told(log: CommitLog) -> None:
+    log.drain()
+    DeltaTable(f"{log.path}/messages").restore(1)  # its files alone go back
+    commit(log, prepare(log, 5, 5))
+    for upkeep in (log.drain, log.maintain):
+        with pytest.raises(CorruptLogError, match="somebody deleted from it"):
+            upkeep()
+
+
+def test_each_finding_is_told_once(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
+    DeltaTable(f"{log.path}/op").optimize.compact()
+    caplog.set_level(logging.WARNING, "rmq_spark.check.maintainer")
+    done = threading.Event()
+    reports: list[MaintenanceReport] = []
+
+    def count(report: MaintenanceReport) -> None:
+        reports.append(report)
+        if len(reports) == 3:
+            done.set()
+
+    Maintainer(log, 0.01).run(done, count)
+    assert [len(report.foreign) for report in reports] == [1, 1, 1]
+    (told,) = caplog.messages
+    assert "table op has files that rmq_spark did not write" in told
+
+
+@pytest.mark.parametrize("sent", [2, 6])
+def test_an_op_that_was_set_back_is_told(log: CommitLog, tmp_path: Path, sent: int) -> None:
+    """Also when as much was written to it since as there was before."""
+    for name in ("op", "half"):
+        shutil.copytree(tmp_path / "log" / name, tmp_path / name)
+    for batch_id in range(5, 8):
+        commit(log, prepare(log, batch_id, 5))
+    log.drain()
+    for name in ("op", "half"):
+        shutil.rmtree(tmp_path / "log" / name)
+        shutil.copytree(tmp_path / name, tmp_path / "log" / name)
+    for i in range(sent):
+        fresh = CommitLog.open(tmp_path / "log")
+        commit(fresh, send(fresh, f"lost{i}"))
+    for ask in (lambda: fresh.read("orders"), fresh.drain, fresh.maintain, lambda: another(fresh).read("orders")):
+        with pytest.raises(CorruptLogError, match="set back to an older copy"):
+            ask()

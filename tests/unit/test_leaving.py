@@ -1,0 +1,446 @@
+"""Half batches that are settled and drained leave, and nobody can tell, but by the room they gave back."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import Kind, OpRow, RowState, Who, pruned_up_to
+from rmq_spark.errors import (
+    AlreadyPreparedError,
+    CorruptLogError,
+    HalfBatchLeftError,
+    HalfBatchNotFoundError,
+    OptionError,
+    StaleAttemptError,
+    VerdictConflictError,
+)
+from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.sink.producer import TransactionMQProducer
+from rmq_spark.storage.table import Change
+from rmq_spark.transaction import HalfBatch, LocalTransactionState
+from tests.half_batches import (
+    another,
+    bodies,
+    commit,
+    header_of,
+    in_half,
+    let_leave,
+    make_log,
+    op_kinds,
+    pending,
+    prepare,
+    rewrite_half,
+    roll_back,
+    send,
+    split,
+)
+
+FOREVER = 1e9
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    return make_log(request.param, tmp_path / "log", orders=2, points=1)
+
+
+def test_what_is_committed_and_drained_leaves_and_its_op_rows_are_pruned(log: CommitLog) -> None:
+    sent = [send(log, f"key{i}") for i in range(5)]
+    for record in sent[:4]:
+        commit(log, record)
+    report = let_leave(log)
+    assert (report.archived, report.files_left) == (4, 4)
+    assert in_half(log) == {"key4:0"}
+    assert op_kinds(log, "key0:0") == ["archived"]
+    kept = another(log).archived("key0:0")
+    assert kept is not None
+    assert (kept.rows, kept.committed, kept.app_id, kept.batch_id, kept.attempt) == (5, 5, "key0", 0, 1)
+    assert [(d.kind, d.decided_by, d.count) for d in kept.decisions] == [("commit", "execute", 5)]
+    assert kept.transaction_per == "batch"
+    assert kept.producer_group == "group"
+    assert let_leave(log).archived == 0
+    assert another(log).open_half_ids() == ["key4:0"]
+    commit(log, sent[4])
+    assert len(another(log).tails()) == 2
+    assert sum(another(log).tails().values()) == 25
+
+
+def test_a_dry_run_says_so_and_changes_nothing(log: CommitLog) -> None:
+    for i in range(3):
+        commit(log, send(log, f"key{i}"))
+    log.drain()
+    log.move_mark()
+    versions = (log.half.table.refresh(), log.refresh())
+    report = let_leave(log, dry_run=True)
+    assert report.archived == 3
+    assert "3 half batches would be archived" in str(report)
+    assert versions == (log.half.table.refresh(), log.refresh())
+
+
+def test_what_is_not_drained_not_settled_or_too_young_stays(log: CommitLog) -> None:
+    commit(log, send(log, "young"))
+    assert let_leave(log, reader_s=60).archived == 0
+    send(log, "open")
+    quarantined = send(log, "quarantined")
+    log.quarantine(quarantined, 1, pending(log, quarantined), Who.CHECK, "gave up")
+    roll_back(log, send(log, "audited"))
+    in_conflict = send(log, "conflict")
+    commit(log, in_conflict)
+    with pytest.raises(VerdictConflictError):
+        log.decide(in_conflict, 1, rollback=in_conflict.fresh_state().rows_in((RowState.PENDING,)), who=Who.CHECK)
+    assert let_leave(log, audit_s=60).archived == 1
+    assert in_half(log) == {"open:0", "quarantined:0", "audited:0", "conflict:0"}
+    log.resolve("conflict:0", LocalTransactionState.COMMIT_MESSAGE, "it was right")
+    log.resolve("quarantined:0", LocalTransactionState.ROLLBACK_MESSAGE, "it never was")
+    assert let_leave(log).archived == 3
+    assert in_half(log) == {"open:0"}
+
+
+def test_the_last_batch_of_a_stream_stays_for_a_restart(log: CommitLog) -> None:
+    for batch_id in range(3):
+        commit(log, prepare(log, batch_id))
+    let_leave(log)
+    assert in_half(log) == {"app:2"}
+    record = another(log).find("app", 0)
+    assert record is not None
+    assert record.left is not None
+    assert record.header == header_of(0)
+
+
+def test_what_became_of_each_message_is_kept(log: CommitLog) -> None:
+    record = send(log, "parts", 9, per="message")
+    committed, rest = split(pending(log, record), 3)
+    by_check, by_hand = split(rest, 6)
+    log.decide(record, 1, commit=committed, who=Who.EXECUTE)
+    log.decide(record, 1, rollback=by_hand, who=Who.EXECUTE, reason="no")
+    log.decide(record, 1, rollback=by_check, who=Who.CHECK)
+    again = send(log, "again")
+    roll_back(log, again, who=Who.CHECK)
+    log.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "once more")
+    roll_back(log, again, 2)
+    let_leave(log)
+    kept = another(log).archived("parts:0")
+    assert kept is not None
+    assert (kept.committed, kept.rolled_back, kept.rolled_back_by_check) == (6, by_hand.count, by_check.count)
+    assert not kept.final
+    assert "no" in [d.reason for d in kept.decisions]
+    kept = another(log).archived("again:0")
+    assert kept is not None
+    assert (kept.attempt, kept.rolled_back, kept.rolled_back_by_check, kept.final) == (2, 5, 0, True)
+
+
+@pytest.mark.parametrize("idempotency_s", [FOREVER, 0])
+def test_a_writer_that_slept_places_nothing_twice(log: CommitLog, idempotency_s: float) -> None:
+    sleeper = another(log)
+    record = send(sleeper, "key")
+    rows = record.fresh_state().rows_in((RowState.PENDING,))
+    commit(log, log.get("key:0"))
+    send(log, "later")
+    for _ in range(2):
+        let_leave(log, idempotency_s=idempotency_s)
+    assert op_kinds(log, "key:0") == (["archived"] if idempotency_s else [])
+    tails = another(log).tails()
+    if idempotency_s:
+        assert sleeper.decide(record, 1, commit=rows, who=Who.EXECUTE) == []  # it is so already
+        with pytest.raises(VerdictConflictError, match=r"too late.*has left"):
+            sleeper.decide(record, 1, rollback=rows, who=Who.EXECUTE)
+    else:
+        with pytest.raises(StaleAttemptError, match="long ago"):
+            sleeper.decide(record, 1, commit=rows, who=Who.EXECUTE)
+    for change in (
+        lambda: sleeper.reopen(record, 1, (RowState.PENDING,), 2, Who.EXECUTE, "no"),
+        lambda: sleeper.quarantine(record, 1, rows, Who.CHECK, "no"),
+        lambda: sleeper.record_check(record, 1, rows, "no"),
+        lambda: sleeper.ledger.overrule(record, LocalTransactionState.COMMIT_MESSAGE, "no"),
+        lambda: sleeper.state_of(record),
+    ):
+        with pytest.raises(HalfBatchLeftError):
+            change()
+    assert another(log).tails() == tails
+    assert another(log).open_half_ids() == ["later:0"]
+
+
+def forget(log: CommitLog) -> None:
+    """Let all that is settled leave, and let nothing tell of it any more."""
+    for i in range(3):
+        commit(log, send(log, f"newer{i}"))
+        let_leave(log, idempotency_s=0)
+
+
+def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
+    sleeper = another(log)
+    record = send(sleeper, "key")
+    rows = record.fresh_state().rows_in((RowState.PENDING,))
+    roll_back(log, log.get("key:0"), who=Who.CHECK)
+    let_leave(log)
+    version = log.refresh()
+    sleeper.lease(record, 60.0)
+    assert log.refresh() == version, "a lease of what has left is not written"
+    forget(log)
+    sleeper.lease(record, 60.0)
+    log.ledger.append(lambda: [OpRow(Kind.LEASE, "key:0", until=log.machine.now())])  # an older program wrote it
+    with pytest.raises(StaleAttemptError, match="long ago"):
+        sleeper.decide(record, 1, commit=rows, who=Who.EXECUTE)
+    assert sum(another(log).tails().values()) == 15
+    assert log.drain() == log.refresh()
+
+
+@pytest.mark.parametrize("size", [5, 3])
+def test_a_key_that_is_used_again_is_another_half_batch(log: CommitLog, size: int) -> None:
+    sleeper = another(log)
+    record = send(sleeper, "key", 5)
+    rows = record.fresh_state().rows_in((RowState.PENDING,))
+    roll_back(log, log.get("key:0"), who=Who.CHECK)
+    forget(log)
+    time.sleep(0.002)  # staged in another millisecond
+    again = send(log, "key", size)
+    for _ in range(2):
+        with pytest.raises(StaleAttemptError, match="long ago"):
+            sleeper.decide(record, 1, commit=rows, who=Who.EXECUTE)
+        sleeper.lease(record, 60.0)
+        assert log.state_of(again).lease_until is None
+        log.move_mark()  # names it as open
+    roll_back(log, again)
+    with pytest.raises(StaleAttemptError, match="long ago"):
+        sleeper.decide(record, 1, commit=rows, who=Who.EXECUTE)
+    assert sum(another(log).tails().values()) == 15
+
+
+def test_verdicts_on_some_messages_cannot_come_again_when_they_have_left(log: CommitLog) -> None:
+    record = send(log, "key", 6, per="message")
+    kept, dropped = split(pending(log, record), 2)
+    log.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    again = send(log, "again", 6)
+    roll_back(log, again, who=Who.CHECK)
+    log.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "once more")
+    commit(log, again, 2)
+    let_leave(log)
+    assert in_half(log) == set()
+    for verdicts in ({"commit": dropped}, {"commit": dropped, "rollback": kept}, {"commit": kept}):
+        with pytest.raises(StaleAttemptError, match="nobody can tell"):
+            log.decide(record, 1, **verdicts, who=Who.EXECUTE)
+    rows = again.fresh_state().rows_in((RowState.PENDING,))
+    for attempt in (1, 7):
+        with pytest.raises(StaleAttemptError, match=f"under attempt {attempt} comes too late"):
+            log.decide(again, attempt, commit=rows, who=Who.EXECUTE)
+    assert log.decide(again, 2, commit=rows, who=Who.EXECUTE) == []
+
+
+def test_what_comes_back_from_an_older_copy_of_half_is_not_placed_again(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log", orders=1)
+    commit(log, send(log, "key", 2))
+    send(log, "open", 1)
+    shutil.copytree(tmp_path / "log" / "half", tmp_path / "copy")
+    let_leave(log)
+    forget(log)
+    shutil.rmtree(tmp_path / "log" / "half")
+    shutil.copytree(tmp_path / "copy", tmp_path / "log" / "half")
+    fresh = CommitLog.open(tmp_path / "log")
+    record = fresh.get("key:0")
+    with pytest.raises(HalfBatchLeftError, match="set back to an older copy"):
+        fresh.state_of(record)
+    rows = record.fresh_state().rows_in((RowState.PENDING,))
+    with pytest.raises(StaleAttemptError):
+        fresh.decide(record, 1, commit=rows, who=Who.EXECUTE)
+    assert fresh.open_half_ids() == ["open:0"]
+    commit(fresh, fresh.get("open:0"))
+
+
+def test_the_audit_time_is_no_shorter_than_the_grace(log: CommitLog) -> None:
+    record = send(log, "key", 4, per="message")
+    kept, dropped = split(pending(log, record), 2)
+    log.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    roll_back(log, send(log, "none"))
+    commit(log, send(log, "later"))
+    assert let_leave(log, reader_s=3600.0, audit_s=0.0).archived == 0
+
+
+def test_a_follower_that_slept_goes_on_from_the_mark(log: CommitLog) -> None:
+    sleeper = another(log)
+    sleeper.refresh()
+    for i in range(4):
+        commit(log, send(log, f"key{i}"))
+    open_one = send(log, "open")
+    sleepers = [sleeper, another(log)]
+    sleepers[1].refresh()
+    let_leave(log)
+    assert pruned_up_to(another(log).op) >= 0
+    for one in sleepers:
+        assert one.tails() == another(log).tails()
+        assert one.open_half_ids() == ["open:0"]
+    commit(sleeper, open_one)
+    assert sum(sleepers[1].tails().values()) == 25
+
+
+def test_a_key_is_not_free_while_its_outcome_is_kept(log: CommitLog) -> None:
+    commit(log, send(log, "key"))
+    let_leave(log)
+    with pytest.raises(AlreadyPreparedError):
+        send(log, "key")
+    let_leave(log, idempotency_s=0)
+    let_leave(log, idempotency_s=0)
+    assert op_kinds(log, "key:0") == []
+    commit(log, send(log, "key"))
+    assert sum(log.tails().values()) == 10
+
+
+def test_who_asks_for_a_half_batch_that_left_is_told(log: CommitLog) -> None:
+    commit(log, send(log, "key"))
+    let_leave(log)
+    with pytest.raises(HalfBatchLeftError, match="of its 5 messages 5 committed"):
+        another(log).get("key:0")
+    with pytest.raises(HalfBatchNotFoundError):
+        another(log).get("other:0")
+    with pytest.raises(HalfBatchLeftError):
+        log.resolve("key:0", LocalTransactionState.ROLLBACK_MESSAGE, "why not")
+
+
+def test_a_file_that_somebody_rewrote_leaves_when_all_in_it_may(log: CommitLog) -> None:
+    for i in range(3):
+        commit(log, send(log, f"key{i}"))
+    record = send(log, "open")
+    rewrite_half(log)
+    log.move_mark()
+    report = let_leave(log)
+    assert (report.archived, report.files_left) == (3, 0)
+    commit(log, log.get(record.half_id))
+    assert let_leave(log).files_left == 1
+    assert in_half(log) == set()
+
+
+def test_a_half_batch_that_lies_in_part_with_another_one_leaves_whole_or_not_at_all(log: CommitLog) -> None:
+    parts = prepare(log, 0, 6, partitions=2)
+    commit(log, parts)
+    open_one = prepare(log, 1)
+    table = another(log).half.table
+    table.refresh()
+    together = [parts.files[0].path, *(f.path for f in open_one.files.values())]
+    change = Change(add=[table.write(table.read(together), "part", ("half_id",))], remove=together, data_change=False)
+    assert table.compare_and_set(lambda _: change, lambda _: True) is change
+    log.move_mark()
+    assert let_leave(log).files_left == 0
+    commit(log, log.get("app:1"))
+    commit(log, prepare(log, 2))
+    assert let_leave(log).files_left == 2
+    assert in_half(log) == {"app:2"}
+
+
+def test_a_crash_between_archive_and_removal_is_made_good(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rmq_spark.commitlog.leaving import Leaver
+
+    commit(log, send(log, "key"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Leaver, "_remove", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            let_leave(log)
+    assert in_half(log) == {"key:0"}
+    assert op_kinds(log, "key:0") == ["commit", "commit", "archived"]
+    with pytest.raises(HalfBatchLeftError):
+        another(log).state_of(another(log).half.get("key:0"))
+    assert bodies(log)
+    report = let_leave(log)
+    assert (report.archived, report.files_left) == (0, 1)
+
+
+def test_what_is_said_while_somebody_lets_it_leave_wins(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rmq_spark.commitlog.leaving import Leaver
+
+    record = send(log, "key")
+    roll_back(log, record, who=Who.CHECK)
+    append = Leaver._append
+
+    def append_after(self: Leaver, *arguments: object) -> object:
+        log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "a replay")
+        return append(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Leaver, "_append", append_after)
+    assert let_leave(log).archived == 0
+    assert in_half(log) == {"key:0"}
+    commit(log, record, 2)
+    assert len(bodies(log)) == 5
+
+
+def test_messages_that_were_set_back_are_noticed(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log", orders=1)
+    import shutil
+
+    shutil.copytree(tmp_path / "log/messages", tmp_path / "copy")
+    commit(log, send(log, "key"))
+    let_leave(log)
+    shutil.rmtree(tmp_path / "log/messages")
+    shutil.copytree(tmp_path / "copy", tmp_path / "log/messages")
+    commit(log, send(log, "more"))
+    with pytest.raises(CorruptLogError, match="pruned"):
+        another(log).drain()
+
+
+def test_files_that_left_are_deleted_after_a_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rmq_spark.commitlog import upkeep
+
+    commit(log, send(log, "key"))
+    report = let_leave(log)
+    assert report.files_left == 1
+    assert report.files_deleted == ()
+    monkeypatch.setattr(upkeep, "REPLACED_FILES_S", 0)
+    (deleted,) = [f for f in let_leave(log).files_deleted if f.startswith("half/")]
+    assert deleted.startswith("half/half-")
+    assert not [f for f in let_leave(log).files_deleted if f.startswith("half/")]
+
+
+def test_a_grace_that_is_none_is_refused(log: CommitLog) -> None:
+    with pytest.raises(OptionError, match="grace='5s'"):
+        log.maintain(grace="5s")
+    report = log.maintain(dry_run=True)
+    assert report.dry_run
+    assert "nothing else to do" in str(report)
+
+
+# ---------------------------------------------------------------- who sends again
+@pytest.fixture
+def producer(log: CommitLog) -> Iterator[TransactionMQProducer]:
+    producer = TransactionMQProducer(log, "group", CommitOncePrepared(), check_interval=None)
+    producer.start()
+    yield producer
+    producer.shutdown()
+
+
+def test_a_retry_under_a_key_gets_the_outcome_that_is_kept(log: CommitLog, producer: TransactionMQProducer) -> None:
+    table = pa.table({"body": ["a", "b"]})
+    first = producer.send_messages_in_transaction(table, topic="orders", idempotency_key="key")
+    let_leave(log)
+    again = producer.send_messages_in_transaction(table, topic="orders", idempotency_key="key")
+    assert again.replayed
+    assert again.local_transaction_state is LocalTransactionState.COMMIT_MESSAGE
+    assert again.transaction_id == first.transaction_id
+    assert sum(another(log).tails().values()) == 2
+
+
+def test_a_retry_of_what_a_check_rolled_back_and_has_left_is_told_so(
+    log: CommitLog, producer: TransactionMQProducer
+) -> None:
+    roll_back(log, send(log, "send.group.key"), who=Who.CHECK)
+    let_leave(log)
+    with pytest.raises(HalfBatchLeftError, match="send its messages as new ones"):
+        producer.send_messages_in_transaction(pa.table({"body": ["a"]}), topic="orders", idempotency_key="key")
+
+
+def test_a_sender_that_slept_through_it_all_gets_the_outcome(log: CommitLog) -> None:
+    class Sleeps(CommitOncePrepared):
+        def execute_local_transaction(self, batch: HalfBatch) -> LocalTransactionState:
+            record = log.get(batch.half_id)
+            log.decide(record, 1, commit=pending(log, record), who=Who.CHECK)
+            let_leave(log)
+            return LocalTransactionState.COMMIT_MESSAGE
+
+    producer = TransactionMQProducer(another(log), "group", Sleeps(), check_interval=None)
+    producer.start()
+    result = producer.send_messages_in_transaction(pa.table({"body": ["a"]}), topic="orders", idempotency_key="key")
+    producer.shutdown()
+    assert result.local_transaction_state is LocalTransactionState.COMMIT_MESSAGE
+    assert sum(another(log).tails().values()) == 1
