@@ -31,6 +31,7 @@ except ModuleNotFoundError as missing:
         raise
     sys.exit(f"the check job needs {missing.name}: pip install 'rmq-spark[job]'")
 
+from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.check.report import CheckReport
 from rmq_spark.listener import TransactionListener
 from rmq_spark.redaction import redacted, traceback_of
@@ -80,9 +81,22 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> in
             stop.set()
 
     _stop_on_signals(stop)
+    maintainer = settings.maintainer(service.log)
+    if maintainer is not None and not once:
+        threading.Thread(target=maintainer.run, args=(stop,), name="txmq-maintainer", daemon=True).start()
     service.run(stop, show)
+    if maintainer is not None and once:
+        _maintain(maintainer)
     service.log.close()
     return PROBLEMS if once and not (reports and reports[-1].ok) else OK
+
+
+def _maintain(maintainer: Maintainer) -> None:
+    """A round of upkeep. That it failed is logged, and no problem of the checks."""
+    try:
+        maintainer.run_once()
+    except Exception as problem:
+        logger.warning("upkeep of %r failed: %s", maintainer.log, traceback_of(problem))
 
 
 def _log_to_stderr() -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
@@ -37,7 +38,7 @@ from rmq_spark.config import (
     seconds,
     whole_number,
 )
-from rmq_spark.errors import OptionError, StaleAttemptError, VerdictConflictError
+from rmq_spark.errors import HalfBatchLeftError, OptionError, StaleAttemptError, VerdictConflictError
 from rmq_spark.listener import (
     NO_LISTENER_FENCE,
     CommitOncePrepared,
@@ -197,6 +198,10 @@ class CheckService:
 
     # ------------------------------------------------------------------ one half batch: what is due, what to do, do it
     def _check_half_batch(self, half_id: str, round_: _Round) -> None:
+        with suppress(HalfBatchLeftError):  # settled by somebody else, long ago by now
+            self._look_at(half_id, round_)
+
+    def _look_at(self, half_id: str, round_: _Round) -> None:
         record = self.log.get(half_id)
         listener = self._listener_of(record)
         if listener is None and self.only_groups:

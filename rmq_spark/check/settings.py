@@ -10,12 +10,20 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
+from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, require_policy
 from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog.leaving import Graces
+from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import (
+    AUDIT_S,
     CHECK_ROUND_TIMEOUT_S,
     CHECKS_MAX,
     FILE_RESERVED_TIME_S,
+    GRACE_S,
+    GRACE_S_MIN,
+    IDEMPOTENCY_S,
+    MAINTENANCE_INTERVAL_S,
     TRANSACTION_CHECK_INTERVAL_S,
     TRANSACTION_CHECK_MAX,
     TRANSACTION_TIMEOUT_S,
@@ -41,7 +49,10 @@ CHECK_NAMES: Mapping[str, str] = {
 }
 """The settings of ``[check]``: their names in the file, and in Python and the environment
 (``TXMQ_CHECK__<upper case>``)."""
-SECTIONS = ("path", "listener_modules", "listeners", "check", "storage")
+MAINTENANCE_NAMES: Mapping[str, str] = {name: name for name in ("interval", "grace", "audit", "idempotency")}
+"""The same of ``[maintenance]`` (``TXMQ_MAINTENANCE__<upper case>``)."""
+NAMES = {"check": CHECK_NAMES, "maintenance": MAINTENANCE_NAMES}
+SECTIONS = ("path", "listener_modules", "listeners", "check", "maintenance", "storage")
 
 
 def _duration(value: object) -> float:
@@ -68,6 +79,17 @@ class CheckSettings(BaseModel):
     round_timeout: Annotated[float, BeforeValidator(_duration)] = CHECK_ROUND_TIMEOUT_S
 
 
+class MaintenanceSettings(BaseModel):
+    """The settings of ``[maintenance]``."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    interval: Annotated[float, BeforeValidator(_duration_or_zero)] = MAINTENANCE_INTERVAL_S
+    grace: Annotated[float, BeforeValidator(_duration)] = Field(GRACE_S, ge=GRACE_S_MIN)
+    audit: Annotated[float, BeforeValidator(_duration_or_zero)] = AUDIT_S
+    idempotency: Annotated[float, BeforeValidator(_duration_or_zero)] = IDEMPOTENCY_S
+
+
 class JobSettings(BaseSettings):
     """All settings of the check job.
 
@@ -83,6 +105,7 @@ class JobSettings(BaseSettings):
     listener_modules: list[str] = Field(default_factory=list)
     listeners: dict[str, str] = Field(default_factory=dict)
     check: CheckSettings = Field(default_factory=CheckSettings)
+    maintenance: MaintenanceSettings = Field(default_factory=MaintenanceSettings)
     storage: dict[str, SecretStr] = Field(default_factory=dict)
 
     @classmethod
@@ -160,6 +183,13 @@ class JobSettings(BaseSettings):
             storage_options=self.storage_options(),
         )
 
+    def maintainer(self, log: CommitLog) -> Maintainer | None:
+        """Return who does the log's upkeep; None when it is switched off."""
+        upkeep = self.maintenance
+        if upkeep.interval == 0:
+            return None
+        return Maintainer(log, upkeep.interval, Graces(upkeep.grace, upkeep.audit, upkeep.idempotency))
+
 
 def _read(file: Path) -> dict[str, Any]:
     try:
@@ -173,12 +203,13 @@ def _read(file: Path) -> dict[str, Any]:
     for name in values:
         if name not in SECTIONS:
             raise ConfigError(f"{file}: unknown setting {name!r}: {nearest(name, SECTIONS)}")
-    check = values.get("check", {})
-    if isinstance(check, dict):
-        for name in check:
-            if name not in CHECK_NAMES:
-                raise ConfigError(f"{file}: unknown setting {name!r} in [check]: {nearest(name, CHECK_NAMES)}")
-        values["check"] = {CHECK_NAMES[name]: value for name, value in check.items()}
+    for section, names in NAMES.items():
+        given = values.get(section, {})
+        if isinstance(given, dict):
+            for name in given:
+                if name not in names:
+                    raise ConfigError(f"{file}: unknown setting {name!r} in [{section}]: {nearest(name, names)}")
+            values[section] = {names[name]: value for name, value in given.items()}
     return values
 
 

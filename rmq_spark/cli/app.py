@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rmq_spark import __version__
+from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.cli.dead_letters import dlq_app
 from rmq_spark.cli.groups import group_app
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plain, plainly, short, show, storage_options
+from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.config import QUEUES_DEFAULT
+from rmq_spark.config import QUEUES_DEFAULT, parse_duration
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
 READ_LIMIT = 20
+FOREVER = "forever"
 
 VERDICTS = {"COMMIT": COMMIT_MESSAGE, "ROLLBACK": ROLLBACK_MESSAGE}
 
@@ -65,6 +70,31 @@ def drain(path: LogPath, storage: Storage = None) -> None:
 
 @app.command()
 @plainly
+def maintain(
+    path: LogPath,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    every: Annotated[
+        str | None, typer.Option(help='Do it again and again, such as every "60s", until stopped.')
+    ] = None,
+    grace: Annotated[str | None, typer.Option(help='How long what is settled stays for readers: "10m".')] = None,
+    audit: Annotated[str | None, typer.Option(help='How long rolled back messages stay: "7d".')] = None,
+    idempotency: Annotated[str | None, typer.Option(help='How long idempotency keys are remembered: "7d".')] = None,
+    storage: Storage = None,
+) -> None:
+    """Do all the upkeep, so that the log does not grow with its age. Safe beside everything else."""
+    log = open_log(path, storage)
+    graces = Graces.of(grace, audit, idempotency)
+    interval = None if every is None else parse_duration(every, "every")
+    if dry_run and interval is not None:
+        raise typer.BadParameter("--dry-run does nothing that --every could do again")
+    again = None if interval is None else Maintainer(log, interval, graces)
+    typer.echo(str(log.keep_up(graces, dry_run)))
+    if again is not None:
+        again.run(threading.Event(), lambda report: typer.echo(str(report)))
+
+
+@app.command()
+@plainly
 def upgrade(path: LogPath, storage: Storage = None) -> None:
     """Give a commit log of an older version what this one needs. Stop all programs that use it first."""
     added = CommitLog.upgrade(path, storage_options(storage))
@@ -79,29 +109,56 @@ def create_topic(
     queues: Annotated[int | None, typer.Option(help="The log's own number when not given.")] = None,
     fifo: Annotated[bool, typer.Option("--fifo", help="Messages of one sharding key keep their order.")] = False,
     exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Leave a topic that is there as it is.")] = False,
+    retention: Annotated[
+        str | None, typer.Option(help='How long messages are kept, "7d": for ever by default.')
+    ] = None,
     storage: Storage = None,
 ) -> None:
     """Make a topic."""
     log = open_log(path, storage)
-    log.create_topic(name, queues=queues, fifo=fifo, exist_ok=exist_ok)
+    log.create_topic(name, queues=queues, fifo=fifo, exist_ok=exist_ok, retention=retention)
     typer.echo(f"topic {name} has {log.topics()[name]} queues")
+
+
+@topic_app.command("set")
+@plainly
+def set_topic(
+    path: LogPath,
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    retention: Annotated[str, typer.Option(help=f'How long messages are kept, such as "7d", or "{FOREVER}".')],
+    storage: Storage = None,
+) -> None:
+    """Change how long messages of a topic are kept."""
+    open_log(path, storage).set_retention(name, None if retention == FOREVER else retention)
+    typer.echo(f"messages of topic {name} are kept {'for ever' if retention == FOREVER else f'for {retention}'}")
 
 
 @app.command()
 @plainly
 def topics(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
-    """List topics, their queues and how many messages were committed to each."""
+    """List topics, their queues, how many messages were committed to each, and how many of those have expired."""
     log = open_log(path, storage)
-    found = log.topics()
-    committed = dict.fromkeys(found, 0)
-    for (topic, _), offset in log.tails().items():
-        committed[topic] = committed.get(topic, 0) + offset
-    fifo = log.fifo_topics()
+    found, retentions, fifo = log.topics(), log.retentions(), log.fifo_topics()
+    committed, expired = _by_topic(log.tails()), _by_topic(log.firsts())
     rows = [
-        {"topic": name, "queues": queues, "fifo": name in fifo, "committed": committed[name]}
+        {
+            "topic": name,
+            "queues": queues,
+            "fifo": name in fifo,
+            "retention_s": retentions[name],
+            "committed": committed[name],
+            "expired": expired[name],
+        }
         for name, queues in found.items()
     ]
     show(rows, as_json, "no topics: make one with txmq topic create")
+
+
+def _by_topic(offsets: Mapping[tuple[str, int], int]) -> Counter[str]:
+    sums: Counter[str] = Counter()
+    for (topic, _), offset in offsets.items():
+        sums[topic] += offset
+    return sums
 
 
 # ---------------------------------------------------------------- what is open

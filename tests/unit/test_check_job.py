@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rmq_spark.check.policy import NamedPolicy
-from rmq_spark.check.settings import CHECK_NAMES, JobSettings
+from rmq_spark.check.settings import NAMES, JobSettings
 from rmq_spark.errors import ConfigError
 from tests.check_jobs import make_folder, write
 
@@ -32,8 +32,9 @@ def folder(tmp_path: Path) -> Path:
 def test_the_example_has_every_setting_at_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     file = ROOT / "conf/txmq.toml"
     assert JobSettings.load(file).check == JobSettings(path="x").check
+    assert JobSettings.load(file).maintenance == JobSettings(path="x").maintenance
     text = file.read_text()
-    assert all(f"\n{name} = " in text for name in CHECK_NAMES)
+    assert all(f"\n{name} = " in text for names in NAMES.values() for name in names)
     assert JobSettings.load(file).load_listeners() == {}
 
 

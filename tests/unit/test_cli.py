@@ -53,6 +53,18 @@ def commit(log: CommitLog, record: HalfRecord) -> None:
     log.decide(record, 1, commit=rows(log, record), rollback={}, who=Who.EXECUTE)
 
 
+# ---------------------------------------------------------------- upkeep
+def test_upkeep_says_what_it_did(log: CommitLog) -> None:
+    for batch_id in range(3):
+        commit(log, prepare(log, batch_id))
+    log.move_mark()
+    assert "nothing else to do" in txmq("maintain", log.path, "--dry-run")[0]
+    assert "drained up to version" in txmq("maintain", log.path)[0]
+    assert log.messages_table.refresh() > 0
+    assert "grace='1s' is under 60 seconds" in txmq("maintain", log.path, "--grace", "1s", code=1)[1]
+    txmq("maintain", log.path, "--dry-run", "--every", "1s", code=2)
+
+
 # ---------------------------------------------------------------- logs and topics
 def test_a_log_and_a_topic_are_made_and_listed(tmp_path: Path) -> None:
     path = tmp_path / "log"
@@ -61,9 +73,13 @@ def test_a_log_and_a_topic_are_made_and_listed(tmp_path: Path) -> None:
     assert txmq("topic", "create", path, "orders")[0] == "topic orders has 3 queues\n"
     txmq("topic", "create", path, "bills", "--queues", 1)
     assert json.loads(txmq("topics", path, "--json")[0]) == [
-        {"topic": "bills", "queues": 1, "fifo": False, "committed": 0},
-        {"topic": "orders", "queues": 3, "fifo": False, "committed": 0},
+        {"topic": "bills", "queues": 1, "fifo": False, "retention_s": None, "committed": 0, "expired": 0},
+        {"topic": "orders", "queues": 3, "fifo": False, "retention_s": None, "committed": 0, "expired": 0},
     ]
+    assert "kept for 7d" in txmq("topic", "set", path, "bills", "--retention", "7d")[0]
+    assert CommitLog.open(path).retentions() == {"bills": 7 * 86_400.0, "orders": None}
+    assert "kept for ever" in txmq("topic", "set", path, "bills", "--retention", "forever")[0]
+    assert "under 1h" in txmq("topic", "set", path, "bills", "--retention", "7s", code=1)[1]
     assert "is a commit log already" in txmq("create", path, code=1)[1]
     txmq("create", path, "--exist-ok")
     assert "is there already" in txmq("topic", "create", path, "orders", code=1)[1]

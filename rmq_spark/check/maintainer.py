@@ -1,0 +1,73 @@
+"""Upkeep of a commit log, again and again, beside everything else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from rmq_spark.commitlog.leaving import Graces
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.upkeep import MaintenanceReport
+from rmq_spark.config import MAINTENANCE_INTERVAL_S, seconds
+from rmq_spark.redaction import traceback_of
+
+logger = logging.getLogger(__name__)
+
+ORPHANS_EVERY_S = 3600.0
+"""Orphans of crashes are looked for so often: that lists all files, and they are deleted after 7 days only."""
+JITTER = 0.25
+"""Maintainers that were started together do not run together for long: each waits up to so much longer, or less."""
+
+
+class Maintainer:
+    """Calls :meth:`CommitLog.maintain` every so many seconds.
+
+    Parameters
+    ----------
+    log : CommitLog
+        Each round opens a handle of its own.
+    interval : float
+        Seconds between two rounds, about.
+    graces : Graces
+    """
+
+    def __init__(self, log: CommitLog, interval: float = MAINTENANCE_INTERVAL_S, graces: Graces | None = None) -> None:
+        self.log = log
+        self.interval = seconds(interval, "interval", above=True)
+        self.graces = graces or Graces()
+        self._looked_s: float | None = None  # when orphans were last looked for
+        self._told: tuple[str, ...] = ()  # what the last round found of other writers
+
+    def run_once(self) -> MaintenanceReport:
+        """One round."""
+        now_s = self.log.machine.monotonic()
+        orphans = self._looked_s is None or now_s - self._looked_s >= ORPHANS_EVERY_S
+        report = self.log.keep_up(self.graces, orphans=orphans)
+        self._looked_s = now_s if orphans else self._looked_s
+        for text in report.foreign:
+            if text not in self._told:
+                logger.warning("%s; only rmq_spark may write to the tables of %r", text, self.log)
+        self._told = report.foreign
+        return report
+
+    def run(self, stop_event: threading.Event, on_report: Callable[[MaintenanceReport], None] | None = None) -> None:
+        """Rounds until the event is set, the first after one interval. One that fails is logged; the next tries again.
+
+        Parameters
+        ----------
+        stop_event : threading.Event
+        on_report : callable, optional
+            Is given the report of each round.
+        """
+        while not stop_event.wait(self._pause()):
+            try:
+                report = self.run_once()
+            except Exception as problem:
+                logger.warning("upkeep of %r failed: %s", self.log, traceback_of(problem))
+                continue
+            if on_report is not None:
+                on_report(report)
+
+    def _pause(self) -> float:
+        return self.interval * (1 + JITTER * (2 * self.log.machine.random() - 1))
