@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rmq_spark.sink.foreach_batch import TransactionalSink as TransactionalSink
     from rmq_spark.sink.producer import TransactionMQProducer as TransactionMQProducer
     from rmq_spark.sink.producer import TransactionSendResult as TransactionSendResult
+    from rmq_spark.source.native import messages as messages
     from rmq_spark.transaction import COMMIT_MESSAGE as COMMIT_MESSAGE
     from rmq_spark.transaction import ROLLBACK_MESSAGE as ROLLBACK_MESSAGE
     from rmq_spark.transaction import UNKNOWN as UNKNOWN
@@ -56,6 +57,7 @@ _WHERE = {
     "SqlInbox": "consumer.inbox",
     "consume": "consumer.consume",
     "register": "datasource",
+    "messages": "source.native",
     "PerMessageListener": "listener",
     "TransactionListener": "listener",
     "DeltaTransactionListener": "listeners.delta",

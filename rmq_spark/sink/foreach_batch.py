@@ -17,6 +17,7 @@ from rmq_spark.listener import CommitOncePrepared, TransactionListener, require_
 from rmq_spark.message import require_app_id, require_group_name
 from rmq_spark.sink.frame import require_message_types, topics_for
 from rmq_spark.sink.identity import identity_of, run_of
+from rmq_spark.sink.limits import PendingLimits
 from rmq_spark.sink.settings import require_transaction_per
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
 from rmq_spark.storage.files import filesystem
@@ -54,6 +55,10 @@ class TransactionalSink:
     on_listener_error : {"fail", "unknown"}
     replay_check_timeout : str or float
         ``"60s"``, or seconds.
+    max_pending_batches : int, optional
+        Refuse a new batch, with PendingLimitError, while so many of the group's half batches are pending.
+    max_pending_bytes : int or str, optional
+        The same for the bytes of their files: ``"500m"``, ``"10g"``.
     storage_options : mapping, optional
 
     Examples
@@ -75,6 +80,8 @@ class TransactionalSink:
         checkpoint_location: str | None = None,
         on_listener_error: str = "fail",
         replay_check_timeout: str | float = REPLAY_CHECK_TIMEOUT_S,
+        max_pending_batches: int | None = None,
+        max_pending_bytes: int | str | None = None,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
         self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
@@ -89,25 +96,26 @@ class TransactionalSink:
         self.app_id = None if app_id is None else require_app_id(app_id)
         self.checkpoint_location = checkpoint_location
         timeout = replay_check_timeout
-        timeout_s = parse_duration(timeout, "replay_check_timeout") if isinstance(timeout, str) else timeout
-        self._two_phase = TwoPhase(
-            self.log, self.listener, on_listener_error=on_listener_error, replay_check_timeout_s=timeout_s
-        )
+        self._settings: dict[str, Any] = {
+            "on_listener_error": on_listener_error,
+            "replay_check_timeout_s": (
+                parse_duration(timeout, "replay_check_timeout") if isinstance(timeout, str) else timeout
+            ),
+            "pending_limits": PendingLimits.of(max_pending_batches, max_pending_bytes),
+        }
+        self._two_phase = TwoPhase(self.log, self.listener, **self._settings)
         self.last_outcome: Outcome | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Over Spark Connect the function is pickled and sent to the server, which opens the log again.
         state = {k: v for k, v in self.__dict__.items() if k not in ("log", "_two_phase", "last_outcome")}
-        two_phase = (self._two_phase.on_listener_error, self._two_phase.replay_check_timeout_s)
-        return {**state, "_reopen": (self.log.path, self.log.storage_options, *two_phase)}
+        return {**state, "_reopen": (self.log.path, self.log.storage_options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        path, storage_options, on_listener_error, timeout_s = state.pop("_reopen")
+        path, storage_options = state.pop("_reopen")
         self.__dict__.update(state)
         self.log = CommitLog.open(path, storage_options)
-        self._two_phase = TwoPhase(
-            self.log, self.listener, on_listener_error=on_listener_error, replay_check_timeout_s=timeout_s
-        )
+        self._two_phase = TwoPhase(self.log, self.listener, **self._settings)
         self.last_outcome = None
 
     def __call__(self, batch_df: DataFrame, batch_id: int) -> None:

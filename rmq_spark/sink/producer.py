@@ -19,6 +19,7 @@ from rmq_spark.config import TRANSACTION_CHECK_INTERVAL_S, TRANSACTION_TIMEOUT_S
 from rmq_spark.errors import ListenerError, MessageError, OptionError
 from rmq_spark.listener import TransactionListener, require_listener
 from rmq_spark.message import Message, require_app_id, require_group_name, to_table
+from rmq_spark.sink.limits import PendingLimits
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
 from rmq_spark.transaction import BATCH, KEY, MESSAGE, LocalTransactionState, batch_transaction_id
 
@@ -88,6 +89,10 @@ class TransactionMQProducer:
         Seconds between the checks of this group's open transactions; None for no checks.
     transaction_timeout : float
         Seconds before a transaction is checked.
+    max_pending_batches : int, optional
+        Refuse new transactions, with PendingLimitError, while so many of the group's half batches are pending.
+    max_pending_bytes : int or str, optional
+        The same for the bytes of their files: ``"500m"``, ``"10g"``.
 
     Examples
     --------
@@ -104,6 +109,8 @@ class TransactionMQProducer:
         on_listener_error: str = "unknown",
         check_interval: float | None = TRANSACTION_CHECK_INTERVAL_S,
         transaction_timeout: float = TRANSACTION_TIMEOUT_S,
+        max_pending_batches: int | None = None,
+        max_pending_bytes: int | str | None = None,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
         if listener is None:
@@ -115,7 +122,8 @@ class TransactionMQProducer:
             raise ListenerError("TransactionMQProducer has no Spark session: use a listener that needs none")
         self.check_interval = None if check_interval is None else seconds(check_interval, "check_interval", above=True)
         self.transaction_timeout = seconds(transaction_timeout, "transaction_timeout")
-        self.two_phase = TwoPhase(self.log, self.listener, on_listener_error=on_listener_error)
+        limits = PendingLimits.of(max_pending_batches, max_pending_bytes)
+        self.two_phase = TwoPhase(self.log, self.listener, on_listener_error=on_listener_error, pending_limits=limits)
         self._closing = self.log.machine.event()
         self._checks: threading.Thread | None = None
         self._open = False

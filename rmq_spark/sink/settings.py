@@ -9,12 +9,13 @@ from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, Options
 from rmq_spark.errors import ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
 from rmq_spark.message import require_group_name
+from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
 from rmq_spark.storage.location import location
 from rmq_spark.transaction import BATCH, KEY, MESSAGE
 
 SINK_OPTIONS = (
     "path topic producerGroup transactionListener transactionKey transactionPer appId batchId onListenerError "
-    "replayCheckTimeout checkpointLocation"
+    "replayCheckTimeout maxPendingBatches maxPendingBytes checkpointLocation"
 ).split()
 NO_LISTENER = "none"
 
@@ -31,6 +32,7 @@ class SinkSettings:
     transaction_key: str | None
     on_listener_error: str
     replay_check_timeout_s: float
+    pending_limits: PendingLimits = NO_LIMITS
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -53,6 +55,7 @@ class SinkSettings:
             transaction_key=key,
             on_listener_error=options.choice("onListenerError", ("fail", "unknown"), "fail"),
             replay_check_timeout_s=options.duration("replayCheckTimeout", REPLAY_CHECK_TIMEOUT_S),
+            pending_limits=PendingLimits(options.integer("maxPendingBatches"), options.byte_count("maxPendingBytes")),
             storage_options=dict(options.storage_options),
         )
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half import HalfFile, HalfHeader
 from rmq_spark.commitlog.half_store import HalfRecord
@@ -34,6 +35,7 @@ from rmq_spark.errors import (
     AlreadyPreparedError,
     CheckpointMismatchError,
     FencedError,
+    HalfBatchLeftError,
     LocalTransactionError,
     OptionError,
     StaleAttemptError,
@@ -43,6 +45,7 @@ from rmq_spark.errors import (
 from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener, require_same_fence
 from rmq_spark.redaction import cause_of, traceback_of
 from rmq_spark.sink.leases import LeaseKeeper
+from rmq_spark.sink.limits import NO_LIMITS, PendingGuard, PendingLimits
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -121,6 +124,8 @@ class TwoPhase:
         How long a replay asks the listener again while it answers UNKNOWN.
     lease_s : float
         How long a lease lasts; while ``execute_local_transaction`` runs it is renewed at a third of this.
+    pending_limits : PendingLimits
+        A new half batch is refused while more than this of its producer group is pending. A replay never is.
     """
 
     def __init__(
@@ -131,6 +136,7 @@ class TwoPhase:
         on_listener_error: str = "fail",
         replay_check_timeout_s: float = REPLAY_CHECK_TIMEOUT_S,
         lease_s: float = LEASE_S,
+        pending_limits: PendingLimits = NO_LIMITS,
     ) -> None:
         if on_listener_error not in ON_LISTENER_ERROR:
             raise OptionError(f"onListenerError={on_listener_error!r} is not one of {', '.join(ON_LISTENER_ERROR)}")
@@ -140,6 +146,7 @@ class TwoPhase:
         self.listener = listener
         self.on_listener_error = on_listener_error
         self.replay_check_timeout_s = seconds(replay_check_timeout_s, "replay_check_timeout")
+        self.pending = PendingGuard(log, pending_limits)
         self.leases = LeaseKeeper(log, seconds(lease_s, "lease_s", above=True))
 
     # ------------------------------------------------------------------ all of it
@@ -167,19 +174,31 @@ class TwoPhase:
             When two verdicts contradict each other: a person must resolve the half batch.
         UnresolvedTransactionError
             When a replay's checks stay UNKNOWN.
+        PendingLimitError
+            When too much of the producer group is pending; nothing is written then.
+        HalfBatchLeftError
+            When a check has rolled the half batch back so long ago that its messages have left the log.
         """
         replayed = record = self.find_replayed(header)
         if record is None:
+            self.pending.require_room(header.producer_group)
             files = stage()
             if not files:
                 return Outcome()
             record = self.prepare(header, files)
         if record is None:  # another driver of the same application was faster
             replayed = record = self._require_replayed(header)
+        if record.left is not None:
+            return _outcome_of_left(record, record.left)
         run = _Run(record, header.fence_id, arg, Outcome(record, replayed is not None))
-        if replayed is None:
-            self.execute(run, 1, record.fresh_state().rows_in((RowState.PENDING,)))
-        self._settle(run)
+        try:
+            if replayed is None:
+                self.execute(run, 1, record.fresh_state().rows_in((RowState.PENDING,)))
+            self._settle(run)
+        except HalfBatchLeftError as left:  # we slept, and others settled it meanwhile
+            if left.archived is None:
+                raise
+            return _outcome_of_left(record, left.archived)
         return run.outcome
 
     def find_replayed(self, header: HalfHeader) -> HalfRecord | None:
@@ -374,6 +393,18 @@ class TwoPhase:
             f"{self.replay_check_timeout_s:g}s what became of it ({why}). Nothing is lost: {again}, let a CheckService "
             f"settle it, or log.resolve({run.record.half_id!r}, verdict, reason=…)"
         )
+
+
+def _outcome_of_left(record: HalfRecord, kept: Archived) -> Outcome:
+    """What became of a half batch that has left: nothing of it can be run again."""
+    if not kept.final:
+        raise HalfBatchLeftError(
+            f"{kept.left_error()}. A check has rolled it back, and a retry would run it again: send its messages as "
+            "new ones, under another batch id or idempotency key",
+            kept,
+        )
+    counts = {RowState.COMMITTED: kept.committed, RowState.ROLLED_BACK: kept.rolled_back}
+    return Outcome(record, True, kept.attempt, {state: n for state, n in counts.items() if n})
 
 
 def _is_same_query(prepared: HalfHeader, now: HalfHeader) -> bool:

@@ -25,6 +25,7 @@ from rmq_spark.listener import TransactionListener
 from rmq_spark.message import require_app_id
 from rmq_spark.sink.frame import require_message_types, topics_for
 from rmq_spark.sink.identity import read_checkpoint
+from rmq_spark.sink.limits import PendingGuard
 from rmq_spark.sink.settings import SinkSettings
 from rmq_spark.storage.files import filesystem
 
@@ -63,6 +64,8 @@ class _Writer:
             topics = topics_for(log, schema.names, self.settings.topic)
             self.header = self._header(options, listener)
             self.replayed = self._was_prepared(log)
+            if not self.replayed:  # here, so that executors write nothing that is refused
+                PendingGuard(log, self.settings.pending_limits).require_room(self.header.producer_group)
             self.half_folder = f"{log.path}/half"
             self.half_writer = HalfWriter(
                 self.header, topics, self.settings.topic, self.settings.transaction_key, log.fifo_topics()

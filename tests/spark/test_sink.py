@@ -92,6 +92,15 @@ def test_unknown_stays_hidden_and_pending(log, numbers, tmp_path):
     app_id = json.loads((tmp_path / "cp" / "metadata").read_text())["id"]
     assert set(pending["app_id"].to_pylist()) == {app_id}
 
+    half = Path(log.path) / "half"
+    before = set(half.glob("*.parquet"))
+    with pytest.raises(Exception, match="PendingLimitError: producer group 'shop' has 2 half batches"):
+        send(
+            numbers(3).drop("k"), log, tmp_path / "cp",
+            transactionListener="listeners_for_sink:AlwaysUnknown", maxPendingBatches="2",
+        )  # fmt: skip
+    assert set(half.glob("*.parquet")) == before
+
 
 def test_a_failing_listener_ends_the_query_and_a_restart_checks_before_it_goes_on(log, numbers, tmp_path):
     switch = tmp_path / "down"
