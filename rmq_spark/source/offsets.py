@@ -205,7 +205,13 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def resolve(option: str, given: str | Positions, queues: Mapping[str, int], tails: Mapping[Queue, int]) -> Positions:
+def resolve(
+    option: str,
+    given: str | Positions,
+    queues: Mapping[str, int],
+    tails: Mapping[Queue, int],
+    firsts: Mapping[Queue, int] | None = None,
+) -> Positions:
     """Return the offset of each queue for what :func:`parse_offsets` returned.
 
     Parameters
@@ -214,6 +220,8 @@ def resolve(option: str, given: str | Positions, queues: Mapping[str, int], tail
         The topics subscribed to, and the number of queues of each.
     tails : mapping
         The next offset of every queue that has messages.
+    firsts : mapping, optional
+        The first offset that is kept, of queues of which messages have expired.
 
     Raises
     ------
@@ -223,8 +231,9 @@ def resolve(option: str, given: str | Positions, queues: Mapping[str, int], tail
         When it names an offset past the end of a queue.
     """
     ends = {(t, q): tails.get((t, q), 0) for t, n in queues.items() for q in range(n)}
+    starts = {queue: (firsts or {}).get(queue, 0) for queue in ends}
     if isinstance(given, str):
-        return dict.fromkeys(ends, 0) if given == EARLIEST else ends
+        return starts if given == EARLIEST else ends
     for (topic, queue_id), offset in given.items():
         if topic not in queues:
             hint = nearest(topic, queues) if queues else "no topic is subscribed to"
@@ -246,7 +255,7 @@ def resolve(option: str, given: str | Positions, queues: Mapping[str, int], tail
                 f"{option} leaves out queue {queue_id} of topic {topic!r}: name every queue that is subscribed to, "
                 "with -2 for earliest or -1 for latest where you have no offset"
             )
-    meaning = {queue: {EARLIEST_OFFSET: 0, LATEST_OFFSET: end} for queue, end in ends.items()}
+    meaning = {queue: {EARLIEST_OFFSET: starts[queue], LATEST_OFFSET: end} for queue, end in ends.items()}
     return {queue: meaning[queue].get(offset, offset) for queue, offset in given.items()}
 
 

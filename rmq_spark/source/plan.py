@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rmq_spark.commitlog.incoming import require_known_topic
-from rmq_spark.commitlog.placements import PlacedRange, Placements, out_of_range
+from rmq_spark.commitlog.placements import MessageRange, PlacedRange, Placements, out_of_range
 from rmq_spark.errors import OffsetOutOfRangeError
 from rmq_spark.message import RETRY_PREFIX
 from rmq_spark.source.offsets import CountedPositions, Positions, Queue, resolve
@@ -72,10 +72,12 @@ class Planner:
         ends) at its end. Spark's Kafka source fails in that case unless told otherwise.
         """
         latest = self.latest()
+        firsts = self.log.firsts(refresh=False)
         if isinstance(given, datetime):
             starts = {(topic, q): 0 for topic, count in self.queues().items() for q in range(count)}
             first = self._placements.first_since(given)
-            return {queue: min(end, first.get(queue, end)) for queue, end in (starts | latest).items()}
+            found = {queue: min(end, first.get(queue, end)) for queue, end in (starts | latest).items()}
+            return {queue: max(offset, firsts.get(queue, 0)) for queue, offset in found.items()}
         queues = self.queues()
         if isinstance(given, CountedPositions):
             if given.log_id not in (None, self.log.id):
@@ -87,7 +89,7 @@ class Planner:
             given = {q: n for q, n in given.items() if q[0] in queues or not q[0].startswith(RETRY_PREFIX)}
         if isinstance(given, dict) and (retry := self._subscription.retry) in queues and retry is not None:
             given = {(retry, queue_id): 0 for queue_id in range(queues[retry])} | given  # nobody names it
-        return resolve(option, given, queues, latest)
+        return resolve(option, given, queues, latest, firsts)
 
     # ------------------------------------------------------------------ a stream's offsets
     def require_start(self, start: Positions, latest: Positions, whose: str = "the checkpoint") -> Positions:
@@ -98,7 +100,7 @@ class Planner:
         OffsetOutOfRangeError
             When it lies past the end of a queue: the checkpoint belongs to another log, or the log was made anew.
         """
-        found: Positions = {}
+        found = self._firsts()
         for (topic, queue_id), offset in start.items():
             end = latest.get((topic, queue_id), 0)
             if not self._subscription.matches(topic):
@@ -113,12 +115,17 @@ class Planner:
                 found[(topic, queue_id)] = end
         return found
 
+    def _firsts(self) -> Positions:
+        """Where queues start of which messages have expired: a queue without a position starts at its first offset."""
+        firsts = self.log.firsts(refresh=False)
+        return {queue: first for queue, first in firsts.items() if self._subscription.matches(queue[0])}
+
     def forget(self, start: Positions) -> None:
         """Drop what a stream has read, so that memory does not grow with it."""
         self._placements.forget(start)
 
     # ------------------------------------------------------------------ ranges
-    def ranges(self, start: Positions, end: Positions) -> list[PlacedRange]:
+    def ranges(self, start: Positions, end: Positions) -> list[MessageRange]:
         """The half rows of every queue's offsets from ``start`` (included) to ``end`` (excluded), by queue and offset.
 
         Raises
@@ -126,10 +133,17 @@ class Planner:
         OffsetOutOfRangeError
             When the log does not hold all of them, unless data loss is to be skipped.
         """
-        found, missing = self._placements.between(start, end)
+        found, missing = self._placements.between(self._firsts() | start, end)
         for queue, first, stop in missing:
             self._lost(out_of_range(*queue, first, stop))
         return found
+
+    def tail(self, start: Positions, end: Positions) -> tuple[Mapping[Queue, int], list[PlacedRange]]:
+        """The border, below which the table ``messages`` has all; and the ranges above it, as :meth:`ranges` does."""
+        border, found, missing = self._placements.tail(self._firsts() | start, end)
+        for queue, first, stop in missing:
+            self._lost(out_of_range(*queue, first, stop))
+        return border, [placed for queue in sorted(found) for placed in found[queue]]
 
     def _lost(self, what: str) -> None:
         if self._fail_on_data_loss:
@@ -182,16 +196,16 @@ def _share(waiting: Sequence[tuple[Queue, int]], limit: int) -> dict[Queue, int]
 
 # ---------------------------------------------------------------- partitions
 def split(
-    ranges: Sequence[PlacedRange],
+    ranges: Sequence[MessageRange],
     ordered: bool = False,
     partitions_min: int | None = None,
     partition_records_max: int | None = None,
-) -> list[list[PlacedRange]]:
+) -> list[list[MessageRange]]:
     """Share ranges out to partitions.
 
     Parameters
     ----------
-    ranges : sequence of PlacedRange
+    ranges : sequence of MessageRange
         By queue and offset.
     ordered : bool
         Each queue is read in one partition, in order. Otherwise rows that lie together are read together: no file is
@@ -203,7 +217,7 @@ def split(
     """
     if ordered:
         return [list(queue) for _, queue in groupby(ranges, key=lambda r: (r.topic, r.queue_id))]
-    laid = sorted(ranges, key=lambda r: (r.commit_timestamp, r.rows.half_id, r.rows.file_no, r.rows.ranges[0]))
+    laid = sorted(ranges, key=lambda r: (r.file, r.rows.ranges[0]))
     total = sum(r.count for r in laid)
     if partitions_min is None and partition_records_max is None:
         return _blocks(laid)
@@ -212,9 +226,9 @@ def split(
     return list(_cut_at(laid, [total * i // count for i in range(1, count + 1)])) if count else []
 
 
-def _cut_at(ranges: Sequence[PlacedRange], ends: Sequence[int]) -> Iterator[list[PlacedRange]]:
+def _cut_at(ranges: Sequence[MessageRange], ends: Sequence[int]) -> Iterator[list[MessageRange]]:
     """Ranges cut after each of these numbers of messages; the last is that of all."""
-    part: list[PlacedRange] = []
+    part: list[MessageRange] = []
     position, at = 0, 0
     for whole in ranges:
         offset, stop = whole.queue_offset, whole.queue_offset + whole.count
@@ -227,9 +241,9 @@ def _cut_at(ranges: Sequence[PlacedRange], ends: Sequence[int]) -> Iterator[list
                 part, at = [], at + 1
 
 
-def _blocks(laid: Sequence[PlacedRange]) -> list[list[PlacedRange]]:
+def _blocks(laid: Sequence[MessageRange]) -> list[list[MessageRange]]:
     """Whole blocks of row groups, so that no row group is read twice; small ones share a partition."""
-    found: list[list[PlacedRange]] = []
+    found: list[list[MessageRange]] = []
     rows = 0
     for _, block in groupby(_by_block(laid), key=lambda piece: piece[0]):
         pieces = [piece for _, piece in block]
@@ -242,7 +256,7 @@ def _blocks(laid: Sequence[PlacedRange]) -> list[list[PlacedRange]]:
     return found
 
 
-def _by_block(laid: Sequence[PlacedRange]) -> Iterator[tuple[tuple[object, ...], PlacedRange]]:
+def _by_block(laid: Sequence[MessageRange]) -> Iterator[tuple[tuple[object, ...], MessageRange]]:
     for whole in laid:
         rows = whole.rows
         first_block, last_block = rows.ranges[0][0] // BLOCK_ROWS, rows.ranges[-1][1] // BLOCK_ROWS
@@ -252,5 +266,5 @@ def _by_block(laid: Sequence[PlacedRange]) -> Iterator[tuple[tuple[object, ...],
             count = sum(max(0, min(b + 1, high) - max(a, low)) for a, b in rows.ranges)
             if count:
                 piece = whole if count == whole.count else whole.cut(offset, offset + count)
-                yield (whole.commit_timestamp, rows.half_id, rows.file_no, block), piece
+                yield (*whole.file, block), piece
             offset += count

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -18,19 +17,20 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from rmq_spark.commitlog.placements import PlacedRange, out_of_range
-from rmq_spark.commitlog.reading import by_file, messages_of, require_source_columns, rows_of, stored_columns
+from rmq_spark.commitlog.placements import MessageRange, out_of_range
+from rmq_spark.commitlog.reading import by_file, read_ranges, require_source_columns, rows_of
 from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.redaction import redacted
 from rmq_spark.source import SOURCE_DDL, SOURCE_OPTIONS
 from rmq_spark.source.offsets import Again, JsonOffsets, Positions, due, from_checkpoint, seconds_to_wait, to_json
 from rmq_spark.source.options import ReadOptions, read_options
 from rmq_spark.source.plan import Planner, admit, split
-from rmq_spark.storage.files import filesystem, read_range
+from rmq_spark.storage.files import RowRange, filesystem, read_range
 from rmq_spark.storage.moved import HalfFiles
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark.selector.tree import Filter
     from rmq_spark.source.progress import GroupProgress
 
 __all__ = ["SOURCE_DDL", "SOURCE_OPTIONS", "TxmqPartition", "TxmqReader", "TxmqStreamReader"]
@@ -49,7 +49,7 @@ SUSPENDED_WAIT_S_MAX = 60.0
 class TxmqPartition(InputPartition):
     """What one task reads, and what a selector's ``now`` is: a task that is tried again must find the same."""
 
-    ranges: tuple[PlacedRange, ...]
+    ranges: tuple[MessageRange, ...]
     now_ms: int = 0
 
 
@@ -312,39 +312,57 @@ def arrow_schema(schema: StructType) -> pa.Schema:
 
 # ---------------------------------------------------------------- on executors
 def _messages(
-    options: ReadOptions, schema: pa.Schema, ranges: Sequence[PlacedRange], now_ms: int
+    options: ReadOptions, schema: pa.Schema, ranges: Sequence[MessageRange], now_ms: int
 ) -> Iterator[pa.Table]:
     """The messages of some ranges that tags or a selector want, a row group and queue at a time."""
-    half = _half_files(options)
+    files = _Files(options)
     where = None if options.selector is None else options.selector.at(now_ms)
-    columns = schema.names
     for together in by_file(ranges):
         rows = rows_of(together)
         try:
-            tables = half.read(rows, stored_columns(columns, together[0]), where)
-            for messages in messages_of(together, tables, columns):
+            for messages in read_ranges(together, files.read, files.find_again, schema.names, where):
                 yield _as_asked(messages, schema)
         except (FileNotFoundError, HalfBatchNotFoundError) as problem:
             for placed in together:
-                end = placed.queue_offset + placed.count
-                what = out_of_range(placed.topic, placed.queue_id, placed.queue_offset, end)
-                what += f" any more: half batch {rows.half_id!r} has lost its file {rows.file_no}"
+                what = out_of_range(placed.topic, placed.queue_id, placed.queue_offset, placed.stop)
+                lost = f"half batch {rows.half_id!r} has lost its file {rows.file_no}"
+                what += f" any more: {lost if rows.half_id else f'file {rows.path} of table messages is gone'}"
                 if options.fail_on_data_loss:
                     raise OffsetOutOfRangeError(f"{what} (failOnDataLoss=false skips them)") from problem
                 logger.warning("skipped, because failOnDataLoss=false: %s", what)
 
 
-def _half_files(options: ReadOptions) -> HalfFiles:
-    """Half files as an executor reads them: it opens the commit log for a file that somebody rewrote, and else not."""
-    fs, folder = filesystem(f"{options.path}/half", options.storage_options)
-    log: CommitLog | None = None
+class _Files:
+    """The files of ``half`` and ``messages`` as an executor reads them: it opens the commit log for a file that is
+    gone, and else not."""
 
-    def locate(half_id: str, file_no: int) -> str:
-        nonlocal log
-        log = log or _open(options)
-        return log.locate(half_id, file_no)
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+        self._log: CommitLog | None = None
+        self._half = HalfFiles(self._read, lambda *address: self._opened().locate(*address))
+        self._folders: dict[str, tuple[Any, str]] = {}
 
-    return HalfFiles(partial(read_range, fs, folder), locate)
+    def read(
+        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """Rows of a file of either table, as ``files.read_range`` has them."""
+        return (self._half.read if wanted.half_id else self._read)(wanted, columns, where)
+
+    def find_again(self, lost: MessageRange) -> list[MessageRange]:
+        """Where messages lie now of which the file is gone."""
+        return self._opened().find_again(lost)
+
+    def _read(
+        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
+    ) -> Iterator[tuple[int, pa.Table]]:
+        if wanted.table not in self._folders:
+            uri = f"{self._options.path}/{wanted.table}"
+            self._folders[wanted.table] = filesystem(uri, self._options.storage_options)
+        return read_range(*self._folders[wanted.table], wanted, columns, where)
+
+    def _opened(self) -> CommitLog:
+        self._log = self._log or _open(self._options)
+        return self._log
 
 
 def _as_asked(messages: pa.Table, schema: pa.Schema) -> pa.Table:

@@ -1,0 +1,313 @@
+"""Committed messages as a DataFrame that Spark reads by itself.
+
+What is drained comes from the Parquet files of the table ``messages``. The tail comes from half files, which Spark
+joins with what ``op`` says of their rows::
+
+    messages   ████████████████████████ border            files, by Spark's own reader
+    half                                ░░█░██░██ tail    files ⋈ (half_id, file_no, block of rows) ⋈ placements
+
+Python plans, and reads no message.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog.incoming import require_known_topic
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.placements import PlacedRange
+from rmq_spark.config import require_time
+from rmq_spark.errors import LostFileError, OffsetOutOfRangeError, OptionError
+from rmq_spark.message import DLQ_PREFIX, RETRY_PREFIX
+from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags
+from rmq_spark.source import SOURCE_DDL
+from rmq_spark.source.offsets import EARLIEST, LATEST, Positions, given_positions
+from rmq_spark.source.options import Subscription
+from rmq_spark.source.plan import Planner
+from rmq_spark.storage.location import spark_path
+from rmq_spark.transaction import BATCH, KEY
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+    from rmq_spark.selector.tree import Filter
+
+BLOCK_ROWS = 1_024
+"""Rows of a half file that are joined under one key: few enough for a block of which every second row has a place."""
+COLUMNS = [part.split()[0] for part in SOURCE_DDL.split(", ")]
+DRAINED_DDL = f"{SOURCE_DDL}, op_version bigint"
+HALF_DDL = (
+    "half_id string, file_no bigint, row_no bigint, transaction_key string, topic string, queue_id int, tags string, "
+    "keys string, sharding_key string, properties map<string,string>, body binary, born_timestamp timestamp, "
+    "store_timestamp timestamp"
+)
+PLACES = pa.schema(
+    [
+        ("half_id", pa.string()),
+        ("file_no", pa.int64()),
+        ("block", pa.int64()),
+        ("first", pa.int64()),
+        ("last", pa.int64()),
+        ("first_offset", pa.int64()),
+        ("attempt", pa.int32()),
+        ("transaction_per", pa.string()),
+        ("producer_group", pa.string()),
+        ("commit_timestamp", pa.timestamp("us", "UTC")),
+    ]
+)
+
+Where = str | datetime | Mapping[str, Mapping[Any, int]]
+
+
+def messages(
+    spark: SparkSession,
+    log: CommitLog | str | os.PathLike[str],
+    topics: str | Sequence[str] | None = None,
+    tags: str | None = None,
+    selector: str | None = None,
+    starting: Where = EARLIEST,
+    ending: Where = LATEST,
+    as_of: datetime | int | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> DataFrame:
+    """Committed messages, at the speed of Spark's own Parquet reader. The DataFrame is what was visible when this was
+    called. Use it within the hour: upkeep deletes files that it has replaced some time ago.
+
+    Parameters
+    ----------
+    spark : SparkSession
+    log : CommitLog or path
+    topics : str or sequence of str, optional
+        All but those of retries and dead letters when not given.
+    tags : str, optional
+        ``"TagA || TagB"``: only messages with one of these tags (RocketMQ: ``MessageSelector.byTag``).
+    selector : str, optional
+        Only messages for which this SQL92 condition is TRUE (RocketMQ: ``MessageSelector.bySql``). It is evaluated in
+        Python, as by ``format("txmq")``; a condition of Spark's own is faster. Needs lark.
+    starting, ending : str, datetime or mapping
+        ``"earliest"``, ``"latest"``, a time with a time zone (each queue's first message that was committed then or
+        later), or offsets: ``{"orders": {0: 23, 1: 7}}``. The end is not included.
+    as_of : datetime or int, optional
+        What was visible at that time (with a time zone), or at that version of the table ``op``. Expired messages
+        do not come back.
+    storage_options : mapping, optional
+        For a path: passed to delta-rs.
+
+    Returns
+    -------
+    pyspark.sql.DataFrame
+        With the columns of ``spark.read.format("txmq")``. Filters on ``topic``, ``queue_id``, ``queue_offset`` and
+        ``commit_timestamp`` skip row groups of the files.
+
+    Raises
+    ------
+    TopicNotFoundError, OffsetError, OffsetOutOfRangeError, OptionError
+    """
+    opened = log if isinstance(log, CommitLog) else CommitLog.open(log, storage_options)
+    if tags is not None and selector is not None:
+        raise OptionError("tags and selector contradict each other: give one of them (a selector can say TAGS = 'a')")
+    limit = _limit(opened, as_of)
+    wanted = None if selector is None else parse_selector(selector).at(opened.machine.time_ms())
+    named = parse_tags(SUB_ALL if tags is None else tags)
+    planner = Planner(opened, Subscription(_names(opened, topics)))
+    start = planner.resolve("starting", _given(starting, "starting", EARLIEST))
+    end = planner.resolve("ending", _given(ending, "ending", LATEST))
+    for queue, offset in start.items():
+        if offset > end[queue]:
+            raise OffsetOutOfRangeError(
+                f"starting is at {offset} of topic {queue[0]!r}, queue {queue[1]}, which is after the {end[queue]} of "
+                "ending"
+            )
+    with opened.lock:  # another thread may see a newer list of files
+        border, tail = planner.tail(start, end)
+        files = opened.messages_table.actions()
+    ends = {queue: min(offset, border.get(queue, 0)) for queue, offset in end.items()}
+    found = _drained(spark, opened.path, files, start, ends, border, limit)
+    if placed := [r for r in tail if _is_within(r, limit)]:
+        found = found.unionByName(_tail(spark, opened, placed))
+    if named is not None:
+        found = found.where(found["tags"].isin(*named))
+    return found if wanted is None else found.mapInArrow(_Kept(wanted), found.schema)
+
+
+# ---------------------------------------------------------------- what is asked for
+def _names(log: CommitLog, topics: str | Sequence[str] | None) -> tuple[str, ...]:
+    known = log.topics()
+    if topics is None:
+        return tuple(name for name in known if not name.startswith((RETRY_PREFIX, DLQ_PREFIX)))
+    names = (topics,) if isinstance(topics, str) else tuple(topics)
+    for name in names:
+        require_known_topic(name, known)
+    return names
+
+
+def _given(value: Where, name: str, word: str) -> str | datetime | Positions:
+    if isinstance(value, datetime):
+        return require_time(value, name)
+    if isinstance(value, str):
+        if value not in (EARLIEST, LATEST):
+            raise OptionError(f"{name}={value!r} is neither 'earliest' nor 'latest', nor a datetime, nor offsets")
+        return value
+    if not isinstance(value, Mapping) or not all(isinstance(queues, Mapping) for queues in value.values()):
+        raise OptionError(f"{name}={value!r} is no mapping of offsets, such as {{'orders': {{0: 23, 1: 7}}}}")
+    return given_positions({topic: {str(q): n for q, n in queues.items()} for topic, queues in value.items()}, name)
+
+
+def _limit(log: CommitLog, as_of: datetime | int | None) -> datetime | int | None:
+    if as_of is None or isinstance(as_of, datetime):
+        return None if as_of is None else require_time(as_of, "as_of")
+    head = log.refresh()
+    if isinstance(as_of, bool) or not isinstance(as_of, int) or not 0 <= as_of <= head:
+        raise OptionError(f"as_of={as_of!r} is neither a time nor a version of the table op, which are 0 to {head}")
+    return as_of
+
+
+def _is_within(placed: PlacedRange, limit: datetime | int | None) -> bool:
+    if limit is None:
+        return True
+    return placed.commit_timestamp <= limit if isinstance(limit, datetime) else placed.op_version <= limit
+
+
+# ---------------------------------------------------------------- the drained part
+def _drained(
+    spark: SparkSession,
+    path: str,
+    files: pa.Table,
+    start: Positions,
+    end: Positions,
+    border: Mapping[tuple[str, int], int],
+    limit: datetime | int | None,
+) -> DataFrame:
+    from pyspark.sql import functions as F
+
+    spans = {queue: (start.get(queue, 0), stop) for queue, stop in end.items() if start.get(queue, 0) < stop}
+    paths = _files(files, spans)
+    if not paths:
+        return spark.createDataFrame([], SOURCE_DDL)
+    folder = spark_path(path, "messages")
+    found = spark.read.schema(DRAINED_DDL).parquet(*[f"{folder}/{name}" for name in paths])
+    cut = {topic for topic, q in end if start[topic, q] > 0 or end[topic, q] < border.get((topic, q), 0)}
+    if cut or not _of_one_topic(files, paths):
+        found = found.where(_within(spans, cut))
+    if isinstance(limit, datetime):
+        found = found.where(F.col("commit_timestamp") <= F.lit(limit))
+    elif limit is not None:
+        found = found.where(F.col("op_version") <= limit)
+    return found.select(*COLUMNS)
+
+
+def _files(actions: pa.Table, spans: Mapping[tuple[str, int], tuple[int, int]]) -> list[str]:
+    """The files that may hold some of these offsets, by the statistics in the Delta log."""
+    topics = pa.array(sorted({topic for topic, _ in spans}), pa.string())
+    of_topic = pc.or_(pc.not_equal(actions["min.topic"], actions["max.topic"]), pc.is_in(actions["min.topic"], topics))
+    low = min((first for first, _ in spans.values()), default=0)
+    high = max((stop for _, stop in spans.values()), default=0)
+    overlaps = pc.and_(pc.greater_equal(actions["max.queue_offset"], low), pc.less(actions["min.queue_offset"], high))
+    return [str(path) for path in actions.filter(pc.fill_null(pc.and_(of_topic, overlaps), True))["path"].to_pylist()]
+
+
+def _of_one_topic(actions: pa.Table, paths: Sequence[str]) -> bool:
+    """True when each of these files has messages of one topic alone, which is then a wanted one."""
+    mine = actions.filter(pc.is_in(actions["path"], value_set=pa.array(paths, pa.string())))
+    return pc.all(pc.fill_null(pc.equal(mine["min.topic"], mine["max.topic"]), False)).as_py() is True
+
+
+def _within(spans: Mapping[tuple[str, int], tuple[int, int]], cut: Collection[str]) -> Column:
+    """The condition of these offsets. Of topics that are not ``cut`` it is their name. Queues with the same offsets
+    share a part of it, and the parts are joined in halves: Spark does not stand a long chain."""
+    from pyspark.sql import functions as F
+
+    queues: dict[tuple[str, int, int], list[int]] = {}
+    for (topic, queue_id), (first, stop) in sorted(spans.items()):
+        if topic in cut:
+            queues.setdefault((topic, first, stop), []).append(queue_id)
+    offset = F.col("queue_offset")
+    parts = [
+        (F.col("topic") == topic) & F.col("queue_id").isin(*ids) & (offset >= first) & (offset < stop)
+        for (topic, first, stop), ids in queues.items()
+    ]
+    if whole := sorted({topic for topic, _ in spans}.difference(cut)):
+        parts.append(F.col("topic").isin(*whole))
+    while len(parts) > 1:
+        parts = [reduce(or_, parts[at : at + 2]) for at in range(0, len(parts), 2)]
+    return parts[0]
+
+
+# ---------------------------------------------------------------- the tail
+def _tail(spark: SparkSession, log: CommitLog, ranges: Sequence[PlacedRange]) -> DataFrame:
+    from pyspark.sql import functions as F
+
+    paths = _paths(log, ranges)
+    folder = spark_path(log.path, "half")
+    half = spark.read.schema(HALF_DDL).parquet(*[f"{folder}/{path}" for path in paths])
+    half = half.withColumn("block", F.floor(F.col("row_no") / BLOCK_ROWS).cast("long"))
+    places = spark.createDataFrame(pa.Table.from_pylist(list(_places(ranges)), schema=PLACES))
+    joined = half.join(F.broadcast(places), ["half_id", "file_no", "block"]).where(
+        F.col("row_no").between(F.col("first"), F.col("last"))
+    )
+    address = F.concat_ws(".", F.col("file_no").cast("string"), F.col("row_no").cast("string"))
+    attempt = F.concat_ws(":", F.col("half_id"), F.col("attempt").cast("string"))
+    behind = F.when(F.col("transaction_per") == KEY, F.col("transaction_key")).otherwise(address)
+    transaction = F.when(F.col("transaction_per") == BATCH, attempt).otherwise(F.concat_ws(":", attempt, behind))
+    made = joined.withColumns(
+        {
+            "queue_offset": F.col("first_offset") + F.col("row_no") - F.col("first"),
+            "msg_id": F.concat_ws(":", F.col("half_id"), address),
+            "transaction_id": transaction,
+        }
+    )
+    return made.select(*COLUMNS)
+
+
+def _paths(log: CommitLog, ranges: Sequence[PlacedRange]) -> list[str]:
+    """Where the rows lie now. A half file that has left since was drained since: it stays on disk for a while."""
+    hints = {r.rows.path: r.rows for r in ranges}
+    log.half.table.refresh()
+    gone = hints.keys() - set(log.half.table.actions()["path"].to_pylist())
+    found = set(hints.keys() - gone)
+    for path in gone:
+        try:
+            found.add(log.locate(hints[path].half_id, hints[path].file_no))
+        except LostFileError:
+            found.add(path)
+    return sorted(found)
+
+
+def _places(ranges: Sequence[PlacedRange]) -> Iterator[dict[str, Any]]:
+    """A row for each run of rows within a block: which offsets they have, and what all of them have in common."""
+    for placed in ranges:
+        offset = placed.queue_offset
+        shared = {name: getattr(placed, name) for name in PLACES.names[6:]}
+        for first, last in placed.rows.ranges:
+            for block in range(first // BLOCK_ROWS, last // BLOCK_ROWS + 1):
+                a, b = max(first, block * BLOCK_ROWS), min(last, (block + 1) * BLOCK_ROWS - 1)
+                yield {
+                    "half_id": placed.rows.half_id,
+                    "file_no": placed.rows.file_no,
+                    "block": block,
+                    "first": a,
+                    "last": b,
+                    "first_offset": offset + a - first,
+                    **shared,
+                }
+            offset += last - first + 1
+
+
+class _Kept:
+    """Keeps the rows that a filter wants, of Arrow batches."""
+
+    def __init__(self, wanted: Filter) -> None:
+        self._wanted = wanted
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            kept = pc.fill_null(self._wanted.keeps(pa.table(batch)), False)
+            yield from pa.table(batch).filter(kept).to_batches()

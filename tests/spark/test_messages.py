@@ -1,0 +1,157 @@
+"""Committed messages by Spark's own reader: the same as from the source, wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pytest
+
+import rmq_spark as txmq
+from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.drained import Drained
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import Who
+from rmq_spark.message import PROPERTIES
+from tests.half_batches import another, commit, let_leave, pending, prepare, rewrite_half, roll_back, send, split
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+KEY = ("topic", "queue_id", "queue_offset")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> CommitLog:
+    made = CommitLog.create(tmp_path / "a log")
+    made.create_topic("orders", 2)
+    made.create_topic("points", 1)
+    return made
+
+
+def fill(log: CommitLog, number: int) -> None:
+    record = send(log, f"parts{number}", 9, per="message")
+    kept, dropped = split(pending(log, record), 3)
+    log.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    properties = [[("n", "1")], None, [("n", "5"), ("m", "")], []]
+    columns = {
+        "body": pa.array([b"a", b"b", b"", b"\xff"]),
+        "k": pa.array(["x:1", "ä%", "x:1", "z"]),
+        "tags": pa.array(["paid", None, "late", "paid"]),
+        "properties": pa.array(properties, PROPERTIES),
+    }
+    commit(log, prepare(log, number, pa.table(columns), app="keyed", per="key", key="k", topic="points", partitions=2))
+    roll_back(log, send(log, f"none{number}"))
+    commit(log, prepare(log, number, 5))
+
+
+def rows(frame: DataFrame) -> list[tuple[object, ...]]:
+    return [tuple(row) for row in frame.orderBy(*KEY).collect()]
+
+
+def of_source(spark: SparkSession, log: CommitLog, **options: str) -> DataFrame:
+    txmq.register(spark)
+    return spark.read.format("txmq").options(path=log.path, subscribe="orders,points", **options).load()
+
+
+@pytest.mark.timeout(300)
+def test_messages_are_those_of_the_source(spark: SparkSession, log: CommitLog) -> None:
+    fill(log, 0)
+    tail = txmq.messages(spark, log)
+    assert tail.schema == of_source(spark, log).schema
+    assert rows(tail) == rows(of_source(spark, log))
+    log.drain()
+    fill(log, 1)
+    rewrite_half(log)
+    assert rows(txmq.messages(spark, log.path)) == rows(of_source(spark, log))
+    let_leave(log)
+    fill(log, 2)
+    whole = rows(of_source(spark, log))
+    assert rows(txmq.messages(spark, log)) == whole
+
+    assert rows(txmq.messages(spark, log, "points", tags="paid || late")) == [
+        row for row in whole if row[0] == "points" and row[5] in ("paid", "late")
+    ]
+    by_selector = txmq.messages(spark, log, selector="n > 3")
+    assert rows(by_selector) == [row for row in whole if (row[8] or {}).get("n") == "5"]
+    start, end = {"orders": {0: 2, 1: 12}}, {"orders": {0: 13, 1: 14}}
+    part = rows(txmq.messages(spark, log, "orders", starting=start, ending=end))
+    spans = [(start["orders"][q], end["orders"][q]) for q in (0, 1)]
+    assert part == [r for r in whole if r[0] == "orders" and spans[r[1]][0] <= r[2] < spans[r[1]][1]]
+    assert txmq.messages(spark, log, starting="latest").count() == 0
+
+
+@pytest.mark.timeout(300)
+def test_what_was_visible_once_is_a_filter(spark: SparkSession, log: CommitLog) -> None:
+    moments: list[tuple[int, datetime, list[tuple[object, ...]]]] = []
+    for number in range(3):
+        fill(log, number)
+        now = datetime.now(timezone.utc)
+        moments.append((log.refresh(), now, rows(txmq.messages(spark, log))))
+        if number == 0:
+            let_leave(log)
+    for version, time, then in moments:
+        assert rows(txmq.messages(spark, log, as_of=version)) == then
+        assert rows(txmq.messages(spark, log, as_of=time)) == then
+    assert rows(txmq.messages(spark, log, as_of=datetime.now(timezone.utc) + timedelta(days=1))) == moments[-1][2]
+    with pytest.raises(txmq.errors.OptionError, match="as_of=9999"):
+        txmq.messages(spark, log, as_of=9999)
+    with pytest.raises(txmq.errors.OptionError, match="no time zone"):
+        txmq.messages(spark, log, as_of=datetime(2020, 1, 1))
+
+
+@pytest.mark.timeout(300)
+def test_a_filter_is_pushed_into_the_files(
+    spark: SparkSession, log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        fill(log, number)
+        log.drain()
+    frame = txmq.messages(spark, log, "orders")
+    assert len(frame.inputFiles()) == 3  # not those of the other topic
+    spark.conf.set("spark.sql.maxMetadataStringLength", 10_000)
+    plan = frame.where("queue_id = 1 and queue_offset >= 5")._jdf.queryExecution().executedPlan().toString()
+    spark.conf.unset("spark.sql.maxMetadataStringLength")
+    assert "GreaterThanOrEqual(queue_offset,5)" in plan
+    assert "BatchEvalPython" not in plan
+    monkeypatch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    assert maintenance.compact_messages(another(log).messages_table) > 0
+    assert len(txmq.messages(spark, log, "orders").inputFiles()) == 1
+    assert frame.count() == txmq.messages(spark, log, "orders").count()  # planned before, its files are still there
+
+
+def test_wrong_words_are_refused(spark: SparkSession, log: CommitLog) -> None:
+    fill(log, 0)
+    for wrong, error, words in (
+        ({"topics": "order"}, txmq.errors.TopicNotFoundError, "orders"),
+        ({"tags": "a", "selector": "b = 1"}, txmq.errors.OptionError, "contradict"),
+        ({"starting": "first"}, txmq.errors.OptionError, "earliest"),
+        ({"starting": {"orders": 3}}, txmq.errors.OptionError, "no mapping"),
+        ({"starting": {"orders": {0: 99, 1: 0}}, "topics": "orders"}, txmq.errors.OffsetOutOfRangeError, "99"),
+    ):
+        with pytest.raises(error, match=words):
+            txmq.messages(spark, log, **wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_drained_while_a_read_is_planned_is_read_once(
+    spark: SparkSession, log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(log, 0)
+    log.drain()
+    fill(log, 1)
+    whole = rows(of_source(spark, log))
+    look = Drained.border
+    overtaken: list[bool] = []
+
+    def look_and_be_overtaken(drained: Drained) -> Mapping[tuple[str, int], int]:
+        border = look(drained)
+        if not overtaken:
+            overtaken.append(True)  # before: a drain looks at the border too
+            another(log).drain()
+        return border
+
+    monkeypatch.setattr(Drained, "border", look_and_be_overtaken)
+    assert rows(txmq.messages(spark, another(log))) == whole
