@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rmq_spark.commitlog.half import HALF_SCHEMA
+from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
 from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.reading import STORED_COLUMNS
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
@@ -36,7 +37,7 @@ CASE_MEMORY_BYTES_MAX = 1024 * 1024 * 1024
 """What one case may add to the largest memory that its process has had."""
 WORKERS = 2
 BITS_STRIDE = 97
-WORDS_OF_A_PLACE = ("half", "op", "topics", "commit log")
+WORDS_OF_A_PLACE = ("half", "op", "messages", "topics", "commit log")
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def flip_bits(file: Path, table: str, scratch: Path, step: int = 1, first: int =
 
 def reader_of(file: Path, table: str, folder: Path) -> Callable[[bytes], Any]:
     """Writes a content to the file's place, and reads it: a half file as executors do, the others as the log does."""
-    schema = {"half": HALF_SCHEMA, "op": OP_SCHEMA, "topics": TOPICS_SCHEMA}[table]
+    schema = {"half": HALF_SCHEMA, "op": OP_SCHEMA, "messages": MESSAGES_SCHEMA, "topics": TOPICS_SCHEMA}[table]
     DeltaLogTable.create(str(folder), table, schema, None, {})
     delta = DeltaLogTable(str(folder), table, schema, None)
     place = folder / file.name

@@ -19,8 +19,10 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.config import IDEMPOTENCY_S
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.listener import TransactionListener
 from rmq_spark.message import PROPERTIES, Message
@@ -32,7 +34,7 @@ from tests.source_logs import source_schema
 
 GROUP = "group"  # of tests.half_batches
 TOPICS = {"orders": 3, "points": 1}
-TABLES = ("half", "op", "topics")
+TABLES = ("half", "op", "messages", "topics")
 STABLE_COLUMNS = ("topic", "queue_id", "queue_offset", "msg_id", "tags", "keys", "sharding_key", "properties", "body")
 """Columns whose values do not depend on when a message was sent or committed."""
 
@@ -49,7 +51,8 @@ class AlwaysCommit(TransactionListener):
 
 # ---------------------------------------------------------------- making it
 def build(path: Path) -> None:
-    """Make the log: half batches of every kind and state; compacted, marked, checkpointed, cleaned up, vacuumed."""
+    """Make the log: half batches of every kind and state, of which some have left; compacted, marked, checkpointed,
+    cleaned up, vacuumed."""
     log = CommitLog.create(path, queues=2)
     for topic, queues in TOPICS.items():
         log.create_topic(topic, queues)
@@ -60,6 +63,9 @@ def build(path: Path) -> None:
     _send(log, "first")
     roll_back(log, prepare(log, 2, 6))
     log.move_mark()
+    for _ in ("leave", "pruned"):
+        log.keep_up(Graces(0.0, 0.0, IDEMPOTENCY_S))
+    assert all(log.archived(half_id) for half_id in LEFT)
 
     by_key = prepare(log, 3, _columns(3, 24), per="key", key="order")
     first, second = split(pending(log, by_key), 2)
@@ -76,7 +82,7 @@ def build(path: Path) -> None:
         log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
     log.resume("app:7")
     _compact(log)
-    for name in ("half", "op"):
+    for name in ("half", "op", "messages"):
         _checkpoint(path / name)
 
     disputed = prepare(log, 8, 4)
@@ -184,7 +190,8 @@ def _run(reader: Any, partitions: Any) -> Rows:
     return _rows(pa.Table.from_batches(batches, reader.schema))
 
 
-HALF_IDS = tuple(f"app:{batch_id}" for batch_id in range(11))
+LEFT = ("app:0", "app:1")
+HALF_IDS = tuple(f"app:{batch_id}" for batch_id in range(2, 11))
 
 
 def questions(path: str) -> dict[str, Callable[[], Any]]:
@@ -202,6 +209,7 @@ def questions(path: str) -> dict[str, Callable[[], Any]]:
         "pending": lambda: _open_ones(log().pending()),
         "quarantined": lambda: _open_ones(log().quarantined()),
         "conflicts": lambda: log().conflicts(),
+        "archived": lambda: [repr(log().archived(half_id)) for half_id in LEFT],
         "states": lambda: _states(log(), HALF_IDS),
         "read": lambda: read_all(log()),
         "source": lambda: _by_source(path),

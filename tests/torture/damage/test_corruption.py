@@ -22,6 +22,7 @@ from tests.torture.damage.corruption import (
     run_case,
     run_seeds,
 )
+from tests.torture.damage.damaged_log import TABLES
 from tests.torture.damage.ways import DAMAGES
 
 CASES = how_many(quick=20, in_all=100)
@@ -38,8 +39,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_log_has_a_file_of_every_kind(folder: Path) -> None:
     kinds = files_by_kind(folder / "log")
-    expected = {f"{table} {kind}" for table in ("half", "op", "topics") for kind in ("parquet", "entry")}
-    expected |= {f"{table} {kind}" for table in ("half", "op") for kind in ("checkpoint", "_last_checkpoint")}
+    expected = {f"{table} {kind}" for table in TABLES for kind in ("parquet", "entry")}
+    expected |= {
+        f"{table} {kind}" for table in ("half", "op", "messages") for kind in ("checkpoint", "_last_checkpoint")
+    }
     assert set(kinds) == expected
 
 
@@ -93,7 +96,7 @@ def test_damage_gives_the_right_answer_or_a_clear_failure(folder: Path, part: in
     assert sum(r.errors > 0 for r in results) > len(seeds) // 10, "the damage hardly reached anything"
 
 
-@pytest.mark.parametrize("table", ["half", "op", "topics"])
+@pytest.mark.parametrize("table", TABLES)
 def test_a_flipped_bit_of_a_file_is_never_a_wrong_value(folder: Path, tmp_path: Path, table: str) -> None:
     file = files_by_kind(folder / "log")[f"{table} parquet"][0]
     counts, failures = flip_bits(file, table, tmp_path / "bits", step=9, first=3)

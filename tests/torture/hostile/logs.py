@@ -13,6 +13,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.cli.app import _json_message
+from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfWriter
 from rmq_spark.commitlog.half import STATS_COLUMNS as HALF_STATS
 from rmq_spark.commitlog.log import CommitLog
@@ -289,6 +290,20 @@ def _odd_value(rng: random.Random, name: str, kind: pa.DataType, column: list[An
             }
             for _ in range(rng.randrange(3))
         ]
+    if name == "firsts":
+        return [
+            {
+                "topic": rng.choice(("orders", "x", None)),
+                "queue_id": rng.choice((0, 1, 9, None)),
+                "first_offset": rng.choice(_INTEGERS),
+            }
+            for _ in range(rng.randrange(3))
+        ]
+    if name == "archived":
+        kept = Archived("app:0", "app", 0, None, None, None, "batch", "group", 0, 0, 1, 1, rng.choice((0, 5, 6)))
+        value = kept.struct()
+        name = rng.choice([n for n in value if isinstance(value[n], int)])
+        return {**value, name: rng.choice((None, 0, 3))} | {"decisions": rng.choice(([], None))}
     if name == "below":
         return [
             {
@@ -313,6 +328,8 @@ def _odd_value(rng: random.Random, name: str, kind: pa.DataType, column: list[An
                 "lease",
                 "conflict",
                 "mark",
+                "archived",
+                "expire",
                 "",
                 "x",
             )

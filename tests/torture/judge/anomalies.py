@@ -49,6 +49,7 @@ class AnomalyKind(str, Enum):
     OVERWRITTEN_VERSION = "overwritten Delta version"
     LOCAL_STATE_DISAGREES = "local state and messages disagree"
     DRAINED_OTHERWISE = "the table messages is no prefix of op"
+    LEFT_OPEN = "a half batch left before its end"
 
 
 _K = AnomalyKind
@@ -64,6 +65,7 @@ FAMILIES: dict[str, frozenset[AnomalyKind]] = {
     "Delta versions": frozenset({_K.MISSING_VERSION, _K.OVERWRITTEN_VERSION}),
     "local state": frozenset({_K.LOCAL_STATE_DISAGREES}),
     "the table messages": frozenset({_K.DRAINED_OTHERWISE}),
+    "leaving": frozenset({_K.LEFT_OPEN}),
 }
 """Each kind in one family: kinds of a family break the same promise."""
 
@@ -418,7 +420,10 @@ def _conflicting_outcomes(run: _Run) -> Iterator[Anomaly]:
                 if decided is not None and decided.who not in GUESSES and marker.who not in GUESSES:
                     sentence = f"{marker.verdict} contradicts what {decided.who} knew"
                     yield Anomaly(AnomalyKind.CONFLICTING_OUTCOME, sentence, (decided, marker))
+    left = {marker.half_id for marker in run.of[Kind.MARKER] if marker.op == "archived"}  # nothing is said of them
     for event in run.of[Kind.DECIDE]:
+        if event.half_id in left:
+            continue
         if event.phase is Phase.FAIL and run.rows and (event.half_id, event.attempt) not in recorded:
             sentence = f"{event.verdict} was refused for {event.transaction_id}, and no conflict row says so"
             yield Anomaly(AnomalyKind.CONFLICTING_OUTCOME, sentence, (event,))
@@ -825,6 +830,29 @@ def _drained_otherwise(run: _Run) -> Iterator[Anomaly]:
                 yield Anomaly(AnomalyKind.DRAINED_OTHERWISE, sentence, (begin,))
 
 
+def _left_open(run: _Run) -> Iterator[Anomaly]:
+    """A half batch was archived with rows that are pending, quarantined, in conflict or without a place; or something
+    was said of it afterwards."""
+    archived: dict[str | None, Event] = {}
+    for marker in run.of[Kind.MARKER]:
+        if marker.op == "archived":
+            archived.setdefault(marker.half_id, marker)
+    for row in run.rows.values():
+        left = archived.get(row.event.half_id)
+        if left is None:
+            continue
+        version = left.version or 0
+        state, _ = row.at(version)
+        is_placed = any((p.version or 0) <= version for p in row.placed)
+        if state in (PENDING, QUARANTINED) or (state == COMMITTED and not is_placed) or row.in_conflict:
+            sentence = f"{left.half_id} was archived at version {version} with a row that was {_WORDS[state]}"
+            yield Anomaly(AnomalyKind.LEFT_OPEN, sentence, (*row.markers, left))
+        for marker in row.markers:
+            if (marker.version or 0) > version:
+                sentence = f"{marker.op} for {left.half_id}, which was archived before"
+                yield Anomaly(AnomalyKind.LEFT_OPEN, sentence, (left, marker))
+
+
 class _Drained(NamedTuple):
     """A message and where it was placed."""
 
@@ -865,4 +893,5 @@ _LOOKS: tuple[Callable[[_Run], Iterator[Anomaly]], ...] = (
     _versions,
     _local_disagreements,
     _drained_otherwise,
+    _left_open,
 )

@@ -21,21 +21,27 @@ import pyarrow.compute as pc
 from rmq_spark.check import service as service_module
 from rmq_spark.check.asking import Answer, Asker
 from rmq_spark.check.service import CheckService
-from rmq_spark.commitlog import asked, drain, incoming, maintenance, marking, placing
+from rmq_spark.commitlog import asked, drain, incoming, leaving, maintenance, marking, placing, pruning
 from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import ledger as ledger_module
+from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.drain import Drainer
+from rmq_spark.commitlog.drained import Drained
 from rmq_spark.commitlog.follow import Followed
+from rmq_spark.commitlog.follower import Follower
 from rmq_spark.commitlog.half import HalfHeader
-from rmq_spark.commitlog.half_store import HalfStore
+from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.keyed import KeyIndex, Open
+from rmq_spark.commitlog.leaving import Graces, Leaver
 from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.marking import Marker
 from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, Who
 from rmq_spark.commitlog.placing import Placer
+from rmq_spark.commitlog.pruning import Pruner
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
+from rmq_spark.errors import HalfBatchLeftError
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.sink import two_phase
 from rmq_spark.sink.two_phase import TwoPhase
@@ -51,6 +57,7 @@ from tests.torture.simulate.fifo_play import play_fifo
 from tests.torture.simulate.rewrite_play import play_rewrites
 from tests.torture.simulate.shop import TOMBSTONE, Broken, Database, FencedListener, VersionedListener
 from tests.torture.simulate.simulation import Scenario, Simulation, StreamSource
+from tests.torture.simulate.sleeper_play import play_sleepers
 from tests.torture.simulate.store import SimulatedTable, Weather
 from tests.torture.simulate.world import SimulatedLog
 
@@ -795,6 +802,106 @@ def _often_drained() -> AbstractContextManager[Any]:
     return replaced((Simulation, "mark", drained), (Simulation, "merge", drained))
 
 
+# ---------------------------------------------------------------- leaving
+LEAVES = {"upkeep": 14, "batches": 4, "crash": 0.03, "clock_steps": False, "person": False}
+
+
+@mutant("a half batch leaves that is open", A.LEFT_OPEN, **LEAVES, streams=2)
+def _leaves_open() -> Iterator[None]:
+    def below(self: Leaver) -> pa.Table:
+        return self._log.half.counted()
+
+    with _often_leaving(), replaced((Leaver, "_may_leave", lambda *_: True), (Leaver, "_below_the_mark", below)):
+        yield
+
+
+@mutant("a half batch leaves before it is drained", A.LOST_WRITE, A.DRAINED_OTHERWISE, **LEAVES, streams=2)
+def _leaves_undrained() -> Iterator[None]:
+    def leave(self: Simulation, *_: Any) -> None:
+        log = self.world.open_log()
+        log.move_mark()
+        leaver = Leaver(log, Graces(0.0, 0.0, 1e9))
+        leaver.archive()
+        leaver.remove()
+        self.vacuum()
+
+    with replaced((Simulation, "mark", leave), (leaving, "drained_up_to", lambda _: 1 << 40)):
+        yield
+
+
+@mutant(
+    "whoever decides does not look whether it has left", A.LEFT_OPEN, A.DUPLICATE, A.OUTCOME_CHANGED,
+    **LEAVES | {"pause": 0.08, "switch": 0.6}, streams=1, zombies=0.8, checkers=2,
+)  # fmt: skip
+def _decides_what_left() -> Iterator[None]:
+    with _often_leaving(), replaced((Follower, "_require_there", lambda *_: None)):
+        yield
+
+
+@mutant(
+    "a key is free as soon as its half batch has left", A.DUPLICATE, A.REPLAY_DIVERGENCE, A.LOCAL_STATE_DISAGREES,
+    **LEAVES | {"crash": 0.06}, streams=0, senders=2, rivals=True,
+)  # fmt: skip
+def _key_is_free() -> Iterator[None]:
+    with _often_leaving(), replaced((Follower, "archived", lambda *_: None)):
+        yield
+
+
+@mutant(
+    "op rows are pruned before their half batch has left", A.LEFT_OPEN, A.DUPLICATE, A.OUTCOME_CHANGED, A.STUCK_HALF,
+    **LEAVES, streams=2, checkers=2, senders=0,
+)  # fmt: skip
+def _pruned_early() -> Iterator[None]:
+    def dead(self: Pruner) -> Any:
+        rows = self._log.op.read(self._log.ledger.archive_paths(), ["kind", "half_id"])
+        ids = rows.filter(pc.equal(rows["kind"], "archived"))["half_id"].combine_chunks()
+        return pruning._Dead(ids, ids)
+
+    def leave(self: Simulation, *_: Any) -> None:
+        self.leave()
+
+    with replaced(
+        (Pruner, "_dead", dead), (Leaver, "_remove", lambda *_: None), (Simulation, "mark", leave),
+        (Simulation, "merge", leave), (Simulation, "vacuum", Simulation.optimize),
+    ):  # fmt: skip
+        yield
+
+
+@mutant(
+    "a reader reads from op what is drained and pruned", A.LOST_WRITE, A.SKIPPED_POLL, A.UNSTABLE_RANGE, **LEAVES,
+    streams=2,
+)  # fmt: skip
+def _reads_below_the_border() -> Iterator[None]:
+    def ranges(self: Drained, *_: Any) -> Any:
+        return [], []
+
+    with _often_leaving(), replaced((Drained, "ranges", ranges)):
+        yield
+
+
+@mutant(
+    "a reader takes the drained part for longer than it is", A.LOST_WRITE, A.SKIPPED_POLL, A.UNSTABLE_RANGE,
+    **LEAVES | {"upkeep": 1}, streams=2,
+)  # fmt: skip
+def _border_too_high() -> Iterator[None]:
+    def ends(self: Drained) -> Any:
+        return dict(self._log.tails(refresh=False))
+
+    def ranges(self: Drained, queue: Any, first: int, stop: int) -> Any:
+        return real(self, queue, first, stop)[0], []
+
+    real = Drained.ranges
+    with _often_leaving(), replaced((Drained, "_ends", ends), (Drained, "ranges", ranges)):
+        yield
+
+
+def _often_leaving() -> AbstractContextManager[Any]:
+    def leave(self: Simulation, *_: Any) -> None:
+        self.leave()
+
+    return replaced((Simulation, "mark", leave), (Simulation, "merge", leave), (Simulation, "optimize", leave))
+
+
 def _half_compaction(careful: bool) -> Patch:
     """A copy of a compaction of ``half``: refused half batches are dropped, the rest is merged into one file."""
 
@@ -1157,7 +1264,32 @@ def _first_try() -> AbstractContextManager[None]:
     return replaced((HalfStore, "prepare", as_tried))
 
 
+def _woken_by_a_lease() -> AbstractContextManager[None]:
+    is_gone = Follower.is_gone
+
+    def require(self: Follower, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> None:
+        if not rows and is_gone(self, record):
+            raise HalfBatchLeftError("it left long ago")
+        for row in rows:
+            if row["kind"] == "archived":
+                raise Archived.of(row).left_error()
+
+    return replaced((Follower, "_require_there", require), (Follower, "is_gone", lambda *_: False))
+
+
+def _known_by_name() -> AbstractContextManager[None]:
+    return replaced((HalfStore, "holds", lambda self, record: self._find(record.half_id) is not None))
+
+
 MUTANTS += [
+    PlayMutant(
+        "a lease makes what has left look open", frozenset({A.DUPLICATE, A.ABORTED_READ, A.OUTCOME_CHANGED}),
+        play_sleepers, _woken_by_a_lease,
+    ),
+    PlayMutant(
+        "a half batch that has left is known by its name alone",
+        frozenset({A.ABORTED_READ, A.OUTCOME_CHANGED, A.LOST_WRITE}), play_sleepers, _known_by_name,
+    ),
     PlayMutant(
         "what was said of a half batch, by another clock, is taken for a bound of its prepare",
         frozenset({A.ORDER_BROKEN}), play_clocks, _marker_s_time,

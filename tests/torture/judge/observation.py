@@ -5,12 +5,14 @@ Readers' results are noted here too, so that every level notes them in the same 
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.parquet as parquet
 
 from tests.torture.judge.history import Event, History, Kind, Phase, payload_hash
 
@@ -85,6 +87,17 @@ def _markers(row: Mapping[str, Any], files: Files) -> Iterator[Event]:
     half_id = row["half_id"]
     if half_id is None or row["kind"] in ("mark", "lease"):
         return
+    if row["kind"] == "archived":
+        yield Event(
+            Kind.MARKER,
+            time=row["op_time"].timestamp(),
+            half_id=half_id,
+            op="archived",
+            table="op",
+            version=row["version"],
+            operation=row["commit_id"],
+        )
+        return
     stored = files.get(half_id, {})
     chosen = sorted(stored) if row["file_no"] is None else [row["file_no"]]
     offset = row["queue_offset"]
@@ -134,15 +147,51 @@ def note_drained(history: History, process: str, operation: str, rows: pa.Table,
         )
 
 
-def note_log(history: History, path: str, storage_options: Mapping[str, str] | None = None) -> None:
-    """Note the rows of the Delta tables of a log at rest, read with deltalake and pyarrow alone."""
+def note_log(
+    history: History, path: str, storage_options: Mapping[str, str] | None = None, left: Path | None = None
+) -> None:
+    """Note the rows of the Delta tables of a log at rest, read with deltalake and pyarrow alone.
+
+    Parameters
+    ----------
+    left : Path, optional
+        A folder with copies of files that have left the tables, in a folder a table.
+    """
     from deltalake import DeltaTable  # its runtime must not start in a process that forks
 
     options = dict(storage_options or {}) or None
     half, op, topics = (DeltaTable(f"{path}/{name}", storage_options=options) for name in ("half", "op", "topics"))
     rows, prepared_s = _half_rows(half)
     names = topics.to_pyarrow_table(columns=["name"])["name"].to_pylist()
-    note_tables(history, rows, op.to_pyarrow_table(), prepared_s, names)
+    said = op.to_pyarrow_table()
+    if left is not None:
+        rows = _with_copies(rows, left / "half", ["half_id", "file_no", "row_no"])
+        said = _with_copies(said, left / "op", OP_COLUMNS)
+    note_tables(history, rows, said, prepared_s, names)
+
+
+def _with_copies(rows: pa.Table, folder: Path, identity: Sequence[str]) -> pa.Table:
+    """Rows, and those of some files that are not among them."""
+    found = rows.to_pylist()
+    for path in sorted(folder.glob("*.parquet")):
+        found += parquet.read_table(path, schema=rows.schema).to_pylist()
+    by_identity = {json.dumps([row[name] for name in identity], default=str): row for row in found}
+    return pa.Table.from_pylist(list(by_identity.values()), schema=rows.schema)
+
+
+def note_messages_table(history: History, process: str, operation: str, path: str) -> None:
+    """Note what the table ``messages`` holds at this moment, read with deltalake and pyarrow alone."""
+    from deltalake import DeltaTable
+
+    while True:
+        table = DeltaTable(f"{path}/messages")
+        position = table.transaction_version("txmq.op")
+        try:
+            rows = table.to_pyarrow_table(columns=DRAINED_COLUMNS)
+        except FileNotFoundError:  # merged and deleted since it was listed
+            continue
+        note_drained(history, process, operation, rows, -1 if position is None else position)
+        return
 
 
 def _half_rows(table: DeltaTable) -> tuple[pa.Table, dict[str, float]]:

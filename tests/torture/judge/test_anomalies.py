@@ -350,6 +350,17 @@ SPOILED: dict[str, tuple[AnomalyKind, Change]] = {
         K.DRAINED_OTHERWISE,
         with_(*drained(FINAL, 3, "a", "b")),
     ),
+    "a half batch leaves that is open": (
+        K.LEFT_OPEN,
+        with_(Event(Kind.MARKER, op="archived", half_id="app:1", version=3)),
+    ),
+    "something is said of a half batch that left": (
+        K.LEFT_OPEN,
+        with_(
+            Event(Kind.MARKER, op="archived", half_id="app:0", version=4, operation="commit 4"),
+            marker("check", "app:0", 0, 5),
+        ),
+    ),
     "a local transaction happened without its message": (
         K.LOCAL_STATE_DISAGREES,
         with_(Event(Kind.LOCAL, transaction_id="app:2:1", half_id="app:2", payload="d")),

@@ -27,13 +27,13 @@ import rmq_spark as txmq
 from rmq_spark.check.service import CheckService
 from tests.torture.judge.anomalies import Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Kind, payload_hash
-from tests.torture.judge.observation import READ_COLUMNS, note_listing, note_log, note_messages
+from tests.torture.judge.observation import READ_COLUMNS, note_listing, note_log, note_messages, note_messages_table
 from tests.torture.kill import programs
 from tests.torture.kill.points import BY_ROLE, Fate, is_stopped
 from tests.torture.kill.programs import CHECKS_MAX, GROUP, TOPIC, Shop, listener
 
 SLOTS = ("producer", "producer", "checker", "reader", "upkeep")
-LIFE_S = (1.0, 8.0)
+LIFE_S = (3.0, 20.0)
 SLEEP_S = (0.3, 2.5)
 """How long a stopped process sleeps before it is woken or killed."""
 STOPPED = 0.25
@@ -216,12 +216,14 @@ def judge(shop: Shop) -> tuple[int, list[str]]:
                 Kind.LOCAL, half_id=half_id, transaction_id=transaction_id, attempt=attempt, payload=payload_hash(body)
             )  # fmt: skip
     note_listing(history, shop.log)
-    note_log(history, shop.log)
+    note_log(history, shop.log, left=shop.left)
     history.note(Kind.END)
     messages = log.read(TOPIC, columns=READ_COLUMNS)
     note_messages(history, Kind.READ, "judge", FINAL, messages, log.op.version)
+    log.drain()
+    note_messages_table(history, "judge", FINAL, shop.log)
     whole = {FINAL, *(file.name for file in shop.readings.iterdir())}
-    events = [e for e in history if e.kind is not Kind.READ or e.operation in whole]
+    events = [e for e in history if e.kind not in (Kind.READ, Kind.DRAINED) or e.operation in whole]
     failures = [str(a) for a in find_anomalies(events, Rules(checks_max=CHECKS_MAX))]
     if log.conflicts():
         failures.append(f"verdicts in conflict: {log.conflicts()}")

@@ -27,10 +27,10 @@ from rmq_spark.commitlog.group_store import GroupStore
 from rmq_spark.commitlog.half import HalfHeader
 from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.op import Who
+from rmq_spark.commitlog.op import PRUNED, Who
 from rmq_spark.listeners.sql import STARTED, SqlTransactionListener, _Fence
 from rmq_spark.sink.two_phase import TwoPhase
-from rmq_spark.storage.table import DeltaLogTable
+from rmq_spark.storage.table import Change, DeltaLogTable
 from rmq_spark.transaction import HalfBatch
 
 WORKER = ("half file torn", "half file written")
@@ -65,7 +65,24 @@ CHECKER = (
     "quarantined",
     "mark moved",
 )
-UPKEEP = ("merge commit begins", "merge commit done", "mark moved", "half rewritten", "checkpoint made", "vacuumed")
+UPKEEP = (
+    "messages file written",
+    "messages commit begins",
+    "messages commit done",
+    "op file written",
+    "op commit begins",
+    "op commit done",
+    "leaving begins",
+    "leaving done",
+    "pruning begins",
+    "pruning done",
+    "merge commit begins",
+    "merge commit done",
+    "mark moved",
+    "half rewritten",
+    "checkpoint made",
+    "vacuumed",
+)
 READER = ("planned", "reading", "read", "offsets written", "offsets stored")
 CONSUMER = ("send begins", "sent", "progress begins", "progress written", "inbox committed", "table committed")
 """A consumer sends back what failed; then it moves its group's progress, or the result and the progress are one."""
@@ -208,7 +225,14 @@ def _of_header(header: HalfHeader, attempt: int | None = None) -> Batch:
 
 
 def _of_commit(step: str) -> Callable[..., str]:
-    return lambda table, change: f"{'merge' if change.remove else table.name} commit {step}"
+    def name(table: DeltaLogTable, change: Change) -> str:
+        if PRUNED in change.transactions:
+            return f"pruning {step}"
+        if change.remove and not change.add:
+            return f"leaving {step}"
+        return f"{'merge' if change.remove else table.name} commit {step}"
+
+    return name
 
 
 def _of_claim(fence: _Fence, connection: sa.Connection, ids: Sequence[str], state: str, batch: HalfBatch) -> str:

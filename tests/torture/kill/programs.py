@@ -13,8 +13,10 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import sqlalchemy as sa
@@ -23,15 +25,18 @@ from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, Str
 
 import rmq_spark as txmq
 from rmq_spark.check.service import CheckService
-from rmq_spark.commitlog import half_store, maintenance
+from rmq_spark.commitlog import half_store, maintenance, upkeep
 from rmq_spark.commitlog import log as log_module
+from rmq_spark.commitlog.leaving import Graces, Leaver
+from rmq_spark.commitlog.pruning import Pruner
 from rmq_spark.datasource import TxmqDataSource
-from rmq_spark.errors import LocalTransactionError, StaleAttemptError, UnresolvedTransactionError
+from rmq_spark.errors import HalfBatchLeftError, LocalTransactionError, StaleAttemptError, UnresolvedTransactionError
 from rmq_spark.listener import Verdicts
 from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.sink.producer import TransactionMQProducer
+from rmq_spark.storage.table import Table
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
-from tests.torture.judge.observation import READ_COLUMNS, note_messages
+from tests.torture.judge.observation import READ_COLUMNS, note_messages, note_messages_table
 from tests.torture.kill.points import Fate, arm, reach
 
 GROUP = "shop"
@@ -42,6 +47,9 @@ ROWS = 6
 CHECKS_MAX = 3
 ORPHAN_AGE_S = 30.0
 """vacuum's age limit here, for all processes: short enough that it removes what the dead left behind."""
+GRACES = Graces(reader_s=0.3, audit_s=2.0, idempotency_s=86_400.0)
+"""Short enough that half batches leave while their producers sleep. What is retried is remembered."""
+REPLACED_FILES_S = 3.0
 READER_SCHEMA = StructType()
 for _name in READ_COLUMNS:
     _type = {"queue_id": IntegerType(), "queue_offset": LongType(), "body": BinaryType()}.get(_name, StringType())
@@ -76,6 +84,19 @@ class Shop:
     def reached(self) -> Path:
         """A file for each process that came to its point."""
         return self.root / "reached"
+
+    @property
+    def left(self) -> Path:
+        """A folder a table, with a copy of each file that has left it because what it held was over."""
+        return self.root / "left"
+
+    def keep(self, table: Table, paths: Sequence[str]) -> None:
+        """Keep copies of files that are about to leave a table."""
+        folder = self.left / table.name
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            with suppress(FileExistsError, FileNotFoundError):  # another process was faster
+                os.link(f"{self.log}/{table.name}/{path}", folder / path)
 
     @property
     def readings(self) -> Path:
@@ -198,6 +219,10 @@ def send(shop: Shop, producer: TransactionMQProducer, history: History, process:
     except (LocalTransactionError, UnresolvedTransactionError, StaleAttemptError) as problem:
         note(Phase.UNKNOWN, type(problem).__name__)  # pending: a retry or a check goes on
         return
+    except HalfBatchLeftError as problem:  # a check has rolled it back, and its messages have left since
+        note(Phase.UNKNOWN, type(problem).__name__)
+        (shop.sent / str(batch)).touch()
+        return
     verdict = str(result.local_transaction_state)
     note(Phase.OK, verdict if per == "batch" else None)
     (shop.sent / str(batch)).touch()
@@ -220,14 +245,18 @@ def keep_up(shop: Shop, history: History, process: str, chance: random.Random) -
     """What maintenance does, and what other people's maintenance does: OPTIMIZE, checkpoints, log clean-up."""
     from deltalake import DeltaTable
 
+    _keep_what_leaves(shop)
+
     while not shop.stop.exists():
         log = txmq.CommitLog.open(shop.log)
-        what = chance.choice(["mark", "merge", "merge", "optimize", "checkpoint", "vacuum", "read"])
+        what = chance.choice(["mark", "merge", "maintain", "maintain", "optimize", "checkpoint", "vacuum", "read"])
         if what == "mark":
             log.move_mark()
         elif what == "merge":
             log.ledger.refresh()
             maintenance.compact_op(log.op)
+        elif what == "maintain":
+            log.keep_up(GRACES)
         elif what == "vacuum":
             log.vacuum()
             reach("vacuumed")
@@ -242,6 +271,21 @@ def keep_up(shop: Shop, history: History, process: str, chance: random.Random) -
             reach("checkpoint made")
             table.cleanup_metadata()
         time.sleep(chance.uniform(0.05, 0.4))
+
+
+def _keep_what_leaves(shop: Shop) -> None:
+    """The judge looks at everything that ever was: keep copies of what leaves ``half``, and of what is pruned."""
+    remove, rewrite = Leaver._remove, Pruner._rewrite
+
+    def removed(self: Leaver, paths: Sequence[str]) -> None:
+        shop.keep(self._log.half.table, paths)
+        remove(self, paths)
+
+    def rewritten(self: Pruner, paths: Sequence[str], *arguments: Any) -> int:
+        shop.keep(self._log.op, paths)
+        return rewrite(self, paths, *arguments)
+
+    Leaver._remove, Pruner._rewrite = removed, rewritten  # type: ignore[method-assign,assignment]
 
 
 def _optimize(table: object) -> None:
@@ -290,6 +334,7 @@ def read_on(shop: Shop, history: History, process: str, chance: random.Random) -
 def _read_all(shop: Shop, log: txmq.CommitLog, history: History, process: str, operation: str) -> None:
     messages = log.read(TOPIC, columns=READ_COLUMNS)
     note_messages(history, Kind.READ, process, operation, messages, log.op.version)
+    note_messages_table(history, process, operation, shop.log)
     (shop.readings / operation).touch()
 
 
@@ -310,6 +355,7 @@ def run(role: str, root: str, process: str, seed: int, fate: Fate | None, *argum
     os.dup2(out, 2)
     half_store.ORPHAN_AGE_S = log_module.ORPHAN_AGE_S = ORPHAN_AGE_S
     maintenance.OP_FILES_MAX = 6
+    upkeep.REPLACED_FILES_S = REPLACED_FILES_S
     if fate is not None:
         arm(fate, shop.reached)
     PROGRAMS[role](shop, shop.history(), process, random.Random(seed), *arguments)

@@ -33,8 +33,8 @@ def test_processes_killed_and_stopped_at_named_points_lose_and_double_nothing(
     assert report.messages > 0
 
 
-def test_there_are_at_least_41_named_points() -> None:
-    assert len({point for points in BY_ROLE.values() for point in points}) >= 41
+def test_there_are_at_least_48_named_points() -> None:
+    assert len({point for points in BY_ROLE.values() for point in points}) >= 48
 
 
 @pytest.fixture

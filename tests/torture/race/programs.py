@@ -24,7 +24,7 @@ from typing import Any
 import rmq_spark as txmq
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.op import Who
-from rmq_spark.commitlog.reading import stored_columns, to_messages
+from rmq_spark.commitlog.reading import read_ranges
 from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptError, VerdictConflictError
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner, admit
@@ -376,9 +376,8 @@ def _poll(
     """Read on as the streaming source does; returns how far."""
     end = admit(start, planner.latest(), limit)
     operation = f"{process}.{number}"
-    for placed in planner.ranges(start, end):
-        for position, rows in log.half.read_range(placed.rows, stored_columns(READ_COLUMNS, placed)):
-            note_messages(history, Kind.POLL, process, operation, to_messages(placed, position, rows, READ_COLUMNS))
+    for messages in read_ranges(planner.ranges(start, end), log.read_range, log.find_again, READ_COLUMNS):
+        note_messages(history, Kind.POLL, process, operation, messages)
     planner.forget(start)
     for (topic, queue_id), offset in end.items():
         history.note(

@@ -22,21 +22,24 @@ from multiprocessing import get_context
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rmq_spark.check.service import CheckService
-from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog import maintenance, upkeep
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.commitlog.op import BatchState, RowState
-from rmq_spark.commitlog.reading import stored_columns, to_messages
+from rmq_spark.commitlog.reading import read_ranges
 from rmq_spark.errors import (
     CheckpointMismatchError,
     ClockError,
     CommitError,
     CorruptLogError,
     FenceError,
+    HalfBatchLeftError,
     LocalTransactionError,
     LostCommitError,
     LostStagedFileError,
@@ -83,13 +86,14 @@ SEEDS_WANTED = 1_000_000
 """In a long run; it ends earlier when its time is up, and says how many there were."""
 
 EXPECTED = (
-    CheckpointMismatchError, ClockError, CommitError, FenceError, LocalTransactionError, LostCommitError,
-    LostStagedFileError, StaleAttemptError, UnresolvedTransactionError, VerdictConflictError, Broken, OSError,
+    CheckpointMismatchError, ClockError, CommitError, FenceError, HalfBatchLeftError, LocalTransactionError,
+    LostCommitError, LostStagedFileError, StaleAttemptError, UnresolvedTransactionError, VerdictConflictError, Broken,
+    OSError,
 )  # fmt: skip
 """What may end a process that meets a fault; anything else is a finding."""
 
 
-MOODS = ("storm", "clocks", "wrong clocks", "crowd", "guesses")
+MOODS = ("storm", "clocks", "wrong clocks", "crowd", "guesses", "history")
 """Kinds of trouble that a scenario may have more of."""
 
 
@@ -213,6 +217,8 @@ class Scenario:
             self.weather.on_own_disk = self.rows > 1
         elif mood == "crowd":
             self.streams, self.checkers, self.switch, self.zombies, self.op_files_max = 2, 2, 0.6, 0.8, 2
+        elif mood == "history":
+            self.batches, self.upkeep, self.readers, self.polls = 4, 8, max(self.readers, 1), 4
         elif mood == "guesses":
             self.discard, self.checks_max, self.checkers = "rollback" if self.rows > 1 else "commit", 1, 2
             self.temper.check_unknown, self.temper.says_unknown = 0.5, 0.4
@@ -338,6 +344,8 @@ class Simulation:
         self.at_ease = True
         self.scheduler.crash_rate = self.scheduler.pause_rate = 0.0
         self.scenario.weather.calm()
+        for table in (self.world.half, self.world.op, self.world.topics, self.world.messages):
+            table.land_all()
         self.scenario.temper.calm()
         self.world.spawn("repair", self._settle, immortal=True)
         self.scheduler.run()
@@ -362,9 +370,10 @@ class Simulation:
 
     def _rows_open(self) -> bool:
         """Whether op rows leave half rows open, counted from outside."""
-        op = self.world.op.rows().select(["kind", "count"]).to_pylist()
+        half, rows = with_what_left(self.world)
+        op = rows.select(["kind", "count"]).to_pylist()
         signs = {"commit": 1, "rollback": 1, "quarantine": 1, "reopen": -1}
-        return sum(signs.get(row["kind"], 0) * row["count"] for row in op) != self.world.half.rows().num_rows
+        return sum(signs.get(row["kind"], 0) * row["count"] for row in op) != half.num_rows
 
     def _look(self) -> None:
         """Read everything, rewrite everything, and read it again; and note what the tables hold."""
@@ -384,8 +393,9 @@ class Simulation:
         for drain in (lambda: self.world.open_log().drain(), lambda: self.read_drained(self.world.open_log(), FINAL)):
             self.world.spawn("final", drain, immortal=True)
             self.scheduler.run()
-        half, op, topics = (table.rows() for table in (self.world.half, self.world.op, self.world.topics))
-        note_tables(self.history, half, op, prepared_s(self.world.half), topics["name"].to_pylist())
+        half, op = with_what_left(self.world)
+        names = self.world.topics.rows()["name"].to_pylist()
+        note_tables(self.history, half, op, prepared_s(self.world.half), names)
         for table in (self.world.half, self.world.op, self.world.topics):
             table.note_versions()
 
@@ -485,6 +495,7 @@ class Simulation:
         works: dict[str, Callable[[], object]] = {
             "mark": lambda: self.mark(log),
             "drain": lambda: self.drain(log),
+            "leave": self.leave,
             "merge": lambda: self.merge(log),
             "optimize": self.optimize,
             "vacuum": self.vacuum,
@@ -515,6 +526,28 @@ class Simulation:
             if "older list" not in str(problem):
                 raise
             self.counts["drain by an older list"] += 1
+
+    def leave(self) -> None:
+        """All upkeep of the product, by a process of its own, and perhaps another one beside it."""
+        if self.chance.random() < 0.3:
+            rival = f"maintainer{self.counts['leave']}"
+            self.world.spawn(rival, lambda: self.tolerate(self._leave))
+        self._leave()
+
+    def _leave(self) -> None:
+        # A sender may try again under its key as long as the outcome is kept.
+        forgets = not self.scenario.senders and self.chance.random() < 0.3
+        graces = Graces(
+            self.chance.choice((0.0, 0.0, 20.0)), self.chance.choice((0.0, 60.0)), 0.0 if forgets else DAY_S * 1000
+        )
+        try:
+            report = upkeep.maintain(self.world.open_log(), [], graces)
+        except CorruptLogError as problem:
+            if "older list" not in str(problem):
+                raise
+            return
+        self.counts["half batches that left"] += report.archived
+        self.counts["op rows pruned"] += report.rows_pruned
 
     def read_drained(self, log: SimulatedLog, operation: str) -> None:
         """The table ``messages`` as it is at some moment, for any reader of Delta."""
@@ -578,6 +611,18 @@ class Simulation:
             self.counts[type(problem).__name__] += 1
             return False
         return True
+
+
+def with_what_left(world: World) -> tuple[pa.Table, pa.Table]:
+    """The rows of ``half`` and ``op``, as if nothing had ever left."""
+    half, op = world.half.rows(), world.op.rows()
+    ever = world.op.ever()
+    left = pc.unique(ever.filter(pc.equal(ever["kind"], "archived"))["half_id"])
+    gone = left.filter(pc.invert(pc.is_in(left, value_set=pc.unique(half["half_id"]))))
+    half_ever = world.half.ever()
+    half = pa.concat_tables([half, half_ever.filter(pc.is_in(half_ever["half_id"], value_set=gone))])
+    here = op.filter(pc.invert(pc.is_in(op["half_id"], value_set=left)))
+    return half, pa.concat_tables([here, ever.filter(pc.is_in(ever["half_id"], value_set=left))])
 
 
 @dataclass(frozen=True)
@@ -834,6 +879,10 @@ class SendSource(Source):
                     self.table(columns), topic=TOPIC, transaction_key="k" if s.per == "key" else None,
                     transaction_per=None if s.per == "key" else s.per, idempotency_key=idempotency_key,
                 )  # fmt: skip
+            except HalfBatchLeftError:  # rolled back by a check so long ago that it cannot be run again
+                self.told(begun, Phase.FAIL)
+                self.done = max(self.done, batch_id + 1)
+                continue
             except EXPECTED:
                 self.told(begun, Phase.UNKNOWN)
                 raise
@@ -884,9 +933,7 @@ class Reader:
         start = {(TOPIC, q): offset for q, offset in self.position.items()}
         end = admit(start, planner.latest(), limit)
         parts = [pa.schema(SCHEMA).empty_table()]
-        for placed in planner.ranges(start, end):
-            for position, rows in log.half.read_range(placed.rows, stored_columns(READ_COLUMNS, placed)):
-                parts.append(to_messages(placed, position, rows, READ_COLUMNS))
+        parts += read_ranges(planner.ranges(start, end), log.read_range, log.find_again, READ_COLUMNS)
         planner.forget(start)
         return pa.concat_tables(parts)
 

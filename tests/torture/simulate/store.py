@@ -6,7 +6,6 @@ version, and removes the head of a table's log under a writer that sleeps. Files
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -18,7 +17,7 @@ from rmq_spark.config import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import ClockError, CorruptLogError
 from rmq_spark.machine import Machine
 from rmq_spark.storage.files import DataFile, RowRange, column_stats
-from rmq_spark.storage.table import Change, Clock, actions_schema, compare_and_set
+from rmq_spark.storage.table import Change, Clock, actions_schema, bounds_of, compare_and_set
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.simulate.scheduler import Scheduler
 
@@ -134,7 +133,11 @@ def write_table(
 
 
 def read_range(fs: Files, folder: str, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
-    """Stands in for ``files.read_range``: rows by their address."""
+    """Stands in for ``files.read_range``: rows of ``half`` by their address, those of ``messages`` by their place."""
+    if wanted.table != "half":
+        rows = fs.get(f"{folder}/{wanted.path}").select(list(columns))
+        yield 0, pa.concat_tables([rows.slice(first, last - first + 1) for first, last in wanted.ranges])
+        return
     positions = fs.positions(f"{folder}/{wanted.path}")
     numbers = [n for first, last in wanted.ranges for n in range(first, last + 1)]
     at = [positions[a] for n in numbers if (a := (wanted.half_id, wanted.file_no, n)) in positions]
@@ -357,14 +360,12 @@ class SimulatedTable:
         removed = set(change.remove)
         files = {path: action for path, action in head.files.items() if path not in removed}
         for f in change.add:
-            stats = json.loads(f.stats)
             files[f.path] = {
                 "path": f.path,
                 "modification_time": change.modification_time_ms or int(self._scheduler.machine_s() * 1000),
                 "num_records": f.rows,
                 "size_bytes": f.size_bytes,
-                **{f"min.{k}": v for k, v in stats["minValues"].items()},
-                **{f"max.{k}": v for k, v in stats["maxValues"].items()},
+                **bounds_of(self.name, f.stats),
             }
         transactions = {**head.transactions, **change.transactions}
         return State(head.version + 1, files, transactions, name_of(change), change)
@@ -374,6 +375,12 @@ class SimulatedTable:
         while self.content.on_the_way and self._scheduler.chance.random() < 0.5:
             version, change = self.content.on_the_way.pop(0)
             self.put(version, change)
+
+    def land_all(self) -> None:
+        """What was given up arrives at last, when its version is still free."""
+        for version, change in self.content.on_the_way:
+            self.put(version, change)
+        self.content.on_the_way.clear()
 
     def clean_up(self, kept: int) -> None:
         """Remove the entries of the table's log but for the newest so many."""
@@ -385,6 +392,12 @@ class SimulatedTable:
         files = [self.fs.tables.get(f"{self.folder}/{path}") for path in self.content.versions[-1].files]
         return pa.concat_tables([no_rows(self.schema), *(f for f in files if f is not None)])
 
+    def ever(self) -> pa.Table:
+        """All rows that were ever committed, also those that have left since."""
+        commits = [state.change for state in self.content.versions if state.change and state.change.data_change]
+        files = [self.fs.ever[f"{self.folder}/{f.path}"] for change in commits for f in change.add]
+        return pa.concat_tables([no_rows(self.schema), *files])
+
     def note_versions(self) -> None:
         for state in self.content.versions:
             self._history.note(Kind.LISTED, table=self.name, version=state.version, payload=state.name)
@@ -395,8 +408,8 @@ class SimulatedTable:
 
 
 def name_of(change: Change) -> str:
-    """What a commit is known by: its first file."""
-    return change.add[0].path
+    """What a commit is known by: the first file that it adds, or removes."""
+    return change.add[0].path if change.add else f"without {change.remove[0]}"
 
 
 def prepared_s(half: SimulatedTable) -> Mapping[str, float]:

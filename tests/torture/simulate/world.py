@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark.commitlog import follow, follower, maintenance
+from rmq_spark.commitlog import follow, follower, maintenance, marking, pruning
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Placed
@@ -188,6 +188,9 @@ def limits(op_files_max: int) -> Iterator[None]:
     """Bounds of the product that are low enough for upkeep to happen within a run."""
     found = (
         (maintenance, "OP_FILES_MAX", op_files_max),
+        (maintenance, "MESSAGES_FILES_MAX", 2),
+        (pruning, "PRUNED_SHARE_MIN", 0.0),
+        (marking, "ROWS_LET_GO_MIN", 3),
         (follow, "CHUNKS_MAX", 4),
         (follower, "HALF_IDS_KEPT", 3),
     )
