@@ -1,8 +1,9 @@
-"""``make bench-growth``: what a log with 10,000 transactions costs beside one with 100, in turn.
+"""``make bench-growth``: what a log with 100,000 transactions costs beside one with 100, in turn, both with upkeep.
 
-Three durations: a sink micro-batch of 100 messages (whole, on Spark), planning a micro-batch of a source at the
-head, and a cold start (open the log, find what is pending, plan). Environment: BENCH_ROUNDS (5), BENCH_OLD (10000),
-BENCH_YOUNG (100), BENCH_FOLDER (a folder whose two logs are kept, and taken when they are there).
+Five durations: a sink micro-batch of 100 messages (whole, on Spark), planning a micro-batch of a source at the head, a
+cold start (open the log, find what is pending, plan), a round of checks, and the last 1,000 offsets of each queue by
+``txmq.messages``. Environment: BENCH_ROUNDS (5), BENCH_OLD (100000), BENCH_YOUNG (100), BENCH_OPEN (1: one half batch
+stays open all along), BENCH_FOLDER (a folder whose two logs are kept, and taken when they are there).
 """
 
 from __future__ import annotations
@@ -23,11 +24,22 @@ import rmq_spark as txmq
 from benchmarks.report import Pairs, publish
 from benchmarks.spark import median_ms, session
 from benchmarks.throughput import SMALL_BATCHES, SMALL_ROWS, WARM_UP, stream, txmq_writer, write_input
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half_store import HalfRecord, Staged
+from rmq_spark.commitlog.leaving import Graces
+from rmq_spark.commitlog.ledger import Decision
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.commitlog.rows import NO_ROWS
 from rmq_spark.listener import CommitOncePrepared
 
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
 YOUNG = int(os.environ.get("BENCH_YOUNG", "100"))
-OLD = int(os.environ.get("BENCH_OLD", "10000"))
+OLD = int(os.environ.get("BENCH_OLD", "100000"))
+OPEN = os.environ.get("BENCH_OPEN") == "1"
+TOGETHER = 50
+"""Sends that are prepared, and decided, in one commit: that builds a log fast."""
+UPKEEP_EVERY = 5_000
+LAST_OFFSETS = 1_000
 PLANS = 20
 STARTS = 7
 """Cold starts a round."""
@@ -39,23 +51,50 @@ import rmq_spark as txmq
 import rmq_spark.commitlog.log, pyarrow.dataset
 started = time.perf_counter()
 log = txmq.CommitLog.open(sys.argv[1])
-assert log.pending().num_rows == 0
+assert log.pending().num_rows <= 1
 log.ledger.refresh()
 print((time.perf_counter() - started) * 1000)
 """
 
 
 def make_log(path: Path, transactions: int) -> txmq.CommitLog:
-    """A log with so many transactions, a half batch each, sent one after the other."""
+    """A log with so many transactions, a half batch of ten messages each, and upkeep whose graces are over at once; the
+    outcome of each is kept."""
     if path.exists():
         return txmq.CommitLog.open(path)
     log = txmq.CommitLog.create(path)
     log.create_topic("orders")
     table = pa.table({"body": ["x" * 200] * 10})
-    with txmq.TransactionMQProducer(log, "bench", CommitOncePrepared(), check_interval=None) as producer:
-        for _ in track(range(transactions), description=f"{transactions:,} transactions"):
-            producer.send_messages_in_transaction(table, topic="orders")
+
+    def staged(number: int) -> Staged:
+        app_id = f"send.bench.{number:032x}"
+        header = HalfHeader(
+            half_id_of(app_id, 0), app_id, 0, None, None, "none", "batch", "bench", numbered=False, made_up=True
+        )
+        return Staged(header, log.stage(HalfWriter(header, log.topics(), "orders", None), table.to_batches()))
+
+    if OPEN:
+        log.prepare_many([staged(transactions)])
+    for at in track(range(0, transactions, TOGETHER), description=f"{transactions:,} transactions"):
+        prepared = log.prepare_many([staged(number) for number in range(at, at + TOGETHER)])
+        records = [record for record in prepared if isinstance(record, HalfRecord)]
+        every = [record.fresh_state().rows_in((RowState.PENDING,)) for record in records]
+        log.decide_many([Decision(r, 1, rows, NO_ROWS, Who.EXECUTE) for r, rows in zip(records, every, strict=True)])
+        if (at + TOGETHER) % UPKEEP_EVERY == 0 or at + TOGETHER >= transactions:
+            log.close()
+            log.keep_up(Graces(0, 0, 1e9))
     return log
+
+
+def check_ms(log: txmq.CommitLog) -> float:
+    """A round of checks that finds nothing due."""
+    service = txmq.CheckService(log, {}, transaction_timeout=3600)
+    taken = []
+    for _ in range(STARTS):
+        began = time.perf_counter()
+        service.run_once()
+        taken.append((time.perf_counter() - began) * 1000)
+    return median(taken)
 
 
 def cold_start_ms(log: txmq.CommitLog) -> float:
@@ -79,7 +118,12 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="txmq_growth_"))
     logs = Path(os.environ.get("BENCH_FOLDER", folder))
     old, young = make_log(logs / "old", OLD), make_log(logs / "young", YOUNG)
-    sent = [log.half.table.actions().num_rows for log in (old, young)]  # a file each
+    sent = (OLD, YOUNG)
+    for log in (old, young):
+        log.half.table.refresh()
+        log.refresh()
+        live = [t.actions().num_rows for t in (log.half.table, log.op)]
+        print(f"{log!r}: {live[0]:,} live files of half, {live[1]:,} of op, {sum(log.tails().values()):,} messages")
     spark = session()
     try:
         write_input(spark, folder / "small", SMALL_ROWS, SMALL_BATCHES)
@@ -109,6 +153,13 @@ def main() -> None:
                     start = end
             return median(taken)
 
+        def native_ms(log: txmq.CommitLog, _: int) -> float:
+            tails = {str(q): n for (_, q), n in log.tails().items()}
+            start = {"orders": {q: max(0, n - LAST_OFFSETS) for q, n in tails.items()}}
+            began = time.perf_counter()
+            txmq.messages(spark, log, "orders", starting=start).write.format("noop").mode("overwrite").save()
+            return (time.perf_counter() - began) * 1000
+
         def pairs(measure, runs: int = ROUNDS):  # type: ignore[no-untyped-def]
             both = [(measure(old, 2 * r), measure(young, 2 * r + 1)) for r in range(runs + 1)][1:]
             return [a for a, _ in both], [b for _, b in both]
@@ -119,6 +170,8 @@ def main() -> None:
                 ("growth_sink", f"sink micro-batch of {SMALL_ROWS} messages", sink_ms),
                 ("growth_plan", "planning a source's micro-batch at the head", plan_ms),
                 ("growth_cold", "cold start: open, pending, tails", lambda log, _: cold_start_ms(log)),
+                ("growth_check", "a round of checks", lambda log, _: check_ms(log)),
+                ("growth_native", f"the last {LAST_OFFSETS:,} offsets by txmq.messages", native_ms),
             )
         ]
         publish(f"A log with {sent[0]:,} transactions (ours) beside one with {sent[1]:,}", results, f"{sent[1]:,}")

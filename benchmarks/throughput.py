@@ -131,6 +131,20 @@ def main() -> None:
         read, read_by_delta, read_by_nothing = zip(
             *[[messages / seconds(r) for r in reads] for _ in range(2 * ROUNDS + 1)][1:], strict=True
         )
+        log = txmq.CommitLog.open(last / "log")
+
+        def read_natively() -> DataFrame:
+            return txmq.messages(spark, log, "orders").select(*names)
+
+        def pairs_with_delta() -> tuple[list[float], list[float]]:
+            both = [(messages / seconds(read_natively), messages / seconds(read_delta)) for _ in range(2 * ROUNDS + 1)]
+            return [a for a, _ in both[1:]], [b for _, b in both[1:]]
+
+        tail, tail_by_delta = pairs_with_delta()
+        began = time.process_time()
+        log.drain()
+        print(f"a drain of {messages:,} messages took {time.process_time() - began:.1f} s of processor time")
+        native, native_by_delta = pairs_with_delta()
         publish(
             f"{ROWS:,} messages of about 290 B a micro-batch, full protocol (transactionListener=none)",
             [
@@ -139,6 +153,10 @@ def main() -> None:
                 Pairs("small_batch_vs_delta", f"sink, {SMALL_ROWS} messages a batch", "ms", small, small_delta, False),
                 Pairs("read_vs_delta", f"source, {messages:,} messages", "rows/s",
                       read, read_by_delta, True),
+                Pairs("native_tail_vs_delta", f"txmq.messages, {messages:,} messages, not drained", "rows/s",
+                      tail, tail_by_delta, True),
+                Pairs("native_read_vs_delta", f"txmq.messages, {messages:,} messages, drained", "rows/s",
+                      native, native_by_delta, True),
             ],
             "Delta",
         )  # fmt: skip
