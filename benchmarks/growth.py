@@ -2,8 +2,9 @@
 
 Five durations: a sink micro-batch of 100 messages (whole, on Spark), planning a micro-batch of a source at the head, a
 cold start (open the log, find what is pending, plan), a round of checks, and the last 1,000 offsets of each queue by
-``txmq.messages``. Environment: BENCH_ROUNDS (5), BENCH_OLD (100000), BENCH_YOUNG (100), BENCH_OPEN (1: one half batch
-stays open all along), BENCH_FOLDER (a folder whose two logs are kept, and taken when they are there).
+``txmq.messages``. Environment: BENCH_ROUNDS (5), BENCH_OLD (100000), BENCH_YOUNG (100), BENCH_OPEN (1: all along one
+half batch stays open, a message is delayed by three days, and 300 half batches of a FIFO key wait behind an open one),
+BENCH_FOLDER (a folder whose two logs are kept, and taken when they are there).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from statistics import median
 
@@ -36,6 +39,8 @@ ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
 YOUNG = int(os.environ.get("BENCH_YOUNG", "100"))
 OLD = int(os.environ.get("BENCH_OLD", "100000"))
 OPEN = os.environ.get("BENCH_OPEN") == "1"
+DELAY = timedelta(hours=71)
+WAITING = 300
 TOGETHER = 50
 """Sends that are prepared, and decided, in one commit: that builds a log fast."""
 UPKEEP_EVERY = 5_000
@@ -51,7 +56,7 @@ import rmq_spark as txmq
 import rmq_spark.commitlog.log, pyarrow.dataset
 started = time.perf_counter()
 log = txmq.CommitLog.open(sys.argv[1])
-assert log.pending().num_rows <= 1
+assert log.pending().num_rows <= 2
 log.ledger.refresh()
 print((time.perf_counter() - started) * 1000)
 """
@@ -66,20 +71,28 @@ def make_log(path: Path, transactions: int) -> txmq.CommitLog:
     log.create_topic("orders")
     table = pa.table({"body": ["x" * 200] * 10})
 
-    def staged(number: int) -> Staged:
+    def staged(number: int, table: pa.Table, topic: str = "orders") -> Staged:
         app_id = f"send.bench.{number:032x}"
         header = HalfHeader(
             half_id_of(app_id, 0), app_id, 0, None, None, "none", "batch", "bench", numbered=False, made_up=True
         )
-        return Staged(header, log.stage(HalfWriter(header, log.topics(), "orders", None), table.to_batches()))
+        writer = HalfWriter(header, log.topics(), topic, None, log.fifo_topics())
+        return Staged(header, log.stage(writer, table.to_batches()))
 
-    if OPEN:
-        log.prepare_many([staged(transactions)])
-    for at in track(range(0, transactions, TOGETHER), description=f"{transactions:,} transactions"):
-        prepared = log.prepare_many([staged(number) for number in range(at, at + TOGETHER)])
-        records = [record for record in prepared if isinstance(record, HalfRecord)]
+    def send(many: Sequence[Staged]) -> None:
+        records = [record for record in log.prepare_many(many) if isinstance(record, HalfRecord)]
         every = [record.fresh_state().rows_in((RowState.PENDING,)) for record in records]
         log.decide_many([Decision(r, 1, rows, NO_ROWS, Who.EXECUTE) for r, rows in zip(records, every, strict=True)])
+
+    if OPEN:
+        log.create_topic("accounts", fifo=True)
+        entry = pa.table({"body": ["x"], "sharding_key": ["one"]})
+        later = pa.table({"body": ["x"], "deliver_at": [datetime.now(timezone.utc) + DELAY]})
+        numbers = iter(range(transactions, transactions + WAITING + 3))
+        log.prepare_many([staged(next(numbers), table), staged(next(numbers), entry, "accounts")])
+        send([staged(next(numbers), later), *(staged(number, entry, "accounts") for number in numbers)])
+    for at in track(range(0, transactions, TOGETHER), description=f"{transactions:,} transactions"):
+        send([staged(number, table) for number in range(at, at + TOGETHER)])
         if (at + TOGETHER) % UPKEEP_EVERY == 0 or at + TOGETHER >= transactions:
             log.close()
             log.keep_up(Graces(0, 0, 1e9))
