@@ -15,7 +15,7 @@ import pyarrow as pa
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState
-from rmq_spark.config import TRANSACTION_CHECK_INTERVAL_S, TRANSACTION_TIMEOUT_S, seconds
+from rmq_spark.config import MAINTENANCE_INTERVAL_S, TRANSACTION_CHECK_INTERVAL_S, TRANSACTION_TIMEOUT_S, seconds
 from rmq_spark.errors import ListenerError, MessageError, OptionError
 from rmq_spark.listener import TransactionListener, require_listener
 from rmq_spark.message import Message, require_app_id, require_group_name, to_table
@@ -89,6 +89,9 @@ class TransactionMQProducer:
         Seconds between the checks of this group's open transactions; None for no checks.
     transaction_timeout : float
         Seconds before a transaction is checked.
+    maintenance_interval : float or None
+        Seconds between two rounds of the log's upkeep (:meth:`CommitLog.maintain`, with its defaults), in a thread of
+        this program; None (default) where the check job does it.
     max_pending_batches : int, optional
         Refuse new transactions, with PendingLimitError, while so many of the group's half batches are pending.
     max_pending_bytes : int or str, optional
@@ -109,6 +112,7 @@ class TransactionMQProducer:
         on_listener_error: str = "unknown",
         check_interval: float | None = TRANSACTION_CHECK_INTERVAL_S,
         transaction_timeout: float = TRANSACTION_TIMEOUT_S,
+        maintenance_interval: float | None = None,
         max_pending_batches: int | None = None,
         max_pending_bytes: int | str | None = None,
         storage_options: Mapping[str, str] | None = None,
@@ -122,10 +126,13 @@ class TransactionMQProducer:
             raise ListenerError("TransactionMQProducer has no Spark session: use a listener that needs none")
         self.check_interval = None if check_interval is None else seconds(check_interval, "check_interval", above=True)
         self.transaction_timeout = seconds(transaction_timeout, "transaction_timeout")
+        self.maintenance_interval = (
+            None if maintenance_interval is None else seconds(maintenance_interval, "maintenance_interval", above=True)
+        )
         limits = PendingLimits.of(max_pending_batches, max_pending_bytes)
         self.two_phase = TwoPhase(self.log, self.listener, on_listener_error=on_listener_error, pending_limits=limits)
         self._closing = self.log.machine.event()
-        self._checks: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._open = False
 
     # ------------------------------------------------------------------ life
@@ -133,17 +140,21 @@ class TransactionMQProducer:
         """Open the producer (``with`` does it)."""
         if not self._open:
             self._closing.clear()
+            start = self.log.machine.start_thread
             if self.check_interval is not None:
-                self._checks = self.log.machine.start_thread(self._answer_checks, "txmq-checks", daemon=True)
+                self._threads.append(start(self._answer_checks, "txmq-checks", daemon=True))
+            if self.maintenance_interval is not None:
+                self._threads.append(start(self._keep_up, "txmq-maintainer", daemon=True))
             self._open = True
         return self
 
     def shutdown(self) -> None:
-        """Close the producer: wait for a check that is under way."""
+        """Close the producer: wait for a check, or upkeep, that is under way."""
         self._open = False
         self._closing.set()
-        if self._checks is not None:
-            self._checks.join()
+        while self._threads:
+            self._threads[-1].join()
+            self._threads.pop()
         self.log.close()
 
     def __enter__(self) -> TransactionMQProducer:
@@ -163,6 +174,11 @@ class TransactionMQProducer:
             only_groups=True,
         )
         service.run(self._closing)
+
+    def _keep_up(self) -> None:
+        from rmq_spark.check.maintainer import Maintainer
+
+        Maintainer(self.log, self.maintenance_interval or MAINTENANCE_INTERVAL_S).run(self._closing)
 
     # ------------------------------------------------------------------ sending
     def send_message_in_transaction(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,25 @@ from rmq_spark.check import maintainer as maintainer_module
 from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.commitlog.upkeep import MaintenanceReport
 from rmq_spark.errors import NotACommitLogError, OptionError
+from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.message import Message
+from rmq_spark.sink.producer import TransactionMQProducer
 from tests.half_batches import commit, make_log, send
+
+
+def drained(log: CommitLog) -> int:
+    log.messages_table.refresh()
+    return drained_up_to(log.messages_table)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
 
 
 def test_rounds_go_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +75,20 @@ def test_orphans_are_looked_for_once_an_hour(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(maintainer_module, "ORPHANS_EVERY_S", 0.0)
     upkeep.run_once()
     assert looks == [True, False, True]
+
+
+def test_a_producer_that_shall_keep_the_log_up_does(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log", orders=1)
+    listener = CommitOncePrepared()
+    with pytest.raises(OptionError, match="maintenance_interval"):
+        TransactionMQProducer(log, "shop", listener, maintenance_interval=0)
+    with TransactionMQProducer(log, "shop", listener, check_interval=None, maintenance_interval=0.01) as producer:
+        for _ in range(2):  # it may be opened again
+            producer.start()
+            producer.send_message_in_transaction(Message("orders", "x"))
+            wait_until(lambda: drained(log) == log.refresh())
+            producer.shutdown()
+    assert not [thread for thread in threading.enumerate() if thread.name == "txmq-maintainer"]
 
 
 def test_an_interval_is_a_time(tmp_path: Path) -> None:
