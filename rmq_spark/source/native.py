@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
     from rmq_spark.selector.tree import Filter
 
-BLOCK_ROWS = 1_024
+BLOCK_BITS = 10
+BLOCK_ROWS = 2**BLOCK_BITS
 """Rows of a half file that are joined under one key: few enough for a block of which every second row has a place."""
 COLUMNS = [part.split()[0] for part in SOURCE_DDL.split(", ")]
 DRAINED_DDL = f"{SOURCE_DDL}, op_version bigint"
@@ -51,8 +52,8 @@ HALF_DDL = (
 )
 PLACES = pa.schema(
     [
-        ("half_id", pa.string()),
-        ("file_no", pa.int64()),
+        ("of_half_id", pa.string()),
+        ("of_file_no", pa.int64()),
         ("block", pa.int64()),
         ("first", pa.int64()),
         ("last", pa.int64()),
@@ -248,10 +249,13 @@ def _tail(spark: SparkSession, log: CommitLog, ranges: Sequence[PlacedRange]) ->
     paths = _paths(log, ranges)
     folder = spark_path(log.path, "half")
     half = spark.read.schema(HALF_DDL).parquet(*[f"{folder}/{path}" for path in paths])
-    half = half.withColumn("block", F.floor(F.col("row_no") / BLOCK_ROWS).cast("long"))
+    half = half.withColumn("at", F.xxhash64("half_id", "file_no", F.shiftright("row_no", BLOCK_BITS)))
     places = spark.createDataFrame(pa.Table.from_pylist(list(_places(ranges)), schema=PLACES))
-    joined = half.join(F.broadcast(places), ["half_id", "file_no", "block"]).where(
-        F.col("row_no").between(F.col("first"), F.col("last"))
+    places = places.withColumn("at", F.xxhash64("of_half_id", "of_file_no", "block"))  # Spark joins by one number fast
+    joined = half.join(F.broadcast(places), "at").where(
+        (F.col("half_id") == F.col("of_half_id"))
+        & (F.col("file_no") == F.col("of_file_no"))
+        & F.col("row_no").between(F.col("first"), F.col("last"))
     )
     address = F.concat_ws(".", F.col("file_no").cast("string"), F.col("row_no").cast("string"))
     attempt = F.concat_ws(":", F.col("half_id"), F.col("attempt").cast("string"))
@@ -290,8 +294,8 @@ def _places(ranges: Sequence[PlacedRange]) -> Iterator[dict[str, Any]]:
             for block in range(first // BLOCK_ROWS, last // BLOCK_ROWS + 1):
                 a, b = max(first, block * BLOCK_ROWS), min(last, (block + 1) * BLOCK_ROWS - 1)
                 yield {
-                    "half_id": placed.rows.half_id,
-                    "file_no": placed.rows.file_no,
+                    "of_half_id": placed.rows.half_id,
+                    "of_file_no": placed.rows.file_no,
                     "block": block,
                     "first": a,
                     "last": b,

@@ -168,6 +168,7 @@ def write_table(
     holds: str = "",
     keep_content: bool = False,
     compression: str = COMPRESSION,
+    raw_columns: Sequence[str] = (),
 ) -> DataFile:
     """Write one Parquet file under a new name and return what a commit needs to add it.
 
@@ -189,6 +190,8 @@ def write_table(
         Return the file's bytes as well.
     compression : str
         A codec of Parquet, as pyarrow names it.
+    raw_columns : sequence of str
+        Columns that are not compressed. With these, no column but maps may be nested.
     """
     path = f"{prefix}-{uuid4().hex}.parquet"
     flat = [f.name for f in table.schema if not pa.types.is_nested(f.type)]
@@ -206,7 +209,7 @@ def write_table(
             encoded.schema,
             use_dictionary=dictionary,
             write_statistics=statistics,
-            compression=compression,
+            compression=_codecs(encoded.schema, compression, raw_columns),
             write_page_checksum=True,
             store_schema=False,  # with the Arrow schema, readers would get dictionaries
         ) as writer:
@@ -224,6 +227,17 @@ def write_table(
         else:
             size = write_to(stream)
     return DataFile(path, size, table.num_rows, column_stats(table, stats_columns), content)
+
+
+def _codecs(schema: pa.Schema, codec: str, raw_columns: Sequence[str]) -> str | dict[str, str]:
+    """The codec of each column, as pyarrow wants it: of a map, Parquet has two."""
+    if not raw_columns:
+        return codec
+    columns: list[str] = []
+    for field_ in schema:
+        is_map = pa.types.is_map(field_.type)
+        columns += [f"{field_.name}.key_value.{part}" for part in ("key", "value")] if is_map else [field_.name]
+    return {name: codec for name in columns if name not in raw_columns}
 
 
 def _constant(value: pa.Scalar, rows: int) -> pa.DictionaryArray:

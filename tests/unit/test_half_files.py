@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date, datetime, timezone
 from itertools import groupby
 from pathlib import Path
@@ -322,6 +322,33 @@ def test_a_large_partition_becomes_several_files(tmp_path: Path) -> None:
     assert all(pc.unique(stored(tmp_path, f)["file_no"]).to_pylist() == [f.file_no] for f in files)
     spread = {s.queue_id: 0 for f in files for s in f.segments}
     assert set(spread) == set(range(4))
+
+
+@pytest.mark.parametrize(
+    ("body", "compressed"),
+    [
+        (lambda i: random.Random(i).randbytes(300), False),
+        (lambda i: b"", False),
+        (lambda i: f'{{"order_id": {i}, "state": "paid", "currency": "EUR"}}'.encode(), True),
+        (lambda i: b"x" * 5 + random.Random(i).randbytes(300) if i % 1_000 else b"x" * 100_000, False),
+    ],
+)
+def test_bodies_are_compressed_where_it_saves_space(
+    tmp_path: Path, body: Callable[[int], bytes], compressed: bool
+) -> None:
+    columns = {
+        "body": [body(i) for i in range(3_000)],
+        "keys": [f"order-{i}" for i in range(3_000)],
+        "properties": maps([[("region", "eu")]] * 3_000),
+        "queue_id": [0] * 3_000,
+    }
+    (file,) = write(tmp_path, columns)
+    group = pq.ParquetFile(tmp_path / file.data.path).metadata.row_group(0)
+    codecs = {c.path_in_schema: c.compression for c in map(group.column, range(group.num_columns))}
+    assert {name: codec for name, codec in codecs.items() if codec == "UNCOMPRESSED"} == (
+        {} if compressed else {"body": "UNCOMPRESSED"}
+    )
+    assert stored(tmp_path, file)["body"].to_pylist() == columns["body"]
 
 
 def test_statistics_are_those_of_the_file(tmp_path: Path) -> None:
