@@ -50,6 +50,7 @@ class AnomalyKind(str, Enum):
     LOCAL_STATE_DISAGREES = "local state and messages disagree"
     DRAINED_OTHERWISE = "the table messages is no prefix of op"
     LEFT_OPEN = "a half batch left before its end"
+    EXPIRED_EARLY = "a message expired before its time"
 
 
 _K = AnomalyKind
@@ -66,6 +67,7 @@ FAMILIES: dict[str, frozenset[AnomalyKind]] = {
     "local state": frozenset({_K.LOCAL_STATE_DISAGREES}),
     "the table messages": frozenset({_K.DRAINED_OTHERWISE}),
     "leaving": frozenset({_K.LEFT_OPEN}),
+    "expiring": frozenset({_K.EXPIRED_EARLY}),
 }
 """Each kind in one family: kinds of a family break the same promise."""
 
@@ -98,6 +100,8 @@ class Rules:
         Topics whose keys keep their order whenever their messages are decided.
     numbered_when_reopened : bool
         The number of a message that was reopened says when that was; else it may stand behind later ones.
+    retention_s : float or None
+        How old a message must be to expire; None: nobody looks.
     """
 
     checks_max: int = 15
@@ -105,6 +109,7 @@ class Rules:
     conflicts_resolved: bool = False
     fifo: frozenset[str] = frozenset()
     numbered_when_reopened: bool = False
+    retention_s: float | None = None
 
 
 def find_anomalies(history: Iterable[Event], rules: Rules | None = None) -> list[Anomaly]:
@@ -853,6 +858,16 @@ def _left_open(run: _Run) -> Iterator[Anomaly]:
                 yield Anomaly(AnomalyKind.LEFT_OPEN, sentence, (left, marker))
 
 
+def _expired_early(run: _Run) -> Iterator[Anomaly]:
+    """A message was let go that was younger than what the topic keeps."""
+    if run.rules.retention_s is None:
+        return
+    for event in run.of[Kind.EXPIRED]:
+        if (event.sequence or 0) < run.rules.retention_s:
+            sentence = f"{_place(event)} expired after {event.sequence} s, and {run.rules.retention_s:g} s are kept"
+            yield Anomaly(AnomalyKind.EXPIRED_EARLY, sentence, (event,))
+
+
 class _Drained(NamedTuple):
     """A message and where it was placed."""
 
@@ -894,4 +909,5 @@ _LOOKS: tuple[Callable[[_Run], Iterator[Anomaly]], ...] = (
     _local_disagreements,
     _drained_otherwise,
     _left_open,
+    _expired_early,
 )

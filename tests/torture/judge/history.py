@@ -60,6 +60,8 @@ class Kind(str, Enum):
     """An op row's word about one half row: ``op`` is its kind. In version order."""
     LISTED = "listed"
     """A version of a table that is in its log, with the name of its commit in ``payload``."""
+    EXPIRED = "expired"
+    """A message that ``op`` let expire; ``sequence`` is how old it was then, in seconds."""
     END = "end"
     """Nothing runs any more, and nothing should be open."""
 

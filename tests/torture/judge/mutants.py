@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -21,13 +22,14 @@ import pyarrow.compute as pc
 from rmq_spark.check import service as service_module
 from rmq_spark.check.asking import Answer, Asker
 from rmq_spark.check.service import CheckService
-from rmq_spark.commitlog import asked, drain, incoming, leaving, maintenance, marking, placing, pruning
+from rmq_spark.commitlog import asked, drain, expiring, incoming, leaving, maintenance, marking, placing, pruning
 from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import ledger as ledger_module
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.drained import Drained
+from rmq_spark.commitlog.expiring import Expirer
 from rmq_spark.commitlog.follow import Followed
 from rmq_spark.commitlog.follower import Follower
 from rmq_spark.commitlog.half import HalfHeader
@@ -892,6 +894,42 @@ def _border_too_high() -> Iterator[None]:
 
     real = Drained.ranges
     with _often_leaving(), replaced((Drained, "_ends", ends), (Drained, "ranges", ranges)):
+        yield
+
+
+# ---------------------------------------------------------------- expiring
+EXPIRES = LEAVES | {"upkeep": 20, "crash": 0.0, "retention_s": 30.0, "wrong_clocks": 0.0}
+
+
+@mutant("messages expire before their time", A.EXPIRED_EARLY, **EXPIRES, streams=2)
+def _expired_early() -> Iterator[None]:
+    with _often_leaving(), replaced((expiring, "timedelta", lambda seconds: timedelta(0))):
+        yield
+
+
+@mutant("a file expires with its oldest message", A.EXPIRED_EARLY, **EXPIRES, streams=2)
+def _expired_by_oldest() -> Iterator[None]:
+    real = Expirer._expired
+
+    def expired(self: Expirer, topic: str, seconds: float) -> list[str]:
+        table = self._log.messages_table
+        actions = table.actions()
+        oldest = actions.set_column(
+            actions.column_names.index("max.commit_timestamp"), "max.commit_timestamp", actions["min.commit_timestamp"]
+        )
+        with replaced((type(table), "actions", lambda _: oldest)):
+            return real(self, topic, seconds)
+
+    with _often_leaving(), replaced((Expirer, "_expired", expired)):
+        yield
+
+
+@mutant(
+    "expired files leave before op says so", A.LOST_WRITE, A.DRAINED_OTHERWISE, A.GAP_IN_QUEUE, A.UNSTABLE_RANGE,
+    **EXPIRES, streams=2,
+)  # fmt: skip
+def _expired_untold() -> Iterator[None]:
+    with _often_leaving(), replaced((Expirer, "_move_firsts", lambda *_: None)):
         yield
 
 

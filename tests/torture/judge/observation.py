@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as parquet
 
 from tests.torture.judge.history import Event, History, Kind, Phase, payload_hash
@@ -30,6 +31,7 @@ DRAINED_COLUMNS = [
     "half_id", "file_no", "row_no", "attempt", "op_version", "topic", "queue_id", "queue_offset", "transaction_id",
     "body",
 ]  # fmt: skip
+PLACE = ("topic", "queue_id", "queue_offset")
 READ_COLUMNS = ["topic", "queue_id", "queue_offset", "msg_id", "transaction_id", "sharding_key", "body"]
 """What a reading must hold for :func:`note_messages`."""
 
@@ -145,6 +147,28 @@ def note_drained(history: History, process: str, operation: str, rows: pa.Table,
             queue_offset=row["queue_offset"],
             version=row["op_version"],
         )
+
+
+def note_expired(history: History, op: pa.Table, messages: pa.Table) -> None:
+    """Note how old each message was when ``op`` said that it had expired.
+
+    Parameters
+    ----------
+    messages : pyarrow.Table
+        Everything that ever was in the table ``messages``.
+    """
+    said = op.filter(pc.equal(op["kind"], "expire")).select(["op_time", "firsts"]).to_pylist()
+    said.sort(key=lambda row: row["op_time"])
+    moved = [(row["op_time"], {(f["topic"], f["queue_id"]): f["first_offset"] for f in row["firsts"]}) for row in said]
+    for row in messages.select([*PLACE, "commit_timestamp", "body"]).to_pylist():
+        queue = (row["topic"], row["queue_id"])
+        at = next((time for time, firsts in moved if firsts.get(queue, 0) > row["queue_offset"]), None)
+        if at is not None:
+            history.note(
+                Kind.EXPIRED, Phase.OK, payload=payload_hash(row["body"]), topic=row["topic"],
+                queue_id=row["queue_id"], queue_offset=row["queue_offset"],
+                sequence=int((at - row["commit_timestamp"]).total_seconds()),
+            )  # fmt: skip
 
 
 def note_log(

@@ -17,6 +17,8 @@ from tests.torture.judge.history import FINAL, Event, History, Kind, Phase, payl
 COMMIT, ROLLBACK, UNKNOWN = "COMMIT_MESSAGE", "ROLLBACK_MESSAGE", "UNKNOWN"
 BEGIN, OK = Phase.BEGIN, Phase.OK
 TOPIC = "orders"
+RETENTION_S = 60
+RULES = Rules(retention_s=RETENTION_S)
 
 Change = Callable[[list[Event]], list[Event]]
 
@@ -361,6 +363,10 @@ SPOILED: dict[str, tuple[AnomalyKind, Change]] = {
             marker("check", "app:0", 0, 5),
         ),
     ),
+    "a message expires while it is young": (
+        K.EXPIRED_EARLY,
+        with_(Event(Kind.EXPIRED, OK, payload="a", sequence=RETENTION_S - 1, **at(0))),
+    ),
     "a local transaction happened without its message": (
         K.LOCAL_STATE_DISAGREES,
         with_(Event(Kind.LOCAL, transaction_id="app:2:1", half_id="app:2", payload="d")),
@@ -379,7 +385,7 @@ SPOILED: dict[str, tuple[AnomalyKind, Change]] = {
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_spoiled_history_shows_its_anomaly(name: str) -> None:
     kind, spoil = SPOILED[name]
-    assert kind in kinds_of(find_anomalies(spoil(good())))
+    assert kind in kinds_of(find_anomalies(spoil(good()), RULES))
 
 
 def test_every_kind_of_anomaly_has_a_spoiled_history() -> None:
@@ -387,7 +393,9 @@ def test_every_kind_of_anomaly_has_a_spoiled_history() -> None:
 
 
 def test_a_good_history_shows_nothing() -> None:
-    assert find_anomalies(good()) == []
+    assert find_anomalies(good(), RULES) == []
+    expired = Event(Kind.EXPIRED, OK, payload="a", sequence=RETENTION_S, **at(0))
+    assert find_anomalies([*good(), expired], RULES) == []
 
 
 def test_any_part_of_a_good_run_that_is_noted_shows_nothing() -> None:

@@ -15,7 +15,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -44,6 +44,7 @@ from rmq_spark.errors import (
     LostCommitError,
     LostStagedFileError,
     MessageError,
+    OffsetOutOfRangeError,
     StaleAttemptError,
     TopicExistsError,
     UnresolvedTransactionError,
@@ -58,7 +59,7 @@ from rmq_spark.storage.table import STAGED_UNSEEN_S, Change
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Event, History, Kind, Phase, payload_hash
-from tests.torture.judge.observation import READ_COLUMNS, note_drained, note_messages, note_tables
+from tests.torture.judge.observation import PLACE, READ_COLUMNS, note_drained, note_expired, note_messages, note_tables
 from tests.torture.simulate.scheduler import NoEnd, Process, Scheduler, Task
 from tests.torture.simulate.shop import (
     BareListener,
@@ -140,6 +141,7 @@ class Scenario:
     clock_steps: bool = False
     wrong_clocks: float = 0.0
     op_files_max: int = 5
+    retention_s: float | None = None  # after so long the topic's messages expire
     stuck_after_s: float | None = None
     weather: Weather = field(default_factory=Weather)
     temper: Temper = field(default_factory=Temper)
@@ -193,6 +195,7 @@ class Scenario:
             check_fails=pick((0.0, 0.1)),
             check_unknown=pick((0.0, 0.3, 0.8)),
         )
+        scenario.retention_s = pick((None, None, None, 0.0, 30.0))
         scenario.fifo = scenario.sharded and scenario.checks_max != 2
         scenario.threads = pick((1, 1, 2, 3))
         if scenario.threads > 1:
@@ -287,7 +290,7 @@ class Simulation:
 
     def run(self) -> Result:
         with limits(self.scenario.op_files_max):
-            create_topic(self.world, TOPIC, self.scenario.queues, self.scenario.fifo)
+            create_topic(self.world, TOPIC, self.scenario.queues, self.scenario.fifo, self.scenario.retention_s)
             try:
                 self._play()
                 self._repair()
@@ -300,6 +303,8 @@ class Simulation:
             stuck_after_s=self.scenario.stuck_after_s,
             conflicts_resolved=self.scenario.temper.poison is None,
             fifo=frozenset({TOPIC} if self.scenario.fifo else ()),
+            # Clocks that differ do not agree about how old a message is.
+            retention_s=None if self.scenario.clock_steps or self.scenario.wrong_clocks else self.scenario.retention_s,
         )
         anomalies = find_anomalies(self.history, rules)
         self.counts["shared handles"] += self.scenario.threads > 1
@@ -380,9 +385,12 @@ class Simulation:
         self.history.note(Kind.END)
 
         def read(operation: str) -> Callable[[], None]:
-            return lambda: note_messages(
-                self.history, Kind.READ, "final", operation, self.world.open_log().read(TOPIC, columns=READ_COLUMNS)
-            )
+            def work() -> None:
+                log = self.world.open_log()
+                found = self.with_expired(log, log.read(TOPIC, columns=READ_COLUMNS))
+                note_messages(self.history, Kind.READ, "final", operation, found)
+
+            return work
 
         self.world.spawn("final", read(FINAL), immortal=True)
         self.scheduler.run()
@@ -396,6 +404,7 @@ class Simulation:
         half, op = with_what_left(self.world)
         names = self.world.topics.rows()["name"].to_pylist()
         note_tables(self.history, half, op, prepared_s(self.world.half), names)
+        note_expired(self.history, self.world.op.ever(), self.world.messages.ever())
         for table in (self.world.half, self.world.op, self.world.topics):
             table.note_versions()
 
@@ -547,13 +556,14 @@ class Simulation:
                 raise
             return
         self.counts["half batches that left"] += report.archived
+        self.counts["files expired"] += report.files_expired
         self.counts["op rows pruned"] += report.rows_pruned
 
     def read_drained(self, log: SimulatedLog, operation: str) -> None:
         """The table ``messages`` as it is at some moment, for any reader of Delta."""
         table = log.messages_table
         table.refresh()
-        rows = table.read(table.actions()["path"].to_pylist())
+        rows = self.with_expired(log, table.read(table.actions()["path"].to_pylist()))
         note_drained(self.history, self.world.process, operation, rows, drained_up_to(table))
 
     def merge(self, log: SimulatedLog) -> None:
@@ -601,6 +611,22 @@ class Simulation:
     def step_clock(self) -> None:
         if self.scenario.clock_steps:
             self.scheduler.clock_offset_s += self.chance.choice((-DAY_S, -3600.0, -1.0, 1.0, 3600.0, DAY_S))
+
+    def with_expired(self, log: CommitLog, found: pa.Table, start: Mapping[int, int] | None = None) -> pa.Table:
+        """What was read, and besides what was not there because it has expired: as the log says it, and not before a
+        reader's start. So everything that follows sees whole queues."""
+        firsts = log.firsts()
+        if not firsts:
+            return found
+        known = set(zip(*(found[name].to_pylist() for name in PLACE), strict=True))
+        ever = self.world.messages.ever()
+        places = zip(*(ever[name].to_pylist() for name in PLACE), strict=True)
+        gone = [
+            (topic, queue, offset) not in known
+            and (start or {}).get(queue, 0) <= offset < firsts.get((topic, queue), 0)
+            for topic, queue, offset in places
+        ]
+        return pa.concat_tables([ever.filter(pa.array(gone, pa.bool_())).select(found.column_names), found])
 
     # ------------------------------------------------------------------ what processes share
     def tolerate(self, work: Callable[[], object]) -> bool:
@@ -921,12 +947,19 @@ class Reader:
             operation = f"{simulation.world.process}/{self.polls}"
             if simulation.chance.random() < 0.3:
                 found = log.read(TOPIC, columns=READ_COLUMNS)
-                note_messages(simulation.history, Kind.READ, simulation.world.process, operation, found,
-                              log.seen_version)  # fmt: skip
+                version = log.seen_version
+                note_messages(simulation.history, Kind.READ, simulation.world.process, operation,
+                              simulation.with_expired(log, found), version)  # fmt: skip
                 continue
             limit = simulation.chance.choice((None, 1, 2))
-            found = self._plan(log, planner, limit) if planner else log.read(TOPIC, self.position, limit, READ_COLUMNS)
-            self._note(found, operation, log.seen_version)
+            try:
+                found = (
+                    self._plan(log, planner, limit) if planner else log.read(TOPIC, self.position, limit, READ_COLUMNS)
+                )
+            except OffsetOutOfRangeError:
+                found = pa.schema(SCHEMA).empty_table()  # it goes on at the first offset
+            version = log.seen_version
+            self._note(simulation.with_expired(log, found, self.position), operation, version)
 
     def _plan(self, log: SimulatedLog, planner: Planner, limit: int | None) -> pa.Table:
         """As the streaming source does."""

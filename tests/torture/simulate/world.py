@@ -204,8 +204,8 @@ def limits(op_files_max: int) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def create_topic(world: World, name: str, queues: int, fifo: bool = False) -> None:
+def create_topic(world: World, name: str, queues: int, fifo: bool = False, retention_s: float | None = None) -> None:
     """As ``CommitLog.create_topic`` does, without the weather."""
-    row = {"name": [name], "queues": [queues], "fifo": [fifo], "retention_s": [None], "created": [None]}
+    row = {"name": [name], "queues": [queues], "fifo": [fifo], "retention_s": [retention_s], "created": [None]}
     change = Change(add=[world.topics.fs.put("topics", pa.table(row, schema=TOPICS_SCHEMA), "topics", ("name",))])
     assert world.topics.put(1, change)

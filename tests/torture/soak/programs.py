@@ -217,7 +217,7 @@ def vacuum(soak: Soak) -> None:
     log = txmq.CommitLog.open(soak.log)
     while not soak.over.exists():
         with log.lock:
-            log_module.maintenance.vacuum(log._tables_now(), ORPHAN_AGE_S)
+            log_module.maintenance.vacuum(log._tables_now(), ORPHAN_AGE_S, False)
         runs += 1
         soak.say("vacuum", runs=runs)
         _sleep(soak, VACUUM_S)
