@@ -12,6 +12,7 @@ Python plans, and reads no message.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import reduce
@@ -40,9 +41,11 @@ if TYPE_CHECKING:
 
     from rmq_spark.selector.tree import Filter
 
-BLOCK_BITS = 10
-BLOCK_ROWS = 2**BLOCK_BITS
-"""Rows of a half file that are joined under one key: few enough for a block of which every second row has a place."""
+BLOCK_BITS = (16, 13, 10)
+"""Rows of a half file are joined a block at a time: of 65,536 rows, or of fewer where many ranges lie
+close together."""
+RANGES_OF_BLOCK_MAX = 16
+"""Ranges that a row is compared with, unless it lies in one of the smallest blocks."""
 COLUMNS = [part.split()[0] for part in SOURCE_DDL.split(", ")]
 DRAINED_DDL = f"{SOURCE_DDL}, op_version bigint"
 HALF_DDL = (
@@ -52,8 +55,8 @@ HALF_DDL = (
 )
 PLACES = pa.schema(
     [
-        ("of_half_id", pa.string()),
-        ("of_file_no", pa.int64()),
+        ("half_id", pa.string()),
+        ("file_no", pa.int64()),
         ("block", pa.int64()),
         ("first", pa.int64()),
         ("last", pa.int64()),
@@ -64,6 +67,21 @@ PLACES = pa.schema(
         ("commit_timestamp", pa.timestamp("us", "UTC")),
     ]
 )
+
+_ADDRESS = "concat_ws('.', CAST(file_no AS STRING), CAST(row_no AS STRING))"
+_ATTEMPT = "concat_ws(':', half_id, CAST(attempt AS STRING))"
+_MADE = {
+    "queue_offset": "first_offset + row_no - `first`",
+    "msg_id": f"concat_ws(':', half_id, {_ADDRESS})",
+    "transaction_id": f"""
+        CASE transaction_per
+            WHEN '{BATCH}' THEN {_ATTEMPT}
+            WHEN '{KEY}' THEN concat_ws(':', {_ATTEMPT}, transaction_key)
+            ELSE concat_ws(':', {_ATTEMPT}, {_ADDRESS})
+        END""",
+}
+TAIL_COLUMNS = [f"{_MADE[name]} AS {name}" if name in _MADE else name for name in COLUMNS]
+"""The columns of a joined half row, in SQL: each function of a Column would be a call into the JVM."""
 
 Where = str | datetime | Mapping[str, Mapping[Any, int]]
 
@@ -131,9 +149,10 @@ def messages(
         border, tail = planner.tail(start, end)
         files = opened.messages_table.actions()
     ends = {queue: min(offset, border.get(queue, 0)) for queue, offset in end.items()}
-    found = _drained(spark, opened.path, files, start, ends, border, limit)
-    if placed := [r for r in tail if _is_within(r, limit)]:
-        found = found.unionByName(_tail(spark, opened, placed))
+    drained = _drained(spark, opened.path, files, start, ends, border, limit)
+    placed = [r for r in tail if _is_within(r, limit)]
+    parts = [part for part in (drained, _tail(spark, opened, placed) if placed else None) if part is not None]
+    found = reduce(lambda one, other: one.unionByName(other), parts) if parts else spark.createDataFrame([], SOURCE_DDL)
     if named is not None:
         found = found.where(found["tags"].isin(*named))
     return found if wanted is None else found.mapInArrow(_Kept(wanted), found.schema)
@@ -186,13 +205,13 @@ def _drained(
     end: Positions,
     border: Mapping[tuple[str, int], int],
     limit: datetime | int | None,
-) -> DataFrame:
+) -> DataFrame | None:
     from pyspark.sql import functions as F
 
     spans = {queue: (start.get(queue, 0), stop) for queue, stop in end.items() if start.get(queue, 0) < stop}
     paths = _files(files, spans)
     if not paths:
-        return spark.createDataFrame([], SOURCE_DDL)
+        return None
     folder = spark_path(path, "messages")
     found = spark.read.schema(DRAINED_DDL).parquet(*[f"{folder}/{name}" for name in paths])
     cut = {topic for topic, q in end if start[topic, q] > 0 or end[topic, q] < border.get((topic, q), 0)}
@@ -202,7 +221,7 @@ def _drained(
         found = found.where(F.col("commit_timestamp") <= F.lit(limit))
     elif limit is not None:
         found = found.where(F.col("op_version") <= limit)
-    return found.select(*COLUMNS)
+    return found.drop("op_version")
 
 
 def _files(actions: pa.Table, spans: Mapping[tuple[str, int], tuple[int, int]]) -> list[str]:
@@ -249,26 +268,11 @@ def _tail(spark: SparkSession, log: CommitLog, ranges: Sequence[PlacedRange]) ->
     paths = _paths(log, ranges)
     folder = spark_path(log.path, "half")
     half = spark.read.schema(HALF_DDL).parquet(*[f"{folder}/{path}" for path in paths])
-    half = half.withColumn("at", F.xxhash64("half_id", "file_no", F.shiftright("row_no", BLOCK_BITS)))
-    places = spark.createDataFrame(pa.Table.from_pylist(list(_places(ranges)), schema=PLACES))
-    places = places.withColumn("at", F.xxhash64("of_half_id", "of_file_no", "block"))  # Spark joins by one number fast
-    joined = half.join(F.broadcast(places), "at").where(
-        (F.col("half_id") == F.col("of_half_id"))
-        & (F.col("file_no") == F.col("of_file_no"))
-        & F.col("row_no").between(F.col("first"), F.col("last"))
-    )
-    address = F.concat_ws(".", F.col("file_no").cast("string"), F.col("row_no").cast("string"))
-    attempt = F.concat_ws(":", F.col("half_id"), F.col("attempt").cast("string"))
-    behind = F.when(F.col("transaction_per") == KEY, F.col("transaction_key")).otherwise(address)
-    transaction = F.when(F.col("transaction_per") == BATCH, attempt).otherwise(F.concat_ws(":", attempt, behind))
-    made = joined.withColumns(
-        {
-            "queue_offset": F.col("first_offset") + F.col("row_no") - F.col("first"),
-            "msg_id": F.concat_ws(":", F.col("half_id"), address),
-            "transaction_id": transaction,
-        }
-    )
-    return made.select(*COLUMNS)
+    bits = _block_bits(ranges)
+    half = half.withColumn("block", F.shiftright("row_no", bits))
+    places = spark.createDataFrame(pa.Table.from_pylist(list(_places(ranges, bits)), schema=PLACES))
+    joined = half.join(F.broadcast(places), ["half_id", "file_no", "block"])
+    return joined.where("row_no BETWEEN `first` AND `last`").selectExpr(*TAIL_COLUMNS)
 
 
 def _paths(log: CommitLog, ranges: Sequence[PlacedRange]) -> list[str]:
@@ -285,17 +289,31 @@ def _paths(log: CommitLog, ranges: Sequence[PlacedRange]) -> list[str]:
     return sorted(found)
 
 
-def _places(ranges: Sequence[PlacedRange]) -> Iterator[dict[str, Any]]:
+def _block_bits(ranges: Sequence[PlacedRange]) -> int:
+    """How large blocks may be so that few ranges share one."""
+    for bits in BLOCK_BITS[:-1]:
+        shared = Counter(
+            (placed.rows.half_id, placed.rows.file_no, block)
+            for placed in ranges
+            for first, last in placed.rows.ranges
+            for block in range(first >> bits, (last >> bits) + 1)
+        )
+        if max(shared.values()) <= RANGES_OF_BLOCK_MAX:
+            return bits
+    return BLOCK_BITS[-1]
+
+
+def _places(ranges: Sequence[PlacedRange], bits: int) -> Iterator[dict[str, Any]]:
     """A row for each run of rows within a block: which offsets they have, and what all of them have in common."""
     for placed in ranges:
         offset = placed.queue_offset
         shared = {name: getattr(placed, name) for name in PLACES.names[6:]}
         for first, last in placed.rows.ranges:
-            for block in range(first // BLOCK_ROWS, last // BLOCK_ROWS + 1):
-                a, b = max(first, block * BLOCK_ROWS), min(last, (block + 1) * BLOCK_ROWS - 1)
+            for block in range(first >> bits, (last >> bits) + 1):
+                a, b = max(first, block << bits), min(last, ((block + 1) << bits) - 1)
                 yield {
-                    "of_half_id": placed.rows.half_id,
-                    "of_file_no": placed.rows.file_no,
+                    "half_id": placed.rows.half_id,
+                    "file_no": placed.rows.file_no,
                     "block": block,
                     "first": a,
                     "last": b,
