@@ -71,6 +71,10 @@ bench: install ## sink and source beside Spark's own Delta sink and source
 bench-growth: install ## what a longer log costs the sink, the planning and a cold start
 	@$(PY) -m benchmarks.growth
 
+.PHONY: bench-drained
+bench-drained: install ## what a drainer beside the sink, rolled back messages and topics cost
+	@$(PY) -m benchmarks.drained
+
 .PHONY: bench-consumers
 bench-consumers: install ## what it costs that a result counts once, beside at least once
 	@$(PY) -m benchmarks.consumers

@@ -69,6 +69,9 @@ def make_log(path: Path, transactions: int) -> txmq.CommitLog:
         return txmq.CommitLog.open(path)
     log = txmq.CommitLog.create(path)
     log.create_topic("orders")
+    if OPEN:
+        log.create_topic("accounts", fifo=True)
+    topics, fifo = log.topics(), log.fifo_topics()
     table = pa.table({"body": ["x" * 200] * 10})
 
     def staged(number: int, table: pa.Table, topic: str = "orders") -> Staged:
@@ -76,7 +79,7 @@ def make_log(path: Path, transactions: int) -> txmq.CommitLog:
         header = HalfHeader(
             half_id_of(app_id, 0), app_id, 0, None, None, "none", "batch", "bench", numbered=False, made_up=True
         )
-        writer = HalfWriter(header, log.topics(), topic, None, log.fifo_topics())
+        writer = HalfWriter(header, topics, topic, None, fifo)
         return Staged(header, log.stage(writer, table.to_batches()))
 
     def send(many: Sequence[Staged]) -> None:
@@ -85,7 +88,6 @@ def make_log(path: Path, transactions: int) -> txmq.CommitLog:
         log.decide_many([Decision(r, 1, rows, NO_ROWS, Who.EXECUTE) for r, rows in zip(records, every, strict=True)])
 
     if OPEN:
-        log.create_topic("accounts", fifo=True)
         entry = pa.table({"body": ["x"], "sharding_key": ["one"]})
         later = pa.table({"body": ["x"], "deliver_at": [datetime.now(timezone.utc) + DELAY]})
         numbers = iter(range(transactions, transactions + WAITING + 3))

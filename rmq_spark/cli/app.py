@@ -85,6 +85,8 @@ def maintain(
     log = open_log(path, storage)
     graces = Graces.of(grace, audit, idempotency)
     interval = None if every is None else parse_duration(every, "every")
+    if interval == 0:
+        raise typer.BadParameter(f"--every {every} is no time: write --every 60s, for instance")
     if dry_run and interval is not None:
         raise typer.BadParameter("--dry-run does nothing that --every could do again")
     again = None if interval is None else Maintainer(log, interval, graces)

@@ -59,6 +59,8 @@ class CommitLog(ProtocolSteps):
     """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
+        if len(arguments) < 2:
+            raise TypeError("CommitLog.open(path) opens a commit log, and CommitLog.create(path) makes one")
         super().__init__(*arguments, **more)
         self._groups: GroupStore | None = None
         self._messages: Table | None = None
@@ -171,7 +173,7 @@ class CommitLog(ProtocolSteps):
             A FIFO topic: messages of one sharding key appear in the order in which they were sent, also when an
             earlier one is settled by a check. Every message needs a sharding key, and none may be delayed.
         exist_ok : bool
-            Leave a topic as it is that is there already, with its retention.
+            Leave a topic as it is that is there already. One with another retention than asked for is refused.
         retention : str, optional
             How long messages are kept after their commit, such as ``"7d"``: at least an hour, for ever when not given.
             Upkeep (:meth:`maintain`) lets older ones expire. See :meth:`set_retention`.
@@ -499,7 +501,10 @@ class CommitLog(ProtocolSteps):
 def _retention_s(retention: str | None) -> float | None:
     if retention is None:
         return None
-    retention_s = parse_duration(retention, "retention")
+    try:
+        retention_s = parse_duration(retention, "retention")
+    except OptionError as problem:
+        raise OptionError(f"{problem}; None keeps messages for ever") from None
     if retention_s < RETENTION_S_MIN:
         raise OptionError(f"retention={retention!r} is under {RETENTION_S_MIN / 3600:g}h: readers need time")
     return retention_s

@@ -395,6 +395,10 @@ def select(
     return found, gaps
 
 
-def out_of_range(topic: str, queue_id: int, start: int, end: int) -> str:
+def out_of_range(topic: str, queue_id: int, start: int, end: int, firsts: Positions | None = None) -> str:
     """The sentence for offsets (``end`` excluded) that the log does not hold."""
-    return f"topic {topic!r}, queue {queue_id}: offsets {start} to {end - 1} are not in the commit log"
+    where = f"topic {topic!r}, queue {queue_id}: offsets {start} to {end - 1}"
+    first = (firsts or {}).get((topic, queue_id), 0)
+    if start < end <= first:
+        return f"{where} have expired; the queue starts at offset {first} now"
+    return f"{where} are not in the commit log"

@@ -236,14 +236,14 @@ def read_messages(
         ends = _first_of(firsts, ends, left)
     ranges, missing = Placements(log, topic.__eq__).between(firsts, ends)
     for queue, first, stop in missing:
-        raise OffsetOutOfRangeError(out_of_range(*queue, first, stop))
+        raise OffsetOutOfRangeError(f"{out_of_range(*queue, first, stop, kept)} (log.firsts())")
     parts: list[pa.Table] = []
     for messages in read_ranges(ranges, log.read_range, log.find_again, names, where):
         if left == 0:
             break
-        kept = messages.slice(0, left)
-        parts.append(kept)
-        left = None if left is None else left - kept.num_rows
+        part = messages.slice(0, left)
+        parts.append(part)
+        left = None if left is None else left - part.num_rows
     schema = pa.schema([SOURCE_SCHEMA.field(c) for c in names])
     return pa.concat_tables(parts) if parts else schema.empty_table()
 

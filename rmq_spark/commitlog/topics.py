@@ -69,7 +69,7 @@ class TopicStore:
         self, name: str, queues: int | None, fifo: bool, exist_ok: bool, retention_s: float | None = None
     ) -> None:
         """Add a topic; TopicExistsError when it is there already, unless ``exist_ok`` and of the same kind. One that is
-        there keeps its retention."""
+        there keeps its retention, and another one is refused."""
         wanted = self.default_queues if queues is None else queues
         whole_number(wanted, "queues", 1, QUEUES_MAX, " of queues")
         row = {
@@ -84,6 +84,11 @@ class TopicStore:
             there = self.known().get(name)
             if there is not None:
                 if exist_ok and queues in (None, there.queues) and there.fifo == bool(fifo):
+                    if retention_s not in (None, there.retention_s):
+                        raise TopicExistsError(
+                            f"topic {name!r} is there already, and its messages are kept {_how_long(there.retention_s)}"
+                            f" (asked for: {_how_long(retention_s)}): change that with log.set_retention"
+                        )
                     return None
                 advice = "takes it only as it is; use another name" if exist_ok else "takes it as it is"
                 raise TopicExistsError(
@@ -115,6 +120,10 @@ class TopicStore:
             return None
 
         self.table.compare_and_set(propose, lambda change: all(has_held(self.table, file) for file in change.add))
+
+
+def _how_long(retention_s: float | None) -> str:
+    return "for ever" if retention_s is None else f"for {retention_s:g} seconds"
 
 
 def _kind(queues: int, fifo: bool) -> str:

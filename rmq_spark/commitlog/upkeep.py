@@ -34,6 +34,8 @@ class MaintenanceReport:
         True when nothing was changed. What an earlier step makes possible for a later one is then not counted.
     drained_up_to : int
         The version of ``op`` up to which the table ``messages`` has all messages.
+    messages_drained : int
+        Committed messages that were copied into the table ``messages``.
     archived : int
         Half batches that were settled and drained, and need not be kept whole any more.
     files_left : int
@@ -52,6 +54,7 @@ class MaintenanceReport:
 
     dry_run: bool
     drained_up_to: int
+    messages_drained: int
     archived: int
     files_left: int
     rows_pruned: int
@@ -63,6 +66,7 @@ class MaintenanceReport:
     def __str__(self) -> str:
         would = "would be " if self.dry_run else ""
         done = (
+            (self.messages_drained, "messages", "drained"),
             (self.archived, "half batches", "archived"),
             (self.files_left, "half files", "taken out of the table half"),
             (self.rows_pruned, "op rows", "pruned"),
@@ -92,13 +96,12 @@ def maintain(
     orphans : bool
         Look for files that no table ever named, too: it lists the tables' folders.
     """
-    odd = None
+    odd = log.drained.odd_rows() if dry_run else None  # a drain raises it
+    before = sum(log.drained.newest_border().values())
     if dry_run:
-        odd = log.drained.odd_rows()  # a drain would raise it
-        log.messages_table.refresh()
-        drained = drained_up_to(log.messages_table)
+        drained, after = drained_up_to(log.messages_table), sum(log.tails().values())
     else:
-        drained = Drainer(log).run()
+        drained, after = Drainer(log).run(), sum(log.drained.newest_border().values())
         log.move_mark()
     foreign = [*foreign_files(tables), *([odd] if odd else [])]
     leaver = Leaver(log, graces)
@@ -111,5 +114,14 @@ def maintain(
         deleted = maintenance.delete_replaced(tables, REPLACED_FILES_S, dry_run)
         deleted += maintenance.vacuum(tables, ORPHAN_AGE_S, dry_run) if orphans else []
     return MaintenanceReport(
-        dry_run, drained, archived, len(left), pruned, len(expired), merged, tuple(sorted({*deleted})), tuple(foreign)
+        dry_run,
+        drained,
+        max(0, after - before),
+        archived,
+        len(left),
+        pruned,
+        len(expired),
+        merged,
+        tuple(sorted({*deleted})),
+        tuple(foreign),
     )

@@ -97,34 +97,25 @@ class PendingGuard:
             return
         mine = [found for found in self._pending() if found.producer_group == producer_group]
         size = sum(found.size for found in mine)
-        full = [
-            text
-            for limit, found, text in (
-                (self.limits.batches, len(mine), f"maxPendingBatches={self.limits.batches}"),
-                (self.limits.size, size, f"maxPendingBytes={self.limits.size}"),
-            )
-            if limit is not None and found >= limit
-        ]
+        named = (
+            (self.limits.batches, len(mine), "maxPendingBatches"),
+            (self.limits.size, size, "maxPendingBytes"),
+        )
+        full = [f"{name}={limit}" for limit, found, name in named if limit is not None and found >= limit]
         count = "1 half batch" if len(mine) == 1 else f"{len(mine)} half batches"
         what = f"producer group {producer_group!r} has {count} ({size} bytes) pending"
         if full:
             oldest = min(mine, key=lambda found: found.prepared_at)
             raise PendingLimitError(
                 f"{what}, and {' and '.join(full)}: nothing was sent. The oldest is {oldest.half_id!r}, since "
-                f"{oldest.prepared_at:%Y-%m-%d %H:%M:%S} UTC. Does a check job run that answers for this group? "
-                f"'txmq pending {self._log.path}' lists what is pending"
+                f"{oldest.prepared_at:%Y-%m-%d %H:%M:%S} UTC. Does a check job run for this group, and does its listener "
+                f"know the answer? 'txmq pending {self._log.path}' lists what is pending, and 'txmq resolve' settles it by "
+                "hand"
             )
-        near = self._is_near(len(mine), self.limits.batches) or self._is_near(size, self.limits.size)
+        near = [f"{name}={limit}" for limit, found, name in named if limit is not None and found >= WARNED_AT * limit]
         if near and not self._warned:
-            logger.warning(
-                "%s; from maxPendingBatches=%s or maxPendingBytes=%s on, sending fails. Does a check job run?",
-                what, self.limits.batches, self.limits.size,
-            )  # fmt: skip
-        self._warned = near
-
-    @staticmethod
-    def _is_near(found: int, limit: int | None) -> bool:
-        return limit is not None and found >= WARNED_AT * limit
+            logger.warning("%s; at %s sending fails. Does a check job run?", what, " and at ".join(near))
+        self._warned = bool(near)
 
     def _pending(self) -> list[_Pending]:
         """What is pending of all groups. Each half batch is read once, when it is seen for the first time."""

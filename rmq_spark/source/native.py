@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.placements import PlacedRange
+from rmq_spark.commitlog.placements import PlacedRange, out_of_range
 from rmq_spark.config import require_time
 from rmq_spark.errors import LostFileError, OffsetOutOfRangeError, OptionError
 from rmq_spark.message import DLQ_PREFIX, RETRY_PREFIX
@@ -68,16 +68,16 @@ PLACES = pa.schema(
     ]
 )
 
-_ADDRESS = "concat_ws('.', CAST(file_no AS STRING), CAST(row_no AS STRING))"
-_ATTEMPT = "concat_ws(':', half_id, CAST(attempt AS STRING))"
+_ADDRESS = "CAST(file_no AS STRING), '.', CAST(row_no AS STRING)"
+_ATTEMPT = "half_id, ':', CAST(attempt AS STRING)"
 _MADE = {
     "queue_offset": "first_offset + row_no - `first`",
-    "msg_id": f"concat_ws(':', half_id, {_ADDRESS})",
+    "msg_id": f"concat(half_id, ':', {_ADDRESS})",
     "transaction_id": f"""
         CASE transaction_per
-            WHEN '{BATCH}' THEN {_ATTEMPT}
-            WHEN '{KEY}' THEN concat_ws(':', {_ATTEMPT}, transaction_key)
-            ELSE concat_ws(':', {_ATTEMPT}, {_ADDRESS})
+            WHEN '{BATCH}' THEN concat({_ATTEMPT})
+            WHEN '{KEY}' THEN concat({_ATTEMPT}, ':', transaction_key)
+            ELSE concat({_ATTEMPT}, ':', {_ADDRESS})
         END""",
 }
 TAIL_COLUMNS = [f"{_MADE[name]} AS {name}" if name in _MADE else name for name in COLUMNS]
@@ -139,7 +139,10 @@ def messages(
     planner = Planner(opened, Subscription(_names(opened, topics)))
     start = planner.resolve("starting", _given(starting, "starting", EARLIEST))
     end = planner.resolve("ending", _given(ending, "ending", LATEST))
+    firsts = opened.firsts(refresh=False)
     for queue, offset in start.items():
+        if (wanted_first := min(offset, end[queue])) < (first := firsts.get(queue, 0)):
+            raise OffsetOutOfRangeError(f"{out_of_range(*queue, wanted_first, first, firsts)} (log.firsts())")
         if offset > end[queue]:
             raise OffsetOutOfRangeError(
                 f"starting is at {offset} of topic {queue[0]!r}, queue {queue[1]}, which is after the {end[queue]} of "

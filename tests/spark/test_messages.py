@@ -15,6 +15,7 @@ from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.drained import Drained
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
+from rmq_spark.errors import OffsetOutOfRangeError
 from rmq_spark.message import PROPERTIES
 from tests.half_batches import another, commit, let_leave, pending, prepare, rewrite_half, roll_back, send, split
 
@@ -55,6 +56,20 @@ def rows(frame: DataFrame) -> list[tuple[object, ...]]:
 def of_source(spark: SparkSession, log: CommitLog, **options: str) -> DataFrame:
     txmq.register(spark)
     return spark.read.format("txmq").options(path=log.path, subscribe="orders,points", **options).load()
+
+
+def test_offsets_that_have_expired_are_out_of_range(spark: SparkSession, log: CommitLog) -> None:
+    commit(log, send(log, "old", 4))
+    log.topic_store.set_retention("orders", 0.0)
+    let_leave(log)
+    log.set_retention("orders", None)
+    commit(log, send(log, "new", 4))
+    first = {"orders": {q: n for (_, q), n in log.firsts().items()}}
+    assert txmq.messages(spark, log, "orders").count() == 4
+    assert txmq.messages(spark, log, "orders", starting=first).count() == 4
+    for given in ({"starting": {"orders": {0: 0, 1: 0}}}, {"ending": {"orders": {0: 1, 1: 1}}}):
+        with pytest.raises(OffsetOutOfRangeError, match="have expired; the queue starts at offset 2 now"):
+            txmq.messages(spark, log, "orders", **given)
 
 
 @pytest.mark.timeout(300)

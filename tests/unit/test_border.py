@@ -211,7 +211,7 @@ def test_what_has_expired_is_out_of_range(log: CommitLog) -> None:
     assert earliest == firsts
     assert len(read(another(log), plans.ranges(earliest, plans.latest()))) == 4
     assert another(log).read("orders").num_rows == 4
-    with pytest.raises(OffsetOutOfRangeError):
+    with pytest.raises(OffsetOutOfRangeError, match=f"have expired; the queue starts at offset {firsts['orders', 0]}"):
         another(log).read("orders", start={0: 0})
 
 

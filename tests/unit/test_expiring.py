@@ -10,7 +10,7 @@ import pytest
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.expiring import Expirer
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.errors import OptionError, TopicNotFoundError
+from rmq_spark.errors import OptionError, TopicExistsError, TopicNotFoundError
 from tests.half_batches import another, commit, let_leave, make_log, send
 
 
@@ -99,6 +99,11 @@ def test_a_retention_is_a_duration_of_an_hour_or_more(log: CommitLog) -> None:
     assert another(log).retentions()["kept"] == 3600.0
     log.create_topic("kept", exist_ok=True)
     assert another(log).retentions()["kept"] == 3600.0
+    log.create_topic("kept", exist_ok=True, retention="60m")
+    with pytest.raises(TopicExistsError, match=r"kept for 3600 seconds \(asked for: for 604800 seconds\)"):
+        log.create_topic("kept", exist_ok=True, retention="7d")
+    with pytest.raises(OptionError, match="None keeps messages for ever"):
+        log.set_retention("kept", "forever")
     for wrong in ("5s", "7", ""):
         with pytest.raises(OptionError):
             log.set_retention("kept", wrong)

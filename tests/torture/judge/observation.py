@@ -203,12 +203,14 @@ def _with_copies(rows: pa.Table, folder: Path, identity: Sequence[str]) -> pa.Ta
     return pa.Table.from_pylist(list(by_identity.values()), schema=rows.schema)
 
 
-def note_messages_table(history: History, process: str, operation: str, path: str) -> None:
+def note_messages_table(
+    history: History, process: str, operation: str, path: str, storage_options: Mapping[str, str] | None = None
+) -> None:
     """Note what the table ``messages`` holds at this moment, read with deltalake and pyarrow alone."""
     from deltalake import DeltaTable
 
     while True:
-        table = DeltaTable(f"{path}/messages")
+        table = DeltaTable(f"{path}/messages", storage_options=dict(storage_options or {}) or None)
         position = table.transaction_version("txmq.op")
         try:
             rows = table.to_pyarrow_table(columns=DRAINED_COLUMNS)

@@ -307,13 +307,14 @@ def checks(log: txmq.CommitLog, orders: Orders, timeout_s: float) -> txmq.CheckS
 
 
 def keep_up(track: Track, history: History, process: str, chance: random.Random) -> None:
-    """Merge op files and move the mark all the time."""
+    """Merge op files, move the mark and drain all the time."""
     maintenance.OP_FILES_MAX = OP_FILES_MAX
     log = track.open()
     note_versions(log, history, process)
     while not track.stop.exists():
         log.move_mark()
         maintenance.compact_op(log.op)
+        log.drain()
         time.sleep(chance.uniform(0.1, 0.5))
 
 

@@ -25,7 +25,7 @@ import pyarrow as pa
 import rmq_spark as txmq
 from tests.torture.judge.anomalies import Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Event, History, Kind, Phase
-from tests.torture.judge.observation import READ_COLUMNS, note_log, note_messages
+from tests.torture.judge.observation import READ_COLUMNS, note_log, note_messages, note_messages_table
 from tests.torture.race import programs
 from tests.torture.race.programs import (
     CONTESTED,
@@ -59,7 +59,7 @@ LISTED_EVERY_S = 2.0
 """Entries of a Delta log stay for a minute at least, so none is missed."""
 END_S_MAX = 120.0
 SETTLE_S_MAX = 180.0
-TABLES = ("half", "op", "topics")
+TABLES = ("half", "op", "topics", "messages")
 
 
 @dataclass
@@ -227,6 +227,11 @@ class Race:
         topics = [topic for topic in (TOPIC, FIFO_TOPIC) if topic in log.topics()]
         messages = pa.concat_tables([log.read(topic, columns=READ_COLUMNS) for topic in topics])
         note_messages(self.history, Kind.READ, "judge", FINAL, messages, log.op.version)
+        with ThreadPoolExecutor(2) as pool:
+            for drained in [pool.submit(track.open().drain) for _ in range(2)]:
+                drained.result()
+        self.list_versions()
+        note_messages_table(self.history, "judge", FINAL, track.uri, track.storage_options)
         rules = Rules(fifo=frozenset({FIFO_TOPIC}))
         self.failures += [str(a) for a in find_anomalies(_without_contests(self.history), rules)]
         self._judge_contests(log, [b.decode() for b in messages["body"].to_pylist()])
