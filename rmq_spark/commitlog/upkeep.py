@@ -97,6 +97,7 @@ def maintain(
         Look for files that no table ever named, too: it lists the tables' folders.
     """
     odd = log.drained.odd_rows() if dry_run else None  # a drain raises it
+    log.refresh()
     before = sum(log.drained.newest_border().values())
     if dry_run:
         drained, after = drained_up_to(log.messages_table), sum(log.tails().values())

@@ -108,9 +108,9 @@ class PendingGuard:
             oldest = min(mine, key=lambda found: found.prepared_at)
             raise PendingLimitError(
                 f"{what}, and {' and '.join(full)}: nothing was sent. The oldest is {oldest.half_id!r}, since "
-                f"{oldest.prepared_at:%Y-%m-%d %H:%M:%S} UTC. Does a check job run for this group, and does its listener "
-                f"know the answer? 'txmq pending {self._log.path}' lists what is pending, and 'txmq resolve' settles it by "
-                "hand"
+                f"{oldest.prepared_at:%Y-%m-%d %H:%M:%S} UTC. Does a check job run for this group, and does its "
+                f"listener know the answer? 'txmq pending {self._log.path}' lists what is pending, and 'txmq resolve' "
+                "settles it by hand"
             )
         near = [f"{name}={limit}" for limit, found, name in named if limit is not None and found >= WARNED_AT * limit]
         if near and not self._warned:

@@ -28,6 +28,7 @@ from tests.torture.judge import selftest
 from tests.torture.kill import disks, drivers, kills
 from tests.torture.race import races
 from tests.torture.simulate import model, simulation
+from tests.torture.soak import soak
 
 Level = Callable[[float, int], dict[str, Any]]
 
@@ -42,6 +43,7 @@ LEVELS: dict[str, tuple[Level, float, str]] = {
     "races on S3": (partial(races.run_on, "s3", commits=10_000), 0.06, "the same on an S3 server"),
     "corruption": (corruption.run, 0.05, "damaged files"),
     "hostile": (cases.run, 0.05, "odd input at every door"),
+    "soak": (soak.run, 0.05, "everything at work for long: memory and files stay flat"),
     "interruptions": (interruptions.run, 0.05, "operations interrupted at any line"),
 }
 """What to run, its share of the time, and what it is."""
