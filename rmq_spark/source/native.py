@@ -139,10 +139,11 @@ def messages(
     planner = Planner(opened, Subscription(_names(opened, topics)))
     start = planner.resolve("starting", _given(starting, "starting", EARLIEST))
     end = planner.resolve("ending", _given(ending, "ending", LATEST))
-    firsts = opened.firsts(refresh=False)
+    named_offsets = isinstance(starting, Mapping) or isinstance(ending, Mapping)
+    firsts = opened.firsts(refresh=False) if named_offsets else {}
     for queue, offset in start.items():
-        if (wanted_first := min(offset, end[queue])) < (first := firsts.get(queue, 0)):
-            raise OffsetOutOfRangeError(f"{out_of_range(*queue, wanted_first, first, firsts)} (log.firsts())")
+        if (lowest := min(offset, end[queue])) < (first := firsts.get(queue, 0)):
+            raise OffsetOutOfRangeError(f"{out_of_range(*queue, lowest, first, firsts)} (log.firsts())")
         if offset > end[queue]:
             raise OffsetOutOfRangeError(
                 f"starting is at {offset} of topic {queue[0]!r}, queue {queue[1]}, which is after the {end[queue]} of "
