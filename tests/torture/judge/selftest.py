@@ -34,6 +34,7 @@ ONE_OF_A_FAMILY = {
     "Delta versions": "check, then rename: a log entry is overwritten",
     "the table messages": "a drain ends in the middle of a version of op",
     "leaving": "a half batch leaves that is open",
+    "expiring": "messages expire before their time",
     "local state": "a replay executes instead of checking",
 }
 """The mutant that every test run hunts for a family of anomalies: the quickest one that is caught as a kind of it."""
