@@ -152,9 +152,9 @@ class TransactionMQProducer:
         """Close the producer: wait for a check, or upkeep, that is under way."""
         self._open = False
         self._closing.set()
-        while self._threads:
-            self._threads[-1].join()
-            self._threads.pop()
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
         self.log.close()
 
     def __enter__(self) -> TransactionMQProducer:

@@ -45,7 +45,7 @@ BLOCK_BITS = (16, 13, 10)
 """Rows of a half file are joined a block at a time: of 65,536 rows, or of fewer where many ranges lie
 close together."""
 RANGES_OF_BLOCK_MAX = 16
-"""Ranges that a row is compared with, unless it lies in one of the smallest blocks."""
+"""At most so many ranges share a block, unless it is one of the smallest."""
 COLUMNS = [part.split()[0] for part in SOURCE_DDL.split(", ")]
 DRAINED_DDL = f"{SOURCE_DDL}, op_version bigint"
 HALF_DDL = (

@@ -135,14 +135,14 @@ class Planner:
         """
         found, missing = self._placements.between(self._firsts() | start, end)
         for queue, first, stop in missing:
-            self._lost(out_of_range(*queue, first, stop, self.log.firsts(refresh=False)))
+            self._lost(out_of_range(*queue, first, stop, self._firsts()))
         return found
 
     def tail(self, start: Positions, end: Positions) -> tuple[Mapping[Queue, int], list[PlacedRange]]:
         """The border, below which the table ``messages`` has all; and the ranges above it, as :meth:`ranges` does."""
         border, found, missing = self._placements.tail(self._firsts() | start, end)
         for queue, first, stop in missing:
-            self._lost(out_of_range(*queue, first, stop, self.log.firsts(refresh=False)))
+            self._lost(out_of_range(*queue, first, stop, self._firsts()))
         return border, [placed for queue in sorted(found) for placed in found[queue]]
 
     def _lost(self, what: str) -> None:

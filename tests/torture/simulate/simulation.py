@@ -613,8 +613,8 @@ class Simulation:
             self.scheduler.clock_offset_s += self.chance.choice((-DAY_S, -3600.0, -1.0, 1.0, 3600.0, DAY_S))
 
     def with_expired(self, log: CommitLog, found: pa.Table, start: Mapping[int, int] | None = None) -> pa.Table:
-        """What was read, and besides what was not there because it has expired: as the log says it, and not before a
-        reader's start. So everything that follows sees whole queues."""
+        """What was read, and before it what has expired by the log's own word, from a reader's start on. So every rule
+        of the judge sees whole queues."""
         firsts = log.firsts()
         if not firsts:
             return found
