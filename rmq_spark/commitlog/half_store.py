@@ -419,6 +419,8 @@ class HalfStore:
         counted = counted.filter(whole)
         for mixed in actions.filter(pc.invert(whole)).select(["path", "modification_time"]).to_pylist():
             ids = self.table.read([mixed["path"]], ["half_id"])["half_id"]
+            if ids.null_count:
+                raise CorruptLogError(f"{mixed['path']} has a row without half_id: table half was changed by hand")
             ms = pa.repeat(pa.scalar(mixed["modification_time"], pa.int64()), len(ids))
             ones = pa.repeat(pa.scalar(1, pa.int64()), len(ids))
             yes = pa.repeat(pa.scalar(True), len(ids))
