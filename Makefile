@@ -39,8 +39,15 @@ test: install ## what every change must pass, in about 10 minutes (TESTS=file, P
 	@$(PYTEST) $(or $(TESTS),tests) --durations=10 $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: install ## every test, with the long counts of the proof, in about 45 minutes (SEED=n to replay)
+test-all: install ## every test with the long counts of the proof, and Spark 4.0 and 4.1, in about an hour (SEED=n to replay)
 	@TXMQ_TESTS=all $(PYTEST) $(or $(TESTS),tests) -m "" --durations=25 $(PYTEST_ARGS)
+	@$(if $(TESTS),,for spark in 4.0 4.1; do $(MAKE) test-spark SPARK=$$spark; done)
+
+.PHONY: test-spark
+test-spark: install ## tests/spark and a killed driver on another Spark, from the wheel (SPARK=4.0 or 4.1)
+	@$(PY) -m tests.spark_environment $(SPARK)
+	@cd $(VENV)-spark-$(SPARK)/tree && export PYSPARK_PYTHON="$$PWD/../bin/python" PYSPARK_DRIVER_PYTHON="$$PWD/../bin/python" && \
+	  ../bin/python -m pytest -n 2 $(or $(TESTS),tests/spark tests/crash/test_spark_driver.py) $(PYTEST_ARGS)
 
 .PHONY: test-unit
 test-unit: $(HAVE_PROJECT) ## the tests that need no Java, in a minute

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,10 @@ from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.message import require_app_id, require_group_name
 from rmq_spark.sink.identity import Identity, identity_of
 from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.source.options import ReadOptions
+from rmq_spark.spark_versions import STREAM_TELLS_START
 from rmq_spark.storage.files import filesystem
+from rmq_spark.workers import require_importable
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -102,6 +105,7 @@ def consume(
         raise OptionError(f"mode={mode!r} is neither {CONCURRENTLY!r} nor {ORDERLY!r}")
     if not callable(listener) and not isinstance(listener, EachMessage):
         raise ListenerError(f"consume got {type(listener).__name__}: a function of a pyarrow.Table is expected")
+    require_importable(stream.sparkSession)
     missing = [name for name in NEEDED_COLUMNS if name not in stream.columns]
     if missing:
         raise OptionError(
@@ -112,7 +116,8 @@ def consume(
     if delay_level is not None and (type(delay_level) is not int or not 1 <= delay_level <= len(DELAY_LEVELS_S)):
         raise OptionError(f"delay_level={delay_level!r} is not a delay level: 1 to {len(DELAY_LEVELS_S)} are there")
     suspend_s = seconds(suspend_s, "suspend_s")
-    log = _log_of(stream, group, mode, log, storage_options)
+    sources = sources_of(stream)
+    log = _log_of(sources, group, mode, log, storage_options)
     for topic in (retry_topic(group), dlq_topic(group)):
         log.create_own_topic(topic)
     kind: type[_Consumer] = _Orderly if mode == ORDERLY else _Concurrently
@@ -125,19 +130,20 @@ def consume(
         suspend_s=suspend_s,
         app_id=None if app_id is None else require_app_id(app_id),
         checkpoint_location=checkpoint_location,
+        alone=len(sources) == 1 and sources[0].path == log.path,
     )
     return stream.writeStream.foreachBatch(consumer)
 
 
 def _log_of(
-    stream: DataFrame,
+    sources: Sequence[ReadOptions],
     group: str,
     mode: str,
     log: CommitLog | str | os.PathLike[str] | None,
     storage_options: Mapping[str, str] | None,
 ) -> CommitLog:
     """Return the log that gets the retries, or raise OptionError when the stream's options do not fit."""
-    mine = [source for source in sources_of(stream) if source.consumer_group == group]
+    mine = [source for source in sources if source.consumer_group == group]
     if not mine:
         raise OptionError(
             f"the stream is not read for consumer group {group!r}, so what fails would not come again: load it with "
@@ -166,6 +172,8 @@ class _Consumer:
     suspend_s: float
     app_id: str | None
     checkpoint_location: str | None
+    alone: bool
+    """Whether the stream reads this log and no other, so that its messages say where the group stands."""
     tries: dict[Queue, tuple[int, int]] = field(default_factory=dict)
     """In mode ``orderly``: the offset that stopped each queue last, and how many times in a row."""
 
@@ -203,12 +211,20 @@ class _Concurrently(_Consumer):
         identity = self.identity(batch, batch_id)
         header = own_header(self.group, f"retry.{self.group}.{self.query_name(identity)}", batch_id, identity)
 
+        ends: dict[Queue, int] = {}
+
         def consume() -> list[HalfFile]:
-            rows = batch.mapInArrow(self._work(own_writer(self.log, header)), "result binary").collect()
-            results = [pickle.loads(bytes(row["result"])) for row in rows]
-            return sorted((f for found in results for f in found), key=lambda f: f.file_no)
+            files: list[HalfFile] = []
+            for row in batch.mapInArrow(self._work(own_writer(self.log, header)), "result binary").collect():
+                written, seen = pickle.loads(bytes(row["result"]))
+                files += written
+                for queue, end in seen.items():
+                    ends[queue] = max(end, ends.get(queue, 0))
+            return sorted(files, key=lambda f: f.file_no)
 
         outcome = TwoPhase(self.log, CommitOncePrepared()).send(header, consume)
+        if not STREAM_TELLS_START and self.alone:  # the source hears of a run's last micro-batch in the next run only
+            self.log.groups.progress(self.group, ends, f"{self.query_name(identity)} batch {batch_id}")
         if outcome.replayed:
             return
         if outcome.record is not None:
@@ -223,8 +239,12 @@ class _Concurrently(_Consumer):
         def work(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             from pyspark import TaskContext
 
+            seen: dict[Queue, int] = {}
+
             def failed() -> Iterator[pa.RecordBatch]:
                 for batch in batches:
+                    if not STREAM_TELLS_START:
+                        seen.update(_ends(pa.table(batch), seen))
                     messages = restored(pa.table(batch))
                     found = list(answers(listener, messages, orderly=False))
                     lost = [at for at, (consumed, _) in enumerate(found) if not consumed]
@@ -236,9 +256,16 @@ class _Concurrently(_Consumer):
             context = TaskContext.get()
             fs, folder = filesystem(half_folder, storage_options)
             files: list[HalfFile] = writer.write(fs, folder, context.partitionId() if context else 0, failed())
-            yield pa.record_batch({"result": [pickle.dumps(files)]}, schema=RESULT)
+            yield pa.record_batch({"result": [pickle.dumps((files, seen))]}, schema=RESULT)
 
         return work
+
+
+def _ends(messages: pa.Table, before: Mapping[Queue, int]) -> dict[Queue, int]:
+    """The offset after the last of these messages, by queue, unless it was higher before."""
+    last = messages.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "max")]).to_pylist()
+    ends = {(row["topic"], row["queue_id"]): row["queue_offset_max"] + 1 for row in last}
+    return {queue: max(end, before.get(queue, 0)) for queue, end in ends.items()}
 
 
 # ---------------------------------------------------------------- orderly

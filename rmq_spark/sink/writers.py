@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import pyarrow as pa
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
 from rmq_spark.config import Options, parse_int
@@ -27,6 +27,7 @@ from rmq_spark.sink.frame import require_message_types, topics_for
 from rmq_spark.sink.identity import read_checkpoint
 from rmq_spark.sink.limits import PendingGuard
 from rmq_spark.sink.settings import SinkSettings
+from rmq_spark.spark_versions import DataSourceStreamArrowWriter
 from rmq_spark.storage.files import filesystem
 
 if TYPE_CHECKING:

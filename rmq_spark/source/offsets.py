@@ -32,6 +32,9 @@ AGAIN = "@again"
 """A key in a checkpoint, beside the topics (none has this name): what the micro-batch that ends here read again."""
 LOG = "@log"
 """Another key beside the topics: the id of the commit log whose offsets these are."""
+BEGIN = "@begin"
+"""A third key, in a query's first offset: where its first micro-batch begins. Spark writes the ends alone."""
+OWN_KEYS = frozenset({AGAIN, LOG, BEGIN})
 
 OFFSET_MAX = INT64_MAX
 EPOCH_MS_MIN = 100_000_000_000
@@ -59,7 +62,12 @@ _QUEUE_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 _EXAMPLE = '{"orders": {"0": 23, "1": -1}}'
 
 
-def to_json(positions: Mapping[Queue, int], again: Again | None = None, log_id: str | None = None) -> JsonOffsets:
+def to_json(
+    positions: Mapping[Queue, int],
+    again: Again | None = None,
+    log_id: str | None = None,
+    begin: Mapping[Queue, int] | None = None,
+) -> JsonOffsets:
     """Return positions for JSON, in order of topic and queue: Spark compares texts, so equal ones must look alike."""
     found: JsonOffsets = {}
     for (topic, queue_id), offset in sorted(positions.items()):
@@ -71,6 +79,30 @@ def to_json(positions: Mapping[Queue, int], again: Again | None = None, log_id: 
         }
     if log_id is not None:
         found[LOG] = {log_id: 0}
+    if begin is not None:
+        found[BEGIN] = {json.dumps([topic, queue_id]): offset for (topic, queue_id), offset in sorted(begin.items())}
+    return found
+
+
+def first_begin(value: object, what: str) -> Positions | None:
+    """Where a query's first micro-batch begins, from the offset at which it ends; None from any other offset.
+
+    Raises
+    ------
+    OffsetError
+        When :func:`to_json` did not write it.
+    """
+    if not isinstance(value, dict) or BEGIN not in value:
+        return None
+    found: Positions = {}
+    try:
+        for text, offset in value[BEGIN].items():
+            topic, queue_id = json.loads(text)
+            found |= from_json({topic: {str(queue_id): offset}}, what)
+    except (AttributeError, TypeError, ValueError) as problem:
+        raise OffsetError(
+            f"{what} has {str(value[BEGIN])[:200]} under {BEGIN!r}, which no stream wrote: {problem}"
+        ) from problem
     return found
 
 
@@ -99,7 +131,7 @@ def from_checkpoint(value: object, what: str = "the checkpoint") -> StreamOffset
         if not isinstance(value[LOG], dict) or len(value[LOG]) != 1:
             raise OffsetError(f"{what} has {str(value[LOG])[:200]} under {LOG!r}, which no stream wrote")
         (log_id,) = value[LOG]
-    topics = {topic: queues for topic, queues in value.items() if topic not in (AGAIN, LOG)}
+    topics = {topic: queues for topic, queues in value.items() if topic not in OWN_KEYS}
     return StreamOffset(from_json(topics, what), again, log_id)
 
 
@@ -192,7 +224,7 @@ def given_positions(value: object, what: str, lowest: int = 0) -> CountedPositio
     """Read positions that a person wrote, or took from the progress report of a stream."""
     if not isinstance(value, dict):
         return CountedPositions(from_json(value, what, lowest))
-    found = CountedPositions(from_json({t: q for t, q in value.items() if t not in (AGAIN, LOG)}, what, lowest))
+    found = CountedPositions(from_json({t: q for t, q in value.items() if t not in OWN_KEYS}, what, lowest))
     found.log_id = from_checkpoint({LOG: value[LOG]}, what).log_id if LOG in value else None
     return found
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
-from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
 from rmq_spark.commitlog.placements import MessageRange, out_of_range
@@ -22,9 +20,26 @@ from rmq_spark.commitlog.reading import by_file, read_ranges, require_source_col
 from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.redaction import redacted
 from rmq_spark.source import SOURCE_DDL, SOURCE_OPTIONS
-from rmq_spark.source.offsets import Again, JsonOffsets, Positions, due, from_checkpoint, seconds_to_wait, to_json
+from rmq_spark.source.offsets import (
+    Again,
+    JsonOffsets,
+    Positions,
+    due,
+    first_begin,
+    from_checkpoint,
+    seconds_to_wait,
+    to_json,
+)
 from rmq_spark.source.options import ReadOptions, read_options
 from rmq_spark.source.plan import Planner, admit, split
+from rmq_spark.spark_versions import (
+    STREAM_TELLS_START,
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+    arrow_schema_in_utc,
+)
 from rmq_spark.storage.files import RowRange, filesystem, read_range
 from rmq_spark.storage.moved import HalfFiles
 
@@ -141,7 +156,11 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         super().__init__(options, schema)
+        if self.options.offsets_per_trigger_max is not None and not STREAM_TELLS_START:
+            logger.warning("maxOffsetsPerTrigger has no effect before Spark 4.2: a micro-batch takes all there is")
         self._stop_at: Positions | None = None
+        self._initial: JsonOffsets | None = None
+        self._planned: JsonOffsets | None = None
         self._told = False
         self._group_progress: GroupProgress | None = None
 
@@ -151,6 +170,11 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         A new one takes its group's positions. Queues that the group has not read, or all of them without a group,
         start at ``startingOffsets`` (default ``latest``) or ``startingTimestamp``.
         """
+        if self._initial is None:  # "latest" is one moment, however often Spark asks
+            self._initial = self._where_it_starts()
+        return self._initial
+
+    def _where_it_starts(self) -> JsonOffsets:
         starting = self.options.starting
         name = "startingOffsets" if isinstance(starting, (str, dict)) else "startingTimestamp"
         positions = self.planner.resolve(name, starting)
@@ -194,12 +218,18 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         """Take what is committed now as the end of the query."""
         self._stop_at = self.planner.latest()
 
-    def latestOffset(self, start: JsonOffsets, limit: ReadLimit) -> JsonOffsets:
+    def latestOffset(self, start: JsonOffsets | None = None, limit: ReadLimit | None = None) -> JsonOffsets:
         """The end of the next micro-batch; ``start`` itself when nothing new is there.
+
+        Before 4.2 Spark gives neither ``start`` nor ``limit``. Then the query stands at the end of what was planned
+        last: Spark plans that again, or plans nothing from there to there, when a query starts again. Nothing was
+        planned in a new query.
 
         A queue that an orderly consumer has suspended stays where it is, while the others go on. When its moment is
         over, the next micro-batch reads it again from the message that was not consumed.
         """
+        if start is None or limit is None:
+            start, limit = self._planned or self.initialOffset(), ReadAllAvailable()
         latest = self._latest()
         before, answered = self._known(start)
         begin = self.planner.require_start(before, latest)
@@ -207,7 +237,9 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         self.planner.forget({**begin, **{queue: offset for queue, (offset, _) in suspended.items()}})
         end = admit(begin, {**latest, **{queue: begin[queue] for queue in suspended}}, _rows_max(limit))
         again = self._read_again(suspended, or_end=self._stop_at is not None and end == begin)
-        return start if end == before and not again else to_json(end, again, self.planner.log.id)
+        if end == before and not again:
+            return start
+        return to_json(end, again, self.planner.log.id, begin if start == self._initial else None)
 
     def _latest(self) -> Positions:
         """Where the log ends, or where it stood when ``availableNow`` began."""
@@ -246,7 +278,10 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         return to_json(self._planner.latest(refresh=False), log_id=self._planner.log.id)
 
     def partitions(self, start: JsonOffsets, end: JsonOffsets) -> Sequence[InputPartition]:
+        self._planned = end
         begin, _ = self._known(start, "the start offset")
+        # Spark keeps no start of the first micro-batch. When that runs again, `start` is what "latest" means by then.
+        begin = begin if start == end else first_begin(end, "the end offset") or begin
         finish, again = self._known(end, "the end offset")
         return self._plan({**begin, **{queue: offset for queue, (offset, _) in again.items()}}, finish)
 
@@ -307,7 +342,7 @@ def arrow_schema(schema: StructType) -> pa.Schema:
             raise OptionError(f"column {field.name!r} is asked for as {found}: its type is {wanted}{also}")
     if len(set(schema.names)) < len(schema.names):
         raise OptionError(f"the schema names a column twice: {', '.join(schema.names)}")
-    return to_arrow_schema(schema, timezone="UTC")
+    return arrow_schema_in_utc(schema)
 
 
 # ---------------------------------------------------------------- on executors

@@ -22,6 +22,7 @@ from rmq_spark.consumer.listener import CONSUME_SUCCESS, RECONSUME_LATER, SUCCES
 from rmq_spark.consumer.retry import retry_topic
 from tests.half_batches import prepare
 from tests.source_logs import decide
+from tests.spark_environment import FROM_4_2
 
 GROUP = "points"
 
@@ -191,6 +192,7 @@ def _power_cut(*arguments: object) -> None:
 
 
 # ---------------------------------------------------------------- orderly
+@FROM_4_2
 def test_a_suspended_queue_keeps_its_order_while_others_go_on(
     spark: SparkSession, log: CommitLog, diary: Diary, tmp_path: Path
 ) -> None:
@@ -275,6 +277,7 @@ def test_a_second_query_of_a_group_is_told(
     assert first.isActive
 
 
+@FROM_4_2
 def test_a_message_that_holds_its_queue_up_dies_when_told_to(
     spark: SparkSession, log: CommitLog, diary: Diary, tmp_path: Path
 ) -> None:
@@ -289,6 +292,7 @@ def test_a_message_that_holds_its_queue_up_dies_when_told_to(
     assert [r["body"] for r in txmq.DeadLetters(log, GROUP).list().to_pylist()] == [b"poison"]
 
 
+@FROM_4_2
 def test_an_orderly_batch_that_runs_again_goes_on_where_it_stopped(
     spark: SparkSession, log: CommitLog, diary: Diary, tmp_path: Path
 ) -> None:

@@ -11,7 +11,9 @@ from pyspark.sql import DataFrame, SparkSession
 
 import rmq_spark as txmq
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.spark_versions import STREAM_TELLS_START
 from tests.source_logs import send
+from tests.spark_environment import FROM_4_2
 
 
 @pytest.fixture
@@ -32,7 +34,9 @@ def run(spark: SparkSession, log: CommitLog, checkpoint: Path, work: Any = None,
     frame = spark.readStream.format("txmq").schema("body string").option("path", log.path).option("subscribe", "orders")
     frame = frame.option("consumerGroup", "points").option("startingOffsets", "earliest").options(**options).load()
     query = frame.writeStream.foreachBatch(take).option("checkpointLocation", str(checkpoint))
-    query.trigger(availableNow=True).start().awaitTermination()
+    query = query.trigger(availableNow=True)
+    for _ in range(1 if STREAM_TELLS_START else 2):  # before 4.2 a run's last micro-batch is published by the next run
+        query.start().awaitTermination()
     return found
 
 
@@ -40,6 +44,7 @@ def position(log: CommitLog) -> int | None:
     return txmq.ConsumerGroup(log.path, "points").positions().get(("orders", 0))
 
 
+@FROM_4_2
 def test_progress_follows_spark_s_commits(spark: SparkSession, log: CommitLog, tmp_path: Path) -> None:
     for i in range(3):
         send(log, i, 5)
@@ -51,6 +56,7 @@ def test_progress_follows_spark_s_commits(spark: SparkSession, log: CommitLog, t
     assert txmq.ConsumerGroup(log.path, "points").lag()["lag"].to_pylist() == [0]
 
 
+@FROM_4_2
 def test_a_batch_that_fails_is_no_progress(spark: SparkSession, log: CommitLog, tmp_path: Path) -> None:
     for i in range(2):
         send(log, i, 5)

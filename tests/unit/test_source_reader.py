@@ -316,10 +316,53 @@ def test_a_stream_starts_at_the_end_and_takes_what_comes(log: CommitLog) -> None
     assert reader.latestOffset(start, ReadAllAvailable()) == start
     send(log, 1, 6)
     end = reader.latestOffset(start, reader.getDefaultReadLimit())
+    assert end.pop("@begin") == {'["orders", 0]': 2, '["orders", 1]': 2, '["orders", 2]': 2}
     assert reader.reportLatestOffset() == end
     assert run(reader, reader.partitions(start, end)).num_rows == 6
     reader.commit(end)
     reader.stop()
+
+
+def test_a_first_micro_batch_that_failed_begins_again_where_it_began(log: CommitLog) -> None:
+    """Spark keeps no start of it, and asks a new reader where a query starts, which was "latest" by then."""
+    send(log, 0, 6)
+    reader = stream(log)
+    start = reader.initialOffset()
+    send(log, 1, 6)
+    end = reader.latestOffset(start, ReadAllAvailable())
+    messages = run(reader, reader.partitions(start, end))
+    assert messages.num_rows == 6
+    send(log, 2, 3)
+
+    restarted = stream(log)
+    again = restarted.initialOffset()
+    assert again != start
+    assert run(restarted, restarted.partitions(again, end)).equals(messages)
+    later = restarted.latestOffset(end, ReadAllAvailable())
+    assert run(restarted, restarted.partitions(end, later)).num_rows == 3
+    assert restarted.latestOffset(later, ReadAllAvailable()) == later
+
+
+def test_a_spark_that_tells_no_start_is_at_the_end_of_what_it_planned(log: CommitLog) -> None:
+    """As Spark 4.0 and 4.1 call a source: no argument, and an empty plan when a query starts again."""
+    send(log, 0, 6)
+    reader = stream(log, consumerGroup="points", startingOffsets="earliest")
+    first = reader.latestOffset()
+    assert run(reader, reader.partitions(reader.initialOffset(), first)).num_rows == 6
+    assert reader.latestOffset() == first
+    assert sum(log.groups.positions("points").values()) == 6
+    send(log, 1, 3)
+    second = reader.latestOffset()
+    assert second != first
+    reader.stop()
+
+    restarted = stream(log, consumerGroup="points", startingOffsets="earliest")
+    assert restarted.partitions(first, first) == []  # how Spark says where the query stands
+    assert restarted.latestOffset()["orders"] == second["orders"]
+    assert sum(log.groups.positions("points").values()) == 6
+    assert run(restarted, restarted.partitions(first, second)).num_rows == 3
+    assert restarted.latestOffset() == second
+    assert sum(log.groups.positions("points").values()) == 9
 
 
 def test_a_limit_cuts_a_stream_into_triggers_and_another_one_is_refused(log: CommitLog) -> None:
