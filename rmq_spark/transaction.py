@@ -101,6 +101,9 @@ class HalfBatch:
         The id of the commit log. Another log may have a half batch with the same id.
     arg : object
         The argument of ``send_message_in_transaction(message, arg)``; None in checks and streams.
+    restarted : bool
+        True in a check by the very query that prepared the half batch, after a restart: whoever ran this attempt is
+        dead, or has been replaced. A listener with a fence need not wait for it, because the fence ends its work.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class HalfBatch:
         self.fence_id = fence_id
         self.log_id = log_id
         self.arg = arg
+        self.restarted = False
         self._rows = rows
         self._transactions: pa.Table | None = None
 

@@ -144,7 +144,7 @@ class DeltaTransactionListener(TransactionListener):
         self._table = table if isinstance(table, str) else _location(table)
         self._work = work
         self._spark = spark
-        self._rollback_after = timedelta(seconds=seconds(rollback_after, "rollback_after"))
+        self.rollback_after_s = seconds(rollback_after, "rollback_after")
 
     def __repr__(self) -> str:
         return f"DeltaTransactionListener({redacted(self._table)!r}, work={getattr(self._work, '__qualname__', '?')})"
@@ -255,7 +255,8 @@ class DeltaTransactionListener(TransactionListener):
         self._require_fit(spark, batch)
         found = self._look(self._open(spark), batch)
         if found.state is None:
-            if self.machine.now() - _utc(batch.prepared_at) < self._rollback_after:
+            young = self.machine.now() - _utc(batch.prepared_at) < timedelta(seconds=self.rollback_after_s)
+            if young and not batch.restarted:
                 return UNKNOWN
             found = self._commit_fence_alone(spark, batch, TOMBSTONE)
         if found.state is None:
@@ -318,7 +319,9 @@ class DeltaTransactionListener(TransactionListener):
         try:
             from pyspark.sql import SparkSession
         except ImportError as problem:
-            raise ListenerError("DeltaTransactionListener needs Spark: pip install 'rmq-spark[spark]'") from problem
+            raise ListenerError(
+                "DeltaTransactionListener needs Spark: install rmq_spark with its extra spark"
+            ) from problem
         spark = SparkSession.getActiveSession()
         if spark is None:
             raise ListenerError(

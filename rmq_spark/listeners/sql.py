@@ -230,7 +230,8 @@ class SqlTransactionListener(TransactionListener):
     rollback_after : float, default 60.0
         Seconds from prepare (or reopen). A check that finds no fence row answers UNKNOWN while the half batch is
         younger. Later it inserts a tombstone and answers ROLLBACK. Give it the time that ``work`` usually needs: a
-        check that comes too early costs another attempt, never correctness.
+        check that comes too early costs another attempt, never correctness. A query that starts again does not wait
+        for its own half batch.
     lock_timeout : float, default 5.0
         Seconds that a check waits for a fence row which a running local transaction holds. Then it answers UNKNOWN.
     fence_table : str, default "txmq_fence"
@@ -271,7 +272,7 @@ class SqlTransactionListener(TransactionListener):
         self._fence = _Fence(url_or_engine, fence_table, schema)
         self._work: Callable[[sa.Connection, Any], Any] = work
         self._per_transaction = per_transaction
-        self._rollback_after = timedelta(seconds=seconds(rollback_after, "rollback_after"))
+        self.rollback_after_s = seconds(rollback_after, "rollback_after")
         self._lock_timeout = seconds(lock_timeout, "lock_timeout", LOCK_TIMEOUT_S_MIN, maximum=LOCK_TIMEOUT_S_MAX)
         self._fence_id: str | None = None
 
@@ -503,7 +504,8 @@ class SqlTransactionListener(TransactionListener):
         pyarrow.Array
             For each row of ``batch.transactions``: COMMIT_MESSAGE (executed), ROLLBACK_MESSAGE (``work`` rolled back,
             or a check has inserted a tombstone and ``work`` never will run), or UNKNOWN (younger than
-            ``rollback_after``, or the local transaction is running right now and holds the lock).
+            ``rollback_after`` and not the asking query's own, or the local transaction is running right now and holds
+            the lock).
 
         Raises
         ------
@@ -517,7 +519,8 @@ class SqlTransactionListener(TransactionListener):
                 self._require_same_fence(connection, batch)
                 recorded = self._fence.read(connection, ids, batch)
             absent = [i for i in ids if i not in recorded]
-            if absent and self.machine.now() - _utc(batch.prepared_at) >= self._rollback_after:
+            old = self.machine.now() - _utc(batch.prepared_at) >= timedelta(seconds=self.rollback_after_s)
+            if absent and (old or batch.restarted):
                 recorded |= self._bury(absent, batch)
         except sa.exc.DBAPIError as problem:
             if not is_lock_problem(problem):

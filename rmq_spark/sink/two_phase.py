@@ -311,7 +311,7 @@ class TwoPhase:
     def _settle(self, run: _Run) -> None:
         """Go on until every row is decided, or waits for the check of an UNKNOWN that this run itself got."""
         deadline = self.log.machine.monotonic() + self.replay_check_timeout_s
-        pause_s = REPLAY_BACKOFF_S_MIN
+        pause_s, told = REPLAY_BACKOFF_S_MIN, False
         # What this run has just decided was read back with its commit: most batches need no second look.
         state = self.log.state_of(run.record, refresh=run.outcome.replayed)
         while state.in_conflict or state.count(*FINAL_STATES) < state.rows:
@@ -327,6 +327,9 @@ class TwoPhase:
             if all(unknown for unknown in answers):
                 if self.log.machine.monotonic() >= deadline:
                     raise UnresolvedTransactionError(self._unresolved(run))
+                if not told:
+                    told = True
+                    logger.warning("%s", self._waiting(run, sum(rows.count for _, rows in to_check)))
                 self.log.machine.sleep(pause_s)
                 pause_s = min(pause_s * 2, REPLAY_BACKOFF_S_MAX)
         run.outcome.attempt = max(max(f.attempt) for f in state.files.values())
@@ -372,6 +375,7 @@ class TwoPhase:
         """Ask what became of rows that somebody else may have executed. True when part of them stays UNKNOWN."""
         listener = self._listener_of(run)
         batch = self.log.half_batch(run.record, state, attempt, rows)
+        batch.restarted = run.record.header.query_id is not None  # a query runs once at a time; a send may be repeated
         try:
             verdicts = normalize_verdicts(listener.check_local_transaction(batch), batch)
         except Exception as problem:  # not an answer; the next one may be
@@ -382,6 +386,18 @@ class TwoPhase:
             return self.decide(run, batch, rows, verdicts, Who.CHECK)
         except StaleAttemptError:  # somebody reopened or quarantined the rows while we asked: look again
             return False
+
+    def _waiting(self, run: _Run, messages: int) -> str:
+        age_s = max(0.0, (self.log.machine.now() - run.record.prepared_at).total_seconds())
+        after_s = getattr(self.listener, "rollback_after_s", None)
+        ends = "An answer of the listener ends the wait"
+        if after_s is not None:
+            ends += f"; it rolls back what did not happen once the batch is {after_s:g} s old (rollback_after)"
+        return (
+            f"half batch {run.record.half_id!r} was prepared {age_s:.0f} s ago by an earlier run, and its listener "
+            f"does not know yet what became of {messages} messages. Asking again for up to "
+            f"{self.replay_check_timeout_s:g} s (replayCheckTimeout). {ends}; so does txmq resolve"
+        )
 
     def _unresolved(self, run: _Run) -> str:
         error = run.outcome.error

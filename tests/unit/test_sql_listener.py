@@ -237,6 +237,15 @@ def test_a_young_half_batch_without_a_fence_row_is_unknown_and_not_fenced(url: s
     assert verdicts(listener(url, rollback_after=40).check_local_transaction(batch)) == [ROLLBACK] * 3
 
 
+def test_a_query_that_starts_again_does_not_wait_for_its_own_half_batch(url: sa.URL, fence: str) -> None:
+    batch = half_batch(fence, per="key", age=timedelta(seconds=1))
+    batch.restarted = True
+    assert verdicts(listener(url).check_local_transaction(batch)) == [ROLLBACK] * 3
+    with pytest.raises(FencedError):  # the earlier driver was not dead
+        listener(url).execute_local_transaction(half_batch(fence, per="key"))
+    assert stored(url) == {}
+
+
 def test_check_answers_each_transaction_for_itself(url: sa.URL, fence: str) -> None:
     orders_listener = listener(url, lambda _, batch: batch.verdicts(rollback=["b"]))
     orders_listener.execute_local_transaction(half_batch(fence, ["a", "b"], per="key"))

@@ -445,6 +445,29 @@ def test_a_replay_asks_again_with_growing_pauses_and_then_gives_up_without_losin
     assert states(log, record) == {RowState.PENDING: len(KEYS)}
 
 
+def test_a_restart_that_waits_says_so_once(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It used to stand still for a minute without a line."""
+    set_clock(monkeypatch)
+    record = prepared(log)
+    with pytest.raises(UnresolvedTransactionError):
+        send(another(log), Told(COMMIT, UNKNOWN), record.header, timeout_s=60.0)
+    (told,) = [r.getMessage() for r in caplog.records if r.name == module.__name__]
+    assert "half batch 'app:0' was prepared" in told
+    assert "not know yet what became of 6 messages. Asking again for up to 60 s (replayCheckTimeout)" in told
+
+
+@pytest.mark.parametrize(("query_id", "restarted"), [(QUERY, True), (None, False)])
+def test_only_a_query_knows_that_its_earlier_run_is_over(log: CommitLog, query_id: str | None, restarted: bool) -> None:
+    """A send may be repeated while the first one still runs."""
+    head = header(query_id=query_id, named=query_id is None)
+    record = log.prepare(head, stage(log, head))
+    seen: list[bool] = []
+    send(log, Told(COMMIT, lambda batch: seen.append(batch.restarted) or COMMIT), record.header)
+    assert seen == [restarted]
+
+
 def test_the_error_of_a_replay_names_what_the_check_raised(log: CommitLog) -> None:
     record = prepared(log)
     with pytest.raises(UnresolvedTransactionError, match="OSError: the database is away"):

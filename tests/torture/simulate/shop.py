@@ -136,7 +136,7 @@ class Listener(TransactionListener):
 
     # ------------------------------------------------------------------ parts of the listeners
     def is_old(self, batch: HalfBatch) -> bool:
-        return self._scheduler.machine_s() - batch.prepared_at.timestamp() >= self.rollback_after_s
+        return batch.restarted or self._scheduler.machine_s() - batch.prepared_at.timestamp() >= self.rollback_after_s
 
     def work(self, ids: Sequence[str]) -> dict[str, str]:
         """The user's own work; it takes its time and may refuse a transaction."""
