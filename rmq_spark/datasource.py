@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from pyspark.sql.datasource import DataSource
 
 from rmq_spark.errors import OptionError
+from rmq_spark.workers import require_importable
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -25,8 +28,9 @@ class TxmqDataSource(DataSource):
         return "txmq"
 
     def schema(self) -> str:
-        from rmq_spark.source.reader import SOURCE_DDL
+        from rmq_spark.source import SOURCE_DDL
 
+        _require_read_options(dict(self.options))
         return SOURCE_DDL
 
     def reader(self, schema: StructType) -> Any:
@@ -60,10 +64,48 @@ class TxmqDataSource(DataSource):
         return TxmqStreamWriter(Options(dict(self.options), SINK_OPTIONS), schema)
 
 
-def register(spark: SparkSession) -> None:
-    """Make ``format("txmq")`` known to a session.
+def _require_read_options(given: Mapping[str, str]) -> None:
+    """Refuse options when they are loaded: neither a batch nor a stream, which Spark does not tell, could use them."""
+    from rmq_spark.errors import TxmqError
+    from rmq_spark.source.options import read_options
 
-    This is needed only when the package was installed after Spark looked for data sources (a notebook's
-    ``%pip install``). Otherwise Spark finds it by itself.
+    problems: list[TxmqError] = []
+    for streaming in (True, False):
+        try:
+            read_options(given, streaming)
+        except TxmqError as problem:
+            problems.append(problem)
+    if len(problems) == 2:
+        for_batches = any(name.lower().startswith("ending") for name in given)
+        raise problems[for_batches]
+
+
+_registered: WeakSet[SparkSession] = WeakSet()
+
+
+def register(spark: SparkSession) -> None:
+    """Make ``format("txmq")`` known to a session, and require that its workers can use it.
+
+    Spark finds the format by itself where the package was installed before Spark looked for data sources. A notebook's
+    ``%pip install`` comes later. In any case this tells at once what would fail later. A second call does nothing.
+
+    Raises
+    ------
+    OptionError
+        When the workers of a local session run a Python without the package; it says what to set.
     """
-    spark.dataSource.register(TxmqDataSource)
+    if spark in _registered:
+        return
+    require_importable(spark)
+    if not _is_found(spark):
+        spark.dataSource.register(TxmqDataSource)
+    _registered.add(spark)
+
+
+def _is_found(spark: SparkSession) -> bool:
+    """Whether Spark has found the format by itself: to register it once more is a warning, and an error in 4.0."""
+    session: Any = spark
+    try:
+        return bool(session._jsparkSession.sessionState().dataSourceManager().dataSourceExists(TxmqDataSource.name()))
+    except Exception:  # Spark Connect has no JVM here, and these are internals of Spark
+        return False

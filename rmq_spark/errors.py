@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rmq_spark.redaction import redacted, shortened
@@ -12,6 +13,43 @@ class TxmqError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(shortened(redacted(a)) if isinstance(a, str) else a for a in args))
+
+
+def find_cause(problem: BaseException | str | None) -> TxmqError | None:
+    """Find the error of rmq_spark in what Spark raised: its text has hundreds of lines, and this one says what to do.
+
+    Parameters
+    ----------
+    problem : exception, str or None
+        What an action or ``awaitTermination()`` raised, or ``query.exception()``, or its text.
+
+    Returns
+    -------
+    TxmqError or None
+        The error, of its own class; None when rmq_spark did not raise one.
+
+    Examples
+    --------
+    >>> try:  # doctest: +SKIP
+    ...     query.awaitTermination()
+    ... except Exception as problem:
+    ...     raise errors.find_cause(problem) or problem from None
+    """
+    seen: BaseException | str | None = problem
+    while isinstance(seen, BaseException):
+        if isinstance(seen, TxmqError):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    found = _RAISED.findall(str(problem))
+    for name, text in reversed(found):
+        kind = globals().get(name)
+        if isinstance(kind, type) and issubclass(kind, TxmqError):
+            return kind(text)
+    return None
+
+
+_RAISED = re.compile(r"^[\s|]*rmq_spark\.errors\.(\w+): (.+)$", re.MULTILINE)
+"""The last line of a traceback."""
 
 
 # ---------------------------------------------------------------- what a user asked for

@@ -29,7 +29,7 @@ try:
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "rmq_spark":
         raise
-    sys.exit(f"the check job needs {missing.name}: pip install 'rmq-spark[job]'")
+    sys.exit(f"the check job needs {missing.name}: install rmq_spark with its extra job")
 
 from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.check.report import CheckReport
@@ -126,7 +126,7 @@ def _start_spark_if_needed(listeners: Mapping[str, TransactionListener]) -> None
         from pyspark.sql import SparkSession
     except ModuleNotFoundError:
         raise ConfigError(
-            f"the listener of {groups[0]!r} needs Spark: pip install 'rmq-spark[spark]', or run this file with "
+            f"the listener of {groups[0]!r} needs Spark: install rmq_spark with its extra spark, or run this file with "
             "spark-submit"
         ) from None
     if SparkSession.getActiveSession() is not None:

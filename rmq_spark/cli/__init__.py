@@ -11,7 +11,7 @@ except ModuleNotFoundError as missing:
 
     def app() -> None:  # type: ignore[misc]
         """Say which extra the command needs."""
-        raise SystemExit(f"the txmq command needs {_name}: pip install 'rmq-spark[job]'")
+        raise SystemExit(f"the txmq command needs {_name}: install rmq_spark with its extra job")
 
 
 __all__ = ["app"]

@@ -14,6 +14,7 @@ from rmq_spark.commitlog.incoming import (
     body_of,
     column_of,
     deliver_at_of,
+    first_of,
     keys_of,
     properties_of,
     require_known_topic,
@@ -223,7 +224,10 @@ class HalfWriter:
             topic = pc.fill_null(topic, self.default_topic)
         for name in pc.unique(topic).to_pylist():
             if name is None:
-                raise MessageError("a message has no topic: set the option 'topic', or fill the column 'topic'")
+                where = first_of(table, pc.is_null(topic))
+                raise MessageError(
+                    f"a message has no topic ({where}): set the option 'topic', or fill the column 'topic'"
+                )
             if name not in self.topics:
                 require_topic_name(name)
                 require_known_topic(name, self.topics)
@@ -263,7 +267,8 @@ class HalfWriter:
             ) from problem
         if key.null_count:
             raise MessageError(
-                f"{key.null_count} messages have a null {self.transaction_key!r}, which is the transactionKey: fill it"
+                f"{key.null_count} messages have a null {self.transaction_key!r}, which is the transactionKey "
+                f"({first_of(table, pc.is_null(key))}): fill it, or filter them out"
             )
         longest = pc.max(pc.utf8_length(key)).as_py() or 0
         if longest > TRANSACTION_KEY_CHARS_MAX:

@@ -137,11 +137,23 @@ def _is_text(found: pa.DataType) -> bool:
     return bool(pa.types.is_string(found) or pa.types.is_large_string(found) or str(found) == "string_view")
 
 
+def first_of(table: pa.Table, wrong: pa.ChunkedArray) -> str:
+    """Where the first row is for which ``wrong`` is true, in words; a body stays out of errors and logs."""
+    at = pc.index(wrong, True).as_py()
+    names = ("topic", "keys", "tags", "sharding_key", "queue_id")
+    known = {name: table[name][at].as_py() for name in names if name in table.column_names}
+    told = ", ".join(f"{name} {str(value)[:80]!r}" for name, value in known.items() if value is not None)
+    return f"the first is row {at} of its Arrow batch{told and f', with {told}'}"
+
+
 def body_of(table: pa.Table) -> pa.ChunkedArray:
     """The bodies; none may be null or longer than 4 MiB."""
     body = column_of(table, "body", pa.binary())
     if body.null_count:
-        raise MessageError(f"{body.null_count} messages have a null body: filter them out, or send an empty string")
+        raise MessageError(
+            f"{body.null_count} messages have a null body ({first_of(table, pc.is_null(body))}): filter them out, or "
+            "send an empty string"
+        )
     longest = pc.max(pc.binary_length(body)).as_py() or 0
     if longest > BODY_BYTES_MAX:
         raise MessageError(f"a body has {longest} bytes: at most {BODY_BYTES_MAX} (4 MiB) are allowed")

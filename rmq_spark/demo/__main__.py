@@ -24,7 +24,9 @@ def missing_requirement() -> str | None:
     """Return what is missing and how to get it, or None when the demo can run."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        return f"The demo needs {', '.join(missing)}: pip install 'rmq-spark[demo,job]' (make demo does it)."
+        return (
+            f"The demo needs {', '.join(missing)}: install rmq_spark with its extras demo and job (make demo does it)."
+        )
     home = os.environ.get("JAVA_HOME")
     java = f"{home}/bin/java" if home else "java"
     how = "install one (apt-get install openjdk-17-jre-headless) or set JAVA_HOME"

@@ -15,7 +15,7 @@ try:
     from sqlalchemy.dialects import mysql, postgresql, sqlite
 except ImportError as problem:  # pragma: no cover - the test runs this in another process
     raise ListenerError(
-        "a database (SqlTransactionListener, SqlInbox) needs SQLAlchemy 2: pip install 'rmq-spark[sql]'"
+        "a database (SqlTransactionListener, SqlInbox) needs SQLAlchemy 2: install rmq_spark with its extra sql"
     ) from problem
 
 BACKENDS = ("sqlite", "postgresql", "mariadb", "mysql")

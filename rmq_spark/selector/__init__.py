@@ -64,5 +64,7 @@ def parse_selector(text: str) -> Selector:
     except ModuleNotFoundError as problem:
         if problem.name != "lark":
             raise
-        raise OptionError("selectors need the package lark on the driver: pip install 'rmq-spark[sql92]'") from problem
+        raise OptionError(
+            "selectors need the package lark on the driver: install rmq_spark with its extra sql92"
+        ) from problem
     return Selector(text, parse(text))

@@ -22,6 +22,7 @@ from rmq_spark.sink.settings import require_transaction_per
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
 from rmq_spark.storage.files import filesystem
 from rmq_spark.transaction import BATCH, KEY
+from rmq_spark.workers import require_importable
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -120,6 +121,7 @@ class TransactionalSink:
 
     def __call__(self, batch_df: DataFrame, batch_id: int) -> None:
         """Send one micro-batch. ``foreachBatch`` calls this."""
+        require_importable(batch_df.sparkSession)
         require_message_types(batch_df.schema, self.topic, self.transaction_key)
         header = self._header(batch_df, batch_id)
         sending = (run_of(batch_df), batch_id)

@@ -116,11 +116,11 @@ def test_spark_that_is_not_installed_is_a_configuration_error(folder: Path) -> N
     (folder / "pyspark.py").write_text("raise ModuleNotFoundError(\"No module named 'pyspark'\", name='pyspark')")
     code, _, err = run(folder, "--once", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
     assert code == 2
-    assert "the listener of 'order-service' needs Spark: pip install 'rmq-spark[spark]'" in err
+    assert "the listener of 'order-service' needs Spark: install rmq_spark with its extra spark" in err
 
 
 def test_a_missing_extra_is_named(folder: Path) -> None:
     (folder / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
     code, _, err = run(folder, "--once", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
     assert code == 1
-    assert err.strip() == "the check job needs typer: pip install 'rmq-spark[job]'"
+    assert err.strip() == "the check job needs typer: install rmq_spark with its extra job"

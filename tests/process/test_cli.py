@@ -32,4 +32,4 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
     failed = run("topics", tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert failed.returncode == 1
-    assert failed.stderr.strip() == "the txmq command needs typer: pip install 'rmq-spark[job]'"
+    assert failed.stderr.strip() == "the txmq command needs typer: install rmq_spark with its extra job"

@@ -74,7 +74,7 @@ def test_an_executor_needs_no_parser() -> None:
         "try:\n    parse_selector('a > 5')\n"
         "except Exception as problem:\n    print(type(problem).__name__, problem)\n"
     )
-    assert said.startswith("OptionError selectors need the package lark on the driver: pip install")
+    assert said.startswith("OptionError selectors need the package lark on the driver: install rmq_spark")
 
 
 def test_without_sqlalchemy_the_extra_is_named() -> None:
@@ -84,4 +84,4 @@ def test_without_sqlalchemy_the_extra_is_named() -> None:
         "try:\n    rmq_spark.listeners.SqlTransactionListener\n"
         "except Exception as problem:\n    print(problem)\n"
     )
-    assert "needs SQLAlchemy 2: pip install 'rmq-spark[sql]'" in said
+    assert "needs SQLAlchemy 2: install rmq_spark with its extra sql" in said

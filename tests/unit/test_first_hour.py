@@ -1,0 +1,120 @@
+"""What a person meets in the first hour: the wrong Python, an error within Spark's, a misspelt option."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rmq_spark import errors
+from rmq_spark.datasource import TxmqDataSource
+from rmq_spark.errors import OptionError, TopicNotFoundError, find_cause
+from rmq_spark.workers import require_importable
+
+
+# ---------------------------------------------------------------- the workers' Python
+def session(python: str, master: str = "local[2]") -> Any:
+    return SimpleNamespace(_sc=SimpleNamespace(master=master, pythonExec=python))
+
+
+def test_this_program_s_python_and_a_cluster_s_are_left_alone() -> None:
+    require_importable(session(sys.executable))
+    require_importable(session("/not/there/python", "spark://head:7077"))
+    require_importable(SimpleNamespace(_sc=None))  # type: ignore[arg-type]  # Spark Connect
+
+
+def test_another_python_that_has_the_package_will_do(tmp_path: Path) -> None:
+    require_importable(session(script(tmp_path, f'exec "{sys.executable}" "$@"')))
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        (None, "it is not there"),
+        ("echo \"ModuleNotFoundError: No module named 'rmq_spark'\" >&2; exit 1", "No module named 'rmq_spark'"),
+        ("exit 3", "it ends with an error"),
+    ],
+)
+def test_a_python_without_the_package_is_told_with_what_to_set(tmp_path: Path, does: str | None, why: str) -> None:
+    python = str(tmp_path / "none") if does is None else script(tmp_path, does)
+    with pytest.raises(OptionError) as told:
+        require_importable(session(python))
+    assert why in str(told.value)
+    assert f"PYSPARK_PYTHON={sys.executable}" in str(told.value)
+
+
+def script(folder: Path, does: str) -> str:
+    file = folder / "python"
+    file.write_text(f"#!/bin/sh\n{does}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+# ---------------------------------------------------------------- errors
+SPARK_S_TEXT = """[STREAM_FAILED] Query [id = 1, runId = 2] terminated with exception: Job aborted. SQLSTATE: XXKST
+=== Streaming Query ===
+org.apache.spark.api.python.PythonException: Traceback (most recent call last):
+  File "worker.py", line 1, in main
+rmq_spark.errors.MessageError: column 'body' is null in row 3
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "two_phase.py", line 2, in send
+rmq_spark.errors.TopicNotFoundError: topic 'ordes' is not in the commit log: did you mean 'orders'?
+
+\tat org.apache.spark.api.python.BasePythonRunner.handlePythonException(PythonRunner.scala:581)
+"""
+
+
+def test_the_cause_is_found_in_what_spark_says() -> None:
+    found = find_cause(RuntimeError(SPARK_S_TEXT))
+    assert type(found) is TopicNotFoundError
+    assert str(found) == "topic 'ordes' is not in the commit log: did you mean 'orders'?"
+    assert type(find_cause(SPARK_S_TEXT)) is TopicNotFoundError
+
+
+def test_the_cause_is_found_in_a_chain_of_exceptions() -> None:
+    ours = OptionError("what to do")
+    spark_s = RuntimeError("Spark's")
+    spark_s.__cause__ = ours
+    assert find_cause(spark_s) is ours
+
+
+@pytest.mark.parametrize(
+    "other", [None, ValueError("no topic"), "rmq_spark.errors.Any: x", "rmq_spark.errors.redacted: x", ""]
+)
+def test_what_is_not_ours_has_no_cause(other: Any) -> None:
+    assert find_cause(other) is None
+
+
+def test_every_error_can_be_found_by_its_name() -> None:
+    names = [n for n, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.TxmqError)]
+    assert len(names) > 30
+    for name in names:
+        assert type(find_cause(f"rmq_spark.errors.{name}: what and why")).__name__ == name
+
+
+# ---------------------------------------------------------------- options
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"subscibe": "orders"}, "'subscribe'"),
+        ({"subscribe": "orders", "startingOffsets": "newest"}, "startingOffsets='newest'"),
+        ({"subscribe": "orders", "endingOffsets": "newest"}, "endingOffsets='newest'"),
+        ({}, "subscribe"),
+    ],
+)
+def test_options_that_no_read_could_use_are_refused_when_they_are_loaded(options: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TxmqDataSource({"path": "log", **options}).schema()
+
+
+@pytest.mark.parametrize(
+    "options", [{"maxOffsetsPerTrigger": "5"}, {"consumerGroup": "points"}, {"endingOffsets": "latest"}, {}]
+)
+def test_options_of_a_stream_and_of_a_batch_may_be_loaded(options: dict[str, str]) -> None:
+    assert TxmqDataSource({"path": "log", "subscribe": "orders", **options}).schema()
