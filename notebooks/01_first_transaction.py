@@ -6,7 +6,7 @@
 # MAGIC check settle it, and reads what was committed. It runs unchanged on Databricks, and with
 # MAGIC `python notebooks/01_first_transaction.py`.
 # MAGIC
-# MAGIC On Databricks, install the package first: `%pip install rmq-spark`, then restart Python.
+# MAGIC On Databricks, install the package first: `%pip install` of its wheel, then restart Python.
 
 # COMMAND ----------
 
