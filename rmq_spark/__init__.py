@@ -88,3 +88,8 @@ def __getattr__(name: str) -> Any:
     if name.endswith("Error") and hasattr(errors, name):
         return getattr(errors, name)
     raise AttributeError(f"module 'rmq_spark' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    errors = importlib.import_module("rmq_spark.errors")
+    return sorted([*__all__, *(name for name in vars(errors) if name.endswith("Error"))])

@@ -77,6 +77,20 @@ def test_an_executor_needs_no_parser() -> None:
     assert said.startswith("OptionError selectors need the package lark on the driver: install rmq_spark")
 
 
+def test_the_public_names_are_listed_and_each_of_them_is_there() -> None:
+    said = python(
+        "import rmq_spark\n"
+        "assert sorted(rmq_spark.__dir__()) == rmq_spark.__dir__()\n"
+        "print(*[name for name in dir(rmq_spark) if hasattr(rmq_spark, name)])\n"
+        "assert set(rmq_spark.__all__) < set(dir(rmq_spark)), 'errors are public, too'\n"
+        "assert all(isinstance(getattr(rmq_spark, n), type) for n in dir(rmq_spark) if n.endswith('Error'))\n"
+    )
+    assert {"CommitLog", "TransactionalSink", "COMMIT_MESSAGE", "TxmqError", "VerdictConflictError"} <= set(
+        said.split()
+    )
+    assert not {"importlib", "Any", "TYPE_CHECKING", "_WHERE"} & set(said.split())
+
+
 def test_without_sqlalchemy_the_extra_is_named() -> None:
     said = python(
         "import sys; sys.modules['sqlalchemy'] = None\n"
