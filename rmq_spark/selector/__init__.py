@@ -28,6 +28,11 @@ def parse_tags(expression: str) -> tuple[str, ...] | None:
         return None
     if "" in tags or SUB_ALL in tags:
         raise OptionError(f"tags={expression!r} is neither '*' nor of the form 'TagA || TagB'")
+    if any("|" in tag for tag in tags):
+        raise OptionError(
+            f"tags={expression!r} has a single bar: RocketMQ separates tags by two, as in 'TagA || TagB', and no tag "
+            "has a bar"
+        )
     return tags
 
 

@@ -454,6 +454,12 @@ def test_tags_are_read_as_rocketmq_writes_them(text: str, tags: tuple[str, ...] 
     assert parse_tags(text) == tags
 
 
+@pytest.mark.parametrize("text", ["a | b", "a|b", "a ||| b", "a || b|c"])
+def test_tags_with_a_single_bar_between_them_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=r"has a single bar: RocketMQ separates tags by two, as in 'TagA \|\| TagB'"):
+        parse_tags(text)
+
+
 def test_the_sentence_of_a_missing_range_names_topic_queue_and_offsets() -> None:
     make: Callable[..., str] = out_of_range
     assert make("orders", 2, 5, 9) == "topic 'orders', queue 2: offsets 5 to 8 are not in the commit log"
