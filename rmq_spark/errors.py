@@ -133,7 +133,7 @@ class LostFileError(CorruptLogError, FileNotFoundError):
 
 
 class UnreadableFileError(CorruptLogError, OSError):
-    """A file of the commit log cannot be read: it is damaged, or its store fails."""
+    """A file of the commit log cannot be read: its store fails, permission is missing, or it is damaged."""
 
 
 class StorageError(TxmqError):

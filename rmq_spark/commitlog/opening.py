@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -14,7 +15,8 @@ from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
 from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.config import QUEUES_DEFAULT
-from rmq_spark.errors import LogFormatError, NotACommitLogError
+from rmq_spark.errors import LogFormatError, NotACommitLogError, StorageError
+from rmq_spark.storage.location import is_uri
 from rmq_spark.storage.table import DeltaLogTable, Table
 
 FORMAT = 3
@@ -98,6 +100,8 @@ def upgrade_tables(where: str, storage_options: Mapping[str, str] | None) -> lis
 
 def _require_log(where: str, storage_options: Mapping[str, str] | None) -> None:
     if not DeltaLogTable.exists(f"{where}/topics", storage_options):
+        if not is_uri(where) and os.path.isdir(where) and not os.access(where, os.R_OK | os.X_OK):
+            raise StorageError(f"{where} cannot be read (permission denied): give this program the right to read it")
         raise NotACommitLogError(
             f"{where} is not a commit log (it has no table 'topics'); make one with CommitLog.create({where!r})"
         )

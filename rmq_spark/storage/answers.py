@@ -22,6 +22,14 @@ def plainly(text: str, storage_options: Mapping[str, str] | None) -> str:
     return redacted(re.sub(r" +(↳ )?", " ", text).strip())
 
 
+_DENIED = re.compile(r"permission denied|access[ _]?denied|403 forbidden", re.IGNORECASE)
+
+
+def is_denied(problem: BaseException) -> bool:
+    """Return True when permission is missing, as the operating system or an object store says it."""
+    return isinstance(problem, PermissionError) or _DENIED.search(str(problem)) is not None
+
+
 @contextmanager
 def asking(where: str, storage_options: Mapping[str, str] | None) -> Iterator[None]:
     """Turn a failure of the store into an error which says that the store failed, and for which table.
@@ -37,4 +45,6 @@ def asking(where: str, storage_options: Mapping[str, str] | None) -> Iterator[No
         raise
     except OSError as problem:
         said = plainly(str(problem), storage_options)
+        if is_denied(problem):
+            raise UnreachableStoreError(f"{where} cannot be read (permission denied): {said}") from None
         raise UnreachableStoreError(f"{where} cannot be read, its store fails: {said}; try again") from None

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from rmq_spark.errors import CorruptLogError, LostFileError, TxmqError, UnreadableFileError
 from rmq_spark.redaction import cause_of
+from rmq_spark.storage.answers import is_denied
 
 _NAME = b"txmq.file"
 _ROWS = b"txmq.rows"
@@ -133,7 +134,7 @@ def reading(path: str, table: str) -> Iterator[None]:
     LostFileError
         For pyarrow's FileNotFoundError.
     UnreadableFileError
-        For every other error of the store or of pyarrow.
+        For every other error of the store or of pyarrow. It says when only permission is missing.
     """
     try:
         yield
@@ -142,6 +143,11 @@ def reading(path: str, table: str) -> Iterator[None]:
     except FileNotFoundError as problem:
         raise LostFileError(f"file {path} of table {table} is not there: {problem}") from cause_of(problem)
     except (OSError, pa.ArrowException, ValueError) as problem:
+        if is_denied(problem):
+            raise UnreadableFileError(
+                f"file {path} of table {table} cannot be read (permission denied): give this program the right to read "
+                f"it ({problem})"
+            ) from cause_of(problem)
         raise UnreadableFileError(
             f"file {path} of table {table} cannot be read: its storage fails, or it is damaged; {_RESTORE} ({problem})"
         ) from cause_of(problem)

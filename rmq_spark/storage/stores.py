@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from uuid import uuid4
 
-from rmq_spark.errors import NotACommitLogError, OptionError, StorageError
+from rmq_spark.errors import NotACommitLogError, OptionError, StorageError, TxmqError
 from rmq_spark.redaction import traceback_of
-from rmq_spark.storage.answers import plainly
+from rmq_spark.storage.answers import is_denied, plainly
 from rmq_spark.storage.location import is_uri
 from rmq_spark.storage.table import claim_table, remove_table
 
@@ -65,16 +65,18 @@ def reaching(where: str, storage_options: Mapping[str, str] | None) -> Iterator[
     """Turn a store's error into a StorageError of one line, without the values of options that may be secret.
 
     A store's answer may name the access key or the session token. A NotACommitLogError stays one. Errors of local
-    folders are raised unchanged.
+    folders are raised unchanged, unless permission is missing.
     """
     try:
         yield
     except StorageError:
         raise
     except (OSError, NotACommitLogError) as problem:
+        said = plainly(str(problem), storage_options)
+        if is_denied(problem) and not isinstance(problem, TxmqError):
+            raise StorageError(f"{where} cannot be used (permission denied): {said}") from None
         if not is_uri(where):
             raise
-        said = plainly(str(problem), storage_options)
         if isinstance(problem, NotACommitLogError):
             raise NotACommitLogError(said) from None
         raise StorageError(f"{where} cannot be used: {said}") from None

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.errors import NotACommitLogError, OptionError, StorageError
-from rmq_spark.storage import stores
+from rmq_spark.errors import NotACommitLogError, OptionError, StorageError, UnreadableFileError
+from rmq_spark.storage import answers, seal, stores
 
 
 @pytest.mark.parametrize("error", [OSError, NotACommitLogError])
@@ -55,3 +55,24 @@ def test_settings_that_let_commits_overwrite_each_other_are_refused(
 def test_a_setting_that_says_no_is_not_refused(tmp_path: Path) -> None:
     options = {"AWS_S3_ALLOW_UNSAFE_RENAME": "false", "AWS_CONDITIONAL_PUT": "etag"}
     assert txmq.CommitLog.create(tmp_path / "log", storage_options=options).topics() == {}
+
+
+@pytest.mark.parametrize(
+    "denied",
+    [
+        PermissionError(13, "Permission denied"),
+        OSError("When reading information for key 'half/x': AWS Error ACCESS_DENIED during HeadObject operation"),
+    ],
+)
+def test_a_file_without_permission_is_not_called_damaged(denied: OSError) -> None:
+    with pytest.raises(UnreadableFileError) as of_file, seal.reading("half-1.parquet", "half"):
+        raise denied
+    with pytest.raises(StorageError) as of_table, answers.asking("log/op", None):
+        raise denied
+    with pytest.raises(StorageError) as of_log, stores.reaching("log", None):
+        raise denied
+    for caught in (of_file, of_table, of_log):
+        assert "(permission denied)" in str(caught.value)
+        assert not any(word in str(caught.value) for word in ("damaged", "restore", "fails"))
+    with pytest.raises(UnreadableFileError, match="or it is damaged"), seal.reading("half-1.parquet", "half"):
+        raise OSError("Parquet file size is 403 bytes, smaller than the minimum")
