@@ -9,7 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.config import whole_number
+from rmq_spark.commitlog.messages import SOURCE_SCHEMA
+from rmq_spark.config import nearest, whole_number
+from rmq_spark.consumer.groups import groups
 from rmq_spark.consumer.retry import (
     DLQ_ORIGIN_MESSAGE_ID,
     DLQ_ORIGIN_TOPIC,
@@ -20,8 +22,8 @@ from rmq_spark.consumer.retry import (
     retry_topic,
 )
 from rmq_spark.consumer.sending import send_once
-from rmq_spark.errors import OffsetError
-from rmq_spark.message import PROPERTIES, require_group_name
+from rmq_spark.errors import GroupNotFoundError, OffsetError
+from rmq_spark.message import DLQ_PREFIX, PROPERTIES, RETRY_PREFIX, require_group_name
 
 
 class DeadLetters:
@@ -39,7 +41,7 @@ class DeadLetters:
         self.group = require_group_name(group, "consumerGroup")
 
     def list(self, limit: int | None = None) -> pa.Table:
-        """Return the dead letters, oldest first.
+        """Return the dead letters, oldest first; GroupNotFoundError for a group that has read nothing here.
 
         Returns
         -------
@@ -107,4 +109,15 @@ class DeadLetters:
         return send_once(self.log, self.group, f"resend.{self.group}.{offset}", again)
 
     def _read(self, limit: int | None) -> pa.Table:
+        topics = self.log.topics()
+        if dlq_topic(self.group) not in topics:
+            self._require_group(topics)
+            return SOURCE_SCHEMA.empty_table()
         return self.log.read(dlq_topic(self.group), limit=limit)
+
+    def _require_group(self, topics: Iterable[str]) -> None:
+        own = (RETRY_PREFIX, DLQ_PREFIX)
+        known = {*groups(self.log), *(t.removeprefix(p) for t in topics for p in own if t.startswith(p))}
+        if self.group not in known:
+            hint = nearest(self.group, known) if known else "no group has read from this commit log yet"
+            raise GroupNotFoundError(f"consumer group {self.group!r} is not known in this commit log ({hint})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from datetime import datetime
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import nearest, require_time
 from rmq_spark.errors import GroupNotFoundError, OptionError
 from rmq_spark.message import TIMESTAMP, require_group_name, require_topic_name
-from rmq_spark.source.offsets import EARLIEST, LATEST, JsonOffsets, Positions, Queue, given_positions
+from rmq_spark.source.offsets import EARLIEST, LATEST, LATEST_OFFSET, JsonOffsets, Positions, Queue, given_positions
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner
 
@@ -131,8 +132,10 @@ class ConsumerGroup:
         return rows
 
     # ------------------------------------------------------------------ moving
-    def reset(self, to: str | datetime | JsonOffsets, topics: Iterable[str] | None = None) -> Positions:
-        """Move the group's positions forwards or backwards, and return those in these topics.
+    def reset(
+        self, to: str | datetime | JsonOffsets, topics: Iterable[str] | None = None, others_stay: bool = False
+    ) -> Positions:
+        """Move the group's positions forwards or backwards, and return those that were moved to.
 
         A query that has a checkpoint goes on where the checkpoint says. So stop the query, reset the group, and start
         the query with a new ``checkpointLocation``.
@@ -144,6 +147,9 @@ class ConsumerGroup:
             offset of every queue: ``{"orders": {"0": 23, "1": 7}}``.
         topics : iterable of str, optional
             When not given: the topics of the offsets in ``to``, else those that the group has read.
+        others_stay : bool
+            True: a queue that the offsets do not name stays where it is, as with ``kafka-consumer-groups`` and
+            ``txmq group reset``. False: it is an error.
 
         Raises
         ------
@@ -172,9 +178,27 @@ class ConsumerGroup:
         if not names:
             raise OptionError("no topic is named: there is nothing to reset")
         subscription = Subscription(tuple(require_topic_name(name, own=True) for name in names))
-        positions = Planner(self.log, subscription).resolve("to", given)
+        planner = Planner(self.log, subscription)
+        if others_stay and isinstance(given, dict):
+            positions = self._only_named(planner, given)
+        else:
+            positions = planner.resolve("to", given)
         self.log.groups.set(self.name, positions, f"reset to {to if isinstance(to, (str, datetime)) else 'offsets'}")
         return positions
+
+    @staticmethod
+    def _only_named(planner: Planner, given: Positions) -> Positions:
+        """Return these offsets, after a look at whether the log has them. A topic without any is an error."""
+        queues = planner.queues()
+        for topic in queues:
+            if not any(queue[0] == topic for queue in given):
+                raise OptionError(f"to names no queue of topic {topic!r}: give offsets of it, or leave out the topic")
+        every = copy(given)  # a CountedPositions says of which log
+        for topic, count in queues.items():
+            for queue_id in range(count):
+                every.setdefault((topic, queue_id), LATEST_OFFSET)
+        resolved = planner.resolve("to", every)
+        return {queue: offset for queue, offset in resolved.items() if queue in given}
 
     def clone(self, name: str) -> ConsumerGroup:
         """Give another group the progress of this one (RocketMQ: ``cloneGroupOffset``).

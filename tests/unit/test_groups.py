@@ -153,6 +153,20 @@ def test_a_reset_moves_a_group_both_ways(log: CommitLog) -> None:
     assert lag_of(group) == {("orders", 0): 1, ("orders", 1): 3, ("returns", 0): 0}
 
 
+def test_a_reset_of_some_queues_leaves_the_others_where_they_are(log: CommitLog) -> None:
+    commit(log, prepare(log, 0, 4))
+    group = txmq.ConsumerGroup(log, "points")
+    assert group.reset({"orders": {"1": 1}}, others_stay=True) == {("orders", 1): 1}
+    assert group.positions() == {("orders", 1): 1}
+    group.reset("latest", ["orders"])
+    assert group.reset({"orders": {"0": 0}}, others_stay=True) == {("orders", 0): 0}
+    assert group.positions() == {("orders", 0): 0, ("orders", 1): 2}
+    with pytest.raises(txmq.OffsetError, match="past its end, which is 2"):
+        group.reset({"orders": {"0": 3}}, others_stay=True)
+    with pytest.raises(txmq.OptionError, match="names no queue of topic 'returns'"):
+        group.reset({"orders": {"0": 0}}, ["orders", "returns"], others_stay=True)
+
+
 def test_a_clone_stands_where_the_first_stands(log: CommitLog) -> None:
     txmq.ConsumerGroup(log, "points").reset("latest", ["orders"])
     clone = txmq.ConsumerGroup(log, "points").clone("points-2")
