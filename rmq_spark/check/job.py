@@ -26,6 +26,7 @@ try:
     from rich.markup import escape
 
     from rmq_spark.check.settings import JobSettings
+    from rmq_spark.cli.output import as_commands
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "rmq_spark":
         raise
@@ -75,7 +76,8 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> in
 
     def show(report: CheckReport) -> None:
         reports[:] = [report]
-        line = json.dumps(report.to_dict()) if as_json else f"{report.started_at:%Y-%m-%d %H:%M:%S}Z {report}"
+        words = f"{report.started_at:%Y-%m-%d %H:%M:%S}Z {as_commands(str(report))}"
+        line = json.dumps(report.to_dict()) if as_json else words
         print(line, flush=True)
         if once:
             stop.set()

@@ -1,7 +1,10 @@
 """The ``txmq`` command: look into a commit log, settle what waits for a person, run checks.
 
-Exit codes: 0 for success; 1 when something failed (one line says what); 2 for wrong usage, or for a configuration that
-cannot be used.
+Exit codes: 0 for success; 1 when something failed (one line says what), or when a person said no; 2 for wrong usage, or
+for a configuration that cannot be used. A reader that closes the pipe early, as ``head`` does, has what it wanted: 0.
+
+The modules of this package import what is heavy (pyarrow, deltalake, rich's tables) inside the commands: ``--help``
+answers at once.
 """
 
 from __future__ import annotations
@@ -17,19 +20,25 @@ from typing import Annotated, Any
 import typer
 
 from rmq_spark import __version__
-from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.cli.dead_letters import dlq_app
 from rmq_spark.cli.groups import group_app
-from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plain, plainly, short, show, storage_options
-from rmq_spark.commitlog.leaving import Graces
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.cli.output import (
+    AsJson,
+    LogPath,
+    Storage,
+    open_log,
+    plain,
+    plainly,
+    short,
+    short_time,
+    show,
+    storage_options,
+)
 from rmq_spark.config import QUEUES_DEFAULT, parse_duration
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
 READ_LIMIT = 20
 FOREVER = "forever"
-
-VERDICTS = {"COMMIT": COMMIT_MESSAGE, "ROLLBACK": ROLLBACK_MESSAGE}
+VERDICTS = {"COMMIT": "COMMIT_MESSAGE", "ROLLBACK": "ROLLBACK_MESSAGE"}
 
 
 app = typer.Typer(
@@ -56,6 +65,8 @@ def create(
     storage: Storage = None,
 ) -> None:
     """Make a commit log."""
+    from rmq_spark.commitlog.log import CommitLog
+
     log = CommitLog.create(path, queues=queues, exist_ok=exist_ok, storage_options=storage_options(storage))
     typer.echo(f"{log.path} is a commit log")
 
@@ -82,6 +93,9 @@ def maintain(
     storage: Storage = None,
 ) -> None:
     """Do all the upkeep, so that the log does not grow with its age. Safe beside everything else."""
+    from rmq_spark.check.maintainer import Maintainer
+    from rmq_spark.commitlog.leaving import Graces
+
     log = open_log(path, storage)
     graces = Graces.of(grace, audit, idempotency)
     interval = None if every is None else parse_duration(every, "every")
@@ -99,6 +113,8 @@ def maintain(
 @plainly
 def upgrade(path: LogPath, storage: Storage = None) -> None:
     """Give a commit log of an older version what this one needs. Stop all programs that use it first."""
+    from rmq_spark.commitlog.log import CommitLog
+
     added = CommitLog.upgrade(path, storage_options(storage))
     typer.echo("\n".join(f"added: {what}" for what in added) or "it needs nothing")
 
@@ -168,14 +184,14 @@ def _by_topic(offsets: Mapping[tuple[str, int], int]) -> Counter[str]:
 @plainly
 def pending(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
     """List half batches with messages that have no verdict yet."""
-    show(open_log(path, storage).pending().to_pylist(), as_json, "nothing is pending")
+    show(open_log(path, storage).pending().to_pylist(), as_json, "nothing is pending", spare=["lease_until"])
 
 
 @app.command()
 @plainly
 def quarantined(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
     """List half batches that checks gave up; see resume and resolve."""
-    show(open_log(path, storage).quarantined().to_pylist(), as_json, "nothing is quarantined")
+    show(open_log(path, storage).quarantined().to_pylist(), as_json, "nothing is quarantined", spare=["lease_until"])
 
 
 @app.command()
@@ -193,8 +209,9 @@ def conflicts(path: LogPath, as_json: AsJson = False, storage: Storage = None) -
                 "messages": record.rows,
                 "prepared_at": record.prepared_at,
                 "history": [
-                    f"{row.kind} by {row.decided_by} (attempt {row.attempt or 1}, {row.op_time})"
+                    f"{row.kind} by {row.decided_by} (attempt {row.attempt or 1}, {short_time(row.op_time)})"
                     for row in log.state_of(record).history
+                    if row.op_time is not None
                 ],
             }
         )
@@ -211,10 +228,12 @@ def resolve(
     storage: Storage = None,
 ) -> None:
     """Decide on what is pending, quarantined or in conflict in a half batch."""
+    from rmq_spark.transaction import LocalTransactionState
+
     wanted = VERDICTS.get(verdict.upper().removesuffix("_MESSAGE"))
     if wanted is None:
         raise typer.BadParameter(f"{verdict!r} is neither COMMIT nor ROLLBACK", param_hint="COMMIT|ROLLBACK")
-    placed = open_log(path, storage).resolve(half_id, wanted, reason)
+    placed = open_log(path, storage).resolve(half_id, LocalTransactionState(wanted), reason)
     typer.echo(f"{half_id}: {wanted}; {sum(p.count for p in placed)} messages became visible")
 
 
@@ -249,7 +268,7 @@ def read(
 ) -> None:
     """Show committed messages. --json prints a line for each; a body that is not UTF-8 is in body_base64."""
     log = open_log(path, storage)
-    table = log.read(topic, start=_start(start or [], log.require_topic(topic)), limit=limit)
+    table = log.read(topic, start=_start(start or [], range(log.require_topic(topic))), limit=limit)
     if as_json:
         for row in table.to_pylist():
             typer.echo(json.dumps(_json_message(row)))
@@ -258,13 +277,13 @@ def read(
     show([{**row, "body": short(row["body"])} for row in shown], False, f"topic {topic} has no messages here")
 
 
-def _start(given: Sequence[str], queues: int) -> dict[int, int]:
+def _start(given: Sequence[str], queues: Sequence[int]) -> dict[int, int]:
     start: dict[int, int] = {}
     for text in given:
         queue, _, offset = text.rpartition("=")
         if not offset.isdecimal() or not (queue == "" or queue.isdecimal()):
             raise typer.BadParameter(f"{text!r} is neither OFFSET nor QUEUE=OFFSET", param_hint="--from")
-        wanted = [int(queue)] if queue else range(queues)
+        wanted = [int(queue)] if queue else queues
         start.update(dict.fromkeys(wanted, int(offset)))
     return start
 

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, short, show
-from rmq_spark.consumer.dead_letters import DeadLetters
 from rmq_spark.errors import OptionError
 
 LIMIT = 100
@@ -27,6 +26,8 @@ def list_letters(
     storage: Storage = None,
 ) -> None:
     """List dead letters, and why they were given up."""
+    from rmq_spark.consumer.dead_letters import DeadLetters
+
     rows = []
     for row in DeadLetters(open_log(path, storage), group).list(limit).to_pylist():
         kept = ("queue_offset", "topic", "msg_id", "keys", "reconsume_times", "reason", "died")
@@ -44,6 +45,8 @@ def resend(
     storage: Storage = None,
 ) -> None:
     """Send dead letters to their group again; their retries are counted anew. A letter is sent again only once."""
+    from rmq_spark.consumer.dead_letters import DeadLetters
+
     if everything == bool(offset):
         raise OptionError("say which letters: --offset N (may be repeated), or --all")
     sent = DeadLetters(open_log(path, storage), group).resend(None if everything else offset)

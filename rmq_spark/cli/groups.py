@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, show
-from rmq_spark.consumer.groups import ConsumerGroup, groups
 from rmq_spark.source.offsets import EARLIEST, LATEST, CountedPositions, parse_offsets, parse_timestamp, to_json
 
 group_app = typer.Typer(no_args_is_help=True, help="Consumer groups of a commit log.")
@@ -19,6 +18,8 @@ Group = Annotated[str, typer.Argument(metavar="GROUP")]
 @plainly
 def list_groups(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
     """List consumer groups, and how far they are behind."""
+    from rmq_spark.consumer.groups import ConsumerGroup, groups
+
     log = open_log(path, storage)
     rows = []
     for name in groups(log):
@@ -39,10 +40,13 @@ def list_groups(path: LogPath, as_json: AsJson = False, storage: Storage = None)
 @plainly
 def lag(path: LogPath, group: Group, as_json: AsJson = False, storage: Storage = None) -> None:
     """Show how far a group is behind, queue by queue."""
+    from rmq_spark.consumer.groups import ConsumerGroup
+
     rows = ConsumerGroup(open_log(path, storage), group).lag().to_pylist()
     for row in rows:
         row["lag_seconds"] = round(row["lag_seconds"], 1)
-    show(rows, as_json, "the group's topics are gone")
+    shown = rows if as_json else [{k: v for k, v in row.items() if k != "consumer_group"} for row in rows]
+    show(shown, as_json, "the group's topics are gone", spare=["updated", "updated_by"])
 
 
 @group_app.command()
@@ -52,14 +56,20 @@ def reset(
     group: Group,
     to: Annotated[
         str,
-        typer.Option(help='earliest, latest, a time such as 2025-03-01T08:00:00Z, or offsets: {"orders": {"0": 23}}'),
+        typer.Option(
+            help='earliest, latest, a time such as 2025-03-01T08:00:00Z, or offsets: {"orders": {"0": 23}} moves '
+            "queue 0 alone."
+        ),
     ],
     topic: Annotated[
         list[str] | None, typer.Option(help="May be repeated; the topics the group has read when not given.")
     ] = None,
     storage: Storage = None,
 ) -> None:
-    """Move a group's positions. A query follows its checkpoint, so start it again with a new one."""
+    """Move a group's positions. Offsets move the queues that they name, and the others stay where they are.
+    A query follows its checkpoint, so start it again with a new one."""
+    from rmq_spark.consumer.groups import ConsumerGroup
+
     found = ConsumerGroup(open_log(path, storage), group)
     text = to.strip()
     if text in (EARLIEST, LATEST):
@@ -67,7 +77,7 @@ def reset(
     elif text.startswith("{"):
         given = parse_offsets(text, "--to", (EARLIEST, LATEST), ())
         assert isinstance(given, CountedPositions)  # JSON
-        positions = found.reset(to_json(given, log_id=given.log_id), topic)
+        positions = found.reset(to_json(given, log_id=given.log_id), topic, others_stay=True)
     else:
         positions = found.reset(parse_timestamp(text, "--to"), topic)
     show([{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(positions.items())], False, "nothing")
@@ -79,6 +89,8 @@ def clone(
     path: LogPath, group: Group, other: Annotated[str, typer.Argument(metavar="NEW_GROUP")], storage: Storage = None
 ) -> None:
     """Give a new group the positions of another group."""
+    from rmq_spark.consumer.groups import ConsumerGroup
+
     found = ConsumerGroup(open_log(path, storage), group).clone(other)
     typer.echo(f"{other} stands where {group} stands, in {len(found.positions())} queues")
 
@@ -87,5 +99,7 @@ def clone(
 @plainly
 def delete(path: LogPath, group: Group, storage: Storage = None) -> None:
     """Forget a group's progress."""
+    from rmq_spark.consumer.groups import ConsumerGroup
+
     known = ConsumerGroup(open_log(path, storage), group).delete()
     typer.echo(f"{group} is forgotten" if known else f"{group} was not known")

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import Who
+from rmq_spark.commitlog.rows import NO_ROWS
+from rmq_spark.errors import VerdictConflictError
 from rmq_spark.listener import NO_LISTENER_FENCE
 from tests import half_batches
 from tests.check_jobs import make_folder, write
@@ -62,6 +65,30 @@ def test_once_settles_what_is_due_and_exits_with_zero(folder: Path) -> None:
     assert report["pending"] == 1
     assert "listeners: order-service (shop_orders:listener)" in err
     assert log.read("orders").num_rows == 4
+
+
+def test_a_group_without_a_listener_is_named_and_is_no_problem_for_the_exit_code(folder: Path) -> None:
+    log = CommitLog.open(folder / "log")
+    prepare(log, 0, group="billing")
+    code, out, err = run(folder, "--once")
+    assert code == 0, err
+    assert "groups without a listener: billing; 1 half batch is pending" in out
+    assert "producer group 'billing' has no listener here: 1 half batches stay pending" in err
+    assert log.pending().num_rows == 1
+
+
+def test_a_conflict_is_told_in_the_words_of_the_command(folder: Path) -> None:
+    log = CommitLog.open(folder / "log")
+    prepare(log, 0)
+    record = log.get("app:0")
+    rows = half_batches.pending(log, record)
+    log.decide(record, 1, commit=NO_ROWS, rollback=rows, who=Who.CHECK)
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit=rows, rollback=NO_ROWS, who=Who.EXECUTE)
+    code, out, _ = run(folder, "--once")
+    assert code == 1
+    assert "txmq resolve PATH HALF_ID COMMIT|ROLLBACK --reason" in out
+    assert "log.resolve" not in out
 
 
 def test_once_exits_with_one_when_a_half_batch_had_a_problem(folder: Path) -> None:

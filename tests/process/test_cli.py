@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.transaction import COMMIT_MESSAGE
+from tests import half_batches
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -33,3 +37,29 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
     failed = run("topics", tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert failed.returncode == 1
     assert failed.stderr.strip() == "the txmq command needs typer: install rmq_spark with its extra job"
+
+
+def test_the_version_and_the_help_are_printed() -> None:
+    assert run("--version").stdout.startswith("rmq-spark ")
+    shown = run("topics", "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+
+
+def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
+    log = CommitLog.create(tmp_path / "log")
+    log.create_topic("orders", queues=1)
+    record = half_batches.prepare(log, 0, 2, fence_id="none")
+    log.resolve(record.half_id, COMMIT_MESSAGE, "for the test")
+    for arguments in (("read", log.path, "orders", "--json"), ("read", log.path, "orders"), ("topics", log.path)):
+        ours, theirs = os.pipe()
+        os.close(ours)
+        done = subprocess.run(
+            [sys.executable, "-m", "rmq_spark.cli", *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        os.close(theirs)
+        assert (done.returncode, done.stderr) == (0, "")

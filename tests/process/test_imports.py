@@ -36,6 +36,8 @@ DRIVERS = (
     ("import rmq_spark.check.service", ("pyspark", "sqlalchemy", "typer")),
     ("import sys, rmq_spark.listeners; rmq_spark.listeners.Rollback; assert 'sqlalchemy' in sys.modules", ("pyspark",)),
 )
+COMMAND = (("import rmq_spark.cli", ("pyarrow", "deltalake", "pandas", "numpy", "pyspark", "sqlalchemy", "lark")),)
+"""``txmq --help`` answers before anything is loaded that takes long."""
 
 RUN = """
 import sys, threading
@@ -58,7 +60,7 @@ def python(program: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("statements", [WORKERS, DRIVERS], ids=["workers", "drivers"])
+@pytest.mark.parametrize("statements", [WORKERS, DRIVERS, COMMAND], ids=["workers", "drivers", "command"])
 def test_importing_loads_no_engine_and_starts_no_thread(statements: Sequence[tuple[str, tuple[str, ...]]]) -> None:
     python(RUN + "\n".join(f"run({statement!r}, {unwanted!r})" for statement, unwanted in statements))
 

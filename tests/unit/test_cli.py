@@ -12,12 +12,15 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
+from rmq_spark import __version__
 from rmq_spark.check.service import CheckService
 from rmq_spark.cli import app
+from rmq_spark.cli.output import as_commands, show
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared
 
@@ -39,9 +42,17 @@ def log(tmp_path: Path) -> CommitLog:
     return made
 
 
-def prepare(log: CommitLog, batch_id: int = 0, bodies: tuple[object, ...] = (b"one", b"two")) -> HalfRecord:
-    header = HalfHeader(half_id_of("app", batch_id), "app", batch_id, None, None, NO_LISTENER_FENCE, "batch", "shop")
-    table = pa.table({"body": pa.array(bodies, pa.binary()), "keys": [f"k{i}" for i in range(len(bodies))]})
+def prepare(
+    log: CommitLog,
+    batch_id: int = 0,
+    bodies: tuple[object, ...] = (b"one", b"two"),
+    tags: str | None = None,
+    app_id: str = "app",
+) -> HalfRecord:
+    header = HalfHeader(half_id_of(app_id, batch_id), app_id, batch_id, None, None, NO_LISTENER_FENCE, "batch", "shop")
+    n = len(bodies)
+    columns = {"body": pa.array(bodies, pa.binary()), "keys": [f"k{i}" for i in range(n)]}
+    table = pa.table({**columns, "tags": pa.array([tags] * n, pa.string())})
     return log.prepare(header, log.stage(HalfWriter(header, log.topics(), "orders", None), table.to_batches()))
 
 
@@ -61,7 +72,7 @@ def test_upkeep_says_what_it_did(log: CommitLog) -> None:
     assert "messages would be drained" in txmq("maintain", log.path, "--dry-run")[0]
     assert "drained up to version" in txmq("maintain", log.path)[0]
     assert log.messages_table.refresh() > 0
-    assert "grace='1s' is under 60 seconds" in txmq("maintain", log.path, "--grace", "1s", code=1)[1]
+    assert "--grace '1s' is under 60 seconds" in txmq("maintain", log.path, "--grace", "1s", code=1)[1]
     txmq("maintain", log.path, "--dry-run", "--every", "1s", code=2)
 
 
@@ -134,7 +145,7 @@ def test_pending_quarantine_resume_and_resolve(log: CommitLog) -> None:
     record = prepare(log)
     found = json.loads(txmq("pending", log.path, "--json")[0])
     assert [(r["half_id"], r["messages"], r["producer_group"]) for r in found] == [("app:0", 2, "shop")]
-    assert re.search(r"app:0 +app +0 +shop +1 +2", txmq("pending", log.path)[0])
+    assert re.search(r"^app:0 +shop +1 +2 +0 +20", txmq("pending", log.path)[0], re.MULTILINE)
     log.quarantine(record, 1, rows(log, record), Who.DISCARD, "too often")
     assert txmq("pending", log.path)[0] == "nothing is pending\n"
     assert "app:0" in txmq("quarantined", log.path)[0]
@@ -256,4 +267,118 @@ def test_dead_letters_are_listed_and_sent_again(log: CommitLog) -> None:
     assert log.read(retry_topic("points")).num_rows == 2
     assert "say which letters" in txmq("dlq", "resend", log.path, "points", code=1)[1]
     assert "no dead letter 9" in txmq("dlq", "resend", log.path, "points", "--offset", "9", code=1)[1]
-    assert "'%DLQ%nobody' is not in the commit log" in txmq("dlq", "list", log.path, "nobody", code=1)[1]
+
+
+def test_the_dead_letters_of_an_unknown_group_are_an_error_that_names_a_near_one(log: CommitLog) -> None:
+    assert "no group has read" in txmq("dlq", "list", log.path, "points", code=1)[1]
+    ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    assert txmq("dlq", "list", log.path, "points")[0] == "there are no dead letters\n"
+    for command in (("list",), ("resend", "--all")):
+        _, err = txmq("dlq", command[0], log.path, "pionts", *command[1:], code=1)
+        assert err == "consumer group 'pionts' is not known in this commit log (did you mean 'points'?)\n"
+
+
+# ---------------------------------------------------------------- groups
+def test_a_reset_to_offsets_moves_the_queues_that_they_name(log: CommitLog) -> None:
+    for i in range(3):
+        commit(log, prepare(log, i))
+    group = ConsumerGroup(log, "points")
+    group.reset("earliest", ["orders"])
+    out, _ = txmq("group", "reset", log.path, "points", "--to", '{"orders": {"1": 2}}')
+    assert [line.split() for line in out.splitlines()] == [["topic", "queue_id", "next_offset"], ["orders", "1", "2"]]
+    assert group.positions() == {("orders", 0): 0, ("orders", 1): 2}
+    for to, words in (
+        ({"orders": {"1": 9}}, "--to has 9 for topic 'orders', queue 1: past its end, which is 3"),
+        ({"orders": {"2": 0}}, "--to names queue 2 of topic 'orders', which has the queues 0 to 1"),
+    ):
+        assert words in txmq("group", "reset", log.path, "points", "--to", json.dumps(to), code=1)[1]
+    given = ("--topic", "orders", "--topic", "bills", "--to", '{"orders": {"1": 1}}')
+    log.create_topic("bills")
+    assert "--to names no queue of topic 'bills'" in txmq("group", "reset", log.path, "points", *given, code=1)[1]
+    assert group.positions() == {("orders", 0): 0, ("orders", 1): 2}
+
+
+# ---------------------------------------------------------------- tables
+LONG_APP = "txmq-producer-12345678-9abc-def0-1234-56789abcdef0"
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 100, 200])
+def test_no_id_is_cut_or_folded_however_narrow_the_terminal(
+    log: CommitLog, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
+    record = prepare(log, 1, app_id=LONG_APP)
+    assert f"{LONG_APP}:1" in txmq("pending", log.path)[0]
+    mask = rows(log, record)
+    log.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    assert f"{LONG_APP}:1" in txmq("conflicts", log.path)[0]
+    log.create_topic("a-topic-with-quite-a-long-name")
+    ConsumerGroup(log, LONG_APP).reset("earliest", ["a-topic-with-quite-a-long-name"])
+    assert "a-topic-with-quite-a-long-name" in txmq("group", "lag", log.path, LONG_APP)[0]
+    assert LONG_APP in txmq("group", "list", log.path)[0]
+
+
+def test_a_table_leaves_out_what_only_repeats_the_half_id_and_json_has_it(log: CommitLog) -> None:
+    prepare(log)
+    header = txmq("pending", log.path)[0].splitlines()[0].split()
+    assert header == ["half_id", "producer_group", "attempt", "messages", "check_times", "prepared_at"]
+    assert json.loads(txmq("pending", log.path, "--json")[0])[0]["app_id"] == "app"
+
+
+def test_a_narrow_terminal_gets_fewer_columns_then_blocks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    made = [{"half_id": f"{LONG_APP}:{i}", "messages": i, "by": "someone", "reason": "word " * 9} for i in range(2)]
+
+    def lines(columns: int) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        show(made, False, "nothing", spare=["by"])
+        return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()]
+
+    assert len(lines(130)) == 3
+    assert "by" not in lines(85)[0].split()
+    assert lines(85)[-1] == "left out, for want of room: by (--json has all)"
+    assert max(map(len, lines(85))) <= 85
+    assert lines(40)[:3] == [f"half_id   {LONG_APP}:0", "messages  0", "by        someone"]
+    assert lines(40).count("") == 1
+
+
+# ---------------------------------------------------------------- words
+@pytest.mark.parametrize(
+    ("sentence", "words"),
+    [
+        ("make one with CommitLog.create('shop/log')", "make one with txmq create shop/log"),
+        ("make it with log.create_topic('orders')", "make it with txmq topic create PATH orders"),
+        ("then log.resolve(half_id, verdict, reason=…)", "then txmq resolve PATH HALF_ID COMMIT|ROLLBACK --reason …"),
+        ("or log.resolve('a:0', verdict, reason=…)", "or txmq resolve PATH HALF_ID COMMIT|ROLLBACK --reason …"),
+        ("log.pending() lists the open ones", "txmq pending lists the open ones"),
+        ("are not in the commit log (log.firsts())", "are not in the commit log"),
+    ],
+)
+def test_python_calls_in_advice_become_commands(sentence: str, words: str) -> None:
+    assert as_commands(sentence) == words
+
+
+def test_errors_speak_the_words_of_the_command(log: CommitLog, tmp_path: Path) -> None:
+    said = [
+        txmq("pending", tmp_path, code=1)[1],
+        txmq("read", log.path, "order", code=1)[1],
+        txmq("create", log.path, code=1)[1],
+        txmq("topic", "create", log.path, "orders", "--queues", 9, code=1)[1],
+        txmq("topic", "set", log.path, "orders", "--retention", "1s", code=1)[1],
+        txmq("topic", "set", log.path, "orders", "--retention", "never", code=1)[1],
+        txmq("vacuum", log.path, "--older-than", "1h", code=1)[1],
+        txmq("resume", log.path, "app:7", code=1)[1],
+        txmq("create", tmp_path / "x", "--queues", 0, code=1)[1],
+    ]
+    for sentence in said:
+        assert not re.search(r"CommitLog|log\.|exist_ok|None|\w=", sentence), sentence
+
+
+# ---------------------------------------------------------------- the rest
+def test_the_version_is_printed() -> None:
+    assert txmq("--version")[0] == f"rmq-spark {__version__}\n"
