@@ -256,25 +256,60 @@ def resume(
 def read(
     path: LogPath,
     topic: Annotated[str, typer.Argument(metavar="TOPIC")],
-    limit: Annotated[int, typer.Option(min=1, help="At most so many messages.")] = READ_LIMIT,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help=f"At most so many messages; {READ_LIMIT} by default.")
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option(min=1, help="The newest so many messages, by the time of their commit.")
+    ] = None,
     start: Annotated[
         list[str] | None,
         typer.Option(
             "--from", metavar="[QUEUE=]OFFSET", help="The first offset, of every queue or of one; repeatable."
         ),
     ] = None,
+    queue: Annotated[int | None, typer.Option(min=0, help="Only this queue.")] = None,
+    tags: Annotated[str | None, typer.Option(help='Only messages with one of these tags: "a||b".')] = None,
+    selector: Annotated[
+        str | None, typer.Option(help='Only messages for which this SQL92 condition is TRUE: "a > 5".')
+    ] = None,
     as_json: AsJson = False,
     storage: Storage = None,
 ) -> None:
-    """Show committed messages. --json prints a line for each; a body that is not UTF-8 is in body_base64."""
+    """Show committed messages, in (queue, offset) order: the first ones, those --from an offset on, or the --last ones.
+    --json prints a line for each; a body that is not UTF-8 is in body_base64."""
+    from rmq_spark.cli.reading import Choice
+
+    _refuse_contradictions(limit, last, start or [], queue, tags, selector)
     log = open_log(path, storage)
-    table = log.read(topic, start=_start(start or [], range(log.require_topic(topic))), limit=limit)
+    choice = Choice(log, topic, queue, tags, selector)
+    if last is not None:
+        table = choice.newest(last)
+    else:
+        queues = range(log.require_topic(topic)) if queue is None else [queue]
+        table = choice.first(_start(start or [], queues), limit or READ_LIMIT)
     if as_json:
         for row in table.to_pylist():
             typer.echo(json.dumps(_json_message(row)))
         return
     shown = table.select(["queue_id", "queue_offset", "tags", "keys", "body", "commit_timestamp"]).to_pylist()
-    show([{**row, "body": short(row["body"])} for row in shown], False, f"topic {topic} has no messages here")
+    rows = [{**row, "body": short(row["body"])} for row in shown]
+    show(rows, False, f"topic {topic} has no messages here", spare=["commit_timestamp"])
+
+
+def _refuse_contradictions(
+    limit: int | None, last: int | None, start: Sequence[str], queue: int | None, tags: str | None, selector: str | None
+) -> None:
+    for name, given in (("--from", start), ("--limit", limit)):
+        if last is not None and given:
+            raise typer.BadParameter(f"--last and {name} contradict each other: --last N counts from the end")
+    if tags is not None and selector is not None:
+        raise typer.BadParameter(
+            "--tags and --selector contradict each other: give one of them (a selector can say TAGS = 'a')"
+        )
+    for text in start:
+        if queue is not None and "=" in text and text.partition("=")[0] != str(queue):
+            raise typer.BadParameter(f"--from {text} and --queue {queue} contradict each other: they name two queues")
 
 
 def _start(given: Sequence[str], queues: Sequence[int]) -> dict[int, int]:

@@ -190,6 +190,79 @@ def test_read_shows_messages_and_where_they_are(log: CommitLog) -> None:
     assert "offset 9 of queue 0" in txmq("read", log.path, "orders", "--from", 9, code=1)[1]
 
 
+def in_json(*arguments: object) -> list[tuple[int, int]]:
+    """Queue and offset of what a ``read`` shows."""
+    lines = map(json.loads, txmq("read", *arguments, "--json")[0].splitlines())
+    return [(m["queue_id"], m["queue_offset"]) for m in lines]
+
+
+def test_the_last_messages_are_the_newest_of_all_queues(log: CommitLog) -> None:
+    for i in range(4):
+        commit(log, prepare(log, i))
+    commit(log, prepare(log, 4, bodies=(b"alone",)))  # goes to one queue
+    table = log.read("orders", columns=["commit_timestamp", "queue_id", "queue_offset"])
+    newest = sorted(table.to_pylist(), key=lambda m: (m["commit_timestamp"], m["queue_offset"], m["queue_id"]))
+    for count in (1, 2, 3, 5, 9, 50):
+        expected = sorted((m["queue_id"], m["queue_offset"]) for m in newest[-count:])
+        assert in_json(log.path, "orders", "--last", count) == expected
+    assert (
+        in_json(log.path, "orders", "--last", 2, "--queue", 1)
+        == [(1, n) for n in range(log.tails()[("orders", 1)])][-2:]
+    )
+    log.create_topic("empty")
+    assert "has no messages here" in txmq("read", log.path, "empty", "--last", 3)[0]
+
+
+def test_the_last_messages_that_a_filter_keeps_are_looked_for_further_back(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rmq_spark.cli.reading.FILTERED_SPAN", 2)
+    for i in range(12):
+        prepared = prepare(log, i, tags="rare" if i in (0, 3) else "often")
+        commit(log, prepared)
+    assert in_json(log.path, "orders", "--tags", "rare || never", "--last", 3) == [(0, 3), (1, 0), (1, 3)]
+    assert in_json(log.path, "orders", "--tags", "rare", "--last", 9) == [(0, 0), (0, 3), (1, 0), (1, 3)]
+    assert in_json(log.path, "orders", "--tags", "never", "--last", 9) == []
+    assert in_json(log.path, "orders", "--selector", "TAGS = 'rare'", "--queue", 1) == [(1, 0), (1, 3)]
+    assert in_json(log.path, "orders", "--tags", "often", "--limit", 2, "--from", 3, "--queue", 1) == [(1, 4), (1, 5)]
+
+
+def test_the_last_messages_are_found_without_reading_those_before(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [prepare(log, i) for i in range(6)]
+    for record in records:
+        commit(log, record)
+    for record in records[:2]:
+        for file in record.files.values():
+            (Path(log.path) / "half" / file.path).unlink()
+    assert in_json(log.path, "orders", "--last", 4) == [(0, 4), (0, 5), (1, 4), (1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--last", 2, "--from", 1), "--last and --from contradict each other"),
+        (("--last", 2, "--limit", 1), "--last and --limit contradict each other"),
+        (("--tags", "a", "--selector", "b = 1"), "--tags and --selector contradict each other"),
+        (("--queue", 1, "--from", "0=1"), "--from 0=1 and --queue 1 contradict each other"),
+    ],
+)
+def test_options_of_read_that_contradict_each_other_are_refused(
+    log: CommitLog, options: tuple[object, ...], words: str
+) -> None:
+    _, err = txmq("read", log.path, "orders", *options, code=2)
+    assert words in re.sub(r"[│\s]+", " ", err)
+
+
+def test_a_queue_or_tags_that_cannot_be_are_refused_in_the_words_of_the_command(log: CommitLog) -> None:
+    assert (
+        "--queue 2: topic 'orders' has the queues 0 to 1" in txmq("read", log.path, "orders", "--queue", 2, code=1)[1]
+    )
+    assert "--tags 'a | b' has a single bar" in txmq("read", log.path, "orders", "--tags", "a | b", code=1)[1]
+    assert "--from names offset 9" in txmq("read", log.path, "orders", "--from", 9, code=1)[1]
+
+
 def test_bodies_cannot_steer_the_terminal_and_bytes_come_as_base64(log: CommitLog) -> None:
     commit(log, prepare(log, bodies=(b"\x1b[31m[red]x[/red]\nnext", b"\xff\x00", b"a" * 500)))
     out, _ = txmq("read", log.path, "orders")
