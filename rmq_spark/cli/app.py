@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ from rmq_spark.config import QUEUES_DEFAULT, parse_duration
 
 READ_LIMIT = 20
 FOREVER = "forever"
-VERDICTS = {"COMMIT": "COMMIT_MESSAGE", "ROLLBACK": "ROLLBACK_MESSAGE"}
+VERDICTS = ("COMMIT", "ROLLBACK")
 
 
 app = typer.Typer(
@@ -225,16 +226,28 @@ def resolve(
     half_id: HalfId,
     verdict: Annotated[str, typer.Argument(metavar="COMMIT|ROLLBACK")],
     reason: Annotated[str, typer.Option(help="Kept with the op marker, for those who ask later.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Needed where there is no terminal.")] = False,
     storage: Storage = None,
 ) -> None:
-    """Decide on what is pending, quarantined or in conflict in a half batch."""
-    from rmq_spark.transaction import LocalTransactionState
+    """Decide on what is pending, quarantined or in conflict in a half batch. Shows it, and asks before it acts."""
+    from rmq_spark.cli.resolving import Resolving
 
-    wanted = VERDICTS.get(verdict.upper().removesuffix("_MESSAGE"))
-    if wanted is None:
+    wanted = verdict.upper().removesuffix("_MESSAGE")
+    if wanted not in VERDICTS:
         raise typer.BadParameter(f"{verdict!r} is neither COMMIT nor ROLLBACK", param_hint="COMMIT|ROLLBACK")
-    placed = open_log(path, storage).resolve(half_id, LocalTransactionState(wanted), reason)
-    typer.echo(f"{half_id}: {wanted}; {sum(p.count for p in placed)} messages became visible")
+    if not reason.strip():
+        raise typer.BadParameter("it is empty: a reason is kept with the op marker", param_hint="--reason")
+    resolving = Resolving(open_log(path, storage), half_id, wanted)
+    if resolving.acts and not yes:
+        if not sys.stdin.isatty():
+            raise typer.BadParameter(
+                f"there is no terminal to ask on: pass --yes to {wanted.lower()} {half_id} unasked"
+            )
+        typer.echo(resolving.description(), err=True)
+        if not typer.confirm(resolving.question(), err=True):
+            typer.echo("nothing was changed", err=True)
+            raise typer.Exit(1)
+    typer.echo(f"{half_id}: {resolving.run(reason)}")
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +64,44 @@ def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
         )
         os.close(theirs)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def in_a_terminal(answer: str, *arguments: object) -> tuple[int, str]:
+    """Run the command in a terminal, type the answer, and return its exit code and all that was shown."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rmq_spark.cli", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    os.write(ours, f"{answer}\n".encode())  # waits in the terminal until it is asked for
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # so Linux says that the other side is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(ours)
+    return process.wait(60), shown.decode().replace("\r\n", "\n")
+
+
+def test_resolve_asks_in_a_terminal(tmp_path: Path) -> None:
+    log = CommitLog.create(tmp_path / "log")
+    log.create_topic("orders", queues=1)
+    half_id = half_batches.prepare(log, 0, 2).half_id
+    code, shown = in_a_terminal("n", "resolve", log.path, half_id, "ROLLBACK", "--reason", "never paid")
+    assert code == 1
+    assert "pending         2 messages" in shown
+    assert "Roll them back?" in shown
+    assert "nothing was changed" in shown
+    assert log.pending().num_rows == 1
+    code, shown = in_a_terminal("y", "resolve", log.path, half_id, "ROLLBACK", "--reason", "never paid")
+    assert code == 0
+    assert shown.endswith(f"{half_id}: 2 messages were rolled back\n")
+    assert log.pending().num_rows == 0

@@ -16,6 +16,7 @@ from rmq_spark import __version__
 from rmq_spark.check.service import CheckService
 from rmq_spark.cli import app
 from rmq_spark.cli.output import as_commands, show
+from rmq_spark.cli.resolving import Resolving, age_in_words
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
@@ -150,8 +151,8 @@ def test_pending_quarantine_resume_and_resolve(log: CommitLog) -> None:
     assert txmq("pending", log.path)[0] == "nothing is pending\n"
     assert "app:0" in txmq("quarantined", log.path)[0]
     assert txmq("resume", log.path, "app:0")[0] == "app:0: 2 messages are pending again\n"
-    out, _ = txmq("resolve", log.path, "app:0", "commit", "--reason", "the bank says so")
-    assert out == "app:0: COMMIT_MESSAGE; 2 messages became visible\n"
+    out, _ = txmq("resolve", log.path, "app:0", "commit", "--reason", "the bank says so", "--yes")
+    assert out == "app:0: 2 messages became visible\n"
     assert log.read("orders").num_rows == 2
     assert log.state_of(record).history[-1].reason == "the bank says so"
 
@@ -167,10 +168,58 @@ def test_a_conflict_is_shown_with_its_history_and_resolved(log: CommitLog) -> No
     assert found[0]["half_id"] == "app:0"
     assert found[0]["history"][0].startswith("rollback by check (attempt 1, ")
     assert "rollback by check" in txmq("conflicts", log.path)[0]
-    txmq("resolve", log.path, "app:0", "ROLLBACK", "--reason", "never happened")
+    out, _ = txmq("resolve", log.path, "app:0", "ROLLBACK", "--reason", "never happened", "-y")
+    assert out == "app:0: its messages were rolled back already, and stay so\n"
     assert txmq("conflicts", log.path)[0] == "there are no conflicts\n"
     assert "no half batch 'app:9'" in txmq("resolve", log.path, "app:9", "COMMIT", "--reason", "x", code=1)[1]
-    assert "needs a reason" in txmq("resolve", log.path, "app:0", "COMMIT", "--reason", " ", code=1)[1]
+    assert "a reason is kept" in txmq("resolve", log.path, "app:0", "COMMIT", "--reason", " ", code=2)[1]
+
+
+def test_resolve_says_what_it_did_and_acts_without_a_terminal_only_when_told_yes(log: CommitLog) -> None:
+    prepare(log)
+    _, err = txmq("resolve", log.path, "app:0", "ROLLBACK", "--reason", "never paid", code=2)
+    assert "pass --yes" in err
+    assert log.pending().num_rows == 1
+    out, _ = txmq("resolve", log.path, "app:0", "ROLLBACK", "--reason", "never paid", "-y")
+    assert out == "app:0: 2 messages were rolled back\n"
+    # Nothing is left to be decided, so there is nothing to ask about.
+    out, _ = txmq("resolve", log.path, "app:0", "ROLLBACK", "--reason", "never paid")
+    assert out == "app:0: its messages were rolled back already, and stay so\n"
+    assert "comes too late" in txmq("resolve", log.path, "app:0", "COMMIT", "--reason", "x", code=1)[1]
+
+
+def test_resolve_shows_the_half_batch_before_it_asks(log: CommitLog) -> None:
+    record = prepare(log)
+    log.quarantine(record, 1, rows(log, record), Who.DISCARD, "too often")
+    resolving = Resolving(log, "app:0", "ROLLBACK")
+    lines = dict(re.split(r" {2,}", line, maxsplit=1) for line in resolving.description().splitlines())
+    assert re.fullmatch(r"20.*Z, \d+ \w+ ago", lines.pop("prepared_at"))
+    assert lines == {
+        "half_id": "app:0",
+        "producer_group": "shop",
+        "app_id": "app",
+        "batch_id": "0",
+        "pending": "0 messages",
+        "quarantined": "2 messages",
+    }
+    assert resolving.question().startswith("Roll them back?")
+    assert resolving.run("never paid") == "2 messages were rolled back"
+
+
+def test_a_message_that_is_committed_and_waits_is_not_called_visible(log: CommitLog) -> None:
+    header = HalfHeader("app:0", "app", 0, None, None, NO_LISTENER_FENCE, "batch", "shop")
+    table = pa.table({"body": [b"now", b"later"], "delay_level": pa.array([None, 18], pa.int32())})
+    log.prepare(header, log.stage(HalfWriter(header, log.topics(), "orders", None), table.to_batches()))
+    out, _ = txmq("resolve", log.path, "app:0", "COMMIT", "--reason", "paid", "-y")
+    waits = "1 message is committed, and waits for a time or for an earlier message"
+    assert out == f"app:0: 1 message became visible; {waits}\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0, "0 seconds"), (59.9, "59 seconds"), (3600, "1 hour"), (200_000, "2 days")]
+)
+def test_ages_are_told_in_the_largest_unit(seconds: float, words: str) -> None:
+    assert age_in_words(seconds) == words
 
 
 # ---------------------------------------------------------------- reading

@@ -1,0 +1,93 @@
+"""What ``txmq resolve`` asks, does and says."""
+
+from __future__ import annotations
+
+from rmq_spark.cli.output import count_of, short_time
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
+
+ROLLED_BACK = (RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK, RowState.ROLLED_BACK_BY_DISCARD)
+_UNITS = (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1))
+
+
+class Resolving:
+    """A person's verdict on one half batch.
+
+    Parameters
+    ----------
+    log : CommitLog
+    half_id : str
+    verdict : str
+        ``COMMIT`` or ``ROLLBACK``.
+    """
+
+    def __init__(self, log: CommitLog, half_id: str, verdict: str) -> None:
+        self._log = log
+        self._commits = verdict == "COMMIT"
+        self._record = log.get(half_id)
+        self._state = log.state_of(self._record)
+        self._open = self._state.count(RowState.PENDING, RowState.QUARANTINED)
+        self._in_conflict = self._state.conflicting().count
+        self.acts = bool(self._open or self._in_conflict)
+        """False when nothing is left to be decided."""
+
+    def description(self) -> str:
+        """Return whose half batch it is, how old, and what of it waits, a line for each."""
+        header, now = self._record.header, self._log.machine.now()
+        prepared_at = self._record.prepared_at
+        age = age_in_words((now - prepared_at).total_seconds())
+        lines = {
+            "half_id": self._record.half_id,
+            "producer_group": header.producer_group,
+            "app_id": header.app_id,
+            "batch_id": str(header.batch_id),
+            "prepared_at": f"{short_time(prepared_at)}, {age} ago",
+            "pending": count_of(self._state.count(RowState.PENDING), "message"),
+            "quarantined": count_of(self._state.count(RowState.QUARANTINED), "message"),
+            "in conflict": count_of(self._in_conflict, "message"),
+        }
+        if self._state.leased(now):
+            lines["lease_until"] = f"{short_time(self._state.lease_until or now)}: its local transaction may be running"
+        if not self._in_conflict:
+            del lines["in conflict"]
+        return "\n".join(f"{name:<16}{value}" for name, value in lines.items())
+
+    def question(self) -> str:
+        """Return what a person has to say yes to."""
+        if self._commits:
+            return "Commit them? Messages that became visible cannot be taken back."
+        return "Roll them back? Nobody will see these messages."
+
+    def run(self, reason: str) -> str:
+        """Decide, and return what became of the messages.
+
+        Raises
+        ------
+        VerdictConflictError
+            When visible messages would have to be taken back.
+        """
+        placed = self._log.resolve(self._record.half_id, COMMIT_MESSAGE if self._commits else ROLLBACK_MESSAGE, reason)
+        after = self._log.state_of(self._record)
+        if self._commits:
+            mine = sum(p.count for p in placed if p.half_id in ("", self._record.half_id))
+            waiting = after.count(RowState.DECIDED) - self._state.count(RowState.DECIDED)
+            said = [f"{count_of(mine, 'message')} became visible"] if mine or not waiting else []
+            if waiting > 0:
+                said.append(
+                    f"{count_of(waiting, 'message')} {'is' if waiting == 1 else 'are'} committed, and wait"
+                    f"{'s' if waiting == 1 else ''} for a time or for an earlier message"
+                )
+            return "; ".join(said)
+        count = after.count(*ROLLED_BACK) - self._state.count(*ROLLED_BACK)
+        if count <= 0:
+            return "its messages were rolled back already, and stay so"
+        return f"{count_of(count, 'message')} {'was' if count == 1 else 'were'} rolled back"
+
+
+def age_in_words(seconds: float) -> str:
+    """Return the largest unit that fits, as in ``3 hours``."""
+    for unit, length in _UNITS:
+        if seconds >= length:
+            return count_of(int(seconds // length), unit)
+    return "0 seconds"
