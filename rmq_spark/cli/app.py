@@ -36,6 +36,7 @@ from rmq_spark.cli.output import (
     storage_options,
 )
 from rmq_spark.config import QUEUES_DEFAULT, parse_duration
+from rmq_spark.errors import OptionError
 
 READ_LIMIT = 20
 FOREVER = "forever"
@@ -347,6 +348,26 @@ def _json_message(row: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- work
+@app.command()
+@plainly
+def init(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it; it must not be there.")] = Path(
+        "txmq.toml"
+    ),
+) -> None:
+    """Write an example of the check job's configuration, with a comment for every setting."""
+    from rmq_spark.check.example import example_configuration
+
+    try:
+        with file.open("x", encoding="utf-8") as there:
+            there.write(example_configuration().replace("conf/txmq.toml", str(file)))
+    except FileExistsError:
+        raise OptionError(f"{file} is there already, and is left as it is: name another file") from None
+    except FileNotFoundError:
+        raise OptionError(f"{file} cannot be written: the folder {file.parent} does not exist") from None
+    typer.echo(f"{file} is written: set path and [listeners] in it, then run txmq check --config {file} --once")
+
+
 @app.command()
 @plainly
 def check(

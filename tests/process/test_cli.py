@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 from rmq_spark.commitlog.log import CommitLog
@@ -105,3 +106,16 @@ def test_resolve_asks_in_a_terminal(tmp_path: Path) -> None:
     assert code == 0
     assert shown.endswith(f"{half_id}: 2 messages were rolled back\n")
     assert log.pending().num_rows == 0
+
+
+def test_the_wheel_has_the_example_configuration(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(tmp_path / "site")
+    example = (ROOT / "conf" / "txmq.toml").read_text()
+    assert (tmp_path / "site" / "rmq_spark" / "check" / "txmq.toml").read_text() == example
+    made = run("init", tmp_path / "made.toml", PYTHONPATH=str(tmp_path / "site"))
+    assert (made.returncode, made.stderr) == (0, "")
+    assert (tmp_path / "made.toml").read_text().splitlines()[2:] == example.splitlines()[2:]

@@ -504,3 +504,19 @@ def test_errors_speak_the_words_of_the_command(log: CommitLog, tmp_path: Path) -
 # ---------------------------------------------------------------- the rest
 def test_the_version_is_printed() -> None:
     assert txmq("--version")[0] == f"rmq-spark {__version__}\n"
+
+
+def test_init_writes_the_example_and_overwrites_nothing(
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "txmq check --config txmq.toml --once" in txmq("init")[0]
+    assert "[listeners]" in Path("txmq.toml").read_text()
+    monkeypatch.setenv("TXMQ_PATH", log.path)
+    txmq("check", "--config", "txmq.toml", "--once")
+    Path("txmq.toml").write_text("mine")
+    assert "is there already" in txmq("init", code=1)[1]
+    assert Path("txmq.toml").read_text() == "mine"
+    assert "does not exist" in txmq("init", "nowhere/x.toml", code=1)[1]
+    txmq("init", "other.toml")
+    assert "--config other.toml" in Path("other.toml").read_text()
