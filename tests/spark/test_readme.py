@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.process import postgres
+
 ROOT = Path(__file__).parents[2]
-NEEDS_S3 = "object-stores"  # run by test_s3.py
+NEEDS_A_SERVER = ("object-stores", "postgresql")  # test_s3.py runs the first, a test of its own the second
 
 
 def run_examples(page: Path, folder: Path, environment: Mapping[str, str] | None = None) -> str:
@@ -47,7 +49,7 @@ def test_the_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
 HOW_TOS = [
     pytest.param(page, id=page.stem, marks=[pytest.mark.long] if "SparkSession" in page.read_text() else [])
     for page in sorted((ROOT / "docs").glob("*.md"))
-    if page.stem != NEEDS_S3
+    if page.stem not in NEEDS_A_SERVER
 ]
 """Those that start a Spark of their own take as long as the README."""
 
@@ -55,3 +57,12 @@ HOW_TOS = [
 @pytest.mark.parametrize("page", HOW_TOS)
 def test_a_how_to_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     run_examples(page, tmp_path)
+
+
+@pytest.mark.postgres
+def test_the_how_to_for_postgresql_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    (tmp_path / "pg").mkdir()
+    with postgres.running(tmp_path / "pg") as owner:
+        urls = {"ORDERS_DB_OWNER": owner, "ORDERS_DB": owner.set(username="shop_app")}
+        environment = {name: url.render_as_string(hide_password=False) for name, url in urls.items()}
+        run_examples(ROOT / "docs" / "postgresql.md", tmp_path, environment)
