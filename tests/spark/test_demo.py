@@ -253,7 +253,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "NEEDED", ("pyspark", "no_such_package_here"))
     problem = demo.missing_requirement()
     assert problem is not None
-    assert "no_such_package_here: pip install" in problem
+    assert "no_such_package_here: install rmq_spark" in problem
 
 
 def test_a_folder_that_holds_something_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
