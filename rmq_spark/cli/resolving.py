@@ -80,6 +80,11 @@ class Resolving:
                 )
             return "; ".join(said)
         count = after.count(*ROLLED_BACK) - self._state.count(*ROLLED_BACK)
+        if count <= 0 and after.count(RowState.ROLLED_BACK_BY_CHECK):
+            return (
+                "nothing was changed. A check has rolled it back already, which is not final: a restart of its query "
+                "runs it again. Resolve it when that has made it pending"
+            )
         if count <= 0:
             return "its messages were rolled back already, and stay so"
         return f"{count_of(count, 'message')} {'was' if count == 1 else 'were'} rolled back"

@@ -56,14 +56,17 @@ def require_message_columns(names: Sequence[str], default_topic: str | None, tra
             f"column 'body' (binary or string) is missing: found {', '.join(names) or 'no columns'}; "
             "make it with, for instance, to_json(struct('*')).alias('body')"
         )
+    if transaction_key is not None and transaction_key not in names:
+        raise MessageError(
+            f"transactionKey={transaction_key!r} is not a column: {nearest(transaction_key, names)}; name one of the "
+            f"columns {', '.join(names)}"
+        )
     for name in names:
         if name not in INPUT_COLUMNS and name != transaction_key:
             known = [*INPUT_COLUMNS, *([transaction_key] if transaction_key else [])]
             raise MessageError(
                 f"column {name!r} is not a column of messages ({nearest(name, known)}); drop or rename it"
             )
-    if transaction_key is not None and transaction_key not in names:
-        raise MessageError(f"transactionKey={transaction_key!r} is not a column: found {', '.join(names)}")
     if default_topic is None and "topic" not in names:
         raise MessageError("there is neither an option 'topic' nor a column 'topic': set one of them")
 

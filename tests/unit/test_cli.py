@@ -188,6 +188,13 @@ def test_resolve_says_what_it_did_and_acts_without_a_terminal_only_when_told_yes
     assert "comes too late" in txmq("resolve", log.path, "app:0", "COMMIT", "--reason", "x", code=1)[1]
 
 
+def test_resolve_does_not_claim_what_a_check_did_before_it(log: CommitLog) -> None:
+    record = prepare(log)
+    log.decide(record, 1, commit={}, rollback=rows(log, record), who=Who.CHECK)
+    out, _ = txmq("resolve", log.path, "app:0", "ROLLBACK", "--reason", "poison", "-y")
+    assert out.startswith("app:0: nothing was changed. A check has rolled it back already, which is not final")
+
+
 def test_resolve_shows_the_half_batch_before_it_asks(log: CommitLog) -> None:
     record = prepare(log)
     log.quarantine(record, 1, rows(log, record), Who.DISCARD, "too often")

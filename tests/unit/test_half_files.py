@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rmq_spark.commitlog.half import FOOTER_COLUMNS, HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfWriter
+from rmq_spark.commitlog.incoming import require_message_columns
 from rmq_spark.errors import CorruptLogError, LostFileError, MessageError, TopicNotFoundError
 from rmq_spark.message import PROPERTIES
 from rmq_spark.selector import parse_selector
@@ -553,3 +554,8 @@ def test_a_file_that_nobody_finds_again_is_an_error() -> None:
 
     with pytest.raises(LostFileError, match="set back"):
         list(HalfFiles(read, locate).read(RowRange("old.parquet", "app:0", 0, 9, ((0, 8),)), ["row_no"]))
+
+
+def test_a_misspelt_transaction_key_is_named_and_not_another_column() -> None:
+    with pytest.raises(MessageError, match=r"transactionKey='order_di' is not a column.*'order_id'"):
+        require_message_columns(["body", "order_id"], "orders", "order_di")
