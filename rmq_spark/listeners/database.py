@@ -406,8 +406,9 @@ def _require_tested(backend: str) -> None:
 
 def _make_engine(url: sa.URL) -> sa.Engine:
     try:
-        # A connection may idle for hours between two micro-batches: test whether it is alive before use.
-        return sa.create_engine(url, pool_pre_ping=True)
+        # A connection may idle for hours between two micro-batches: test whether it is alive before use. An error's
+        # text goes into logs, so it has no values of rows in it.
+        return sa.create_engine(url, pool_pre_ping=True, hide_parameters=True)
     except sa.exc.NoSuchModuleError:
         raise ListenerError(f"SQLAlchemy knows no database {url.drivername!r}: install its dialect") from None
     except ModuleNotFoundError as problem:
