@@ -146,8 +146,8 @@ def test_the_command_line_works_on_s3(s3: S3Server, uri: str) -> None:
         producer.send_message_in_transaction(txmq.Message("orders", b"order 0"), txmq.COMMIT_MESSAGE)
         waits = producer.send_message_in_transaction(txmq.Message("orders", b"order 1"), txmq.UNKNOWN)
     assert waits.half_id in txmq_command(s3, "pending", uri).stdout
-    done = txmq_command(s3, "resolve", uri, waits.half_id, "COMMIT", "--reason", "paid")
-    assert "1 messages became visible" in done.stdout, done.stderr
+    done = txmq_command(s3, "resolve", uri, waits.half_id, "COMMIT", "--reason", "paid", "--yes")
+    assert "1 message became visible" in done.stdout, done.stderr
     read = txmq_command(s3, "read", uri, "orders", "--json").stdout.splitlines()
     assert sorted(json.loads(line)["body"] for line in read) == ["order 0", "order 1"]
     assert txmq_command(s3, "vacuum", uri).stdout.strip() == "0 files were removed"
@@ -268,7 +268,7 @@ def test_the_probe_for_put_if_absent_leaves_nothing_behind(s3: S3Server, uri: st
     txmq.CommitLog.create(where, storage_options=s3.storage_options() if kind == "s3" else None)
     found = s3.objects(uri) if kind == "s3" else [str(p.relative_to(where)) for p in Path(where).rglob("*")]
     first = "_delta_log/00000000000000000000.json"
-    assert {f for f in found if f.endswith(".json")} == {f"{t}/{first}" for t in ("half", "op", "topics")}
+    assert {f for f in found if f.endswith(".json")} == {f"{t}/{first}" for t in ("half", "messages", "op", "topics")}
     assert not [f for f in found if PROBE in f]
 
 
