@@ -952,9 +952,12 @@ def _half_compaction(careful: bool) -> Patch:
         for half_id in log.half.prepared_after(0):
             app_id, _, batch_id = half_id.rpartition(":")
             record = log.find(app_id, int(batch_id))
-            if record is None:  # another upkeep was faster
+            try:
+                state = None if record is None else log.state_of(record)
+            except HalfBatchLeftError:
+                state = None
+            if record is None or state is None:  # another upkeep was faster
                 continue
-            state = log.state_of(record)
             # A batch may come again until its application has prepared a later one.
             behind = (last.get(record.header.app_id) or 0) > record.header.batch_id
             final = (RowState.ROLLED_BACK,) if careful else (RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK)

@@ -387,7 +387,8 @@ class Simulation:
         def read(operation: str) -> Callable[[], None]:
             def work() -> None:
                 log = self.world.open_log()
-                found = self.with_expired(log, log.read(TOPIC, columns=READ_COLUMNS))
+                found = log.read(TOPIC, columns=READ_COLUMNS)
+                found = self.with_expired(log.firsts(), found)
                 note_messages(self.history, Kind.READ, "final", operation, found)
 
             return work
@@ -563,7 +564,8 @@ class Simulation:
         """The table ``messages`` as it is at some moment, for any reader of Delta."""
         table = log.messages_table
         table.refresh()
-        rows = self.with_expired(log, table.read(table.actions()["path"].to_pylist()))
+        # What has expired by now, whatever an old list says: the files may have gone before this log hears of it.
+        rows = self.with_expired(said_last(self.world), table.read(table.actions()["path"].to_pylist()))
         note_drained(self.history, self.world.process, operation, rows, drained_up_to(table))
 
     def merge(self, log: SimulatedLog) -> None:
@@ -612,10 +614,11 @@ class Simulation:
         if self.scenario.clock_steps:
             self.scheduler.clock_offset_s += self.chance.choice((-DAY_S, -3600.0, -1.0, 1.0, 3600.0, DAY_S))
 
-    def with_expired(self, log: CommitLog, found: pa.Table, start: Mapping[int, int] | None = None) -> pa.Table:
-        """What was read, and before it what has expired by the log's own word, from a reader's start on. So every rule
+    def with_expired(
+        self, firsts: Mapping[tuple[str, int], int], found: pa.Table, start: Mapping[int, int] | None = None
+    ) -> pa.Table:
+        """What was read, and before it what has expired by these first offsets, from a reader's start on. So every rule
         of the judge sees whole queues."""
-        firsts = log.firsts()
         if not firsts:
             return found
         known = set(zip(*(found[name].to_pylist() for name in PLACE), strict=True))
@@ -637,6 +640,17 @@ class Simulation:
             self.counts[type(problem).__name__] += 1
             return False
         return True
+
+
+def said_last(world: World) -> dict[tuple[str, int], int]:
+    """The first offsets that ``op`` has said last; they only grow."""
+    ever = world.op.ever()
+    firsts: dict[tuple[str, int], int] = {}
+    for said in ever.filter(pc.equal(ever["kind"], "expire"))["firsts"].to_pylist():
+        for f in said:
+            queue = (f["topic"], f["queue_id"])
+            firsts[queue] = max(f["first_offset"], firsts.get(queue, 0))
+    return firsts
 
 
 def with_what_left(world: World) -> tuple[pa.Table, pa.Table]:
@@ -949,7 +963,7 @@ class Reader:
                 found = log.read(TOPIC, columns=READ_COLUMNS)
                 version = log.seen_version
                 note_messages(simulation.history, Kind.READ, simulation.world.process, operation,
-                              simulation.with_expired(log, found), version)  # fmt: skip
+                              simulation.with_expired(log.firsts(), found), version)  # fmt: skip
                 continue
             limit = simulation.chance.choice((None, 1, 2))
             try:
@@ -959,7 +973,7 @@ class Reader:
             except OffsetOutOfRangeError:
                 found = pa.schema(SCHEMA).empty_table()  # it goes on at the first offset
             version = log.seen_version
-            self._note(simulation.with_expired(log, found, self.position), operation, version)
+            self._note(simulation.with_expired(log.firsts(), found, self.position), operation, version)
 
     def _plan(self, log: SimulatedLog, planner: Planner, limit: int | None) -> pa.Table:
         """As the streaming source does."""
