@@ -41,7 +41,7 @@ from rmq_spark.config import (
     parse_duration,
     whole_number,
 )
-from rmq_spark.errors import CommitLogExistsError, NotACommitLogError, OptionError
+from rmq_spark.errors import CommitLogExistsError, NotACommitLogError, OffsetOutOfRangeError, OptionError
 from rmq_spark.message import require_topic_name
 from rmq_spark.redaction import redacted, remember
 from rmq_spark.storage.location import location
@@ -373,8 +373,16 @@ class CommitLog(ProtocolSteps):
             raise OptionError(
                 f"start={start!r} is no mapping: the first offset of each queue is expected, as {{0: 23}}"
             )
-        tails = self.tails()  # of one version, whatever other threads of this process see meanwhile
-        return read_messages(self, tails, topic, queues, start or {}, limit, columns, tags, selector)
+        while True:
+            tails = self.tails()  # of one version, whatever other threads of this process see meanwhile
+            kept = self.firsts(refresh=False)
+            try:
+                return read_messages(self, tails, topic, queues, start or {}, limit, columns, tags, selector)
+            except OffsetOutOfRangeError:
+                # A queue without a start is read from its first offset, which may have moved on meanwhile.
+                moved = {queue for queue, first in self.firsts().items() if first > kept.get(queue, 0)}
+                if not any(name == topic and queue_id not in (start or {}) for name, queue_id in moved):
+                    raise
 
     # ------------------------------------------------------------------ upkeep
     def vacuum(self, older_than: str | None = None, dry_run: bool = False) -> list[str]:

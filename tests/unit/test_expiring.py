@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from rmq_spark.commitlog import log as log_module
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.expiring import Expirer
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.errors import OptionError, TopicExistsError, TopicNotFoundError
+from rmq_spark.errors import OffsetOutOfRangeError, OptionError, TopicExistsError, TopicNotFoundError
 from tests.half_batches import another, commit, let_leave, make_log, send
 
 
@@ -122,3 +125,33 @@ def test_a_crash_between_the_row_and_the_files_is_made_good(log: CommitLog, monk
     version = another(log).refresh()
     assert len(Expirer(another(log)).run()) == 1
     assert another(log).refresh() == version
+
+
+def test_a_read_from_the_beginning_goes_on_when_messages_expire_meanwhile(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_and_drain(log, "old")
+    read_messages, tries = log_module.read_messages, []
+
+    def expire_first(*arguments: Any) -> pa.Table:
+        tries.append(1)
+        if len(tries) == 1:
+            other = another(log)
+            other.topic_store.set_retention("orders", 0.0)
+            assert let_leave(other).files_expired == 1
+            other.set_retention("orders", None)
+            send_and_drain(other, "new")
+            raise OffsetOutOfRangeError("its file is gone")
+        return read_messages(*arguments)
+
+    monkeypatch.setattr(log_module, "read_messages", expire_first)
+    assert log.read("orders").num_rows == 4
+    assert len(tries) == 2
+
+
+def test_a_read_from_an_offset_that_is_gone_is_told(log: CommitLog) -> None:
+    send_and_drain(log, "old")
+    log.topic_store.set_retention("orders", 0.0)
+    assert let_leave(log).files_expired == 1
+    with pytest.raises(OffsetOutOfRangeError, match="queue 0"):
+        log.read("orders", start={0: 0, 1: 0})
