@@ -40,16 +40,28 @@ def find_cause(problem: BaseException | str | None) -> TxmqError | None:
         if isinstance(seen, TxmqError):
             return seen
         seen = seen.__cause__ or seen.__context__
-    found = _RAISED.findall(str(problem))
-    for name, text in reversed(found):
+    text = str(problem)[-TEXT_SEARCHED_MAX:]
+    for name, said in reversed(_RAISED.findall(text)):
         kind = globals().get(name)
         if isinstance(kind, type) and issubclass(kind, TxmqError):
-            return kind(text)
+            return kind(said.strip())
+    for of_spark, advice in _SPARK_S.items():
+        if of_spark in text and "txmq" in text:
+            return OptionError(advice)
     return None
 
 
-_RAISED = re.compile(r"^[\s|]*rmq_spark\.errors\.(\w+): (.+)$", re.MULTILINE)
-"""The last line of a traceback."""
+TEXT_SEARCHED_MAX = 1_000_000
+"""Characters; the end of a longer text is looked at."""
+_RAISED = re.compile(
+    r"^[\s|]*rmq_spark\.errors\.(\w+): (.+?)(?=\n\s*\n|\n\s*at |\nTraceback| SQLSTATE: |\Z)", re.MULTILINE | re.DOTALL
+)
+"""The end of a traceback. A database's words may have several lines."""
+_SPARK_S = {
+    "DATA_SOURCE_NOT_FOUND": "Spark's Python workers have no rmq_spark: txmq.register(spark) says what to set",
+    "UNSUPPORTED_DATA_SOURCE_SAVE_MODE": "a batch write to format('txmq') needs .mode('append'): it has no other mode",
+}
+"""Errors of Spark before it asks this package anything."""
 
 
 # ---------------------------------------------------------------- what a user asked for

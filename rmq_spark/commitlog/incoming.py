@@ -57,10 +57,7 @@ def require_message_columns(names: Sequence[str], default_topic: str | None, tra
             "make it with, for instance, to_json(struct('*')).alias('body')"
         )
     if transaction_key is not None and transaction_key not in names:
-        raise MessageError(
-            f"transactionKey={transaction_key!r} is not a column: {nearest(transaction_key, names)}; name one of the "
-            f"columns {', '.join(names)}"
-        )
+        raise MessageError(f"transactionKey={transaction_key!r} is not a column: {nearest(transaction_key, names)}")
     for name in names:
         if name not in INPUT_COLUMNS and name != transaction_key:
             known = [*INPUT_COLUMNS, *([transaction_key] if transaction_key else [])]

@@ -54,7 +54,9 @@ def location(path: object) -> str:
     elif is_uri(text):
         return _plain_uri(text)
     elif _ONE_SLASH.match(text):
-        raise OptionError(f"path {text!r} is neither a folder nor a URI, which has ://; for dbfs:/x write /dbfs/x")
+        scheme, _, rest = text.partition(":/")
+        right = f"/dbfs/{rest}" if scheme == "dbfs" else f"{scheme}://{rest}"
+        raise OptionError(f"path {text!r} is neither a folder nor a URI, which has ://; write {right}")
     if re.match(r"~[^/]*(/|$)", text):
         raise OptionError(f"path {text!r} begins with ~, which only a shell replaces: pass os.path.expanduser(path)")
     absolute = os.path.abspath(text)

@@ -77,6 +77,28 @@ def test_the_cause_is_found_in_what_spark_says() -> None:
     assert type(find_cause(SPARK_S_TEXT)) is TopicNotFoundError
 
 
+def test_a_database_s_words_of_several_lines_are_kept_with_the_advice_behind_them() -> None:
+    said = "it raised OperationalError: no such table\n[SQL: insert into ordrs]. Its messages stay pending"
+    found = find_cause(
+        f"Traceback\nrmq_spark.errors.LocalTransactionError: {said}\n\n\tat org.apache.spark.X SQLSTATE: 1"
+    )
+    assert str(found) == said
+    assert str(find_cause(f"rmq_spark.errors.LocalTransactionError: {said}\n\tat org.apache")) == said
+
+
+@pytest.mark.parametrize(
+    ("spark_s", "advice"),
+    [
+        ("[DATA_SOURCE_NOT_FOUND] Failed to find the data source: txmq.", r"txmq\.register\(spark\)"),
+        ("[UNSUPPORTED_DATA_SOURCE_SAVE_MODE] The data source 'txmq' cannot be written in", r"mode\('append'\)"),
+    ],
+)
+def test_what_spark_says_before_it_asks_us_has_an_advice_too(spark_s: str, advice: str) -> None:
+    with pytest.raises(OptionError, match=advice):
+        raise find_cause(RuntimeError(spark_s)) or AssertionError
+    assert find_cause(spark_s.replace("txmq", "other")) is None
+
+
 def test_the_cause_is_found_in_a_chain_of_exceptions() -> None:
     ours = OptionError("what to do")
     spark_s = RuntimeError("Spark's")

@@ -120,7 +120,7 @@ def test_a_file_uri_is_decoded_and_a_plain_path_is_not(tmp_path: Path) -> None:
         ("\ud800", "UTF-8"),
         ("~/log", "expanduser"),
         ("~", "expanduser"),
-        ("dbfs:/log", "/dbfs/x"),
+        ("dbfs:/log", "/dbfs/log"),
         ("file://elsewhere/log", "machine 'elsewhere'"),
         ("file:///log?x=1", "query part"),
         ("s3://bucket/log?x=1", "query part"),
