@@ -35,11 +35,13 @@ def find_cause(problem: BaseException | str | None) -> TxmqError | None:
     ... except Exception as problem:
     ...     raise errors.find_cause(problem) or problem from None
     """
-    seen: BaseException | str | None = problem
-    while isinstance(seen, BaseException):
-        if isinstance(seen, TxmqError):
-            return seen
-        seen = seen.__cause__ or seen.__context__
+    chain: list[BaseException] = []
+    link = problem if isinstance(problem, BaseException) else None
+    while link is not None and link not in chain:
+        if isinstance(link, TxmqError):
+            return link
+        chain.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     text = str(problem)[-TEXT_SEARCHED_MAX:]
     for name, said in reversed(_RAISED.findall(text)):
         kind = globals().get(name)
@@ -54,7 +56,7 @@ def find_cause(problem: BaseException | str | None) -> TxmqError | None:
 TEXT_SEARCHED_MAX = 1_000_000
 """Characters; the end of a longer text is looked at."""
 _RAISED = re.compile(
-    r"^[\s|]*rmq_spark\.errors\.(\w+): (.+?)(?=\n\s*\n|\n\s*at |\nTraceback| SQLSTATE: |\Z)", re.MULTILINE | re.DOTALL
+    r"^[ \t|]*rmq_spark\.errors\.(\w+): (.+?)(?=\n\s*\n|\n\s*at |\nTraceback| SQLSTATE: |\Z)", re.MULTILINE | re.DOTALL
 )
 """The end of a traceback. A database's words may have several lines."""
 _SPARK_S = {

@@ -103,7 +103,8 @@ class HalfBatch:
         The argument of ``send_message_in_transaction(message, arg)``; None in checks and streams.
     restarted : bool
         True in a check by the very query that prepared the half batch, after a restart: whoever ran this attempt is
-        dead, or has been replaced. A listener with a fence need not wait for it, because the fence ends its work.
+        dead, or has been replaced. A listener with a fence need not wait for it, because the fence ends its work. One
+        without a fence must not answer ROLLBACK for that reason: the run before may still be at work.
     """
 
     def __init__(

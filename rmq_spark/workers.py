@@ -37,7 +37,11 @@ def _require_importable_by(python: str) -> None:
     if found is not None:
         try:
             tried = subprocess.run(
-                [found, "-c", "import rmq_spark.datasource"], capture_output=True, text=True, timeout=IMPORT_S_MAX
+                [found, "-c", "import rmq_spark.datasource"],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=IMPORT_S_MAX,
             )
         except (OSError, subprocess.SubprocessError) as problem:
             why = f"it does not start: {type(problem).__name__}"

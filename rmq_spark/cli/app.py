@@ -27,6 +27,7 @@ from rmq_spark.cli.output import (
     AsJson,
     LogPath,
     Storage,
+    one_line,
     open_log,
     plain,
     plainly,
@@ -248,7 +249,7 @@ def resolve(
         if not typer.confirm(resolving.question(), err=True):
             typer.echo("nothing was changed", err=True)
             raise typer.Exit(1)
-    typer.echo(f"{half_id}: {resolving.run(reason)}")
+    typer.echo(one_line(f"{half_id}: {resolving.run(reason)}"))
 
 
 @app.command()
@@ -261,7 +262,7 @@ def resume(
 ) -> None:
     """Take a half batch out of quarantine, so that checks go on."""
     count = open_log(path, storage).resume(half_id, reason)
-    typer.echo(f"{half_id}: {count} messages are pending again")
+    typer.echo(one_line(f"{half_id}: {count} messages are pending again"))
 
 
 # ---------------------------------------------------------------- reading

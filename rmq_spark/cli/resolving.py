@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rmq_spark.cli.output import count_of, short_time
+from rmq_spark.cli.output import count_of, one_line, short_time
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
@@ -51,7 +51,7 @@ class Resolving:
             lines["lease_until"] = f"{short_time(self._state.lease_until or now)}: its local transaction may be running"
         if not self._in_conflict:
             del lines["in conflict"]
-        return "\n".join(f"{name:<16}{value}" for name, value in lines.items())
+        return "\n".join(f"{name:<16}{one_line(value)}" for name, value in lines.items())
 
     def question(self) -> str:
         """Return what a person has to say yes to."""

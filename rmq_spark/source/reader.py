@@ -281,7 +281,8 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         self._planned = end
         begin, _ = self._known(start, "the start offset")
         # Spark keeps no start of the first micro-batch. When that runs again, `start` is what "latest" means by then.
-        begin = begin if start == end else first_begin(end, "the end offset") or begin
+        first = first_begin(end, "the end offset") if start == self._initial != end else None
+        begin = begin if first is None else first
         finish, again = self._known(end, "the end offset")
         return self._plan({**begin, **{queue: offset for queue, (offset, _) in again.items()}}, finish)
 

@@ -99,6 +99,13 @@ def test_what_spark_says_before_it_asks_us_has_an_advice_too(spark_s: str, advic
     assert find_cause(spark_s.replace("txmq", "other")) is None
 
 
+def test_a_chain_that_bites_its_tail_and_a_text_of_many_lines_come_to_an_end() -> None:
+    one, other = RuntimeError("one"), RuntimeError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert find_cause(one) is None
+    assert find_cause("\n" * 900_000 + "x") is None
+
+
 def test_the_cause_is_found_in_a_chain_of_exceptions() -> None:
     ours = OptionError("what to do")
     spark_s = RuntimeError("Spark's")

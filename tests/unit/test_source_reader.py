@@ -35,7 +35,7 @@ from rmq_spark.message import PROPERTIES
 from rmq_spark.source import reader as reader_module
 from rmq_spark.source.plan import Planner
 from rmq_spark.source.reader import SOURCE_DDL, TxmqReader, TxmqStreamReader, to_batches
-from tests.half_batches import prepare
+from tests.half_batches import commit, prepare
 from tests.source_logs import decide, send, source_schema
 
 IN_ORDER = [("topic", "ascending"), ("queue_id", "ascending"), ("queue_offset", "ascending")]
@@ -341,6 +341,28 @@ def test_a_first_micro_batch_that_failed_begins_again_where_it_began(log: Commit
     later = restarted.latestOffset(end, ReadAllAvailable())
     assert run(restarted, restarted.partitions(end, later)).num_rows == 3
     assert restarted.latestOffset(later, ReadAllAvailable()) == later
+
+
+def test_where_a_first_micro_batch_began_counts_for_no_other(log: CommitLog) -> None:
+    """Spark 4.0 can be set to ask a restarted source for its end before it tells where the query stands."""
+    send(log, 0, 6)
+    reader = stream(log, startingOffsets="earliest")
+    first = reader.latestOffset()
+    send(log, 1, 3)
+    restarted = stream(log, startingOffsets="earliest")
+    second = restarted.latestOffset()
+    assert run(restarted, restarted.partitions(first, second)).num_rows == 3
+
+
+def test_a_first_micro_batch_that_began_without_a_topic_begins_there_again(log: CommitLog) -> None:
+    options = {"path": log.path, "subscribePattern": "later.*"}
+    reader = TxmqStreamReader(options, source_schema())
+    start = reader.initialOffset()
+    log.create_topic("later", queues=1)
+    commit(log, prepare(log, 7, {"body": ["a", "b"], "topic": ["later"] * 2}))
+    end = reader.latestOffset(start, ReadAllAvailable())
+    again = TxmqStreamReader(options, source_schema())
+    assert run(again, again.partitions(again.initialOffset(), end)).num_rows == 2
 
 
 def test_a_spark_that_tells_no_start_is_at_the_end_of_what_it_planned(log: CommitLog) -> None:
