@@ -215,7 +215,7 @@ def load_object(path: str, allowed_prefixes: Sequence[str] | None = None) -> Any
     except Exception as problem:
         raise ListenerError(
             f"listener {path!r}: module {module_name!r} cannot be imported here ({type(problem).__name__}: {problem}); "
-            "install it on the driver, or hand it over with --py-files or addPyFile"
+            "put its folder on the PYTHONPATH, install it, or hand it over with spark-submit --py-files"
         ) from cause_of(problem)
     for name in attribute.split("."):
         if not hasattr(found, name):

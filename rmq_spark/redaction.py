@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from urllib.parse import quote, quote_plus
 
 HIDDEN = "***"
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
 SECRET_CHARS_MIN = 8
 """Length from which a secret value is hidden. A shorter one, such as 'test', would be found in every path."""
 
@@ -99,6 +101,20 @@ def cause_of(problem: BaseException) -> BaseException | None:
     """Return what ``raise … from`` may name: the problem, or None when its traceback would show a secret."""
     story = "".join(traceback.format_exception(problem))
     return problem if redacted(story) == story else None
+
+
+def line_of(problem: BaseException) -> str:
+    """Return where in the user's own code the problem arose, as in `` (shop.py, line 12, in charge)``; or nothing."""
+    frames = [f for f in traceback.extract_tb(problem.__traceback__) if not _is_library(f.filename)]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return redacted(f" ({os.path.basename(last.filename)}, line {last.lineno}, in {last.name})")
+
+
+def _is_library(file: str) -> bool:
+    libraries = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+    return file.startswith("<frozen") or "/pyspark/" in file or any(file.startswith(f"{f}{os.sep}") for f in libraries)
 
 
 def sentence_of(problem: BaseException) -> str:

@@ -1,7 +1,8 @@
 """The check job: ``python -m rmq_spark.check.job --config conf/txmq.toml [--once]``, and ``spark-submit`` of this file.
 
-Exit codes: 0 when it was stopped, or when a single round (``--once``) had no problem; 1 when that round had a problem,
-or when the job could not start because the log could not be opened; 2 when the configuration cannot be used.
+Exit codes: 0 when it was stopped, or when a single round (``--once``) left nothing to a person; 1 when that round had a
+problem, or half batches wait for a listener that nobody has, or the log could not be opened; 2 when the configuration
+cannot be used.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -90,7 +91,22 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> in
     if maintainer is not None and once:
         _maintain(maintainer)
     service.log.close()
-    return PROBLEMS if once and not (reports and reports[-1].ok) else OK
+    if once and not (reports and reports[-1].ok and _all_answered(reports[-1], settings.elsewhere)):
+        return PROBLEMS
+    return OK
+
+
+def _all_answered(report: CheckReport, elsewhere: Collection[str]) -> bool:
+    """Return False when half batches wait for a listener that neither this job nor another one has."""
+    missing = sorted(report.without_listener.keys() - set(elsewhere))
+    if missing:
+        logger.error(
+            "nobody answers for %s: name a listener under [listeners], or write elsewhere = %s when another check job "
+            "has one",
+            " and ".join(missing),
+            json.dumps(missing),
+        )
+    return not missing
 
 
 def _maintain(maintainer: Maintainer) -> None:
@@ -161,9 +177,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    config: Annotated[
-        Path, typer.Option("--config", "-c", envvar="TXMQ_CONFIG", help="The job's TOML file, such as conf/txmq.toml.")
-    ],
+    config: Annotated[Path, typer.Option("--config", "-c", envvar="TXMQ_CONFIG", help="The job's TOML file.")] = Path(
+        "txmq.toml"
+    ),
     once: Annotated[bool, typer.Option("--once", help="One round, for cron; exit code 1 on problems.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each round.")] = False,
 ) -> None:

@@ -357,7 +357,8 @@ class CheckService:
 
     def _finish(self, report: CheckReport) -> None:
         for group, count in report.without_listener.items():
-            logger.warning("producer group %r has no listener here: %d half batches stay pending", group, count)
+            batches = "1 half batch stays" if count == 1 else f"{count} half batches stay"
+            logger.warning("producer group %r has no listener here: %s pending", group, batches)
         steps = [self._place_due, self._move_mark, self._count_pending]
         if not self.only_groups:
             steps.append(self._report_conflicts)

@@ -52,7 +52,7 @@ CHECK_NAMES: Mapping[str, str] = {
 MAINTENANCE_NAMES: Mapping[str, str] = {name: name for name in ("interval", "grace", "audit", "idempotency")}
 """The same of ``[maintenance]`` (``TXMQ_MAINTENANCE__<upper case>``)."""
 NAMES = {"check": CHECK_NAMES, "maintenance": MAINTENANCE_NAMES}
-SECTIONS = ("path", "listener_modules", "listeners", "check", "maintenance", "storage")
+SECTIONS = ("path", "listener_modules", "elsewhere", "listeners", "check", "maintenance", "storage")
 
 
 def _duration(value: object) -> float:
@@ -103,6 +103,7 @@ class JobSettings(BaseSettings):
 
     path: str = Field(min_length=1)
     listener_modules: list[str] = Field(default_factory=list)
+    elsewhere: list[str] = Field(default_factory=list)
     listeners: dict[str, str] = Field(default_factory=dict)
     check: CheckSettings = Field(default_factory=CheckSettings)
     maintenance: MaintenanceSettings = Field(default_factory=MaintenanceSettings)
@@ -195,7 +196,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist: give the job's TOML file with --config") from None
+        raise ConfigError(f"{file} does not exist: name the file with --config, or make one with txmq init") from None
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{file} cannot be read: {problem}") from problem
     except tomllib.TOMLDecodeError as problem:

@@ -27,6 +27,7 @@ from rmq_spark.cli.output import (
     AsJson,
     LogPath,
     Storage,
+    count_of,
     one_line,
     open_log,
     plain,
@@ -79,7 +80,7 @@ def create(
 def drain(path: LogPath, storage: Storage = None) -> None:
     """Copy committed messages into the table messages, which every reader of Delta can read."""
     version = open_log(path, storage).drain()
-    typer.echo(f"the table messages has all that is committed up to version {version} of op")
+    typer.echo(f"the table messages has every message that is committed (version {version} of op)")
 
 
 @app.command()
@@ -138,7 +139,7 @@ def create_topic(
     """Make a topic."""
     log = open_log(path, storage)
     log.create_topic(name, queues=queues, fifo=fifo, exist_ok=exist_ok, retention=retention)
-    typer.echo(f"topic {name} has {log.topics()[name]} queues")
+    typer.echo(f"topic {name} has {count_of(log.topics()[name], 'queue')}")
 
 
 @topic_app.command("set")
@@ -242,9 +243,9 @@ def resolve(
     resolving = Resolving(open_log(path, storage), half_id, wanted)
     if resolving.acts and not yes:
         if not sys.stdin.isatty():
-            raise typer.BadParameter(
-                f"there is no terminal to ask on: pass --yes to {wanted.lower()} {half_id} unasked"
-            )
+            typer.echo(resolving.description(), err=True)
+            typer.echo(f"there is no terminal to ask on: pass --yes to {wanted} it unasked", err=True)
+            raise typer.Exit(2)
         typer.echo(resolving.description(), err=True)
         if not typer.confirm(resolving.question(), err=True):
             typer.echo("nothing was changed", err=True)
@@ -262,7 +263,7 @@ def resume(
 ) -> None:
     """Take a half batch out of quarantine, so that checks go on."""
     count = open_log(path, storage).resume(half_id, reason)
-    typer.echo(one_line(f"{half_id}: {count} messages are pending again"))
+    typer.echo(one_line(f"{half_id}: {count_of(count, 'message')} {'is' if count == 1 else 'are'} pending again"))
 
 
 # ---------------------------------------------------------------- reading
@@ -310,6 +311,8 @@ def read(
     shown = table.select(["queue_id", "queue_offset", "tags", "keys", "body", "commit_timestamp"]).to_pylist()
     rows = [{**row, "body": short(row["body"])} for row in shown]
     show(rows, False, f"topic {topic} has no messages here", spare=["commit_timestamp"])
+    if last is None and limit is None and len(rows) == READ_LIMIT:
+        typer.secho(f"stopped at {READ_LIMIT}: --limit N shows more, --last N the newest", dim=True, err=True)
 
 
 def _refuse_contradictions(
@@ -359,6 +362,8 @@ def init(
     """Write an example of the check job's configuration, with a comment for every setting."""
     from rmq_spark.check.example import example_configuration
 
+    if not str(file).isprintable():
+        raise OptionError(f"{str(file)!r} has characters that cannot be printed: name another file")
     try:
         with file.open("x", encoding="utf-8") as there:
             there.write(example_configuration().replace("conf/txmq.toml", str(file)))
@@ -366,15 +371,17 @@ def init(
         raise OptionError(f"{file} is there already, and is left as it is: name another file") from None
     except FileNotFoundError:
         raise OptionError(f"{file} cannot be written: the folder {file.parent} does not exist") from None
+    except (OSError, ValueError) as problem:
+        raise OptionError(f"{str(file)!r} cannot be written: {problem}") from None
     typer.echo(f"{file} is written: set path and [listeners] in it, then run txmq check --config {file} --once")
 
 
 @app.command()
 @plainly
 def check(
-    config: Annotated[
-        Path, typer.Option("--config", "-c", envvar="TXMQ_CONFIG", help="The job's TOML file, such as conf/txmq.toml.")
-    ],
+    config: Annotated[Path, typer.Option("--config", "-c", envvar="TXMQ_CONFIG", help="The job's TOML file.")] = Path(
+        "txmq.toml"
+    ),
     once: Annotated[bool, typer.Option("--once", help="One round, for cron; exit code 1 on problems.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each round.")] = False,
 ) -> None:
@@ -400,7 +407,8 @@ def vacuum(
         return
     for file in files:
         typer.echo(file)
-    typer.echo(f"{len(files)} files {'would be' if dry_run else 'were'} removed")
+    were = "would be" if dry_run else "was" if len(files) == 1 else "were"
+    typer.echo(f"{count_of(len(files), 'file')} {were} removed")
 
 
 def _print_version(wanted: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, show
+from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, show
 from rmq_spark.source.offsets import EARLIEST, LATEST, CountedPositions, parse_offsets, parse_timestamp, to_json
 
 group_app = typer.Typer(no_args_is_help=True, help="Consumer groups of a commit log.")
@@ -46,7 +46,7 @@ def lag(path: LogPath, group: Group, as_json: AsJson = False, storage: Storage =
     for row in rows:
         row["lag_seconds"] = round(row["lag_seconds"], 1)
     shown = rows if as_json else [{k: v for k, v in row.items() if k != "consumer_group"} for row in rows]
-    show(shown, as_json, "the group's topics are gone", spare=["updated", "updated_by"])
+    show(shown, as_json, "the group's topics are gone", spare=["updated_by", "updated"])
 
 
 @group_app.command()
@@ -81,6 +81,7 @@ def reset(
     else:
         positions = found.reset(parse_timestamp(text, "--to"), topic)
     show([{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(positions.items())], False, "nothing")
+    typer.secho("a query follows its checkpoint: start it again with a new one", dim=True, err=True)
 
 
 @group_app.command()
@@ -92,7 +93,7 @@ def clone(
     from rmq_spark.consumer.groups import ConsumerGroup
 
     found = ConsumerGroup(open_log(path, storage), group).clone(other)
-    typer.echo(f"{other} stands where {group} stands, in {len(found.positions())} queues")
+    typer.echo(f"{other} stands where {group} stands, in {count_of(len(found.positions()), 'queue')}")
 
 
 @group_app.command()

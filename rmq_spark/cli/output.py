@@ -115,6 +115,7 @@ _CALLS: Sequence[tuple[str, str]] = (
 )
 """Python calls that errors advise, as patterns, and the commands that do the same."""
 _ARGUMENTS: Sequence[tuple[str, str]] = (
+    (r"pass os\.path\.expanduser\(path\)", "leave the quotes away"),
     (r"open it, or pass exist_ok=True", "use it as it is, or pass --exist-ok"),
     (r"exist_ok=True", "--exist-ok"),
     (r"None keeps messages for ever", "'forever' keeps messages for ever"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.reading import read_messages
-from rmq_spark.errors import OptionError
+from rmq_spark.errors import OffsetOutOfRangeError, OptionError
 
 FILTERED_SPAN = 1000
 """Offsets of a queue that are looked at first for messages that a filter keeps."""
@@ -40,15 +40,16 @@ class Choice:
         start : mapping of int to int
             A queue that is not named is read from its first message that is kept.
         """
-        firsts, ends = self._bounds()
-        return self._between({**firsts, **start}, ends, limit)
+        return self._of_what_is_kept(lambda firsts, ends: self._between({**firsts, **start}, ends, limit))
 
     def newest(self, count: int) -> pa.Table:
         """Return the newest messages by the time of their commit, in (queue, offset) order.
 
         It looks at the ends of the queues, and further back only while the filter has not kept enough.
         """
-        firsts, ends = self._bounds()
+        return self._of_what_is_kept(lambda firsts, ends: self._newest(count, firsts, ends))
+
+    def _newest(self, count: int, firsts: Offsets, ends: Offsets) -> pa.Table:
         found: dict[int, list[tuple[datetime, int]]] = {queue: [] for queue in ends}
         below = dict(ends)
         span = count if self.tags is None and self.selector is None else max(count, FILTERED_SPAN)
@@ -69,6 +70,16 @@ class Choice:
         for _, offset, queue in heapq.nlargest(count, each):
             since[queue] = min(offset, since.get(queue, offset))
         return self._between(since, {q: ends[q] for q in since}, None)
+
+    def _of_what_is_kept(self, read: Callable[[Offsets, Offsets], pa.Table]) -> pa.Table:
+        """Read between the first offsets and the ends; again, when messages expired meanwhile."""
+        while True:
+            firsts, ends = self._bounds()
+            try:
+                return read(firsts, ends)
+            except OffsetOutOfRangeError:
+                if self._bounds()[0] == firsts:
+                    raise
 
     def _bounds(self) -> tuple[dict[int, int], dict[int, int]]:
         """Return the first offset that is kept and the next offset of each queue."""

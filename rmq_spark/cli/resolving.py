@@ -42,6 +42,7 @@ class Resolving:
             "producer_group": header.producer_group,
             "app_id": header.app_id,
             "batch_id": str(header.batch_id),
+            "topics": ", ".join(sorted({s.topic for f in self._record.files.values() for s in f.segments})),
             "prepared_at": f"{short_time(prepared_at)}, {age} ago",
             "pending": count_of(self._state.count(RowState.PENDING), "message"),
             "quarantined": count_of(self._state.count(RowState.QUARANTINED), "message"),

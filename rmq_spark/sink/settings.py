@@ -10,7 +10,7 @@ from rmq_spark.errors import ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
 from rmq_spark.message import require_group_name
 from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
-from rmq_spark.storage.location import location
+from rmq_spark.storage.location import location, require_no_tilde
 from rmq_spark.transaction import BATCH, KEY, MESSAGE
 
 SINK_OPTIONS = (
@@ -43,6 +43,7 @@ class SinkSettings:
         listener = options.require(
             "transactionListener", "'module:attribute' of a TransactionListener, or 'none' to send without one"
         )
+        require_no_tilde("checkpointLocation", options.get("checkpointLocation") or "")
         key = options.get("transactionKey")
         per = options.choice("transactionPer", (BATCH, MESSAGE, KEY), KEY if key else BATCH)
         require_transaction_per(per, key)

@@ -57,11 +57,19 @@ def location(path: object) -> str:
         scheme, _, rest = text.partition(":/")
         right = f"/dbfs/{rest}" if scheme == "dbfs" else f"{scheme}://{rest}"
         raise OptionError(f"path {text!r} is neither a folder nor a URI, which has ://; write {right}")
-    if re.match(r"~[^/]*(/|$)", text):
-        raise OptionError(f"path {text!r} begins with ~, which only a shell replaces: pass os.path.expanduser(path)")
+    require_no_tilde("path", text)
     absolute = os.path.abspath(text)
     _require_characters(absolute, text)
     return absolute
+
+
+def require_no_tilde(name: str, path: str) -> None:
+    """Raise OptionError for a path that means the home folder to a shell, and a folder named ``~`` to all others."""
+    if re.match(r"~[^/]*(/|$)", path):
+        raise OptionError(
+            f"{name} {path!r} begins with ~, which only a shell replaces: pass os.path.expanduser({name}), or "
+            f"{'./' + path!r} if a folder of that name is meant"
+        )
 
 
 def _local_of(uri: str) -> str:

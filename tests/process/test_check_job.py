@@ -67,13 +67,16 @@ def test_once_settles_what_is_due_and_exits_with_zero(folder: Path) -> None:
     assert log.read("orders").num_rows == 4
 
 
-def test_a_group_without_a_listener_is_named_and_is_no_problem_for_the_exit_code(folder: Path) -> None:
+def test_a_group_that_nobody_answers_for_is_a_problem_and_one_that_another_job_has_is_none(folder: Path) -> None:
     log = CommitLog.open(folder / "log")
     prepare(log, 0, group="billing")
     code, out, err = run(folder, "--once")
-    assert code == 0, err
+    assert code == 1, err
     assert "groups without a listener: billing; 1 half batch is pending" in out
-    assert "producer group 'billing' has no listener here: 1 half batches stay pending" in err
+    assert "producer group 'billing' has no listener here: 1 half batch stays pending" in err
+    assert 'write elsewhere = ["billing"] when another check job has one' in err
+    code, _, err = run(folder, "--once", TXMQ_ELSEWHERE='["billing"]')
+    assert code == 0, err
     assert log.pending().num_rows == 1
 
 

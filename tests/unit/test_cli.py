@@ -100,7 +100,7 @@ def test_a_log_and_a_topic_are_made_and_listed(tmp_path: Path) -> None:
 def test_drain_copies_and_upgrade_finds_nothing_to_do(log: CommitLog) -> None:
     commit(log, prepare(log))
     said, _ = txmq("drain", log.path)
-    assert said == f"the table messages has all that is committed up to version {log.refresh()} of op\n"
+    assert said == f"the table messages has every message that is committed (version {log.refresh()} of op)\n"
     log.messages_table.refresh()
     assert log.messages_table.actions()["num_records"].to_pylist() == [2]
     assert txmq("upgrade", log.path)[0] == "it needs nothing\n"
@@ -178,7 +178,8 @@ def test_a_conflict_is_shown_with_its_history_and_resolved(log: CommitLog) -> No
 def test_resolve_says_what_it_did_and_acts_without_a_terminal_only_when_told_yes(log: CommitLog) -> None:
     prepare(log)
     _, err = txmq("resolve", log.path, "app:0", "ROLLBACK", "--reason", "never paid", code=2)
-    assert "pass --yes" in err
+    assert "producer_group  shop" in err
+    assert "there is no terminal to ask on: pass --yes to ROLLBACK it unasked" in err
     assert log.pending().num_rows == 1
     out, _ = txmq("resolve", log.path, "app:0", "ROLLBACK", "--reason", "never paid", "-y")
     assert out == "app:0: 2 messages were rolled back\n"
@@ -206,6 +207,7 @@ def test_resolve_shows_the_half_batch_before_it_asks(log: CommitLog) -> None:
         "producer_group": "shop",
         "app_id": "app",
         "batch_id": "0",
+        "topics": "orders",
         "pending": "0 messages",
         "quarantined": "2 messages",
     }
@@ -244,6 +246,14 @@ def test_read_shows_messages_and_where_they_are(log: CommitLog) -> None:
     assert [(m["queue_id"], m["queue_offset"]) for m in map(json.loads, out.splitlines())] == [(1, 1), (1, 2)]
     assert "did you mean 'orders'" in txmq("read", log.path, "order", code=1)[1]
     assert "offset 9 of queue 0" in txmq("read", log.path, "orders", "--from", 9, code=1)[1]
+
+
+def test_read_says_that_there_is_more(log: CommitLog) -> None:
+    commit(log, prepare(log, bodies=(b"x",) * 19))
+    assert txmq("read", log.path, "orders")[1] == ""
+    commit(log, prepare(log, 1))
+    assert txmq("read", log.path, "orders")[1] == "stopped at 20: --limit N shows more, --last N the newest\n"
+    assert txmq("read", log.path, "orders", "--limit", 20)[1] == ""
 
 
 def in_json(*arguments: object) -> list[tuple[int, int]]:
@@ -353,7 +363,7 @@ def test_vacuum_lists_orphans_and_removes_them(log: CommitLog) -> None:
     os.utime(orphan, (1, 1))
     assert json.loads(txmq("vacuum", log.path, "--dry-run", "--json")[0])["files"] == ["half/half-orphan.parquet"]
     assert orphan.exists()
-    assert "1 files were removed" in txmq("vacuum", log.path)[0]
+    assert "1 file was removed" in txmq("vacuum", log.path)[0]
     assert not orphan.exists()
     assert "under 7d" in txmq("vacuum", log.path, "--older-than", "1h", code=1)[1]
 

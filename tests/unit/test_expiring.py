@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from rmq_spark.cli import reading as reading_module
 from rmq_spark.commitlog import log as log_module
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.expiring import Expirer
@@ -147,6 +148,26 @@ def test_a_read_from_the_beginning_goes_on_when_messages_expire_meanwhile(
     monkeypatch.setattr(log_module, "read_messages", expire_first)
     assert log.read("orders").num_rows == 4
     assert len(tries) == 2
+
+
+def test_the_command_reads_on_when_messages_expire_meanwhile(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    send_and_drain(log, "old")
+    read_messages, tries = reading_module.read_messages, []
+
+    def expire_first(*arguments: Any, **named: Any) -> pa.Table:
+        tries.append(1)
+        if len(tries) == 1:
+            other = another(log)
+            other.topic_store.set_retention("orders", 0.0)
+            assert let_leave(other).files_expired == 1
+            send_and_drain(other, "new")
+        return read_messages(*arguments, **named)
+
+    monkeypatch.setattr(reading_module, "read_messages", expire_first)
+    assert reading_module.Choice(log, "orders").newest(4).num_rows == 4
+    assert len(tries) > 2
+    with pytest.raises(OffsetOutOfRangeError, match="queue 0"):
+        reading_module.Choice(log, "orders").first({0: 0}, 10)
 
 
 def test_a_read_from_an_offset_that_is_gone_is_told(log: CommitLog) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from rmq_spark import errors
 from rmq_spark.datasource import TxmqDataSource
 from rmq_spark.errors import OptionError, TopicNotFoundError, find_cause
+from rmq_spark.redaction import line_of
 from rmq_spark.workers import require_importable
 
 
@@ -125,6 +127,18 @@ def test_every_error_can_be_found_by_its_name() -> None:
     assert len(names) > 30
     for name in names:
         assert type(find_cause(f"rmq_spark.errors.{name}: what and why")).__name__ == name
+
+
+def charge(order: int) -> None:
+    json.loads(f"{{{order}")
+
+
+def test_an_error_of_the_user_s_code_says_in_which_line() -> None:
+    with pytest.raises(json.JSONDecodeError) as raised:
+        charge(1)
+    line = charge.__code__.co_firstlineno + 1
+    assert line_of(raised.value) == f" (test_first_hour.py, line {line}, in charge)"
+    assert line_of(ValueError("it was never raised")) == ""
 
 
 # ---------------------------------------------------------------- options

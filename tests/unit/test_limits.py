@@ -127,3 +127,10 @@ def test_bytes_have_the_units_of_spark(text: str, size: int) -> None:
     for name, value in (("maxPendingBytes", f"{text}x"), ("maxPendingBatches", "0")):
         with pytest.raises(OptionError, match=name):
             SinkSettings.of(Options({**given, name: value}, SINK_OPTIONS))
+
+
+def test_a_checkpoint_in_a_folder_named_tilde_is_refused_unless_it_is_meant() -> None:
+    given = {"path": "/log", "producerGroup": "shop", "transactionListener": "none"}
+    with pytest.raises(OptionError, match=r"expanduser\(checkpointLocation\), or './~/cp'"):
+        SinkSettings.of(Options({**given, "checkpointLocation": "~/cp"}, SINK_OPTIONS))
+    SinkSettings.of(Options({**given, "checkpointLocation": "./~/cp"}, SINK_OPTIONS))
