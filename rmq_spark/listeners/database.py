@@ -95,7 +95,7 @@ class Database:
         ``lock_timeout`` is in seconds; None keeps the database's own.
         """
         with self.connect() as connection:
-            self._refuse_unsafe(connection)
+            self.refuse_unsafe(connection)
             if connection.dialect.name == "sqlite":
                 with _sqlite_transaction(connection, lock_timeout, write):
                     yield connection
@@ -123,7 +123,7 @@ class Database:
             problem.add_detail(f"no connection to {self.where}")
             raise
 
-    def _refuse_unsafe(self, connection: sa.Connection) -> None:
+    def refuse_unsafe(self, connection: sa.Connection) -> None:
         """Refuse a connection that commits each statement by itself, or reads what others may still undo."""
         if _commits_by_itself(connection.connection.dbapi_connection):
             raise ListenerError(

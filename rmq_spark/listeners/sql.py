@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakSet
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -53,6 +54,7 @@ from rmq_spark.listeners.database import (  # isort: skip
 )
 
 import sqlalchemy as sa
+from sqlalchemy.orm import Session
 
 from rmq_spark.config import seconds
 from rmq_spark.errors import (
@@ -360,6 +362,10 @@ class SqlTransactionListener(TransactionListener):
     def machine(self, machine: Machine) -> None:
         self._fence.machine = machine
 
+    def enlist(self, session: sa.Connection | Session) -> EnlistedSession:
+        """The listener of one half batch, whose local transaction is what an open session holds."""
+        return EnlistedSession(self, session)
+
     # ------------------------------------------------------------------ execute
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         """Claim the fence rows, run ``work`` and commit, in one database transaction.
@@ -554,6 +560,154 @@ class SqlTransactionListener(TransactionListener):
             )
 
 
+_ENLISTED: WeakSet[Any] = WeakSet()
+"""Sessions that are in a transaction() of a producer."""
+
+
+class EnlistedSession(TransactionListener):
+    """The local transaction of one half batch is what an open session holds: the fence row joins it, and it commits.
+
+    Parameters
+    ----------
+    listener : SqlTransactionListener
+        Answers the checks.
+    session : sqlalchemy.orm.Session or sqlalchemy.Connection
+    """
+
+    def __init__(self, listener: SqlTransactionListener, session: sa.Connection | Session) -> None:
+        if not isinstance(session, (sa.Connection, Session)):
+            raise ListenerError(
+                f"found {type(session).__name__}: an open sqlalchemy.orm.Session or sqlalchemy.Connection is expected "
+                "(of an AsyncSession pass sync_session, within run_sync)"
+            )
+        self._listener = listener
+        self._session = session
+        self._transaction: object = None
+        self._ended = False
+
+    @property
+    def fence_id(self) -> str:
+        return self._listener.fence_id
+
+    @property
+    def _connection(self) -> sa.Connection:
+        return self._session.connection() if isinstance(self._session, Session) else self._session
+
+    def begin(self) -> None:
+        """Begin the session's database transaction, unless it has begun, and require that this can be enlisted.
+
+        Raises
+        ------
+        ListenerError
+        """
+        if self._session in _ENLISTED:
+            raise ListenerError("the session is in another transaction() of a producer: one at a time commits it")
+        _ENLISTED.add(self._session)
+        try:
+            self._begin()
+        except BaseException:
+            self.end()
+            raise
+
+    def _begin(self) -> None:
+        connection = self._connection
+        if not isinstance(self._session, Session) and not connection.in_transaction():
+            connection.begin()
+        self._listener._fence.refuse_unsafe(connection)
+        if connection._is_autocommit_isolation():
+            raise ListenerError(
+                "the session's engine is set to AUTOCOMMIT: its rows and the messages must commit together"
+            )
+        self._transaction = self._session.get_transaction()
+        self._require_whole()
+
+    def _require_whole(self) -> None:
+        """Require that a commit of the session is the commit of one database transaction, and of the one that began."""
+        if self._session.get_transaction() is not self._transaction:
+            raise ListenerError(
+                "the session was committed, rolled back or closed within transaction(): what it held is not known any "
+                "more. Nothing was sent; leave the end of the session to transaction()"
+            )
+        begun = getattr(self._transaction, "_connections", {}).values()  # of a Session: with whether it commits them
+        if len({id(connection) for connection, *_ in begun}) > 1:
+            raise ListenerError(
+                "the session has several databases, which do not commit together: use one of the fence's"
+            )
+        if not all(commits for _, _, commits, *_ in begun):
+            raise ListenerError(
+                "the session is bound to a connection whose transaction somebody else commits: bind it to the engine, "
+                "or pass the connection itself"
+            )
+
+    def end(self) -> None:
+        """The session may be enlisted again."""
+        _ENLISTED.discard(self._session)
+
+    def _require_same_fence(self) -> None:
+        connection, fence = self._connection, self._listener._fence
+        try:
+            found = fence.read_id(connection, anywhere=True)
+        except sa.exc.DBAPIError as problem:
+            if is_lock_problem(problem):
+                raise
+            raise FenceError(
+                f"the session's database has no fence like that of {fence.where}: it is another database"
+            ) from problem
+        if found != self.fence_id:
+            raise FenceError(
+                f"the session's database has fence {found}, and the listener's {self.fence_id}: it is another database"
+            )
+
+    def flush(self) -> None:
+        """Send what the session holds to the database, so that what is wrong with it shows before anything is sent.
+
+        Raises
+        ------
+        FenceError
+            When the session is of another database than the listener's fence.
+        ListenerError
+            When the session's transaction is not the one that began.
+        """
+        self._require_whole()
+        if isinstance(self._session, Session):
+            self._session.flush()
+            self._require_whole()  # a flush may have begun with another database
+        # Not before the session's own statements: in SQLite, who reads first cannot wait for the lock to write.
+        self._require_same_fence()
+
+    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        """Let the fence rows join the session's database transaction, and commit it.
+
+        Raises
+        ------
+        LocalTransactionError
+            When a check was faster, or the session has ended: what it held is gone, and is not run again.
+        """
+        if self._ended:
+            raise LocalTransactionError(
+                f"the session that half batch {batch.half_id!r} was sent with has ended: send it again, with its rows"
+            )
+        self._ended = True
+        self._require_whole()
+        connection = self._connection
+        driver: Any = connection.connection.dbapi_connection
+        if connection.dialect.name == "sqlite" and not driver.in_transaction:
+            connection.exec_driver_sql("BEGIN")  # else a savepoint would be a transaction of its own
+        recorded = self._listener._fence.claim(
+            connection, batch.transactions["transaction_id"].to_pylist(), EXECUTED, batch
+        )
+        if recorded:
+            raise LocalTransactionError(
+                f"a check has rolled back half batch {batch.half_id!r} before its session committed: nothing was done. "
+                "Send it again, with its rows"
+            )
+        self._session.commit()
+        return COMMIT_MESSAGE
+
+    def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        return self._listener.check_local_transaction(batch)
+
+
 def create_fence(
     url_or_engine: str | sa.URL | sa.Engine,
     *,
@@ -677,12 +831,15 @@ class _Fence(Database):
             raise FenceError(f"{self.where}: {problem}") from problem
         self._tried = True
 
-    def read_id(self, connection: sa.Connection) -> str:
-        """Return the fence's id, or raise FenceError when there is none; must be the transaction's first statement."""
+    def read_id(self, connection: sa.Connection, anywhere: bool = False) -> str:
+        """Return the fence's id, or raise FenceError when there is none; must be the transaction's first statement.
+
+        With ``anywhere`` the connection may be of another database than this fence's.
+        """
         try:
             rows = connection.execute(sa.select(self._id.c.one, self._id.c.fence_id)).all()
         except sa.exc.DBAPIError as problem:
-            if is_lock_problem(problem) or self._exists():
+            if anywhere or is_lock_problem(problem) or self._exists():
                 raise
             rows = []
         said = {row.one: row.fence_id for row in rows}
@@ -692,11 +849,12 @@ class _Fence(Database):
                 f"{self.where} has no fence {self._id.fullname!r}: call create_fence() once, when the "
                 "database is set up. If it had one, this is another database, or its tables were dropped"
             )
-        self._require_same_place(connection, said.get(_THE_PLACE))
+        if anywhere or not self._in_place:
+            self._require_same_place(connection, said.get(_THE_PLACE))
         return str(found)
 
     def _require_same_place(self, connection: sa.Connection, made_in: str | None) -> None:
-        if self._in_place or made_in is None:
+        if made_in is None:
             return
         place = place_of(connection)
         if place is not None and place != made_in:

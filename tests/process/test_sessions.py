@@ -1,0 +1,292 @@
+"""Messages that are sent with what a session of SQLAlchemy holds: both become final, or neither does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+import rmq_spark as txmq
+from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError
+from rmq_spark.transaction import COMMIT_MESSAGE
+from tests.half_batches import make_log
+
+DATABASES = ["sqlite", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("postgres", "mariadb"))]
+INSERT = sa.text("insert into bought values (:n)")
+
+
+@pytest.fixture(params=DATABASES)
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[sa.Engine]:
+    url = f"sqlite:///{tmp_path}/shop.db" if request.param == "sqlite" else request.getfixturevalue(request.param)
+    made = sa.create_engine(url)
+    with made.begin() as connection:
+        for table in ("bought", "txmq_fence", "txmq_fence_id"):
+            connection.execute(sa.text(f"drop table if exists {table}"))
+        connection.execute(sa.text("create table bought (n integer primary key)"))
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> CommitLog:
+    return make_log("memory", tmp_path, orders=1)
+
+
+@pytest.fixture
+def listener(engine: sa.Engine) -> txmq.SqlTransactionListener:
+    found = txmq.SqlTransactionListener(engine, lambda *_: None, rollback_after=0)
+    found.create_fence()
+    return found
+
+
+@pytest.fixture
+def producer(log: CommitLog, listener: txmq.SqlTransactionListener) -> Iterator[txmq.TransactionMQProducer]:
+    with txmq.TransactionMQProducer(log, "shop", listener, check_interval=None) as opened:
+        yield opened
+
+
+def order(n: int) -> txmq.Message:
+    return txmq.Message("orders", str(n).encode())
+
+
+def bought(engine: sa.Engine) -> list[int]:
+    with engine.connect() as connection:
+        return list(connection.execute(sa.text("select n from bought order by n")).scalars())
+
+
+def sent(log: CommitLog) -> list[int]:
+    return sorted(int(body) for body in log.another().read("orders")["body"].to_pylist())
+
+
+def buy(
+    producer: txmq.TransactionMQProducer, session: Session | sa.Connection, n: int | None, fails: bool = False
+) -> txmq.TransactionSendResult | None:
+    """Insert a row, if any, and send a message, in one transaction."""
+    with session, producer.transaction(session) as transaction:
+        if n is not None:
+            session.execute(INSERT, {"n": n})
+        transaction.send(order(n or 0))
+        if fails:
+            raise ZeroDivisionError
+    return transaction.result
+
+
+def check(log: CommitLog, listener: txmq.SqlTransactionListener) -> Any:
+    return CheckService(log.another(), {"shop": listener}, transaction_timeout=0).run_once()
+
+
+def test_rows_and_messages_become_final_together(
+    engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer
+) -> None:
+    with Session(engine) as session, producer.transaction(session) as transaction:
+        session.execute(INSERT, {"n": 1})
+        transaction.send(order(1))
+        transaction.send([order(2), order(3)])
+        assert sent(log) == []
+    assert bought(engine) == [1]
+    assert sent(log) == [1, 2, 3]
+    assert transaction.result is not None
+    assert transaction.result.local_transaction_state is COMMIT_MESSAGE
+    with engine.connect() as connection, producer.transaction(connection) as transaction:
+        connection.execute(INSERT, {"n": 4})
+        transaction.send(order(4))
+    assert (bought(engine), sent(log)) == ([1, 4], [1, 2, 3, 4])
+
+
+def test_an_error_in_the_statement_leaves_nothing(
+    engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        buy(producer, Session(engine), 1, fails=True)
+    assert (bought(engine), sent(log), log.another().pending().num_rows) == ([], [], 0)
+
+
+def test_rows_without_messages_are_committed(engine: sa.Engine, producer: txmq.TransactionMQProducer) -> None:
+    with Session(engine) as session, producer.transaction(session) as transaction:
+        session.execute(INSERT, {"n": 1})
+    assert bought(engine) == [1]
+    assert transaction.result is None
+
+
+def test_messages_without_rows_are_sent(
+    engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer
+) -> None:
+    with Session(engine) as session, producer.transaction(session) as transaction:
+        transaction.send(order(1))
+    assert sent(log) == [1]
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_a_commit_of_which_nobody_knows_is_settled_by_a_check(
+    engine: sa.Engine,
+    log: CommitLog,
+    producer: txmq.TransactionMQProducer,
+    listener: txmq.SqlTransactionListener,
+    landed: bool,
+) -> None:
+    class Broken(Session):
+        def commit(self) -> None:
+            if landed:
+                super().commit()
+            raise ConnectionError("the connection broke at the commit")
+
+    with pytest.raises(LocalTransactionError, match="broke at the commit"):
+        buy(producer, Broken(engine), 1)
+    assert log.another().pending()["messages"].to_pylist() == [1]
+    check(log, listener)
+    assert bought(engine) == sent(log) == ([1] if landed else [])
+    assert log.another().pending().num_rows == 0
+
+
+def test_a_check_that_was_faster_undoes_the_session_which_is_not_run_again(
+    engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer, listener: txmq.SqlTransactionListener
+) -> None:
+    class Slow(Session):
+        def connection(self, *arguments: Any, **named: Any) -> sa.Connection:
+            if log.another().pending().num_rows:
+                self.rollback()  # SQLite has one writer at a time
+                assert check(log, listener).rolled_back.messages == 1
+            return super().connection(*arguments, **named)
+
+    with pytest.raises(LocalTransactionError, match="Send it again, with its rows"):
+        buy(producer, Slow(engine), None)
+    assert (bought(engine), sent(log), log.another().pending().num_rows) == ([], [], 0)
+
+
+def test_a_session_of_another_database_is_refused(
+    engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer, tmp_path: Path
+) -> None:
+    other = sa.create_engine(f"sqlite:///{tmp_path}/other.db")
+    with other.begin() as connection:
+        connection.execute(sa.text("create table bought (n integer primary key)"))
+    with pytest.raises(FenceError, match="has no fence like that"):
+        buy(producer, Session(other), 1)
+    txmq.create_fence(other)
+    with pytest.raises(FenceError, match="it is another database"):
+        buy(producer, Session(other), 1)
+    assert (bought(other), log.another().pending().num_rows) == ([], 0)
+    other.dispose()
+
+
+def test_what_cannot_be_enlisted_is_refused(engine: sa.Engine, log: CommitLog, producer: Any) -> None:
+    with pytest.raises(ListenerError, match="found str"), producer.transaction("session"):
+        pass
+    at_once = engine.execution_options(isolation_level="AUTOCOMMIT")
+    with pytest.raises(ListenerError, match="AUTOCOMMIT"):
+        buy(producer, at_once.connect(), 1)
+    assert bought(engine) == []
+
+    class Bare(txmq.TransactionListener):
+        def execute_local_transaction(self, batch: txmq.HalfBatch) -> Any: ...
+
+        def check_local_transaction(self, batch: txmq.HalfBatch) -> Any: ...
+
+    bare = txmq.TransactionMQProducer(log, "bare", Bare(), check_interval=None)
+    with bare, pytest.raises(ListenerError, match="needs a SqlTransactionListener"):
+        buy(bare, Session(engine), 1)
+
+
+class Other(DeclarativeBase):
+    pass
+
+
+class Line(Other):
+    __tablename__ = "lines"
+    n: Mapped[int] = mapped_column(primary_key=True)
+
+
+@pytest.mark.parametrize("ends", ["commit", "rollback", "close"])
+def test_a_session_that_was_ended_within_sends_nothing(
+    engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer, ends: str
+) -> None:
+    def buy_and_end() -> None:
+        with Session(engine) as session, producer.transaction(session) as transaction:
+            session.execute(INSERT, {"n": 1})
+            transaction.send(order(1))
+            getattr(session, ends)()
+
+    with pytest.raises(ListenerError, match="within transaction"):
+        buy_and_end()
+    assert (sent(log), log.another().pending().num_rows) == ([], 0)
+
+
+def test_a_session_whose_connection_somebody_else_commits_is_refused(
+    engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer
+) -> None:
+    with engine.connect() as connection:
+        connection.begin()
+        with pytest.raises(ListenerError, match="somebody else commits"):
+            buy(producer, Session(connection), 1)
+        connection.rollback()
+    assert (bought(engine), sent(log)) == ([], [])
+
+
+def test_a_session_of_two_databases_is_refused(
+    engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer, tmp_path: Path
+) -> None:
+    other = sa.create_engine(f"sqlite:///{tmp_path}/other.db")
+    Other.metadata.create_all(other)
+
+    def buy_in_both() -> None:
+        with Session(engine, binds={Line: other}) as session, producer.transaction(session) as transaction:
+            session.execute(INSERT, {"n": 1}, bind_arguments={"bind": engine})
+            session.add(Line(n=1))
+            transaction.send(order(1))
+
+    with pytest.raises(ListenerError, match="several databases"):
+        buy_in_both()
+    assert (bought(engine), sent(log), log.another().pending().num_rows) == ([], [], 0)
+    other.dispose()
+
+
+def test_a_session_is_enlisted_once_at_a_time(
+    engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer
+) -> None:
+    session = Session(engine)
+    with producer.transaction(session) as transaction:
+        transaction.send(order(1))
+        with pytest.raises(ListenerError, match="one at a time"), producer.transaction(session):
+            pass
+    buy(producer, session, 2)
+    assert (bought(engine), sent(log)) == ([2], [1, 2])
+
+
+def test_threads_on_sqlite_with_the_recipe_for_its_transactions_wait_for_each_other(
+    log: CommitLog, tmp_path: Path
+) -> None:
+    engine = sa.create_engine(f"sqlite:///{tmp_path}/recipe.db", connect_args={"timeout": 30})
+
+    @sa.event.listens_for(engine, "connect")
+    def connected(driver: Any, _: Any) -> None:
+        driver.isolation_level = None
+
+    @sa.event.listens_for(engine, "begin")
+    def begins(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+    with engine.begin() as connection:
+        connection.execute(sa.text("create table bought (n integer primary key)"))
+    listener = txmq.SqlTransactionListener(engine, lambda *_: None)
+    listener.create_fence()
+    with (
+        txmq.TransactionMQProducer(log, "shop", listener, check_interval=None) as producer,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        list(pool.map(lambda n: buy(producer, engine.connect() if n % 2 else Session(engine), n), range(1, 13)))
+    assert bought(engine) == sent(log) == list(range(1, 13))
+    engine.dispose()
+
+
+def test_plain_messages_need_no_listener_s_answer(log: CommitLog, producer: txmq.TransactionMQProducer) -> None:
+    first = producer.send([order(1), order(2)])
+    assert first.local_transaction_state is COMMIT_MESSAGE
+    assert producer.send(order(3), idempotency_key="three").queue_offset == 2
+    assert producer.send(order(3), idempotency_key="three").replayed
+    assert sent(log) == [1, 2, 3]
