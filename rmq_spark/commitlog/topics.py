@@ -49,8 +49,11 @@ class TopicStore:
 
     def with_names(self, names: Collection[str]) -> dict[str, Topic]:
         """The topics that this handle knows. It looks at the table when one of these names is not among them."""
+        wanted, known = set(names), self._known
+        if known is not None and known[0] == self.table.version and known[1].keys() >= wanted:
+            return known[1]  # nobody need wait for a commit that is under way
         with self.table.lock:
-            if self._known is None or not self._known[1].keys() >= set(names):
+            if self._known is None or not self.known().keys() >= wanted:
                 self.table.refresh()
             return self.known()
 

@@ -75,6 +75,8 @@ LOOKS_AT_ONCE = 16
 """Files that are looked for in an object store at the same time. Each look takes a round trip."""
 BACKOFF_S_MIN = 0.002
 BACKOFF_S_MAX = 0.25
+REFRESHED_S_MAX = 10.0
+"""After so many seconds delta-rs itself looks for new entries, whatever two looks at the disk say."""
 CHECKPOINT_INTERVAL = 100
 ROW_GROUP_ROWS = 4_096
 """Rows of a row group of ``op``, which is sorted by version. A reader of the newest rows skips the row groups before
@@ -399,6 +401,7 @@ class DeltaLogTable:
         self._id: str | None = None
         self._seen = -1  # the newest version that this handle knows of
         self._newest: tuple[int, object] | None = None  # a version, and what `_entry` says of it
+        self._refreshed_s = -math.inf  # when delta-rs last looked for new entries
         # half has at least one file for each transaction and opens slowly. So it opens in the background while op is
         # read, and whoever reads op alone never waits for it.
         self._opening: Future[DeltaTable] | None = self._open_in_background()
@@ -548,6 +551,8 @@ class DeltaLogTable:
         with self.lock:
             table = self._table
             before = self._seen = int(table.version())
+            if self._is_newest(before):
+                return before
             self._id = self._id or str(table.metadata().id)
             whole = False
             try:
@@ -566,6 +571,18 @@ class DeltaLogTable:
                 if not whole:
                     self._lose()
             return self.version
+
+    def _is_newest(self, version: int) -> bool:
+        """Return True when no entry follows this version, and its own is still there: two looks at a local disk, where
+        delta-rs takes fifty times as long. (Entries are cleaned up from the oldest on, so none above it is gone.)"""
+        now_s = self.machine.monotonic()
+        if now_s - self._refreshed_s > REFRESHED_S_MAX or not isinstance(self.fs, pafs.LocalFileSystem):
+            self._refreshed_s = now_s
+            return False
+        known = self._newest
+        if known is None or known[0] != version or known[1] is None or self._id is None:
+            return False
+        return self._entry(version + 1) is None and self._entry(version) == known[1]
 
     def _goes_on(self, before: int, version: int) -> bool:
         """Return True when the entry ``before`` is still the same, or was cleaned up and newer entries follow it."""
@@ -596,6 +613,9 @@ class DeltaLogTable:
             require_entries(Path(self.folder, "_delta_log"), self.name, since, until)
 
     def actions(self) -> pa.Table:
+        known = self._actions
+        if known is not None and known[0] == self.version:  # nobody need wait for a commit that is under way
+            return known[1]
         with self.lock:
             version = self.version
             if self._actions is None or self._actions[0] != version:

@@ -128,6 +128,17 @@ def test_a_replay_does_not_end_well_in_a_log_that_was_made_anew_meanwhile(folder
     assert CommitLog.open(folder).read("orders").num_rows == 1
 
 
+def test_topics_are_looked_up_in_a_log_that_was_made_anew_before_their_first_use(folder: Path) -> None:
+    """The handle had opened the table, and not read it: it looked for a file of the old log."""
+    log = CommitLog.open(folder)
+    assert log.topic_store.table.version >= 0
+    shutil.rmtree(folder)
+    CommitLog.create(folder).create_topic("orders", 3)
+    with pytest.raises(NotACommitLogError, match="made anew"):
+        log.topics_with(["orders"])
+    assert CommitLog.open(folder).topics_with(["orders"]) == {"orders": 3}
+
+
 # ---------------------------------------------------------------- a failure is told once
 def test_a_store_that_fails_while_half_opens_in_the_background_is_asked_again_at_the_next_use(folder: Path) -> None:
     with unreadable(folder, "half"):
