@@ -82,6 +82,10 @@ bench-growth: install ## what a longer log costs the sink, the planning and a co
 bench-drained: install ## what a drainer beside the sink, rolled back messages and topics cost
 	@$(PY) -m benchmarks.drained
 
+.PHONY: bench-programs
+bench-programs: install ## what producers without Spark send, in one to 64 threads
+	@$(PY) -m benchmarks.programs
+
 .PHONY: bench-consumers
 bench-consumers: install ## what it costs that a result counts once, beside at least once
 	@$(PY) -m benchmarks.consumers
