@@ -25,9 +25,16 @@ if TYPE_CHECKING:
 
 
 def half_batch_of(
-    log: ProtocolSteps, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, arg: Any = None
+    log: ProtocolSteps,
+    record: HalfRecord,
+    state: BatchState,
+    attempt: int,
+    rows: RowSet,
+    arg: Any = None,
+    held: pa.Table | None = None,
 ) -> HalfBatch:
-    """The half batch as a listener sees it: these rows, which are under one attempt."""
+    """The half batch as a listener sees it: these rows, which are under one attempt. ``held`` are all rows of it, where
+    the caller has them."""
     return HalfBatch(
         half_id=record.half_id,
         app_id=record.header.app_id,
@@ -38,7 +45,7 @@ def half_batch_of(
         check_times=state.check_times(rows),
         transaction_per=record.header.transaction_per,
         fence_id=record.header.fence_id,
-        rows=_LogRows(log, record, rows),
+        rows=_LogRows(log, record, rows, held),
         log_id=log.id,
         arg=arg,
     )
@@ -74,12 +81,13 @@ def split_by_verdict(
 class _LogRows:
     """The rows of one half batch for a listener."""
 
-    def __init__(self, log: ProtocolSteps, record: HalfRecord, rows: RowSet) -> None:
-        self._log, self._record, self._rows = log, record, rows
+    def __init__(self, log: ProtocolSteps, record: HalfRecord, rows: RowSet, held: pa.Table | None) -> None:
+        self._log, self._record, self._rows, self._held = log, record, rows, held
 
     def read(self, columns: Sequence[str]) -> pa.Table:
-        with self._log.lock:
-            return self._log.half.read(self._record, self._rows, columns)
+        if self._held is not None:
+            return self._held.select(list(columns))
+        return self._log.half.read(self._record, self._rows, columns)
 
     def to_spark(self, spark: SparkSession) -> DataFrame:
         from pyspark.sql import functions as F

@@ -179,7 +179,7 @@ class Drainer:
     def _messages(self, rows: pa.Table) -> Iterator[pa.Table]:
         """The messages that these op rows place: in each table those of one queue, which follow each other."""
         ranges = [placed_range(row) for row in rows.to_pylist()]
-        ranges.sort(key=lambda r: (r.op_version, r.rows.half_id, r.rows.file_no, r.rows.ranges[0]))
+        ranges.sort(key=lambda r: (r.op_version, r.rows.path, r.rows.half_id, r.rows.file_no, r.rows.ranges[0]))
         for together in by_file(ranges):
             read = self._log.half.read_range(rows_of(together), STORED_COLUMNS)
             yield from messages_of(together, read, MESSAGES_SCHEMA.names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -41,7 +41,8 @@ class Follower:
         self._half = half
         self.followed = Followed()
         self._open: dict[str, Open] = {}  # of which nothing new has been said; nobody changes these states
-        self._known_whole: dict[str, None] = {}  # half batches with no op rows before the kept ones, oldest first
+        # Half batches with no op rows before the kept ones, oldest first; True while op has said nothing of them.
+        self._known_whole: dict[str, bool] = {}
         self._awaited: str | None = None  # the commit id that is being written
         self._arrived = False  # it was among the rows that were followed
 
@@ -67,6 +68,8 @@ class Follower:
         # An exception (an interrupt, a full memory) may end us at any line: each leaves what is true.
         for half_id in pc.unique(rows["half_id"]).to_pylist():
             self._open.pop(half_id, None)
+            if half_id in self._known_whole:
+                self._known_whole[half_id] = False
         for half_id in _cut_off(before, rows, after):
             self._known_whole.pop(half_id, None)
         if self._awaited is not None and pc.any(pc.equal(rows["commit_id"], self._awaited)).as_py():
@@ -78,6 +81,7 @@ class Follower:
         """Read what op says from the table, whatever was kept: nobody looks again at what a mark passes."""
         version = self.table.refresh()
         self._open.clear()
+        self._known_whole = dict.fromkeys(self._known_whole, False)
         start = self._start()
         self.followed = start.after(self._read_between(start.version + 1, version), version)
 
@@ -195,10 +199,12 @@ class Follower:
         where = (pc.field("half_id") == half_id) & pc.field("version").isin(versions)
         return self.table.read(paths, None, where).sort_by("version")
 
-    def expect(self, half_ids: Sequence[str]) -> None:
-        """Tell of half batches that are about to be prepared: their op markers are all still to come."""
+    def expect(self, half_ids: Sequence[str], made_up: Collection[str] = ()) -> None:
+        """Tell of half batches that are about to be prepared: their op markers are all still to come. Of those with a
+        made up id ``op`` has never said anything."""
         with self.table.lock:
             self._remember_whole(half_ids)
+            self._known_whole.update(dict.fromkeys(made_up, True))
 
     def forget(self, half_ids: Sequence[str]) -> None:
         """Take :meth:`expect` back."""
@@ -207,7 +213,7 @@ class Follower:
                 self._known_whole.pop(half_id, None)
 
     def _remember_whole(self, half_ids: Iterable[str]) -> None:
-        self._known_whole.update(dict.fromkeys(half_ids))
+        self._known_whole.update(dict.fromkeys(half_ids, False))
         while len(self._known_whole) > HALF_IDS_KEPT:
             del self._known_whole[next(iter(self._known_whole))]
 
@@ -225,6 +231,8 @@ class Follower:
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """What the newest op markers say of one half batch."""
+        if not refresh and self._is_untouched(record):
+            return record.fresh_state()
         with self.table.lock:
             if refresh:
                 self.refresh()
@@ -234,6 +242,10 @@ class Follower:
             for row in rows:
                 state.fold(OpRow.of(row))
             return state
+
+    def _is_untouched(self, record: HalfRecord) -> bool:
+        """Whether ``op`` has said nothing of a half batch, as it was last read. This process has prepared it."""
+        return self._known_whole.get(record.half_id, False) and record.prepared_ms > self.followed.low_water
 
     def _require_there(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> None:
         """Raise HalfBatchLeftError for a half batch that has left ``half``, whose op rows may be gone, too: it would

@@ -129,6 +129,53 @@ class HalfFile:
     delayed: bool = False
     """True when some messages have a time before which they must not appear."""
 
+    @property
+    def rows(self) -> int:
+        """Of this half batch: the file may have those of others, too."""
+        return sum(segment.last - segment.first + 1 for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class HalfRows:
+    """What will be a half file: checked messages in their order. Several small ones may share a file."""
+
+    writer: HalfWriter
+    table: pa.Table
+    file_no: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def half_id(self) -> str:
+        return self.writer.header.half_id
+
+    @property
+    def staged_at(self) -> float:
+        return float(self.table["store_timestamp"][0].value / 1_000_000)
+
+    def in_file(self, data: DataFile) -> HalfFile:
+        """The half file, when the rows are written."""
+        delayed = self.table["deliver_at"].null_count < self.table.num_rows
+        return HalfFile(data, self.file_no, self.segments, self.staged_at, self.half_id, delayed)
+
+    def write(self, fs: pafs.FileSystem, folder: str) -> HalfFile:
+        """Write them to a file of their own."""
+        table = self.table
+        one_topic = len({segment.topic for segment in self.segments}) == 1
+        data = (self.writer.write_file or write_table)(
+            fs,
+            folder,
+            table,
+            prefix="half",
+            stats_columns=STATS_COLUMNS,
+            footer_columns=FOOTER_COLUMNS,
+            plain_columns=PLAIN_COLUMNS,
+            constant_columns=[*HEADER_COLUMNS, "topic"] if one_topic else HEADER_COLUMNS,
+            holds=rows_of_half_file(self.half_id, self.file_no),
+            compression=COMPRESSION,
+            raw_columns=() if _is_worth_compressing(table["body"]) else ("body",),
+        )
+        return self.in_file(data)
+
 
 def half_id_of(app_id: str, batch_id: int) -> str:
     """The name of a half batch. ``app_id`` has no colon (its rules say so), so two batches never share one."""
@@ -200,7 +247,7 @@ class HalfWriter:
         queue_id = column_of(table, "queue_id", pa.int32())
         sharding_key = self._label(column_of(table, "sharding_key", pa.string()), "sharding_key")
         topic = self._topic(table)
-        deliver_at = deliver_at_of(table, self._now())
+        deliver_at = deliver_at_of(table, self.now())
         self._require_keys_of_fifo(topic, sharding_key, deliver_at)
         return pa.table(
             {
@@ -212,7 +259,7 @@ class HalfWriter:
                 "sharding_key": sharding_key,
                 "properties": column_of(table, "properties", PROPERTIES) if self.own else properties_of(table),
                 "body": body_of(table),
-                "born_timestamp": pc.fill_null(times_of(table, "born_timestamp"), self._now()),
+                "born_timestamp": pc.fill_null(times_of(table, "born_timestamp"), self.now()),
                 "deliver_at": deliver_at,
             }
         )
@@ -312,24 +359,20 @@ class HalfWriter:
                 f"partition {partition} holds more than {FILES_PER_PARTITION_MAX} files of "
                 f"{self.file_bytes_max} bytes: repartition the batch"
             )
-        file_no = partition * FILES_PER_PARTITION_MAX + part
-        table, segments = self.arrange(self.normalize(pa.Table.from_batches(batches)), file_no)
-        staged_at = table["store_timestamp"][0].value / 1_000_000
-        data = (self.write_file or write_table)(
-            fs,
-            folder,
-            table,
-            prefix="half",
-            stats_columns=STATS_COLUMNS,
-            footer_columns=FOOTER_COLUMNS,
-            plain_columns=PLAIN_COLUMNS,
-            constant_columns=HEADER_COLUMNS if len({s.topic for s in segments}) > 1 else [*HEADER_COLUMNS, "topic"],
-            holds=rows_of_half_file(self.header.half_id, file_no),
-            compression=COMPRESSION,
-            raw_columns=() if _is_worth_compressing(table["body"]) else ("body",),
+        return self.rows_of(pa.Table.from_batches(batches), partition * FILES_PER_PARTITION_MAX + part).write(
+            fs, folder
         )
-        delayed = table["deliver_at"].null_count < table.num_rows
-        return HalfFile(data, file_no, segments, staged_at, self.header.half_id, delayed)
+
+    def rows_of(self, table: pa.Table, file_no: int = 0) -> HalfRows:
+        """Messages as the rows of one half file, which is not written yet.
+
+        Raises
+        ------
+        MessageError, TopicNotFoundError
+            For the first message that breaks a rule.
+        """
+        arranged, segments = self.arrange(self.normalize(table), file_no)
+        return HalfRows(self, arranged, file_no, segments)
 
     def arrange(self, messages: pa.Table, file_no: int) -> tuple[pa.Table, tuple[Segment, ...]]:
         """Rows of ``half`` in (topic, queue, arrival) order, and where each queue's rows stand."""
@@ -352,11 +395,18 @@ class HalfWriter:
             "row_no": arange(count),
             **{c: rows_in_order[c] for c in rows_in_order.column_names},
             "queue_id": queue,
-            "store_timestamp": pa.repeat(self._now(), count),
+            "store_timestamp": pa.repeat(self.now(), count),
         }
         return pa.table({f.name: columns[f.name] for f in HALF_SCHEMA}, schema=HALF_SCHEMA), tuple(segments)
 
-    def _now(self) -> pa.Scalar:
+    def first_queue(self, topic: str, file_no: int) -> int:
+        """The queue at which messages of a topic begin that choose none."""
+        partition, number = divmod(file_no, FILES_PER_PARTITION_MAX)
+        start = zlib.crc32(self.header.app_id.encode()) + self.header.batch_id + partition + number
+        return start % self.topics[topic]
+
+    def now(self) -> pa.Scalar:
+        """The time, as ``store_timestamp`` has it."""
         return pa.scalar(int(self.machine.time() * 1_000_000), TIMESTAMP)
 
     def _by_queue(self, topic: str, part: pa.Table, file_no: int) -> list[tuple[int, pa.Table]]:
@@ -373,8 +423,7 @@ class HalfWriter:
         slices = min(queues, free.num_rows)
         # Each application, batch and file begins at another queue, so that small batches, small partitions and single
         # sends spread as well. A task that runs again begins at the same one.
-        partition, number = divmod(file_no, FILES_PER_PARTITION_MAX)
-        start = (zlib.crc32(self.header.app_id.encode()) + self.header.batch_id + partition + number) % queues
+        start = self.first_queue(topic, file_no)
         pieces: dict[int, list[pa.Table]] = {}
         for i in range(slices):
             a, b = free.num_rows * i // slices, free.num_rows * (i + 1) // slices

@@ -12,9 +12,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.archived import Archived
-from rmq_spark.commitlog.half import HALF_SCHEMA, HEADER_COLUMNS, HalfFile, HalfHeader, Segment, half_id_of
+from rmq_spark.commitlog.half import (
+    HALF_SCHEMA,
+    HEADER_COLUMNS,
+    STATS_COLUMNS,
+    HalfFile,
+    HalfHeader,
+    HalfRows,
+    Segment,
+    half_id_of,
+)
 from rmq_spark.commitlog.op import BatchState, FileState
 from rmq_spark.commitlog.rows import RowSet
+from rmq_spark.commitlog.shared_files import SharedFiles, counted
 from rmq_spark.config import ORPHAN_AGE_S
 from rmq_spark.errors import (
     AlreadyPreparedError,
@@ -25,7 +35,7 @@ from rmq_spark.errors import (
     StagedFilesTooOldError,
 )
 from rmq_spark.selector.tree import Filter
-from rmq_spark.storage.files import RowRange, require_path
+from rmq_spark.storage.files import ROW_GROUP_ROWS, RowRange, require_path
 from rmq_spark.storage.moved import HalfFiles
 from rmq_spark.storage.seal import require_count
 from rmq_spark.storage.table import Change, Table, is_ours
@@ -116,10 +126,10 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Staged:
-    """A half batch whose files are written, and that nobody has prepared yet."""
+    """A half batch that nobody has prepared yet: its files are written, or its rows are few, and share one."""
 
     header: HalfHeader
-    files: Sequence[HalfFile]
+    files: Sequence[HalfFile | HalfRows]
 
 
 PrepareError = AlreadyPreparedError | StagedFilesTooOldError
@@ -132,11 +142,19 @@ class HalfStore:
     def __init__(self, table: Table) -> None:
         self.table = table
         self._files = HalfFiles(lambda *asked: self.table.read_range(*asked), self._locate_now)
+        self._shared = SharedFiles(lambda paths: self.table.read(paths, ["half_id"])["half_id"])
+
+    def write_shared(self, several: Sequence[HalfRows]) -> list[HalfFile]:
+        """Write the rows of several half batches to one file."""
+        rows = pa.concat_tables([one.table for one in several]).combine_chunks()
+        data = self.table.write(rows, self.table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
+        self._shared.keep(data.path, counted(rows["half_id"]))
+        return [one.in_file(data) for one in several]
 
     def prepare(
         self,
         header: HalfHeader,
-        files: Sequence[HalfFile],
+        files: Sequence[HalfFile | HalfRows],
         after_ms: Callable[[], int] = lambda: 0,
         has_left: Callable[[str], bool] = lambda half_id: False,
     ) -> HalfRecord:
@@ -188,6 +206,8 @@ class HalfStore:
         _require_each_once(staged)
         tried_ms: list[int] = []
         refused: dict[str, PrepareError] = {}
+        shared = _Shared(self)
+        files: dict[str, Sequence[HalfFile]] = {}  # of the last try, by half id
 
         def propose(version: int) -> Change | None:
             refused.clear()
@@ -197,21 +217,27 @@ class HalfStore:
             chosen = [batch for batch in staged if batch.header.half_id not in refused]
             if not chosen:
                 return None
+            files.clear()
+            files.update(shared.written(chosen))
             tried_ms.append(max(self.table.machine.time_ms(), self._last_prepared_ms() + 1, after_ms() + 1))
             return Change(
-                add=[f.data for batch in chosen for f in batch.files],
+                add=list({f.data.path: f.data for some in files.values() for f in some}.values()),
                 transactions={b.header.app_id: b.header.batch_id for b in chosen if b.header.numbered},
                 modification_time_ms=tried_ms[-1],
             )
 
         def landed(change: Change) -> bool:
-            added = {f.path for f in change.add}
-            return all(self._landed(b) for b in staged if added.issuperset(f.data.path for f in b.files))
+            live = {f.path for f in change.add}.intersection(self.table.actions()["path"].to_pylist())
+            return all(self._landed(half_id, some, live) for half_id, some in files.items())
 
         self.table.compare_and_set(propose, landed)
         # Any of the tries may have landed, so the earliest time counts. A time too early costs scans of op. With a
         # time too late, op rows below the low-water mark would be missed.
-        return [refused.get(b.header.half_id) or self._record(b, min(tried_ms)) for b in staged]
+        times = self._times_of({f.data.path for some in files.values() for f in some})
+        return [
+            refused.get(b.header.half_id) or _record(b.header, files[b.header.half_id], min(tried_ms), times)
+            for b in staged
+        ]
 
     def _refusal(self, batch: Staged, has_left: Callable[[str], bool]) -> PrepareError | None:
         """Why a half batch cannot be prepared, as the table is now."""
@@ -224,25 +250,18 @@ class HalfStore:
                 f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: batch {last} is in the log"
             )
         age_s = self.table.machine.time() - min(f.staged_at for f in batch.files)
-        if age_s > ORPHAN_AGE_S / 2:
+        if age_s > ORPHAN_AGE_S / 2 and any(isinstance(f, HalfFile) for f in batch.files):
             return StagedFilesTooOldError(
                 f"the files of half batch {header.half_id!r} were staged {age_s / 3600:.0f} h ago: vacuum may "
                 "remove them soon; run the batch again"
             )
         return None
 
-    def _record(self, batch: Staged, prepared_ms: int) -> HalfRecord:
-        files = {f.file_no: StoredFile(f.data.path, f.data.rows, f.segments, f.delayed) for f in batch.files}
-        staged_ms = int(max(f.staged_at for f in batch.files) * 1000)
-        sent_ms = self._sent_ms(batch.files, staged_ms)
-        return HalfRecord(batch.header, prepared_ms, dict(sorted(files.items())), sent_ms, staged_ms)
-
-    def _sent_ms(self, files: Sequence[HalfFile], staged_ms: int) -> int:
-        """As :meth:`find` will see it: the try that landed says when these files were prepared."""
+    def _times_of(self, paths: Collection[str]) -> dict[str, int]:
+        """When files were prepared, as :meth:`find` will see it: the try that landed says so."""
         actions = self.table.actions()
-        mine = pc.is_in(actions["path"], value_set=pa.array([f.data.path for f in files], pa.string()))
-        landed_ms: int | None = pc.max(actions["modification_time"].filter(mine)).as_py()
-        return staged_ms if landed_ms is None else landed_ms
+        mine = actions.filter(pc.is_in(actions["path"], value_set=pa.array(paths, pa.string())))
+        return dict(zip(mine["path"].to_pylist(), mine["modification_time"].to_pylist(), strict=True))
 
     def bytes_of(self, record: HalfRecord) -> int:
         """The bytes of a half batch's files, as the table is now; of a file with other half batches too, its share."""
@@ -276,26 +295,21 @@ class HalfStore:
         return self._last_prepared_ms()
 
     def _batch_id_in_log(self, header: HalfHeader) -> int | None:
-        return None if self._find(header.half_id) is None else header.batch_id
+        return None if header.made_up or self._find(header.half_id) is None else header.batch_id
 
     def _last_prepared_ms(self) -> int:
         return pc.max(self.table.actions()["modification_time"]).as_py() or 0
 
-    def _landed(self, batch: Staged) -> bool:
-        mine = pa.array([f.data.path for f in batch.files], pa.string())
-        live = pc.sum(pc.is_in(self.table.actions()["path"], value_set=mine)).as_py() or 0
-        if live == len(mine):
+    def _landed(self, half_id: str, files: Sequence[HalfFile], live: Collection[str]) -> bool:
+        paths = {f.data.path for f in files}
+        if paths.issubset(live):
             return True
         # Somebody may have rewritten our files since: then all are removed, and others hold as many rows of the batch.
         # When another process prepared a batch of this name, our files were never in the table.
-        return live == 0 and self._rewritten(batch)
-
-    def _rewritten(self, batch: Staged) -> bool:
-        removed = self.table.removed_since()
-        if not removed.issuperset(f.data.path for f in batch.files):
+        if not paths.isdisjoint(live) or not self.table.removed_since().issuperset(paths):
             return False
-        record = self._find(batch.header.half_id)
-        return record is not None and record.rows == sum(f.data.rows for f in batch.files)
+        record = self._find(half_id)
+        return record is not None and record.rows == sum(f.rows for f in files)
 
     # ------------------------------------------------------------------ finding
     def last_batch_id(self, app_id: str) -> int | None:
@@ -322,7 +336,10 @@ class HalfStore:
         actions = self.table.actions()
         low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
         inside = pc.and_(pc.less_equal(low, half_id), pc.greater_equal(high, half_id))
-        return actions.filter(pc.fill_null(inside, True))  # without statistics anything may be inside
+        found = actions.filter(pc.fill_null(inside, True))  # without statistics anything may be inside
+        shared = pc.and_(self._ours(found), pc.invert(_of_one(found)[0]))
+        has = [not is_shared or self._shared.has(p, half_id) for p, is_shared in _pairs(found["path"], shared)]
+        return found if all(has) else found.filter(pa.array(has, pa.bool_()))
 
     def _find(self, half_id: str) -> HalfRecord | None:
         columns = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "deliver_at", "store_timestamp"]
@@ -339,7 +356,7 @@ class HalfStore:
                 header = HalfHeader(**{c: rows[c][0].as_py() for c in HEADER_COLUMNS})
             found = _stored_files(action["path"], rows)
             # A file of which the Delta log says no count is another writer's, or the log is damaged: look closer.
-            as_sent = len(found) == 1 and rows.num_rows == action["num_records"] and is_ours(self.table, action["path"])
+            as_sent = len(found) == 1 and action["num_records"] is not None and is_ours(self.table, action["path"])
             file_staged_ms = int(pc.max(rows["store_timestamp"]).as_py().timestamp() * 1000)
             staged_ms = max(staged_ms, file_staged_ms)
             prepared_ms = max(prepared_ms, action["modification_time"])
@@ -412,30 +429,32 @@ class HalfStore:
         """The half batches in some files: ``half_id, ms_max, ms_min, rows_sum, rewritten_any``."""
         low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
         whole = pc.and_(pc.fill_null(pc.equal(low, high), False), pc.is_valid(actions["num_records"]))
-        counted = pa.table({
-            "half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"],
-            "rewritten": pc.invert(self._ours(actions)),
+        rewritten = pc.invert(self._ours(actions))
+        every = pa.table({
+            "half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"], "rewritten": rewritten,
         })  # fmt: skip
-        counted = counted.filter(whole)
-        for mixed in actions.filter(pc.invert(whole)).select(["path", "modification_time"]).to_pylist():
-            ids = self.table.read([mixed["path"]], ["half_id"])["half_id"]
-            if ids.null_count:
-                raise CorruptLogError(f"{mixed['path']} has a row without half_id: table half was changed by hand")
-            ms = pa.repeat(pa.scalar(mixed["modification_time"], pa.int64()), len(ids))
-            ones = pa.repeat(pa.scalar(1, pa.int64()), len(ids))
-            yes = pa.repeat(pa.scalar(True), len(ids))
-            part = pa.table({"half_id": ids, "ms": ms, "rows": ones, "rewritten": yes})
-            counted = pa.concat_tables([counted, part])
-        return counted.group_by("half_id", use_threads=False).aggregate(
-            [("ms", "max"), ("ms", "min"), ("rows", "sum"), ("rewritten", "any")]
+        parts = [every.filter(whole)]
+        mixed = actions.select(["path", "modification_time"]).append_column("rewritten", rewritten)
+        for file in mixed.filter(pc.invert(whole)).to_pylist():
+            inside = self._shared.of(file["path"])
+            ms = pa.repeat(pa.scalar(file["modification_time"], pa.int64()), inside.num_rows)
+            is_rewritten = pa.repeat(pa.scalar(file["rewritten"]), inside.num_rows)
+            parts.append(
+                inside.append_column("ms", ms).append_column("rewritten", is_rewritten).select(every.schema.names)
+            )
+        return (
+            pa.concat_tables(parts)
+            .group_by("half_id", use_threads=False)
+            .aggregate([("ms", "max"), ("ms", "min"), ("rows", "sum"), ("rewritten", "any")])
         )
 
     def paths_of(self, half_ids: Collection[str]) -> list[tuple[str, int]]:
         """The files that have rows of some half batches, and how many rows each has. It does not refresh."""
         actions = self.table.actions()
         one, low = _of_one(actions)
-        wanted = pc.is_in(low, value_set=pa.array(sorted(half_ids), pa.string()))
-        needed = actions.filter(pc.or_(pc.invert(one), wanted))
+        ids = pa.array(sorted(half_ids), pa.string())
+        shared = [is_one is False and self._shared.has_any(path, ids) for path, is_one in _pairs(actions["path"], one)]
+        needed = actions.filter(pc.or_(pa.array(shared, pa.bool_()), pc.and_(one, pc.is_in(low, value_set=ids))))
         rows = pc.fill_null(needed["num_records"], 0).to_pylist()
         return list(zip(needed["path"].to_pylist(), rows, strict=True))
 
@@ -445,7 +464,7 @@ class HalfStore:
         actions = self.table.actions()
         one, low = _of_one(actions)
         mixed = {
-            path: pc.unique(self.table.read([path], ["half_id"])["half_id"])
+            path: self._shared.of(path)["half_id"].combine_chunks()
             for path in actions.filter(pc.invert(one))["path"].to_pylist()
         }
         while True:
@@ -475,7 +494,49 @@ class HalfStore:
         return self._files.read(wanted, columns, where)
 
 
-def _require_staged(header: HalfHeader, files: Sequence[HalfFile]) -> None:
+def _record(
+    header: HalfHeader, files: Sequence[HalfFile], prepared_ms: int, landed_ms: Mapping[str, int]
+) -> HalfRecord:
+    stored = {f.file_no: StoredFile(f.data.path, f.rows, f.segments, f.delayed) for f in files}
+    staged_ms = int(max(f.staged_at for f in files) * 1000)
+    sent_ms = max((landed_ms[f.data.path] for f in files if f.data.path in landed_ms), default=staged_ms)
+    return HalfRecord(header, prepared_ms, dict(sorted(stored.items())), sent_ms, staged_ms)
+
+
+class _Shared:
+    """Writes rows that are in no file yet, for one commit: those of several half batches to one file.
+
+    One that drops out must not lie in a file with the others, so each choice of them has a file of its own. Half
+    batches with made up ids never drop out and share a file. Their ids follow each other, so that the file's bounds in
+    the Delta log tell which it has; ids that users gave would widen them, and share another one.
+    """
+
+    def __init__(self, half: HalfStore) -> None:
+        self._half = half
+        self._known: dict[tuple[str, ...], list[HalfFile]] = {}
+
+    def written(self, chosen: Sequence[Staged]) -> dict[str, Sequence[HalfFile]]:
+        """The half files of half batches, by half id."""
+        rows = [f for batch in chosen for f in batch.files if isinstance(f, HalfRows)]
+        mine: dict[str, HalfFile] = {}
+        for made_up in (True, False):
+            some = [one for one in rows if one.writer.header.made_up is made_up]
+            mine.update({file.half_id: file for file in self._in_one_file(some)})
+        return {
+            batch.header.half_id: [mine[f.half_id] if isinstance(f, HalfRows) else f for f in batch.files]
+            for batch in chosen
+        }
+
+    def _in_one_file(self, rows: Sequence[HalfRows]) -> list[HalfFile]:
+        names = tuple(one.half_id for one in rows)
+        if rows and names not in self._known:
+            table = self._half.table
+            alone = len(rows) == 1
+            self._known[names] = [rows[0].write(table.fs, table.folder)] if alone else self._half.write_shared(rows)
+        return self._known[names] if rows else []
+
+
+def _require_staged(header: HalfHeader, files: Sequence[HalfFile | HalfRows]) -> None:
     if not files:
         raise MessageError(f"half batch {header.half_id!r} has no messages: there is nothing to prepare")
     for file in files:
@@ -487,6 +548,10 @@ def _require_staged(header: HalfHeader, files: Sequence[HalfFile]) -> None:
         raise MessageError(
             f"file {twice} of half batch {header.half_id!r} was staged twice: give each partition a number of its own"
         )
+
+
+def _pairs(paths: pa.ChunkedArray, flags: pa.ChunkedArray) -> Iterator[tuple[str, bool]]:
+    return zip(paths.to_pylist(), flags.to_pylist(), strict=True)
 
 
 def _of_one(actions: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:

@@ -266,10 +266,17 @@ class CommitLog(ProtocolSteps):
         return open_groups(self.path, self.storage_options or None, self.half.table)
 
     def half_batch(
-        self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, arg: Any = None
+        self,
+        record: HalfRecord,
+        state: BatchState,
+        attempt: int,
+        rows: RowSet,
+        arg: Any = None,
+        held: pa.Table | None = None,
     ) -> HalfBatch:
-        """The half batch as a listener sees it: these rows, which are under one attempt."""
-        return half_batch_of(self, record, state, attempt, rows, arg)
+        """The half batch as a listener sees it: these rows, which are under one attempt. ``held`` are all rows of it,
+        where the caller has them."""
+        return half_batch_of(self, record, state, attempt, rows, arg, held)
 
     # ------------------------------------------------------------------ what is open
     def unsettled(self, half_ids: Collection[str]) -> set[str]:

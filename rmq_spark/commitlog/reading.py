@@ -40,18 +40,22 @@ STORED_COLUMNS = (
 
 
 def by_file(ranges: Sequence[_Range]) -> Iterator[list[_Range]]:
-    """Ranges that follow each other in one file, so that a row group is read once for all its queues."""
+    """Ranges that follow each other in one file, so that a row group is read once for all its queues, and a file that
+    half batches share once for all of them."""
     together: list[_Range] = []
     for placed in ranges:
-        if together:
-            last, rows = together[-1].rows, placed.rows
-            same = (last.table, last.path, last.half_id, last.file_no)
-            if same != (rows.table, rows.path, rows.half_id, rows.file_no) or rows.ranges[0][0] <= last.ranges[-1][1]:
-                yield together
-                together = []
+        if together and not _in_same_file(together[-1].rows, placed.rows):
+            yield together
+            together = []
         together.append(placed)
     if together:
         yield together
+
+
+def _in_same_file(last: RowRange, rows: RowRange) -> bool:
+    if (last.table, last.path) != (rows.table, rows.path):
+        return False
+    return not last.is_same_half_file(rows) or last.ranges[-1][1] < rows.ranges[0][0]
 
 
 def _pieces(together: Sequence[_Range], position: int, table: pa.Table) -> Iterator[tuple[_Range, int, pa.Table]]:
@@ -66,7 +70,14 @@ def _pieces(together: Sequence[_Range], position: int, table: pa.Table) -> Itera
 
 def rows_of(together: Sequence[MessageRange]) -> RowRange:
     """The rows of ranges that follow each other in one file."""
-    return replace(together[0].rows, ranges=tuple(r for placed in together for r in placed.rows.ranges))
+    found: list[RowRange] = []
+    for placed in together:
+        rows = placed.rows
+        if found and found[-1].is_same_half_file(rows):
+            found[-1] = replace(found[-1], ranges=found[-1].ranges + rows.ranges)
+        else:
+            found.append(rows)
+    return replace(found[0], more=tuple(found[1:]))
 
 
 def messages_of(
@@ -91,12 +102,13 @@ def require_source_columns(columns: Sequence[str]) -> list[str]:
     return list(columns)
 
 
-def stored_columns(columns: Sequence[str], placed: MessageRange) -> list[str]:
-    """The columns of a file that must be read to make these columns of the source."""
-    if not isinstance(placed, PlacedRange):
+def stored_columns(columns: Sequence[str], together: Sequence[MessageRange]) -> list[str]:
+    """The columns of a file that must be read to make these columns of the source, of ranges that lie in it."""
+    by_key = [isinstance(placed, PlacedRange) and placed.transaction_per == KEY for placed in together]
+    if not isinstance(together[0], PlacedRange):
         return list(columns)
     stored = [c for c in columns if c in STORED_COLUMNS]
-    if "transaction_id" in columns and "transaction_key" not in stored and placed.transaction_per == KEY:
+    if "transaction_id" in columns and "transaction_key" not in stored and any(by_key):
         stored.append("transaction_key")
     return stored or ["row_no"]
 
@@ -188,7 +200,7 @@ def read_ranges(
     for together in by_file(ranges):
         done = 0
         try:
-            for position, table in read(rows_of(together), stored_columns(columns, together[0]), where):
+            for position, table in read(rows_of(together), stored_columns(columns, together), where):
                 yield from messages_of(together, [(position, table)], columns)
                 done = position + table.num_rows
         except FileNotFoundError as lost:
@@ -197,7 +209,7 @@ def read_ranges(
             except FileNotFoundError:  # they are nowhere
                 raise lost from None
             for part in by_file(moved):
-                yield from messages_of(part, read(rows_of(part), stored_columns(columns, part[0]), where), columns)
+                yield from messages_of(part, read(rows_of(part), stored_columns(columns, part), where), columns)
 
 
 def _after(together: Sequence[MessageRange], done: int) -> Iterator[MessageRange]:

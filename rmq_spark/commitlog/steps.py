@@ -14,7 +14,7 @@ import pyarrow as pa
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.drained import Drained
 from rmq_spark.commitlog.follow import Tails
-from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, PrepareError, Staged
 from rmq_spark.commitlog.ledger import Decided, Decision, Ledger, Placed
 from rmq_spark.commitlog.messages import wait_until_drained
@@ -90,8 +90,11 @@ class ProtocolSteps(ABC):
     # ------------------------------------------------------------------ a half batch, from its files to its verdicts
     def stage(self, writer: HalfWriter, batches: Sequence[pa.RecordBatch], partition: int = 0) -> list[HalfFile]:
         """Write messages as half files from this process (executors do the same with ``HalfWriter`` alone)."""
-        writer = replace(writer, machine=self.machine)
-        return writer.write(self.half.table.fs, self.half.table.folder, partition, batches)
+        return self.with_machine(writer).write(self.half.table.fs, self.half.table.folder, partition, batches)
+
+    def with_machine(self, writer: HalfWriter) -> HalfWriter:
+        """A writer with the clock of this log."""
+        return replace(writer, machine=self.machine)
 
     def last_batch_id(self, app_id: str) -> int | None:
         """The newest batch id that this application prepared."""
@@ -124,25 +127,26 @@ class ProtocolSteps(ABC):
     def _has_left(self, half_id: str) -> bool:
         return self.archived(half_id) is not None
 
-    def prepare(self, header: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord:
+    def prepare(self, header: HalfHeader, files: Sequence[HalfFile | HalfRows]) -> HalfRecord:
         """Commit staged files: see :meth:`HalfStore.prepare`."""
-        with self._expected([header.half_id]):
+        with self._expected([header]):
             return self.half.prepare(header, files, self.ledger.ms_before_prepare, self._has_left)
 
     def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
         """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare_many`."""
-        half_ids = [batch.header.half_id for batch in staged]
-        with self._expected(half_ids):
+        headers = [batch.header for batch in staged]
+        with self._expected(headers):
             prepared = self.half.prepare_many(staged, self.ledger.ms_before_prepare, self._has_left)
-            refused = [h for h, found in zip(half_ids, prepared, strict=True) if not isinstance(found, HalfRecord)]
+            refused = [h.half_id for h, f in zip(headers, prepared, strict=True) if not isinstance(f, HalfRecord)]
             self.ledger.forget(refused)
             return prepared
 
     @contextmanager
-    def _expected(self, half_ids: Sequence[str]) -> Iterator[None]:
+    def _expected(self, headers: Sequence[HalfHeader]) -> Iterator[None]:
         """Tell the ledger of half batches that are about to be prepared."""
+        half_ids = [header.half_id for header in headers]
         with self.lock:
-            self.ledger.expect(half_ids)
+            self.ledger.expect(half_ids, [header.half_id for header in headers if header.made_up])
             try:
                 yield
             except BaseException:

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from rmq_spark.commitlog.group_commit import GroupCommit, Stageable
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState
-from rmq_spark.config import MAINTENANCE_INTERVAL_S, TRANSACTION_CHECK_INTERVAL_S, TRANSACTION_TIMEOUT_S, seconds
+from rmq_spark.commitlog.single import OneMessage
+from rmq_spark.config import (
+    MAINTENANCE_INTERVAL_S,
+    TRANSACTION_CHECK_INTERVAL_S,
+    TRANSACTION_TIMEOUT_S,
+    seconds,
+    whole_number,
+)
 from rmq_spark.errors import ListenerError, MessageError, OptionError
-from rmq_spark.listener import TransactionListener, require_listener
+from rmq_spark.listener import CommitOncePrepared, TransactionListener, require_listener
 from rmq_spark.message import Message, require_app_id, require_group_name, to_table
 from rmq_spark.sink.limits import PendingLimits
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
 from rmq_spark.transaction import BATCH, KEY, MESSAGE, LocalTransactionState, batch_transaction_id
 
 logger = logging.getLogger(__name__)
+
+LISTENER_THREADS = 32
+IN_FLIGHT_MAX = 1024
+AT_EXIT_S_MAX = 10.0
+"""Seconds for which the end of Python waits for a thread of a producer that was not closed."""
+SHARED_ROWS_MAX = 100
+SHARED_BYTES_MAX = 64 * 1024
+"""A send of no more messages and bytes than these may share a half file with sends of other threads."""
 
 
 class SendStatus(str, Enum):
@@ -73,6 +94,24 @@ class TransactionSendResult:
         return next(iter(self.queue_offsets.values()))[0] if len(self.queue_offsets) == 1 else None
 
 
+@dataclass
+class SessionTransaction:
+    """The messages of :meth:`TransactionMQProducer.transaction`.
+
+    Attributes
+    ----------
+    result : TransactionSendResult or None
+        What became of them, after the ``with`` statement; None when none were sent.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    result: TransactionSendResult | None = None
+
+    def send(self, messages: Message | Iterable[Message]) -> None:
+        """Send messages when the session commits."""
+        self.messages += [messages] if isinstance(messages, Message) else _message_list(messages)
+
+
 class TransactionMQProducer:
     """Sends transactional messages from any Python program, and answers its own checks while it is open.
 
@@ -96,6 +135,11 @@ class TransactionMQProducer:
         Refuse new transactions, with PendingLimitError, while so many of the group's half batches are pending.
     max_pending_bytes : int or str, optional
         The same for the bytes of their files: ``"500m"``, ``"10g"``.
+    listener_threads : int
+        Threads in which sends of the asynchronous methods run, with their calls of the listener. They start when they
+        are needed.
+    max_in_flight : int
+        Asynchronous sends that have not come to their end. One more waits in the caller's thread.
 
     Examples
     --------
@@ -115,6 +159,8 @@ class TransactionMQProducer:
         maintenance_interval: float | None = None,
         max_pending_batches: int | None = None,
         max_pending_bytes: int | str | None = None,
+        listener_threads: int = LISTENER_THREADS,
+        max_in_flight: int = IN_FLIGHT_MAX,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
         if listener is None:
@@ -130,7 +176,20 @@ class TransactionMQProducer:
             None if maintenance_interval is None else seconds(maintenance_interval, "maintenance_interval", above=True)
         )
         limits = PendingLimits.of(max_pending_batches, max_pending_bytes)
-        self.two_phase = TwoPhase(self.log, self.listener, on_listener_error=on_listener_error, pending_limits=limits)
+        self.two_phase = TwoPhase(
+            self.log,
+            self.listener,
+            on_listener_error=on_listener_error,
+            pending_limits=limits,
+            commits=GroupCommit(self.log),
+        )
+        self._listener_threads = whole_number(listener_threads, "listener_threads", 1)
+        self._in_flight = threading.BoundedSemaphore(whole_number(max_in_flight, "max_in_flight", 1))
+        self._pool: ThreadPoolExecutor | None = None
+        self._plainly = self.two_phase.with_listener(CommitOncePrepared())
+        self._pid = os.getpid()
+        self._started = self.log.machine.unique_id()
+        self._sends = count(1)  # ids that follow each other lie close together in a file, and are found by its bounds
         self._closing = self.log.machine.event()
         self._threads: list[threading.Thread] = []
         self._open = False
@@ -138,8 +197,11 @@ class TransactionMQProducer:
     # ------------------------------------------------------------------ life
     def start(self) -> TransactionMQProducer:
         """Open the producer (``with`` does it)."""
+        self._require_own_process()
         if not self._open:
             self._closing.clear()
+            atexit.register(self._end)
+            self._pool = ThreadPoolExecutor(self._listener_threads, f"txmq-{self.producer_group}")
             start = self.log.machine.start_thread
             if self.check_interval is not None:
                 self._threads.append(start(self._answer_checks, "txmq-checks", daemon=True))
@@ -149,13 +211,26 @@ class TransactionMQProducer:
         return self
 
     def shutdown(self) -> None:
-        """Close the producer: wait for a check, or upkeep, that is under way."""
+        """Close the producer: wait for asynchronous sends, a check, or upkeep, that are under way."""
+        if os.getpid() != self._pid:  # a forked copy has none of the threads
+            self._open = False
+            return
+        atexit.unregister(self._end)
+        if self._pool is not None:
+            self._pool.shutdown()  # those that were accepted come to their end
         self._open = False
         self._closing.set()
         for thread in self._threads:
             thread.join()
         self._threads = []
         self.log.close()
+
+    def _end(self) -> None:
+        """Python ends, and the producer was not closed: a thread that is within delta-rs would end it with a crash."""
+        self._open = False
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(AT_EXIT_S_MAX)
 
     def __enter__(self) -> TransactionMQProducer:
         return self.start()
@@ -220,23 +295,167 @@ class TransactionMQProducer:
             A column of the table.
         transaction_per : {"batch", "message"}, optional
         """
-        if not self._open:
-            raise OptionError("the producer is closed: use it in a with statement, or call start()")
         per = transaction_per or (KEY if transaction_key else BATCH)
         if per not in (BATCH, MESSAGE, KEY) or (per == KEY) != (transaction_key is not None):
             raise OptionError(f"transaction_per={per!r} and transaction_key={transaction_key!r} contradict each other")
-        table = messages if isinstance(messages, pa.Table) else to_table(_message_list(messages))
-        if table.num_rows == 0:
-            raise MessageError("no messages were given: a half batch has at least one")
-        header = self._header(per, idempotency_key)
-        writer = HalfWriter(header, self.log.topics(), topic, transaction_key, self.log.fifo_topics())
-        outcome = self.two_phase.send(header, lambda: self.log.stage(writer, table.to_batches()), arg)
-        return self._result(header, outcome, table.num_rows)
+        return self._send(self.two_phase, messages, arg, topic, transaction_key, per, idempotency_key)
 
-    def _header(self, per: str, idempotency_key: str | None) -> HalfHeader:
+    def send(
+        self,
+        messages: Message | Iterable[Message] | pa.Table,
+        *,
+        topic: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> TransactionSendResult:
+        """Send messages without a local transaction: they become visible together, and no listener is asked (RocketMQ:
+        ``DefaultMQProducer.send``).
+
+        Parameters
+        ----------
+        messages : Message, iterable of Message, or pyarrow.Table
+        topic : str, optional
+            For rows of a table without a ``topic``.
+        idempotency_key : str, optional
+            A retry with the same key sends nothing twice.
+        """
+        given = [messages] if isinstance(messages, Message) else messages
+        return self._send(self._plainly, given, None, topic, None, BATCH, idempotency_key)
+
+    # ------------------------------------------------------------------ sending, and not waiting
+    def send_message_in_transaction_async(
+        self, message: Message, arg: Any = None, *, idempotency_key: str | None = None
+    ) -> Future[TransactionSendResult]:
+        """:meth:`send_message_in_transaction` in another thread.
+
+        Returns
+        -------
+        concurrent.futures.Future
+            Of the result. In a coroutine: ``await asyncio.wrap_future(...)``. A send that is cancelled before it began
+            leaves nothing; one that has begun goes on.
+        """
+        return self._in_pool(lambda: self.send_message_in_transaction(message, arg, idempotency_key=idempotency_key))
+
+    def send_async(
+        self, messages: Message | Iterable[Message], *, topic: str | None = None, idempotency_key: str | None = None
+    ) -> Future[TransactionSendResult]:
+        """:meth:`send` in another thread; see :meth:`send_message_in_transaction_async`."""
+        # A copy: the caller may fill its list anew before the thread reads it.
+        given = messages if isinstance(messages, (Message, pa.Table)) else _message_list(messages)
+        return self._in_pool(lambda: self.send(given, topic=topic, idempotency_key=idempotency_key))
+
+    def _in_pool(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
+        self._require_open()
+        self._in_flight.acquire()
+        try:
+            assert self._pool is not None
+            sent = self._pool.submit(send)
+        except BaseException as problem:
+            self._in_flight.release()
+            if isinstance(problem, RuntimeError):  # the pool is shut down
+                raise OptionError("the producer is being closed: nothing was sent") from problem
+            raise
+        sent.add_done_callback(lambda _: self._in_flight.release())
+        return sent
+
+    # ------------------------------------------------------------------ with a session
+    @contextmanager
+    def transaction(self, session: Any) -> Iterator[SessionTransaction]:
+        """Send messages with what an open session of SQLAlchemy holds: both become final, or neither does.
+
+        At the end of the ``with`` statement the session is flushed, the messages are prepared, the listener's fence row
+        joins the session's database transaction, the session commits, and the messages become visible. An exception
+        rolls the session back, and nothing is sent. Do not commit the session yourself.
+
+        Parameters
+        ----------
+        session : sqlalchemy.orm.Session or sqlalchemy.Connection
+            Of the database of the producer's :class:`~rmq_spark.SqlTransactionListener`.
+
+        Raises
+        ------
+        ListenerError
+            When the producer's listener has no fence in a database, or the session cannot be used.
+        FenceError
+            When the session is of another database than the listener's fence.
+        LocalTransactionError
+            When the commit failed: the messages stay pending, and a check finds out whether it was made.
+
+        Examples
+        --------
+        >>> with producer.transaction(session) as transaction:       # doctest: +SKIP
+        ...     session.add(Order(order_id=7))
+        ...     transaction.send(Message("orders", b"..."))
+        """
+        enlist = getattr(self.listener, "enlist", None)
+        if enlist is None:
+            raise ListenerError(
+                f"transaction() needs a SqlTransactionListener, whose fence row joins the session: this producer has "
+                f"{type(self.listener).__name__}"
+            )
+        enlisted = enlist(session)
+        enlisted.begin()
+        transaction = SessionTransaction()
+        try:
+            yield transaction
+            enlisted.flush()
+            if transaction.messages:
+                by_session = self.two_phase.with_listener(enlisted)
+                transaction.result = self._send(by_session, transaction.messages, None, None, None, BATCH, None)
+            else:
+                session.commit()
+        except BaseException:
+            session.rollback()
+            raise
+        finally:
+            enlisted.end()
+
+    def _send(
+        self,
+        two_phase: TwoPhase,
+        messages: Iterable[Message] | pa.Table,
+        arg: Any,
+        topic: str | None,
+        transaction_key: str | None,
+        per: str,
+        idempotency_key: str | None,
+    ) -> TransactionSendResult:
+        self._require_open()
+        given = messages if isinstance(messages, pa.Table) else _message_list(messages)
+        count = len(given)
+        if count == 0:
+            raise MessageError("no messages were given: a half batch has at least one")
+        header = self._header(per, idempotency_key, two_phase.listener.fence_id)
+        topics = self.log.topics_with(_topics_in(given, topic))
+        writer = HalfWriter(header, topics, topic, transaction_key, self.log.fifo_topics())
+        outcome = two_phase.send(header, lambda: self._stage(writer, given), arg)
+        return self._result(header, outcome, count)
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise OptionError("the producer is closed: use it in a with statement, or call start()")
+        self._require_own_process()
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise OptionError(
+                "the producer was made in another process, of which this one is a copy (os.fork): its threads and "
+                "connections did not come along. Make a producer in each worker, after the fork"
+            )
+
+    def _stage(self, writer: HalfWriter, given: list[Message] | pa.Table) -> Sequence[Stageable]:
+        """Check the messages. Few of them wait for those of other threads, to share a file; many are written now."""
+        writer = self.log.with_machine(writer)
+        if isinstance(given, list) and len(given) == 1 and _size_of(given[0]) <= SHARED_BYTES_MAX:
+            return [OneMessage(writer, given[0])]
+        table = given if isinstance(given, pa.Table) else to_table(given)
+        if table.num_rows > SHARED_ROWS_MAX or table.nbytes > SHARED_BYTES_MAX:
+            return self.log.stage(writer, table.to_batches())
+        return [writer.rows_of(table)]
+
+    def _header(self, per: str, idempotency_key: str | None, fence_id: str | None) -> HalfHeader:
         # A dot is in no group, key or appId: so a key is its group's own, and is never taken for a stream's batch.
         if idempotency_key is None:
-            one_send = self.log.machine.unique_id()
+            one_send = f"{self._started}-{next(self._sends):09d}"
         else:
             one_send = require_app_id(idempotency_key, "idempotency_key")
         app_id = f"send.{self.producer_group}.{one_send}"
@@ -246,7 +465,7 @@ class TransactionMQProducer:
             batch_id=0,
             query_id=None,
             input_hash=None,
-            fence_id=self.listener.fence_id,
+            fence_id=fence_id,
             transaction_per=per,
             producer_group=self.producer_group,
             numbered=False,
@@ -276,9 +495,27 @@ class TransactionMQProducer:
         )
 
 
+def _topics_in(given: list[Message] | pa.Table, default: str | None) -> set[str]:
+    if isinstance(given, pa.Table):
+        named = pc.unique(given["topic"]).to_pylist() if "topic" in given.column_names else []
+    else:
+        named = [message.topic for message in given]
+    return {name for name in [*named, default] if isinstance(name, str)}
+
+
+def _size_of(message: Message) -> int:
+    """About as many bytes as a message has."""
+    properties = message.properties or {}
+    return len(message.body) + sum(len(name) + len(value) for name, value in properties.items())
+
+
 def _message_list(messages: object) -> list[Message]:
     if isinstance(messages, Message) or not isinstance(messages, Iterable):
         raise MessageError(
             f"found {type(messages).__name__}: a list of rmq_spark.Message or a pyarrow.Table is expected"
         )
-    return list(messages)
+    found = list(messages)
+    for message in found:
+        if not isinstance(message, Message):
+            raise MessageError(f"found {type(message).__name__} in the list of messages: rmq_spark.Message is expected")
+    return found

@@ -14,6 +14,7 @@ the same batch goes on. This module speaks to a ``CommitLog`` and a listener, an
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,12 +25,14 @@ import pyarrow as pa
 
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.asked import split_by_verdict
-from rmq_spark.commitlog.half import HalfFile, HalfHeader
+from rmq_spark.commitlog.group_commit import Alone, Commits, Stageable
+from rmq_spark.commitlog.half import HalfHeader, HalfRows
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Placed
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
+from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.config import LEASE_S, LEASE_S_MAX, REPLAY_CHECK_TIMEOUT_S, seconds
 from rmq_spark.errors import (
     AlreadyPreparedError,
@@ -43,7 +46,7 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener, require_same_fence
-from rmq_spark.redaction import cause_of, traceback_of
+from rmq_spark.redaction import cause_of, line_of, traceback_of
 from rmq_spark.sink.leases import LeaseKeeper
 from rmq_spark.sink.limits import NO_LIMITS, PendingGuard, PendingLimits
 from rmq_spark.transaction import (
@@ -101,6 +104,8 @@ class _Run:
         That of the listener, as it is now.
     executed : list of (attempt, rows)
         What this run executed itself: only its prepare and its own reopens entitle it to. All else it checks.
+    held : pyarrow.Table or None
+        All rows of a half batch that this run has prepared: they need not be read from their file.
     """
 
     record: HalfRecord
@@ -108,6 +113,7 @@ class _Run:
     arg: Any
     outcome: Outcome
     executed: list[tuple[int, RowSet]] = field(default_factory=list)
+    held: pa.Table | None = None
 
 
 class TwoPhase:
@@ -126,6 +132,8 @@ class TwoPhase:
         How long a lease lasts; while ``execute_local_transaction`` runs it is renewed at a third of this.
     pending_limits : PendingLimits
         A new half batch is refused while more than this of its producer group is pending. A replay never is.
+    commits : Commits, optional
+        How half batches are prepared and decided: each alone when not given.
     """
 
     def __init__(
@@ -137,6 +145,7 @@ class TwoPhase:
         replay_check_timeout_s: float = REPLAY_CHECK_TIMEOUT_S,
         lease_s: float = LEASE_S,
         pending_limits: PendingLimits = NO_LIMITS,
+        commits: Commits | None = None,
     ) -> None:
         if on_listener_error not in ON_LISTENER_ERROR:
             raise OptionError(f"onListenerError={on_listener_error!r} is not one of {', '.join(ON_LISTENER_ERROR)}")
@@ -147,10 +156,17 @@ class TwoPhase:
         self.on_listener_error = on_listener_error
         self.replay_check_timeout_s = seconds(replay_check_timeout_s, "replay_check_timeout")
         self.pending = PendingGuard(log, pending_limits)
+        self.commits = Alone(log) if commits is None else commits
         self.leases = LeaseKeeper(log, seconds(lease_s, "lease_s", above=True))
 
+    def with_listener(self, listener: TransactionListener, on_listener_error: str = "fail") -> TwoPhase:
+        """The same for another listener: with the same commits, leases and limits."""
+        twin = copy.copy(self)
+        twin.listener, twin.on_listener_error = listener, on_listener_error
+        return twin
+
     # ------------------------------------------------------------------ all of it
-    def send(self, header: HalfHeader, stage: Callable[[], Sequence[HalfFile]], arg: Any = None) -> Outcome:
+    def send(self, header: HalfHeader, stage: Callable[[], Sequence[Stageable]], arg: Any = None) -> Outcome:
         """Bring a half batch to its verdicts. A batch that was prepared before goes on where it stands.
 
         Parameters
@@ -158,7 +174,8 @@ class TwoPhase:
         header : HalfHeader
             With the fence of this listener.
         stage : callable
-            Writes the half files, or hands over those that executors wrote. It is called for a new batch only.
+            Writes the half files, or hands over those that executors wrote, or rows to be written. It is called for a
+            new batch only.
         arg : object, optional
             Handed to ``execute_local_transaction`` as ``batch.arg``.
 
@@ -180,6 +197,7 @@ class TwoPhase:
             When a check has rolled the half batch back so long ago that its messages have left the log.
         """
         replayed = record = self.find_replayed(header)
+        files: Sequence[Stageable] = ()
         if record is None:
             self.pending.require_room(header.producer_group)
             files = stage()
@@ -193,8 +211,10 @@ class TwoPhase:
         run = _Run(record, header.fence_id, arg, Outcome(record, replayed is not None))
         try:
             if replayed is None:
+                run.held = _held(files)
                 self.execute(run, 1, record.fresh_state().rows_in((RowState.PENDING,)))
-            self._settle(run)
+            if not run.outcome.messages:
+                self._settle(run)
         except HalfBatchLeftError as left:  # we slept, and others settled it meanwhile
             if left.archived is None:
                 raise
@@ -235,10 +255,10 @@ class TwoPhase:
         return record
 
     # ------------------------------------------------------------------ 2 prepare
-    def prepare(self, header: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord | None:
+    def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord | None:
         """Commit the staged files. None when somebody prepared this batch in the meantime."""
         try:
-            return self.log.prepare(header, files)
+            return self.commits.prepare(header, files)
         except AlreadyPreparedError:
             return None
 
@@ -246,11 +266,12 @@ class TwoPhase:
     def execute(self, run: _Run, attempt: int, rows: RowSet) -> None:
         """Run the local transaction of rows that nobody but this run may execute, and make its verdicts final."""
         listener = self._listener_of(run)
-        state = self.log.state_of(run.record)
+        state = self.log.state_of(run.record, refresh=False)  # it was read after the prepare, or the reopen
         rows &= state.rows_in((RowState.PENDING,), attempt)
         if not rows:  # a check was faster than we are
             return
-        batch = self.log.half_batch(run.record, state, attempt, rows, run.arg)
+        held = run.held if rows.count == run.record.rows else None
+        batch = self.log.half_batch(run.record, state, attempt, rows, run.arg, held)
         lease = self.leases.lease(run.record)
         try:
             with lease:
@@ -285,7 +306,8 @@ class TwoPhase:
                 return UNKNOWN
             raise LocalTransactionError(
                 f"the local transaction of half batch {batch.half_id!r} (attempt {batch.attempt}) raised "
-                f"{type(problem).__name__}: {problem}. Its messages stay pending; a check or a restart settles them"
+                f"{type(problem).__name__}: {problem}{line_of(problem)}. Its messages stay pending; a check or a "
+                "restart settles them"
             ) from cause_of(problem)
 
     def _end_fenced(self, run: _Run, batch: HalfBatch, rows: RowSet) -> None:
@@ -304,7 +326,11 @@ class TwoPhase:
         split = split_by_verdict(self.log, run.record, rows, batch, verdicts)
         commit, rollback = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE]
         if commit or rollback:
-            run.outcome.placed += self.log.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
+            placed = self.commits.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
+            run.outcome.placed += placed
+            visible = sum(p.count for p in placed if p.half_id == run.record.half_id)
+            if visible == run.record.rows and not run.outcome.replayed:  # all of it: there is nothing to settle
+                run.outcome.attempt, run.outcome.messages = batch.attempt, {RowState.COMMITTED: visible}
         return bool(split[UNKNOWN])
 
     # ------------------------------------------------------------------ R replay
@@ -409,6 +435,13 @@ class TwoPhase:
             f"{self.replay_check_timeout_s:g}s what became of it ({why}). Nothing is lost: {again}, let a CheckService "
             f"settle it, or log.resolve({run.record.half_id!r}, verdict, reason=…)"
         )
+
+
+def _held(files: Sequence[Stageable]) -> pa.Table | None:
+    """All rows of what was staged, when they are in memory."""
+    one = files[0] if len(files) == 1 else None
+    rows = one.rows if isinstance(one, OneMessage) else one
+    return rows.table if isinstance(rows, HalfRows) else None
 
 
 def _outcome_of_left(record: HalfRecord, kept: Archived) -> Outcome:

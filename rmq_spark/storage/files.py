@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 from urllib.parse import unquote
@@ -27,6 +27,9 @@ ROW_GROUP_ROWS = 65_536
 """Rows of a Parquet row group. A reader reads at least one row group, however short its offset range is."""
 COMPRESSION = "zstd"
 """On JSON bodies zstd takes half the space of snappy. It is written as fast, and read in two thirds of the time."""
+
+SHARED_ROWS_MAX = 20_000
+"""Of a file with no more rows than this, those of several half batches are found in one pass."""
 
 KEPT = "__kept"
 """Name of the column that says which rows a filter keeps."""
@@ -273,6 +276,8 @@ class RowRange:
     ranges : tuple of (first, last)
         row_no of the wanted rows, ascending, both ends included; in ``messages`` their numbers in the file.
     table : {"half", "messages"}
+    more : tuple of RowRange
+        Rows of other half batches that follow, in a file that they share.
     """
 
     path: str
@@ -281,16 +286,27 @@ class RowRange:
     file_rows: int
     ranges: tuple[tuple[int, int], ...]
     table: str = "half"
+    more: tuple[RowRange, ...] = ()
 
     @property
     def rows(self) -> int:
-        return sum(last - first + 1 for first, last in self.ranges)
+        return sum(last - first + 1 for first, last in self.ranges) + sum(other.rows for other in self.more)
+
+    def is_same_half_file(self, other: RowRange) -> bool:
+        """Whether the rows of both have one half batch and number of a file."""
+        return (self.half_id, self.file_no) == (other.half_id, other.file_no)
+
+    @property
+    def each(self) -> tuple[RowRange, ...]:
+        """The rows of each half batch for themselves."""
+        return (replace(self, more=()), *self.more) if self.more else (self,)
 
 
 def read_range(
     fs: pafs.FileSystem, folder: str, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yield the rows of a range in row_no order, one row group at a time; of a rewritten file, all rows in one table.
+    """Yield the rows of a range in row_no order, one row group at a time; of a file that somebody rewrote, or that half
+    batches share, all rows in one table.
 
     Parameters
     ----------
@@ -320,7 +336,7 @@ def read_range(
             require_count(file.metadata.num_rows, wanted.file_rows, path, wanted.table)
             yield from _read_by_position(file, wanted, columns, where)
             return
-        if _is_as_written(file, wanted, [*columns, *looked_at]):
+        if not wanted.more and _is_as_written(file, wanted, [*columns, *looked_at]):
             yield from _read_by_position(file, wanted, columns, where)
             return
         table = _read_by_address(file, wanted, list(dict.fromkeys([*columns, *looked_at])))
@@ -378,6 +394,17 @@ def _read_group(
 def _read_by_address(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[str]) -> pa.Table:
     address = ["half_id", "file_no", "row_no"]
     table = file.read(columns=list(dict.fromkeys([*columns, *address])))
+    if wanted.more and table.num_rows <= SHARED_ROWS_MAX:
+        lies = {at: i for i, at in enumerate(zip(*(table[name].to_pylist() for name in address), strict=True))}
+        asked = [(w.half_id, w.file_no, row) for w in wanted.each for a, b in w.ranges for row in range(a, b + 1)]
+        found = [lies[at] for at in asked if at in lies]
+        if len(found) == len(asked) and len(lies) == table.num_rows:
+            return table.select(list(columns)).take(pa.array(found, pa.int64()))
+    return pa.concat_tables([_of_half_file(table, one).select(list(columns)) for one in wanted.each])
+
+
+def _of_half_file(table: pa.Table, wanted: RowRange) -> pa.Table:
+    """The wanted rows of one half file, in row_no order."""
     mine = pc.and_(pc.equal(table["half_id"], wanted.half_id), pc.equal(table["file_no"], wanted.file_no))
     table = table.filter(mine).sort_by("row_no")
     # As long as the rows that are there: a range that claims too many rows takes no memory.
@@ -387,8 +414,13 @@ def _read_by_address(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[s
         asked[first:end] = b"\x01" * (end - first)
     table = table.filter(pc.equal(bytes_array(asked).take(table["row_no"]), 1))
     if table.num_rows != wanted.rows:
-        raise CorruptLogError(
-            f"{wanted.path} holds {table.num_rows} of the {wanted.rows} rows asked for of file {wanted.file_no} of "
-            f"half batch {wanted.half_id!r}"
-        )
-    return table.select(list(columns))
+        raise _lacks_rows(wanted, table.num_rows)
+    return table
+
+
+def _lacks_rows(wanted: RowRange, found: int) -> CorruptLogError:
+    others = f" and of {len(wanted.more)} others" if wanted.more else ""
+    return CorruptLogError(
+        f"{wanted.path} holds {found} of the {wanted.rows} rows asked for of file {wanted.file_no} of half batch "
+        f"{wanted.half_id!r}{others}"
+    )

@@ -39,6 +39,9 @@ class HalfFiles:
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
         """The rows of a range, as ``files.read_range`` has them."""
+        if wanted.more:
+            yield from self._read_shared(wanted, columns, where)
+            return
         address = (wanted.half_id, wanted.file_no)
         done = 0
         try:
@@ -57,3 +60,18 @@ class HalfFiles:
             seen = max(0, done - position)
             if seen < table.num_rows:
                 yield position + seen, table.slice(seen)
+
+    def _read_shared(
+        self, wanted: RowRange, columns: Sequence[str], where: Filter | None
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """The rows of several half batches: at once while their file is there, else one after the other."""
+        try:
+            yield from self._read(wanted, columns, where)  # one table, or none
+            return
+        except FileNotFoundError:
+            pass
+        done = 0
+        for one in wanted.each:
+            for position, table in self.read(one, columns, where):
+                yield done + position, table
+            done += one.rows

@@ -47,6 +47,7 @@ START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 HOUR_S = 3600.0
 LOCK_S_MAX = 5.0
 THREAD_S_MAX = 1.0
+COMMIT_S_MAX = 60.0
 CALLERS = 3
 """A place that is drawn is a line and so many lines that led to it, less one."""
 STATELESS = frozenset(
@@ -467,6 +468,7 @@ def sending(name: str, key: str | None) -> None:
     def make(log: CommitLog, content: Content) -> Callable[[], object]:
         listener = Sender()
         producer = TransactionMQProducer(log, "group", listener, check_interval=None).start()
+        producer._started = "started"  # the same id in every run
 
         def send() -> None:
             result = producer.send_message_in_transaction(Message("orders", b"sent"), idempotency_key=key)
@@ -716,6 +718,9 @@ def visible(log: CommitLog) -> Visible:
 
 def left_running(before: set[threading.Thread]) -> list[str]:
     """Threads that renew a lease though nobody holds it any more."""
+    for thread in threading.enumerate():  # a commit that a caller no longer waits for comes to its end
+        if thread not in before and thread.name in ("txmq-prepare", "txmq-decide"):
+            thread.join(COMMIT_S_MAX)
     leases = [t for t in threading.enumerate() if t not in before and t.name == "txmq-lease"]
     for thread in leases:
         thread.join(THREAD_S_MAX)

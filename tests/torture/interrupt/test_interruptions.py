@@ -155,6 +155,7 @@ def test_a_damaged_entry_that_an_interrupted_refresh_passed_is_told_of(tmp_path:
     path = tmp_path / "log"
     log = CommitLog.create(path)
     log.create_topic("orders")
+    CommitLog.open(path).create_topic("bills")
     calls = Tracer(noted=True)
     calls.run(log.topics)
     looks = [place[0][0].co_name for _, place in calls.places].index("_require_entries") + 1

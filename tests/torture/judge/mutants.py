@@ -22,7 +22,18 @@ import pyarrow.compute as pc
 from rmq_spark.check import service as service_module
 from rmq_spark.check.asking import Answer, Asker
 from rmq_spark.check.service import CheckService
-from rmq_spark.commitlog import asked, drain, expiring, incoming, leaving, maintenance, marking, placing, pruning
+from rmq_spark.commitlog import (
+    asked,
+    drain,
+    expiring,
+    half_store,
+    incoming,
+    leaving,
+    maintenance,
+    marking,
+    placing,
+    pruning,
+)
 from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import ledger as ledger_module
 from rmq_spark.commitlog.archived import Archived
@@ -1000,6 +1011,26 @@ MUTANTS.append(
 
 # ---------------------------------------------------------------- threads that share a handle
 SHARED = {"threads": 3, "crash": 0.0, "pause": 0.0, "switch": 0.6, "zombies": 0.0, "person": False, "stranger": False}
+
+
+@mutant(
+    "one that drops out stays in the half file that it would have shared", A.DUPLICATE, A.LOST_WRITE, A.STUCK_HALF,
+    **SHARED | {"zombies": 0.5}, streams=0, senders=3, rivals=True, rows=2, batches=3, checkers=1, listener="fenced",
+)  # fmt: skip
+def _stays_in_the_file() -> Iterator[None]:
+    prepare_many, written = HalfStore.prepare_many, half_store._Shared.written
+    staged: list[Any] = []
+
+    def noted(self: HalfStore, some: Sequence[Any], *arguments: Any) -> Any:
+        staged[:] = some
+        return prepare_many(self, some, *arguments)
+
+    def with_all(self: Any, chosen: Sequence[Any]) -> Any:
+        files = written(self, list(staged))
+        return {batch.header.half_id: files[batch.header.half_id] for batch in chosen}
+
+    with replaced((HalfStore, "prepare_many", noted), (half_store._Shared, "written", with_all)):
+        yield
 
 
 @mutant(

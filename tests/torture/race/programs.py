@@ -15,6 +15,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -50,6 +51,7 @@ SWITCH_S = 1e-5
 WHOLE_READ_EVERY_S = 20.0
 MERGED, APPENDED = "merged", "appended"
 """What a commit did to its table: the ``op`` of a version."""
+SENDING_THREADS = 3
 RETRIED, UNSURE, DELAYED, IMMEDIATE_CHECK_S = 0.1, 0.15, 0.2, 0.3
 
 
@@ -192,23 +194,28 @@ def _refused(rows: list[dict[str, Any]]) -> set[str]:
 
 # ---------------------------------------------------------------- programs
 def send(track: Track, history: History, process: str, chance: random.Random) -> None:
-    """Send small batches; now and then one comes twice, under an idempotency key."""
+    """Send small batches, in threads that share a producer and its commits; now and then one comes twice, under an
+    idempotency key."""
     log = track.open()
     note_versions(log, history, process)
-    sequence = 0
-    with txmq.TransactionMQProducer(
-        log, GROUP, Orders(track, history, process, chance), check_interval=None
-    ) as producer:
-        while not track.stop.exists():
-            messages = [
-                txmq.Message(TOPIC, f"{process}.{sequence}.{n}".encode(), sharding_key=process)
-                for n in range(chance.choice([1, 2, 3]))
-            ]
-            per = chance.choice(["batch", "message"])
-            key = f"{process}-{sequence}" if chance.random() < RETRIED else None
-            for _ in range(1 if key is None else 2):
-                _send(producer, history, process, sequence, messages, per, key)
-            sequence += 1
+    listener = Orders(track, history, process, chance)
+    with txmq.TransactionMQProducer(log, GROUP, listener, check_interval=None) as producer:
+
+        def run(thread: str) -> None:
+            sequence = 0
+            while not track.stop.exists():
+                messages = [
+                    txmq.Message(TOPIC, f"{thread}.{sequence}.{n}".encode(), sharding_key=thread)
+                    for n in range(chance.choice([1, 2, 3]))
+                ]
+                per = chance.choice(["batch", "message"])
+                key = f"{thread}-{sequence}" if chance.random() < RETRIED else None
+                for _ in range(1 if key is None else 2):
+                    _send(producer, history, thread, sequence, messages, per, key)
+                sequence += 1
+
+        with ThreadPoolExecutor(SENDING_THREADS) as pool:
+            list(pool.map(run, (f"{process}-{i}" for i in range(SENDING_THREADS))))
 
 
 def _send(

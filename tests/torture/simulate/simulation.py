@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -199,7 +200,7 @@ class Scenario:
         scenario.fifo = scenario.sharded and scenario.checks_max != 2
         scenario.threads = pick((1, 1, 2, 3))
         if scenario.threads > 1:
-            scenario.streams, scenario.senders = pick(((1, 0), (1, 0), (0, 1), (1, 1)))
+            scenario.streams, scenario.senders = pick(((1, 0), (1, 0), (0, 1), (1, 1), (0, 3), (1, 3)))
             scenario.clerks = pick((0, 0, 0, 2))
         scenario.rivals = scenario.senders > 0 and often() < 0.6
         scenario.changed = scenario.stranger
@@ -284,6 +285,7 @@ class Simulation:
         self.sources += [SendSource(self, f"sender{i}") for i in range(s.senders)]
         self.sources += [SendSource(self, f"sender{i}", f"rival{i}") for i in range(s.senders) if s.rivals]
         self.positions: dict[str, dict[int, int]] = {}
+        self.producers: WeakKeyDictionary[SimulatedLog, TransactionMQProducer] = WeakKeyDictionary()
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.at_ease = False
@@ -308,6 +310,7 @@ class Simulation:
         )
         anomalies = find_anomalies(self.history, rules)
         self.counts["shared handles"] += self.scenario.threads > 1
+        self.counts["shared commits"] += self.world.grouped
         self.counts["steps"] += self.scheduler.steps
         self.counts["crashes"] += self.scheduler.crashes
         self.counts["pauses"] += self.scheduler.pauses
@@ -339,9 +342,25 @@ class Simulation:
         """Who is a process of its own, or shares one."""
         if self.scenario.threads == 1:
             return [(role.name, [role]) for role in roles]
-        self.chance.shuffle(roles)
-        count = -(-len(roles) // self.scenario.threads)
-        return [(f"process{i}", roles[i::count]) for i in range(count)]
+        senders = {source.role for source in self.sources if isinstance(source, SendSource)}
+        together = [role for role in roles if role.name in senders] if self.scenario.senders > 1 else []
+        others = [role for role in roles if role not in together]
+        self.chance.shuffle(others)
+        count = -(-len(others) // self.scenario.threads)
+        groups = [together] if together else []
+        return [(f"process{i}", group) for i, group in enumerate([*groups, *(others[i::count] for i in range(count))])]
+
+    def producer(self, log: SimulatedLog) -> TransactionMQProducer:
+        """The one producer of a process. Its threads share it, and so their commits."""
+        known = self.producers.get(log)
+        if known is None:
+            s = self.scenario
+            known = self.producers[log] = TransactionMQProducer(
+                log, GROUP, self.listener(), on_listener_error=s.on_listener_error, check_interval=None
+            )
+            known.two_phase.replay_check_timeout_s = 8.0
+            known.start()
+        return known
 
     # ------------------------------------------------------------------ repair, and the end
     def _repair(self) -> None:
@@ -621,14 +640,12 @@ class Simulation:
         of the judge sees whole queues."""
         if not firsts:
             return found
-        known = set(zip(*(found[name].to_pylist() for name in PLACE), strict=True))
+        below = dict(firsts)
+        for topic, queue, offset in zip(*(found[name].to_pylist() for name in PLACE), strict=True):
+            below[topic, queue] = min(offset, below.get((topic, queue), 0))  # what has expired since comes after it
         ever = self.world.messages.ever()
         places = zip(*(ever[name].to_pylist() for name in PLACE), strict=True)
-        gone = [
-            (topic, queue, offset) not in known
-            and (start or {}).get(queue, 0) <= offset < firsts.get((topic, queue), 0)
-            for topic, queue, offset in places
-        ]
+        gone = [(start or {}).get(queue, 0) <= offset < below.get((topic, queue), 0) for topic, queue, offset in places]
         return pa.concat_tables([ever.filter(pa.array(gone, pa.bool_())).select(found.column_names), found])
 
     # ------------------------------------------------------------------ what processes share
@@ -897,13 +914,9 @@ class SendSource(Source):
 
     def work(self, log: SimulatedLog) -> None:
         simulation, s = self.simulation, self.simulation.scenario
-        listener = simulation.listener()
-        producer = TransactionMQProducer(
-            log, GROUP, listener, on_listener_error=s.on_listener_error, check_interval=None
-        )
-        producer.start()
+        producer = simulation.producer(log)
+        listener: Any = producer.listener
         self.slip(log, listener)
-        producer.two_phase.replay_check_timeout_s = 8.0
         while not self.finished:
             self.keep_appointment()
             batch_id = self.done
@@ -913,7 +926,8 @@ class SendSource(Source):
             self._know_keys(half_id, columns)
             begun = self.events(columns, batch_id, half_id)
             simulation.history.extend(begun)
-            listener.seen_version = log.seen_version
+            if s.senders == 1:  # else other threads ask the same listener
+                listener.seen_version = log.seen_version
             try:
                 result = producer.send_messages_in_transaction(
                     self.table(columns), topic=TOPIC, transaction_key="k" if s.per == "key" else None,

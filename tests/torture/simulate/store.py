@@ -139,8 +139,8 @@ def read_range(fs: Files, folder: str, wanted: RowRange, columns: Sequence[str])
         yield 0, pa.concat_tables([rows.slice(first, last - first + 1) for first, last in wanted.ranges])
         return
     positions = fs.positions(f"{folder}/{wanted.path}")
-    numbers = [n for first, last in wanted.ranges for n in range(first, last + 1)]
-    at = [positions[a] for n in numbers if (a := (wanted.half_id, wanted.file_no, n)) in positions]
+    asked = [(w.half_id, w.file_no, n) for w in wanted.each for a, b in w.ranges for n in range(a, b + 1)]
+    at = [positions[address] for address in asked if address in positions]
     if len(at) != wanted.rows:
         raise CorruptLogError(f"{wanted.path} holds {len(at)} of {wanted.rows} rows of {wanted.half_id}")
     rows = fs.get(f"{folder}/{wanted.path}").select(list(columns))

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from rmq_spark.commitlog import follow, follower, maintenance, marking, pruning
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.ledger import Placed
+from rmq_spark.commitlog.half_store import HalfRecord, PrepareError, Staged
+from rmq_spark.commitlog.ledger import Decided, Decision, Placed
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
 from rmq_spark.commitlog.op import OP_SCHEMA, Who
@@ -49,6 +49,7 @@ class World:
         self.topics = SimulatedTable("topics", TOPICS_SCHEMA, *parts, Files())
         self.messages = SimulatedTable("messages", MESSAGES_SCHEMA, *parts, Files())
         self.keys: dict[tuple[str, int, int], str] = {}  # the transaction keys of staged rows
+        self.grouped = 0  # commits that several half batches shared
         self.wrong_clocks = 0.0  # how often a process starts on a machine whose clock is wrong
 
     def open_log(self) -> SimulatedLog:
@@ -88,8 +89,8 @@ class SimulatedLog(CommitLog):
     def seen_version(self) -> int:
         return self.op.version
 
-    def stage(self, writer: HalfWriter, batches: Sequence[pa.RecordBatch], partition: int = 0) -> list[HalfFile]:
-        return super().stage(replace(writer, write_file=store.write_table), batches, partition)
+    def with_machine(self, writer: HalfWriter) -> HalfWriter:
+        return replace(super().with_machine(writer), write_file=store.write_table)
 
     def decide(
         self,
@@ -123,6 +124,27 @@ class SimulatedLog(CommitLog):
             Kind.PREPARE, Phase.OK, self.world.process, half_id=record.half_id, batch_id=header.batch_id
         )
         return record
+
+    def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
+        prepared = super().prepare_many(staged)
+        for found in prepared:
+            if isinstance(found, HalfRecord):
+                header = found.header
+                self.world.history.note(
+                    Kind.PREPARE, Phase.OK, self.world.process, half_id=found.half_id, batch_id=header.batch_id
+                )
+        return prepared
+
+    def decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
+        decided = super().decide_many(decisions)
+        self.world.grouped += 1
+        for d, found in zip(decisions, decided, strict=True):
+            verdicts = ((COMMIT_MESSAGE, d.commit), (ROLLBACK_MESSAGE, d.rollback))
+            if found.problem is None:
+                self._note(Phase.OK, d.record, d.attempt, verdicts, d.who)
+            elif isinstance(found.problem, VerdictConflictError):
+                self._note(Phase.FAIL, d.record, d.attempt, verdicts, d.who)
+        return decided
 
     def _note(
         self,

@@ -1,0 +1,289 @@
+"""Group commit: threads that wait at the same moment share a commit.
+
+::
+
+    thread 1 ── files ─┐                     ┌─ local transaction ─┐
+    thread 2 ── files ─┼─ one commit to half ┼─ local transaction ─┼─ one commit to op ─▶ three results
+    thread 3 ── files ─┘                     └─ local transaction ─┘
+
+While a commit is under way, those who come wait for the next one, and share it. One thread alone waits for nobody.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows
+from rmq_spark.commitlog.half_store import HalfRecord, Staged
+from rmq_spark.commitlog.ledger import Decided, Decision, Placed
+from rmq_spark.commitlog.op import Who
+from rmq_spark.commitlog.rows import RowSet
+from rmq_spark.commitlog.single import OneMessage, arrange
+from rmq_spark.errors import (
+    AlreadyPreparedError,
+    LostFileError,
+    LostStagedFileError,
+    StagedFilesTooOldError,
+    StaleAttemptError,
+    TxmqError,
+    VerdictConflictError,
+)
+from rmq_spark.machine import Machine
+from rmq_spark.message import to_table
+
+if TYPE_CHECKING:
+    from rmq_spark.commitlog.steps import ProtocolSteps
+
+AT_ONCE_MAX = 1024
+"""Half batches in one commit: with those of a shared file, at most 64 MiB of messages."""
+GATHERING_S = 0.002
+"""A thread that waits for more to come looks so often."""
+GATHERED_PART = 0.5
+"""It waits for no longer than this part of the time that the last commit took."""
+PREPARE_ERRORS = (AlreadyPreparedError, StagedFilesTooOldError)
+DECISION_ERRORS = (VerdictConflictError, StaleAttemptError)
+OF_ONE = (LostStagedFileError, LostFileError)
+"""Problems of one half batch among those of a commit. The others are tried again without it."""
+
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+
+
+Stageable = HalfFile | HalfRows | OneMessage
+"""A half file, or what will be one."""
+
+
+class Commits(Protocol):
+    """How a sender commits: alone, or together with other threads."""
+
+    def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
+        """Commit staged files, and read what ``op`` says afterwards. As ``ProtocolSteps.prepare``."""
+
+    def decide(
+        self, record: HalfRecord, attempt: int, *, commit: Mapping[int, bytes], rollback: Mapping[int, bytes], who: Who
+    ) -> list[Placed]:
+        """Make verdicts final. As ``ProtocolSteps.decide``."""
+
+
+class Alone:
+    """Each half batch has commits of its own, made in the caller's thread.
+
+    Parameters
+    ----------
+    log : ProtocolSteps
+    """
+
+    def __init__(self, log: ProtocolSteps) -> None:
+        self._log = log
+        self.decide = log.decide
+
+    def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
+        """Commit staged files."""
+        record = self._log.prepare(header, [_arranged(f) for f in files])
+        self._log.refresh()
+        return record
+
+
+class GroupCommit:
+    """Half batches of many threads share commits. Those are made in threads of their own: an interrupt in a caller's
+    thread ends its waiting, and no commit.
+
+    Parameters
+    ----------
+    log : ProtocolSteps
+    """
+
+    def __init__(self, log: ProtocolSteps) -> None:
+        self._log = log
+        self._prepares: Lane[_Waiting, HalfRecord | TxmqError] = Lane(log.machine, "txmq-prepare", self._prepare_many)
+        self._decides: Lane[Decision, Decided] = Lane(log.machine, "txmq-decide", self._decide_many)
+
+    def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
+        """Commit staged files together with those of other threads. What is in no file yet is written first.
+
+        Raises
+        ------
+        AlreadyPreparedError, StagedFilesTooOldError, LostStagedFileError, MessageError
+            For this half batch alone.
+        """
+        found = self._prepares.ask(_Waiting(header, files), header.half_id)
+        if isinstance(found, HalfRecord):
+            return found
+        raise found
+
+    def decide(
+        self, record: HalfRecord, attempt: int, *, commit: Mapping[int, bytes], rollback: Mapping[int, bytes], who: Who
+    ) -> list[Placed]:
+        """Make verdicts final together with those of other threads.
+
+        Raises
+        ------
+        VerdictConflictError, StaleAttemptError, LostFileError
+            For this half batch alone.
+        """
+        decision = Decision(record, attempt, RowSet(commit), RowSet(rollback), who)
+        decided = self._decides.ask(decision, record.half_id)
+        if decided.problem is not None:
+            raise decided.problem
+        return list(decided.placed)
+
+    def _prepare_many(self, waiting: Sequence[_Waiting]) -> list[HalfRecord | TxmqError]:
+        wrong = arrange([f for one in waiting for f in one.files if isinstance(f, OneMessage)])
+        ready = [
+            Staged(one.header, [_arranged(f) for f in one.files]) for one in waiting if one.header.half_id not in wrong
+        ]
+        prepared = iter(self._prepared(ready))
+        return [wrong.get(one.header.half_id) or next(prepared) for one in waiting]
+
+    def _prepared(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | TxmqError]:
+        found: Sequence[HalfRecord | TxmqError] = ()
+        if len(staged) > 1:
+            found = self._log.prepare_many(staged)
+        elif staged:
+            try:
+                found = [self._log.prepare(staged[0].header, staged[0].files)]
+            except PREPARE_ERRORS as problem:
+                found = [problem]
+        self._log.refresh()
+        return found
+
+    def _decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
+        if len(decisions) > 1:
+            return self._log.decide_many(decisions)
+        d = decisions[0]
+        try:
+            return [Decided(self._log.decide(d.record, d.attempt, commit=d.commit, rollback=d.rollback, who=d.who))]
+        except DECISION_ERRORS as problem:
+            return [Decided(problem=problem)]
+
+
+def _arranged(file: Stageable) -> HalfFile | HalfRows:
+    if not isinstance(file, OneMessage):
+        return file
+    return file.rows or file.writer.rows_of(to_table([file.message]))
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A half batch that waits to be prepared."""
+
+    header: HalfHeader
+    files: Sequence[Stageable]
+
+
+@dataclass(eq=False)
+class _Asked(Generic[Request, Result]):
+    """A request, and its answer once ``done`` is set."""
+
+    request: Request
+    half_id: str
+    done: Any
+    answer: list[Result] = field(default_factory=list)
+    problem: BaseException | None = None
+
+
+class Lane(Generic[Request, Result]):
+    """Hands requests to one commit after the other, as many as have come by then.
+
+    Its thread starts with the first request and ends when none is left. So an idle program has no thread, and Python
+    ends after the commits that are under way.
+
+    Parameters
+    ----------
+    machine : Machine
+    name : str
+        Of the thread.
+    commit : callable
+        Takes requests about different half batches and returns an answer for each.
+    """
+
+    def __init__(self, machine: Machine, name: str, commit: Callable[[Sequence[Request]], Sequence[Result]]) -> None:
+        self._machine = machine
+        self._name = name
+        self._commit = commit
+        self._lock = machine.lock()
+        self._waiting: deque[_Asked[Request, Result]] = deque()
+        self._runs = False
+        self._sizes = deque([1], 2)  # of the last groups
+        self._commit_s = 0.0  # how long the last commit took
+
+    def ask(self, request: Request, half_id: str) -> Result:
+        """Wait for the commit that has this request, and return its answer or raise its problem."""
+        asked: _Asked[Request, Result] = _Asked(request, half_id, self._machine.event())
+        with self._lock:
+            try:
+                self._waiting.append(asked)
+                if not self._runs:
+                    self._runs = True
+                    self._machine.start_thread(self._work, self._name)
+            except BaseException:  # an interrupt, or no thread to be had. Two threads at work do no harm
+                self._runs = False
+                with suppress(ValueError):
+                    self._waiting.remove(asked)
+                raise
+        asked.done.wait()
+        if asked.problem is not None:
+            raise asked.problem
+        return asked.answer[0]
+
+    def _work(self) -> None:
+        self._gather()
+        while group := self._next():
+            began_s = self._machine.monotonic()
+            self._answer(group)
+            self._sizes.append(len(group))
+            self._commit_s = self._machine.monotonic() - began_s
+            self._gather()
+
+    def _gather(self) -> None:
+        """Wait for as many as came lately. Those of the last group come again soon, one after the other: the first of
+        them would have a commit alone, for which all others wait."""
+        until = self._machine.monotonic() + self._commit_s * GATHERED_PART
+        while 0 < len(self._waiting) < max(self._sizes) and self._machine.monotonic() < until:
+            self._machine.sleep(GATHERING_S)
+
+    def _next(self) -> list[_Asked[Request, Result]]:
+        """Those who are next, each half batch once."""
+        with self._lock:
+            group: dict[str, _Asked[Request, Result]] = {}
+            later: list[_Asked[Request, Result]] = []
+            while self._waiting and len(group) < AT_ONCE_MAX:
+                asked = self._waiting.popleft()
+                if group.setdefault(asked.half_id, asked) is not asked:
+                    later.append(asked)
+            self._waiting.extendleft(reversed(later))
+            self._runs = bool(group)
+            return list(group.values())
+
+    def _answer(self, group: Sequence[_Asked[Request, Result]]) -> None:
+        try:
+            answers = self._commit([asked.request for asked in group])
+            for asked, answer in zip(group, answers, strict=True):
+                asked.answer.append(answer)
+        except OF_ONE as problem:
+            if len(group) > 1:
+                for asked in group:
+                    self._answer([asked])
+            else:
+                group[0].problem = problem
+        except BaseException as problem:  # a panic of delta-rs is no Exception; those who wait must hear of it
+            for asked in group:
+                asked.problem = problem if len(group) == 1 else _one_more(problem)
+        finally:
+            for asked in group:
+                asked.done.set()
+
+
+def _one_more(problem: BaseException) -> BaseException:
+    """The same problem for another thread: each raises one of its own, with its own traceback."""
+    try:
+        twin = copy.copy(problem)
+    except Exception:
+        return problem
+    twin.__cause__ = problem.__cause__ or problem
+    return twin

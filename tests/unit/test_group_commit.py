@@ -1,0 +1,509 @@
+"""Threads that send at the same moment share commits and half files; and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import rmq_spark as txmq
+from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog import group_commit
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.errors import CommitError, LocalTransactionError, LostFileError, OptionError, VerdictConflictError
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
+from tests.half_batches import let_leave, make_log
+
+DEADLINE_S = 8.0
+MANY = 12
+
+
+class Shop(txmq.TransactionListener):
+    """Answers by the first body of the half batch: what a body does not name commits."""
+
+    def __init__(self, answers: dict[bytes, Any] | None = None) -> None:
+        self.answers = answers or {}
+        self.seen: list[bytes] = []
+        self.checked = COMMIT_MESSAGE
+
+    def execute_local_transaction(self, batch: HalfBatch) -> Any:
+        body = batch.messages(["body"])["body"][0].as_py()
+        self.seen.append(body)
+        answer = self.answers.get(body, COMMIT_MESSAGE)
+        return answer() if callable(answer) else answer
+
+    def check_local_transaction(self, batch: HalfBatch) -> Any:
+        return self.checked
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    return make_log(request.param, tmp_path / "log", orders=2, bills=1)
+
+
+def message(name: object, topic: str = "orders", **more: Any) -> txmq.Message:
+    return txmq.Message(topic, str(name).encode(), **more)
+
+
+class Together:
+    """The first send of a producer waits in its commit until so many others are there, which share the next one; the
+    same of the first verdict, when ``decides`` is set."""
+
+    def __init__(self, producer: txmq.TransactionMQProducer, count: int, decides: int = 0) -> None:
+        commits: Any = producer.two_phase.commits
+        lanes = ((commits._prepares, count), (commits._decides, decides))
+        self.sizes: dict[str, list[int]] = {lane._name: [] for lane, _ in lanes}
+        for lane, gathered in lanes:
+            lane._commit = self._gate(lane, lane._commit, gathered)
+
+    def _gate(self, lane: Any, commit: Callable[[Sequence[Any]], Any], count: int) -> Callable[[Sequence[Any]], Any]:
+        def gated(requests: Sequence[Any]) -> Any:
+            first = not self.sizes[lane._name]
+            self.sizes[lane._name].append(len(requests))
+            if first:
+                wait_for(lambda: len(lane._waiting) >= count - len(requests))
+            return commit(requests)
+
+        return gated
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def send_all(
+    log: CommitLog,
+    listener: Any,
+    messages: Sequence[txmq.Message],
+    keys: Sequence[str | None] = (),
+    decides: int = 0,
+    **more: Any,
+) -> tuple[list[Any], Together]:
+    """Results or errors, in the order of the messages, which are prepared in two commits."""
+    with txmq.TransactionMQProducer(log, "shop", listener, check_interval=None, **more) as producer:
+        together = Together(producer, len(messages), decides)
+
+        def send(one: txmq.Message, key: str | None) -> Any:
+            try:
+                return producer.send_message_in_transaction(one, idempotency_key=key)
+            except Exception as problem:
+                return problem
+
+        with ThreadPoolExecutor(len(messages)) as pool:
+            return list(pool.map(send, messages, keys or [None] * len(messages))), together
+
+
+def files(log: CommitLog) -> int:
+    """How many files the table half has."""
+    other = log.another()
+    other.half.table.refresh()
+    return int(other.half.table.actions().num_rows)
+
+
+def bodies(log: CommitLog, topic: str = "orders") -> list[bytes]:
+    return sorted(log.another().read(topic)["body"].to_pylist())
+
+
+# ---------------------------------------------------------------- together
+def test_sends_of_many_threads_share_commits_and_files_and_each_gets_its_own_answer(log: CommitLog) -> None:
+    before = log.half.table.refresh(), log.refresh()
+    results, together = send_all(log, Shop(), [message(i) for i in range(MANY)], decides=MANY)
+    prepares, decides = together.sizes.values()
+    assert sum(prepares) == sum(decides) == MANY
+    assert (log.half.table.refresh() - before[0], log.refresh() - before[1]) == (len(prepares), len(decides))
+    assert len(prepares) <= 2
+    assert len(decides) <= 2
+    assert files(log) == len(prepares)
+    stands = {(m["queue_id"], m["queue_offset"]): m["body"] for m in log.another().read("orders").to_pylist()}
+    for i, result in enumerate(results):
+        assert result.local_transaction_state is COMMIT_MESSAGE
+        assert not result.replayed
+        assert stands.pop((result.queue_id, result.queue_offset)) == str(i).encode()
+    assert stands == {}
+
+
+def test_a_listener_gets_the_messages_of_its_own_half_batch(log: CommitLog) -> None:
+    shop = Shop()
+    send_all(log, shop, [message(i) for i in range(MANY)])
+    assert sorted(shop.seen) == sorted(str(i).encode() for i in range(MANY))
+
+
+def test_verdicts_and_errors_are_those_of_each_send(log: CommitLog) -> None:
+    def fails() -> None:
+        raise RuntimeError("no money")
+
+    shop = Shop({b"1": ROLLBACK_MESSAGE, b"2": UNKNOWN, b"3": fails})
+    results, _ = send_all(log, shop, [message(i) for i in range(6)], on_listener_error="fail")
+    assert [r.local_transaction_state for r in (*results[:3], *results[4:])] == [
+        COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, COMMIT_MESSAGE, COMMIT_MESSAGE,
+    ]  # fmt: skip
+    assert isinstance(results[3], LocalTransactionError)
+    assert bodies(log) == [b"0", b"4", b"5"]
+    assert log.another().pending()["messages"].to_pylist() == [1, 1]
+
+
+def test_a_check_of_another_process_finds_what_lies_in_a_shared_file(log: CommitLog) -> None:
+    send_all(log, Shop(dict.fromkeys([b"1", b"2"], UNKNOWN)), [message(i) for i in range(5)])
+    other = log.another()
+    assert [other.get(h).rows for h in other.open_half_ids()] == [1, 1]
+    report = CheckService(other, {"shop": Shop()}, transaction_timeout=0).run_once()
+    assert report.committed.messages == 2
+    assert not report.problems
+    assert bodies(log) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_topics_delays_and_properties_lie_in_one_file_too(log: CommitLog) -> None:
+    some = [message(i, "bills", keys=["k"], tags="t", properties={"a": "b"}) for i in range(3)]
+    send_all(log, Shop(), [*some, message("later", delay_level=18), *(message(i) for i in range(3))])
+    assert bodies(log) == [b"0", b"1", b"2"]
+    found = log.another().read("bills", columns=["body", "tags", "keys", "properties"]).to_pylist()
+    assert sorted(m.pop("body") for m in found) == [b"0", b"1", b"2"]
+    assert found == [{"tags": "t", "keys": "k", "properties": [("a", "b")]}] * 3
+    assert [delayed for _, delayed in log.open_messages().values() if delayed] == [1]
+
+
+def test_sends_with_keys_have_a_file_of_their_own_and_are_found_again(log: CommitLog) -> None:
+    keys = [None, "a", None, "b", "c", None]
+    results, _ = send_all(log, Shop(), [message(i) for i in range(6)], keys)
+    again, _ = send_all(log.another(), Shop(), [message(i) for i in (1, 3, 4)], ["a", "b", "c"])
+    assert [r.replayed for r in again] == [True] * 3
+    assert [r.half_id for r in again] == [results[i].half_id for i in (1, 3, 4)]
+    assert bodies(log) == [str(i).encode() for i in range(6)]
+
+
+def test_transactions_by_key_and_whole_ones_are_read_from_one_file(log: CommitLog) -> None:
+    """The columns to be read were those of the first range: without the key, reading failed for everybody."""
+    with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None) as producer:
+        Together(producer, 6)
+        table = pa.table({"k": ["a", "b"], "body": ["by key", "by key"]})
+
+        def send(n: int) -> Any:
+            if n % 2:
+                return producer.send_messages_in_transaction(table, topic="bills", transaction_key="k")
+            return producer.send_message_in_transaction(message(n, "bills"))
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(send, range(6)))
+    found = log.another().read("bills").to_pylist()
+    assert len(found) == len({m["transaction_id"] for m in found}) == 9
+    assert sorted({m["transaction_id"].rpartition(":")[2] for m in found if m["body"] == b"by key"}) == ["a", "b"]
+
+
+def test_a_list_that_its_caller_fills_anew_is_sent_as_it_was(log: CommitLog) -> None:
+    with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None, listener_threads=1) as producer:
+        buffer: list[txmq.Message] = []
+        for i in range(4):
+            buffer[:] = [message(i)]
+            producer.send_async(buffer)
+        buffer.clear()
+    assert bodies(log) == [b"0", b"1", b"2", b"3"]
+
+
+def test_what_breaks_a_rule_troubles_no_other_send(log: CommitLog) -> None:
+    log.create_topic("steps", 1, fifo=True)
+    some = [
+        message("good"), message("x", "unknown"), message("x", queue_id=7), message("x", "steps"),
+        message("x", tags="t" * 70_000), message("step", "steps", sharding_key="k"), message("last", queue_id=1),
+    ]  # fmt: skip
+    results, _ = send_all(log, Shop(), some)
+    kinds = [type(r).__name__ for r in results]
+    good = "TransactionSendResult"
+    assert kinds == [good, "TopicNotFoundError", "MessageError", "MessageError", "MessageError", good, good]
+    assert bodies(log) == [b"good", b"last"]
+    assert results[6].queue_id == 1
+    assert bodies(log, "steps") == [b"step"]
+    assert log.another().pending().num_rows == 0
+
+
+def test_a_message_alone_and_one_among_others_lie_in_the_half_file_alike(log: CommitLog) -> None:
+    def given(n: int) -> txmq.Message:
+        return message(n, "bills", tags="t", keys=["a", "b"], sharding_key="s", properties={"p": "1"}, delay_level=1)
+
+    send_all(log, Shop(), [given(i) for i in range(4)])
+    with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None) as producer:
+        producer.send_message_in_transaction(given(4))
+    table = log.half.table
+    rows = table.read(table.actions()["path"].to_pylist()).to_pylist()
+    own = {"half_id", "app_id", "body", "born_timestamp", "store_timestamp", "deliver_at"}
+    alike = {str({k: v for k, v in row.items() if k not in own}) for row in rows}
+    assert len(rows) == 5
+    assert len(alike) == 1
+
+
+def test_one_that_drops_out_leaves_no_row_in_the_file_of_the_others(log: CommitLog) -> None:
+    """Two producers send one key. Their files were written before either knew: the later one's must be written anew."""
+    with txmq.TransactionMQProducer(log.another(), "shop", Shop(), check_interval=None) as faster:
+        shop, found = Shop(), []
+        with txmq.TransactionMQProducer(log, "shop", shop, check_interval=None) as producer:
+            together = Together(producer, 4)
+            prepare_many = log.prepare_many
+
+            def late(staged: Any) -> Any:
+                faster.send_message_in_transaction(message("theirs"), idempotency_key="b")
+                return prepare_many(staged)
+
+            log.prepare_many = late  # type: ignore[method-assign]
+            with ThreadPoolExecutor(4) as pool:
+                keys = ["first", "a", "b", "c"]
+                sends = []
+                for key in keys:
+                    sends.append(pool.submit(producer.send_message_in_transaction, message(key), idempotency_key=key))
+                    wait_for(lambda: together.sizes["txmq-prepare"])  # it is the first one that waits for the others
+                found = [send.result() for send in sends]
+    assert sum(together.sizes["txmq-prepare"]) == 4
+    assert [r.replayed for r in found] == [k == "b" for k in keys]
+    assert bodies(log) == [b"a", b"c", b"first", b"theirs"]
+    assert log.another().pending().num_rows == 0
+    rows = log.half.table.read(log.half.table.actions()["path"].to_pylist(), ["half_id"])["half_id"].to_pylist()
+    assert len(rows) == len(set(rows)) == 4
+
+
+def test_two_verdicts_that_contradict_each_other_trouble_no_other_send(log: CommitLog) -> None:
+    def overruled() -> Any:
+        other = log.another()
+        (half_id,) = [r["half_id"] for r in other.pending().to_pylist() if b"1" in _bodies_of(other, r["half_id"])]
+        other.resolve(half_id, ROLLBACK_MESSAGE, "a person was faster")
+        return COMMIT_MESSAGE
+
+    results, _ = send_all(log, Shop({b"1": overruled}), [message(i) for i in range(4)])
+    assert isinstance(results[1], VerdictConflictError)
+    assert [r.local_transaction_state for r in (results[0], *results[2:])] == [COMMIT_MESSAGE] * 3
+    assert bodies(log) == [b"0", b"2", b"3"]
+
+
+def _bodies_of(log: CommitLog, half_id: str) -> list[bytes]:
+    record = log.get(half_id)
+    rows = log.half.read(record, log.state_of(record).rows_in([0], 1), ["body"])  # type: ignore[list-item]
+    found: list[bytes] = rows["body"].to_pylist()
+    return found
+
+
+# ---------------------------------------------------------------- what goes wrong
+def test_a_problem_of_the_store_is_told_to_all_who_waited(log: CommitLog) -> None:
+    with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None) as producer:
+        Together(producer, 4)
+        prepare_many = log.prepare_many
+
+        def broken(staged: Any) -> Any:
+            raise CommitError("the store does not answer")
+
+        log.prepare_many = broken  # type: ignore[method-assign]
+        with ThreadPoolExecutor(4) as pool:
+            sends = [pool.submit(producer.send_message_in_transaction, message(i)) for i in range(4)]
+            problems = [send.exception() for send in sends]
+        told = [p for p in problems if p is not None]
+        assert {str(p) for p in told} == {"the store does not answer"}
+        assert len({id(p) for p in told}) == len(told) > 1  # each thread raises one of its own
+        log.prepare_many = prepare_many  # type: ignore[method-assign]
+        assert producer.send_message_in_transaction(message("next")).queue_offsets
+
+
+def test_a_lost_file_of_one_does_not_stop_the_others() -> None:
+    log = make_log("memory", Path(), orders=2)
+    with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None) as producer:
+        Together(producer, 4, decides=4)
+        decide, decide_many = log.decide, log.decide_many
+        lost: list[str] = []
+
+        def one(record: Any, *arguments: Any, **named: Any) -> Any:
+            if record.half_id in lost:
+                raise LostFileError("its file is lost")
+            return decide(record, *arguments, **named)
+
+        def many(decisions: Any) -> Any:
+            lost[:] = lost or [decisions[0].record.half_id]
+            raise LostFileError("its file is lost")
+
+        log.decide, log.decide_many = one, many  # type: ignore[method-assign]
+        with ThreadPoolExecutor(4) as pool:
+            sends = [pool.submit(producer.send_message_in_transaction, message(i)) for i in range(4)]
+            problems = [send.exception() for send in sends]
+        log.decide, log.decide_many = decide, decide_many  # type: ignore[method-assign]
+    assert [type(p) for p in problems if p is not None] == [LostFileError]
+    assert len(bodies(log)) == 3
+
+
+def test_a_shared_file_that_somebody_removed_before_the_commit_is_put_back(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log", orders=2)
+    write_shared = log.half.write_shared
+
+    def removed(rows: Any) -> Any:
+        files = write_shared(rows)
+        (tmp_path / "log" / "half" / files[0].data.path).unlink()
+        return files
+
+    log.half.write_shared = removed  # type: ignore[method-assign]
+    results, _ = send_all(log, Shop(), [message(i) for i in range(5)])
+    assert len(bodies(log)) == len(results) == 5
+
+
+def test_an_interrupted_caller_ends_its_waiting_and_not_the_commit() -> None:
+    log = make_log("memory", Path(), orders=2)
+    lane: group_commit.Lane[int, int]
+    within, go_on = threading.Event(), threading.Event()
+    done: list[int] = []
+
+    def commit(requests: Sequence[int]) -> Sequence[int]:
+        within.set()
+        assert go_on.wait(DEADLINE_S)
+        done.extend(requests)
+        return requests
+
+    lane = group_commit.Lane(log.machine, "lane", commit)
+
+    class Interrupted(BaseException):
+        pass
+
+    class Event(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert within.wait(DEADLINE_S)
+            raise Interrupted
+
+    class OneInterrupt:
+        event = staticmethod(Event)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(log.machine, name)
+
+    lane._machine = OneInterrupt()  # type: ignore[assignment]
+    with pytest.raises(Interrupted):
+        lane.ask(1, "one")
+    lane._machine = log.machine
+    later = threading.Thread(target=lambda: lane.ask(2, "two"))
+    later.start()
+    go_on.set()
+    later.join(DEADLINE_S)
+    assert done == [1, 2]
+
+
+def test_no_thread_is_left_when_nobody_sends(log: CommitLog) -> None:
+    send_all(log, Shop(), [message(i) for i in range(4)])
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name in ("txmq-prepare", "txmq-decide")])
+
+
+def test_one_half_batch_is_asked_for_once_in_a_commit() -> None:
+    log = make_log("memory", Path(), orders=2)
+    groups: list[list[int]] = []
+    lane: Any = group_commit.Lane(log.machine, "lane", lambda some: groups.append(list(some)) or some)
+    with lane._lock:  # it cannot begin
+        threads = [threading.Thread(target=lane.ask, args=(n, name)) for n, name in enumerate("aabac")]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert sorted(n for some in groups for n in some) == [0, 1, 2, 3, 4]
+    names = [["aabac"[n] for n in some] for some in groups]
+    assert all(len(some) == len(set(some)) for some in names)
+
+
+def test_asynchronous_sends_share_commits_and_come_to_their_end_when_the_producer_is_closed(log: CommitLog) -> None:
+    before = log.refresh()
+    with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None, listener_threads=8) as producer:
+        sent = [producer.send_message_in_transaction_async(message(i)) for i in range(30)]
+        sent += [producer.send_async(message(i)) for i in range(30, 40)]
+    assert bodies(log) == sorted(str(i).encode() for i in range(40))
+    assert {send.result(0).local_transaction_state for send in sent} == {COMMIT_MESSAGE}
+    assert log.refresh() - before < 40
+    with pytest.raises(OptionError, match="closed"):
+        producer.send_async(message("late"))
+
+
+def test_no_more_asynchronous_sends_are_in_flight_than_allowed() -> None:
+    log = make_log("memory", Path(), orders=2)
+    go_on, accepted = threading.Event(), []
+    shop = Shop({str(i).encode(): lambda: go_on.wait(DEADLINE_S) and COMMIT_MESSAGE for i in range(4)})
+    with txmq.TransactionMQProducer(log, "shop", shop, check_interval=None, max_in_flight=3) as producer:
+
+        def send() -> None:
+            for i in range(4):
+                accepted.append(producer.send_message_in_transaction_async(message(i)))
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        wait_for(lambda: len(accepted) == 3)
+        time.sleep(0.1)
+        assert len(accepted) == 3
+        go_on.set()
+        sender.join(DEADLINE_S)
+    assert len(bodies(log)) == 4
+
+
+def test_a_coroutine_can_wait_for_a_send() -> None:
+    log = make_log("memory", Path(), orders=2)
+
+    async def handle(producer: txmq.TransactionMQProducer, n: int) -> txmq.TransactionSendResult:
+        return await asyncio.wrap_future(producer.send_message_in_transaction_async(message(n)))
+
+    async def serve(producer: txmq.TransactionMQProducer) -> Sequence[txmq.TransactionSendResult]:
+        return await asyncio.gather(*(handle(producer, n) for n in range(10)))
+
+    with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None) as producer:
+        assert len({r.half_id for r in asyncio.run(serve(producer))}) == 10
+    assert len(bodies(log)) == 10
+
+
+def test_a_forked_process_is_refused(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None) as producer:
+        monkeypatch.setattr("os.getpid", lambda: -1)
+        with pytest.raises(OptionError, match="Make a producer in each worker, after the fork"):
+            producer.send_message_in_transaction(message("x"))
+        producer.shutdown()
+        with pytest.raises(OptionError, match="after the fork"):
+            producer.start()
+        monkeypatch.undo()
+
+
+# ---------------------------------------------------------------- upkeep
+def test_a_shared_file_leaves_when_all_in_it_are_settled(log: CommitLog) -> None:
+    send_all(log, Shop({b"3": UNKNOWN}), [message(i) for i in range(5)])
+    log.drain()
+    let_leave(log)
+    assert files(log) == 1  # the pending one keeps its file, with those that lie in it
+    (half_id,) = log.open_half_ids()
+    assert log.get(half_id).rows == 1
+    CheckService(log.another(), {"shop": Shop()}, transaction_timeout=0).run_once()
+    log.drain()
+    let_leave(log)
+    assert files(log) == 0
+    assert bodies(log) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_what_lies_in_shared_files_is_drained_as_it_was_placed(log: CommitLog) -> None:
+    send_all(log, Shop({b"3": ROLLBACK_MESSAGE}), [message(i, "bills") for i in range(MANY)])
+    columns = ["queue_id", "queue_offset", "body", "msg_id", "transaction_id"]
+    before = log.another().read("bills", columns=columns).to_pylist()
+    log.drain()
+    let_leave(log)
+    after = log.another().read("bills", columns=columns).to_pylist()
+    assert after == before
+    assert len(after) == MANY - 1
+
+
+def test_a_half_batch_that_is_not_in_a_shared_file_is_not_taken_for_one_that_is(log: CommitLog) -> None:
+    results, _ = send_all(log, Shop(), [message(i) for i in range(5)])
+    ids = sorted(r.half_id for r in results)
+    between = ids[2].replace(":0", "!:0")
+    assert ids[2] < ids[2].replace(":0", ":0!")
+    assert ids[1] < between < ids[-1]
+    other = log.another()
+    assert other.half._find(between) is None
+    assert not other.half.may_be_above(between, 0)
+    assert other.half.may_be_above(ids[2], 0)
+
+
+def test_each_half_batch_of_a_shared_file_is_counted(log: CommitLog) -> None:
+    send_all(log, Shop(), [message(i) for i in range(5)])
+    other = log.another()
+    assert sorted(other.half.counted()["rows"].to_pylist()) == [1] * 5
+    assert not any(p.rewritten for p in other.half.prepared_after(0).values())
