@@ -146,6 +146,10 @@ class LostFileError(CorruptLogError, FileNotFoundError):
     """A file that a table of the commit log names is gone."""
 
 
+class StrippedError(LostFileError):
+    """A half file has no payload any more of rows that were drained. Readers look into the table ``messages``."""
+
+
 class UnreadableFileError(CorruptLogError, OSError):
     """A file of the commit log cannot be read: its store fails, permission is missing, or it is damaged."""
 

@@ -31,7 +31,7 @@ from rmq_spark.commitlog.messages import (
 from rmq_spark.commitlog.op import NO_OPS, PRUNED_PLACED, pruned_up_to
 from rmq_spark.commitlog.placements import placed_range
 from rmq_spark.commitlog.reading import STORED_COLUMNS, by_file, messages_of, rows_of
-from rmq_spark.errors import CorruptLogError
+from rmq_spark.errors import CorruptLogError, StrippedError
 from rmq_spark.storage.files import DataFile
 from rmq_spark.storage.table import Change, Table, has_held
 
@@ -182,7 +182,13 @@ class Drainer:
         ranges.sort(key=lambda r: (r.op_version, r.rows.path, r.rows.half_id, r.rows.file_no, r.rows.ranges[0]))
         for together in by_file(ranges):
             read = self._log.half.read_range(rows_of(together), STORED_COLUMNS)
-            yield from messages_of(together, read, MESSAGES_SCHEMA.names)
+            try:
+                yield from messages_of(together, read, MESSAGES_SCHEMA.names)
+            except StrippedError as problem:
+                raise CorruptLogError(
+                    f"{problem}, and this list of them does not say so: the store answers with an older list (drain "
+                    "again)"
+                ) from problem
 
 
 def _is_next(table: Table, position: int) -> bool:

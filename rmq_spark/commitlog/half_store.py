@@ -33,6 +33,7 @@ from rmq_spark.errors import (
     LostFileError,
     MessageError,
     StagedFilesTooOldError,
+    StrippedError,
 )
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import ROW_GROUP_ROWS, RowRange, require_path
@@ -101,6 +102,14 @@ class HalfRecord:
         """The state before any op marker: every row pending under attempt 1."""
         files = {n: FileState(f.path, f.rows, f.segments) for n, f in self.files.items()}
         return BatchState(self.half_id, files)
+
+
+class LargeFile(NamedTuple):
+    """A half file: when it was prepared, and its half batches with the number of their rows (``half_id, rows``)."""
+
+    path: str
+    ms: int
+    inside: pa.Table
 
 
 class Prepared(NamedTuple):
@@ -476,7 +485,37 @@ class HalfStore:
         found = actions.filter(pc.and_(one, pc.is_in(low, value_set=half_ids)))["path"].to_pylist()
         return [str(path) for path in [*found, *mixed]]
 
+    def large_files(self, bytes_min: int, low_water_ms: int) -> list[LargeFile]:
+        """Our files of some size that were prepared up to a time. It does not refresh."""
+        actions = self.table.actions()
+        large = pc.and_(
+            pc.greater_equal(actions["size_bytes"], bytes_min),
+            pc.less_equal(actions["modification_time"], low_water_ms),
+        )
+        actions = actions.filter(pc.and_(large, pc.and_(self._ours(actions), pc.is_valid(actions["num_records"]))))
+        one, low = _of_one(actions)
+        return [
+            LargeFile(path, ms, pa.table({"half_id": [half_id], "rows": [rows]}) if is_one else self._shared.of(path))
+            for path, ms, rows, is_one, half_id in zip(
+                *(actions[name].to_pylist() for name in ("path", "modification_time", "num_records")),
+                one.to_pylist(),
+                low.to_pylist(),
+                strict=True,
+            )
+        ]
+
     # ------------------------------------------------------------------ rows
+    def has_payload(self, wanted: RowRange) -> bool | None:
+        """Whether rows have not been stripped; None when their file is lost."""
+        try:
+            for _ in self.read_range(wanted, ["born_timestamp"]):
+                pass
+        except StrippedError:
+            return False
+        except FileNotFoundError:
+            return None
+        return True
+
     def read(self, record: HalfRecord, rows: RowSet, columns: Sequence[str]) -> pa.Table:
         """Rows of a half batch in send order."""
         parts: list[pa.Table] = []

@@ -276,8 +276,14 @@ class ProtocolSteps(ABC):
             When they are nowhere.
         """
         self.refresh()
-        if isinstance(lost, PlacedRange) and self._has_left(lost.rows.half_id):
-            wait_until_drained(self.messages_table, lost.op_version, f"half batch {lost.rows.half_id!r} left half")
+        if isinstance(lost, PlacedRange):
+            has_left = self._has_left(lost.rows.half_id)
+            has_payload = None if has_left else self.half.has_payload(lost.rows)
+            if has_payload:  # it shares a file with what has none
+                return [lost]
+            if has_left or has_payload is False:
+                went = "left half" if has_left else "has no payload any more in half"
+                wait_until_drained(self.messages_table, lost.op_version, f"half batch {lost.rows.half_id!r} {went}")
         self.drained.border()
         found, missing = self.drained.ranges((lost.topic, lost.queue_id), lost.queue_offset, lost.stop)
         if missing:

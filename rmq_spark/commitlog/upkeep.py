@@ -12,6 +12,7 @@ from rmq_spark.commitlog.foreign import foreign_files
 from rmq_spark.commitlog.leaving import Graces, Leaver
 from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.commitlog.pruning import Pruner
+from rmq_spark.commitlog.stripping import Stripper
 from rmq_spark.config import ORPHAN_AGE_S
 from rmq_spark.storage.table import Table
 
@@ -40,6 +41,8 @@ class MaintenanceReport:
         Half batches that were settled and drained, and need not be kept whole any more.
     files_left : int
         Their files, which left the table ``half``.
+    files_stripped : int
+        Files of ``half`` that stay for others, of which the drained messages lost their payload.
     rows_pruned : int
         Op rows of half batches that left earlier.
     files_expired : int
@@ -57,6 +60,7 @@ class MaintenanceReport:
     messages_drained: int
     archived: int
     files_left: int
+    files_stripped: int
     rows_pruned: int
     files_expired: int
     files_merged: int
@@ -69,6 +73,7 @@ class MaintenanceReport:
             (self.messages_drained, "messages", "drained"),
             (self.archived, "half batches", "archived"),
             (self.files_left, "half files", "taken out of the table half"),
+            (self.files_stripped, "half files", "stripped of what is drained"),
             (self.rows_pruned, "op rows", "pruned"),
             (self.files_expired, "files of messages", "expired"),
             (self.files_merged, "small files", "merged"),
@@ -108,6 +113,7 @@ def maintain(
     leaver = Leaver(log, graces)
     archived = leaver.archive(dry_run)
     left = leaver.remove(dry_run)
+    stripped = Stripper(log, graces).run(dry_run)
     pruned = Pruner(log, graces).run(dry_run)
     expired = Expirer(log).run(dry_run)
     merged = 0 if dry_run else maintenance.compact_op(log.op) + maintenance.compact_messages(log.messages_table)
@@ -120,6 +126,7 @@ def maintain(
         max(0, after - before),
         archived,
         len(left),
+        len(stripped),
         pruned,
         len(expired),
         merged,

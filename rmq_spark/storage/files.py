@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from rmq_spark.errors import CorruptLogError, OptionError
+from rmq_spark.errors import CorruptLogError, OptionError, StrippedError
 from rmq_spark.redaction import cause_of
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.seal import reading, require_count, require_row_groups, require_seal, seal
@@ -30,6 +30,10 @@ COMPRESSION = "zstd"
 
 SHARED_ROWS_MAX = 20_000
 """Of a file with no more rows than this, those of several half batches are found in one pass."""
+
+PAYLOAD_COLUMNS = ("tags", "keys", "properties", "body", "born_timestamp")
+"""Columns of ``half`` that are null in rows whose messages were drained, in a file that has to stay for others. Every
+other row has a ``born_timestamp``."""
 
 KEPT = "__kept"
 """Name of the column that says which rows a filter keeps."""
@@ -323,6 +327,8 @@ def read_range(
     ------
     LostFileError
         When the file is gone. It was rewritten, and the caller has to look where the rows are now.
+    StrippedError
+        When columns are wanted of which rows have been stripped: their messages are in the table ``messages``.
     CorruptLogError
         When the file does not hold all of the rows, or is damaged.
     """
@@ -339,11 +345,14 @@ def read_range(
         if not wanted.more and _is_as_written(file, wanted, [*columns, *looked_at]):
             yield from _read_by_position(file, wanted, columns, where)
             return
-        table = _read_by_address(file, wanted, list(dict.fromkeys([*columns, *looked_at])))
-        if where is None:
-            yield 0, table
-        else:
-            yield 0, table.select(list(columns)).append_column(KEPT, where.keeps(table))
+        table = _read_by_address(file, wanted, _with_proof([*columns, *looked_at]))
+        if "born_timestamp" in table.column_names and table["born_timestamp"].null_count:
+            raise StrippedError(
+                f"file {path} of table half has no payload any more of rows of half batch {wanted.half_id!r}: their "
+                "messages are in the table messages"
+            )
+        found = table.select(list(columns))
+        yield 0, found if where is None else found.append_column(KEPT, where.keeps(table))
 
 
 def _read_by_position(
@@ -389,6 +398,12 @@ def _read_group(
     rest = read(others) if others else looked_at
     every = [rest[c] if c in others else looked_at[c] for c in columns]
     return pa.table([*every, kept], names=[*columns, KEPT])
+
+
+def _with_proof(columns: Sequence[str]) -> list[str]:
+    """The columns, and with those of a payload the one that tells whether it is there."""
+    proof = ["born_timestamp"] if set(columns).intersection(PAYLOAD_COLUMNS) else []
+    return list(dict.fromkeys([*columns, *proof]))
 
 
 def _read_by_address(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[str]) -> pa.Table:

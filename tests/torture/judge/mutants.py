@@ -33,6 +33,7 @@ from rmq_spark.commitlog import (
     marking,
     placing,
     pruning,
+    stripping,
 )
 from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog import ledger as ledger_module
@@ -54,6 +55,7 @@ from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, Who
 from rmq_spark.commitlog.placing import Placer
 from rmq_spark.commitlog.pruning import Pruner
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
+from rmq_spark.commitlog.stripping import Stripper
 from rmq_spark.errors import HalfBatchLeftError
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.sink import two_phase
@@ -905,6 +907,41 @@ def _border_too_high() -> Iterator[None]:
 
     real = Drained.ranges
     with _often_leaving(), replaced((Drained, "_ends", ends), (Drained, "ranges", ranges)):
+        yield
+
+
+@mutant(
+    "half files are stripped before they are drained",
+    A.LOST_WRITE,
+    A.DRAINED_OTHERWISE,
+    A.STUCK_HALF,
+    **LEAVES,
+    streams=2,
+)
+def _stripped_undrained() -> Iterator[None]:
+    def strip(self: Simulation, *_: Any) -> None:
+        log = self.world.open_log()
+        log.move_mark()
+        Stripper(log, Graces(0.0)).run()
+        self.vacuum()
+
+    with replaced((Simulation, "mark", strip), (stripping, "drained_up_to", lambda _: 1 << 40)):
+        yield
+
+
+@mutant(
+    "a stripped half file loses what is open, too", A.LOST_WRITE, A.DRAINED_OTHERWISE, A.STUCK_HALF, **LEAVES,
+    streams=2, per="message",
+)  # fmt: skip
+def _stripped_open() -> Iterator[None]:
+    real = BatchState.rows_in
+
+    def every(self: Stripper, file: Any, placed: Any, left: Any) -> Any:
+        with replaced((BatchState, "rows_in", lambda state, _, attempt=None: real(state, list(RowState)))):
+            return drained_rows(self, file, placed, left)
+
+    drained_rows = Stripper._drained_rows
+    with _often_leaving(), replaced((Stripper, "_drained_rows", every), (stripping, "STRIPPED_SHARE_MIN", 0.0)):
         yield
 
 

@@ -199,6 +199,7 @@ def _with_copies(rows: pa.Table, folder: Path, identity: Sequence[str]) -> pa.Ta
     found = rows.to_pylist()
     for path in sorted(folder.glob("*.parquet")):
         found += parquet.read_table(path, schema=rows.schema).to_pylist()
+    found.sort(key=lambda row: row.get("body", b"") is not None)  # of a stripped row, the copy that was whole
     by_identity = {json.dumps([row[name] for name in identity], default=str): row for row in found}
     return pa.Table.from_pylist(list(by_identity.values()), schema=rows.schema)
 

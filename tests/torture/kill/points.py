@@ -74,6 +74,8 @@ UPKEEP = (
     "op commit done",
     "leaving begins",
     "leaving done",
+    "stripping begins",
+    "stripping done",
     "pruning begins",
     "pruning done",
     "merge commit begins",
@@ -230,6 +232,8 @@ def _of_commit(step: str) -> Callable[..., str]:
             return f"pruning {step}"
         if change.remove and not change.add:
             return f"leaving {step}"
+        if change.remove and table.name == "half":
+            return f"stripping {step}"
         return f"{'merge' if change.remove else table.name} commit {step}"
 
     return name

@@ -25,10 +25,12 @@ from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, Str
 
 import rmq_spark as txmq
 from rmq_spark.check.service import CheckService
-from rmq_spark.commitlog import half_store, maintenance, upkeep
+from rmq_spark.commitlog import half_store, maintenance, stripping, upkeep
 from rmq_spark.commitlog import log as log_module
+from rmq_spark.commitlog.half_store import LargeFile
 from rmq_spark.commitlog.leaving import Graces, Leaver
 from rmq_spark.commitlog.pruning import Pruner
+from rmq_spark.commitlog.stripping import Stripper
 from rmq_spark.datasource import TxmqDataSource
 from rmq_spark.errors import HalfBatchLeftError, LocalTransactionError, StaleAttemptError, UnresolvedTransactionError
 from rmq_spark.listener import Verdicts
@@ -274,8 +276,8 @@ def keep_up(shop: Shop, history: History, process: str, chance: random.Random) -
 
 
 def _keep_what_leaves(shop: Shop) -> None:
-    """The judge looks at everything that ever was: keep copies of what leaves ``half``, and of what is pruned."""
-    remove, rewrite = Leaver._remove, Pruner._rewrite
+    """The judge looks at everything that ever was: keep copies of what leaves, is stripped and is pruned."""
+    remove, rewrite, strip = Leaver._remove, Pruner._rewrite, Stripper._strip
 
     def removed(self: Leaver, paths: Sequence[str]) -> None:
         shop.keep(self._log.half.table, paths)
@@ -285,7 +287,13 @@ def _keep_what_leaves(shop: Shop) -> None:
         shop.keep(self._log.op, paths)
         return rewrite(self, paths, *arguments)
 
+    def stripped(self: Stripper, file: LargeFile, *arguments: Any) -> bool:
+        shop.keep(self._log.half.table, [file.path])
+        return strip(self, file, *arguments)
+
     Leaver._remove, Pruner._rewrite = removed, rewritten  # type: ignore[method-assign,assignment]
+    Stripper._strip = stripped  # type: ignore[method-assign,assignment]
+    stripping.STRIPPED_BYTES_MIN = 1
 
 
 def _optimize(table: object) -> None:

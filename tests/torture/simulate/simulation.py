@@ -576,6 +576,7 @@ class Simulation:
                 raise
             return
         self.counts["half batches that left"] += report.archived
+        self.counts["half files stripped"] += report.files_stripped
         self.counts["files expired"] += report.files_expired
         self.counts["op rows pruned"] += report.rows_pruned
 
@@ -677,9 +678,22 @@ def with_what_left(world: World) -> tuple[pa.Table, pa.Table]:
     left = pc.unique(ever.filter(pc.equal(ever["kind"], "archived"))["half_id"])
     gone = left.filter(pc.invert(pc.is_in(left, value_set=pc.unique(half["half_id"]))))
     half_ever = world.half.ever()
+    half = _before_it_was_stripped(half, half_ever)
     half = pa.concat_tables([half, half_ever.filter(pc.is_in(half_ever["half_id"], value_set=gone))])
     here = op.filter(pc.invert(pc.is_in(op["half_id"], value_set=left)))
     return half, pa.concat_tables([here, ever.filter(pc.is_in(ever["half_id"], value_set=left))])
+
+
+def _before_it_was_stripped(half: pa.Table, ever: pa.Table) -> pa.Table:
+    """Rows of ``half`` with their payload."""
+    is_whole = pc.is_valid(half["body"])
+    if pc.all(is_whole).as_py() is not False:
+        return half
+    columns = ["half_id", "file_no", "row_no"]
+    lies = {at: i for i, at in enumerate(zip(*(ever[name].to_pylist() for name in columns), strict=True))}
+    stripped = half.filter(pc.invert(is_whole))
+    at = [lies[address] for address in zip(*(stripped[name].to_pylist() for name in columns), strict=True)]
+    return pa.concat_tables([half.filter(is_whole), ever.take(at)])
 
 
 @dataclass(frozen=True)

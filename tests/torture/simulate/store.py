@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.config import CLOCK_SKEW_S_MAX
-from rmq_spark.errors import ClockError, CorruptLogError
+from rmq_spark.errors import ClockError, CorruptLogError, StrippedError
 from rmq_spark.machine import Machine
-from rmq_spark.storage.files import DataFile, RowRange, column_stats
+from rmq_spark.storage.files import PAYLOAD_COLUMNS, DataFile, RowRange, column_stats
 from rmq_spark.storage.table import Change, Clock, actions_schema, bounds_of, compare_and_set
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.simulate.scheduler import Scheduler
@@ -143,8 +143,18 @@ def read_range(fs: Files, folder: str, wanted: RowRange, columns: Sequence[str])
     at = [positions[address] for address in asked if address in positions]
     if len(at) != wanted.rows:
         raise CorruptLogError(f"{wanted.path} holds {len(at)} of {wanted.rows} rows of {wanted.half_id}")
-    rows = fs.get(f"{folder}/{wanted.path}").select(list(columns))
+    table = fs.get(f"{folder}/{wanted.path}")
+    if has_stripped_rows(table, at, columns):
+        raise StrippedError(f"{wanted.path} has no payload of rows of {wanted.half_id}")
+    rows = table.select(list(columns))
     yield 0, rows.slice(at[0], len(at)) if at == list(range(at[0], at[0] + len(at))) else rows.take(at)
+
+
+def has_stripped_rows(table: pa.Table, at: Sequence[int], columns: Sequence[str]) -> bool:
+    """Whether some rows have no payload, of which columns are wanted."""
+    born = table["born_timestamp"]
+    wanted = bool(born.null_count) and not set(PAYLOAD_COLUMNS).isdisjoint(columns)
+    return wanted and born.take(list(at)).null_count > 0
 
 
 class SimulatedClock:

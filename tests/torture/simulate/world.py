@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark.commitlog import follow, follower, maintenance, marking, pruning
+from rmq_spark.commitlog import follow, follower, maintenance, marking, pruning, stripping
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord, PrepareError, Staged
 from rmq_spark.commitlog.ledger import Decided, Decision, Placed
@@ -213,6 +213,7 @@ def limits(op_files_max: int) -> Iterator[None]:
         (maintenance, "MESSAGES_FILES_MAX", 2),
         (pruning, "PRUNED_SHARE_MIN", 0.0),
         (marking, "ROWS_LET_GO_MIN", 3),
+        (stripping, "STRIPPED_BYTES_MIN", 1),
         (follow, "CHUNKS_MAX", 4),
         (follower, "HALF_IDS_KEPT", 3),
     )

@@ -1,0 +1,319 @@
+"""Half files that stay for others lose the payload of what is drained; and nobody can tell, but for the space."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from rmq_spark.commitlog import maintenance, stripping
+from rmq_spark.commitlog.leaving import Graces
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.commitlog.reading import read_ranges
+from rmq_spark.commitlog.stripping import Stripper
+from rmq_spark.errors import CorruptLogError, StrippedError, VerdictConflictError
+from rmq_spark.source.options import Subscription
+from rmq_spark.source.plan import Planner
+from rmq_spark.storage.files import PAYLOAD_COLUMNS
+from tests.half_batches import (
+    another,
+    bodies,
+    commit,
+    in_half,
+    let_leave,
+    make_log,
+    pending,
+    prepare,
+    rewrite_half,
+    roll_back,
+    send,
+    split,
+)
+
+ROWS = 12
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommitLog:
+    monkeypatch.setattr(stripping, "STRIPPED_BYTES_MIN", 1)
+    return make_log(request.param, tmp_path / "log", orders=2, points=1)
+
+
+def one_open(log: CommitLog, batch_id: int = 0, columns: Any = None, **more: Any) -> Any:
+    """A half batch of which every sixth message stays pending."""
+    record = prepare(log, batch_id, columns or ROWS, per="message", **more)
+    kept, _ = split(pending(log, record), 6)
+    log.decide(record, 1, commit=kept, who=Who.EXECUTE)
+    return record
+
+
+def delete_replaced(log: CommitLog) -> None:
+    maintenance.delete_replaced([another(log).half.table, another(log).messages_table], 0, dry_run=False)
+
+
+def stored(log: CommitLog) -> pa.Table:
+    """The rows of half, as any reader of Delta sees them."""
+    table = another(log).half.table
+    table.refresh()
+    return table.read(table.actions()["path"].to_pylist()).sort_by([("half_id", "ascending"), ("row_no", "ascending")])
+
+
+def with_payload(log: CommitLog) -> list[str]:
+    return [b.decode() for b in stored(log)["body"].to_pylist() if b is not None]
+
+
+# ---------------------------------------------------------------- what goes, and what stays
+def test_drained_messages_lose_their_payload_and_open_ones_keep_it(log: CommitLog) -> None:
+    record = one_open(log)
+    before = bodies(log)
+    assert let_leave(log).files_stripped == 1
+    left = stored(log)
+    assert left.num_rows == ROWS
+    assert sorted(with_payload(log)) == ["app.0.0", "app.0.6"]
+    for name in PAYLOAD_COLUMNS:
+        assert left.filter(pc.is_null(left["body"]))[name].null_count == 10
+    assert bodies(another(log)) == bodies(log) == before
+    assert let_leave(log).files_stripped == 0
+    commit(log, record)
+    assert len(bodies(another(log))) == ROWS
+
+
+def test_a_stripped_half_batch_goes_on_as_any_other(log: CommitLog) -> None:
+    record = one_open(log)
+    whole = another(log).get(record.half_id)
+    let_leave(log)
+    delete_replaced(log)
+    found = another(log).get(record.half_id)
+    assert (found.rows, found.prepared_ms, found.sent_ms, found.staged_ms) == (
+        whole.rows, whole.prepared_ms, whole.sent_ms, whole.staged_ms,
+    )  # fmt: skip
+    assert [f.segments for f in found.files.values()] == [f.segments for f in whole.files.values()]
+    other = another(log)
+    assert other.pending()["messages"].to_pylist() == [2]
+    rows = pending(other, found)
+    asked = other.half_batch(found, other.state_of(found), 1, rows)
+    assert sorted(asked.messages()["body"].to_pylist()) == [b"app.0.0", b"app.0.6"]
+    decided = other.state_of(found).rows_in((RowState.COMMITTED,))
+    with pytest.raises(VerdictConflictError):
+        other.decide(found, 1, rollback=decided, who=Who.EXECUTE)
+    other.resolve(record.half_id, "COMMIT_MESSAGE", "agreed")
+    prepare(other, 1)
+    assert len(bodies(log)) == ROWS
+
+
+def test_a_half_batch_leaves_after_it_was_stripped(log: CommitLog) -> None:
+    record = one_open(log)
+    commit(log, prepare(log, 1))
+    let_leave(log)
+    commit(another(log), record)
+    assert let_leave(log).files_left == 1
+    assert in_half(log) == {"app:1"}
+    assert len(bodies(log)) == ROWS + 5
+
+
+def test_the_last_half_batch_of_a_stream_is_stripped_and_a_restart_finds_it_settled(log: CommitLog) -> None:
+    commit(log, prepare(log, 1))
+    assert let_leave(log).files_stripped == 1
+    assert with_payload(log) == []
+    record = another(log).find("app", 1)
+    assert record is not None
+    assert another(log).state_of(record).count(RowState.COMMITTED) == 5
+
+
+def test_what_was_rolled_back_keeps_its_payload_for_a_look(log: CommitLog) -> None:
+    record = prepare(log, 0, ROWS, per="message")
+    kept, dropped = split(pending(log, record), 6)
+    log.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    prepare(log, 1)
+    assert let_leave(log, audit_s=1e6).files_stripped == 1
+    assert sorted(with_payload(log))[:2] == ["app.0.0", "app.0.6"]
+
+
+@pytest.mark.parametrize("what", ["undrained", "within the grace", "mostly open", "in conflict", "above the mark"])
+def test_what_may_be_needed_keeps_its_payload(log: CommitLog, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = prepare(log, 0, ROWS, per="message")
+    kept, others = split(pending(log, record), 6 if what != "mostly open" else 2)
+    log.decide(record, 1, commit=kept if what != "mostly open" else others - split(others, 4)[1], who=Who.EXECUTE)
+    if what == "in conflict":
+        with pytest.raises(VerdictConflictError):
+            log.decide(record, 1, rollback=kept, who=Who.CHECK)
+    if what != "undrained":
+        log.drain()
+    if what != "above the mark":
+        another(log).move_mark()
+    graces = Graces(3600.0 if what == "within the grace" else 0.0, 0.0)
+    assert Stripper(another(log), graces).run() == []
+    assert len(with_payload(log)) == ROWS
+
+
+def test_a_small_file_is_left_alone_and_a_dry_run_changes_nothing(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_open(log)
+    log.drain()
+    another(log).move_mark()
+    assert len(Stripper(another(log), Graces(0.0)).run(dry_run=True)) == 1
+    assert let_leave(log, dry_run=True).files_stripped == 1
+    monkeypatch.setattr(stripping, "STRIPPED_BYTES_MIN", 1 << 30)
+    assert let_leave(log).files_stripped == 0
+    assert len(with_payload(log)) == ROWS
+
+
+def test_a_file_is_stripped_again_when_most_of_what_was_left_is_drained(log: CommitLog) -> None:
+    record = one_open(log)
+    let_leave(log)
+    first, second = split(pending(log, record), 12)
+    log.decide(record, 1, commit=first, who=Who.EXECUTE)
+    assert let_leave(log).files_stripped == 1
+    assert len(with_payload(log)) == 1
+    log.decide(record, 1, commit=second, who=Who.EXECUTE)
+    assert len(set(bodies(another(log)))) == ROWS
+
+
+def test_delayed_messages_wait_in_a_small_file(log: CommitLog) -> None:
+    delays = [None] * 11 + [18]
+    columns = {"body": [f"m{i}" for i in range(12)], "delay_level": pa.array(delays, pa.int32())}
+    commit(log, prepare(log, 0, columns))
+    assert let_leave(log).files_stripped == 1
+    assert with_payload(log) == ["m11"]
+    assert len(bodies(another(log))) == 11
+
+
+def test_a_shared_file_keeps_the_payload_of_those_that_are_open(log: CommitLog) -> None:
+    records = [send(log, f"key{i}", 2) for i in range(6)]
+    rewrite_shared(log)
+    for record in records[:5]:
+        commit(log, record)
+    let_leave(log)
+    assert sorted(with_payload(log)) == ["key5.0", "key5.1"]
+    assert len(bodies(another(log))) == 10
+    commit(another(log), another(log).get(records[5].half_id))
+    let_leave(log)
+    assert len(bodies(another(log))) == 12
+    assert in_half(log) == set()
+
+
+def rewrite_shared(log: CommitLog) -> None:
+    """One half file for all half batches, as sends of many threads share one."""
+    table = another(log).half.table
+    table.refresh()
+    actions = table.actions()
+    old = actions["path"].to_pylist()
+    rows = table.read(old)
+    shared = table.write(rows, "half", ("half_id",))
+    ms = pc.max(actions["modification_time"]).as_py()
+    change = stripping.Change(add=[shared], remove=old, modification_time_ms=ms, data_change=False)
+    assert table.compare_and_set(lambda _: change, lambda _: True) is change
+
+
+# ---------------------------------------------------------------- readers, and others who write
+def read(log: CommitLog, ranges: Any, names: Any = ("queue_id", "queue_offset", "body", "keys")) -> list[Any]:
+    found = pa.concat_tables(list(read_ranges(ranges, log.read_range, log.find_again, names)))
+    order = [("queue_id", "ascending"), ("queue_offset", "ascending")]
+    return found.sort_by(order).to_pylist() if "queue_offset" in names else found.to_pylist()
+
+
+@pytest.mark.parametrize("names", [("queue_id", "queue_offset", "body", "keys"), ("keys",), ("tags", "sharding_key")])
+def test_a_plan_from_before_finds_stripped_messages_where_they_are_now(log: CommitLog, names: tuple[str, ...]) -> None:
+    columns = {"body": [str(i) for i in range(ROWS)], "keys": ["k"] * ROWS, "tags": ["t"] * ROWS}
+    one_open(log, 0, columns)
+    plan = Planner(another(log), Subscription(("orders",)))
+    ranges = plan.ranges({}, plan.latest())
+    expected = read(another(log), ranges, names)
+    let_leave(log)
+    assert read(another(log), ranges, names) == expected  # the replaced file is still there
+    delete_replaced(log)
+    assert read(another(log), ranges, names) == expected
+    rewrite_half(log)
+    assert read(another(log), ranges, names) == expected
+
+
+def test_a_plan_from_before_reads_on_what_shares_a_file_with_stripped_messages(log: CommitLog) -> None:
+    first, second, third = (send(log, key, 2) for key in ("one", "two", "three"))
+    rewrite_shared(log)
+    commit(log, first)
+    commit(log, third)
+    reader = another(log)
+    drained = log.drain()
+    commit(log, second)
+    plan = Planner(reader, Subscription(("orders",)))
+    reader.drained.border = lambda: {}  # type: ignore[method-assign]
+    ranges = plan.ranges({}, plan.latest())
+    assert {r.rows.table for r in ranges} == {"half"}
+    expected = sorted(m["body"] for m in read(another(log), ranges))
+    own = another(log)
+    own.move_mark()
+    assert own.drained.border() is not None
+    assert Stripper(own, Graces(0.0)).run()
+    assert stored(log)["body"].null_count == 4
+    delete_replaced(log)
+    assert sorted(m["body"] for m in read(another(log), ranges)) == expected
+    assert drained < log.drain()
+
+
+def test_a_stripped_row_is_never_taken_for_a_message(log: CommitLog) -> None:
+    record = one_open(log)
+    let_leave(log)
+    found = another(log).get(record.half_id)
+    rows = another(log).state_of(found).rows_in((RowState.COMMITTED,))
+    for name in PAYLOAD_COLUMNS:
+        with pytest.raises(StrippedError, match="in the table messages"):
+            another(log).half.read(found, rows, [name])
+    assert another(log).half.read(found, rows, ["sharding_key"]).num_rows == 10
+
+
+def test_a_drainer_with_an_older_list_of_messages_is_told(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_open(log)
+    slept = another(log)
+    slept.messages_table.refresh()
+    let_leave(log)
+    delete_replaced(log)
+    monkeypatch.setattr(slept.messages_table, "refresh", lambda: 0)
+    from rmq_spark.commitlog.drain import Drainer
+
+    with pytest.raises(CorruptLogError, match=r"older list \(drain again\)"):
+        Drainer(slept).run()
+
+
+def test_two_who_strip_at_once_leave_one_file(log: CommitLog) -> None:
+    one_open(log)
+    log.drain()
+    another(log).move_mark()
+    one, two = another(log), another(log)
+    table = one.half.table
+    write: Callable[..., Any] = table.write
+
+    def late(*arguments: Any, **named: Any) -> Any:
+        file = write(*arguments, **named)
+        assert len(Stripper(two, Graces(0.0)).run()) == 1
+        return file
+
+    table.write = late  # type: ignore[method-assign]
+    assert Stripper(one, Graces(0.0)).run() == []
+    assert stored(log).num_rows == ROWS
+    assert len(bodies(another(log))) == 10
+
+
+def test_a_half_batch_of_several_files_keeps_the_rows_of_each(log: CommitLog) -> None:
+    record = one_open(log, 0, None, partitions=3)
+    let_leave(log)
+    assert len(with_payload(log)) == pending(another(log), another(log).get(record.half_id)).count
+    roll_back(another(log), another(log).get(record.half_id))
+    assert len(bodies(another(log))) + len(with_payload(log)) == ROWS
+
+
+def test_a_file_that_is_open_keeps_its_payload_when_as_many_rows_of_another_one_are_drained(log: CommitLog) -> None:
+    """Placed rows of the whole half batch were compared with the rows of one file (found by the simulation)."""
+    record = prepare(log, 0, ROWS, per="message", partitions=2)
+    rows = pending(log, record)
+    first = min(rows)
+    log.decide(record, 1, commit=rows & {first: rows[first]}, who=Who.EXECUTE)
+    assert let_leave(log).files_stripped == 1
+    assert len(with_payload(log)) == ROWS // 2
+    commit(another(log), another(log).get(record.half_id))
+    assert len(bodies(another(log))) == ROWS
