@@ -205,10 +205,12 @@ def write_table(
     dictionary = [c for c in flat if c not in plain_columns]
     statistics = [c for c in flat if c in stats_columns or c in footer_columns]
     encoded = table
+    first_value = pa.repeat(pa.scalar(0, pa.int32()), table.num_rows)
     for name in constant_columns:
         if table[name].null_count == 0:
-            at = table.schema.get_field_index(name)
-            encoded = encoded.set_column(at, name, _constant(table[name][0], table.num_rows))
+            value = table[name][0]
+            constant = pa.DictionaryArray.from_arrays(first_value, pa.array([value], value.type), safe=False)
+            encoded = encoded.set_column(table.schema.get_field_index(name), name, constant)
 
     def write_to(sink: Any) -> int:
         with pq.ParquetWriter(
@@ -245,10 +247,6 @@ def _codecs(schema: pa.Schema, codec: str, raw_columns: Sequence[str]) -> str | 
         is_map = pa.types.is_map(field_.type)
         columns += [f"{field_.name}.key_value.{part}" for part in ("key", "value")] if is_map else [field_.name]
     return {name: codec for name in columns if name not in raw_columns}
-
-
-def _constant(value: pa.Scalar, rows: int) -> pa.DictionaryArray:
-    return pa.DictionaryArray.from_arrays(pa.repeat(pa.scalar(0, pa.int32()), rows), pa.array([value], value.type))
 
 
 def rows_of_half_file(half_id: str, file_no: int) -> str:
