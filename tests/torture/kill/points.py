@@ -76,6 +76,8 @@ UPKEEP = (
     "leaving done",
     "stripping begins",
     "stripping done",
+    "expiring begins",
+    "expiring done",
     "pruning begins",
     "pruning done",
     "merge commit begins",
@@ -231,7 +233,7 @@ def _of_commit(step: str) -> Callable[..., str]:
         if PRUNED in change.transactions:
             return f"pruning {step}"
         if change.remove and not change.add:
-            return f"leaving {step}"
+            return f"{'expiring' if table.name == 'messages' else 'leaving'} {step}"
         if change.remove and table.name == "half":
             return f"stripping {step}"
         return f"{'merge' if change.remove else table.name} commit {step}"
