@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 Queue = tuple[str, int]
 
+ODD_LOOKS = 5
+"""Looks at the lists of both tables before a row that is too many or too few is told. The pauses take 0.75 s in all."""
 RUNS_KEPT = 100_000
 """Runs of offsets in files of ``messages`` that are kept in memory."""
 
@@ -135,7 +137,17 @@ class Drained:
             )
 
     def odd_rows(self) -> str | None:
-        """A sentence when the table has other rows than ``op`` placed: somebody else wrote to it, or deleted some."""
+        """A sentence when the table has other rows than ``op`` placed: somebody else wrote to it, or deleted some. It
+        looks a few times: a store may answer with an older list of ``op``, which does not know yet what has expired."""
+        for tries in range(ODD_LOOKS):
+            if tries:
+                self._log.machine.sleep(LOOK_AGAIN_S * 2**tries)
+            odd = self._odd_rows()
+            if odd is None:
+                break
+        return odd
+
+    def _odd_rows(self) -> str | None:
         log = self._log
         with log.lock:
             log.refresh()

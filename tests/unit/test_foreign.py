@@ -11,6 +11,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from rmq_spark.check.maintainer import Maintainer
+from rmq_spark.commitlog import drained
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.upkeep import MaintenanceReport
 from rmq_spark.errors import CorruptLogError
@@ -59,6 +60,20 @@ def test_rows_that_somebody_adds_to_messages_are_told(log: CommitLog) -> None:
             upkeep()
 
 
+def test_an_older_list_of_op_is_no_deletion(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of messages knew that a file had expired, and that of op did not (the simulation found it)."""
+    log.drain()
+    reader = another(log)
+    reader.refresh()
+    assert log.topic_store.set_retention("orders", 0.0) is None
+    assert let_leave(log).files_expired > 0
+    newest, answers = reader.op.refresh, iter(range(4))
+    monkeypatch.setattr(
+        reader.op, "refresh", lambda: reader.op.version if next(answers, None) is not None else newest()
+    )
+    assert reader.drained.odd_rows() is None
+
+
 def test_rows_that_are_missing_in_messages_are_told(log: CommitLog) -> None:
     log.drain()
     DeltaTable(f"{log.path}/messages").restore(1)  # its files alone go back
@@ -86,8 +101,11 @@ def test_each_finding_is_told_once(log: CommitLog, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("sent", [2, 6])
-def test_an_op_that_was_set_back_is_told(log: CommitLog, tmp_path: Path, sent: int) -> None:
+def test_an_op_that_was_set_back_is_told(
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: int
+) -> None:
     """Also when as much was written to it since as there was before."""
+    monkeypatch.setattr(drained, "LOOK_AGAIN_S", 0.001)
     for name in ("op", "half"):
         shutil.copytree(tmp_path / "log" / name, tmp_path / name)
     for batch_id in range(5, 8):
