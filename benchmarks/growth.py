@@ -20,7 +20,6 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from statistics import median
 
-import pyarrow as pa
 from rich.progress import track
 
 import rmq_spark as txmq
@@ -33,6 +32,7 @@ from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.ledger import Decision
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.rows import NO_ROWS
+from rmq_spark.commitlog.single import OneMessage, arrange
 from rmq_spark.listener import CommitOncePrepared
 
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
@@ -41,9 +41,9 @@ OLD = int(os.environ.get("BENCH_OLD", "100000"))
 OPEN = os.environ.get("BENCH_OPEN") == "1"
 DELAY = timedelta(hours=71)
 WAITING = 300
-TOGETHER = 50
-"""Sends that are prepared, and decided, in one commit: that builds a log fast."""
-UPKEEP_EVERY = 5_000
+TOGETHER = 1_000
+"""Sends that are prepared, and decided, in one commit, as those of so many threads are: that builds a log fast."""
+UPKEEP_EVERY = 20_000
 LAST_OFFSETS = 1_000
 PLANS = 20
 STARTS = 7
@@ -63,8 +63,7 @@ print((time.perf_counter() - started) * 1000)
 
 
 def make_log(path: Path, transactions: int) -> txmq.CommitLog:
-    """A log with so many transactions, a half batch of ten messages each, and upkeep whose graces are over at once; the
-    outcome of each is kept."""
+    """A log with so many single sends, and upkeep whose graces are over at once; the outcome of each is kept."""
     if path.exists():
         return txmq.CommitLog.open(path)
     log = txmq.CommitLog.create(path)
@@ -72,30 +71,35 @@ def make_log(path: Path, transactions: int) -> txmq.CommitLog:
     if OPEN:
         log.create_topic("accounts", fifo=True)
     topics, fifo = log.topics(), log.fifo_topics()
-    table = pa.table({"body": ["x" * 200] * 10})
 
-    def staged(number: int, table: pa.Table, topic: str = "orders") -> Staged:
-        app_id = f"send.bench.{number:032x}"
+    def staged(number: int, message: txmq.Message) -> OneMessage:
+        app_id = f"send.bench.{number:032d}"
         header = HalfHeader(
             half_id_of(app_id, 0), app_id, 0, None, None, "none", "batch", "bench", numbered=False, made_up=True
         )
-        writer = HalfWriter(header, topics, topic, None, fifo)
-        return Staged(header, log.stage(writer, table.to_batches()))
+        return OneMessage(log.with_machine(HalfWriter(header, topics, None, None, fifo)), message)
 
-    def send(many: Sequence[Staged]) -> None:
-        records = [record for record in log.prepare_many(many) if isinstance(record, HalfRecord)]
+    def prepare(many: Sequence[OneMessage]) -> list[HalfRecord]:
+        assert not arrange(many)
+        prepared = log.prepare_many([Staged(one.writer.header, [one.rows]) for one in many if one.rows is not None])
+        return [record for record in prepared if isinstance(record, HalfRecord)]
+
+    def send(many: Sequence[OneMessage]) -> None:
+        records = prepare(many)
         every = [record.fresh_state().rows_in((RowState.PENDING,)) for record in records]
         log.decide_many([Decision(r, 1, rows, NO_ROWS, Who.EXECUTE) for r, rows in zip(records, every, strict=True)])
 
     if OPEN:
-        entry = pa.table({"body": ["x"], "sharding_key": ["one"]})
-        later = pa.table({"body": ["x"], "deliver_at": [datetime.now(timezone.utc) + DELAY]})
+        entry = txmq.Message("accounts", "x", sharding_key="one")
+        later = txmq.Message("orders", "x", deliver_at=datetime.now(timezone.utc) + DELAY)
         numbers = iter(range(transactions, transactions + WAITING + 3))
-        log.prepare_many([staged(next(numbers), table), staged(next(numbers), entry, "accounts")])
-        send([staged(next(numbers), later), *(staged(number, entry, "accounts") for number in numbers)])
+        prepare([staged(next(numbers), txmq.Message("orders", "x")), staged(next(numbers), entry)])
+        send([staged(next(numbers), later), *(staged(number, entry) for number in numbers)])
+    message = txmq.Message("orders", "x" * 200)
     for at in track(range(0, transactions, TOGETHER), description=f"{transactions:,} transactions"):
-        send([staged(number, table) for number in range(at, at + TOGETHER)])
-        if (at + TOGETHER) % UPKEEP_EVERY == 0 or at + TOGETHER >= transactions:
+        end = min(at + TOGETHER, transactions)
+        send([staged(number, message) for number in range(at, end)])
+        if end % UPKEEP_EVERY == 0 or end == transactions:
             log.close()
             log.keep_up(Graces(0, 0, 1e9))
     return log

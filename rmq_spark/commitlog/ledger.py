@@ -152,11 +152,11 @@ class Ledger(Follower):
                         problems[decision.record.half_id] = found
             return self._with_places(opened, rows) + self._conflict_rows(late)
 
-        placed = _placed(self.append(build))
-        return [
-            Decided([p for p in placed if p.half_id == d.record.half_id], problems.get(d.record.half_id))
-            for d in decisions
-        ]
+        placed: dict[str, list[Placed]] = {d.record.half_id: [] for d in decisions}
+        for found in _placed(self.append(build)):  # of other half batches, too, which waited for these
+            if found.half_id in placed:
+                placed[found.half_id].append(found)
+        return [Decided(placed[d.record.half_id], problems.get(d.record.half_id)) for d in decisions]
 
     def _decided_rows(self, decision: Decision, state: BatchState) -> list[OpRow]:
         """The op rows of a decision, commits without their places; raises when it does not count."""
