@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from rmq_spark.consumer.inbox import SqlInbox as SqlInbox
     from rmq_spark.consumer.listener import ConsumeConcurrentlyStatus as ConsumeConcurrentlyStatus
     from rmq_spark.consumer.listener import ConsumeOrderlyStatus as ConsumeOrderlyStatus
+    from rmq_spark.consumer.listener import EachBatch as EachBatch
     from rmq_spark.consumer.listener import EachMessage as EachMessage
+    from rmq_spark.consumer.member import ConsumeFromWhere as ConsumeFromWhere
+    from rmq_spark.consumer.pull import PullConsumer as PullConsumer
+    from rmq_spark.consumer.push import PushConsumer as PushConsumer
     from rmq_spark.datasource import register as register
     from rmq_spark.errors import *  # noqa: F403
     from rmq_spark.listener import PerMessageListener as PerMessageListener
@@ -53,7 +57,11 @@ _WHERE = {
     "ConsumeConcurrentlyStatus": "consumer.listener",
     "ConsumeOrderlyStatus": "consumer.listener",
     "DeadLetters": "consumer.dead_letters",
+    "ConsumeFromWhere": "consumer.member",
+    "EachBatch": "consumer.listener",
     "EachMessage": "consumer.listener",
+    "PullConsumer": "consumer.pull",
+    "PushConsumer": "consumer.push",
     "SqlInbox": "consumer.inbox",
     "consume": "consumer.consume",
     "register": "datasource",

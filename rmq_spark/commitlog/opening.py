@@ -19,7 +19,7 @@ from rmq_spark.errors import LogFormatError, NotACommitLogError, StorageError
 from rmq_spark.storage.location import is_uri
 from rmq_spark.storage.table import DeltaLogTable, Table
 
-FORMAT = 3
+FORMAT = 4
 """The layout of the tables. A log of a newer one is not opened; one of an older one is upgraded first."""
 LOG_RETENTION = "1m"
 """How long Delta's own log entries stay: nothing here needs them, and commits slow down with their number."""
@@ -83,6 +83,9 @@ def upgrade_tables(where: str, storage_options: Mapping[str, str] | None) -> lis
     for name, schema in (("half", HALF_SCHEMA), ("op", OP_SCHEMA), ("topics", TOPICS_SCHEMA)):
         columns = DeltaLogTable.add_missing_columns(f"{where}/{name}", schema, storage_options)
         added += [f"column {column} of table {name}" for column in columns]
+    if has_groups(where, storage_options):
+        columns = DeltaLogTable.add_missing_columns(f"{where}/groups", GROUPS_SCHEMA, storage_options)
+        added += [f"column {column} of table groups" for column in columns]
     if not DeltaLogTable.exists(f"{where}/messages", storage_options):
         settings = _messages_settings(MESSAGES_LOG_RETENTION_S)
         DeltaLogTable.create(f"{where}/messages", "messages", MESSAGES_SCHEMA, storage_options, settings)

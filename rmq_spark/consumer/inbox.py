@@ -72,6 +72,9 @@ class SqlInbox(Database):
     >>> orders.writeStream.foreachBatch(inbox)  # doctest: +SKIP
     """
 
+    keeps_positions = True
+    """Tells a ``PushConsumer`` that messages of a queue must come in order, and by the queue that they came in."""
+
     def __init__(
         self,
         url_or_engine: str | sa.URL | sa.Engine,

@@ -37,10 +37,9 @@ def own_writer(log: CommitLog, header: HalfHeader) -> HalfWriter:
     return HalfWriter(header, log.topics(), None, None, own=True)
 
 
-def send_once(log: CommitLog, group: str, app_id: str, messages: pa.Table) -> bool:
+def send_once(log: CommitLog, group: str, app_id: str, messages: pa.Table, two_phase: TwoPhase | None = None) -> bool:
     """Send messages as the half batch of ``app_id``, and return False when it was sent before."""
     header = own_header(group, app_id)
-    outcome = TwoPhase(log, CommitOncePrepared()).send(
-        header, lambda: log.stage(own_writer(log, header), messages.to_batches())
-    )
+    two_phase = two_phase or TwoPhase(log, CommitOncePrepared())
+    outcome = two_phase.send(header, lambda: log.stage(own_writer(log, header), messages.to_batches()))
     return not outcome.replayed

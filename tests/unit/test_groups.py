@@ -34,14 +34,14 @@ def lag_of(group: txmq.ConsumerGroup, column: str = "lag") -> dict[tuple[str, in
 
 
 def test_progress_is_kept_and_never_runs_backwards(log: CommitLog) -> None:
-    one, zombie = Session("1 one"), Session("0 a zombie")
+    one, zombie = Session("one"), Session("a-zombie")
     assert log.groups.publish("points", {("orders", 0): 5, ("orders", 1): 3}, one)
     assert log.groups.publish("points", {("orders", 1): 7}, zombie)
     assert not log.groups.publish("points", {("orders", 1): 1}, zombie)
     group = txmq.ConsumerGroup(another(log), "points")
     assert group.positions() == {("orders", 0): 5, ("orders", 1): 7}
     by = {r["queue_id"]: r["updated_by"] for r in log.groups.rows("points").to_pylist()}
-    assert by == {0: "one", 1: "a zombie"}
+    assert by == {0: "one", 1: "a-zombie"}
 
 
 def test_a_suspended_queue_stays_until_its_suspension_is_answered(log: CommitLog) -> None:
@@ -73,7 +73,7 @@ def test_what_is_consumed_or_reset_is_not_suspended_any_more(log: CommitLog) -> 
 
 
 def test_of_two_queries_of_a_group_the_second_is_told(log: CommitLog) -> None:
-    first, second = Session("1 first"), Session("2 second")
+    first, second = Session("first"), Session("second")
     one, two = another(log).groups, another(log).groups
     one.publish("points", {QUEUE: 5}, first)
     two.publish("points", {QUEUE: 5}, second)  # perhaps the first has died: it may go on
@@ -88,7 +88,7 @@ def test_of_two_queries_of_a_group_the_second_is_told(log: CommitLog) -> None:
 
 def test_one_query_after_the_other_is_no_second(log: CommitLog) -> None:
     for n in range(5):
-        session = Session(f"{n} run")
+        session = Session(f"run-{n}")
         for offset in (2 * n, 2 * n + 1, 2 * n + 1):
             log.groups.publish("points", {QUEUE: offset}, session)
             log.groups.progress("points", {QUEUE: offset}, "an orderly consumer")
@@ -98,7 +98,7 @@ def test_one_query_after_the_other_is_no_second(log: CommitLog) -> None:
 
 def test_groups_do_not_disturb_each_other(log: CommitLog) -> None:
     handles = [another(log) for _ in range(4)]
-    handles[0].groups.publish("g0", {("orders", 0): 0}, Session("0 warm up"))  # the table is made once
+    handles[0].groups.publish("g0", {("orders", 0): 0}, Session("warm-up"))  # the table is made once
 
     def work(i: int) -> None:
         me = Session()

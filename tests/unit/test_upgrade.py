@@ -49,7 +49,7 @@ def test_an_older_log_is_not_opened_and_the_error_says_what_to_do(older: Path) -
 
 
 def test_an_upgraded_log_says_what_it_said_and_goes_on(older: Path) -> None:
-    added = [*(f"column {name} of table op" for name in NEW_SINCE_FORMAT_1), "table messages", "format 3"]
+    added = [*(f"column {name} of table op" for name in NEW_SINCE_FORMAT_1), "table messages", "format 4"]
     assert CommitLog.upgrade(older) == added
     assert CommitLog.upgrade(older) == []
     log = CommitLog.open(older)
@@ -74,7 +74,7 @@ def test_an_upgrade_that_a_crash_stopped_is_done_again(older: Path, monkeypatch:
             CommitLog.upgrade(older)
     with pytest.raises(LogFormatError):
         CommitLog.open(older)
-    assert CommitLog.upgrade(older) == ["format 3"]
+    assert CommitLog.upgrade(older) == ["format 4"]
     assert len(bodies(CommitLog.open(older))) == 10
 
 

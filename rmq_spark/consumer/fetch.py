@@ -1,0 +1,107 @@
+"""Fetches messages of several queues at once, from wherever they lie, and no more than memory should hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.messages import SOURCE_SCHEMA
+from rmq_spark.commitlog.placements import Placements, out_of_range
+from rmq_spark.commitlog.reading import read_ranges
+from rmq_spark.errors import OffsetOutOfRangeError
+from rmq_spark.selector.tree import Selector
+
+logger = logging.getLogger(__name__)
+
+FETCH_BYTES = 32 * 1024 * 1024
+"""About so many bytes of messages are fetched at once, judged by those that were fetched before."""
+FIRST_ROWS = 1_000
+"""Rows of the first fetch: nothing is known of their size."""
+
+Queue = tuple[str, int]
+
+
+class Fetched(NamedTuple):
+    """What was fetched of a queue: messages in offset order, and the offset up to which there are no others."""
+
+    messages: pa.Table
+    fetched_to: int
+
+
+class Fetcher:
+    """Reads on in queues, for one consumer. It must be used by one thread at a time.
+
+    Parameters
+    ----------
+    log : CommitLog
+    wants : callable
+        Whether the consumer wants a topic.
+    selector : Selector, optional
+        Keeps the messages that are wanted.
+    """
+
+    def __init__(self, log: CommitLog, wants: Callable[[str], bool], selector: Selector | None) -> None:
+        self._log = log
+        self._selector = selector
+        self._placements = Placements(log, wants)
+        self.row_bytes = 0.0
+        """Bytes of a message in memory, of those fetched last; 0 before any was."""
+
+    def fetch(self, starts: Mapping[Queue, tuple[int, int]]) -> dict[Queue, Fetched]:
+        """Fetch from where each queue stands; empty when nothing new is there.
+
+        Parameters
+        ----------
+        starts : mapping
+            By queue, the first offset, and how many messages there is room for.
+
+        Raises
+        ------
+        OffsetOutOfRangeError
+            When the log lacks messages that have not expired.
+        """
+        tails = self._log.tails()
+        behind = {q: (start, room) for q, (start, room) in starts.items() if start < tails.get(q, 0) and room > 0}
+        if not behind:
+            return {}
+        each = max(1, self._rows_max() // len(behind))
+        end = {queue: min(tails[queue], start + min(room, each)) for queue, (start, room) in behind.items()}
+        # What others read is not looked for, and not kept.
+        starting = {**tails, **{queue: start for queue, (start, _) in starts.items()}}
+        self._placements.forget(starting)
+        ranges, missing = self._placements.between(starting, end)
+        self._skip_expired(missing)
+        ranges.sort(key=lambda r: r.file)  # stable: a file is read once, whichever queues it has
+        where = None if self._selector is None else self._selector.at(self._log.machine.time_ms())
+        parts: dict[Queue, list[tuple[int, pa.Table]]] = {queue: [] for queue in end}
+        rows = size = 0
+        for table in read_ranges(ranges, self._log.read_range, self._log.find_again, SOURCE_SCHEMA.names, where):
+            if table.num_rows:
+                queue = (table["topic"][0].as_py(), table["queue_id"][0].as_py())
+                parts[queue].append((table["queue_offset"][0].as_py(), table))
+                rows, size = rows + table.num_rows, size + table.nbytes
+        if rows:
+            self.row_bytes = max(1.0, size / rows)
+        return {queue: Fetched(_in_order(found), end[queue]) for queue, found in parts.items()}
+
+    def _rows_max(self) -> int:
+        return max(1, int(FETCH_BYTES / self.row_bytes)) if self.row_bytes else FIRST_ROWS
+
+    def _skip_expired(self, missing: list[tuple[Queue, int, int]]) -> None:
+        if not missing:
+            return
+        firsts = self._log.firsts()
+        for queue, start, end in missing:
+            if end > firsts.get(queue, 0):
+                raise OffsetOutOfRangeError(f"{out_of_range(*queue, start, end, firsts)} (log.firsts())")
+            logger.warning("%s. The consumer goes on there", out_of_range(*queue, start, end, firsts))
+
+
+def _in_order(parts: list[tuple[int, pa.Table]]) -> pa.Table:
+    if not parts:
+        return SOURCE_SCHEMA.empty_table()
+    return pa.concat_tables([table for _, table in sorted(parts, key=lambda part: part[0])])

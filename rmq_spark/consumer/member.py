@@ -1,0 +1,471 @@
+"""A member of a consumer group: it claims its share of the queues, fetches, and writes progress. What both consumers
+without Spark are made of.
+
+A thread of its own, ``txmq-member``, puts heartbeats, claims and releases queues, and writes progress. The consumer
+fetches in another one. All that they share is guarded by one lock, which nobody holds while a listener runs, a file is
+read or a commit is made.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+
+import pyarrow.fs as pafs
+
+from rmq_spark.commitlog.group_store import Report
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.config import require_time, seconds, whole_number
+from rmq_spark.consumer.fetch import FETCH_BYTES, Fetcher
+from rmq_spark.consumer.members import Members, new_member_name
+from rmq_spark.consumer.progress import ProcessQueue, Queue
+from rmq_spark.consumer.retry import dlq_topic, retry_topic
+from rmq_spark.consumer.shares import Moves, moves
+from rmq_spark.errors import ConsumeError, GroupInUseError, ListenerError, NotACommitLogError, OptionError
+from rmq_spark.message import require_group_name, require_topic_name
+from rmq_spark.redaction import traceback_of
+from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
+from rmq_spark.selector.tree import Selector
+from rmq_spark.source.options import Subscription
+from rmq_spark.source.plan import Planner
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL_S = 10.0
+LEASE_S = 30.0
+"""Three heartbeats: one that is late or lost costs no queue."""
+PERSIST_INTERVAL_S = 1.0
+"""Progress is written no more often (RocketMQ: ``persistConsumerOffsetInterval``, 5 s there)."""
+PUTS_APART_S = 0.2
+"""On an object store, all members of a log together write progress no more often: one key takes about 15 puts a second,
+and each commit needs some."""
+PULL_INTERVAL_S = 0.02
+PULL_INTERVAL_REMOTE_S = 1.0
+"""Seconds between two looks for new messages: a look costs 11 µs on a local disk, and a request on an object store."""
+MAX_SPAN = 100_000
+"""Messages of a queue between the lowest unfinished one and the newest fetched. (RocketMQ's
+``consumeConcurrentlyMaxSpan`` is 2,000, but there messages are not read in tables.)"""
+KEEP_S = 0.1
+"""The member's thread looks so often whether anything is due."""
+BACKOFF_S_MAX = 30.0
+AT_EXIT_S_MAX = 10.0
+FATAL = (GroupInUseError, NotACommitLogError, ListenerError)
+"""After these another try would end the same way."""
+
+CLUSTERING = "clustering"
+
+
+class ConsumeFromWhere(str, Enum):
+    """Where a group begins in a queue for which it has no progress (RocketMQ's enum of that name)."""
+
+    CONSUME_FROM_LAST_OFFSET = "CONSUME_FROM_LAST_OFFSET"
+    CONSUME_FROM_FIRST_OFFSET = "CONSUME_FROM_FIRST_OFFSET"
+    CONSUME_FROM_TIMESTAMP = "CONSUME_FROM_TIMESTAMP"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class MemberSettings:
+    """What both consumers let one set, validated. The consumers' docstrings say what each means."""
+
+    group: str
+    topics: tuple[str, ...]
+    selector: Selector | None
+    consume_from: ConsumeFromWhere
+    consume_timestamp: datetime | None
+    heartbeat_interval_s: float
+    lease_s: float
+    persist_interval_s: float
+    pull_interval_s: float | None
+    max_span: int
+    take_over: bool
+
+    @classmethod
+    def of(
+        cls,
+        group: str,
+        topics: str | Iterable[str],
+        tags: str | None,
+        selector: str | None,
+        consume_from_where: ConsumeFromWhere | str,
+        consume_timestamp: datetime | None,
+        heartbeat_interval: float,
+        lease: float,
+        persist_consumer_offset_interval: float,
+        pull_interval: float | None,
+        max_span: int,
+        message_model: str,
+        take_over: bool,
+    ) -> MemberSettings:
+        """Validate arguments.
+
+        Raises
+        ------
+        OptionError, MessageError
+        """
+        require_group_name(group, "consumerGroup")
+        if str(message_model).lower() != CLUSTERING:
+            raise OptionError(
+                f"message_model={message_model!r}: only {CLUSTERING!r} is there. In RocketMQ's BROADCASTING each "
+                "member gets every message: give each consumer a group of its own for that"
+            )
+        names = [topics] if isinstance(topics, str) else list(topics) if isinstance(topics, Iterable) else []
+        if not names:
+            raise OptionError(f"topics={topics!r}: the name of a topic is expected, or several names")
+        if tags is not None and selector is not None:
+            raise OptionError("tags and selector contradict each other: give one of them")
+        try:
+            where = ConsumeFromWhere(consume_from_where)
+        except ValueError:
+            raise OptionError(
+                f"consume_from_where={consume_from_where!r} is not one of {', '.join(ConsumeFromWhere)}"
+            ) from None
+        if (where == ConsumeFromWhere.CONSUME_FROM_TIMESTAMP) != (consume_timestamp is not None):
+            raise OptionError("CONSUME_FROM_TIMESTAMP and consume_timestamp=<a datetime> need each other")
+        interval_s = seconds(heartbeat_interval, "heartbeat_interval", above=True)
+        lease_s = seconds(lease, "lease", above=True)
+        if lease_s < 2 * interval_s:
+            raise OptionError(
+                f"lease={lease!r} is under two heartbeats of {interval_s:g} s: a heartbeat that is late would cost a "
+                "member its queues"
+            )
+        return cls(
+            group,
+            tuple(dict.fromkeys(require_topic_name(name, own=True) for name in names)),
+            tag_selector(parse_tags(SUB_ALL if tags is None else tags))
+            if selector is None
+            else parse_selector(selector),
+            where,
+            None if consume_timestamp is None else require_time(consume_timestamp, "consume_timestamp"),
+            interval_s,
+            lease_s,
+            seconds(persist_consumer_offset_interval, "persist_consumer_offset_interval"),
+            None if pull_interval is None else seconds(pull_interval, "pull_interval", above=True),
+            whole_number(max_span, "max_span", 1),
+            bool(take_over),
+        )
+
+
+class GroupMember:
+    """One member of a consumer group.
+
+    Its steps, :meth:`join`, :meth:`keep`, :meth:`fetch` and :meth:`leave`, can be called one by one, without threads.
+
+    Parameters
+    ----------
+    log : CommitLog
+    settings : MemberSettings
+    reads_retries : bool
+        Whether the group's topic of retries is read as well.
+    """
+
+    def __init__(self, log: CommitLog, settings: MemberSettings, reads_retries: bool) -> None:
+        self.log, self.settings = log, settings
+        self.machine = log.machine
+        self.group = settings.group
+        for topic in settings.topics:
+            log.require_topic(topic)
+        self._retry = retry_topic(self.group) if reads_retries else None
+        if reads_retries:
+            for topic in (retry_topic(self.group), dlq_topic(self.group)):
+                log.create_own_topic(topic)
+        self.topics = (*settings.topics, *((self._retry,) if self._retry else ()))
+        self.name = new_member_name(self.machine.unique_id())
+        self.by = self.name.rpartition(".")[0]
+        self.changed = threading.Condition()
+        """The lock, and the news that something can be taken, or that the end has come."""
+        self.queues: dict[Queue, ProcessQueue] = {}
+        self.problem: BaseException | None = None
+        """What ended the consumer."""
+        self.stopping = threading.Event()
+        self._fetcher = Fetcher(log, set(self.topics).__contains__, settings.selector)
+        table = log.groups.table
+        self._is_remote = isinstance(table.fs, pafs.FileSystem) and not isinstance(table.fs, pafs.LocalFileSystem)
+        margin_s = min(settings.heartbeat_interval_s, settings.lease_s / 3)
+        self._members = Members(table, self.group, self.name, self.topics, settings.lease_s, margin_s)
+        remote_s = PULL_INTERVAL_REMOTE_S if self._is_remote else PULL_INTERVAL_S
+        self.pull_interval_s = remote_s if settings.pull_interval_s is None else settings.pull_interval_s
+        self._beat_at_s = self._balance_at_s = self._persist_at_s = self._place_at_s = 0.0
+        self._take_over = settings.take_over
+        self._pid = os.getpid()
+        self._threads: list[threading.Thread] = []
+
+    def require_own_process(self) -> None:
+        """Raise ConsumeError in a forked child: threads, and the engine of delta-rs, do not live on in it."""
+        if os.getpid() != self._pid:
+            raise ConsumeError(
+                f"this consumer was made in process {self._pid}, and this is a fork of it: make one in each process"
+            )
+
+    # ------------------------------------------------------------------ threads
+    def start(self, **work: Callable[[], object]) -> None:
+        """Join the group, and start the threads: the member's own, and one for each of these functions."""
+        self.require_own_process()
+        self.join()
+        atexit.register(self._at_exit)
+        self._threads = [self.machine.start_thread(self._keep_on, "txmq-member", daemon=True)]
+        self._threads += [self.machine.start_thread(f, f"txmq-{name}", daemon=True) for name, f in work.items()]
+
+    def stop(self, timeout_s: float) -> None:
+        """End: wait for what runs, write progress, release the queues and leave the group.
+
+        Queues of which something still runs after so many seconds are not released: the lease ends them.
+        """
+        if os.getpid() != self._pid:  # a forked copy has none of the threads, and no heartbeat of its own
+            return
+        atexit.unregister(self._at_exit)
+        self.stopping.set()
+        end_s = self.machine.monotonic() + timeout_s
+        with self.changed:
+            for queue in self.queues.values():
+                queue.releasing = True
+                queue.drop_waiting()
+            self.changed.notify_all()
+            while any(q.running for q in self.queues.values()) and self.machine.monotonic() < end_s:
+                self.changed.wait(max(0.0, min(1.0, end_s - self.machine.monotonic())))
+            late = [q.queue for q in self.queues.values() if q.running]
+        if late:
+            logger.warning(
+                "consumer group %r: after %g s the listener still has messages of %s: these queues are free when the "
+                "lease is over, and their messages come again", self.group, timeout_s, late,
+            )  # fmt: skip
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.1, end_s - self.machine.monotonic()) if late else None)
+        self._threads = []
+        self.leave()
+        self.log.close()
+
+    def _at_exit(self) -> None:
+        """Python ends, and the consumer was not closed: a thread within delta-rs would end it with a crash."""
+        self.stopping.set()
+        with self.changed:
+            self.changed.notify_all()
+        for thread in self._threads:
+            thread.join(AT_EXIT_S_MAX)
+
+    def _keep_on(self) -> None:
+        while not self.stopping.wait(min(KEEP_S, self.settings.heartbeat_interval_s / 4)):
+            self.keep()
+
+    def fetch_on(self) -> None:
+        """Fetch until the end: the work of a thread."""
+        pause_s = self.pull_interval_s
+        while not self.stopping.is_set():
+            try:
+                fetched = self.fetch()
+                pause_s = self.pull_interval_s
+            except Exception as problem:
+                self.note(problem, "messages were not fetched")
+                fetched, pause_s = False, min(BACKOFF_S_MAX, max(1.0, 2 * pause_s))
+            if not fetched:
+                self.stopping.wait(pause_s)
+
+    def note(self, problem: Exception, what: str) -> None:
+        """Log a problem after which another try may do better. Others end the consumer."""
+        if isinstance(problem, FATAL):
+            self.fail(problem)
+        else:
+            logger.warning("consumer group %r: %s: %s", self.group, what, traceback_of(problem))
+
+    def fail(self, problem: BaseException) -> None:
+        """End the consumer with a problem."""
+        if self.problem is None:
+            logger.error("consumer group %r: the consumer ends: %s", self.group, traceback_of(problem))
+            self.problem = problem
+        self.stopping.set()
+        with self.changed:
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------------ its place in the group
+    def join(self) -> None:
+        """Put the first heartbeat, and claim what there is to claim.
+
+        Raises
+        ------
+        GroupInUseError
+            When Spark reads for the group.
+        """
+        self._beat()
+        self._balance()
+        self._beat_at_s = self.machine.monotonic() + self.settings.heartbeat_interval_s
+
+    def keep(self) -> None:
+        """Do what is due: heartbeat, claims and releases, progress, delayed messages."""
+        for step, what in (
+            (self._beat_when_due, "no heartbeat was put"),
+            (self._balance_when_due, "queues were not claimed"),
+            (self._persist_when_due, "progress was not written"),
+            (self._place_when_due, "delayed messages were not placed"),
+        ):
+            try:
+                step()
+            except Exception as problem:  # the next round does it
+                self.note(problem, what)
+
+    def leave(self) -> None:
+        """Write progress, release queues of which nothing runs, and remove the heartbeat."""
+        with self.changed:
+            for queue in self.queues.values():
+                queue.releasing = True
+                queue.drop_waiting()
+        for step in (self.persist, self._members.leave):
+            try:
+                step()
+            except Exception as problem:  # the lease does it
+                logger.warning("consumer group %r: leaving failed: %s", self.group, traceback_of(problem))
+
+    def may_start(self) -> bool:
+        """Return True while this member's lease lasts: it may start listener calls."""
+        return self._members.may_start()
+
+    def _beat_when_due(self) -> None:
+        now_s = self.machine.monotonic()
+        if now_s >= self._beat_at_s:
+            self._beat_at_s = now_s + self.settings.heartbeat_interval_s
+            self._balance_at_s = now_s
+            self._beat()
+
+    def _beat(self) -> None:
+        began_s = self._members.beat()
+        if not self._members.may_start():
+            # The lease was over. Somebody may have the queues by now, so the member looks before it goes on.
+            self._drop_lost()
+        self._members.renew(began_s)
+
+    def _drop_lost(self) -> None:
+        if not self.queues:
+            return
+        places = self.log.groups.places(self.group)
+        with self.changed:
+            mine = [(q, places.get(q.queue)) for q in self.queues.values()]
+            self._lose([q for q, p in mine if p is None or (p.owner, p.generation) != (self.name, q.generation)])
+
+    def _balance_when_due(self) -> None:
+        if self.machine.monotonic() >= self._balance_at_s:
+            self._balance()
+
+    def _balance(self) -> None:
+        """Have the share that the living members leave to this one."""
+        self._members.look()
+        topics = self.log.topics()
+        queues = {topic: topics[topic] for topic in self.topics if topic in topics}
+        places = self.log.groups.places(self.group)
+        with self.changed:
+            owned = [queue for queue, known in self.queues.items() if known.is_open]
+        todo = moves(self.name, owned, queues, places, self._members.live, self._members.is_dead)
+        with self.changed:
+            for name in todo.release:
+                if name in self.queues:
+                    self.queues[name].releasing = True
+                    self.queues[name].drop_waiting()
+        new = [(topic, q) for topic, count in queues.items() for q in range(count) if (topic, q) not in places]
+        if todo.claim or new:
+            self._claim(todo, new)
+        every_s = self.settings.heartbeat_interval_s
+        self._balance_at_s = self.machine.monotonic() + (every_s / 10 if todo.is_short else every_s)
+
+    def _claim(self, todo: Moves, new: list[Queue]) -> None:
+        if any(len(self._members.live(topic)) > 1 for topic in self.topics):
+            self.machine.sleep(self.machine.random() * min(0.5, self.settings.heartbeat_interval_s / 20))
+        start = self._start_of(new)
+        with self.changed:
+            # One that is being released cannot be claimed anew before.
+            wanted = {queue: generation for queue, generation in todo.claim.items() if queue not in self.queues}
+        got = self.log.groups.claim(self.group, self.name, wanted, start, self.by, self._take_over)
+        self._take_over = False
+        if got:
+            logger.info("consumer group %r: %s claimed %s", self.group, self.name, sorted(got))
+        with self.changed:
+            for queue, claim in got.items():
+                self.queues[queue] = ProcessQueue(queue, claim)
+
+    def _start_of(self, queues: list[Queue]) -> dict[Queue, int]:
+        """Where the group begins in queues for which it has no place."""
+        if not queues:
+            return {}
+        settings = self.settings
+        firsts, tails = self.log.firsts(), self.log.tails(refresh=False)
+        if settings.consume_from == ConsumeFromWhere.CONSUME_FROM_LAST_OFFSET:
+            found: Mapping[Queue, int] = tails
+        elif settings.consume_timestamp is not None:
+            planner = Planner(self.log, Subscription(settings.topics))
+            found = planner.resolve("consume_timestamp", settings.consume_timestamp)
+        else:
+            found = firsts
+        # Retries of a group whose progress was deleted are still its own.
+        return {q: (firsts if q[0] == self._retry else found).get(q, 0) for q in queues}
+
+    # ------------------------------------------------------------------ progress
+    def _persist_when_due(self) -> None:
+        now_s = self.machine.monotonic()
+        if now_s >= self._persist_at_s:
+            apart_s = PUTS_APART_S * self._members.of_all_groups if self._is_remote else 0.0
+            self._persist_at_s = now_s + max(self.settings.persist_interval_s, apart_s)
+            self.persist()
+
+    def persist(self) -> None:
+        """Write how far each queue is finished, and release those that have come to their end."""
+        with self.changed:
+            told = [(q, Report(q.lowest, q.generation, q.releasing and not q.running)) for q in self.queues.values()]
+        reports = {q.queue: report for q, report in told if report.release or report.next_offset > q.written}
+        if not reports:
+            return
+        refused = self.log.groups.report(self.group, self.name, reports, self.by)
+        with self.changed:
+            self._lose([q for q, _ in told if q.queue in refused])
+            for queue, report in told:
+                if queue.queue in reports and queue.queue not in refused:
+                    queue.written = max(queue.written, report.next_offset)
+                    if report.release:
+                        del self.queues[queue.queue]
+        if refused:
+            self._balance_at_s = 0.0  # it may be ours again: somebody has reset the group
+
+    def _lose(self, queues: Iterable[ProcessQueue]) -> None:
+        """Somebody else has these queues. The caller holds the lock."""
+        for queue in queues:
+            logger.warning(
+                "consumer group %r: queue %d of topic %r was claimed by another member, or reset: what this member did "
+                "from offset %d on comes again", self.group, queue.queue[1], queue.queue[0], queue.written,
+            )  # fmt: skip
+            queue.lost = True
+            queue.drop_waiting()
+            if self.queues.get(queue.queue) is queue:
+                del self.queues[queue.queue]
+        self.changed.notify_all()
+
+    def _place_when_due(self) -> None:
+        """Place the delayed messages whose time has come: retries must come even if nobody else writes."""
+        now_s = self.machine.monotonic()
+        if now_s >= self._place_at_s:
+            self._place_at_s = now_s + max(1.0, self.pull_interval_s)
+            self.log.place_due()
+
+    # ------------------------------------------------------------------ messages
+    def fetch(self) -> bool:
+        """Fetch what queues have room for; False when nothing was fetched."""
+        span = self.settings.max_span
+        with self.changed:
+            waiting = sum(q.rows for q in self.queues.values())
+            if waiting and waiting * self._fetcher.row_bytes > FETCH_BYTES:
+                return False
+            open_queues = [q for q in self.queues.values() if q.is_open]
+            starts = {q.queue: (q.fetched_to, span - (q.fetched_to - q.lowest)) for q in open_queues}
+        found = self._fetcher.fetch(starts)
+        with self.changed:
+            for queue in open_queues:
+                new = found.get(queue.queue)
+                if new is not None and queue.is_open and queue.fetched_to == starts[queue.queue][0]:
+                    queue.put(new.messages, new.fetched_to)
+            if found:
+                self.changed.notify(sum(new.messages.num_rows for new in found.values()))
+        return bool(found)

@@ -1,0 +1,171 @@
+"""Heartbeats: which members of a consumer group are alive, as one member sees it.
+
+A heartbeat is a small file that its member overwrites, ``groups/_members/<group>/<member>``. It has a counter. Nobody
+compares clocks: an observer notes when it last saw the counter move, by its own monotonic clock. A member whose counter
+has not moved for the lease is dead. Heartbeats are no commits. They cost a put each, and nobody waits for another one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+
+import pyarrow.fs as pafs
+
+from rmq_spark.storage.table import Table
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "_members"
+"""In the folder of the table ``groups``. Delta and its VACUUM leave names with an underscore alone."""
+FORGOTTEN_LEASES = 3.0
+"""A heartbeat that has not moved for so many leases is removed."""
+
+
+def new_member_name(unique_id: str) -> str:
+    """Return a name that no other member has or had: host, process and something unique (RocketMQ: ``clientId``)."""
+    host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:64]
+    return f"{host}@{os.getpid()}.{unique_id[:8]}"
+
+
+@dataclass
+class _Seen:
+    """What an observer saw of a member, and since when."""
+
+    content: bytes | None
+    since_s: float
+    topics: frozenset[str] = frozenset()
+
+
+class Members:
+    """The members of a group, as one of them sees them.
+
+    Parameters
+    ----------
+    table : Table
+        The table ``groups``.
+    group, member : str
+    topics : collection of str
+        Those that this member reads. The shares of a topic's queues are counted among members that read it.
+    lease_s : float
+        Seconds without a heartbeat after which a member is dead.
+    margin_s : float
+        A member starts no listener call in the last so many seconds of its own lease.
+    """
+
+    def __init__(
+        self, table: Table, group: str, member: str, topics: Collection[str], lease_s: float, margin_s: float
+    ) -> None:
+        self._table = table
+        self._machine = table.machine
+        self._folder = f"{table.folder}/{FOLDER}"
+        self.group, self.member = group, member
+        self.topics = frozenset(topics)
+        self._lease_s, self._margin_s = lease_s, margin_s
+        self._counter = 0
+        self._beat_s: float | None = None  # when the newest heartbeat that arrived was begun
+        self._seen: dict[str, _Seen] = {}
+        self.of_all_groups = 1
+        """Heartbeats of all groups of the log that the last look found."""
+
+    # ------------------------------------------------------------------ its own
+    def beat(self) -> float:
+        """Put a heartbeat, and return when that began. It counts only once :meth:`renew` was told so."""
+        began_s = self._machine.monotonic()
+        self._counter += 1
+        told = {"counter": self._counter, "topics": sorted(self.topics)}
+        path = self._path(self.member)
+        if isinstance(self._table.fs, pafs.LocalFileSystem):
+            self._table.fs.create_dir(path.rpartition("/")[0], recursive=True)
+        with self._table.fs.open_output_stream(path) as stream:
+            stream.write(json.dumps(told).encode())
+        return began_s
+
+    def renew(self, began_s: float) -> None:
+        """The member's own lease runs from here."""
+        self._beat_s = began_s
+
+    def may_start(self) -> bool:
+        """Return True while no other member may think that this one is dead, now or within the margin."""
+        return self._beat_s is not None and self._machine.monotonic() - self._beat_s < self._lease_s - self._margin_s
+
+    def leave(self) -> None:
+        """Remove the heartbeat."""
+        self._beat_s = None
+        with suppress(FileNotFoundError):
+            self._table.fs.delete_file(self._path(self.member))
+
+    # ------------------------------------------------------------------ the others'
+    def look(self) -> None:
+        """Read the heartbeats of all members."""
+        now_s = self._machine.monotonic()
+        found: dict[str, bytes] = {}
+        infos = [i for i in _listed(self._table) if i.type == pafs.FileType.File]
+        self.of_all_groups = max(1, len(infos))
+        mine = f"{self._folder}/{self.group}/"
+        for info in infos:
+            if info.path.startswith(mine):
+                with suppress(FileNotFoundError), self._table.fs.open_input_file(info.path) as stream:
+                    found[info.path.removeprefix(mine)] = bytes(stream.read())
+        for member, content in found.items():
+            known = self._seen.get(member)
+            if known is None or known.content != content:
+                self._seen[member] = _Seen(content, now_s, _topics(content))
+            elif now_s - known.since_s > FORGOTTEN_LEASES * self._lease_s and member != self.member:
+                with suppress(FileNotFoundError):
+                    self._table.fs.delete_file(self._path(member))
+        for member, known in list(self._seen.items()):
+            if member not in found and known.content is not None:
+                self._seen[member] = _Seen(None, now_s)  # it has left, or somebody removed the file
+            elif known.content is None and now_s - known.since_s > FORGOTTEN_LEASES * self._lease_s:
+                del self._seen[member]
+
+    def live(self, topic: str) -> list[str]:
+        """Return the living members that read a topic, this one among them, in the order that all of them see."""
+        others = {m for m, s in self._seen.items() if s.content is not None and topic in s.topics and not self._old(s)}
+        return sorted({self.member, *others} if topic in self.topics else others)
+
+    def is_dead(self, owner: str) -> bool:
+        """Return True when the owner of a queue has not moved its counter for the lease. One without a heartbeat has
+        the lease, too, from the first time that somebody asks."""
+        if owner == self.member:
+            return False
+        if owner not in self._seen:
+            self._seen[owner] = _Seen(None, self._machine.monotonic())
+        return self._old(self._seen[owner])
+
+    def _old(self, seen: _Seen) -> bool:
+        return self._machine.monotonic() - seen.since_s > self._lease_s
+
+    def _path(self, member: str) -> str:
+        return f"{self._folder}/{self.group}/{member}"
+
+
+def _listed(table: Table) -> list[pafs.FileInfo]:
+    selector = pafs.FileSelector(f"{table.folder}/{FOLDER}", allow_not_found=True, recursive=True)
+    return list(table.fs.get_file_info(selector))
+
+
+def _topics(content: bytes) -> frozenset[str]:
+    """Return what a heartbeat says, or nothing of one that was read while it was written."""
+    try:
+        return frozenset(str(topic) for topic in json.loads(content)["topics"])
+    except (ValueError, KeyError, TypeError):
+        return frozenset()
+
+
+def heartbeats(table: Table, group: str) -> dict[str, datetime]:
+    """Return when each member of a group put its newest heartbeat, by the store's clock: for people to look at."""
+    mine = f"{table.folder}/{FOLDER}/{group}/"
+    return {
+        info.path.removeprefix(mine): info.mtime
+        for info in _listed(table)
+        if info.type == pafs.FileType.File and info.path.startswith(mine) and info.mtime is not None
+    }

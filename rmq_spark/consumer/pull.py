@@ -1,0 +1,289 @@
+"""PullConsumer: messages for a script, which asks for them (RocketMQ: ``DefaultLitePullConsumer``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+import pyarrow as pa
+
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.config import seconds, whole_number
+from rmq_spark.consumer.listener import messages_of
+from rmq_spark.consumer.member import (
+    CLUSTERING,
+    HEARTBEAT_INTERVAL_S,
+    LEASE_S,
+    MAX_SPAN,
+    PERSIST_INTERVAL_S,
+    ConsumeFromWhere,
+    GroupMember,
+    MemberSettings,
+)
+from rmq_spark.consumer.progress import Queue, Take
+from rmq_spark.errors import ConsumeError, OptionError
+from rmq_spark.message import MessageExt
+
+POLL_TIMEOUT_S = 5.0
+PULL_BATCH_SIZE = 10_000
+OTHERS_LOOK_S = 0.5
+"""A consumer that waits for its group to reach the end looks so often how far the other members are."""
+
+
+class PullConsumer:
+    """Gives committed messages to a script that asks for them (RocketMQ: ``DefaultLitePullConsumer``).
+
+    Its members share the group's queues, as those of :class:`PushConsumer` do. The group's retries are not read: what
+    becomes of a message that fails is the script's business.
+
+    Parameters
+    ----------
+    log : CommitLog or path
+    group : str
+        The consumer group. Spark must not read for it.
+    topics : str or iterable of str
+    tags, selector : str, optional
+        As for :class:`PushConsumer`.
+    tables : bool
+        Iterating gives ``pyarrow.Table`` s of messages of one queue (the source's columns) in place of single ones.
+    stop_at_end : bool
+        Iterating ends when the group has come to where the log ended at the start. Else it goes on until somebody ends
+        it.
+    auto_commit : bool
+        True: what was given out counts as consumed when the script asks for more. So a script that dies over a message
+        gets it again. False: when it calls :meth:`commit`.
+    pull_batch_size : int
+        Messages of one :meth:`poll`, at most.
+    consume_from_where : ConsumeFromWhere or str
+        Where a new group begins: at the first message, unlike a ``PushConsumer``.
+    consume_timestamp, pull_interval, max_span, persist_consumer_offset_interval, heartbeat_interval, lease, take_over
+        As for :class:`PushConsumer`. At most ``max_span`` messages of a queue may be given out and not committed.
+
+    Raises
+    ------
+    OptionError, TopicNotFoundError
+
+    Examples
+    --------
+    >>> for message in PullConsumer("log", "report", "orders", stop_at_end=True):  # doctest: +SKIP
+    ...     print(message.keys)
+    """
+
+    def __init__(
+        self,
+        log: CommitLog | str | os.PathLike[str],
+        group: str,
+        topics: str | Iterable[str],
+        tags: str | None = None,
+        selector: str | None = None,
+        *,
+        tables: bool = False,
+        stop_at_end: bool = False,
+        auto_commit: bool = True,
+        pull_batch_size: int = PULL_BATCH_SIZE,
+        consume_from_where: ConsumeFromWhere | str = ConsumeFromWhere.CONSUME_FROM_FIRST_OFFSET,
+        consume_timestamp: datetime | None = None,
+        pull_interval: float | None = None,
+        max_span: int = MAX_SPAN,
+        persist_consumer_offset_interval: float = PERSIST_INTERVAL_S,
+        heartbeat_interval: float = HEARTBEAT_INTERVAL_S,
+        lease: float = LEASE_S,
+        message_model: str = CLUSTERING,
+        take_over: bool = False,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        if consume_timestamp is not None and consume_from_where == ConsumeFromWhere.CONSUME_FROM_FIRST_OFFSET:
+            consume_from_where = ConsumeFromWhere.CONSUME_FROM_TIMESTAMP
+        settings = MemberSettings.of(
+            group, topics, tags, selector, consume_from_where, consume_timestamp, heartbeat_interval, lease,
+            persist_consumer_offset_interval, pull_interval, max_span, message_model, take_over,
+        )  # fmt: skip
+        for name, value in (("tables", tables), ("stop_at_end", stop_at_end), ("auto_commit", auto_commit)):
+            if not isinstance(value, bool):
+                raise OptionError(f"{name}={value!r} is neither True nor False")
+        self._tables, self._stop_at_end, self._auto_commit = tables, stop_at_end, auto_commit
+        self._batch_rows = whole_number(pull_batch_size, "pull_batch_size", 1)
+        opened = log if isinstance(log, CommitLog) else CommitLog.open(log, storage_options)
+        self.member = GroupMember(opened, settings, reads_retries=False)
+        self._machine = opened.machine
+        self._given: list[Take] = []  # given out, and not committed
+        self._ends: dict[Queue, int] = {}
+        self._others: dict[Queue, int] = {}  # how far the group is, when it was looked at last
+        self._others_at_s = 0.0
+        self._open = False
+        self._turn = 0
+
+    def __repr__(self) -> str:
+        return f"PullConsumer({self.member.log!r}, {self.member.group!r})"
+
+    # ------------------------------------------------------------------ life
+    def start(self) -> PullConsumer:
+        """Join the group (``with``, and the first message that is asked for, do it).
+
+        Raises
+        ------
+        GroupInUseError
+            When Spark reads for the group.
+        ConsumeError
+            In a fork of the process that made the consumer, or after :meth:`shutdown`.
+        """
+        self.member.require_own_process()
+        if self.member.stopping.is_set() and not self._open:
+            raise ConsumeError("this consumer was shut down: make a new one")
+        if not self._open:
+            self._ends = dict(self.member.log.tails())
+            self.member.start()
+            self._open = True
+        return self
+
+    def shutdown(self) -> None:
+        """Write progress, and leave the group. What was given out and not committed comes again, at any member."""
+        if self._open:
+            self._open = False
+            with self.member.changed:
+                for take in self._given:
+                    take.queue.give_back(take, take.finished)
+                self._given = []
+            self.member.stop(0.0)
+
+    def __enter__(self) -> PullConsumer:
+        return self.start()
+
+    def __exit__(self, *details: object) -> None:
+        self.shutdown()
+
+    # ------------------------------------------------------------------ messages
+    def poll(self, timeout: float = POLL_TIMEOUT_S) -> pa.Table | list[MessageExt] | None:
+        """Return messages of one queue, in order; None when none came within so many seconds.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds. 0 looks once.
+
+        Returns
+        -------
+        list of MessageExt, pyarrow.Table (``tables=True``), or None
+
+        Raises
+        ------
+        ConsumeError
+            When so much was given out without a :meth:`commit` that there is nothing left to give.
+        TxmqError
+            When the log cannot be read.
+        """
+        end_s = self._machine.monotonic() + seconds(timeout, "timeout")
+        self._begin()
+        found = self._next_before(end_s)
+        if found is None:
+            return None
+        return found.messages if self._tables else list(messages_of(found.messages))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Give messages (``tables=True``: tables) one by one, and shut down at the end."""
+        self._begin()
+        try:
+            while True:
+                take = self._next_before(self._machine.monotonic() + POLL_TIMEOUT_S)
+                if take is not None:
+                    yield from self._one_by_one(take)
+                elif self._stop_at_end and self._is_at_end():
+                    return
+        finally:
+            self.shutdown()
+
+    def commit(self) -> None:
+        """All that was given out is consumed: write that down.
+
+        Raises
+        ------
+        TxmqError
+            When the progress could not be written; the messages may come again.
+        """
+        self.member.require_own_process()
+        self._finish_given()
+        self.member.persist()
+
+    # ------------------------------------------------------------------ inside
+    def _begin(self) -> None:
+        self.start()
+        if self._auto_commit:
+            self._finish_given()
+
+    def _one_by_one(self, take: Take) -> Iterator[Any]:
+        if self._tables:
+            yield take.messages
+        else:
+            for message in messages_of(take.messages):
+                yield message
+                if self._auto_commit and message.queue_offset is not None:
+                    with self.member.changed:
+                        take.first = message.queue_offset + 1
+        if self._auto_commit:
+            self._finish_given()
+
+    def _finish_given(self) -> None:
+        with self.member.changed:
+            for take in self._given:
+                take.queue.give_back(take, take.messages.num_rows)
+            self._given = []
+
+    def _next_before(self, end_s: float) -> Take | None:
+        """The next messages; None when none come until a time, or the end is reached."""
+        member = self.member
+        while True:
+            if member.problem is not None:
+                raise member.problem
+            take = self._take()
+            if take is not None:
+                return take
+            fetched = member.fetch()
+            left_s = end_s - self._machine.monotonic()
+            if fetched:
+                continue
+            self._require_room()
+            if left_s <= 0 or (self._stop_at_end and self._is_at_end()):
+                return None
+            with member.changed:
+                member.changed.wait(min(left_s, member.pull_interval_s))
+
+    def _take(self) -> Take | None:
+        with self.member.changed:
+            queues = [q for q in self.member.queues.values() if q.is_open and q.rows]
+            if not queues or not self.member.may_start():
+                return None
+            self._turn += 1
+            take = queues[self._turn % len(queues)].take(self._batch_rows)
+            if take is not None:
+                self._given.append(take)
+            return take
+
+    def _require_room(self) -> None:
+        span = self.member.settings.max_span
+        with self.member.changed:
+            full = [q.queue for q in self.member.queues.values() if q.is_open and q.fetched_to - q.lowest >= span]
+            given = sum(take.messages.num_rows for take in self._given)
+        if full and self._given and len(full) == len(self.member.queues):
+            raise ConsumeError(
+                f"{given} messages were given out and not committed, {span} or more of each queue: call commit(), or "
+                "raise max_span"
+            )
+
+    def _is_at_end(self) -> bool:
+        """Whether the group has come to where the log ended when this consumer started."""
+        member = self.member
+        with member.changed:
+            mine = {q.queue: (q.rows, q.fetched_to) for q in member.queues.values() if q.is_open}
+        ends = {queue: end for queue, end in self._ends.items() if queue[0] in member.topics}
+        if any(mine[queue][0] or mine[queue][1] < end for queue, end in ends.items() if queue in mine):
+            return False
+        others = [queue for queue in ends if queue not in mine]
+        if not others:
+            return True
+        now_s = self._machine.monotonic()
+        if now_s >= self._others_at_s:
+            self._others_at_s = now_s + OTHERS_LOOK_S
+            self._others = member.log.groups.positions(member.group)
+        return all(self._others.get(queue, 0) >= ends[queue] for queue in others)
