@@ -51,6 +51,8 @@ PULL_INTERVAL_REMOTE_S = 1.0
 MAX_SPAN = 100_000
 """Messages of a queue between the lowest unfinished one and the newest fetched. (RocketMQ's
 ``consumeConcurrentlyMaxSpan`` is 2,000, but there messages are not read in tables.)"""
+SLEEP_S_MAX = 0.1
+"""An end of the consumer waits for a shorter pause."""
 KEEP_S = 0.1
 """The member's thread looks so often whether anything is due."""
 BACKOFF_S_MAX = 30.0
@@ -194,6 +196,8 @@ class GroupMember:
         remote_s = PULL_INTERVAL_REMOTE_S if self._is_remote else PULL_INTERVAL_S
         self.pull_interval_s = remote_s if settings.pull_interval_s is None else settings.pull_interval_s
         self._beat_at_s = self._balance_at_s = self._persist_at_s = self._place_at_s = 0.0
+        self._nothing_at: tuple[int, int] | None = None
+        self._claims = 0  # nothing is known of a queue that was claimed since the last fetch
         self._take_over = settings.take_over
         self._pid = os.getpid()
         self._threads: list[threading.Thread] = []
@@ -266,7 +270,9 @@ class GroupMember:
             except Exception as problem:
                 self.note(problem, "messages were not fetched")
                 fetched, pause_s = False, min(BACKOFF_S_MAX, max(1.0, 2 * pause_s))
-            if not fetched:
+            if not fetched and pause_s <= SLEEP_S_MAX:
+                self.machine.sleep(pause_s)  # costs two thirds of what a wait costs
+            elif not fetched:
                 self.stopping.wait(pause_s)
 
     def note(self, problem: Exception, what: str) -> None:
@@ -336,10 +342,14 @@ class GroupMember:
 
     def _beat(self) -> None:
         began_s = self._members.beat()
-        if not self._members.may_start():
-            # The lease was over. Somebody may have the queues by now, so the member looks before it goes on.
-            self._drop_lost()
+        if self._members.may_start():
+            self._members.renew(began_s)
+            return
+        # The lease was over. Somebody may have the queues by now, so the member looks before it goes on.
+        self._drop_lost()
         self._members.renew(began_s)
+        with self.changed:
+            self.changed.notify_all()
 
     def _drop_lost(self) -> None:
         if not self.queues:
@@ -385,6 +395,7 @@ class GroupMember:
         if got:
             logger.info("consumer group %r: %s claimed %s", self.group, self.name, sorted(got))
         with self.changed:
+            self._claims += 1
             for queue, claim in got.items():
                 self.queues[queue] = ProcessQueue(queue, claim)
 
@@ -453,14 +464,19 @@ class GroupMember:
     # ------------------------------------------------------------------ messages
     def fetch(self) -> bool:
         """Fetch what queues have room for; False when nothing was fetched."""
-        span = self.settings.max_span
+        version, span = self.log.refresh(), self.settings.max_span
+        if self._nothing_at == (version, self._claims):  # two looks at the disk, and nothing else
+            return False
         with self.changed:
+            claims = self._claims
             waiting = sum(q.rows for q in self.queues.values())
             if waiting and waiting * self._fetcher.row_bytes > FETCH_BYTES:
                 return False
             open_queues = [q for q in self.queues.values() if q.is_open]
             starts = {q.queue: (q.fetched_to, span - (q.fetched_to - q.lowest)) for q in open_queues}
         found = self._fetcher.fetch(starts)
+        if not found and all(room > 0 for _, room in starts.values()):
+            self._nothing_at = (version, claims)
         with self.changed:
             for queue in open_queues:
                 new = found.get(queue.queue)
