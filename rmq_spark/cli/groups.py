@@ -23,13 +23,15 @@ def list_groups(path: LogPath, as_json: AsJson = False, storage: Storage = None)
     log = open_log(path, storage)
     rows = []
     for name in groups(log):
-        lag = ConsumerGroup(log, name).lag()
+        group = ConsumerGroup(log, name)
+        lag = group.lag()
         rows.append(
             {
                 "consumer_group": name,
                 "topics": ", ".join(sorted(set(lag["topic"].to_pylist()))),
                 "lag": sum(lag["lag"].to_pylist()),
                 "lag_seconds": round(max(lag["lag_seconds"].to_pylist(), default=0.0), 1),
+                "members": len(group.members()),
                 "updated": max((t for t in lag["updated"].to_pylist() if t is not None), default=None),
             }
         )
@@ -39,14 +41,19 @@ def list_groups(path: LogPath, as_json: AsJson = False, storage: Storage = None)
 @group_app.command()
 @plainly
 def lag(path: LogPath, group: Group, as_json: AsJson = False, storage: Storage = None) -> None:
-    """Show how far a group is behind, queue by queue."""
+    """Show how far a group is behind, queue by queue; and which member reads each queue."""
     from rmq_spark.consumer.groups import ConsumerGroup
 
     rows = ConsumerGroup(open_log(path, storage), group).lag().to_pylist()
     for row in rows:
         row["lag_seconds"] = round(row["lag_seconds"], 1)
-    shown = rows if as_json else [{k: v for k, v in row.items() if k != "consumer_group"} for row in rows]
-    show(shown, as_json, "the group's topics are gone", spare=["updated_by", "updated"])
+        if row["heartbeat_seconds"] is not None:
+            row["heartbeat_seconds"] = round(row["heartbeat_seconds"], 1)
+    left_out = {"consumer_group"}
+    if not any(row["owner"] for row in rows):  # Spark reads for it, or nobody
+        left_out |= {"owner", "generation", "heartbeat_seconds"}
+    shown = rows if as_json else [{k: v for k, v in row.items() if k not in left_out} for row in rows]
+    show(shown, as_json, "the group's topics are gone", spare=["updated_by", "updated", "suspended_until"])
 
 
 @group_app.command()
@@ -94,6 +101,16 @@ def clone(
 
     found = ConsumerGroup(open_log(path, storage), group).clone(other)
     typer.echo(f"{other} stands where {group} stands, in {count_of(len(found.positions()), 'queue')}")
+
+
+@group_app.command("hand-over")
+@plainly
+def hand_over(path: LogPath, group: Group, storage: Storage = None) -> None:
+    """Let others read for a group: Spark after PushConsumer, or the other way round. Stop the old ones first."""
+    from rmq_spark.consumer.groups import ConsumerGroup
+
+    known = ConsumerGroup(open_log(path, storage), group).hand_over()
+    typer.echo(f"{group} is free: who reads for it next, has it" if known else f"{group} was not known")
 
 
 @group_app.command()

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import nearest, require_time
+from rmq_spark.consumer.members import heartbeats
 from rmq_spark.errors import GroupNotFoundError, OptionError
 from rmq_spark.message import TIMESTAMP, require_group_name, require_topic_name
 from rmq_spark.source.offsets import EARLIEST, LATEST, LATEST_OFFSET, JsonOffsets, Positions, Queue, given_positions
@@ -32,9 +33,12 @@ LAG_SCHEMA = pa.schema(
         ("updated", TIMESTAMP),
         ("updated_by", pa.string()),
         ("suspended_until", TIMESTAMP),
+        ("owner", pa.string()),
+        ("generation", pa.int64()),
+        ("heartbeat_seconds", pa.float64()),
     ]
 )
-_OF_PROGRESS = ("updated", "updated_by", "suspended_until")
+_OF_PROGRESS = ("updated", "updated_by", "suspended_until", "owner", "generation")
 
 
 class ConsumerGroup:
@@ -70,7 +74,9 @@ class ConsumerGroup:
             ``consumer_group, topic, queue_id, next_offset, end_offset``; ``lag``, the messages that are visible and not
             read; ``lag_seconds`` since the first of them was committed (0 when there is none); ``pending`` half
             messages and ``waiting`` messages (committed, but delayed or held for order), neither of which is in the
-            lag; ``updated`` and ``updated_by``; ``suspended_until`` of a queue that an orderly listener has suspended.
+            lag; ``updated`` and ``updated_by``; ``suspended_until`` of a queue that an orderly listener has suspended;
+            of a group of ``PushConsumer`` s the ``owner`` of the queue, its ``generation``, and ``heartbeat_seconds``
+            since the owner's newest heartbeat (null: it has none).
 
         Raises
         ------
@@ -88,6 +94,7 @@ class ConsumerGroup:
         since = self._waiting_since({q: n for q, n in start.items() if n < tails.get(q, 0)})
         open_messages = self.log.open_messages()
         now = self.log.machine.now()
+        beats = self.members()
         found = [
             {
                 "consumer_group": self.name,
@@ -103,7 +110,16 @@ class ConsumerGroup:
             }
             for queue in queues
         ]
+        for row in found:
+            row["heartbeat_seconds"] = beats.get(row["owner"])
         return pa.Table.from_pylist(found, schema=LAG_SCHEMA)
+
+    def members(self) -> dict[str, float]:
+        """Return the members of the group and the seconds since each one's newest heartbeat: those of a
+        :class:`PushConsumer` or a :class:`PullConsumer`. One that was killed stays here for a few leases."""
+        now = self.log.machine.now()
+        beats = heartbeats(self.log.groups.table, self.name)
+        return {member: max(0.0, (now - beat).total_seconds()) for member, beat in sorted(beats.items())}
 
     def _waiting_since(self, behind: Mapping[Queue, int]) -> dict[Queue, datetime]:
         """Return when the message at each of these offsets was committed."""
@@ -138,7 +154,8 @@ class ConsumerGroup:
         """Move the group's positions forwards or backwards, and return those that were moved to.
 
         A query that has a checkpoint goes on where the checkpoint says. So stop the query, reset the group, and start
-        the query with a new ``checkpointLocation``.
+        the query with a new ``checkpointLocation``. A :class:`PushConsumer` need not stop: it notices at its next
+        progress or heartbeat, and goes on at the new position.
 
         Parameters
         ----------
@@ -219,6 +236,18 @@ class ConsumerGroup:
             )
         self.log.groups.set(name, positions, f"cloned from {self.name}")
         return other
+
+    def hand_over(self) -> bool:
+        """Let others read for the group: Spark after a :class:`PushConsumer`, or the other way round.
+
+        Stop those that read for it until now. Their progress stays, and what they still report is refused.
+
+        Returns
+        -------
+        bool
+            False when the group has no progress.
+        """
+        return self.log.groups.hand_over(self.name, "handed over")
 
     def delete(self) -> bool:
         """Forget the group's progress, and return False when it had none."""

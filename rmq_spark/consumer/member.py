@@ -13,13 +13,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 
 import pyarrow.fs as pafs
 
-from rmq_spark.commitlog.group_store import Report
+from rmq_spark.commitlog.group_store import Place, Report
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import require_time, seconds, whole_number
 from rmq_spark.consumer.fetch import FETCH_BYTES, Fetcher
@@ -300,8 +301,13 @@ class GroupMember:
         GroupInUseError
             When Spark reads for the group.
         """
-        self._beat()
-        self._balance()
+        try:
+            self._beat()
+            self._balance()
+        except BaseException:
+            with suppress(Exception):  # the lease does it
+                self._members.leave()
+            raise
         self._beat_at_s = self.machine.monotonic() + self.settings.heartbeat_interval_s
 
     def keep(self) -> None:
@@ -346,15 +352,13 @@ class GroupMember:
             self._members.renew(began_s)
             return
         # The lease was over. Somebody may have the queues by now, so the member looks before it goes on.
-        self._drop_lost()
+        if self.queues:
+            self._drop_lost(self.log.groups.places(self.group))
         self._members.renew(began_s)
         with self.changed:
             self.changed.notify_all()
 
-    def _drop_lost(self) -> None:
-        if not self.queues:
-            return
-        places = self.log.groups.places(self.group)
+    def _drop_lost(self, places: Mapping[Queue, Place]) -> None:
         with self.changed:
             mine = [(q, places.get(q.queue)) for q in self.queues.values()]
             self._lose([q for q, p in mine if p is None or (p.owner, p.generation) != (self.name, q.generation)])
@@ -369,6 +373,7 @@ class GroupMember:
         topics = self.log.topics()
         queues = {topic: topics[topic] for topic in self.topics if topic in topics}
         places = self.log.groups.places(self.group)
+        self._drop_lost(places)
         with self.changed:
             owned = [queue for queue, known in self.queues.items() if known.is_open]
         todo = moves(self.name, owned, queues, places, self._members.live, self._members.is_dead)

@@ -262,11 +262,12 @@ class PushConsumer:
             What ended the consumer.
         """
         before: dict[signal.Signals, Any] = {}
-        self.start()
+        self.member.require_own_process()
         try:
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGTERM, signal.SIGINT):
                     before[number] = signal.signal(number, lambda *_: self.stop())
+            self.start()
             while not self._stop_asked and not self.member.stopping.wait(STOP_LOOK_S):
                 pass
         finally:
@@ -343,10 +344,14 @@ class PushConsumer:
         """Let the listener consume a take, and bring it to its end."""
         # An inbox counts positions in the queues that messages come in, and not in those where they came from first.
         messages = _with_no_retries(take.messages) if self._takes_positions else restored(take.messages)
-        if self.orderly:
-            self._consume_orderly(take, messages)
-        else:
-            self._consume_concurrently(take, messages)
+        try:
+            if self.orderly:
+                self._consume_orderly(take, messages)
+            else:
+                self._consume_concurrently(take, messages)
+        except BaseException:
+            self._give_back(take, take.finished)
+            raise
 
     def _consume_concurrently(self, take: Take, messages: pa.Table) -> None:
         began_s = self._machine.monotonic()

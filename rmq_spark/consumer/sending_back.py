@@ -1,4 +1,4 @@
-"""Sends the messages back that a member's listener did not consume, each of them once.
+"""Sends the messages back that a member's listener did not consume.
 
 What fails in one take is one half batch. It is named after its first message: group, topic, queue, offset, and how
 often the message has come; and after the queue's epoch, which a reset makes anew. After a crash the messages come
@@ -8,6 +8,8 @@ take may fail by then. So its content is looked at, and what is not in it is sen
     first time       fails: 5, 9       retry.points.orders.0.5.0.<epoch>  has 5, 9
     after a crash    fails: 5, 9, 12   is there, has 5 and 9
                                        retry.points.orders.0.12.0.<epoch> has 12
+
+So none is lost. One comes twice only when, after a crash, a message before it fails for the first time.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ WORKERS = (
 DRIVERS = (
     ("import rmq_spark.listeners; rmq_spark.listeners.DeltaTransactionListener", ("pyspark", "sqlalchemy", "typer")),
     ("import rmq_spark.check.service", ("pyspark", "sqlalchemy", "typer")),
+    ("import rmq_spark.consumer.push, rmq_spark.consumer.pull", ("pyspark", "sqlalchemy", "typer", "lark")),
     ("import sys, rmq_spark.listeners; rmq_spark.listeners.Rollback; assert 'sqlalchemy' in sys.modules", ("pyspark",)),
 )
 COMMAND = (("import rmq_spark.cli", ("pyarrow", "deltalake", "pandas", "numpy", "pyspark", "sqlalchemy", "lark")),)

@@ -17,6 +17,7 @@ from rmq_spark.cli import app
 from rmq_spark.commitlog.group_store import Place, Session
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.consumer.groups import groups
+from rmq_spark.consumer.members import Members
 from tests.half_batches import another, commit, make_log, prepare
 
 
@@ -257,6 +258,16 @@ def test_the_command(tmp_path: Path) -> None:
     run("reset", log.path, "points", "--to", '{"orders": {"0": 2, "1": 1}}')
     assert [r["lag"] for r in json.loads(run("lag", log.path, "points", "--json"))] == [0, 1]
     run("reset", log.path, "points", "--to", "2020-01-01T00:00:00Z")
+    assert log.groups.claim("points", "host@1.abc", {("orders", 0): 3}, {}, "host@1")
+    (row, _) = json.loads(run("lag", log.path, "points", "--json"))
+    assert (row["owner"], row["generation"], row["heartbeat_seconds"]) == ("host@1.abc", 4, None)
+    Members(log.groups.table, "points", "host@1.abc", ["orders"], 30, 10).beat()
+    (row, _) = json.loads(run("lag", log.path, "points", "--json"))
+    assert 0 <= row["heartbeat_seconds"] < 60
+    assert "host@1.abc" in run("lag", log.path, "points")
+    assert json.loads(run("list", log.path, "--json"))[0]["members"] == 1
+    assert "points is free" in run("hand-over", log.path, "points")
+    assert "owner" not in run("lag", log.path, "points")
     assert "points-2 stands where points stands" in run("clone", log.path, "points", "points-2")
     assert "points is forgotten" in run("delete", log.path, "points")
     assert "did you mean 'points-2'" in run("lag", log.path, "points-3", code=1)

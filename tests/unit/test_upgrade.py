@@ -10,13 +10,15 @@ import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable
 
+from rmq_spark.commitlog.group_store import GROUPS_SCHEMA
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA, STATS_COLUMNS, RowState
-from rmq_spark.errors import LogFormatError, NotACommitLogError
+from rmq_spark.errors import GroupInUseError, LogFormatError, NotACommitLogError
 from rmq_spark.storage.table import Change, DeltaLogTable
 from tests.half_batches import another, bodies, check_offsets, commit, prepare, roll_back
 
 NEW_SINCE_FORMAT_1 = ("firsts", "reopened_ms", "below", "prepared_ms", "archived")
+NEW_SINCE_FORMAT_3 = ("consumer", "owner", "generation", "epoch")
 
 
 @pytest.fixture
@@ -65,6 +67,30 @@ def test_an_upgraded_log_says_what_it_said_and_goes_on(older: Path) -> None:
     log.drain()
     assert log.read("orders").num_rows == 20
     check_offsets(another(log))
+
+
+def test_a_group_of_format_3_goes_on_where_it_stood(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = CommitLog.create(path)
+    log.create_topic("orders", 2)
+    commit(log, prepare(log, 0))
+    older = pa.schema([f for f in GROUPS_SCHEMA if f.name not in NEW_SINCE_FORMAT_3])
+    row = {"consumer_group": "points", "topic": "orders", "queue_id": 1, "next_offset": 1, "session": "0179 host@7"}
+    DeltaLogTable.create(str(path / "groups"), "groups", older, None, {"delta.appendOnly": "false"})
+    groups = DeltaLogTable(str(path / "groups"), "groups", older, None)
+    file = groups.write(pa.Table.from_pylist([row], older), "groups", ("consumer_group",))
+    groups.compare_and_set(lambda _: Change(add=[file]), lambda _: True)
+    DeltaTable(str(path / "topics")).alter.set_table_properties({"txmq.format": "3"}, raise_if_not_exists=False)
+    with pytest.raises(LogFormatError, match="format 3"):
+        CommitLog.open(path)
+    assert CommitLog.upgrade(path) == [*(f"column {name} of table groups" for name in NEW_SINCE_FORMAT_3), "format 4"]
+    log = CommitLog.open(path)
+    assert log.groups.positions("points") == {("orders", 1): 1}
+    assert log.groups.publish("points", {("orders", 1): 2}), "Spark goes on"
+    with pytest.raises(GroupInUseError, match="is read by Spark"):
+        log.groups.claim("points", "a member", {("orders", 1): 1}, {}, "a member")
+    got = log.groups.claim("points", "a member", {("orders", 1): 1}, {}, "a member", take_over=True)
+    assert got[("orders", 1)][:2] == (2, 3)
 
 
 def test_an_upgrade_that_a_crash_stopped_is_done_again(older: Path, monkeypatch: pytest.MonkeyPatch) -> None:

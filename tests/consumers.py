@@ -1,0 +1,105 @@
+"""Consumers without Spark, for tests: on a clock that only the test moves, and step by step, without threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pyarrow as pa
+
+import rmq_spark as txmq
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.machine import Machine
+from rmq_spark.testing import InMemoryCommitLog
+
+LATER = txmq.ConsumeConcurrentlyStatus.RECONSUME_LATER
+DONE = txmq.ConsumeConcurrentlyStatus.CONSUME_SUCCESS
+STOP = txmq.ConsumeOrderlyStatus.SUSPEND_CURRENT_QUEUE_A_MOMENT
+NEXT = txmq.ConsumeOrderlyStatus.SUCCESS
+
+INTERVAL_S, LEASE_S = 10.0, 30.0
+
+
+class Steps(Machine):
+    """A machine whose clocks stand still until somebody sleeps, or the test moves them."""
+
+    def __init__(self) -> None:
+        self.wall_s = datetime(2026, 1, 1, tzinfo=timezone.utc).timestamp()
+        self.since_s = 1_000.0
+
+    def time(self) -> float:
+        return self.wall_s
+
+    def monotonic(self) -> float:
+        return self.since_s
+
+    def sleep(self, seconds: float) -> None:
+        self.wall_s += seconds
+        self.since_s += seconds
+
+    def random(self) -> float:
+        return 0.5
+
+    def now(self) -> datetime:
+        return datetime.fromtimestamp(0, timezone.utc) + timedelta(seconds=self.wall_s)
+
+
+class OwnClock(Steps):
+    """Another machine: its clocks have nothing to do with the first one's, and the test moves them for itself."""
+
+
+def memory_log(machine: Machine | None = None, **topics: int) -> InMemoryCommitLog:
+    return InMemoryCommitLog(topics=topics or {"orders": 2}, machine=machine or Steps())
+
+
+def on_own_clock(log: InMemoryCommitLog, machine: Machine) -> InMemoryCommitLog:
+    """A handle of another machine."""
+    twin = log.another()
+    for part in (*twin._tables, twin.ledger, twin):
+        part.machine = machine
+    return twin
+
+
+def send(log: CommitLog, bodies: Iterable[str], topic: str = "orders", **columns: Any) -> None:
+    """Commit messages, as one half batch."""
+    producer = txmq.TransactionMQProducer(log, "shop", CommitOncePrepared(), check_interval=None)
+    with producer:
+        producer.send(pa.table({"body": list(bodies), **columns}), topic=topic)
+
+
+def push(log: CommitLog, listener: Any, group: str = "points", topics: str = "orders", **options: Any) -> Any:
+    """A consumer on a handle of its own, which is not started: see :func:`go_on`."""
+    options.setdefault("consume_from_where", "CONSUME_FROM_FIRST_OFFSET")
+    options.setdefault("heartbeat_interval", INTERVAL_S)
+    options.setdefault("lease", LEASE_S)
+    return txmq.PushConsumer(log.another(), group, listener, topics, **options)
+
+
+def go_on(consumer: Any) -> None:
+    """Fetch and consume until nothing is left, and write progress."""
+    while consumer.member.fetch() or consumer.work():
+        while consumer.work():
+            pass
+    consumer.member.persist()
+
+
+def pass_time(machine: Steps, consumers: Iterable[Any], seconds: float) -> None:
+    """Let time pass, in steps after which each consumer does what is due."""
+    end_s = machine.since_s + seconds
+    consumers = list(consumers)
+    while machine.since_s < end_s:
+        machine.sleep(1.0)
+        for consumer in consumers:
+            consumer.member.keep()
+
+
+def seen_by(found: list[str], status: Any = DONE) -> Callable[[pa.Table], Any]:
+    """A listener that notes the bodies."""
+
+    def listen(messages: pa.Table) -> Any:
+        found.extend(body.decode() for body in messages["body"].to_pylist())
+        return status
+
+    return listen

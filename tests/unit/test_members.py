@@ -1,0 +1,372 @@
+"""Members of a consumer group: heartbeats, shares, claims, and what is refused of those that lost a queue."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rmq_spark as txmq
+from rmq_spark.commitlog.group_store import MEMBERS, SPARK, Place, Report, Session
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.consumer.members import Members
+from rmq_spark.consumer.shares import moves, share
+from tests.consumers import (
+    DONE,
+    LEASE_S,
+    OwnClock,
+    Steps,
+    go_on,
+    memory_log,
+    on_own_clock,
+    pass_time,
+    push,
+    seen_by,
+    send,
+)
+from tests.half_batches import make_log
+
+QUEUE, OTHER = ("orders", 0), ("orders", 1)
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    return make_log(request.param, tmp_path / "log", orders=2)
+
+
+# ---------------------------------------------------------------- the table
+def test_a_claim_raises_the_generation_of_its_queue_alone(log: CommitLog) -> None:
+    store = log.groups
+    start = {QUEUE: 3, OTHER: 4}
+    assert store.claim("points", "a", {QUEUE: 0}, start, "a") == {QUEUE: (3, 1, store.places("points")[QUEUE].epoch)}
+    places = store.places("points")
+    assert [(places[q].owner, places[q].generation, places[q].next_offset) for q in (QUEUE, OTHER)] == [
+        ("a", 1, 3),
+        (None, 0, 4),
+    ]
+    assert set(store.claim("points", "b", {QUEUE: 1, OTHER: 0}, {}, "b")) == {QUEUE, OTHER}
+    assert [store.places("points")[q].generation for q in (QUEUE, OTHER)] == [2, 1]
+
+
+def test_of_two_that_claim_what_they_saw_free_one_gets_it(log: CommitLog) -> None:
+    one, two = log.another().groups, log.another().groups
+    assert one.claim("points", "a", {QUEUE: 0}, {QUEUE: 0}, "a")
+    assert two.claim("points", "b", {QUEUE: 0}, {QUEUE: 0}, "b") == {}
+    assert log.groups.places("points")[QUEUE].owner == "a"
+
+
+def test_a_zombies_progress_is_refused(log: CommitLog) -> None:
+    store = log.groups
+    store.claim("points", "a", {QUEUE: 0, OTHER: 0}, {QUEUE: 0, OTHER: 0}, "a")
+    store.claim("points", "b", {QUEUE: 1}, {}, "b")
+    assert store.report("points", "a", {QUEUE: Report(9, 1), OTHER: Report(9, 1)}, "a") == {QUEUE}
+    assert store.positions("points") == {QUEUE: 0, OTHER: 9}
+    # Not with the generation of another one's claim either, nor of a claim of its own that is over.
+    assert store.report("points", "a", {QUEUE: Report(9, 2)}, "a") == {QUEUE}
+    store.claim("points", "a", {QUEUE: 2}, {}, "a")
+    assert store.report("points", "a", {QUEUE: Report(9, 1)}, "a") == {QUEUE}
+    assert store.report("points", "a", {QUEUE: Report(5, 3, release=True)}, "a") == set()
+    assert store.places("points")[QUEUE][:1] == (5,)
+    assert store.places("points")[QUEUE].owner is None
+
+
+def test_a_reset_raises_the_generation_and_the_owner_is_refused(log: CommitLog) -> None:
+    store = log.groups
+    store.claim("points", "a", {QUEUE: 0}, {QUEUE: 0}, "a")
+    epoch = store.places("points")[QUEUE].epoch
+    store.set("points", {QUEUE: 0}, "a person")
+    place = store.places("points")[QUEUE]
+    assert (place.generation, place.owner, place.consumer) == (2, None, MEMBERS)
+    assert place.epoch != epoch
+    assert store.report("points", "a", {QUEUE: Report(7, 1)}, "a") == {QUEUE}
+    store.delete("points")
+    assert store.report("points", "a", {QUEUE: Report(7, 1)}, "a") == {QUEUE}
+    assert store.positions("points") == {}
+
+
+def test_a_group_is_sparks_or_its_members(log: CommitLog) -> None:
+    store = log.groups
+    store.publish("streamed", {QUEUE: 5})
+    assert store.places("streamed")[QUEUE].consumer == SPARK
+    with pytest.raises(txmq.GroupInUseError, match=r"is read by Spark, and PushConsumer .* hand-over LOG streamed"):
+        store.claim("streamed", "a", {QUEUE: 1}, {}, "a")
+    store.claim("pushed", "a", {QUEUE: 0}, {QUEUE: 2}, "a")
+    with pytest.raises(txmq.GroupInUseError, match="is read by PushConsumer or PullConsumer, and Spark"):
+        store.publish("pushed", {QUEUE: 3})
+    # Handed over, either may come, and goes on where the other one stood.
+    assert txmq.ConsumerGroup(log, "pushed").hand_over()
+    assert store.publish("pushed", {QUEUE: 3})
+    assert store.report("pushed", "a", {QUEUE: Report(9, 1)}, "a") == {QUEUE}
+    got = store.claim("streamed", "a", {QUEUE: 1}, {}, "a", take_over=True)
+    assert got[QUEUE].next_offset == 5
+    with pytest.raises(txmq.GroupInUseError):
+        store.publish("streamed", {QUEUE: 6})
+
+
+def test_a_row_of_an_older_version_is_sparks(log: CommitLog) -> None:
+    log.groups._change("points", "old", lambda now: {QUEUE: Place(4, session="0179 host@1")})
+    with pytest.raises(txmq.GroupInUseError, match="is read by Spark"):
+        log.groups.claim("points", "a", {QUEUE: 0}, {}, "a")
+    assert log.groups.publish("points", {QUEUE: 5}, Session())
+
+
+def test_which_of_two_queries_is_older_no_clock_says(log: CommitLog) -> None:
+    first, second = Session("z-first", "zzzz"), Session("a-second", "aaaa")
+    log.groups.publish("points", {QUEUE: 1}, first)
+    log.groups.publish("points", {QUEUE: 1}, second)
+    log.groups.publish("points", {QUEUE: 2}, first)
+    with pytest.raises(txmq.GroupInUseError, match=r"an older query \(z-first\)"):
+        log.groups.publish("points", {QUEUE: 3}, second)
+
+
+# ---------------------------------------------------------------- shares
+@given(st.integers(1, 64), st.integers(1, 12), st.sampled_from(["orders", "a", "%RETRY%points"]))
+def test_shares_add_up_and_differ_by_one_at_most(queues: int, members: int, topic: str) -> None:
+    names = [f"m{n:02}" for n in range(members)]
+    shares = [share(topic, queues, names, name) for name in names]
+    assert sum(shares) == queues
+    assert max(shares) - min(shares) <= 1
+    assert share(topic, queues, names, "a stranger") == 0
+
+
+def test_topics_of_one_queue_go_to_different_members() -> None:
+    topics = [f"topic-{n}" for n in range(60)]
+    having = Counter(name for topic in topics for name in "abc" if share(topic, 1, ["a", "b", "c"], name))
+    assert sum(having.values()) == 60
+    assert min(having.values()) > 10
+
+
+def test_a_member_claims_what_is_free_or_dead_and_no_more_than_its_share() -> None:
+    places = {
+        ("orders", 0): Place(0, owner="a", generation=4),
+        ("orders", 1): Place(0, owner="dead", generation=2),
+        ("orders", 2): Place(0),
+        ("orders", 3): Place(0, owner="a", generation=1),
+    }
+    found = moves("b", [], {"orders": 4}, places, lambda topic: ["a", "b"], "dead".__eq__)
+    assert found == ([], {("orders", 2): 0, ("orders", 1): 2}, True)
+    found = moves("a", [("orders", n) for n in range(4)], {"orders": 4}, places, lambda topic: ["a", "b"], bool)
+    assert found == ([("orders", 2), ("orders", 3)], {}, False)
+
+
+# ---------------------------------------------------------------- heartbeats
+def members_of(log: Any, name: str) -> Members:
+    return Members(log.groups.table, "points", name, ["orders"], LEASE_S, 10.0)
+
+
+def test_a_member_is_dead_when_its_counter_has_not_moved_for_the_lease(log: CommitLog) -> None:
+    machine = Steps()
+    log.groups.table.machine = machine
+    a, b = members_of(log, "a"), members_of(log, "b")
+    for member in (a, b):
+        member.renew(member.beat())
+        member.look()
+    a.look()
+    assert a.live("orders") == b.live("orders") == ["a", "b"]
+    assert a.live("returns") == []
+    machine.sleep(LEASE_S - 1)
+    a.renew(a.beat())
+    for member in (a, b):
+        member.look()
+    machine.sleep(2)
+    assert a.live("orders") == ["a"]
+    assert a.is_dead("b")
+    assert not b.is_dead("a")
+    assert not b.may_start()
+    b.renew(b.beat())
+    a.look()
+    assert not a.is_dead("b")
+    b.leave()
+    a.look()
+    assert a.live("orders") == ["a"]
+    assert not a.is_dead("b"), "who has left has released its queues, or has the lease"
+    assert not a.is_dead("never seen")
+    machine.sleep(LEASE_S + 1)
+    assert a.is_dead("b")
+    assert a.is_dead("never seen")
+
+
+def test_no_wall_clock_is_looked_at() -> None:
+    """The observer's is set back and ahead by years, and the other's is another one altogether."""
+    here, there = Steps(), OwnClock()
+    there.wall_s -= 1e9
+    there.since_s = 5.0
+    log = memory_log(here)
+    a, b = members_of(log, "a"), members_of(on_own_clock(log, there), "b")
+    for jump_s in (0.0, 3e8, -6e8):
+        here.wall_s += jump_s
+        for member in (b, a):
+            member.renew(member.beat())
+            member.look()
+        here.sleep(LEASE_S - 1)
+        there.sleep(LEASE_S - 1)
+        assert not a.is_dead("b")
+        assert not b.is_dead("a")
+    here.sleep(2)
+    assert a.is_dead("b")
+    assert not b.is_dead("a"), "its own clock says otherwise"
+
+
+def test_the_heartbeat_of_a_dead_member_is_removed_in_the_end() -> None:
+    machine = Steps()
+    log = memory_log(machine)
+    a, b = members_of(log, "a"), members_of(log, "b")
+    for member in (b, a):
+        member.renew(member.beat())
+        member.look()
+    assert list(txmq.ConsumerGroup(log, "points").members()) == ["a", "b"]
+    for _ in range(4):
+        machine.sleep(LEASE_S)
+        a.renew(a.beat())
+        a.look()
+    assert list(txmq.ConsumerGroup(log, "points").members()) == ["a"]
+
+
+# ---------------------------------------------------------------- together
+def queues_of(consumers: list[Any]) -> list[int]:
+    """How many queues of ``orders`` each has."""
+    return [sum(topic == "orders" for topic, _ in consumer.queues()) for consumer in consumers]
+
+
+def all_of(consumers: list[Any]) -> list[tuple[str, int]]:
+    return sorted(queue for consumer in consumers for queue in consumer.queues())
+
+
+def test_members_share_the_queues_without_a_leader_as_they_come_and_go() -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=8)
+    every = sorted([*(("orders", n) for n in range(8)), ("%RETRY%points", 0)])
+    consumers = [push(log, seen_by([])) for _ in range(3)]
+    consumers[0].member.join()
+    assert queues_of(consumers[:1]) == [8]
+    for consumer in consumers[1:]:
+        consumer.member.join()
+    pass_time(machine, consumers, 25)
+    assert sorted(queues_of(consumers)) == [2, 3, 3]
+    assert all_of(consumers) == every
+    late = push(log, seen_by([]))
+    late.member.join()
+    kept = [{q for q in consumer.queues() if q[0] == "orders"} for consumer in consumers]
+    consumers.append(late)
+    pass_time(machine, consumers, 25)
+    assert queues_of(consumers) == [2, 2, 2, 2]
+    now = [{q for q in consumer.queues() if q[0] == "orders"} for consumer in consumers[:3]]
+    assert all(after <= before for after, before in zip(now, kept, strict=True)), "no more change hands than must"
+    consumers.pop(1).member.leave()
+    pass_time(machine, consumers, 25)
+    assert sorted(queues_of(consumers)) == [2, 3, 3]
+    assert all_of(consumers) == every
+    dead = consumers.pop(0)
+    pass_time(machine, consumers, LEASE_S + 25)
+    assert queues_of(consumers) == [4, 4]
+    assert all_of(consumers) == every
+    assert not dead.member.may_start()
+
+
+def test_what_a_dead_member_left_comes_at_another_one_and_its_own_late_report_is_refused() -> None:
+    machine = Steps()
+    log = memory_log(machine)
+    send(log, "abcdef")
+    first, then = [], []
+    paused = push(log, seen_by(first))
+    paused.member.join()
+    go_on(paused)
+    send(log, "ghij")
+    paused.member.fetch()
+    with paused.member.changed:
+        take = paused._take()
+    other = push(log, seen_by(then))
+    other.member.join()
+    pass_time(machine, [other], LEASE_S + 15)
+    go_on(other)
+    assert sorted(then) == list("ghij")
+    # The first one wakes up within its call, and ends it. It starts no other one before it has looked.
+    paused.consume(take)
+    assert not paused.work()
+    before = log.groups.positions("points")
+    paused.member.persist()
+    assert log.groups.positions("points") == before
+    assert take.queue.queue not in paused.queues()
+    pass_time(machine, [paused, other], 25)
+    assert queues_of([paused, other]) == [1, 1]
+    send(log, "kl")
+    for consumer in (paused, other):
+        go_on(consumer)
+    assert Counter(first + then)["k"] == Counter(first + then)["l"] == 1
+
+
+def test_a_member_that_slept_looks_before_it_goes_on() -> None:
+    machine = Steps()
+    log = memory_log(machine)
+    send(log, "abcd")
+    mine: list[str] = []
+    sleeper = push(log, seen_by(mine))
+    sleeper.member.join()
+    sleeper.member.fetch()
+    machine.sleep(LEASE_S - 10 - 1)
+    assert sleeper.member.may_start()
+    machine.sleep(2)
+    assert not sleeper.work(), "its heartbeat is older than the lease less a margin"
+    other = push(log, seen_by([]))
+    other.member.join()
+    pass_time(machine, [other], LEASE_S + 5)
+    sleeper.member.keep()  # it puts a heartbeat, and finds that the queues have gone
+    assert not sleeper.work()
+    assert mine == []
+
+
+def test_a_reset_reaches_a_consumer_that_has_nothing_to_report() -> None:
+    machine = Steps()
+    log = memory_log(machine)
+    send(log, "abcd")
+    found: list[str] = []
+    consumer = push(log, seen_by(found))
+    consumer.member.join()
+    go_on(consumer)
+    txmq.ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    pass_time(machine, [consumer], 12)
+    go_on(consumer)
+    assert sorted(found) == sorted("abcd" * 2)
+
+
+def test_a_group_that_begins_at_the_end_begins_at_one_moment_in_all_queues() -> None:
+    """A queue that nobody can claim yet must not lose what comes until somebody does."""
+    machine = Steps()
+    log = memory_log(machine, orders=4)
+    ghost = members_of(log, "aaa")
+    ghost.topics = frozenset(["orders", "%RETRY%points"])
+    ghost.renew(ghost.beat())
+    found: list[str] = []
+    consumer = push(log, seen_by(found), consume_from_where="CONSUME_FROM_LAST_OFFSET")
+    consumer.member.join()
+    assert queues_of([consumer]) == [2]
+    send(log, "abcdefgh", queue_id=list(range(4)) * 2)
+    pass_time(machine, [consumer], LEASE_S + 15)
+    go_on(consumer)
+    assert sorted(found) == list("abcdefgh")
+
+
+def test_members_that_read_other_topics_have_no_share_of_a_queue() -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=2, returns=2)
+    one, two = push(log, seen_by([]), topics="orders"), push(log, seen_by([]), topics="returns")
+    for consumer in (one, two):
+        consumer.member.join()
+    pass_time(machine, [one, two], 25)
+    assert {t for t, _ in one.queues()} - {"%RETRY%points"} == {"orders"}
+    assert queues_of([one, two]) == [2, 0]
+    assert sum(topic == "%RETRY%points" for topic, _ in all_of([one, two])) == 1
+
+
+def test_a_group_that_spark_reads_is_refused_unless_taken_over(log: CommitLog) -> None:
+    log.groups.publish("points", {QUEUE: 0})
+    with pytest.raises(txmq.GroupInUseError, match="is read by Spark"):
+        push(log, seen_by([])).member.join()
+    consumer = push(log, seen_by([], DONE), take_over=True)
+    consumer.member.join()
+    assert set(consumer.queues()) == {QUEUE, OTHER, ("%RETRY%points", 0)}
+    consumer.member.leave()

@@ -1,0 +1,131 @@
+"""PullConsumer: messages for a script that asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import rmq_spark as txmq
+from rmq_spark.commitlog.log import CommitLog
+from tests.consumers import LEASE_S, Steps, memory_log, pass_time, send
+from tests.half_batches import make_log
+
+QUEUE = ("orders", 0)
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    return make_log(request.param, tmp_path / "log", orders=2)
+
+
+def bodies(messages: list[txmq.MessageExt]) -> list[str]:
+    return [bytes(message.body).decode() for message in messages]  # type: ignore[arg-type]
+
+
+def test_a_script_reads_to_the_end_and_the_next_one_goes_on(log: CommitLog) -> None:
+    send(log, "abcd")
+    assert sorted(bodies(list(txmq.PullConsumer(log, "report", "orders", stop_at_end=True)))) == list("abcd")
+    send(log, "ef")
+    assert sorted(bodies(list(txmq.PullConsumer(log, "report", "orders", stop_at_end=True)))) == list("ef")
+    assert list(txmq.PullConsumer(log, "report", "orders", stop_at_end=True)) == []
+    assert all(place.owner is None for place in log.groups.places("report").values())
+
+
+def test_tables_come_a_queue_at_a_time(log: CommitLog) -> None:
+    send(log, "abcdef", queue_id=[0, 1] * 3)
+    tables = list(txmq.PullConsumer(log, "report", "orders", tables=True, stop_at_end=True, pull_batch_size=2))
+    assert all(isinstance(table, pa.Table) for table in tables)
+    assert sorted(table.num_rows for table in tables) == [1, 1, 2, 2]
+    assert all(len(set(table["queue_id"].to_pylist())) == 1 for table in tables)
+
+
+def test_the_message_over_which_a_script_dies_comes_again(log: CommitLog) -> None:
+    send(log, "abcd", queue_id=[0] * 4)
+
+    def dies() -> None:
+        for message in txmq.PullConsumer(log, "report", "orders", stop_at_end=True):
+            if message.body == b"c":
+                raise ValueError("c")
+
+    with pytest.raises(ValueError, match="c"):
+        dies()
+    assert log.groups.positions("report")[QUEUE] == 2
+    assert bodies(list(txmq.PullConsumer(log, "report", "orders", stop_at_end=True))) == ["c", "d"]
+
+
+def test_what_is_not_committed_comes_again(log: CommitLog) -> None:
+    send(log, "abcd", queue_id=[0] * 4)
+    with txmq.PullConsumer(log, "report", "orders", auto_commit=False, pull_batch_size=2) as consumer:
+        assert bodies(consumer.poll()) == ["a", "b"]
+        consumer.commit()
+        assert log.groups.positions("report")[QUEUE] == 2
+        assert bodies(consumer.poll()) == ["c", "d"]
+        assert consumer.poll(0) is None
+    assert log.groups.positions("report")[QUEUE] == 2
+    with txmq.PullConsumer(log, "report", "orders", pull_batch_size=1) as consumer:
+        assert bodies(consumer.poll()) == ["c"]
+        assert bodies(consumer.poll()) == ["d"]
+        consumer.commit()
+    assert log.groups.positions("report")[QUEUE] == 4
+
+
+def test_who_never_commits_is_told() -> None:
+    log = memory_log(orders=1)
+    send(log, [str(n) for n in range(20)])
+    with txmq.PullConsumer(log, "report", "orders", auto_commit=False, max_span=8, pull_batch_size=4) as consumer:
+        consumer.poll(0)
+        consumer.poll(0)
+        with pytest.raises(txmq.ConsumeError, match=r"8 messages were given out and not committed.*call commit"):
+            consumer.poll(0)
+        consumer.commit()
+        assert len(consumer.poll(0)) == 4
+
+
+def test_it_waits_for_what_another_member_of_the_group_has(log: CommitLog) -> None:
+    """To the end comes the group, and not only one of its members."""
+    machine = Steps()
+    memory = memory_log(machine)
+    send(memory, "abcdef")
+    dead = txmq.PullConsumer(memory.another(), "report", "orders", heartbeat_interval=10, lease=LEASE_S)
+    dead.member.join()
+    lives = txmq.PullConsumer(memory.another(), "report", "orders", stop_at_end=True, heartbeat_interval=10,
+                              lease=LEASE_S)  # fmt: skip
+    lives._ends = dict(memory.tails())
+    lives.member.join()
+    assert lives._next_before(machine.monotonic()) is None
+    assert not lives._is_at_end()
+    pass_time(machine, [lives], LEASE_S + 15)
+    found = []
+    while not lives._is_at_end():
+        take = lives._next_before(machine.monotonic())
+        assert take is not None
+        found += take.messages["body"].to_pylist()
+    assert sorted(found) == [b"a", b"b", b"c", b"d", b"e", b"f"]
+
+
+def test_two_scripts_share_a_group(log: CommitLog) -> None:
+    send(log, "abcdef")
+    found = []
+    options = {"heartbeat_interval": 0.2, "lease": 2.0, "stop_at_end": True}
+    with (
+        txmq.PullConsumer(log.another(), "report", "orders", **options) as one,
+        txmq.PullConsumer(log.another(), "report", "orders", **options) as two,
+    ):
+        while len(set(found)) < 6:
+            for consumer in (one, two):
+                found += bodies(consumer.poll(0.05) or [])
+    assert sorted(set(found)) == list("abcdef")
+
+
+@pytest.mark.parametrize("name", ["tables", "stop_at_end", "auto_commit"])
+def test_a_flag_is_true_or_false(name: str) -> None:
+    with pytest.raises(txmq.OptionError, match=f"{name}='yes' is neither True nor False"):
+        txmq.PullConsumer(memory_log(), "report", "orders", **{name: "yes"})
+
+
+def test_spark_reads_for_the_group(log: CommitLog) -> None:
+    log.groups.publish("report", {QUEUE: 0})
+    with pytest.raises(txmq.GroupInUseError, match="is read by Spark"):
+        txmq.PullConsumer(log, "report", "orders").start()

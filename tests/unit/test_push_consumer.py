@@ -1,0 +1,530 @@
+"""PushConsumer, step by step on a clock of its own, and in its threads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+import rmq_spark as txmq
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.config import DELAY_LEVELS_S
+from rmq_spark.consumer import push as push_module
+from rmq_spark.consumer.retry import restored, sent_back
+from tests.consumers import DONE, LATER, NEXT, STOP, Steps, go_on, memory_log, pass_time, push, seen_by, send
+from tests.half_batches import let_leave, make_log
+from tests.inboxes import inbox_of, make_database, results
+
+QUEUE = ("orders", 0)
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    return make_log(request.param, tmp_path / "log", orders=2)
+
+
+def bodies(log: CommitLog, topic: str) -> list[str]:
+    return [body.decode() for body in log.another().read(topic, columns=["body"])["body"].to_pylist()]
+
+
+def fails_on(bad: str, found: list[str] | None = None, status: Any = LATER, good: Any = DONE) -> txmq.EachMessage:
+    """A listener that does not consume messages with one of these letters."""
+
+    def listen(message: txmq.MessageExt) -> Any:
+        body = bytes(message.body).decode()  # type: ignore[arg-type]
+        if found is not None:
+            found.append(body)
+        return status if body in bad else good
+
+    return txmq.EachMessage(listen)
+
+
+def dies(consumer: Any) -> None:
+    """As if its lease were over: its queues are free, and nobody counts with it."""
+    consumer.member._members.leave()
+    consumer.member.log.groups.hand_over(consumer.member.group, "the lease is over")
+
+
+# ---------------------------------------------------------------- forms of a listener
+@pytest.mark.parametrize("form", ["table", "list", "one"])
+def test_a_listener_gets_every_message_once_whatever_its_form(log: CommitLog, form: str) -> None:
+    send(log, "abcdef", tags=list("xyxyxy"), properties=pa.array([[("n", "1")]] * 6, pa.map_(pa.string(), pa.string())))
+    found: list[Any] = []
+
+    def table(messages: pa.Table) -> Any:
+        found.extend(messages.select(["queue_id", "queue_offset", "tags", "reconsume_times"]).to_pylist())
+        return DONE
+
+    def one(message: txmq.MessageExt) -> Any:
+        assert isinstance(message, txmq.MessageExt)
+        assert message.topic == "orders"
+        assert message.properties == {"n": "1"}
+        names = ("queue_id", "queue_offset", "tags", "reconsume_times")
+        found.append({name: getattr(message, name) for name in names})
+        return DONE
+
+    def several(messages: list[txmq.MessageExt]) -> Any:
+        assert len(messages) == 1, "RocketMQ's consumeMessageBatchMaxSize"
+        return [one(message) for message in messages]
+
+    listener = {"table": table, "list": txmq.EachBatch(several), "one": txmq.EachMessage(one)}[form]
+    consumer = push(log, listener)
+    consumer.member.join()
+    go_on(consumer)
+    assert sorted((m["queue_id"], m["queue_offset"]) for m in found) == [(q, n) for q in (0, 1) for n in (0, 1, 2)]
+    assert {m["reconsume_times"] for m in found} == {0}
+    assert sorted(m["tags"] for m in found) == list("xxxyyy")
+    assert log.groups.positions("points")[QUEUE] == 3
+    assert not consumer.work()
+
+
+def test_messages_for_a_listener_are_what_the_log_has(log: CommitLog) -> None:
+    send(log, ["a", "b"], keys=["k", None], sharding_key=["s", "s"])
+    read = log.read("orders")
+    found: list[txmq.MessageExt] = []
+    consumer = push(log, txmq.EachMessage(lambda m: (found.append(m), DONE)[1]))
+    consumer.member.join()
+    go_on(consumer)
+    assert len(found) == 2
+    for message, row in zip(found, read.to_pylist(), strict=True):
+        same = {name: getattr(message, name) for name in row if name not in ("properties", "commit_timestamp")}
+        assert same == {name: row[name] for name in same}
+        built = txmq.MessageExt(**{name: getattr(message, name) for name in txmq.MessageExt.__dataclass_fields__})
+        assert built == message, "every field is there, as the class itself makes them"
+
+
+def test_only_messages_that_are_wanted_come_and_the_others_count_as_done(log: CommitLog) -> None:
+    send(log, "abcdef", tags=list("xyxyxy"), queue_id=[0] * 6)
+    for options in ({"tags": "x"}, {"selector": "TAGS = 'x'"}):
+        found: list[str] = []
+        consumer = push(log, seen_by(found), group=next(iter(options)), **options)
+        consumer.member.join()
+        go_on(consumer)
+        assert found == ["a", "c", "e"]
+        assert log.groups.positions(consumer.member.group)[QUEUE] == 6
+
+
+def test_a_group_begins_where_it_is_told(log: CommitLog) -> None:
+    send(log, "ab", queue_id=[0, 0])
+    moment = log.read("orders")["commit_timestamp"][0].as_py() + timedelta(microseconds=1)
+    send(log, "cd", queue_id=[0, 0])
+    found: dict[str, list[str]] = {"FIRST_OFFSET": [], "LAST_OFFSET": [], "TIMESTAMP": []}
+    consumers = []
+    for name, seen in found.items():
+        more = {"consume_timestamp": moment} if name == "TIMESTAMP" else {}
+        where = f"CONSUME_FROM_{name}"
+        consumers.append(push(log, seen_by(seen), group=name, consume_from_where=where, **more))
+        consumers[-1].member.join()
+    send(log, "e", queue_id=[0])
+    for consumer in consumers:
+        go_on(consumer)
+    assert found == {"FIRST_OFFSET": list("abcde"), "LAST_OFFSET": ["e"], "TIMESTAMP": list("cde")}
+
+
+def test_drained_messages_and_the_tail_come_in_order(log: CommitLog) -> None:
+    for n in range(3):
+        send(log, [f"{n}.{i}" for i in range(4)], queue_id=[0, 1] * 2)
+    log.drain()
+    send(log, ["3.0", "3.1"], queue_id=[0, 1])
+    found: list[tuple[int, int]] = []
+
+    def listen(messages: pa.Table) -> Any:
+        found.extend(zip(messages["queue_id"].to_pylist(), messages["queue_offset"].to_pylist(), strict=True))
+        return NEXT
+
+    consumer = push(log, listen, mode="orderly")
+    consumer.member.join()
+    go_on(consumer)
+    for queue_id in (0, 1):
+        assert [offset for q, offset in found if q == queue_id] == list(range(7))
+
+
+# ---------------------------------------------------------------- progress
+def test_progress_is_the_lowest_unfinished_offset() -> None:
+    log = memory_log(orders=1)
+    send(log, "abcdef")
+    consumer = push(log, seen_by([]), consume_message_batch_max_size=2)
+    consumer.member.join()
+    consumer.member.fetch()
+    with consumer.member.changed:
+        takes = [consumer._take() for _ in range(3)]
+    progress = []
+    for take in (takes[1], takes[0], takes[2]):
+        consumer.consume(take)
+        consumer.member.persist()
+        progress.append(log.groups.positions("points")[QUEUE])
+    assert progress == [0, 4, 6]
+
+
+def test_progress_is_written_at_most_once_a_second_and_not_at_all_when_nothing_moved() -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=1)
+    consumer = push(log, seen_by([]))
+    consumer.member.join()
+    before = log.groups.table.refresh()
+    for letter in "abcdef":
+        send(log, [letter])
+        consumer.member.fetch()
+        consumer.work()
+        consumer.member.keep()
+        machine.sleep(0.25)
+    assert log.groups.table.refresh() - before == 2
+    pass_time(machine, [consumer], 20)
+    assert log.groups.table.refresh() - before == 3
+
+
+def test_no_more_than_max_span_is_under_way_behind_a_message_that_does_not_end() -> None:
+    log = memory_log(orders=1)
+    send(log, [str(n) for n in range(50)])
+    consumer = push(log, fails_on(""), max_span=10)
+    consumer.member.join()
+    consumer.member.fetch()
+    with consumer.member.changed:
+        stuck = consumer._take()  # the first of a kind: one message
+    assert stuck.messages.num_rows == 1
+    while consumer.member.fetch() or consumer.work():
+        pass
+    assert consumer.member.queues[QUEUE].fetched_to == 10
+    consumer.member.persist()
+    assert log.groups.positions("points").get(QUEUE, 0) == 0
+    consumer.consume(stuck)
+    go_on(consumer)
+    assert log.groups.positions("points")[QUEUE] == 50
+
+
+def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_taken() -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=1)
+    send(log, [str(n) for n in range(5000)])
+    slow = False
+
+    def listen(message: txmq.MessageExt) -> Any:
+        machine.since_s += 0.02 if slow else 1e-6
+        return DONE
+
+    consumer = push(log, txmq.EachMessage(listen))
+    consumer.member.join()
+    consumer.member.fetch()
+    while consumer.work() and consumer._each_s > 1e-5:
+        pass
+    slow = True
+    before = consumer.member.queues[QUEUE].lowest
+    consumer.work()
+    assert consumer.member.queues[QUEUE].lowest == before + 3, "for 50 ms, and not for all of its take"
+
+
+def test_what_has_expired_is_left_out_and_said(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
+    send(log, "abcd")
+    found: list[str] = []
+    consumer = push(log, seen_by(found))
+    consumer.member.join()
+    log.drain()
+    log.topic_store.set_retention("orders", 0.0)
+    let_leave(log)
+    log.set_retention("orders", None)
+    send(log, "ef")
+    with caplog.at_level(logging.WARNING):
+        go_on(consumer)
+    assert sorted(found) == ["e", "f"]
+    assert "offsets 0 to 1 have expired; the queue starts at offset 2 now. The consumer goes on there" in caplog.text
+
+
+# ---------------------------------------------------------------- retries
+def test_retries_and_dead_letters_are_those_of_the_spark_consumer() -> None:
+    machine = Steps()
+    log = memory_log(machine)
+    properties = pa.array([[("n", "1")], None, None], pa.map_(pa.string(), pa.string()))
+    send(log, "abc", tags=["x", "y", "z"], keys=["k1", "k2", "k3"], properties=properties)
+    read = log.read("orders")
+    found: list[str] = []
+    consumer = push(log, fails_on("b", found), max_reconsume_times=2)
+    consumer.member.join()
+    go_on(consumer)
+    pass_time(machine, [consumer], DELAY_LEVELS_S[2] + 1)
+    retry = log.another().read("%RETRY%points")
+    b = read.filter(pc.equal(read["body"], b"b"))
+    expected = sent_back(restored(b), [None], "points", 2, None).drop_columns(["delay_level"])
+    assert retry.select(expected.column_names).to_pylist() == expected.to_pylist()
+    go_on(consumer)
+    pass_time(machine, [consumer], DELAY_LEVELS_S[3] + 1)
+    go_on(consumer)
+    assert [found.count(letter) for letter in "abc"] == [1, 3, 1]
+    letters = txmq.DeadLetters(log, "points")
+    (letter,) = letters.list().to_pylist()
+    assert (letter["topic"], letter["body"], letter["reconsume_times"]) == ("orders", b"b", 2)
+    assert letter["msg_id"] == b["msg_id"][0].as_py()
+    assert letters.resend() == 1
+    go_on(consumer)
+    assert found.count("b") == 4, "a letter that somebody resends comes to this group again"
+
+
+def test_an_exception_sends_all_of_its_call_back_with_the_reason(log: CommitLog) -> None:
+    send(log, "ab", queue_id=[0, 0])
+
+    def listen(messages: pa.Table) -> Any:
+        raise ValueError("no such customer")
+
+    consumer = push(log, listen, max_reconsume_times=0)
+    consumer.member.join()
+    go_on(consumer)
+    assert txmq.DeadLetters(log, "points").list()["reason"].to_pylist() == ["ValueError: no such customer"] * 2
+    assert log.groups.positions("points")[QUEUE] == 2
+
+
+def test_what_failed_before_a_crash_is_not_sent_back_twice_and_what_fails_after_it_is_sent(log: CommitLog) -> None:
+    send(log, "abcdef", queue_id=[0] * 6)
+
+    def consume(bad: str) -> None:
+        consumer = push(log, lambda m: [LATER if b.decode() in bad else DONE for b in m["body"].to_pylist()],
+                        max_reconsume_times=0)  # fmt: skip
+        consumer.member.join()
+        consumer.member.fetch()
+        while consumer.work():
+            pass
+        dies(consumer)  # before it has written progress
+
+    for bad, dead in (("bd", "bd"), ("bdf", "bdf"), ("f", "bdf"), ("bd", "bdf")):
+        consume(bad)
+        assert sorted(bodies(log, "%DLQ%points")) == sorted(dead)
+    txmq.ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    consume("b")
+    assert sorted(bodies(log, "%DLQ%points")) == sorted("bdfb"), "after a reset it is consumed again, and fails again"
+
+
+def test_a_message_that_cannot_be_sent_back_stays_unfinished(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    send(log, "ab", queue_id=[0, 0])
+    consumer = push(log, fails_on("b"))
+    consumer.member.join()
+    monkeypatch.setattr(push_module, "SEND_AGAIN_S", 0)
+
+    def down(*arguments: Any) -> None:
+        consumer.member.stopping.set()
+        raise txmq.StorageError("the store is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(push_module, "send_back", down)
+        consumer.member.fetch()
+        assert consumer.work()
+        assert consumer.work()
+    consumer.member.leave()
+    assert log.groups.positions("points")[QUEUE] == 1
+
+
+# ---------------------------------------------------------------- orderly
+def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
+    machine = Steps()
+    log = memory_log(machine)
+    send(log, "abcdef", queue_id=[0, 1] * 3)
+    found: list[str] = []
+    bad = ["c"]
+    consumer = push(log, fails_on("c", found, STOP, NEXT), mode="orderly")
+    consumer.member.join()
+    go_on(consumer)
+    assert sorted(found) == ["a", "b", "c", "d", "f"]
+    assert log.groups.positions("points") == {QUEUE: 1, ("orders", 1): 3, ("%RETRY%points", 0): 0}
+    machine.sleep(0.5)
+    assert not consumer.work()
+    machine.sleep(0.6)
+    go_on(consumer)
+    assert found.count("c") == 2
+    assert "e" not in found
+    bad.clear()
+    consumer._listener = fails_on("", found, STOP, NEXT)
+    machine.sleep(1.1)
+    go_on(consumer)
+    assert [body for body in found if body in "ace"] == ["a", "c", "c", "c", "e"]
+    assert log.groups.positions("points")[QUEUE] == 3
+
+
+def test_one_call_at_a_time_for_an_orderly_queue() -> None:
+    log = memory_log()
+    send(log, "abcdef", queue_id=[0, 1] * 3)
+    consumer = push(log, seen_by([], NEXT), mode="orderly", consume_message_batch_max_size=1)
+    consumer.member.join()
+    consumer.member.fetch()
+    with consumer.member.changed:
+        takes = [consumer._take() for _ in range(3)]
+    assert {take.queue.queue for take in takes[:2]} == {("orders", 0), ("orders", 1)}
+    assert takes[2] is None
+    consumer.consume(takes[0])
+    with consumer.member.changed:
+        assert consumer._take().queue is takes[0].queue
+
+
+def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end() -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=1)
+    send(log, "abcd")
+    found: list[list[str]] = []
+
+    def listen(messages: pa.Table) -> Any:
+        found.append([body.decode() for body in messages["body"].to_pylist()])
+        if "b" in found[-1]:
+            raise ValueError("not b")
+        return NEXT
+
+    consumer = push(log, listen, mode="orderly", max_reconsume_times=2)
+    consumer.member.join()
+    for _ in range(6):
+        go_on(consumer)
+        machine.sleep(1.1)
+    # A call that failed as a whole is tried again with single messages, so that the right one dies.
+    assert found == [["a", "b", "c", "d"], ["a"], ["b", "c", "d"], ["b"], ["b"], ["c", "d"]]
+    assert txmq.DeadLetters(log, "points").list()["body"].to_pylist() == [b"b"]
+    assert log.groups.positions("points")[QUEUE] == 4
+
+
+def test_an_inbox_takes_every_message_once_whoever_has_the_queue(tmp_path: Path) -> None:
+    log = memory_log(Steps(), orders=2)
+    url = make_database(tmp_path)
+    send(log, "abcdef")
+    with pytest.raises(txmq.OptionError, match="use mode='orderly'"):
+        push(log, inbox_of(url))
+    late = push(log, inbox_of(url), mode="orderly", consume_message_batch_max_size=2)
+    late.member.join()
+    late.member.fetch()
+    assert late.work()
+    dies(late)
+    lives = push(log, inbox_of(url), mode="orderly")
+    lives.member.join()
+    go_on(lives)
+    assert results(url) == list("abcdef")
+    # One that woke up late has the messages still: the inbox knows them.
+    late.member._members.renew(late.member.machine.monotonic())
+    assert late.work()
+    assert results(url) == list("abcdef")
+    assert txmq.DeadLetters(log, "points").list().num_rows == 0
+
+
+# ---------------------------------------------------------------- arguments
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"message_model": "BROADCASTING"}, "BROADCASTING each member gets every message: give each consumer a group"),
+        ({"mode": "parallel"}, "mode='parallel' is neither 'concurrently' nor 'orderly'"),
+        ({"lease": 15.0}, "lease=15.0 is under two heartbeats of 10 s"),
+        ({"consume_from_where": "latest"}, "is not one of CONSUME_FROM_LAST_OFFSET, "),
+        ({"consume_from_where": "CONSUME_FROM_TIMESTAMP"}, "need each other"),
+        ({"tags": "a", "selector": "b = 1"}, "contradict each other"),
+        ({"max_span": 0}, "max_span=0 is out of range"),
+        ({"consume_thread_max": 0}, "consume_thread_max=0"),
+        ({"delay_level_when_next_consume": 19}, "from 1 to 18"),
+        ({"topics": ()}, "the name of a topic is expected"),
+        ({"topics": "ordes"}, "did you mean 'orders'"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(txmq.TxmqError, match=said):
+        push(memory_log(), seen_by([]), **options)
+
+
+def test_what_is_no_listener_is_refused() -> None:
+    with pytest.raises(txmq.ListenerError, match=r"got str: a function of a pyarrow\.Table"):
+        push(memory_log(), "print")
+
+
+# ---------------------------------------------------------------- threads
+def test_it_consumes_in_threads_until_it_is_shut_down(log: CommitLog) -> None:
+    found: list[str] = []
+    all_came = threading.Event()
+
+    def listen(message: txmq.MessageExt) -> Any:
+        found.append(bytes(message.body).decode())  # type: ignore[arg-type]
+        if len(found) == 40:
+            all_came.set()
+        return DONE
+
+    consumer = push(log, txmq.EachMessage(listen))
+    with consumer:
+        for n in range(4):
+            send(log, [f"{n}.{i}" for i in range(10)])
+        assert all_came.wait(60)
+    assert len(set(found)) == 40
+    assert sum(log.groups.positions("points").values()) == 40
+    assert all(place.owner is None for place in log.groups.places("points").values())
+    assert txmq.ConsumerGroup(log, "points").members() == {}
+    assert not [t for t in threading.enumerate() if t.name.startswith(("txmq-consume", "txmq-fetch", "txmq-member"))]
+    with pytest.raises(txmq.ConsumeError, match="was shut down: make a new one"):
+        consumer.start()
+
+
+def test_a_shutdown_waits_for_a_running_call_and_starts_no_other(log: CommitLog) -> None:
+    send(log, "abcd", queue_id=[0] * 4)
+    found: list[str] = []
+    began, may_end = threading.Event(), threading.Event()
+
+    def listen(messages: pa.Table) -> Any:
+        began.set()
+        assert may_end.wait(60)
+        return seen_by(found)(messages)
+
+    consumer = push(log, listen, consume_message_batch_max_size=1, consume_thread_max=1).start()
+    assert began.wait(60)
+    ends = threading.Thread(target=consumer.shutdown)
+    ends.start()
+    assert consumer.member.stopping.wait(60)
+    may_end.set()
+    ends.join(60)
+    assert found == ["a"]
+    assert log.groups.positions("points")[QUEUE] == 1
+
+
+def test_a_call_that_does_not_end_keeps_its_queue_until_the_lease_is_over(log: CommitLog) -> None:
+    send(log, "a", queue_id=[0])
+    began, may_end = threading.Event(), threading.Event()
+
+    def listen(messages: pa.Table) -> Any:
+        began.set()
+        may_end.wait(60)
+        return DONE
+
+    consumer = push(log, listen, await_termination=0).start()
+    assert began.wait(60)
+    consumer.shutdown()
+    places = log.groups.places("points")
+    assert places[QUEUE].owner == consumer.member.name
+    assert places[QUEUE].next_offset == 0
+    assert places[("orders", 1)].owner is None
+    may_end.set()
+
+
+def test_a_listener_that_breaks_its_contract_ends_the_consumer(log: CommitLog) -> None:
+    send(log, "a", queue_id=[0])
+    with pytest.raises(txmq.ListenerError, match="returned 7: a status is expected"):
+        push(log, lambda messages: 7).run()
+    assert log.groups.positions("points")[QUEUE] == 0
+    with (
+        pytest.raises(txmq.ListenerError, match="returned 7: a status is expected"),
+        push(log, lambda messages: 7) as consumer,
+    ):
+        assert consumer.member.stopping.wait(60)
+
+
+def test_run_ends_at_sigterm(log: CommitLog) -> None:
+    def listen(messages: pa.Table) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return DONE
+
+    send(log, "a", queue_id=[0])
+    before = signal.getsignal(signal.SIGTERM)
+    push(log, listen).run()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert log.groups.positions("points")[QUEUE] == 1
+
+
+def test_a_fork_is_refused_and_leaves_the_group_alone(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    with push(log, seen_by([])) as consumer:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: 1)
+            with pytest.raises(txmq.ConsumeError, match="this is a fork of it: make one in each process"):
+                consumer.start()
+            consumer.member.stop(0)
+        assert len(txmq.ConsumerGroup(log, "points").members()) == 1
