@@ -86,6 +86,10 @@ bench-drained: install ## what a drainer beside the sink, rolled back messages a
 bench-programs: install ## what producers without Spark send, in one to 64 threads
 	@$(PY) -m benchmarks.programs
 
+.PHONY: bench-push
+bench-push: install ## how fast and how soon consumers without Spark are, and what they cost when idle
+	@$(PY) -m benchmarks.push
+
 .PHONY: bench-consumers
 bench-consumers: install ## what it costs that a result counts once, beside at least once
 	@$(PY) -m benchmarks.consumers

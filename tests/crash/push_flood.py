@@ -1,7 +1,7 @@
 """A consumer of a group that several processes share: ``push_flood <folder> <mode> <number>``.
 
-``orderly``: into an inbox, so that each message counts once and in the order of its key. ``concurrently``: into a file of
-its own for each process; some messages fail when they come first, and come again as retries.
+``orderly``: into an inbox, so that each message counts once and in the order of its key. ``concurrently``: into a file
+for each process; some messages fail when they come first, and come again as retries.
 """
 
 from __future__ import annotations
