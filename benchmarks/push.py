@@ -1,8 +1,8 @@
 """``make bench-push``: how fast and how soon consumers without Spark are, and what they cost when idle.
 
 Each round makes a log of BENCH_MESSAGES (1,000,000) messages in tables of 100,000, and reads it in turn: all at once by
-``CommitLog.read`` (the floor), by a listener of tables, by a listener of single messages. Then single messages are sent,
-20 a second, while a consumer waits for them. Environment: BENCH_ROUNDS (5), BENCH_SECONDS (5).
+``CommitLog.read`` (the floor), by a listener of tables, and by a listener of single messages. Then single messages are
+sent, 20 a second, while a consumer waits for them. Environment: BENCH_ROUNDS (5), BENCH_SECONDS (5).
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ class _Files:
         return [pafs.FileInfo(p, pafs.FileType.File, mtime=self.written[p]) for p in inside]
 
     def delete_file(self, path: str) -> None:
-        del self.content[path]
+        if self.content.pop(path, None) is None:
+            raise FileNotFoundError(path)
         self._tables.pop(path, None)
 
 

@@ -216,8 +216,19 @@ class GroupMember:
         self.require_own_process()
         self.join()
         atexit.register(self._at_exit)
-        self._threads = [self.machine.start_thread(self._keep_on, "txmq-member", daemon=True)]
-        self._threads += [self.machine.start_thread(f, f"txmq-{name}", daemon=True) for name, f in work.items()]
+        threads = {"member": self._keep_on, **work}
+        self._threads = [
+            self.machine.start_thread(self._or_fail(f), f"txmq-{n}", daemon=True) for n, f in threads.items()
+        ]
+
+    def _or_fail(self, work: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as problem:  # a panic of delta-rs is no Exception
+                self.fail(problem)
+
+        return run
 
     def stop(self, timeout_s: float) -> None:
         """End: wait for what runs, write progress, release the queues and leave the group.

@@ -289,16 +289,15 @@ class PushConsumer:
     def consume_on(self) -> None:
         """Consume until the end: the work of a thread."""
         member = self.member
-        try:
-            while not member.stopping.is_set():
-                with member.changed:
-                    take = self._take()
-                    if take is None:
-                        member.changed.wait(self._until_next())
-                        continue
-                self.consume(take)
-        except BaseException as problem:  # of the listener's contract, or its SystemExit
-            member.fail(problem)
+        while not member.stopping.is_set():
+            with member.changed:
+                if member.stopping.is_set():  # its notice came before this thread waits for one
+                    return
+                take = self._take()
+                if take is None:
+                    member.changed.wait(self._until_next())
+                    continue
+            self.consume(take)
 
     def work(self) -> bool:
         """Consume one take, in the caller's thread; False when nothing can be taken."""
