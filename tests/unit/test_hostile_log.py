@@ -117,7 +117,7 @@ def test_a_half_made_log_is_completed_by_making_it_again(
     assert len(bodies(CommitLog.open(tmp_path / "log"))) == 5
 
 
-@pytest.mark.parametrize("found", ["4", "99", "next", "-1"])
+@pytest.mark.parametrize("found", [str(opening.FORMAT + 1), "99", "next", "-1"])
 def test_a_newer_format_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(opening, "FORMAT", found)

@@ -181,6 +181,26 @@ def test_progress_is_written_at_most_once_a_second_and_not_at_all_when_nothing_m
     assert log.groups.table.refresh() - before == 3
 
 
+def test_on_an_object_store_the_members_of_all_groups_take_turns_with_their_progress() -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=1)
+    others = [push(log, seen_by([]), group=f"group-{n}") for n in range(19)]
+    consumer = push(log, seen_by([]))
+    consumer.member._is_remote = True
+    for each in (*others, consumer):
+        each.member.join()
+    written = []
+    for n in range(12):
+        send(log, [str(n)])
+        consumer.member.fetch()
+        consumer.work()
+        before = log.groups.table.refresh()
+        consumer.member.keep()
+        written.append(log.groups.table.refresh() - before)
+        machine.sleep(1.0)
+    assert written == [1, 0, 0, 0] * 3, "20 members, 0.2 s each"
+
+
 def test_no_more_than_max_span_is_under_way_behind_a_message_that_does_not_end() -> None:
     log = memory_log(orders=1)
     send(log, [str(n) for n in range(50)])
