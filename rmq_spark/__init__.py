@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from rmq_spark.listeners.sql import create_fence as create_fence
     from rmq_spark.message import Message as Message
     from rmq_spark.message import MessageExt as MessageExt
+    from rmq_spark.relay.kafka import KafkaRelay as KafkaRelay
+    from rmq_spark.relay.report import RelayReport as RelayReport
     from rmq_spark.sink.foreach_batch import TransactionalSink as TransactionalSink
     from rmq_spark.sink.producer import TransactionMQProducer as TransactionMQProducer
     from rmq_spark.sink.producer import TransactionSendResult as TransactionSendResult
@@ -73,6 +75,8 @@ _WHERE = {
     "HalfTransaction": "listeners.sql",
     "Rollback": "listeners.sql",
     "create_fence": "listeners.sql",
+    "KafkaRelay": "relay.kafka",
+    "RelayReport": "relay.report",
     "Message": "message",
     "MessageExt": "message",
     "TransactionalSink": "sink.foreach_batch",

@@ -235,3 +235,21 @@ class FenceError(TxmqError):
 
 class FencedError(TxmqError):
     """This attempt was rolled back by a check before its local transaction could commit."""
+
+
+# ---------------------------------------------------------------- what was handed over to another broker
+class RelayError(TxmqError):
+    """A relay cannot go on. Start it again: a broker did not answer, or nobody knows what became of a commit."""
+
+
+class RelayRefusedError(RelayError):
+    """A relay must not go on until a person has decided: the log, its messages or the topics of the other broker are
+    not what they must be."""
+
+
+class PoisonMessageError(RelayRefusedError):
+    """The other broker refuses a message: it is too large, or its time is too far away."""
+
+
+class RelayFencedError(RelayError):
+    """Another process runs this relay now. Do not start this one again."""
