@@ -1,7 +1,8 @@
 """The ``txmq`` command: look into a commit log, settle what waits for a person, run checks.
 
 Exit codes: 0 for success; 1 when something failed (one line says what), or when a person said no; 2 for wrong usage, or
-for a configuration that cannot be used. A reader that closes the pipe early, as ``head`` does, has what it wanted: 0.
+for a configuration that cannot be used; ``relay`` has two more. A reader that closes the pipe early, as ``head`` does,
+has what it wanted: 0.
 
 The modules of this package import what is heavy (pyarrow, deltalake, rich's tables) inside the commands: ``--help``
 answers at once.
@@ -37,6 +38,8 @@ from rmq_spark.cli.output import (
     show,
     storage_options,
 )
+from rmq_spark.cli.relaying import HELP as RELAY_HELP
+from rmq_spark.cli.relaying import relay
 from rmq_spark.config import QUEUES_DEFAULT, parse_duration
 from rmq_spark.errors import OptionError
 
@@ -55,6 +58,7 @@ topic_app = typer.Typer(no_args_is_help=True, help="Topics of a commit log.")
 app.add_typer(topic_app, name="topic")
 app.add_typer(group_app, name="group")
 app.add_typer(dlq_app, name="dlq")
+app.command(help=RELAY_HELP)(plainly(relay))
 
 HalfId = Annotated[str, typer.Argument(metavar="HALF_ID", help="As listed by pending, quarantined and conflicts.")]
 

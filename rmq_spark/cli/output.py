@@ -8,9 +8,9 @@ import os
 import re
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 
 import typer
 
@@ -47,12 +47,17 @@ def plainly(command: Callable[P, None]) -> Callable[P, None]:
         except Exception as problem:
             if isinstance(problem, BrokenPipeError) and _nobody_reads():
                 raise typer.Exit(0) from None
-            if os.environ.get("TXMQ_DEBUG"):
-                raise
-            typer.secho(_sentence(problem), fg=None if os.environ.get("NO_COLOR") else "red", err=True)
-            raise typer.Exit(1) from None
+            fail(problem, 1)
 
     return run
+
+
+def fail(problem: Exception, code: int) -> NoReturn:
+    """End with an exit code, and the problem on one line. ``TXMQ_DEBUG=1`` shows the traceback instead."""
+    if os.environ.get("TXMQ_DEBUG"):
+        raise problem
+    typer.secho(_sentence(problem), fg=None if os.environ.get("NO_COLOR") else "red", err=True)
+    raise typer.Exit(code) from None
 
 
 def _sentence(problem: Exception) -> str:
@@ -103,6 +108,11 @@ def storage_options(given: Sequence[str] | None) -> dict[str, str] | None:
     return options or None
 
 
+def hide(values: Iterable[str]) -> None:
+    """Never show these values in an error."""
+    _secrets.extend(v for v in values if len(v) > 3)
+
+
 # ---------------------------------------------------------------- words
 _CALLS: Sequence[tuple[str, str]] = (
     (r"CommitLog\.create\('([^']*)'\)", r"txmq create \1"),
@@ -122,7 +132,14 @@ _ARGUMENTS: Sequence[tuple[str, str]] = (
     (r"\bstart names\b", "--from names"),
     (r"^to (?=has|names)", "--to "),
     (r"\bolder_than=", "--older-than "),
-    (r"\b(queues|retention|grace|audit|idempotency|every|tags|selector)=", r"--\1 "),
+    (r"create_topics=True", "--create-topics"),
+    (r"reshard=True", "--reshard"),
+    (r"on_poison='park'", "--on-poison park"),
+    (r"on_expired='skip'", "--on-expired skip"),
+    (r"\b(topic|transaction|retry|poll|on)_(template|pattern|timeout|interval|poison|expired)=", r"--\1-\2 "),
+    (r"\bgive it as bootstrap_servers\b", "give it as --bootstrap-servers"),
+    (r"\bmax_batch_(messages|bytes)=", r"--max-batch-\1 "),
+    (r"\b(queues|retention|grace|audit|idempotency|every|tags|selector|shards|shard|start)=", r"--\1 "),
 )
 """The same of arguments and options."""
 
