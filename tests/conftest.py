@@ -13,7 +13,7 @@ from hypothesis import core, settings
 from tests import seeds
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
 
-TOGETHER = ("tests/spark/", "tests/crash/", "tests/process/", "tests/torture/s3/", "tests/torture/damage/")
+TOGETHER = tuple(f"tests/{name}/" for name in "spark crash process kafka torture/s3 torture/damage".split())
 """Each has one Spark session, one server of a kind, one log to damage, or one story of killed processes at a time."""
 
 SEEDS = pytest.StashKey[str]()

@@ -1,0 +1,358 @@
+"""A relay hands committed messages over to Kafka once and in order, and refuses what would break that."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import confluent_kafka as ck
+import pyarrow as pa
+import pytest
+
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import Who
+from rmq_spark.errors import (
+    OptionError,
+    PoisonMessageError,
+    RelayError,
+    RelayFencedError,
+    RelayRefusedError,
+    TopicNotFoundError,
+)
+from rmq_spark.message import PROPERTIES, TIMESTAMP
+from rmq_spark.relay import kafka as kafka_module
+from rmq_spark.relay.transactions import Transactions
+from tests.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, send, split
+from tests.kafka.broker import QUIET
+from tests.kafka.handing import Handing, committed
+
+NOW = datetime.now(timezone.utc)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> CommitLog:
+    return make_log("memory", tmp_path, orders=2)
+
+
+def full(n: int) -> pa.Table:
+    """Messages with everything that a message can have, and messages with as little as possible."""
+    return pa.table(
+        {
+            "body": pa.array([f"{n}".encode(), b"", b"\x00\xff"]),
+            "tags": pa.array(["paid", None, "ä"]),
+            "keys": pa.array(["a b", "only keys", None]),
+            "sharding_key": pa.array(["s", None, None]),
+            "properties": pa.array([[("region", "eu"), ("empty", "")], None, [("txmq", "x")]], PROPERTIES),
+            "born_timestamp": pa.array([NOW - timedelta(days=9000), NOW, NOW + timedelta(minutes=5)], TIMESTAMP),
+        }
+    )
+
+
+# ---------------------------------------------------------------- what a consumer sees
+def test_a_consumer_sees_what_the_log_committed_once_and_in_order(handing: Handing, log: CommitLog) -> None:
+    log.create_topic("points", 3)
+    for n in range(3):
+        commit(log, prepare(log, n, full(n)))
+        commit(log, prepare(log, n, full(n), app="points", topic="points"))
+    mixed = send(log, "mixed", 9, per="message")
+    kept, dropped = split(pending(log, mixed), 3)
+    log.decide(mixed, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    roll_back(log, send(log, "rolled back"))
+    send(log, "open")
+    relay = handing.relay(log, max_batch_messages=4)
+    report = relay.run_once()
+    assert report.messages == handing.require_same(log, "orders", "points") == 24
+    assert report.by_topic == {"orders": 15, "points": 9}
+    assert report.transactions >= 6
+    assert str(report).startswith("24 messages handed over (orders 15, points 9), in ")
+    assert not relay.run_once()
+    log.drain()
+    commit(log, prepare(log, 7, 5))  # what is drained and what is not are read from two tables
+    assert relay.run_once().messages == 5
+    relay.close()
+    commit(log, prepare(log, 8, 5))
+    again = handing.relay(log)
+    assert again.run_once().messages == 5
+    assert again.positions == dict(log.tails())
+    assert handing.require_same(log, "orders", "points") == 34
+
+
+def test_a_stream_of_commits_is_followed_until_it_is_told_to_stop(handing: Handing, log: CommitLog) -> None:
+    relay, stop, seen = handing.relay(log), threading.Event(), threading.Semaphore(0)
+    counts: list[int] = []
+
+    def show(report: object) -> None:
+        counts.append(relay.report.messages)
+        seen.release()
+
+    thread = threading.Thread(target=relay.run, args=(stop, show))
+    thread.start()
+    try:
+        for n in range(3):
+            commit(log, prepare(log, n, 4))
+            assert seen.acquire(timeout=60)
+    finally:
+        stop.set()
+        thread.join()
+    assert sum(counts) == 12
+    assert handing.require_same(log) == 12
+
+
+@pytest.mark.long
+def test_a_topic_that_is_made_later_is_handed_over_from_its_first_message(handing: Handing, log: CommitLog) -> None:
+    commit(log, prepare(log, 0))
+    relay = handing.relay(log, start="latest")
+    assert not relay.run_once()
+    log.create_topic("late", 1)
+    commit(log, prepare(log, 1, topic="late"))
+    assert relay.run_once().by_topic == {"late": 5}
+    relay.close()
+    commit(log, prepare(log, 2, 3))  # after its first start "latest" means what it meant then
+    assert handing.relay(log, start="latest").run_once().by_topic == {"orders": 3}
+    assert handing.seen() == {
+        q: [m for m in ms if "app:2:" in m["msg_id"]] for q, ms in committed(log, "orders").items()
+    }
+    assert handing.require_same(log, "late") == 5
+
+
+@pytest.mark.long
+def test_shards_share_the_queues_and_agree_on_their_number(handing: Handing, log: CommitLog) -> None:
+    log.create_topic("points", 3)
+    commit(log, prepare(log, 0, 10))
+    commit(log, prepare(log, 1, 10, topic="points"))
+    shards = [handing.relay(log, shards=2, shard=n) for n in range(2)]
+    reports = [shard.run_once() for shard in shards]
+    assert [report.messages > 0 for report in reports] == [True, True]
+    assert handing.require_same(log, "orders", "points") == 20
+    assert not set(shards[0].positions) & set(shards[1].positions)
+    with pytest.raises(RelayRefusedError, match=r"has 2 shards, and this process was told 1.*reshard=True"):
+        handing.relay(log).run_once()
+    commit(log, prepare(log, 2, 10))
+    assert shards[0].run_once().messages + shards[1].run_once().messages == 10, "a refused start fences nobody"
+    alone = handing.relay(log, reshard=True)
+    assert not alone.run_once()
+    commit(log, prepare(log, 3, 10))
+    assert alone.run_once().messages == 10
+    with pytest.raises(RelayFencedError, match="another process runs relay"):
+        shards[0].run_once()
+    with pytest.raises(RelayError, match="start it again"):
+        shards[1].run_once()
+    with pytest.raises(RelayRefusedError, match="has 1 shards, and this process was told 2"):
+        shards[1].run_once()
+    assert handing.require_same(log, "orders", "points") == 40
+
+
+# ---------------------------------------------------------------- fencing
+def test_a_second_relay_fences_the_first(handing: Handing, log: CommitLog) -> None:
+    commit(log, prepare(log, 0))
+    first, second = handing.relay(log), handing.relay(log)
+    first.run_once()
+    second.run_once()
+    commit(log, prepare(log, 1))
+    with pytest.raises(RelayFencedError, match="Do not start it again"):
+        first.run_once()
+    assert second.run_once().messages == 5
+    assert handing.require_same(log) == 10
+
+
+@pytest.mark.long
+def test_a_transaction_that_took_too_long_is_told_from_a_fence(
+    handing: Handing, log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kafka's client says "fenced" in both cases."""
+    relay = handing.relay(log, transaction_timeout=1.0)
+    relay.run_once()
+    commit(log, prepare(log, 0))
+    deliver = Transactions.deliver
+
+    def late(transactions: Transactions) -> None:
+        deliver(transactions)
+        wait_for_an_abort(handing)
+
+    monkeypatch.setattr(Transactions, "deliver", late)
+    monkeypatch.setattr(kafka_module, "LOOK_AGAIN_S", 0.05)
+    with pytest.raises(RelayError, match=r"took more than transaction_timeout=1 s.*start it again") as problem:
+        relay.run_once()
+    assert type(problem.value) is RelayError
+    monkeypatch.undo()
+    assert relay.run_once().messages == 5
+    assert handing.require_same(log) == 5
+
+
+def wait_for_an_abort(handing: Handing) -> None:
+    """Come back when no transaction is open on the positions topic."""
+    partition = ck.TopicPartition(handing.positions_topic, 0)
+    found = {}
+    for isolation in ("read_committed", "read_uncommitted"):
+        found[isolation] = ck.Consumer(
+            {"bootstrap.servers": handing.kafka.servers, "group.id": "tests", "isolation.level": isolation},
+            logger=QUIET,
+        )
+    try:
+        while len({c.get_watermark_offsets(partition, timeout=30)[1] for c in found.values()}) > 1:
+            threading.Event().wait(0.05)
+    finally:
+        for consumer in found.values():
+            consumer.close()
+
+
+def test_a_position_behind_another_process_s_open_transaction_is_not_missed(handing: Handing, log: CommitLog) -> None:
+    """A read_committed consumer is told that the topic ends where that transaction begins."""
+    relay = handing.relay(log)
+    relay.run_once()
+    hung = ck.Producer(
+        {"bootstrap.servers": handing.kafka.servers, "transactional.id": "hung", "transaction.timeout.ms": 1000},
+        logger=QUIET,
+    )
+    hung.init_transactions(30)
+    hung.begin_transaction()
+    hung.produce(handing.positions_topic, b"{}", b'{"relay":"another"}', 0)
+    assert hung.flush(30) == 0
+    commit(log, prepare(log, 0))
+    relay.run_once()
+    relay.close()
+    again = handing.relay(log)
+    assert not again.run_once()
+    assert handing.require_same(log) == 5
+
+
+# ---------------------------------------------------------------- another log, or another copy of it
+def test_a_log_that_was_made_anew_is_refused(handing: Handing, log: CommitLog, tmp_path: Path) -> None:
+    commit(log, prepare(log, 0))
+    handing.relay(log).run_once()
+    anew = make_log("memory", tmp_path, orders=2)
+    commit(anew, prepare(anew, 0))
+    with pytest.raises(RelayRefusedError, match=f"has handed over commit log {log.id}.*a relay of another name"):
+        handing.relay(anew).run_once()
+    assert handing.require_same(log) == 5
+
+
+def test_an_older_copy_of_the_log_is_refused_also_when_it_has_grown_since(handing: Handing, tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log", orders=1)
+    commit(log, prepare(log, 0))
+    shutil.copytree(tmp_path / "log", tmp_path / "copy")
+    commit(log, prepare(log, 1))
+    relay = handing.relay(log)
+    relay.run_once()
+    seen = handing.ids()
+    shutil.rmtree(tmp_path / "log")
+    shutil.move(tmp_path / "copy", tmp_path / "log")
+    older = CommitLog.open(tmp_path / "log")
+    with pytest.raises(RelayRefusedError, match=r"up to offset 9 were handed over, and the log ends at 5"):
+        handing.relay(older).run_once()
+    commit(older, prepare(older, 0, 7, app="other"))
+    with pytest.raises(RelayRefusedError, match=r"message app:1:0.4 was handed over from offset 9.*has other:0:0.4"):
+        handing.relay(older).run_once()
+    assert handing.ids() == seen
+
+
+# ---------------------------------------------------------------- what has expired
+def test_what_expired_before_stops_the_relay_unless_it_is_to_skip_it(handing: Handing, log: CommitLog) -> None:
+    commit(log, send(log, "first", 4))
+    handing.relay(log).run_once()
+    commit(log, send(log, "expires", 6))
+    log.drain()
+    log.topic_store.set_retention("orders", 0.0)
+    assert let_leave(log).files_expired > 0
+    log.set_retention("orders", None)
+    commit(log, send(log, "after", 4))
+    with pytest.raises(RelayRefusedError, match=r"queue 0: offsets 2 to 4 have expired.*on_expired='skip'"):
+        handing.relay(log).run_once()
+    relay = handing.relay(log, on_expired="skip")
+    report = relay.run_once()
+    assert (report.messages, report.skipped) == (4, 6)
+    assert "6 expired messages skipped" in str(report)
+    assert [m["offset"] for m in handing.seen()[0]] == [0, 1, 5, 6]
+    gaps = {(k["queue"], k["gap"], v["next_offset"]) for k, v in handing.positions() if "gap" in k}
+    assert gaps == {(0, 2, 5), (1, 2, 5)}
+    relay.close()
+    assert not handing.relay(log).run_once(), "the gap is behind it for good"
+
+
+def test_a_new_relay_begins_at_the_first_message_that_is_kept(handing: Handing, log: CommitLog) -> None:
+    commit(log, send(log, "expires", 6))
+    log.drain()
+    log.topic_store.set_retention("orders", 0.0)
+    let_leave(log)
+    commit(log, send(log, "after", 2))
+    assert handing.relay(log).run_once().messages == 2
+    assert handing.require_same(log) == 2
+
+
+# ---------------------------------------------------------------- what Kafka refuses
+def poisoned(log: CommitLog, kind: str) -> list[str]:
+    """Commit 40 messages of one queue, of which two are poison; returns the ids of those two."""
+    bodies, times = [b"%d" % n for n in range(40)], [NOW] * 40
+    for n in (17, 30):
+        if kind == "large":
+            bodies[n] = bytes(2_000_000)
+        else:
+            times[n] = NOW + timedelta(days=2)
+    record = prepare(log, 0, pa.table({"body": pa.array(bodies), "born_timestamp": pa.array(times, TIMESTAMP)}))
+    commit(log, record)
+    rows = log.read("orders", columns=["msg_id", "body", "born_timestamp"]).to_pylist()
+    return [r["msg_id"] for r in rows if len(r["body"]) > 100 or r["born_timestamp"] > NOW + timedelta(days=1)]
+
+
+@pytest.mark.parametrize("kind", ["large", pytest.param("late", marks=pytest.mark.long)])
+def test_a_message_that_kafka_refuses_ends_the_relay_or_is_parked(handing: Handing, tmp_path: Path, kind: str) -> None:
+    log = make_log("memory", tmp_path, orders=1)
+    poison = poisoned(log, kind)
+    expected = [m["msg_id"] for m in committed(log, "orders")[0]]
+    words = "MSG_SIZE_TOO_LARGE" if kind == "large" else "INVALID_TIMESTAMP"
+    with pytest.raises(PoisonMessageError, match=rf"refuses message {poison[0]} .*{words}.*on_poison='park'"):
+        handing.relay(log).run_once()
+    assert handing.ids()[0] == expected[:17], "all before it is handed over"
+    report = handing.relay(log, on_poison="park").run_once()
+    assert (report.messages, report.parked) == (21, 2)
+    assert handing.ids()[0] == [i for i in expected if i not in poison]
+    parked = handing.parked()
+    headers = [{name: value.decode() for name, value in message.headers()} for message in parked]
+    assert [h["txmq.msg_id"] for h in headers] == poison
+    assert [h["txmq.parked.queue_id"] for h in headers] == ["0", "0"]
+    assert all(words in h["txmq.parked.reason"] for h in headers)
+    assert [m.value() for m in parked] == ([None, None] if kind == "large" else [b"17", b"30"])
+
+
+def test_messages_as_large_as_the_topic_of_kafka_takes_are_handed_over(handing: Handing, tmp_path: Path) -> None:
+    log = make_log("memory", tmp_path, orders=1)
+    handing.kafka.create(handing.topic(), 1, max_message_bytes=5_000_000)
+    commit(log, prepare(log, 0, pa.table({"body": pa.array([bytes(4 * 1024 * 1024)] * 3)})))
+    assert handing.relay(log).run_once().messages == 3
+    assert handing.require_same(log) == 3
+
+
+# ---------------------------------------------------------------- topics of Kafka
+def test_topics_of_kafka_must_be_there_and_have_a_partition_for_each_queue(handing: Handing, log: CommitLog) -> None:
+    commit(log, prepare(log, 0))
+    with pytest.raises(RelayRefusedError, match=r"has no topic '.*orders': create it.*orders: 2.*create_topics=True"):
+        handing.relay(log, create_topics=False).run_once()
+    handing.kafka.create(handing.topic(), 1)
+    with pytest.raises(RelayRefusedError, match="has 1 partitions, and the log's topic has 2 queues"):
+        handing.relay(log).run_once()
+    with pytest.raises(TopicNotFoundError, match="orders"):
+        handing.relay(log, topics=["ordes"]).run_once()
+
+
+def test_a_positions_topic_that_forgets_is_refused(handing: Handing, log: CommitLog) -> None:
+    handing.kafka.create(handing.positions_topic, 1, cleanup_policy="delete")
+    with pytest.raises(RelayRefusedError, match=r"has cleanup\.policy=delete"):
+        handing.relay(log).run_once()
+
+
+def test_a_broker_that_is_away_is_an_error_that_a_restart_may_cure(handing: Handing, log: CommitLog) -> None:
+    from rmq_spark.relay import brokers
+
+    relay = handing.relay(log)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(brokers, "ANSWER_S", 0.2)
+        relay._brokers._admin = ck.admin.AdminClient({"bootstrap.servers": "127.0.0.1:1"}, logger=QUIET)
+        with pytest.raises(RelayError, match="Kafka failed while its topics were listed"):
+            relay.run_once()
+
+
+def test_settings_that_kafka_s_client_does_not_know_are_refused(handing: Handing, log: CommitLog) -> None:
+    with pytest.raises(OptionError, match="refuses its settings"):
+        handing.relay(log, kafka={"no.such.setting": "1"})

@@ -1,0 +1,220 @@
+"""What a relay is told, what its records hold, and what its positions topic says: without a broker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rmq_spark.cli.relaying import _exit_code, kafka_settings
+from rmq_spark.commitlog.messages import SOURCE_SCHEMA
+from rmq_spark.errors import (
+    MessageError,
+    NotACommitLogError,
+    OptionError,
+    PoisonMessageError,
+    RelayError,
+    RelayFencedError,
+    RelayRefusedError,
+    TxmqError,
+)
+from rmq_spark.redaction import redacted
+from rmq_spark.relay.positions import Agreed, Position, PositionRecords, Stored
+from rmq_spark.relay.records import COLUMNS, parked, pieces, to_records
+from rmq_spark.relay.report import RelayReport
+from rmq_spark.relay.settings import RelaySettings
+from rmq_spark.testing import InMemoryCommitLog
+
+DEFAULTS: dict[str, Any] = {
+    "bootstrap_servers": "broker:9092",
+    "relay": "kafka",
+    "topics": None,
+    "topic_pattern": None,
+    "topic_template": "{topic}",
+    "shards": 1,
+    "shard": 0,
+    "reshard": False,
+    "start": "earliest",
+    "on_poison": "refuse",
+    "parking_topic": "parked",
+    "on_expired": "stop",
+    "positions_topic": "positions",
+    "create_topics": False,
+    "replication_factor": None,
+    "max_batch_messages": 10,
+    "max_batch_bytes": "1m",
+    "transaction_timeout": 60.0,
+    "retry_timeout": 300.0,
+    "poll_interval": 1.0,
+    "kafka": {},
+}
+
+
+def settings(**given: Any) -> RelaySettings:
+    return RelaySettings(**{**DEFAULTS, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"bootstrap_servers": " "}, r"bootstrap_servers is missing: name Kafka's brokers"),
+        ({"topics": ["a"], "topic_pattern": "b"}, r"topics and topic_pattern contradict each other"),
+        ({"topics": "orders"}, r"topics='orders' is no list of names"),
+        ({"topics": []}, r"is no list of names"),
+        ({"topic_pattern": "("}, r"is no regular expression"),
+        ({"topic_template": "{topic}{topic}"}, r"must have \{topic\} in it once"),
+        ({"topic_template": "a b {topic}"}, r"'a b t' cannot be a topic of Kafka"),
+        ({"positions_topic": "parked"}, r"'parked' is the topic of positions and of what is parked: name two"),
+        ({"shards": 2, "shard": 2}, r"shard=2 is out of range: a whole number from 0 to 1"),
+        ({"start": "newest"}, r"start='newest' cannot be used: known are earliest, latest"),
+        ({"on_poison": "parc"}, r"did you mean 'park'\?"),
+        ({"on_expired": None}, r"on_expired=None cannot be used"),
+        ({"max_batch_messages": 0}, r"max_batch_messages=0 is out of range"),
+        ({"max_batch_bytes": "many"}, r"max_batch_bytes='many' is not a number of bytes"),
+        ({"transaction_timeout": 0}, r"transaction_timeout=0 cannot be used"),
+        ({"kafka": {"transactional.id": "mine"}}, r"it follows from the log, the relay and the shard"),
+        ({"kafka": {"isolation.level": "read_uncommitted"}}, r"would not be handed over exactly once"),
+    ],
+)
+def test_settings_that_cannot_be_used_say_why(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        settings(**given)
+
+
+def test_names_that_no_topic_of_the_log_has_are_refused() -> None:
+    with pytest.raises(MessageError, match="a b"):
+        settings(topics=["a b"])
+
+
+def test_secrets_among_kafka_s_settings_are_never_shown() -> None:
+    made = settings(kafka={"sasl.password": "hush-hush-hush", "ssl.key.pem": "-----BEGIN-----"})
+    assert "hush" not in repr(made)
+    assert redacted("error: hush-hush-hush -----BEGIN-----") == "error: *** ***"
+
+
+def test_a_relay_without_topics_takes_those_that_users_made() -> None:
+    everything = settings().subscription
+    assert [t for t in ("orders", "%RETRY%points", "%DLQ%points", "o") if everything.matches(t)] == ["orders", "o"]
+    assert settings(topics=["%DLQ%points"]).subscription.matches("%DLQ%points")
+    assert settings(topic_pattern="o.*").subscription.matches("orders")
+
+
+def test_each_queue_has_one_shard_and_the_queues_of_a_topic_are_dealt_out_evenly() -> None:
+    shards = [settings(shards=3, shard=n) for n in range(3)]
+    for topic in ("orders", "points", "ä"):
+        counts = [sum(shard.is_mine(topic, queue) for queue in range(6)) for shard in shards]
+        assert counts == [2, 2, 2]
+        assert all(sum(shard.is_mine(topic, queue) for shard in shards) == 1 for queue in range(6))
+
+
+def test_settings_of_the_environment_are_named_as_kafka_names_them_and_arguments_win() -> None:
+    environment = {"TXMQ_KAFKA__SASL_PASSWORD": "x=y", "TXMQ_KAFKA__LINGER_MS": "1", "TXMQ_PATH": "log"}
+    assert kafka_settings(["linger.ms=7"], environment) == {"sasl.password": "x=y", "linger.ms": "7"}
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [
+        (RelayError(), 1),
+        (NotACommitLogError(), 1),
+        (OptionError(), 2),
+        (RelayFencedError(), 3),
+        (RelayRefusedError(), 4),
+        (PoisonMessageError(), 4),
+    ],
+)
+def test_an_exit_code_tells_whether_to_start_again(problem: TxmqError, code: int) -> None:
+    assert _exit_code(problem) == code
+
+
+# ---------------------------------------------------------------- records
+def messages(*rows: dict[str, Any]) -> pa.Table:
+    schema = pa.schema([SOURCE_SCHEMA.field(name) for name in COLUMNS])
+    return pa.Table.from_pylist([{"topic": "orders", "queue_id": 0, "queue_offset": 0, **row} for row in rows], schema)
+
+
+def test_a_record_has_the_sharding_key_or_else_the_keys_or_none() -> None:
+    found = to_records(messages({"sharding_key": "", "keys": "k"}, {"keys": "k"}, {}), str)
+    assert [m.record.key for m in found] == [b"", b"k", None]
+
+
+def test_a_header_of_the_relay_stands_behind_a_property_of_that_name() -> None:
+    properties = [("txmq.msg_id", "forged"), ("region", "eu")]
+    (found,) = to_records(messages({"msg_id": "a:0:0.0", "properties": properties}), str)
+    assert found.record.headers[:3] == (("txmq.msg_id", b"forged"), ("region", b"eu"), ("txmq.msg_id", b"a:0:0.0"))
+    assert dict(found.record.headers)["txmq.msg_id"] == b"a:0:0.0"
+
+
+def test_times_are_cut_to_milliseconds() -> None:
+    times = [1_999, 86_400_000_000_000 - 1]
+    found = to_records(messages(*({"born_timestamp": t} for t in times)), str)
+    assert [m.record.timestamp_ms for m in found] == [1, 86_399_999_999]
+
+
+def test_a_parked_message_keeps_what_it_was_and_says_why_it_is_there() -> None:
+    row = {"msg_id": "a:0:0.0", "body": b"1234", "queue_id": 3, "born_timestamp": 5_000}
+    (message,) = to_records(messages(row), lambda topic: f"shop.{topic}")
+    assert message.record.topic == "shop.orders"
+    kept = parked(message, "parked", "too late", with_body=True)
+    note = parked(message, "parked", "too large", with_body=False)
+    assert (kept.topic, kept.partition, kept.key, kept.value) == ("parked", 0, b"a:0:0.0", b"1234")
+    assert kept.timestamp_ms is None
+    assert (note.value, dict(note.headers)["txmq.parked.body_bytes"]) == (None, b"4")
+    assert dict(note.headers)["txmq.parked.reason"] == b"too large"
+
+
+def test_pieces_are_small_enough_and_lose_nothing() -> None:
+    table = pa.table({"n": list(range(100)), "body": pa.array([b"x" * (5_000 if n == 50 else 10) for n in range(100)])})
+    found = list(pieces(table, 30, 1_000))
+    assert all(p.num_rows == 1 or (p.num_rows <= 30 and p.nbytes <= 1_000) for p in found)
+    assert pa.concat_tables(found).equals(table)
+    assert list(pieces(table.slice(0, 0), 30, 1_000)) == []
+
+
+# ---------------------------------------------------------------- positions
+def test_positions_are_read_as_they_were_written_and_those_of_other_relays_are_left_out() -> None:
+    stored = Stored("mine")
+    for relay in ("mine", "other"):
+        makes = PositionRecords("positions", relay, "log")
+        written = [makes.agreed(2, "{topic}"), makes.claim(1, f"run of {relay}", {"host": "h"})]
+        written += [makes.position(("ö", 3), Position(n, f"{relay}{n}")) for n in (7, 8)]
+        written += [makes.gap(("ö", 3), 1, 4, "now")]
+        for offset, record in enumerate(written):
+            stored.add(record.key, record.value, offset)
+    assert stored.agreed == {"log": Agreed(2, "{topic}")}
+    assert stored.of_log("log") == {("ö", 3): Position(8, "mine8")}
+    assert stored.of_log("another") == {}
+    assert stored.runs == {("log", 1): ("run of mine", 1)}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (None, b"{}"),
+        (b"no JSON", b"{}"),
+        (b"[]", b"{}"),
+        (b'{"relay": "mine", "log": "l"}', None),
+        (b'{"relay": "mine", "log": "l", "topic": "t", "queue": "x"}', b'{"next_offset": 1, "msg_id": null}'),
+    ],
+)
+def test_what_no_relay_wrote_is_refused(key: bytes | None, value: bytes | None) -> None:
+    with pytest.raises(RelayRefusedError, match=r"record at offset 5 .* was not written by a relay"):
+        Stored("mine").add(key, value, 5)
+
+
+def test_a_report_is_said_in_words() -> None:
+    assert not RelayReport()
+    report = RelayReport(messages=1, parked=1, skipped=2, transactions=1, seconds=0.26, by_topic={"orders": 1})
+    assert str(report) == (
+        "1 message handed over (orders 1), 1 message parked, 2 expired messages skipped, in 1 transaction and 0.3 s"
+    )
+    assert report.to_dict()["by_topic"] == {"orders": 1}
+
+
+def test_a_relay_needs_settings_that_can_be_used_before_anything_else() -> None:
+    pytest.importorskip("confluent_kafka")
+    from rmq_spark.relay import kafka
+
+    with pytest.raises(OptionError, match="bootstrap_servers is missing"):
+        kafka.KafkaRelay(InMemoryCommitLog(), "")
