@@ -14,7 +14,7 @@ import pytest
 from tests.process import postgres
 
 ROOT = Path(__file__).parents[2]
-NEEDS_A_SERVER = ("object-stores", "postgresql")  # test_s3.py runs the first, a test of its own the second
+NEEDS_A_SERVER = ("object-stores", "postgresql", "kafka")  # test_s3.py, a test of its own and tests/kafka run them
 
 
 def run_examples(page: Path, folder: Path, environment: Mapping[str, str] | None = None) -> str:
