@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from rmq_spark.commitlog import maintenance, marking, pruning, stripping
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.log import CommitLog
@@ -13,11 +15,13 @@ GRACES = Graces(reader_s=0.0, audit_s=0.0, idempotency_s=1e9)
 
 def keep_up(path: str) -> None:
     """One round, which finds everything worth its while."""
-    pruning.PRUNED_SHARE_MIN = 0.0
-    marking.ROWS_LET_GO_MIN = 1
-    stripping.STRIPPED_BYTES_MIN = 1
-    maintenance.OP_FILES_MAX = maintenance.MESSAGES_FILES_MAX = 2
-    CommitLog.open(path).keep_up(GRACES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pruning, "PRUNED_SHARE_MIN", 0.0)
+        patch.setattr(marking, "ROWS_LET_GO_MIN", 1)
+        patch.setattr(stripping, "STRIPPED_BYTES_MIN", 1)
+        patch.setattr(maintenance, "OP_FILES_MAX", 2)
+        patch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+        CommitLog.open(path).keep_up(GRACES)
 
 
 if __name__ == "__main__":
