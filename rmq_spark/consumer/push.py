@@ -47,6 +47,8 @@ TAKE_S_MAX = 0.05
 QUICK_S = 50e-6
 """While a message costs less, one thread at a time calls a listener of single messages. Such a listener waits for
 nobody, so Python runs one call at a time anyway: 20 threads were four times as slow as one."""
+HANGS_S = 1.0
+"""When the only thread has not come back for so long, a call hangs, and others go on beside it."""
 IDLE_S = 5.0
 """A thread that waits for a notice looks itself after so long."""
 AWAIT_TERMINATION_S = 30.0
@@ -179,6 +181,7 @@ class PushConsumer:
         self._each_s: float | None = None  # what a message has cost lately
         self._open = self._stop_asked = False
         self._turn = 0
+        self._took_s = 0.0  # when a thread has taken messages last
 
     def _listener_of(self, listener: Any) -> Listen | EachMessage:
         if self._takes_positions:
@@ -310,13 +313,15 @@ class PushConsumer:
     def _take(self) -> Take | None:
         """The next messages for a thread, from each queue in turn. The caller holds the lock."""
         queues = [q for q in self.member.queues.values() if q.is_open and q.rows]
+        now_s = self._machine.monotonic()
         if self.orderly:
-            now_s = self._machine.monotonic()
             queues = [q for q in queues if not q.running and q.again_s <= now_s]
         if not queues or not self.member.may_start():
             return None
-        if self._is_quick() and any(q.running for q in self.member.queues.values()):
+        running = any(q.running for q in self.member.queues.values())
+        if self._is_quick() and running and now_s - self._took_s < HANGS_S:
             return None
+        self._took_s = now_s
         self._turn += 1
         queue = queues[self._turn % len(queues)]
         return queue.take(self._rows(queue))

@@ -241,6 +241,29 @@ def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_
     assert consumer.member.queues[QUEUE].lowest == before + 3, "for 50 ms, and not for all of its take"
 
 
+def test_one_thread_calls_a_quick_listener_unless_its_call_hangs() -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=1)
+    send(log, [str(n) for n in range(50)])
+    consumer = push(log, fails_on(""))
+    consumer.member.join()
+    consumer.member.fetch()
+    assert consumer.work()
+    consumer._each_s = 1e-2
+    with consumer.member.changed:
+        first, second = consumer._take(), consumer._take()
+    assert first is not None
+    assert second is not None, "a slow one is called by several"
+    consumer._each_s = 1e-6
+    with consumer.member.changed:
+        assert consumer._take() is None
+        machine.sleep(push_module.HANGS_S)
+        send(log, ["more"])
+    consumer.member.fetch()
+    with consumer.member.changed:
+        assert consumer._take() is not None
+
+
 def test_what_has_expired_is_left_out_and_said(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
     send(log, "abcd")
     found: list[str] = []
