@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow as pa
@@ -19,7 +20,7 @@ from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import KEPT, RowRange, arange
-from rmq_spark.transaction import BATCH, KEY, batch_transaction_id, transaction_ids
+from rmq_spark.transaction import BATCH, KEY, MESSAGE, batch_transaction_id, transaction_ids
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
@@ -37,9 +38,14 @@ STORED_COLUMNS = (
     "transaction_key",
 )
 """Columns that are read as ``half`` has them."""
+FEW_ROWS = 1_000
+"""Ranges with fewer rows than this are made into messages together: each table of its own costs half a millisecond, and
+20 KB however little is in it."""
+TOGETHER_MAX = 1_000
+"""So many of them together."""
 
 
-def by_file(ranges: Sequence[_Range]) -> Iterator[list[_Range]]:
+def by_file(ranges: Iterable[_Range]) -> Iterator[list[_Range]]:
     """Ranges that follow each other in one file, so that a row group is read once for all its queues, and a file that
     half batches share once for all of them."""
     together: list[_Range] = []
@@ -58,10 +64,12 @@ def _in_same_file(last: RowRange, rows: RowRange) -> bool:
     return not last.is_same_half_file(rows) or last.ranges[-1][1] < rows.ranges[0][0]
 
 
-def _pieces(together: Sequence[_Range], position: int, table: pa.Table) -> Iterator[tuple[_Range, int, pa.Table]]:
-    """A table that starts ``position`` rows into these ranges, cut to them: (range, rows of it before, rows)."""
+def _cut(together: Sequence[_Range], position: int, table: pa.Table) -> Iterator[Piece[_Range]]:
+    """A table that starts ``position`` rows into these ranges, cut to them."""
     start = 0
     for placed in together:
+        if start >= position + table.num_rows:
+            return
         first, end = max(start, position), min(start + placed.count, position + table.num_rows)
         if first < end:
             yield placed, first - start, table.slice(first - position, end - first)
@@ -81,15 +89,46 @@ def rows_of(together: Sequence[MessageRange]) -> RowRange:
 
 
 def messages_of(
-    together: Sequence[MessageRange], tables: Iterable[tuple[int, pa.Table]], columns: Sequence[str]
+    together: Sequence[_Range], tables: Iterable[tuple[int, pa.Table]], columns: Sequence[str]
 ) -> Iterator[pa.Table]:
     """Rows of :func:`rows_of`, as ``read_range`` yields them, as messages of the source: those that a filter keeps."""
+    return made_of(pieces_of(together, tables), columns)
+
+
+Piece = tuple[_Range, int, pa.Table]
+"""A range, how many rows of it come before, and rows of it."""
+
+
+def pieces_of(together: Sequence[_Range], tables: Iterable[tuple[int, pa.Table]]) -> Iterator[Piece[_Range]]:
+    """Rows of :func:`rows_of`, as ``read_range`` yields them, cut to their ranges."""
     for position, table in tables:
-        for placed, at, part in _pieces(together, position, table):
-            messages = to_messages(placed, at, part, columns)
-            if KEPT in part.column_names and not pc.all(part[KEPT]).as_py():
-                messages = messages.filter(part[KEPT])
-            yield messages
+        yield from _cut(together, position, table)
+
+
+def made_of(pieces: Iterable[Piece[_Range]], columns: Sequence[str]) -> Iterator[pa.Table]:
+    """Pieces as messages of the source, in their order: those that a filter keeps. Small ones that follow each other,
+    also of several files and queues, come in one table."""
+    waiting: list[Piece[PlacedRange]] = []
+    for placed, at, part in pieces:
+        small = isinstance(placed, PlacedRange) and part.num_rows < FEW_ROWS
+        if waiting and (
+            not small or len(waiting) == TOGETHER_MAX or waiting[0][0].transaction_per != placed.transaction_per  # type: ignore[attr-defined]
+        ):
+            yield _kept(*_made_together(waiting, columns))
+            waiting = []
+        if small:
+            waiting.append((placed, at, part))  # type: ignore[arg-type]
+        else:
+            yield _kept(to_messages(placed, at, part, columns), part)
+    if waiting:
+        yield _kept(*_made_together(waiting, columns))
+
+
+def _kept(messages: pa.Table, rows: pa.Table) -> pa.Table:
+    """The messages that a filter keeps of the rows that they were made of."""
+    if KEPT in rows.column_names and not pc.all(rows[KEPT]).as_py():
+        return messages.filter(rows[KEPT])
+    return messages
 
 
 def require_source_columns(columns: Sequence[str]) -> list[str]:
@@ -146,19 +185,81 @@ def to_messages(placed: MessageRange, position: int, table: pa.Table, columns: S
     return pa.table(made, schema=pa.schema([MESSAGES_SCHEMA.field(c) for c in columns]))
 
 
-def _row_numbers(placed: PlacedRange, position: int, n: int) -> pa.Array:
-    parts: list[pa.Array] = []
+def _made_together(pieces: Sequence[Piece[PlacedRange]], columns: Sequence[str]) -> tuple[pa.Table, pa.Table]:
+    """Pieces that have one ``transaction_per``, as one table of messages; and the rows that it was made of."""
+    rows = _one_table([part for _, _, part in pieces])
+    ranges = [placed for placed, _, _ in pieces]
+    counts = [part.num_rows for _, _, part in pieces]
+    runs = [run for placed, at, part in pieces for run in _runs(placed, at, part.num_rows)]
+    made: dict[str, pa.Array | pa.ChunkedArray] = {}
+
+    def addressed(heads: Iterable[str]) -> pa.Array:
+        numbers = pc.cast(_sequences(runs), pa.string())
+        return pc.binary_join_element_wise(_repeated(heads, counts, pa.string()), numbers, "")
+
+    for name in columns:
+        kind = MESSAGES_SCHEMA.field(name).type
+        if name in STORED_COLUMNS:
+            made[name] = rows[name]
+        elif name == "queue_offset":
+            made[name] = _sequences([(p.queue_offset + at, n) for (p, at, _), n in zip(pieces, counts, strict=True)])
+        elif name == "row_no":
+            made[name] = _sequences(runs)
+        elif name in ("half_id", "file_no"):
+            made[name] = _repeated((getattr(p.rows, name) for p in ranges), counts, kind)
+        elif name == "msg_id":
+            made[name] = addressed(f"{p.rows.half_id}:{p.rows.file_no}." for p in ranges)
+        elif name != "transaction_id":
+            made[name] = _repeated((getattr(p, name) for p in ranges), counts, kind)
+        elif ranges[0].transaction_per == MESSAGE:
+            made[name] = addressed(f"{p.rows.half_id}:{p.attempt}:{p.rows.file_no}." for p in ranges)
+        else:
+            ids = _repeated((batch_transaction_id(p.rows.half_id, p.attempt) for p in ranges), counts, kind)
+            by_key = ranges[0].transaction_per == KEY
+            made[name] = pc.binary_join_element_wise(ids, rows["transaction_key"], ":") if by_key else ids
+    return pa.table(made, schema=pa.schema([MESSAGES_SCHEMA.field(c) for c in columns])), rows
+
+
+def _one_table(parts: Sequence[pa.Table]) -> pa.Table:
+    """Stored rows of several files, which need not have one type for a column: somebody may have rewritten some."""
+    names = parts[0].column_names
+    kinds = [MESSAGES_SCHEMA.field(n).type if n in STORED_COLUMNS else parts[0].schema.field(n).type for n in names]
+    schema = pa.schema(list(zip(names, kinds, strict=True)))
+    same = [p if p.schema.equals(schema) else p.cast(schema) for p in parts]
+    return pa.concat_tables(same).combine_chunks()
+
+
+def _repeated(values: Iterable[object], counts: Sequence[int], kind: pa.DataType) -> pa.Array:
+    """Each value so many times."""
+    ends = pa.array(accumulate(counts), pa.int32())
+    return pc.run_end_decode(pa.RunEndEncodedArray.from_arrays(ends, pa.array(list(values), kind)))
+
+
+def _sequences(runs: Sequence[tuple[int, int]]) -> pa.Array:
+    """Numbers that follow each other from a first one on, so many of them; run after run."""
+    if len(runs) == 1:
+        return arange(runs[0][1], runs[0][0])
+    lengths = [length for _, length in runs]
+    before = [first - end + length for (first, length), end in zip(runs, accumulate(lengths), strict=True)]
+    return pc.add(_repeated(before, lengths, pa.int64()), arange(sum(lengths)))
+
+
+def _runs(placed: PlacedRange, position: int, n: int) -> Iterator[tuple[int, int]]:
+    """Runs of row numbers (first, length) of rows of a range, from a position in it on."""
     skip, left = position, n
     for first, last in placed.rows.ranges:
         length = last - first + 1
         take = min(left, length - skip)
         if take > 0:
-            parts.append(arange(take, first + skip))
+            yield first + skip, take
             left -= take
         skip = max(0, skip - length)
         if not left:
-            break
-    return pa.concat_arrays(parts)
+            return
+
+
+def _row_numbers(placed: PlacedRange, position: int, n: int) -> pa.Array:
+    return _sequences(list(_runs(placed, position, n)))
 
 
 def _ids(head: str, placed: PlacedRange, position: int, n: int) -> pa.Array:

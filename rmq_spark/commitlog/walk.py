@@ -1,8 +1,8 @@
-"""Op rows that place messages, read from the newest file of ``op`` backwards."""
+"""Op rows that place messages, from the newest file of ``op`` backwards; or all rows from a version on, forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -81,3 +81,24 @@ def _bound(actions: pa.Table, name: str) -> pa.ChunkedArray:
 
 def _is_placement() -> pc.Expression:
     return pc.field("queue_offset").is_valid()
+
+
+def rows_above(op: Table, position: int, until: int, rows_max: int, columns: Sequence[str]) -> tuple[pa.Table, int]:
+    """All op rows above a version and up to another one, which is returned too: the files of those have few more rows
+    than ``rows_max``, where more than one version is in them. The last version is ``until`` when all were read."""
+    actions = op.actions()
+    actions = actions.filter(pc.fill_null(pc.greater(actions["max.version"], position), True))
+    # Files without statistics may hold any version, so they come first.
+    firsts = pc.fill_null(actions["min.version"], -1)
+    actions = actions.set_column(actions.column_names.index("min.version"), "min.version", firsts)
+    actions = actions.sort_by("min.version")
+    size = 0
+    for number, file in enumerate(actions.select(["min.version", "num_records"]).to_pylist()):
+        first = file["min.version"]
+        size += file["num_records"] or 0
+        # A version may be spread over files that were merged. It is whole below the first one of those left out.
+        if number > 0 and size > rows_max and first > position + 1:
+            actions, until = actions.slice(0, number), min(until, first - 1)
+            break
+    rows = op.read(actions["path"].to_pylist(), columns)
+    return rows.filter(pc.and_(pc.greater(rows["version"], position), pc.less_equal(rows["version"], until))), until

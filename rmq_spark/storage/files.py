@@ -34,6 +34,10 @@ SHARED_ROWS_MAX = 20_000
 PAYLOAD_COLUMNS = ("tags", "keys", "properties", "body", "born_timestamp")
 """Columns of ``half`` that are null in rows whose messages were drained, in a file that has to stay for others. Every
 other row has a ``born_timestamp``."""
+SLICES_MAX = 16
+"""More runs of rows of a row group than this are copied: a slice takes a few KB of memory, however short it is."""
+THREADS_ROWS_MIN = 8_192
+"""Row groups with fewer rows are decoded by one thread: starting others takes longer."""
 
 KEPT = "__kept"
 """Name of the column that says which rows a filter keeps."""
@@ -380,8 +384,13 @@ def _read_group(
 ) -> pa.Table | None:
     """Return slices (first row, length) of a row group as one table; None when the filter keeps none of their rows."""
 
+    rows = file.metadata.row_group(g).num_rows
+    mask = _mask(rows, slices) if len(slices) > SLICES_MAX else None
+
     def read(names: Iterable[str]) -> pa.Table:
-        group = file.read_row_group(g, columns=list(names))
+        group = file.read_row_group(g, columns=list(names), use_threads=rows > THREADS_ROWS_MIN)
+        if mask is not None:
+            return group.filter(mask)
         if len(slices) == 1:
             return group.slice(*slices[0])
         return pa.concat_tables([group.slice(first, length) for first, length in slices])
@@ -402,6 +411,14 @@ def _with_proof(columns: Sequence[str]) -> list[str]:
     """The columns, and with those of a payload the one that tells whether it is there."""
     proof = ["born_timestamp"] if set(columns).intersection(PAYLOAD_COLUMNS) else []
     return list(dict.fromkeys([*columns, *proof]))
+
+
+def _mask(rows: int, slices: Sequence[tuple[int, int]]) -> pa.Array:
+    """Return which of so many rows are in one of the slices (first row, length)."""
+    wanted = bytearray(rows)
+    for first, length in slices:
+        wanted[first : first + length] = b"\x01" * length
+    return pc.equal(bytes_array(wanted), 1)
 
 
 def _read_by_address(file: pq.ParquetFile, wanted: RowRange, columns: Sequence[str]) -> pa.Table:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
 import pytest
 
-from rmq_spark.commitlog import drain
+from rmq_spark.commitlog import drain, message_files, reading
 from rmq_spark.commitlog import op as op_module
+from rmq_spark.commitlog.half_store import HalfStore
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.reading import SOURCE_SCHEMA
 from rmq_spark.errors import CorruptLogError
+from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.message import Message
+from rmq_spark.sink.producer import TransactionMQProducer
+from rmq_spark.storage.files import DataFile, RowRange
 from rmq_spark.storage.table import Change, Table
 from tests.half_batches import (
     another,
@@ -93,14 +104,14 @@ def test_a_drain_goes_on_where_the_last_one_ended(log: CommitLog, monkeypatch: p
     files = another(log).messages_table
     files.refresh()
     assert files.actions().num_rows == 4
-    monkeypatch.setattr(drain.Drainer, "_write", lambda *_: 1 / 0)
+    monkeypatch.setattr(drain.LocalWriter, "write", lambda *_: 1 / 0)
     log.drain()  # there is nothing to copy
 
 
 def test_a_backlog_is_drained_in_steps(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain, "OP_ROWS_MAX", 3)
     monkeypatch.setattr(drain, "STEP_MESSAGES_MAX", 12)
-    monkeypatch.setattr(drain, "FILE_BYTES_MAX", 500)
+    monkeypatch.setattr(message_files, "FILE_BYTES_MAX", 500)
     log.upkeep = False
     for i in range(9):
         commit(log, prepare(log, i, topic="points" if i % 4 == 1 else "orders"))
@@ -167,20 +178,150 @@ def test_at_every_step_the_table_is_a_prefix_of_op(log: CommitLog, monkeypatch: 
     assert seen == [set(versions[:n]) for n in (1, 2, 3, 4)]
 
 
+class Overtaken(drain.LocalWriter):
+    """While it writes, another drainer does the same."""
+
+    def __init__(self, log: CommitLog, other: drain.Drainer) -> None:
+        super().__init__(log)
+        self._other = other
+
+    def write(self, table: Table, rows: pa.Table) -> Sequence[DataFile]:
+        files = super().write(table, rows)
+        self._other.run()
+        return files
+
+
+def on_disk(log: CommitLog) -> set[str]:
+    """The Parquet files in the folder of messages, named by the table or not."""
+    table = log.messages_table
+    infos = table.fs.get_file_info(pafs.FileSelector(table.folder))
+    return {info.base_name for info in infos if info.base_name.endswith(".parquet")}
+
+
 def test_many_drainers_copy_each_message_once(log: CommitLog) -> None:
     for i in range(3):
         commit(log, prepare(log, i))
-    one, other = drain.Drainer(another(log)), drain.Drainer(another(log))
-    write = one._write
-
-    def slowly(*arguments: object) -> object:
-        files = list(write(*arguments))  # type: ignore[arg-type]
-        assert other.run() == log.refresh()
-        return iter(files)
-
-    one._write = slowly  # type: ignore[assignment,method-assign]
-    assert one.run() == log.refresh()
+    mine = another(log)
+    assert drain.Drainer(mine, Overtaken(mine, drain.Drainer(another(log)))).run() == log.refresh()
     require_same(log)
+    live = another(log).messages_table
+    live.refresh()
+    assert on_disk(log) == set(live.actions()["path"].to_pylist()), "the loser's files are deleted at once"
+
+
+def test_files_of_a_commit_that_may_have_landed_are_kept(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(log, prepare(log, 0))
+    mine = another(log)
+    rival = drain.Drainer(another(log))
+    once = iter([True])
+
+    def overtaken(change: Change) -> bool:
+        if next(once, False):
+            rival.run()
+            raise TimeoutError("nobody knows")
+        return try_commit(change)
+
+    try_commit = mine.messages_table.try_commit  # type: ignore[attr-defined]
+    monkeypatch.setattr(mine.messages_table, "try_commit", overtaken)
+    drain.Drainer(mine).run()
+    require_same(log)
+    assert len(on_disk(log)) == 2
+
+
+class Forgetful(drain.LocalWriter):
+    """Loses a file."""
+
+    def write(self, table: Table, rows: pa.Table) -> Sequence[DataFile]:
+        return super().write(table, rows)[1:]
+
+
+def test_files_that_lack_messages_are_not_committed(log: CommitLog) -> None:
+    commit(log, prepare(log, 0))
+    mine = another(log)
+    with pytest.raises(CorruptLogError, match="0 messages were written, and op placed 5 from version"):
+        drain.Drainer(mine, Forgetful(mine)).run()
+    log.drain()
+    require_same(log)
+
+
+def fill_with_pieces(log: CommitLog) -> None:
+    """What a drain has to put together: sends that share half files, topics that share them, rows left out, and half
+    batches that are decided bit by bit."""
+    with TransactionMQProducer(log, "shop", CommitOncePrepared(), check_interval=None) as producer:
+        messages = [Message(("orders", "points")[i % 2], f"{i}", keys=f"k{i}") for i in range(40)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(producer.send_message_in_transaction, messages))
+    topics = pa.array([("orders", "points", "orders")[i % 3] for i in range(30)])
+    columns = {"body": [f"b{i}" for i in range(30)], "order": [f"o{i % 7}" for i in range(30)], "topic": topics}
+    keyed = prepare(log, 0, columns, per="key", key="order", topic=None, partitions=2)
+    mixed = prepare(log, 1, 40, per="message")
+    for record, every in ((keyed, 3), (mixed, 2), (keyed, 2)):
+        _, some = split(pending(log, record), every)
+        log.decide(record, 1, commit=some, who=Who.EXECUTE)
+    roll_back(log, mixed)
+    commit(log, keyed)
+
+
+@pytest.mark.parametrize("few_rows", [1, 3, 1_000])
+def test_pieces_are_put_together_as_each_would_be_alone(
+    log: CommitLog, few_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_with_pieces(log)
+    monkeypatch.setattr(reading, "FEW_ROWS", 0)
+    expected = {topic: log.read(topic) for topic in log.topics()}
+    monkeypatch.setattr(reading, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(reading, "TOGETHER_MAX", 7)
+    log.drain()
+    for topic, read in expected.items():
+        assert drained(log, topic).select(SOURCE_SCHEMA.names).to_pylist() == read.to_pylist()
+    addresses = drained(log).select(["half_id", "file_no", "row_no", "msg_id"]).to_pylist()
+    assert all(a["msg_id"] == f"{a['half_id']}:{a['file_no']}.{a['row_no']}" for a in addresses)
+    table = another(log).messages_table
+    table.refresh()
+    for file in table.actions()["path"].to_pylist():
+        rows = table.read([file])
+        assert rows.equals(rows.sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")]))
+
+
+def test_a_half_file_is_read_once_for_all_that_share_it(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_with_pieces(log)
+    read: list[str] = []
+    read_range = HalfStore.read_range
+
+    def noted(self: HalfStore, wanted: RowRange, *asked: Any) -> Any:
+        read.append(wanted.path)
+        return read_range(self, wanted, *asked)
+
+    monkeypatch.setattr(HalfStore, "read_range", noted)
+    log.drain()
+    of_keyed = {file.path for file in log.get("app:0").files.values()}
+    assert sorted(Counter(read).values()) == [1] * (len(set(read)) - len(of_keyed)) + [3] * len(of_keyed)
+
+
+def test_messages_that_wait_keep_nothing_else_in_memory() -> None:
+    rows = pa.table({"queue_id": [0] * 1_000, "queue_offset": range(1_000), "body": [b"x" * 1_000] * 1_000})
+    collected = message_files._Collected()
+    collected.add(rows.slice(500, 3))
+    assert collected.take().get_total_buffer_size() < 10_000
+
+
+def test_small_files_of_a_remote_store_are_read_ahead(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_with_pieces(log)
+    monkeypatch.setattr(message_files, "READS_AT_ONCE", 3)
+    mine = another(log)
+    rows, _ = drain.Drainer(mine)._next_placed(-1, mine.refresh())
+    sizes = mine.half.sizes(rows["path"])
+    one, *_ = sizes
+    table = another(log).messages_table
+
+    def written(sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+        files = message_files.message_files(
+            message_files.placed_ranges(rows), mine.half.read_range, another(log).messages_table, sizes
+        )
+        found = [table.fs.open_input_file(f"{table.folder}/{file.path}") for file in files]
+        return [row for file in found for row in pq.read_table(file).to_pylist()]
+
+    assert written({**sizes, one: message_files.SMALL_FILE_BYTES}) == written({})
 
 
 def test_files_that_somebody_rewrote_are_drained(log: CommitLog) -> None:

@@ -186,7 +186,7 @@ def test_bodies_of_row_groups_without_a_wanted_message_are_not_read(
     monkeypatch.setattr(
         pq.ParquetFile,
         "read_row_group",
-        lambda file, g, columns: read_columns.append(columns) or real(file, g, columns=columns),
+        lambda file, g, columns, **more: read_columns.append(columns) or real(file, g, columns=columns, **more),
     )
     assert read(log, "body string, tags string, properties map<string,string>", selector="price = 9").num_rows == 6
     assert read_columns == [["properties"], ["properties"], ["body", "tags"], ["properties"]]

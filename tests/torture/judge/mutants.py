@@ -793,7 +793,7 @@ def _drained_twice() -> Iterator[None]:
 
 @mutant("a drain ends in the middle of a version of op", A.DRAINED_OTHERWISE, **DRAINS)
 def _drained_in_part() -> Iterator[None]:
-    with _often_drained(), replaced((drain, "_first_versions", lambda rows, end: (rows.slice(0, 1), end))):
+    with _often_drained(), replaced((drain, "_first_versions", lambda rows, end, _: (rows.slice(0, 1), end))):
         yield
 
 
