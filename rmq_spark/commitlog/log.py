@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ import pyarrow as pa
 from rmq_spark.commitlog import maintenance, overview, upkeep
 from rmq_spark.commitlog import repair as repair_module
 from rmq_spark.commitlog.asked import half_batch_of
-from rmq_spark.commitlog.drain import Drainer
+from rmq_spark.commitlog.drain import Drainer, LocalWriter, Writer
 from rmq_spark.commitlog.group_store import GroupStore
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.incoming import require_known_topic
@@ -452,10 +453,17 @@ class CommitLog(ProtocolSteps):
         """
         return self.keep_up(Graces.of(grace, audit, idempotency), dry_run)
 
-    def keep_up(self, graces: Graces, dry_run: bool = False, orphans: bool = True) -> MaintenanceReport:
-        """:meth:`maintain`, with graces in seconds; perhaps without a look for orphans, which lists all files."""
-        log = self._another_on_the_same_log()
-        return upkeep.maintain(log, log._tables_now(), graces, dry_run, orphans)
+    def keep_up(
+        self,
+        graces: Graces,
+        dry_run: bool = False,
+        orphans: bool = True,
+        turn: AbstractContextManager[object] | None = None,
+    ) -> MaintenanceReport:
+        """:meth:`maintain`, with graces in seconds; perhaps without a look for orphans, which lists all files. ``turn``
+        is entered while messages are in memory."""
+        log = self.another_on_the_same_log()
+        return upkeep.maintain(log, log._tables_now(), graces, dry_run, orphans, turn)
 
     def drain(self) -> int:
         """Copy messages that are placed and not yet in the table ``messages`` into it, so that every reader of Delta
@@ -471,7 +479,12 @@ class CommitLog(ProtocolSteps):
         LostFileError, CorruptLogError
             When messages cannot be read; those before them are drained.
         """
-        return Drainer(self._another_on_the_same_log()).run()
+        return self.drain_by(LocalWriter)
+
+    def drain_by(self, writer: Callable[[ProtocolSteps], Writer]) -> int:
+        """:meth:`drain` with another writer of the files, which gets the handle that is drained."""
+        log = self.another_on_the_same_log()
+        return Drainer(log, writer(log)).run()
 
     def repair(self, dry_run: bool = True) -> RepairReport:
         """Find half batches whose rows lie twice in ``half``, and take the second copies out of the table.
@@ -496,7 +509,8 @@ class CommitLog(ProtocolSteps):
         """Another handle on this log, which has read nothing yet: what another process would open."""
         return type(self).open(self.path, self.storage_options)
 
-    def _another_on_the_same_log(self) -> CommitLog:
+    def another_on_the_same_log(self) -> CommitLog:
+        """:meth:`another`; NotACommitLogError when another log lies there by now."""
         found = self.another()
         if found.id != self.id:
             raise NotACommitLogError(

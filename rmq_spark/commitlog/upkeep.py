@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,12 @@ class MaintenanceReport:
 
 
 def maintain(
-    log: ProtocolSteps, tables: Sequence[Table], graces: Graces, dry_run: bool = False, orphans: bool = True
+    log: ProtocolSteps,
+    tables: Sequence[Table],
+    graces: Graces,
+    dry_run: bool = False,
+    orphans: bool = True,
+    turn: AbstractContextManager[object] | None = None,
 ) -> MaintenanceReport:
     """Bring a commit log into order. See :meth:`CommitLog.maintain`.
 
@@ -100,14 +106,19 @@ def maintain(
         Change nothing.
     orphans : bool
         Look for files that no table ever named, too: it lists the tables' folders.
+    turn : context manager, optional
+        Entered while messages are in memory.
     """
+    turn = nullcontext() if turn is None else turn
     odd = log.drained.odd_rows() if dry_run else None  # a drain raises it
     log.refresh()
     before = sum(log.drained.newest_border().values())
     if dry_run:
         drained, after = drained_up_to(log.messages_table), sum(log.tails().values())
     else:
-        drained, after = Drainer(log).run(), sum(log.drained.newest_border().values())
+        with turn:
+            drained = Drainer(log).run()
+        after = sum(log.drained.newest_border().values())
         log.move_mark()
     foreign = [*foreign_files(tables), *([odd] if odd else [])]
     leaver = Leaver(log, graces)
@@ -116,7 +127,11 @@ def maintain(
     stripped = Stripper(log, graces).run(dry_run)
     pruned = Pruner(log, graces).run(dry_run)
     expired = Expirer(log).run(dry_run)
-    merged = 0 if dry_run else maintenance.compact_op(log.op) + maintenance.compact_messages(log.messages_table)
+    merged = 0
+    if not dry_run:
+        merged = maintenance.compact_op(log.op)
+        with turn:
+            merged += maintenance.compact_messages(log.messages_table)
     with log.lock:
         deleted = maintenance.delete_replaced(tables, REPLACED_FILES_S, dry_run)
         deleted += maintenance.vacuum(tables, ORPHAN_AGE_S, dry_run) if orphans else []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.placements import MessageRange, PlacedRange, Placements, out_of_range
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
 
 logger = logging.getLogger(__name__)
+
+_Range = TypeVar("_Range", bound=MessageRange)
 
 BLOCK_ROWS = 262_144
 """Messages of a partition when no option says otherwise: four row groups of a half file, about 75 MB."""
@@ -245,7 +247,7 @@ def _blocks(laid: Sequence[MessageRange]) -> list[list[MessageRange]]:
     """Whole blocks of row groups, so that no row group is read twice; small ones share a partition."""
     found: list[list[MessageRange]] = []
     rows = 0
-    for _, block in groupby(_by_block(laid), key=lambda piece: piece[0]):
+    for _, block in groupby(by_block(laid), key=lambda piece: piece[0]):
         pieces = [piece for _, piece in block]
         count = sum(piece.count for piece in pieces)
         if not found or rows + count > BLOCK_ROWS:
@@ -256,7 +258,8 @@ def _blocks(laid: Sequence[MessageRange]) -> list[list[MessageRange]]:
     return found
 
 
-def _by_block(laid: Sequence[MessageRange]) -> Iterator[tuple[tuple[object, ...], MessageRange]]:
+def by_block(laid: Iterable[_Range]) -> Iterator[tuple[tuple[object, ...], _Range]]:
+    """Ranges cut into blocks of row groups, each piece with its file and the number of its block."""
     for whole in laid:
         rows = whole.rows
         first_block, last_block = rows.ranges[0][0] // BLOCK_ROWS, rows.ranges[-1][1] // BLOCK_ROWS

@@ -20,6 +20,7 @@ from rmq_spark.commitlog.reading import by_file, read_ranges, require_source_col
 from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.redaction import redacted
 from rmq_spark.source import SOURCE_DDL, SOURCE_OPTIONS
+from rmq_spark.source.files import LogFiles
 from rmq_spark.source.offsets import (
     Again,
     JsonOffsets,
@@ -40,12 +41,9 @@ from rmq_spark.spark_versions import (
     SupportsTriggerAvailableNow,
     arrow_schema_in_utc,
 )
-from rmq_spark.storage.files import RowRange, filesystem, read_range
-from rmq_spark.storage.moved import HalfFiles
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
-    from rmq_spark.selector.tree import Filter
     from rmq_spark.source.progress import GroupProgress
 
 __all__ = ["SOURCE_DDL", "SOURCE_OPTIONS", "TxmqPartition", "TxmqReader", "TxmqStreamReader"]
@@ -351,7 +349,7 @@ def _messages(
     options: ReadOptions, schema: pa.Schema, ranges: Sequence[MessageRange], now_ms: int
 ) -> Iterator[pa.Table]:
     """The messages of some ranges that tags or a selector want, a row group and queue at a time."""
-    files = _Files(options)
+    files = LogFiles(options.path, options.storage_options)
     where = None if options.selector is None else options.selector.at(now_ms)
     for together in by_file(ranges):
         rows = rows_of(together)
@@ -366,39 +364,6 @@ def _messages(
                 if options.fail_on_data_loss:
                     raise OffsetOutOfRangeError(f"{what} (failOnDataLoss=false skips them)") from problem
                 logger.warning("skipped, because failOnDataLoss=false: %s", what)
-
-
-class _Files:
-    """The files of ``half`` and ``messages`` as an executor reads them: it opens the commit log for a file that is
-    gone, and else not."""
-
-    def __init__(self, options: ReadOptions) -> None:
-        self._options = options
-        self._log: CommitLog | None = None
-        self._half = HalfFiles(self._read, lambda *address: self._opened().locate(*address))
-        self._folders: dict[str, tuple[Any, str]] = {}
-
-    def read(
-        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
-    ) -> Iterator[tuple[int, pa.Table]]:
-        """Rows of a file of either table, as ``files.read_range`` has them."""
-        return (self._half.read if wanted.half_id else self._read)(wanted, columns, where)
-
-    def find_again(self, lost: MessageRange) -> list[MessageRange]:
-        """Where messages lie now of which the file is gone."""
-        return self._opened().find_again(lost)
-
-    def _read(
-        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
-    ) -> Iterator[tuple[int, pa.Table]]:
-        if wanted.table not in self._folders:
-            uri = f"{self._options.path}/{wanted.table}"
-            self._folders[wanted.table] = filesystem(uri, self._options.storage_options)
-        return read_range(*self._folders[wanted.table], wanted, columns, where)
-
-    def _opened(self) -> CommitLog:
-        self._log = self._log or _open(self._options)
-        return self._log
 
 
 def _as_asked(messages: pa.Table, schema: pa.Schema) -> pa.Table:

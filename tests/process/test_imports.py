@@ -19,6 +19,7 @@ LIGHT = (
     "import rmq_spark.commitlog.half",
     "import rmq_spark.commitlog.op",
     "import rmq_spark.commitlog.reading",
+    "import rmq_spark.source.drain_task",
     "import rmq_spark.listeners",
     "import rmq_spark.selector",
     "import rmq_spark.consumer.in_order, rmq_spark.consumer.listener, rmq_spark.consumer.retry",
