@@ -42,6 +42,14 @@ FROM_THE_FUTURE_AGE_S = 3600.0
 With this age it is old enough to be checked and too young to be given up."""
 REPLAY_CHECK_TIMEOUT_S = 60.0
 MAINTENANCE_INTERVAL_S = 60.0
+DRAIN_EVERY_S = 30.0
+"""Seconds that committed messages wait before they are drained. Each drain is a commit to ``messages``, whose Delta log
+keeps a week of them: with 20,000 entries (this, for a week) a commit takes 0.3 s on a local disk, and with 60,000 a
+second."""
+DRAIN_BYTES = 256 * 1024 * 1024
+"""Bytes of half files with committed messages that wait: with so many a drain is due at once."""
+JITTER = 0.25
+"""Programs that were started together do not work together for long: each pause is up to so much longer, or shorter."""
 GRACE_S = 600.0
 """How long a half batch stays after its last op row, and its op rows after it has left."""
 GRACE_S_MIN = 60.0

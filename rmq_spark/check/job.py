@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -33,12 +33,16 @@ except ModuleNotFoundError as missing:
         raise
     sys.exit(f"the check job needs {missing.name}: install rmq_spark with its extra job")
 
+from rmq_spark.check.draining import Draining
 from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.check.report import CheckReport
+from rmq_spark.check.threads import running
+from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.listener import TransactionListener
 from rmq_spark.redaction import redacted, traceback_of
 
 OK, PROBLEMS, BAD_CONFIGURATION = 0, 1, 2
+APP_NAME = "txmq check"
 
 logger = logging.getLogger("rmq_spark.check.job")
 
@@ -62,6 +66,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> in
         listeners = settings.load_listeners()
         service = settings.service(listeners)
         _start_spark_if_needed(listeners)
+        draining = settings.draining(service.log, _by_executors(settings.drain.executors, listeners))
     except TxmqError as problem:
         _say_error(problem)
         return BAD_CONFIGURATION if isinstance(problem, (ConfigError, ListenerError)) else PROBLEMS
@@ -84,12 +89,15 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> in
             stop.set()
 
     _stop_on_signals(stop)
-    maintainer = settings.maintainer(service.log)
-    if maintainer is not None and not once:
-        threading.Thread(target=maintainer.run, args=(stop,), name="txmq-maintainer", daemon=True).start()
-    service.run(stop, show)
-    if maintainer is not None and once:
-        _maintain(maintainer)
+    beside = {"txmq-drains": draining, "txmq-maintainer": settings.maintainer(service.log, draining)}
+    workers = {name: worker for name, worker in beside.items() if worker is not None}
+    if once:
+        service.run(stop, show)
+        for worker in workers.values():
+            _work_once(worker)
+    else:
+        with running(stop, {name: worker.run for name, worker in workers.items()}):
+            service.run(stop, show)
     service.log.close()
     if once and not (reports and reports[-1].ok and _all_answered(reports[-1], settings.elsewhere)):
         return PROBLEMS
@@ -109,12 +117,13 @@ def _all_answered(report: CheckReport, elsewhere: Collection[str]) -> bool:
     return not missing
 
 
-def _maintain(maintainer: Maintainer) -> None:
-    """A round of upkeep. That it failed is logged, and no problem of the checks."""
+def _work_once(worker: Draining | Maintainer) -> None:
+    """A drain, or a round of upkeep. That it failed is logged, and no problem of the checks."""
     try:
-        maintainer.run_once()
+        worker.run_once()
     except Exception as problem:
-        logger.warning("upkeep of %r failed: %s", maintainer.log, traceback_of(problem))
+        what = "a drain" if isinstance(worker, Draining) else "upkeep"
+        logger.warning("%s of %r failed: %s", what, worker.log, traceback_of(problem))
 
 
 def _log_to_stderr() -> None:
@@ -149,8 +158,8 @@ def _start_spark_if_needed(listeners: Mapping[str, TransactionListener]) -> None
         ) from None
     if SparkSession.getActiveSession() is not None:
         return
-    builder = SparkSession.builder.appName("txmq check")
-    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # not under spark-submit, whose settings are the user's
+    builder = SparkSession.builder.appName(APP_NAME)
+    if not _is_submitted():  # the settings of spark-submit are the user's
         from delta import configure_spark_with_delta_pip
 
         builder = builder.config("spark.sql.extensions", "io.delta.sql.DeltaSparkSessionExtension").config(
@@ -158,6 +167,32 @@ def _start_spark_if_needed(listeners: Mapping[str, TransactionListener]) -> None
         )
         builder = configure_spark_with_delta_pip(builder)
     builder.getOrCreate()
+
+
+def _is_submitted() -> bool:
+    return "PYSPARK_GATEWAY_PORT" in os.environ
+
+
+def _by_executors(wanted: str, listeners: Mapping[str, TransactionListener]) -> Callable[[CommitLog], int] | None:
+    """Return what drains a backlog through Spark's executors: by ``auto`` where this job has Spark anyway. The session
+    is made when it is first needed."""
+    has_spark = _is_submitted() or any(listener.requires_spark for listener in listeners.values())
+    if wanted == "false" or (wanted == "auto" and not has_spark):
+        return None
+    try:
+        from pyspark.sql import SparkSession
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "[drain] executors = true needs Spark: install rmq_spark with its extra spark, or run this file with "
+            "spark-submit"
+        ) from None
+    from rmq_spark.source.drain import drain
+
+    def by_executors(log: CommitLog) -> int:
+        # In a thread of its own, which has no active session even where the job has one.
+        return drain(SparkSession.builder.appName(APP_NAME).getOrCreate(), log)
+
+    return by_executors
 
 
 def _stop_on_signals(stop: threading.Event) -> None:

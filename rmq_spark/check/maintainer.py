@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.upkeep import MaintenanceReport
-from rmq_spark.config import MAINTENANCE_INTERVAL_S, seconds
+from rmq_spark.config import JITTER, MAINTENANCE_INTERVAL_S, seconds
 from rmq_spark.redaction import traceback_of
 
 logger = logging.getLogger(__name__)
 
 ORPHANS_EVERY_S = 3600.0
 """Orphans of crashes are looked for so often: that lists all files, and they are deleted after 7 days only."""
-JITTER = 0.25
-"""Maintainers that were started together do not run together for long: each waits up to so much longer, or less."""
 
 
 class Maintainer:
@@ -30,12 +29,21 @@ class Maintainer:
     interval : float
         Seconds between two rounds, about.
     graces : Graces
+    turn : context manager, optional
+        Entered while a round has messages in memory: :attr:`Draining.turn` of what drains the log beside it.
     """
 
-    def __init__(self, log: CommitLog, interval: float = MAINTENANCE_INTERVAL_S, graces: Graces | None = None) -> None:
+    def __init__(
+        self,
+        log: CommitLog,
+        interval: float = MAINTENANCE_INTERVAL_S,
+        graces: Graces | None = None,
+        turn: AbstractContextManager[object] | None = None,
+    ) -> None:
         self.log = log
         self.interval = seconds(interval, "interval", above=True)
         self.graces = graces or Graces()
+        self.turn = nullcontext() if turn is None else turn
         self._looked_s: float | None = None  # when orphans were last looked for
         self._told: tuple[str, ...] = ()  # what the last round found of other writers
 
@@ -43,7 +51,7 @@ class Maintainer:
         """One round."""
         now_s = self.log.machine.monotonic()
         orphans = self._looked_s is None or now_s - self._looked_s >= ORPHANS_EVERY_S
-        report = self.log.keep_up(self.graces, orphans=orphans)
+        report = self.log.keep_up(self.graces, orphans=orphans, turn=self.turn)
         self._looked_s = now_s if orphans else self._looked_s
         for text in report.foreign:
             if text not in self._told:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
+from rmq_spark.check.draining import Draining
 from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, require_policy
 from rmq_spark.check.service import CheckService
@@ -19,6 +21,8 @@ from rmq_spark.config import (
     AUDIT_S,
     CHECK_ROUND_TIMEOUT_S,
     CHECKS_MAX,
+    DRAIN_BYTES,
+    DRAIN_EVERY_S,
     FILE_RESERVED_TIME_S,
     GRACE_S,
     GRACE_S_MIN,
@@ -27,6 +31,7 @@ from rmq_spark.config import (
     TRANSACTION_CHECK_INTERVAL_S,
     TRANSACTION_CHECK_MAX,
     TRANSACTION_TIMEOUT_S,
+    byte_count,
     nearest,
     parse_duration,
 )
@@ -51,8 +56,11 @@ CHECK_NAMES: Mapping[str, str] = {
 (``TXMQ_CHECK__<upper case>``)."""
 MAINTENANCE_NAMES: Mapping[str, str] = {name: name for name in ("interval", "grace", "audit", "idempotency")}
 """The same of ``[maintenance]`` (``TXMQ_MAINTENANCE__<upper case>``)."""
-NAMES = {"check": CHECK_NAMES, "maintenance": MAINTENANCE_NAMES}
-SECTIONS = ("path", "listener_modules", "elsewhere", "listeners", "check", "maintenance", "storage")
+DRAIN_NAMES: Mapping[str, str] = {name: name for name in ("every", "bytes", "executors")}
+"""The same of ``[drain]`` (``TXMQ_DRAIN__<upper case>``)."""
+NAMES = {"check": CHECK_NAMES, "maintenance": MAINTENANCE_NAMES, "drain": DRAIN_NAMES}
+SECTIONS = ("path", "listener_modules", "elsewhere", "listeners", "check", "maintenance", "drain", "storage")
+EXECUTORS = ("auto", "true", "false")
 
 
 def _duration(value: object) -> float:
@@ -64,6 +72,17 @@ def _duration(value: object) -> float:
 
 def _duration_or_zero(value: object) -> float:
     return parse_duration(value if isinstance(value, str) else repr(value))
+
+
+def _bytes(value: object) -> int:
+    return byte_count(value, "bytes")
+
+
+def _executors(value: object) -> str:
+    word = str(value).strip().lower()
+    if not isinstance(value, (str, bool)) or word not in EXECUTORS:
+        raise ValueError(f"{value!r} is none of {', '.join(EXECUTORS)}")
+    return word
 
 
 class CheckSettings(BaseModel):
@@ -90,6 +109,16 @@ class MaintenanceSettings(BaseModel):
     idempotency: Annotated[float, BeforeValidator(_duration_or_zero)] = IDEMPOTENCY_S
 
 
+class DrainSettings(BaseModel):
+    """The settings of ``[drain]``."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    every: Annotated[float, BeforeValidator(_duration_or_zero)] = DRAIN_EVERY_S
+    bytes: Annotated[int, BeforeValidator(_bytes)] = DRAIN_BYTES
+    executors: Annotated[str, BeforeValidator(_executors)] = "auto"
+
+
 class JobSettings(BaseSettings):
     """All settings of the check job.
 
@@ -107,6 +136,7 @@ class JobSettings(BaseSettings):
     listeners: dict[str, str] = Field(default_factory=dict)
     check: CheckSettings = Field(default_factory=CheckSettings)
     maintenance: MaintenanceSettings = Field(default_factory=MaintenanceSettings)
+    drain: DrainSettings = Field(default_factory=DrainSettings)
     storage: dict[str, SecretStr] = Field(default_factory=dict)
 
     @classmethod
@@ -184,12 +214,19 @@ class JobSettings(BaseSettings):
             storage_options=self.storage_options(),
         )
 
-    def maintainer(self, log: CommitLog) -> Maintainer | None:
-        """Return who does the log's upkeep; None when it is switched off."""
+    def draining(self, log: CommitLog, by_executors: Callable[[CommitLog], int] | None = None) -> Draining | None:
+        """Return who drains the log between two rounds of upkeep; None when it is switched off."""
+        if self.drain.every == 0:
+            return None
+        return Draining(log, self.drain.every, self.drain.bytes, by_executors)
+
+    def maintainer(self, log: CommitLog, draining: Draining | None = None) -> Maintainer | None:
+        """Return who does the log's upkeep, beside who drains it; None when it is switched off."""
         upkeep = self.maintenance
         if upkeep.interval == 0:
             return None
-        return Maintainer(log, upkeep.interval, Graces(upkeep.grace, upkeep.audit, upkeep.idempotency))
+        graces = Graces(upkeep.grace, upkeep.audit, upkeep.idempotency)
+        return Maintainer(log, upkeep.interval, graces, None if draining is None else draining.turn)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -222,8 +259,8 @@ def _sentence(error: Any, file: str) -> str:
     if error["type"] == "missing":
         return f"{where} is missing: set it in {file}, or TXMQ_{where.upper()} in the environment"
     if error["type"] == "extra_forbidden":
-        return f"unknown setting {where!r}: {nearest(location[-1], CHECK_NAMES.values())}"
+        return f"unknown setting {where!r}: {nearest(location[-1], NAMES.get(location[0], CHECK_NAMES).values())}"
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, TxmqError):
-        return str(cause).replace("duration=", f"{where}=", 1)
+        return re.sub(r"^(duration|bytes)=", lambda _: f"{where}=", str(cause))
     return f"{where}: {error['msg'].removeprefix('Value error, ')}"

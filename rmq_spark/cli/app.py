@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -40,8 +40,12 @@ from rmq_spark.cli.output import (
 )
 from rmq_spark.cli.relaying import HELP as RELAY_HELP
 from rmq_spark.cli.relaying import relay
-from rmq_spark.config import QUEUES_DEFAULT, parse_duration
+from rmq_spark.config import QUEUES_DEFAULT, byte_count, parse_duration
 from rmq_spark.errors import OptionError
+
+if TYPE_CHECKING:
+    from rmq_spark.check.draining import Draining
+    from rmq_spark.commitlog.log import CommitLog
 
 READ_LIMIT = 20
 FOREVER = "forever"
@@ -95,6 +99,13 @@ def maintain(
     every: Annotated[
         str | None, typer.Option(help='Do it again and again, such as every "60s", until stopped.')
     ] = None,
+    drain_every: Annotated[
+        str | None,
+        typer.Option(help='With --every: drain when messages wait so long, "30s"; "0s": in its rounds only.'),
+    ] = None,
+    drain_bytes: Annotated[
+        str | None, typer.Option(help='With --every: drain when so many bytes of messages wait, "256m".')
+    ] = None,
     grace: Annotated[str | None, typer.Option(help='How long what is settled stays for readers: "10m".')] = None,
     audit: Annotated[str | None, typer.Option(help='How long rolled back messages stay: "7d".')] = None,
     idempotency: Annotated[str | None, typer.Option(help='How long idempotency keys are remembered: "7d".')] = None,
@@ -102,6 +113,7 @@ def maintain(
 ) -> None:
     """Do all the upkeep, so that the log does not grow with its age. Safe beside everything else."""
     from rmq_spark.check.maintainer import Maintainer
+    from rmq_spark.check.threads import running
     from rmq_spark.commitlog.leaving import Graces
 
     log = open_log(path, storage)
@@ -111,10 +123,30 @@ def maintain(
         raise typer.BadParameter(f"--every {every} is no time: write --every 60s, for instance")
     if dry_run and interval is not None:
         raise typer.BadParameter("--dry-run does nothing that --every could do again")
-    again = None if interval is None else Maintainer(log, interval, graces)
-    typer.echo(str(log.keep_up(graces, dry_run)))
-    if again is not None:
-        again.run(threading.Event(), lambda report: typer.echo(str(report)))
+    if interval is None:
+        for name, given in (("--drain-every", drain_every), ("--drain-bytes", drain_bytes)):
+            if given is not None:
+                raise typer.BadParameter(f"{name} is about drains between two rounds: write --every 60s, for instance")
+        typer.echo(str(log.keep_up(graces, dry_run)))
+        return
+    draining = _draining(log, drain_every, drain_bytes)
+    rounds = Maintainer(log, interval, graces, None if draining is None else draining.turn)
+    typer.echo(str(log.keep_up(graces)))
+    stop = threading.Event()
+    with running(stop, {} if draining is None else {"txmq-drains": draining.run}):
+        rounds.run(stop, lambda report: typer.echo(str(report)))
+
+
+def _draining(log: CommitLog, every: str | None, size: str | None) -> Draining | None:
+    from rmq_spark.check.draining import Draining
+    from rmq_spark.config import DRAIN_BYTES, DRAIN_EVERY_S
+
+    every_s = DRAIN_EVERY_S if every is None else parse_duration(every, "drain_every")
+    if every_s > 0:
+        return Draining(log, every_s, DRAIN_BYTES if size is None else byte_count(size, "drain_bytes"))
+    if size is not None:
+        raise typer.BadParameter("--drain-every 0s and --drain-bytes contradict each other: with 0s none is due")
+    return None
 
 
 @app.command()

@@ -132,6 +132,7 @@ _ARGUMENTS: Sequence[tuple[str, str]] = (
     (r"\bstart names\b", "--from names"),
     (r"^to (?=has|names)", "--to "),
     (r"\bolder_than=", "--older-than "),
+    (r"\bdrain_(every|bytes)=", r"--drain-\1 "),
     (r"create_topics=True", "--create-topics"),
     (r"reshard=True", "--reshard"),
     (r"on_poison='park'", "--on-poison park"),

@@ -141,6 +141,34 @@ def test_the_loop_ends_cleanly_on_a_signal(folder: Path, number: signal.Signals)
     assert "Traceback" not in err
 
 
+UPKEEP_OFF = '[maintenance]\ninterval = "0s"\n'
+
+
+def test_messages_are_drained_while_upkeep_is_off(folder: Path) -> None:
+    write(folder, more=f'{UPKEEP_OFF}[drain]\nevery = "50ms"')
+    log = CommitLog.open(folder / "log")
+    process = start(folder)
+    for batch_id in range(2):
+        half_batches.commit(log, half_batches.prepare(log, batch_id))
+        deadline = time.monotonic() + DEADLINE_S
+        while log.messages_table.refresh() == batch_id:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
+    assert "Traceback" not in err
+
+
+def test_once_drains_what_is_there(folder: Path) -> None:
+    write(folder, more=UPKEEP_OFF)
+    log = CommitLog.open(folder / "log")
+    half_batches.commit(log, half_batches.prepare(log, 0))
+    code, _, err = run(folder, "--once")
+    assert code == 0, err
+    assert log.messages_table.refresh() == 1
+
+
 def test_spark_that_is_not_installed_is_a_configuration_error(folder: Path) -> None:
     write(folder, listener="shop_orders:Sparky")
     (folder / "pyspark.py").write_text("raise ModuleNotFoundError(\"No module named 'pyspark'\", name='pyspark')")

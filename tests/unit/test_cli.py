@@ -6,6 +6,8 @@ import base64
 import json
 import os
 import re
+import threading
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,6 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rmq_spark import __version__
+from rmq_spark.check.draining import Draining
+from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.check.service import CheckService
 from rmq_spark.cli import app
 from rmq_spark.cli.output import as_commands, show
@@ -75,6 +79,41 @@ def test_upkeep_says_what_it_did(log: CommitLog) -> None:
     assert log.messages_table.refresh() > 0
     assert "--grace '1s' is under 60 seconds" in txmq("maintain", log.path, "--grace", "1s", code=1)[1]
     txmq("maintain", log.path, "--dry-run", "--every", "1s", code=2)
+
+
+def test_upkeep_again_and_again_drains_between_its_rounds(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(self: Maintainer, stop: threading.Event, on_report: object) -> None:
+        """In the place of the rounds: wait for a drain of what was committed after the first one."""
+        commit(log, prepare(log))
+        end = time.monotonic() + 60
+        while log.messages_table.refresh() == 0:
+            assert time.monotonic() < end, "nobody drained"
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Maintainer, "run", wait)
+    said, _ = txmq("maintain", log.path, "--every", "1h", "--drain-every", "20ms", "--drain-bytes", "1g")
+    assert said.startswith("drained up to version 0 of op")
+    assert "txmq-drains" not in {thread.name for thread in threading.enumerate()}
+    monkeypatch.setattr(Maintainer, "run", lambda *_: log.drain())
+    monkeypatch.setattr(Draining, "run", lambda *_: 1 / 0)
+    txmq("maintain", log.path, "--every", "1h", "--drain-every", "0s")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--drain-every", "1s"), 2, "--drain-every is about drains between two rounds"),
+        (("--drain-bytes", "1g"), 2, "--drain-bytes is about drains between two rounds"),
+        (("--every", "1h", "--drain-every", "0s", "--drain-bytes", "1g"), 2, "contradict each other"),
+        (("--every", "1h", "--drain-every", "9"), 1, "--drain-every '9' is not a duration"),
+        (("--every", "1h", "--drain-bytes", "much"), 1, "--drain-bytes 'much' is not a number of bytes"),
+    ],
+)
+def test_drains_that_cannot_be_are_refused(log: CommitLog, arguments: tuple[str, ...], code: int, words: str) -> None:
+    before = log.refresh()
+    _, err = txmq("maintain", log.path, *arguments, code=code)
+    assert words in " ".join(re.sub("[│╭─╮╰╯]", " ", err).split())
+    assert (log.refresh(), log.messages_table.refresh()) == (before, 0), "nothing was done"
 
 
 # ---------------------------------------------------------------- logs and topics

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,9 +65,9 @@ def test_orphans_are_looked_for_once_an_hour(tmp_path: Path, monkeypatch: pytest
     looks = []
     keep_up = type(log).keep_up
 
-    def noted(self: CommitLog, graces: Graces, orphans: bool) -> MaintenanceReport:
+    def noted(self: CommitLog, graces: Graces, orphans: bool, **more: Any) -> MaintenanceReport:
         looks.append(orphans)
-        return keep_up(self, graces, orphans=orphans)
+        return keep_up(self, graces, orphans=orphans, **more)
 
     monkeypatch.setattr(type(log), "keep_up", noted)
     upkeep = Maintainer(log)

@@ -1,0 +1,126 @@
+"""How much is placed and not drained: counted from op and from half's Delta log, each op row once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rmq_spark.commitlog import drain, undrained
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import Who
+from rmq_spark.commitlog.undrained import Amount, Undrained
+from tests.half_batches import (
+    another,
+    commit,
+    make_log,
+    merge_op_files,
+    pending,
+    prepare,
+    rewrite_half,
+    roll_back,
+    split,
+)
+
+ENOUGH = 1 << 40
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    return make_log(request.param, tmp_path / "log", orders=2, points=1)
+
+
+def half_bytes(log: CommitLog) -> int:
+    table = another(log).half.table
+    table.refresh()
+    return sum(table.actions()["size_bytes"].to_pylist())
+
+
+def test_what_is_placed_and_not_drained_is_counted_without_reading_it(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = another(log)
+    watch = Undrained(mine)
+    for name in ("read", "read_range"):
+        monkeypatch.setattr(mine.half.table, name, lambda *_: 1 / 0)
+    assert watch.look(ENOUGH) == Amount()
+    record = prepare(log, 0, 40, per="message", partitions=2)
+    assert watch.look(ENOUGH) == Amount(), "it is pending"
+    some, _ = split(pending(log, record), every=2)
+    log.decide(record, 1, commit=some, who=Who.EXECUTE)
+    messages, size, whole = watch.look(ENOUGH)
+    assert (messages, whole) == (20, True)
+    assert abs(size - half_bytes(log) / 2) < 2, "the share of the rows"
+    roll_back(log, record)
+    assert watch.look(ENOUGH) == (20, size, True)
+    other = prepare(log, 1, 8, topic="points")
+    commit(log, other)
+    assert watch.look(ENOUGH) == (28, size + log.half.bytes_of(other), True)
+    log.drain()
+    assert watch.look(ENOUGH) == Amount()
+
+
+def test_each_op_row_is_read_once_and_a_look_that_finds_nothing_new_reads_nothing(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.upkeep = False
+    for i in range(4):
+        commit(log, prepare(log, i))
+    mine = another(log)
+    watch = Undrained(mine)
+    read: list[int] = []
+    read_op = mine.op.read
+
+    def noted(paths: list[str], *asked: object) -> object:
+        read.append(len(paths))
+        return read_op(paths, *asked)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(mine.op, "read", noted)
+    assert watch.look(ENOUGH).messages == 20
+    assert watch.look(ENOUGH).messages == 20
+    commit(log, prepare(log, 4))
+    assert watch.look(ENOUGH).messages == 25
+    assert read == [4, 1]
+    merge_op_files(log)
+    assert watch.look(ENOUGH).messages == 25
+
+
+def test_it_stops_counting_when_it_is_enough(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    log.upkeep = False
+    monkeypatch.setattr(undrained, "OP_ROWS_MAX", 5)
+    sizes = []
+    for i in range(6):
+        record = prepare(log, i)
+        commit(log, record)
+        sizes.append(log.half.bytes_of(record))
+    watch = Undrained(another(log))
+    messages, size, whole = watch.look(1)
+    assert not whole
+    assert 0 < messages < 30
+    assert size == sum(sizes[: messages // 5])
+    assert watch.look(ENOUGH).messages > messages, "it goes on"
+    log.drain()
+    assert watch.look(ENOUGH) == Amount()
+
+
+def test_a_drain_of_some_versions_leaves_the_others(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(3):
+        commit(log, prepare(log, i))
+    watch = Undrained(another(log))
+    whole = watch.look(ENOUGH)
+    monkeypatch.setattr(drain, "STEP_MESSAGES_MAX", 5)
+    mine = another(log)
+    assert drain.Drainer(mine)._step(mine.messages_table, -1, mine.refresh())
+    rest = watch.look(ENOUGH)
+    assert rest.messages == 10
+    assert rest.bytes < whole.bytes
+    assert Undrained(another(log)).look(ENOUGH) == rest, "so does one that begins now"
+
+
+def test_of_files_that_somebody_rewrote_the_mean_counts(log: CommitLog) -> None:
+    for i in range(4):
+        commit(log, prepare(log, i, 10))
+    rewrite_half(log)
+    messages, size, _ = Undrained(another(log)).look(ENOUGH)
+    assert messages == 40
+    assert abs(size - half_bytes(log)) <= 4
