@@ -12,6 +12,7 @@ While a commit is under way, those who come wait for the next one, and share it.
 from __future__ import annotations
 
 import copy
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -35,9 +36,12 @@ from rmq_spark.errors import (
 )
 from rmq_spark.machine import Machine
 from rmq_spark.message import to_table
+from rmq_spark.redaction import traceback_of
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
+
+logger = logging.getLogger(__name__)
 
 AT_ONCE_MAX = 1024
 """Half batches in one commit: with those of a shared file, at most 64 MiB of messages."""
@@ -232,13 +236,23 @@ class Lane(Generic[Request, Result]):
         return asked.answer[0]
 
     def _work(self) -> None:
-        self._gather()
-        while group := self._next():
-            began_s = self._machine.monotonic()
-            self._answer(group)
-            self._sizes.append(len(group))
-            self._commit_s = self._machine.monotonic() - began_s
+        try:
             self._gather()
+            while group := self._next():
+                began_s = self._machine.monotonic()
+                self._answer(group)
+                self._sizes.append(len(group))
+                self._commit_s = self._machine.monotonic() - began_s
+                self._gather()
+        except BaseException as problem:  # a full memory: those who wait must hear of it, and the next one starts anew
+            with self._lock:
+                self._runs = False
+                left = list(self._waiting)
+                self._waiting.clear()
+            for asked in left:
+                asked.problem = _one_more(problem)
+                asked.done.set()
+            logger.error("%s ended, and the next request starts it anew: %s", self._name, traceback_of(problem))
 
     def _gather(self) -> None:
         """Wait for as many as came lately. Those of the last group come again soon, one after the other: the first of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import NamedTuple
 
@@ -513,9 +513,10 @@ class HalfStore:
 
     # ------------------------------------------------------------------ rows
     def has_payload(self, wanted: RowRange) -> bool | None:
-        """Whether rows have not been stripped; None when their file is lost."""
+        """Whether rows still have their payload in the table as it is now; None when their half batch is not there."""
         try:
-            for _ in self.read_range(wanted, ["born_timestamp"]):
+            now = replace(wanted, path=self.locate(wanted.half_id, wanted.file_no))
+            for _ in self.table.read_range(now, ["born_timestamp"]):
                 pass
         except StrippedError:
             return False

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
 from rmq_spark.commitlog.half import HALF_SCHEMA, HEADER_COLUMNS, HalfRows, HalfWriter, Segment
-from rmq_spark.errors import TxmqError
+from rmq_spark.errors import MessageError, TxmqError
 from rmq_spark.message import Message, to_table
+from rmq_spark.redaction import cause_of
 
 
 @dataclass(eq=False)
@@ -36,17 +38,19 @@ class OneMessage:
 def arrange(ones: Sequence[OneMessage]) -> dict[str, TxmqError]:
     """Check messages, and set their rows. Returns what is wrong with those that break a rule, by half id."""
     if len(ones) > 1:
-        try:
+        with suppress(Exception):  # of one of them: find which
             _arrange_together(ones)
             return {}
-        except TxmqError:  # of one of them: find which
-            pass
     problems: dict[str, TxmqError] = {}
     for one in ones:
         try:
             one.rows = one.writer.rows_of(to_table([one.message]))
         except TxmqError as problem:
             problems[one.half_id] = problem
+        except Exception as problem:  # a list or mapping of it was changed after it was made
+            told = MessageError(f"the message cannot be sent as it is now ({type(problem).__name__}: {problem})")
+            told.__cause__ = cause_of(problem)
+            problems[one.half_id] = told
     return problems
 
 

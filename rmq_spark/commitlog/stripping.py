@@ -16,6 +16,7 @@ birth, and looks for the message in the table ``messages``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -29,12 +30,15 @@ from rmq_spark.commitlog.half_store import LargeFile
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.commitlog.op import Kind, RowState
-from rmq_spark.errors import HalfBatchLeftError
+from rmq_spark.errors import CorruptLogError, HalfBatchLeftError, HalfBatchNotFoundError
+from rmq_spark.redaction import redacted
 from rmq_spark.storage.files import PAYLOAD_COLUMNS, ROW_GROUP_ROWS, RowRange, arange, bytes_array
 from rmq_spark.storage.table import Change, has_held
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
+
+logger = logging.getLogger(__name__)
 
 STRIPPED_BYTES_MIN = 64 * 1024
 """A smaller half file is left alone."""
@@ -75,11 +79,16 @@ class Stripper:
         left = self._archived()
         done: list[str] = []
         for file in files:
-            going = self._drained_rows(file, placed, left)
-            if going is not None and self._strip(file, going, dry_run):
-                done.append(file.path)
-                if len(done) == FILES_AT_ONCE_MAX:
-                    break
+            try:
+                going = self._drained_rows(file, placed, left)
+                if going is not None and self._strip(file, going, dry_run):
+                    done.append(file.path)
+            except (HalfBatchLeftError, HalfBatchNotFoundError):  # another process let it leave meanwhile
+                continue
+            except CorruptLogError as problem:  # one file that is lost or damaged does not stop the upkeep
+                logger.warning("half file %s is not stripped of what is drained: %s", file.path, redacted(problem))
+            if len(done) == FILES_AT_ONCE_MAX:
+                break
         return done
 
     # ------------------------------------------------------------------ which rows
@@ -117,11 +126,8 @@ class Stripper:
         if whole or len(inside) > 1:
             return pa.table({"half_id": pa.array(whole, pa.string())})
         (half_id,) = inside
-        try:
-            record = self._log.half.get(half_id)
-            state = self._log.state_of(record, refresh=False)
-        except HalfBatchLeftError:
-            return None
+        record = self._log.half.get(half_id)
+        state = self._log.state_of(record, refresh=False)
         committed = state.rows_in((RowState.COMMITTED,))
         if committed.count != placed[half_id]:  # more was placed since we looked, and is not drained
             return None

@@ -620,6 +620,15 @@ class EnlistedSession(TransactionListener):
             )
         self._transaction = self._session.get_transaction()
         self._require_whole()
+        self._begin_in_database()
+
+    def _begin_in_database(self) -> None:
+        """Begin a transaction where the driver has not, and set a savepoint, which is there for as long as that is."""
+        connection = self._connection
+        driver: Any = connection.connection.dbapi_connection
+        if connection.dialect.name == "sqlite" and not driver.in_transaction:
+            connection.exec_driver_sql("BEGIN")  # else a savepoint would be a transaction of its own
+        begin_savepoint(connection)
 
     def _require_whole(self) -> None:
         """Require that a commit of the session is the commit of one database transaction, and of the one that began."""
@@ -632,6 +641,12 @@ class EnlistedSession(TransactionListener):
         if len({id(connection) for connection, *_ in begun}) > 1:
             raise ListenerError(
                 "the session has several databases, which do not commit together: use one of the fence's"
+            )
+        joined = any(isinstance(transaction, sa.NestedTransaction) for _, transaction, *_ in begun)
+        if joined or self._connection.in_nested_transaction():
+            raise ListenerError(
+                "the session's transaction is a savepoint, which others may still undo: end begin_nested(), and let no "
+                "session join a connection's transaction"
             )
         if not all(commits for _, _, commits, *_ in begun):
             raise ListenerError(
@@ -672,6 +687,13 @@ class EnlistedSession(TransactionListener):
         if isinstance(self._session, Session):
             self._session.flush()
             self._require_whole()  # a flush may have begun with another database
+        try:
+            end_savepoint(self._connection, keep=True)
+        except TransactionEndedError as problem:
+            raise ListenerError(
+                "the session's database transaction ended within transaction(): by a statement that does it (ON "
+                "CONFLICT ROLLBACK, MariaDB's DDL), or by an error after which the session went on. Nothing was sent"
+            ) from problem
         # Not before the session's own statements: in SQLite, who reads first cannot wait for the lock to write.
         self._require_same_fence()
 
@@ -689,20 +711,28 @@ class EnlistedSession(TransactionListener):
             )
         self._ended = True
         self._require_whole()
-        connection = self._connection
-        driver: Any = connection.connection.dbapi_connection
-        if connection.dialect.name == "sqlite" and not driver.in_transaction:
-            connection.exec_driver_sql("BEGIN")  # else a savepoint would be a transaction of its own
-        recorded = self._listener._fence.claim(
-            connection, batch.transactions["transaction_id"].to_pylist(), EXECUTED, batch
-        )
+        ids = batch.transactions["transaction_id"].to_pylist()
+        recorded = self._listener._fence.claim(self._connection, ids, EXECUTED, batch)
         if recorded:
             raise LocalTransactionError(
                 f"a check has rolled back half batch {batch.half_id!r} before its session committed: nothing was done. "
                 "Send it again, with its rows"
             )
         self._session.commit()
+        self._require_committed(ids, batch)
         return COMMIT_MESSAGE
+
+    def _require_committed(self, ids: Sequence[str], batch: HalfBatch) -> None:
+        """Another connection must see the fence rows: what commit() said may be of a savepoint, or of less than all."""
+        fence = self._listener._fence
+        with fence.transaction(self._listener._lock_timeout, write=False) as connection:
+            seen = fence.read(connection, ids, batch)
+        if any(seen.get(i) != EXECUTED for i in ids):
+            raise LocalTransactionError(
+                f"the session of half batch {batch.half_id!r} said that it has committed, and its fence row is not "
+                "there for others: a hook of the session rolled back, or an outer transaction is open. Its messages "
+                "stay pending; a check settles them"
+            )
 
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
         return self._listener.check_local_transaction(batch)

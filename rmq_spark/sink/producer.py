@@ -445,7 +445,8 @@ class TransactionMQProducer:
     def _stage(self, writer: HalfWriter, given: list[Message] | pa.Table) -> Sequence[Stageable]:
         """Check the messages. Few of them wait for those of other threads, to share a file; many are written now."""
         writer = self.log.with_machine(writer)
-        if isinstance(given, list) and len(given) == 1 and _size_of(given[0]) <= SHARED_BYTES_MAX:
+        is_one = isinstance(given, list) and len(given) == 1 and _size_of(given[0]) <= SHARED_BYTES_MAX
+        if is_one and writer.transaction_key is None:
             return [OneMessage(writer, given[0])]
         table = given if isinstance(given, pa.Table) else to_table(given)
         if table.num_rows > SHARED_ROWS_MAX or table.nbytes > SHARED_BYTES_MAX:

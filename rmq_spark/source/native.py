@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.messages import wait_until_drained
 from rmq_spark.commitlog.placements import PlacedRange, out_of_range
 from rmq_spark.config import require_time
 from rmq_spark.errors import LostFileError, OffsetOutOfRangeError, OptionError
@@ -149,13 +150,17 @@ def messages(
                 f"starting is at {offset} of topic {queue[0]!r}, queue {queue[1]}, which is after the {end[queue]} of "
                 "ending"
             )
-    with opened.lock:  # another thread may see a newer list of files
-        border, tail = planner.tail(start, end)
-        files = opened.messages_table.actions()
+    while True:
+        with opened.lock:  # another thread may see a newer list of files
+            border, tail = planner.tail(start, end)
+            files = opened.messages_table.actions()
+        placed = [r for r in tail if _is_within(r, limit)]
+        paths = _paths(opened, placed)
+        if paths is not None:
+            break
     ends = {queue: min(offset, border.get(queue, 0)) for queue, offset in end.items()}
     drained = _drained(spark, opened.path, files, start, ends, border, limit)
-    placed = [r for r in tail if _is_within(r, limit)]
-    parts = [part for part in (drained, _tail(spark, opened, placed) if placed else None) if part is not None]
+    parts = [part for part in (drained, _tail(spark, opened, placed, paths) if placed else None) if part is not None]
     found = reduce(lambda one, other: one.unionByName(other), parts) if parts else spark.createDataFrame([], SOURCE_DDL)
     if named is not None:
         found = found.where(found["tags"].isin(*named))
@@ -266,10 +271,9 @@ def _within(spans: Mapping[tuple[str, int], tuple[int, int]], cut: Collection[st
 
 
 # ---------------------------------------------------------------- the tail
-def _tail(spark: SparkSession, log: CommitLog, ranges: Sequence[PlacedRange]) -> DataFrame:
+def _tail(spark: SparkSession, log: CommitLog, ranges: Sequence[PlacedRange], paths: Sequence[str]) -> DataFrame:
     from pyspark.sql import functions as F
 
-    paths = _paths(log, ranges)
     folder = spark_path(log.path, "half")
     half = spark.read.schema(HALF_DDL).parquet(*[f"{folder}/{path}" for path in paths])
     bits = _block_bits(ranges)
@@ -279,15 +283,23 @@ def _tail(spark: SparkSession, log: CommitLog, ranges: Sequence[PlacedRange]) ->
     return joined.where("row_no BETWEEN `first` AND `last`").selectExpr(*TAIL_COLUMNS)
 
 
-def _paths(log: CommitLog, ranges: Sequence[PlacedRange]) -> list[str]:
-    """Where the rows lie now. A half file that has left since was drained since: it stays on disk for a while."""
-    hints = {r.rows.path: r.rows for r in ranges}
+def _paths(log: CommitLog, ranges: Sequence[PlacedRange]) -> list[str] | None:
+    """Where the rows lie now; None when some of them have been drained and stripped since they were planned. A half
+    file that has left since was drained since: it stays on disk for a while."""
+    of_path: dict[str, list[PlacedRange]] = {}
+    for placed in ranges:
+        of_path.setdefault(placed.rows.path, []).append(placed)
     log.half.table.refresh()
-    gone = hints.keys() - set(log.half.table.actions()["path"].to_pylist())
-    found = set(hints.keys() - gone)
+    gone = of_path.keys() - set(log.half.table.actions()["path"].to_pylist())
+    found = set(of_path.keys() - gone)
     for path in gone:
+        for placed in of_path[path]:
+            if log.half.has_payload(placed.rows) is False:
+                why = f"half batch {placed.rows.half_id!r} has no payload any more in half"
+                wait_until_drained(log.messages_table, placed.op_version, why)
+                return None
         try:
-            found.add(log.locate(hints[path].half_id, hints[path].file_no))
+            found.update(log.locate(r.rows.half_id, r.rows.file_no) for r in of_path[path])
         except LostFileError:
             found.add(path)
     return sorted(found)

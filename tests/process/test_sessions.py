@@ -228,6 +228,73 @@ def test_a_session_whose_connection_somebody_else_commits_is_refused(
     assert (bought(engine), sent(log)) == ([], [])
 
 
+@pytest.mark.parametrize("mode", ["create_savepoint", "control_fully"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_messages_are_not_visible_when_the_session_commits_a_savepoint(
+    engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer, mode: Any, nested: bool
+) -> None:
+    """Whoever has the outer transaction undid the row, and the message was there."""
+    with engine.connect() as connection:
+        outer = connection.begin()
+        if nested:
+            connection.begin_nested()
+        if mode == "create_savepoint" or nested:
+            with pytest.raises(ListenerError, match="is a savepoint"):
+                buy(producer, Session(connection, join_transaction_mode=mode), 1)
+            outer.rollback()
+        else:  # this session commits the whole
+            buy(producer, Session(connection, join_transaction_mode=mode), 1)
+    assert bought(engine) == sent(log) == ([1] if mode == "control_fully" and not nested else [])
+
+
+def test_a_database_transaction_that_was_lost_within_sends_nothing(
+    engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer
+) -> None:
+    """The rows of a statement that had ended it were gone, and the message was sent."""
+
+    def buy_after_a_rollback() -> None:
+        with Session(engine) as session, producer.transaction(session) as transaction:
+            session.execute(INSERT, {"n": 1})
+            session.connection().connection.dbapi_connection.rollback()  # type: ignore[union-attr]
+            transaction.send(order(1))
+
+    with pytest.raises(ListenerError, match="ended within transaction"):
+        buy_after_a_rollback()
+    assert (bought(engine), sent(log), log.another().pending().num_rows) == ([], [], 0)
+
+
+def test_a_hook_that_rolls_back_at_the_commit_leaves_the_messages_to_a_check(
+    engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer, listener: txmq.SqlTransactionListener
+) -> None:
+    session = Session(engine)
+
+    @sa.event.listens_for(session, "before_commit")
+    def undo(session: Session) -> None:
+        session.connection().connection.dbapi_connection.rollback()  # type: ignore[union-attr]
+
+    with pytest.raises(LocalTransactionError, match="not there for others"):
+        buy(producer, session, 1)
+    assert (bought(engine), sent(log), log.another().pending().num_rows) == ([], [], 1)
+    check(log, listener)
+    assert (sent(log), log.another().pending().num_rows) == ([], 0)
+
+
+def test_a_driver_that_commits_each_statement_is_given_a_transaction(log: CommitLog, tmp_path: Path) -> None:
+    """isolation_level=None of sqlite3: an exception left the row, and sent nothing."""
+    engine = sa.create_engine(f"sqlite:///{tmp_path}/each.db", connect_args={"isolation_level": None})
+    with engine.begin() as connection:
+        connection.execute(sa.text("create table bought (n integer primary key)"))
+    listener = txmq.SqlTransactionListener(engine, lambda *_: None)
+    listener.create_fence()
+    with txmq.TransactionMQProducer(log, "shop", listener, check_interval=None) as producer:
+        with pytest.raises(ZeroDivisionError):
+            buy(producer, Session(engine), 1, fails=True)
+        assert (bought(engine), sent(log)) == ([], [])
+        buy(producer, Session(engine), 2)
+    assert bought(engine) == sent(log) == [2]
+    engine.dispose()
+
+
 def test_a_session_of_two_databases_is_refused(
     engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer, tmp_path: Path
 ) -> None:

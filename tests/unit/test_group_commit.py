@@ -17,7 +17,14 @@ import rmq_spark as txmq
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import group_commit
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.errors import CommitError, LocalTransactionError, LostFileError, OptionError, VerdictConflictError
+from rmq_spark.errors import (
+    CommitError,
+    LocalTransactionError,
+    LostFileError,
+    MessageError,
+    OptionError,
+    VerdictConflictError,
+)
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
 from tests.half_batches import let_leave, make_log
 
@@ -288,7 +295,49 @@ def _bodies_of(log: CommitLog, half_id: str) -> list[bytes]:
     return found
 
 
+def test_a_single_message_keeps_its_transaction_key_among_others(log: CommitLog) -> None:
+    """All were arranged with the key column of the first one: the listener saw no key, and messages had no id."""
+    with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None) as producer:
+        Together(producer, 6)
+
+        def send(n: int) -> Any:
+            if n % 2:
+                return producer.send_messages_in_transaction([message(n, keys=f"k{n}")], transaction_key="keys")
+            return producer.send_message_in_transaction(message(n, keys="other"))
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(send, range(6)))
+    found = {m["body"]: m["transaction_id"] for m in log.another().read("orders").to_pylist()}
+    assert all(found[b"%d" % n].endswith(f":1:k{n}") for n in (1, 3, 5))
+    assert all(found[b"%d" % n].endswith(":1") for n in (0, 2, 4))
+
+
+def test_a_message_that_was_changed_after_it_was_made_troubles_no_other_send(log: CommitLog) -> None:
+    keys: list[Any] = ["k"]
+    bad = message("bad", keys=keys)
+    keys.append(7)
+    results, _ = send_all(log, Shop(), [message("one"), bad, message("two"), message("three")])
+    assert [type(r).__name__ for r in results].count("TransactionSendResult") == 3
+    assert isinstance(results[1], MessageError)
+    assert bodies(log) == [b"one", b"three", b"two"]
+
+
 # ---------------------------------------------------------------- what goes wrong
+def test_a_lane_whose_thread_ends_answers_those_who_wait_and_begins_again() -> None:
+    log = make_log("memory", Path(), orders=2)
+    lane: Any = group_commit.Lane(log.machine, "lane", lambda some: some)
+    gather = lane._gather
+
+    def no_memory() -> None:
+        lane._gather = gather
+        raise MemoryError
+
+    lane._gather = no_memory
+    with pytest.raises(MemoryError):
+        lane.ask(1, "one")
+    assert lane.ask(2, "two") == 2
+
+
 def test_a_problem_of_the_store_is_told_to_all_who_waited(log: CommitLog) -> None:
     with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None) as producer:
         Together(producer, 4)

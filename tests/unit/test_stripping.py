@@ -17,6 +17,7 @@ from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.reading import read_ranges
 from rmq_spark.commitlog.stripping import Stripper
 from rmq_spark.errors import CorruptLogError, StrippedError, VerdictConflictError
+from rmq_spark.source import native
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner
 from rmq_spark.storage.files import PAYLOAD_COLUMNS
@@ -316,4 +317,51 @@ def test_a_file_that_is_open_keeps_its_payload_when_as_many_rows_of_another_one_
     assert let_leave(log).files_stripped == 1
     assert len(with_payload(log)) == ROWS // 2
     commit(another(log), another(log).get(record.half_id))
+    assert len(bodies(another(log))) == ROWS
+
+
+def test_the_tail_for_spark_is_planned_again_when_it_was_stripped_meanwhile(log: CommitLog) -> None:
+    """Spark was given the stripped file, and showed null bodies."""
+    one_open(log)
+    reader = another(log)
+    planner = Planner(reader, Subscription(("orders",)))
+    start, end = planner.resolve("starting", "earliest"), planner.resolve("ending", "latest")
+    _, tail = planner.tail(start, end)
+    let_leave(log)
+    assert native._paths(reader, tail) is None
+    _, tail = planner.tail(start, end)
+    assert tail == []
+
+
+@pytest.mark.parametrize("what", ["lost", "damaged"])
+def test_a_lost_or_damaged_half_file_does_not_stop_the_upkeep_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    monkeypatch.setattr(stripping, "STRIPPED_BYTES_MIN", 1)
+    log = make_log("delta", tmp_path / "log")
+    bad, good = one_open(log, 0), one_open(log, 1)
+    log.drain()
+    another(log).move_mark()
+    path = tmp_path / "log" / "half" / bad.files[0].path
+    path.unlink() if what == "lost" else path.write_bytes(b"PAR1" + b"x" * 100 + b"PAR1")
+    assert Stripper(another(log), Graces(0.0)).run() == [good.files[0].path]
+    assert "is not stripped of what is drained" in caplog.text
+
+
+def test_a_half_batch_that_another_process_lets_leave_meanwhile_is_passed_over(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = one_open(log)
+    log.drain()
+    another(log).move_mark()
+    strip = Stripper._strip
+
+    def late(self: Stripper, *arguments: Any) -> bool:
+        monkeypatch.setattr(Stripper, "_strip", strip)
+        commit(another(log), another(log).get(record.half_id))
+        let_leave(log)
+        return strip(self, *arguments)
+
+    monkeypatch.setattr(Stripper, "_strip", late)
+    assert Stripper(another(log), Graces(0.0)).run() == []
     assert len(bodies(another(log))) == ROWS
