@@ -75,6 +75,7 @@ def reset(
 ) -> None:
     """Move a group's positions. Offsets move the queues that they name, and the others stay where they are.
     A query follows its checkpoint, so start it again with a new one."""
+    from rmq_spark.commitlog.group_store import MEMBERS, kind_of
     from rmq_spark.consumer.groups import ConsumerGroup
 
     found = ConsumerGroup(open_log(path, storage), group)
@@ -88,7 +89,8 @@ def reset(
     else:
         positions = found.reset(parse_timestamp(text, "--to"), topic)
     show([{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(positions.items())], False, "nothing")
-    typer.secho("a query follows its checkpoint: start it again with a new one", dim=True, err=True)
+    if kind_of(found.log.groups.places(group).values()) != MEMBERS:
+        typer.secho("a query follows its checkpoint: start it again with a new one", dim=True, err=True)
 
 
 @group_app.command()

@@ -16,7 +16,14 @@ import typer
 
 from rmq_spark.cli.output import LogPath, Storage, fail, hide, open_log
 from rmq_spark.config import parse_duration
-from rmq_spark.errors import OptionError, RelayFencedError, RelayRefusedError, TxmqError
+from rmq_spark.errors import (
+    NotACommitLogError,
+    OptionError,
+    RelayFencedError,
+    RelayRefusedError,
+    TopicNotFoundError,
+    TxmqError,
+)
 
 if TYPE_CHECKING:
     from rmq_spark.relay.kafka import KafkaRelay
@@ -125,7 +132,8 @@ def relay(
 
 
 def _exit_code(problem: TxmqError) -> int:
-    for kind, code in ((RelayFencedError, FENCED), (RelayRefusedError, REFUSED), (OptionError, BAD_USAGE)):
+    wrong = (OptionError, NotACommitLogError, TopicNotFoundError)
+    for kind, code in ((RelayFencedError, FENCED), (RelayRefusedError, REFUSED), (wrong, BAD_USAGE)):
         if isinstance(problem, kind):
             return code
     return FAILED

@@ -583,6 +583,7 @@ class EnlistedSession(TransactionListener):
         self._listener = listener
         self._session = session
         self._transaction: object = None
+        self._committed_through: sa.Connection | None = None
         self._ended = False
 
     @property
@@ -621,6 +622,8 @@ class EnlistedSession(TransactionListener):
         self._transaction = self._session.get_transaction()
         self._require_whole()
         self._begin_in_database()
+        self._committed_through = connection
+        sa.event.listen(connection, "commit", _refuse_commit)
 
     def _begin_in_database(self) -> None:
         """Begin a transaction where the driver has not, and set a savepoint, which is there for as long as that is."""
@@ -655,8 +658,15 @@ class EnlistedSession(TransactionListener):
             )
 
     def end(self) -> None:
-        """The session may be enlisted again."""
+        """The session may be committed by others, and enlisted again."""
+        self.let_commit()
         _ENLISTED.discard(self._session)
+
+    def let_commit(self) -> None:
+        """The session may be committed now."""
+        connection, self._committed_through = self._committed_through, None
+        if connection is not None:
+            sa.event.remove(connection, "commit", _refuse_commit)
 
     def _require_same_fence(self) -> None:
         connection, fence = self._connection, self._listener._fence
@@ -665,6 +675,8 @@ class EnlistedSession(TransactionListener):
         except sa.exc.DBAPIError as problem:
             if is_lock_problem(problem):
                 raise
+            with fence.connect() as own:
+                fence.read_id(own)  # raises when nobody has made the fence
             raise FenceError(
                 f"the session's database has no fence like that of {fence.where}: it is another database"
             ) from problem
@@ -718,6 +730,7 @@ class EnlistedSession(TransactionListener):
                 f"a check has rolled back half batch {batch.half_id!r} before its session committed: nothing was done. "
                 "Send it again, with its rows"
             )
+        self.let_commit()
         self._session.commit()
         self._require_committed(ids, batch)
         return COMMIT_MESSAGE
@@ -736,6 +749,13 @@ class EnlistedSession(TransactionListener):
 
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
         return self._listener.check_local_transaction(batch)
+
+
+def _refuse_commit(_: sa.Connection) -> None:
+    raise ListenerError(
+        "the session must not be committed within transaction(), or its rows would be there without their messages: "
+        "leave the with statement, which commits both"
+    )
 
 
 def create_fence(

@@ -106,9 +106,21 @@ class SessionTransaction:
 
     messages: list[Message] = field(default_factory=list)
     result: TransactionSendResult | None = None
+    ended: bool = field(default=False, repr=False)
 
     def send(self, messages: Message | Iterable[Message]) -> None:
-        """Send messages when the session commits."""
+        """Send messages when the session commits.
+
+        Raises
+        ------
+        OptionError
+            After the ``with`` statement: nothing would send them.
+        """
+        if self.ended:
+            raise OptionError(
+                "transaction() has ended, so these messages were not sent: send them within the with statement, or "
+                "with producer.send"
+            )
         self.messages += [messages] if isinstance(messages, Message) else _message_list(messages)
 
 
@@ -364,7 +376,7 @@ class TransactionMQProducer:
 
         At the end of the ``with`` statement the session is flushed, the messages are prepared, the listener's fence row
         joins the session's database transaction, the session commits, and the messages become visible. An exception
-        rolls the session back, and nothing is sent. Do not commit the session yourself.
+        rolls the session back, and nothing is sent. A commit of the session within the statement is refused.
 
         Parameters
         ----------
@@ -396,12 +408,16 @@ class TransactionMQProducer:
         enlisted.begin()
         transaction = SessionTransaction()
         try:
-            yield transaction
+            try:
+                yield transaction
+            finally:
+                transaction.ended = True
             enlisted.flush()
             if transaction.messages:
                 by_session = self.two_phase.with_listener(enlisted)
                 transaction.result = self._send(by_session, transaction.messages, None, None, None, BATCH, None)
             else:
+                enlisted.let_commit()
                 session.commit()
         except BaseException:
             session.rollback()

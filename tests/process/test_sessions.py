@@ -14,7 +14,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 import rmq_spark as txmq
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError
+from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, OptionError
 from rmq_spark.transaction import COMMIT_MESSAGE
 from tests.half_batches import make_log
 
@@ -214,7 +214,29 @@ def test_a_session_that_was_ended_within_sends_nothing(
 
     with pytest.raises(ListenerError, match="within transaction"):
         buy_and_end()
-    assert (sent(log), log.another().pending().num_rows) == ([], 0)
+    assert (bought(engine), sent(log), log.another().pending().num_rows) == ([], [], 0)
+
+
+def test_a_message_after_the_end_of_the_statement_is_an_error(
+    engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer
+) -> None:
+    """It was taken without a word, and sent never."""
+    with Session(engine) as session, producer.transaction(session) as transaction:
+        session.execute(INSERT, {"n": 1})
+    with pytest.raises(OptionError, match="has ended, so these messages were not sent"):
+        transaction.send(order(1))
+    assert (bought(engine), sent(log)) == ([1], [])
+
+
+def test_a_fence_that_nobody_made_is_said_to_be_missing(engine: sa.Engine, log: CommitLog) -> None:
+    """The session's database was said to be another one."""
+    listener = txmq.SqlTransactionListener(engine, lambda *_: None)
+    with (
+        txmq.TransactionMQProducer(log, "shop", listener, check_interval=None) as producer,
+        pytest.raises(FenceError, match=r"call create_fence\(\) once"),
+    ):
+        buy(producer, Session(engine), 1)
+    assert (bought(engine), sent(log)) == ([], [])
 
 
 def test_a_session_whose_connection_somebody_else_commits_is_refused(
