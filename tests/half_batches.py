@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.upkeep import MaintenanceReport
+from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.message import PROPERTIES, Message
+from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.storage.table import Change
 from rmq_spark.testing import InMemoryCommitLog
 
@@ -164,3 +168,27 @@ def op_kinds(log: CommitLog, half_id: str) -> list[str]:
     op.refresh()
     rows = op.read(op.actions()["path"].to_pylist(), None, pc.field("half_id") == half_id).sort_by("version")
     return [str(kind) for kind in rows["kind"].to_pylist()]
+
+
+def fill_with_pieces(log: CommitLog, number: int = 0) -> None:
+    """What a drain has to put together, of the topics ``orders`` and ``points``: sends that share half files, topics
+    that share them, rows that are left out, and half batches that are decided bit by bit."""
+    with TransactionMQProducer(log, "shop", CommitOncePrepared(), check_interval=None) as producer:
+        messages = [Message(("orders", "points")[i % 2], f"{number}.{i}", keys=f"k{i}") for i in range(40)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(producer.send_message_in_transaction, messages))
+    columns = {
+        "body": pa.array([(b"a", b"", b"\xff")[i % 3] for i in range(30)]),
+        "order": [f"\u00e4{i % 7}:" for i in range(30)],
+        "topic": [("orders", "points", "orders")[i % 3] for i in range(30)],
+        "properties": pa.array(
+            [([("n", "1")], None, [("n", "5"), ("m", "")], [])[i % 4] for i in range(30)], PROPERTIES
+        ),
+    }
+    keyed = prepare(log, 2 * number, columns, per="key", key="order", topic=None, partitions=2)
+    mixed = prepare(log, 2 * number + 1, 40, per="message")
+    for record, every in ((keyed, 3), (mixed, 2), (keyed, 2)):
+        _, some = split(pending(log, record), every)
+        log.decide(record, 1, commit=some, who=Who.EXECUTE)
+    roll_back(log, mixed)
+    commit(log, keyed)

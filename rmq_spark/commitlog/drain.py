@@ -75,7 +75,7 @@ class LocalWriter:
         half = self._log.half
         # Threads bring nothing on a local disk, where Python's part of a read takes longer than the disk's.
         remote = isinstance(table.fs, pafs.FileSystem) and not isinstance(table.fs, pafs.LocalFileSystem)
-        sizes = half.sizes(rows["path"]) if remote else None
+        sizes = {path: size for path, (size, _) in half.sizes(rows["path"]).items()} if remote else None
         return list(message_files(placed_ranges(rows), half.read_range, table, sizes))
 
 

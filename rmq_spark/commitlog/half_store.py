@@ -281,12 +281,13 @@ class HalfStore:
         mine = actions.filter(pc.is_in(actions["path"], value_set=pa.array(rows, pa.string())))
         return sum(f["size_bytes"] * rows[f["path"]] // max(f["num_records"] or 1, 1) for f in mine.to_pylist())
 
-    def sizes(self, paths: pa.ChunkedArray) -> dict[str, int]:
-        """The bytes of those of some half files that are in the table now."""
+    def sizes(self, paths: pa.ChunkedArray) -> dict[str, tuple[int, int]]:
+        """The bytes, and the rows of all half batches, of those of some half files that are in the table now."""
         self.table.refresh()
         actions = self.table.actions()
         mine = actions.filter(pc.is_in(actions["path"], value_set=pc.unique(paths)))
-        return dict(zip(mine["path"].to_pylist(), mine["size_bytes"].to_pylist(), strict=True))
+        path, size, rows = (mine[name].to_pylist() for name in ("path", "size_bytes", "num_records"))
+        return {p: (s or 0, n or 1) for p, s, n in zip(path, size, rows, strict=True)}
 
     def holds(self, record: HalfRecord) -> bool:
         """Whether this very half batch is in the table. When it has left and is forgotten, another one may have its

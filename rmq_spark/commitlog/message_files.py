@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 FILE_BYTES_MAX = 96 * 1024 * 1024
 """Messages that are collected before a file is written: its size in memory. On disk it is a fraction of this."""
 ROWS_AT_ONCE = 10_000
-"""Op rows that are made into ranges together. As Python objects they take some 3 KB each."""
+"""Op rows that are made into ranges together: as Python objects they take some 3 KB each."""
+RUNS_AT_ONCE = 100_000
+"""Runs of rows that these may name, unless one names more: 300 bytes each."""
 READS_AT_ONCE = 16
 """Small half files that are read from an object store at the same time. Each takes a few round trips."""
 SMALL_FILE_BYTES = 256 * 1024
@@ -54,9 +58,14 @@ def placed_ranges(rows: pa.Table) -> Iterator[PlacedRange]:
     order = ("file_at", "path", "half_id", "file_no", "version", "first_row")
     keys = pa.table([at, *(rows[name] for name in order[1:-1]), first_row], names=list(order))
     indices = pc.sort_indices(keys, sort_keys=[(name, "ascending") for name in order])
-    for first in range(0, rows.num_rows, ROWS_AT_ONCE):
-        for row in rows.take(indices.slice(first, ROWS_AT_ONCE)).to_pylist():
+    ends = list(accumulate(pc.list_value_length(rows["ranges"]).take(indices).to_pylist()))
+    first = before = 0
+    while first < len(ends):
+        last = bisect_right(ends, before + RUNS_AT_ONCE, first, min(first + ROWS_AT_ONCE, len(ends)))
+        last = max(first + 1, last)
+        for row in rows.take(indices.slice(first, last - first)).to_pylist():
             yield placed_range(row)
+        first, before = last, ends[last - 1]
 
 
 def message_files(

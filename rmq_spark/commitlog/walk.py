@@ -30,6 +30,10 @@ PLACEMENT_COLUMNS = [
     "producer_group",
 ]
 
+FILE_BYTES_MAX = 16 * 1024 * 1024
+"""Of files of ``op`` that are read at once. In memory they take about six times as much: what an op row says of every
+other one of 100,000 messages is large."""
+
 
 def walk_placements(
     op: Table, since_version: int = 0, above: int = 0, files_min: int = 16
@@ -84,21 +88,28 @@ def _is_placement() -> pc.Expression:
 
 
 def rows_above(op: Table, position: int, until: int, rows_max: int, columns: Sequence[str]) -> tuple[pa.Table, int]:
-    """All op rows above a version and up to another one, which is returned too: the files of those have few more rows
-    than ``rows_max``, where more than one version is in them. The last version is ``until`` when all were read."""
+    """All op rows above a version and up to another one, which is returned too: few enough for the memory. It is
+    ``until`` when all were read.
+
+    Parameters
+    ----------
+    rows_max : int
+        Another file of ``op`` is not read when the rows would be more than this, or the files larger than
+        :data:`FILE_BYTES_MAX`.
+    """
     actions = op.actions()
     actions = actions.filter(pc.fill_null(pc.greater(actions["max.version"], position), True))
     # Files without statistics may hold any version, so they come first.
     firsts = pc.fill_null(actions["min.version"], -1)
     actions = actions.set_column(actions.column_names.index("min.version"), "min.version", firsts)
     actions = actions.sort_by("min.version")
-    size = 0
-    for number, file in enumerate(actions.select(["min.version", "num_records"]).to_pylist()):
+    rows = size = 0
+    for number, file in enumerate(actions.select(["min.version", "num_records", "size_bytes"]).to_pylist()):
         first = file["min.version"]
-        size += file["num_records"] or 0
+        rows, size = rows + (file["num_records"] or 0), size + (file["size_bytes"] or 0)
         # A version may be spread over files that were merged. It is whole below the first one of those left out.
-        if number > 0 and size > rows_max and first > position + 1:
+        if number > 0 and (rows > rows_max or size > FILE_BYTES_MAX) and first > position + 1:
             actions, until = actions.slice(0, number), min(until, first - 1)
             break
-    rows = op.read(actions["path"].to_pylist(), columns)
-    return rows.filter(pc.and_(pc.greater(rows["version"], position), pc.less_equal(rows["version"], until))), until
+    found = op.read(actions["path"].to_pylist(), columns)
+    return found.filter(pc.and_(pc.greater(found["version"], position), pc.less_equal(found["version"], until))), until

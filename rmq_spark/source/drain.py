@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -97,7 +96,7 @@ class ExecutorWriter:
         if rows.num_rows == 0:
             return []
         sizes = self._log.half.sizes(rows["path"])
-        tasks = [pickle.dumps(task) for task in tasks_of(placed_ranges(rows), sizes)]
+        tasks = [task.packed() for task in tasks_of(placed_ranges(rows), sizes)]
         work = TaskWork(self._log.path, self._log.storage_options, tasks)
         try:
             # A partition a task. The tasks come with the function, not as rows: a plan shows rows.

@@ -6,6 +6,7 @@ Spark's workers import this module, so it loads neither Delta's engine nor Spark
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -44,36 +45,46 @@ class Task:
         Of one topic; of several when each has little.
     sizes : dict of str to int
         Bytes of their half files, as far as the Delta log says.
-    messages, bytes : int
-        How many there are, and about how large their rows are in ``half``.
+    messages, size : int
+        How many there are, and about how many bytes their rows take in ``half``.
     """
 
     ranges: list[PlacedRange] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
     messages: int = 0
-    bytes: int = 0
+    size: int = 0
 
-    def add(self, placed: PlacedRange, size: int | None) -> None:
-        """Add a range whose half file has so many bytes; None when nobody knows."""
+    def add(self, placed: PlacedRange, size: tuple[int, int] | None) -> None:
+        """Add a range whose half file has so many bytes and rows; None when nobody knows."""
         self.ranges.append(placed)
         self.messages += placed.count
         if size is not None:
-            self.sizes[placed.rows.path] = size
-            self.bytes += size * placed.count // max(placed.rows.file_rows, 1)
+            self.sizes[placed.rows.path] = size[0]
+            self.size += size[0] * placed.count // size[1]
 
     def add_all(self, other: Task) -> None:
         """Add what another task has."""
         self.ranges += other.ranges
         self.sizes.update(other.sizes)
         self.messages += other.messages
-        self.bytes += other.bytes
+        self.size += other.size
+
+    def packed(self) -> bytes:
+        """The task for a worker. Runs of rows are alike, so they shrink: the tasks of a step go to every executor."""
+        return zlib.compress(pickle.dumps(self), 1)
+
+    @staticmethod
+    def unpacked(packed: bytes) -> Task:
+        """What :meth:`packed` packed."""
+        task: Task = pickle.loads(zlib.decompress(packed))
+        return task
 
     @property
     def is_full(self) -> bool:
-        return self.messages >= BLOCK_ROWS or self.bytes >= TASK_BYTES_MAX
+        return self.messages >= BLOCK_ROWS or self.size >= TASK_BYTES_MAX
 
 
-def tasks_of(ranges: Iterable[PlacedRange], sizes: Mapping[str, int]) -> Iterator[Task]:
+def tasks_of(ranges: Iterable[PlacedRange], sizes: Mapping[str, tuple[int, int]]) -> Iterator[Task]:
     """Share ranges out: to each task those of one topic that follow each other, so that its files hold all messages
     between two offsets of each queue. What is left of the topics shares tasks.
 
@@ -83,8 +94,8 @@ def tasks_of(ranges: Iterable[PlacedRange], sizes: Mapping[str, int]) -> Iterato
     ----------
     ranges : iterable of PlacedRange
         In the order of ``op``, those of a half file after each other.
-    sizes : mapping of str to int
-        Bytes of half files.
+    sizes : mapping of str to (int, int)
+        Bytes and rows of half files.
     """
     begun: dict[str, Task] = {}
     for _, placed in by_block(ranges):
@@ -112,7 +123,7 @@ class TaskWork:
         The commit log.
     storage_options : mapping of str to str
     tasks : sequence of bytes
-        Each task pickled, so that a worker unpickles its own alone.
+        Packed each for itself, so that a worker unpacks its own alone.
     """
 
     def __init__(self, path: str, storage_options: Mapping[str, str], tasks: Sequence[bytes]) -> None:
@@ -123,7 +134,7 @@ class TaskWork:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             for number in batch.column(0).to_pylist():
-                files = self.write(pickle.loads(self._tasks[number]))
+                files = self.write(Task.unpacked(self._tasks[number]))
                 columns = [[getattr(file, name) for file in files] for name in FILES_SCHEMA.names]
                 yield pa.record_batch(columns, schema=FILES_SCHEMA)
 

@@ -39,7 +39,10 @@ def main(folder: str) -> None:
 
     rows = spark.read.parquet(f"{folder}/out").collect()
     native = txmq.messages(spark, f"{folder}/log", "orders").count()
-    Path(folder, "result.json").write_text(json.dumps({"read": sorted(row.n for row in rows), "native": native}))
+    txmq.drain(spark, f"{folder}/log")
+    drained = spark.read.parquet(f"{folder}/log/messages").where("topic = 'orders'").count()
+    result = {"read": sorted(row.n for row in rows), "native": native, "drained": drained}
+    Path(folder, "result.json").write_text(json.dumps(result))
     spark.stop()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -20,18 +19,14 @@ import rmq_spark as txmq
 from rmq_spark.check.job import _by_executors
 from rmq_spark.commitlog import drain as local
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.message_files import placed_ranges
 from rmq_spark.commitlog.messages import drained_up_to
-from rmq_spark.commitlog.op import Who
 from rmq_spark.errors import CommitError, CorruptLogError, OptionError
-from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.message import PROPERTIES
 from rmq_spark.source import drain as by_executors
 from rmq_spark.source import drain_task, plan
 from rmq_spark.storage.files import DataFile
 from rmq_spark.storage.table import Change, Table
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import another, commit, pending, prepare, rewrite_half, roll_back, send, split
+from tests.half_batches import another, commit, fill_with_pieces, rewrite_half, send
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -46,26 +41,6 @@ def log(tmp_path: Path) -> CommitLog:
     made.create_topic("orders", 2)
     made.create_topic("points", 1)
     return made
-
-
-def fill(log: CommitLog, number: int) -> None:
-    """Messages of every kind: several topics, half batches of one and of several files, rows that are rolled back, and
-    sends that share half files."""
-    parts = send(log, f"parts{number}", 30, per="message")
-    kept, dropped = split(pending(log, parts), 3)
-    log.decide(parts, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
-    columns = {
-        "body": pa.array([b"a", b"b", b"", b"\xff"] * 3),
-        "k": pa.array(["x:1", "ä%", "x:1", "z"] * 3),
-        "topic": pa.array(["orders", "points", "points"] * 4),
-        "properties": pa.array([[("n", "1")], None, [("n", "5"), ("m", "")], []] * 3, PROPERTIES),
-    }
-    commit(log, prepare(log, number, pa.table(columns), app="keyed", per="key", key="k", topic=None, partitions=2))
-    roll_back(log, send(log, f"none{number}"))
-    with txmq.TransactionMQProducer(log, "shop", CommitOncePrepared(), check_interval=None) as producer:
-        messages = [txmq.Message(("orders", "points")[n % 2], f"{n}", keys=f"k{n}") for n in range(24)]
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(producer.send_message_in_transaction, messages))
 
 
 def files_of(log: CommitLog) -> list[pa.Table]:
@@ -85,7 +60,7 @@ def copy_of(log: CommitLog, folder: Path) -> CommitLog:
     return CommitLog.open(folder)
 
 
-def small_tasks(monkeypatch: pytest.MonkeyPatch, messages: int = 20) -> None:
+def small_tasks(monkeypatch: pytest.MonkeyPatch, messages: int = 50) -> None:
     for module in (plan, drain_task):
         monkeypatch.setattr(module, "BLOCK_ROWS", messages)
 
@@ -95,14 +70,14 @@ def test_executors_drain_what_a_local_drain_does(
 ) -> None:
     small_tasks(monkeypatch)
     for number in range(2):
-        fill(log, number)
+        fill_with_pieces(log, number)
         if number == 0:
             rewrite_half(log)
     mine = copy_of(log, tmp_path / "other")
     assert mine.drain() == txmq.drain(spark, log) == log.refresh()
     assert drained(log).equals(drained(mine))
     files = files_of(log)
-    assert len(files) > 5
+    assert len(files) > 3
     for file in files:
         assert file.equals(file.sort_by([(name, "ascending") for name in KEY]))
         assert len(pc.unique(file["topic"])) == 1
@@ -110,7 +85,7 @@ def test_executors_drain_what_a_local_drain_does(
     table.refresh()
     bounds = table.actions().select(["min.topic", "max.topic", "min.op_version", "max.commit_timestamp"])
     assert all(column.null_count == 0 for column in bounds.columns)
-    fill(log, 2)
+    fill_with_pieces(log, 2)
     assert txmq.drain(spark, log.path) == log.refresh()  # it goes on where it ended
     assert txmq.drain(spark, log.path) == log.refresh()  # and does nothing when there is nothing to do
     mine = copy_of(log, tmp_path / "third")
@@ -134,7 +109,7 @@ class Overtaken(by_executors.ExecutorWriter):
 def test_drains_at_once_copy_each_message_once(
     spark: SparkSession, log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill(log, 0)
+    fill_with_pieces(log, 0)
     mine = copy_of(log, tmp_path / "other")
     mine.drain()
     third = copy_of(log, tmp_path / "third")
@@ -150,7 +125,7 @@ def test_drains_at_once_copy_each_message_once(
 def test_a_drain_goes_on_after_a_commit_that_failed(
     spark: SparkSession, log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill(log, 0)
+    fill_with_pieces(log, 0)
     monkeypatch.setattr(by_executors, "STEP_MESSAGES_MAX", 20)
     try_commit = type(log.messages_table).try_commit
     commits: list[int] = []
@@ -172,25 +147,6 @@ def test_a_drain_goes_on_after_a_commit_that_failed(
     for topic in log.topics():
         offsets = drained(log).filter(pc.field("topic") == topic).select(["queue_id", "queue_offset"])
         assert offsets.equals(log.read(topic).select(["queue_id", "queue_offset"]))
-
-
-def test_a_task_that_runs_twice_leaves_only_orphans(log: CommitLog) -> None:
-    fill(log, 0)
-    handle = another(log)
-
-    class Doubled(local.LocalWriter):
-        def write(self, table: Table, rows: pa.Table) -> Sequence[DataFile]:
-            tasks = [pickle.dumps(task) for task in drain_task.tasks_of(placed_ranges(rows), {})]
-            work = pickle.loads(pickle.dumps(drain_task.TaskWork(log.path, {}, tasks)))
-            numbers = pa.record_batch([pa.array(range(len(tasks)))], names=["id"])
-            list(work(iter([numbers])))  # what Spark threw away
-            made = pa.Table.from_batches(list(work(iter([numbers]))))
-            return [DataFile(**file) for file in made.to_pylist()]
-
-    local.Drainer(handle, Doubled(handle)).run()
-    live, there = len(files_of(log)), len(list(Path(log.path, "messages").glob("*.parquet")))
-    assert there == 2 * live
-    assert drained(log).num_rows == sum(log.tails().values())
 
 
 def test_a_half_file_that_cannot_be_read_is_named_and_stops_the_drain(spark: SparkSession, log: CommitLog) -> None:
@@ -257,7 +213,7 @@ txmq.drain(builder.getOrCreate(), sys.argv[1])
 
 @pytest.mark.long
 def test_a_task_that_is_tried_again_leaves_only_orphans(log: CommitLog, tmp_path: Path) -> None:
-    fill(log, 0)
+    fill_with_pieces(log, 0)
     mine = copy_of(log, tmp_path / "other")
     mine.drain()
     program = tmp_path / "retried.py"

@@ -73,6 +73,9 @@ where = folder + "/cp5"
 query = txmq.consume(books, "books", txmq.EachMessage(book), "orderly", suspend_s=0.1, checkpoint_location=where)
 query.option("checkpointLocation", where).trigger(availableNow=True).start().awaitTermination(120)
 print("booked", len(open(folder + "/booked").readlines()), sum(txmq.ConsumerGroup(log, "books").positions().values()))
+drained = txmq.drain(spark, log)
+log.messages_table.refresh()
+print("drained", drained == log.refresh(), sum(log.messages_table.actions()["num_records"].to_pylist()))
 if kind == "connect":
     try:
         hidden = txmq.TransactionalSink(log, producer_group="shop", topic="orders", listener=None, app_id="x")
@@ -116,5 +119,6 @@ def test_the_wheel_registers_itself_and_every_door_works(fresh_python: Path, tmp
     assert f"read {[*range(10), *sorted([*range(100, 105)] * 2)]}" in done.stdout
     assert "streamed 20" in done.stdout
     assert "booked 21 20" in done.stdout  # one came twice
+    assert "drained True 20" in done.stdout
     if kind == "connect":
         assert "refused True" in done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
-from rmq_spark.commitlog import drain, message_files, reading
+from rmq_spark.commitlog import drain, message_files, reading, walk
 from rmq_spark.commitlog import op as op_module
 from rmq_spark.commitlog.half_store import HalfStore
 from rmq_spark.commitlog.log import CommitLog
@@ -22,14 +21,12 @@ from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.reading import SOURCE_SCHEMA
 from rmq_spark.errors import CorruptLogError
-from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.message import Message
-from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.storage.files import DataFile, RowRange
 from rmq_spark.storage.table import Change, Table
 from tests.half_batches import (
     another,
     commit,
+    fill_with_pieces,
     make_log,
     merge_op_files,
     pending,
@@ -108,8 +105,12 @@ def test_a_drain_goes_on_where_the_last_one_ended(log: CommitLog, monkeypatch: p
     log.drain()  # there is nothing to copy
 
 
-def test_a_backlog_is_drained_in_steps(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "OP_ROWS_MAX", 3)
+@pytest.mark.parametrize(("op_rows", "op_bytes"), [(3, 1 << 30), (1_000, 20_000)])
+def test_a_backlog_is_drained_in_steps(
+    log: CommitLog, op_rows: int, op_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "OP_ROWS_MAX", op_rows)
+    monkeypatch.setattr(walk, "FILE_BYTES_MAX", op_bytes)
     monkeypatch.setattr(drain, "STEP_MESSAGES_MAX", 12)
     monkeypatch.setattr(message_files, "FILE_BYTES_MAX", 500)
     log.upkeep = False
@@ -244,24 +245,6 @@ def test_files_that_lack_messages_are_not_committed(log: CommitLog) -> None:
     require_same(log)
 
 
-def fill_with_pieces(log: CommitLog) -> None:
-    """What a drain has to put together: sends that share half files, topics that share them, rows left out, and half
-    batches that are decided bit by bit."""
-    with TransactionMQProducer(log, "shop", CommitOncePrepared(), check_interval=None) as producer:
-        messages = [Message(("orders", "points")[i % 2], f"{i}", keys=f"k{i}") for i in range(40)]
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(producer.send_message_in_transaction, messages))
-    topics = pa.array([("orders", "points", "orders")[i % 3] for i in range(30)])
-    columns = {"body": [f"b{i}" for i in range(30)], "order": [f"o{i % 7}" for i in range(30)], "topic": topics}
-    keyed = prepare(log, 0, columns, per="key", key="order", topic=None, partitions=2)
-    mixed = prepare(log, 1, 40, per="message")
-    for record, every in ((keyed, 3), (mixed, 2), (keyed, 2)):
-        _, some = split(pending(log, record), every)
-        log.decide(record, 1, commit=some, who=Who.EXECUTE)
-    roll_back(log, mixed)
-    commit(log, keyed)
-
-
 @pytest.mark.parametrize("few_rows", [1, 3, 1_000])
 def test_pieces_are_put_together_as_each_would_be_alone(
     log: CommitLog, few_rows: int, monkeypatch: pytest.MonkeyPatch
@@ -271,6 +254,8 @@ def test_pieces_are_put_together_as_each_would_be_alone(
     expected = {topic: log.read(topic) for topic in log.topics()}
     monkeypatch.setattr(reading, "FEW_ROWS", few_rows)
     monkeypatch.setattr(reading, "TOGETHER_MAX", 7)
+    monkeypatch.setattr(message_files, "RUNS_AT_ONCE", 12)
+    monkeypatch.setattr(message_files, "ROWS_AT_ONCE", 5)
     log.drain()
     for topic, read in expected.items():
         assert drained(log, topic).select(SOURCE_SCHEMA.names).to_pylist() == read.to_pylist()
@@ -310,7 +295,7 @@ def test_small_files_of_a_remote_store_are_read_ahead(log: CommitLog, monkeypatc
     monkeypatch.setattr(message_files, "READS_AT_ONCE", 3)
     mine = another(log)
     rows, _ = drain.Drainer(mine)._next_placed(-1, mine.refresh())
-    sizes = mine.half.sizes(rows["path"])
+    sizes = {path: size for path, (size, _) in mine.half.sizes(rows["path"]).items()}
     one, *_ = sizes
     table = another(log).messages_table
 

@@ -107,6 +107,10 @@ class Files:
             raise FileNotFoundError(path)
         return self.tables[path]
 
+    def delete_file(self, path: str) -> None:
+        """Delete a file, as a drainer that another one overtook does."""
+        del self.tables[path]
+
     def read(self, paths: Sequence[str], columns: Sequence[str], where: pc.Expression | None) -> pa.Table:
         """Rows of some files, all of which are there."""
         tables = [self.get(path) for path in paths]
