@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import SOURCE_SCHEMA
@@ -77,13 +78,12 @@ class Fetcher:
         self._skip_expired(missing)
         ranges.sort(key=lambda r: r.file)  # stable: a file is read once, whichever queues it has
         where = None if self._selector is None else self._selector.at(self._log.machine.time_ms())
-        parts: dict[Queue, list[tuple[int, pa.Table]]] = {queue: [] for queue in end}
+        parts: dict[Queue, list[pa.Table]] = {queue: [] for queue in end}
         rows = size = 0
         for table in read_ranges(ranges, self._log.read_range, self._log.find_again, SOURCE_SCHEMA.names, where):
-            if table.num_rows:
-                queue = (table["topic"][0].as_py(), table["queue_id"][0].as_py())
-                parts[queue].append((table["queue_offset"][0].as_py(), table))
-                rows, size = rows + table.num_rows, size + table.nbytes
+            for queue, part in _by_queue(table):
+                parts[queue].append(part)
+            rows, size = rows + table.num_rows, size + table.nbytes
         if rows:
             self.row_bytes = max(1.0, size / rows)
         return {queue: Fetched(_in_order(found), end[queue]) for queue, found in parts.items()}
@@ -101,7 +101,22 @@ class Fetcher:
             logger.warning("%s. The consumer goes on there", out_of_range(*queue, start, end, firsts))
 
 
-def _in_order(parts: list[tuple[int, pa.Table]]) -> pa.Table:
+def _by_queue(messages: pa.Table) -> Iterator[tuple[Queue, pa.Table]]:
+    """The messages of each queue: small ranges of several come in one table."""
+    queues = messages.group_by(["topic", "queue_id"], use_threads=False).aggregate([])
+    for topic, queue_id in zip(queues["topic"].to_pylist(), queues["queue_id"].to_pylist(), strict=True):
+        if queues.num_rows == 1:
+            yield (topic, queue_id), messages
+        else:
+            mine = pc.and_(pc.equal(messages["topic"], topic), pc.equal(messages["queue_id"], queue_id))
+            yield (topic, queue_id), messages.filter(mine)
+
+
+def _in_order(parts: list[pa.Table]) -> pa.Table:
+    """The messages of one queue by offset. Ranges were read file by file."""
     if not parts:
         return SOURCE_SCHEMA.empty_table()
-    return pa.concat_tables([table for _, table in sorted(parts, key=lambda part: part[0])])
+    messages = pa.concat_tables(parts)
+    offsets = messages["queue_offset"].combine_chunks()
+    ascending = pc.all(pc.greater(offsets[1:], offsets[:-1])).as_py() is not False
+    return messages if ascending else messages.sort_by("queue_offset")

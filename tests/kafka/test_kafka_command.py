@@ -116,7 +116,7 @@ def test_wrong_usage_is_told_from_problems(kafka: Broker, log: CommitLog, tmp_pa
     assert "--topic-template 'all' must have {topic} in it once" in said
     said = txmq("relay", log.path, *to, *servers, "--shards", "2", "--shard", "2", code=2)[1]
     assert "--shard 2 is out of range: a whole number from 0 to 1 is expected" in said
-    assert "is not a commit log" in txmq("relay", str(tmp_path), *to, *servers, code=1)[1]
+    assert "is not a commit log" in txmq("relay", str(tmp_path), *to, *servers, code=2)[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rmq_spark.relay.brokers.ANSWER_S", 0.2)
         nobody = ("--bootstrap-servers", "127.0.0.1:1")

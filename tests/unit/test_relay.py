@@ -117,7 +117,7 @@ def test_settings_of_the_environment_are_named_as_kafka_names_them_and_arguments
     ("problem", "code"),
     [
         (RelayError(), 1),
-        (NotACommitLogError(), 1),
+        (NotACommitLogError(), 2),
         (OptionError(), 2),
         (RelayFencedError(), 3),
         (RelayRefusedError(), 4),
