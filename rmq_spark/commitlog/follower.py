@@ -293,6 +293,11 @@ class Follower:
             rows = self.table.read(actions.filter(may_hold)["path"].to_pylist(), ["version", "commit_id"])
         return [str(c) for c in pc.unique(rows.filter(pc.equal(rows["version"], version))["commit_id"]).to_pylist()]
 
+    def archived_rows(self) -> pa.Table:
+        """All ``archived`` rows, as ``op`` was last read: ``half_id, op_time``."""
+        rows = self.table.read(self.archive_paths(), ["kind", "half_id", "op_time"])
+        return rows.filter(of_kind(rows, Kind.ARCHIVED)).select(["half_id", "op_time"])
+
     def archive_paths(self) -> list[str]:
         """The files of ``op`` that have ``archived`` rows."""
         actions = self.table.actions()

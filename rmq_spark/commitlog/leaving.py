@@ -251,8 +251,7 @@ class Leaver:
         log = self._log
         with log.lock:
             log.ledger.refresh()
-            rows = log.op.read(log.ledger.archive_paths(), ["kind", "half_id"])
-            archived = rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"]
+            archived = log.ledger.archived_rows()["half_id"]
             log.half.table.refresh()
             paths = log.half.files_of_only(archived.combine_chunks())
         if not dry_run:

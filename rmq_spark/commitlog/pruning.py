@@ -79,8 +79,7 @@ class Pruner:
 
     def _dead(self) -> _Dead:
         log = self._log
-        rows = log.op.read(log.ledger.archive_paths(), ["kind", "half_id", "op_time"])
-        rows = rows.filter(of_kind(rows, Kind.ARCHIVED))
+        rows = log.ledger.archived_rows()
         here = log.half.counted()["half_id"]  # half after op: what it still has was not removed before
         gone = rows.filter(pc.invert(pc.is_in(rows["half_id"], value_set=here.combine_chunks())))
         now = log.machine.now()

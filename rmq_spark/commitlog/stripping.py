@@ -24,12 +24,11 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.follow import of_kind
 from rmq_spark.commitlog.half import HALF_SCHEMA, STATS_COLUMNS
 from rmq_spark.commitlog.half_store import LargeFile
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.messages import drained_up_to
-from rmq_spark.commitlog.op import Kind, RowState
+from rmq_spark.commitlog.op import RowState
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError, HalfBatchNotFoundError
 from rmq_spark.redaction import redacted
 from rmq_spark.storage.files import PAYLOAD_COLUMNS, ROW_GROUP_ROWS, RowRange, arange, bytes_array
@@ -76,7 +75,8 @@ class Stripper:
         counted = log.half.counted()
         self._rows = dict(zip(counted["half_id"].to_pylist(), counted["rows"].to_pylist(), strict=True))
         placed = self._placed({h for file in files for h in file.inside["half_id"].to_pylist()})
-        left = self._archived()
+        # What is archived is drained, or nobody need look at it any more.
+        left = frozenset(log.ledger.archived_rows()["half_id"].to_pylist())
         done: list[str] = []
         for file in files:
             try:
@@ -109,11 +109,6 @@ class Stripper:
         sums = sums.filter(ripe)
         found = dict(zip(sums["half_id"].to_pylist(), sums["count_sum"].to_pylist(), strict=True))
         return {half_id: count for half_id, count in found.items() if half_id not in log.ledger.conflicts}
-
-    def _archived(self) -> frozenset[str]:
-        """Half batches that have left, or are about to: all of them is drained, or need not be looked at any more."""
-        rows = self._log.op.read(self._log.ledger.archive_paths(), ["kind", "half_id"])
-        return frozenset(rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"].to_pylist())
 
     def _drained_rows(self, file: LargeFile, placed: Mapping[str, int], left: Collection[str]) -> pa.Table | None:
         """The rows of a file that may go, by the ``half_id`` of those that go whole, or by ``row_no`` in a file of one
