@@ -100,11 +100,17 @@ class GroupCommit:
     Parameters
     ----------
     log : ProtocolSteps
+    linger_s : float
+        A prepare waits so long for others to share its commit, unless there are ``at_once_max`` of them.
+    at_once_max : int
+        Half batches of one commit, up to :data:`AT_ONCE_MAX`.
     """
 
-    def __init__(self, log: ProtocolSteps) -> None:
+    def __init__(self, log: ProtocolSteps, linger_s: float = 0.0, at_once_max: int = AT_ONCE_MAX) -> None:
         self._log = log
-        self._prepares: Lane[_Waiting, HalfRecord | TxmqError] = Lane(log.machine, "txmq-prepare", self._prepare_many)
+        self._prepares: Lane[_Waiting, HalfRecord | TxmqError] = Lane(
+            log.machine, "txmq-prepare", self._prepare_many, linger_s, at_once_max
+        )
         self._decides: Lane[Decision, Decided] = Lane(log.machine, "txmq-decide", self._decide_many)
 
     def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
@@ -204,10 +210,23 @@ class Lane(Generic[Request, Result]):
         Of the thread.
     commit : callable
         Takes requests about different half batches and returns an answer for each.
+    linger_s : float
+        So long the first one waits for others.
+    at_once_max : int
+        Requests of one commit.
     """
 
-    def __init__(self, machine: Machine, name: str, commit: Callable[[Sequence[Request]], Sequence[Result]]) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        name: str,
+        commit: Callable[[Sequence[Request]], Sequence[Result]],
+        linger_s: float = 0.0,
+        at_once_max: int = AT_ONCE_MAX,
+    ) -> None:
         self._machine = machine
+        self._linger_s = linger_s
+        self._at_once_max = at_once_max
         self._name = name
         self._commit = commit
         self._lock = machine.lock()
@@ -257,8 +276,12 @@ class Lane(Generic[Request, Result]):
     def _gather(self) -> None:
         """Wait for as many as came lately. Those of the last group come again soon, one after the other: the first of
         them would have a commit alone, for which all others wait."""
-        until = self._machine.monotonic() + self._commit_s * GATHERED_PART
-        while 0 < len(self._waiting) < max(self._sizes) and self._machine.monotonic() < until:
+        began_s = self._machine.monotonic()
+        until, linger_until = began_s + self._commit_s * GATHERED_PART, began_s + self._linger_s
+        while 0 < (waiting := len(self._waiting)) < self._at_once_max:
+            now = self._machine.monotonic()
+            if now >= linger_until and (now >= until or waiting >= max(self._sizes)):
+                return
             self._machine.sleep(GATHERING_S)
 
     def _next(self) -> list[_Asked[Request, Result]]:
@@ -266,7 +289,7 @@ class Lane(Generic[Request, Result]):
         with self._lock:
             group: dict[str, _Asked[Request, Result]] = {}
             later: list[_Asked[Request, Result]] = []
-            while self._waiting and len(group) < AT_ONCE_MAX:
+            while self._waiting and len(group) < self._at_once_max:
                 asked = self._waiting.popleft()
                 if group.setdefault(asked.half_id, asked) is not asked:
                     later.append(asked)

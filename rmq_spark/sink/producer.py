@@ -17,13 +17,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.group_commit import GroupCommit, Stageable
+from rmq_spark.commitlog.group_commit import AT_ONCE_MAX, GroupCommit, Stageable
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState
 from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.config import (
     MAINTENANCE_INTERVAL_S,
+    REPLAY_CHECK_TIMEOUT_S,
     TRANSACTION_CHECK_INTERVAL_S,
     TRANSACTION_TIMEOUT_S,
     seconds,
@@ -33,6 +34,7 @@ from rmq_spark.errors import ListenerError, MessageError, OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, require_listener
 from rmq_spark.message import Message, require_app_id, require_group_name, to_table
 from rmq_spark.sink.limits import PendingLimits
+from rmq_spark.sink.turns import Keys, Turns, UnderWay
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
 from rmq_spark.transaction import BATCH, KEY, MESSAGE, LocalTransactionState, batch_transaction_id
 
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 LISTENER_THREADS = 32
 IN_FLIGHT_MAX = 1024
+AWAIT_TERMINATION_S = 30.0
 AT_EXIT_S_MAX = 10.0
 """Seconds for which the end of Python waits for a thread of a producer that was not closed."""
 SHARED_ROWS_MAX = 100
@@ -148,10 +151,21 @@ class TransactionMQProducer:
     max_pending_bytes : int or str, optional
         The same for the bytes of their files: ``"500m"``, ``"10g"``.
     listener_threads : int
-        Threads in which sends of the asynchronous methods run, with their calls of the listener. They start when they
-        are needed.
+        Local transactions of asynchronous sends that run at once. A send waits before it is prepared while too many
+        wait for one of these threads.
     max_in_flight : int
-        Asynchronous sends that have not come to their end. One more waits in the caller's thread.
+        Asynchronous sends that have not come to their end. Each has a thread while it is under way; one more waits in
+        the caller's thread.
+    linger : float
+        Seconds for which a send waits for those of other threads, to share its commit: 0 as in Kafka's producer, which
+        shares what comes together by itself.
+    max_batch_messages : int
+        Sends that share a commit, at most.
+    replay_check_timeout : float
+        Seconds for which a repeated send (``idempotency_key``) asks the listener what became of the first one, before
+        UnresolvedTransactionError.
+    await_termination : float
+        Seconds for which :meth:`shutdown` waits for sends that are under way.
 
     Examples
     --------
@@ -173,6 +187,10 @@ class TransactionMQProducer:
         max_pending_bytes: int | str | None = None,
         listener_threads: int = LISTENER_THREADS,
         max_in_flight: int = IN_FLIGHT_MAX,
+        linger: float = 0.0,
+        max_batch_messages: int = AT_ONCE_MAX,
+        replay_check_timeout: float = REPLAY_CHECK_TIMEOUT_S,
+        await_termination: float = AWAIT_TERMINATION_S,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
         if listener is None:
@@ -192,11 +210,20 @@ class TransactionMQProducer:
             self.log,
             self.listener,
             on_listener_error=on_listener_error,
+            replay_check_timeout_s=seconds(replay_check_timeout, "replay_check_timeout"),
             pending_limits=limits,
-            commits=GroupCommit(self.log),
+            commits=GroupCommit(
+                self.log,
+                seconds(linger, "linger"),
+                whole_number(max_batch_messages, "max_batch_messages", 1, AT_ONCE_MAX),
+            ),
         )
-        self._listener_threads = whole_number(listener_threads, "listener_threads", 1)
-        self._in_flight = threading.BoundedSemaphore(whole_number(max_in_flight, "max_in_flight", 1))
+        self._turns = Turns(whole_number(listener_threads, "listener_threads", 1), self.transaction_timeout)
+        self._in_flight_max = whole_number(max_in_flight, "max_in_flight", 1)
+        self._in_flight = threading.BoundedSemaphore(self._in_flight_max)
+        self._await_s = seconds(await_termination, "await_termination")
+        self._under_way = UnderWay()
+        self._keys = Keys()
         self._pool: ThreadPoolExecutor | None = None
         self._plainly = self.two_phase.with_listener(CommitOncePrepared())
         self._pid = os.getpid()
@@ -204,42 +231,52 @@ class TransactionMQProducer:
         self._sends = count(1)  # ids that follow each other lie close together in a file, and are found by its bounds
         self._closing = self.log.machine.event()
         self._threads: list[threading.Thread] = []
-        self._open = False
 
     # ------------------------------------------------------------------ life
     def start(self) -> TransactionMQProducer:
         """Open the producer (``with`` does it)."""
         self._require_own_process()
-        if not self._open:
+        if not self._under_way.is_open:
             self._closing.clear()
             atexit.register(self._end)
-            self._pool = ThreadPoolExecutor(self._listener_threads, f"txmq-{self.producer_group}")
+            self._pool = ThreadPoolExecutor(self._in_flight_max, f"txmq-{self.producer_group}")
             start = self.log.machine.start_thread
             if self.check_interval is not None:
                 self._threads.append(start(self._answer_checks, "txmq-checks", daemon=True))
             if self.maintenance_interval is not None:
                 self._threads.append(start(self._keep_up, "txmq-maintainer", daemon=True))
-            self._open = True
+            self._under_way.is_open = True
         return self
 
     def shutdown(self) -> None:
-        """Close the producer: wait for asynchronous sends, a check, or upkeep, that are under way."""
+        """Close the producer: accept no more, and wait for sends, a check, or upkeep, that are under way.
+
+        It waits for sends for ``await_termination`` seconds at most. Those that have not begun by then are cancelled
+        and leave nothing; a check settles what the others leave.
+        """
         if os.getpid() != self._pid:  # a forked copy has none of the threads
-            self._open = False
+            self._under_way.is_open = False
             return
         atexit.unregister(self._end)
+        left = self._under_way.close(self._await_s)
         if self._pool is not None:
-            self._pool.shutdown()  # those that were accepted come to their end
-        self._open = False
+            self._pool.shutdown(wait=not left, cancel_futures=bool(left))
         self._closing.set()
         for thread in self._threads:
             thread.join()
         self._threads = []
-        self.log.close()
+        if left:  # they still need the log
+            logger.warning(
+                "producer %r was closed while %d sends were under way (await_termination=%g s). Those that had not "
+                "begun were cancelled; the others go on while the program lives, and a check settles what they leave",
+                self.producer_group, left, self._await_s,
+            )  # fmt: skip
+        else:
+            self.log.close()
 
     def _end(self) -> None:
         """Python ends, and the producer was not closed: a thread that is within delta-rs would end it with a crash."""
-        self._open = False
+        self._under_way.is_open = False
         self._closing.set()
         for thread in self._threads:
             thread.join(AT_EXIT_S_MAX)
@@ -281,8 +318,7 @@ class TransactionMQProducer:
         idempotency_key : str, optional
             A retry with the same key (characters of a group name) sends nothing twice.
         """
-        if not isinstance(message, Message):
-            raise MessageError(f"found {type(message).__name__}: rmq_spark.Message is expected")
+        _require_message(message)
         return self.send_messages_in_transaction([message], arg, idempotency_key=idempotency_key)
 
     def send_messages_in_transaction(
@@ -345,28 +381,47 @@ class TransactionMQProducer:
             Of the result. In a coroutine: ``await asyncio.wrap_future(...)``. A send that is cancelled before it began
             leaves nothing; one that has begun goes on.
         """
-        return self._in_pool(lambda: self.send_message_in_transaction(message, arg, idempotency_key=idempotency_key))
+        _require_message(message)
+
+        def send() -> TransactionSendResult:
+            with self._turns.admitted(self.listener) as listener:
+                two_phase = self.two_phase.with_listener(listener, self.two_phase.on_listener_error)
+                return self._send_admitted(two_phase, [message], arg, None, None, BATCH, idempotency_key)
+
+        return self._in_pool(send)
 
     def send_async(
         self, messages: Message | Iterable[Message], *, topic: str | None = None, idempotency_key: str | None = None
     ) -> Future[TransactionSendResult]:
         """:meth:`send` in another thread; see :meth:`send_message_in_transaction_async`."""
         # A copy: the caller may fill its list anew before the thread reads it.
-        given = messages if isinstance(messages, (Message, pa.Table)) else _message_list(messages)
-        return self._in_pool(lambda: self.send(given, topic=topic, idempotency_key=idempotency_key))
+        given = [messages] if isinstance(messages, Message) else messages
+        given = given if isinstance(given, pa.Table) else _message_list(given)
+        return self._in_pool(
+            lambda: self._send_admitted(self._plainly, given, None, topic, None, BATCH, idempotency_key)
+        )
 
     def _in_pool(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
-        self._require_open()
-        self._in_flight.acquire()
+        self._enter()
+        try:
+            self._in_flight.acquire()
+        except BaseException:
+            self._under_way.leave()
+            raise
+
+        def leave(_: object) -> None:
+            self._in_flight.release()
+            self._under_way.leave()
+
         try:
             assert self._pool is not None
             sent = self._pool.submit(send)
         except BaseException as problem:
-            self._in_flight.release()
+            leave(None)
             if isinstance(problem, RuntimeError):  # the pool is shut down
                 raise OptionError("the producer is being closed: nothing was sent") from problem
             raise
-        sent.add_done_callback(lambda _: self._in_flight.release())
+        sent.add_done_callback(leave)
         return sent
 
     # ------------------------------------------------------------------ with a session
@@ -435,21 +490,37 @@ class TransactionMQProducer:
         per: str,
         idempotency_key: str | None,
     ) -> TransactionSendResult:
-        self._require_open()
-        given = messages if isinstance(messages, pa.Table) else _message_list(messages)
+        self._enter()
+        try:
+            given = messages if isinstance(messages, pa.Table) else _message_list(messages)
+            return self._send_admitted(two_phase, given, arg, topic, transaction_key, per, idempotency_key)
+        finally:
+            self._under_way.leave()
+
+    def _send_admitted(
+        self,
+        two_phase: TwoPhase,
+        given: list[Message] | pa.Table,
+        arg: Any,
+        topic: str | None,
+        transaction_key: str | None,
+        per: str,
+        idempotency_key: str | None,
+    ) -> TransactionSendResult:
         count = len(given)
         if count == 0:
             raise MessageError("no messages were given: a half batch has at least one")
         header = self._header(per, idempotency_key, two_phase.listener.fence_id)
         topics = self.log.topics_with(_topics_in(given, topic))
         writer = HalfWriter(header, topics, topic, transaction_key, self.log.fifo_topics())
-        outcome = two_phase.send(header, lambda: self._stage(writer, given), arg)
+        with self._keys.one_by_one(idempotency_key):  # the second one finds what became of the first
+            outcome = two_phase.send(header, lambda: self._stage(writer, given), arg)
         return self._result(header, outcome, count)
 
-    def _require_open(self) -> None:
-        if not self._open:
-            raise OptionError("the producer is closed: use it in a with statement, or call start()")
+    def _enter(self) -> None:
         self._require_own_process()
+        if not self._under_way.enter():
+            raise OptionError("the producer is closed: use it in a with statement, or call start()")
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
@@ -510,6 +581,11 @@ class TransactionMQProducer:
             messages=rows,
             replayed=outcome.replayed,
         )
+
+
+def _require_message(message: object) -> None:
+    if not isinstance(message, Message):
+        raise MessageError(f"found {type(message).__name__}: rmq_spark.Message is expected")
 
 
 def _topics_in(given: list[Message] | pa.Table, default: str | None) -> set[str]:

@@ -25,6 +25,7 @@ from rmq_spark.errors import (
     OptionError,
     VerdictConflictError,
 )
+from rmq_spark.sink.turns import Turns
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
 from tests.half_batches import let_leave, make_log
 
@@ -486,6 +487,94 @@ def test_no_more_asynchronous_sends_are_in_flight_than_allowed() -> None:
         go_on.set()
         sender.join(DEADLINE_S)
     assert len(bodies(log)) == 4
+
+
+def test_a_send_whose_local_transaction_would_have_to_wait_is_not_prepared() -> None:
+    log = make_log("memory", Path(), orders=2)
+    go_on = threading.Event()
+    shop = Shop({str(i).encode(): lambda: go_on.wait(DEADLINE_S) and COMMIT_MESSAGE for i in range(5)})
+    with txmq.TransactionMQProducer(log, "shop", shop, check_interval=None, listener_threads=2) as producer:
+        sent = [producer.send_message_in_transaction_async(message(i)) for i in range(5)]
+        wait_for(lambda: len(shop.seen) == 2)
+        plain = producer.send_async(message("plain"))  # it needs no listener, so it waits for none
+        assert plain.result(DEADLINE_S).local_transaction_state is COMMIT_MESSAGE
+        assert log.pending().num_rows == 2
+        go_on.set()
+        assert [s.result(DEADLINE_S).local_transaction_state for s in sent] == [COMMIT_MESSAGE] * 5
+    assert len(bodies(log)) == 6
+
+
+def test_more_are_prepared_while_local_transactions_are_short_and_fewer_when_they_are_long() -> None:
+    turns = Turns(threads=2, transaction_timeout_s=6.0)
+    assert turns.room == 2
+    with turns.running():
+        pass
+    assert turns.room > 1_000
+    turns._mean_s = 10.0
+    assert turns.room == 2
+
+
+def test_a_local_transaction_that_raises_leaves_its_turn_to_the_next() -> None:
+    log = make_log("memory", Path(), orders=2)
+
+    def refuses() -> None:
+        raise RuntimeError("no")
+
+    shop = Shop({b"0": refuses, b"1": refuses})
+    settings: dict[str, Any] = {"check_interval": None, "listener_threads": 1, "on_listener_error": "fail"}
+    with txmq.TransactionMQProducer(log, "shop", shop, **settings) as producer:
+        sent = [producer.send_message_in_transaction_async(message(i)) for i in range(3)]
+        sent += [producer.send_message_in_transaction_async(txmq.Message("nowhere", b""))]  # never prepared
+        assert [type(s.exception(DEADLINE_S)).__name__ for s in sent] == [
+            "LocalTransactionError", "LocalTransactionError", "NoneType", "TopicNotFoundError",
+        ]  # fmt: skip
+        assert producer._turns._admitted == 0
+
+
+def test_a_producer_is_closed_in_time_although_a_local_transaction_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    log = make_log("memory", Path(), orders=2)
+    go_on = threading.Event()
+    shop = Shop({b"0": lambda: go_on.wait(DEADLINE_S) and COMMIT_MESSAGE})
+    settings: dict[str, Any] = {"check_interval": None, "listener_threads": 1, "await_termination": 0.2}
+    with txmq.TransactionMQProducer(log, "shop", shop, **settings) as producer:
+        hangs = producer.send_message_in_transaction_async(message(0))
+        wait_for(lambda: shop.seen == [b"0"])
+    assert "closed while 1 sends were under way" in caplog.text
+    assert log.pending().num_rows == 1
+    with pytest.raises(OptionError, match="closed"):
+        producer.send(message(1))
+    go_on.set()
+    assert hangs.result(DEADLINE_S).local_transaction_state is COMMIT_MESSAGE
+
+
+def test_a_second_send_of_a_key_waits_for_the_first_and_checks_nothing() -> None:
+    log = make_log("memory", Path(), orders=2)
+    go_on = threading.Event()
+    shop = Shop({b"0": lambda: go_on.wait(DEADLINE_S) and COMMIT_MESSAGE})
+    shop.checked = UNKNOWN  # a check would wait for replay_check_timeout
+    settings: dict[str, Any] = {"check_interval": None, "replay_check_timeout": 0}
+    with txmq.TransactionMQProducer(log, "shop", shop, **settings) as producer:
+        sent = [producer.send_message_in_transaction_async(message(0), idempotency_key="k") for _ in range(3)]
+        wait_for(lambda: shop.seen == [b"0"])
+        go_on.set()
+        results = [s.result(DEADLINE_S) for s in sent]
+    assert sorted(r.replayed for r in results) == [False, True, True]
+    assert bodies(log) == [b"0"]
+    assert producer._keys._known == {}
+
+
+def test_a_send_that_lingers_shares_its_commit_with_those_that_come(log: CommitLog) -> None:
+    before = log.refresh()
+    settings: dict[str, Any] = {"check_interval": None, "linger": DEADLINE_S, "max_batch_messages": 3}
+    with txmq.TransactionMQProducer(log, "shop", Shop(), **settings) as producer:
+        sent = []
+        for i in range(3):
+            sent.append(producer.send_async(message(i)))
+            time.sleep(0.02)
+        for send in sent:
+            send.result(DEADLINE_S)
+    assert log.half.table.version == log.another().half.table.version == 1
+    assert log.refresh() - before <= 3
 
 
 def test_a_coroutine_can_wait_for_a_send() -> None:

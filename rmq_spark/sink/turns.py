@@ -1,0 +1,169 @@
+"""Who may send, and when: what a producer has under way, and the turns of local transactions in its own threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rmq_spark.listener import TransactionListener, Verdicts
+from rmq_spark.transaction import HalfBatch
+
+WAITING_PART = 0.25
+"""What is prepared begins within this part of ``transaction_timeout``, as far as the last transactions can tell."""
+SMOOTHING = 0.2
+"""The part of the newest time in the mean of how long a local transaction takes."""
+
+
+class UnderWay:
+    """Counts what is under way while the door is open, and waits for its end when it is closed."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+        self.is_open = False
+
+    def enter(self) -> bool:
+        """One more is under way; False when the door is closed."""
+        with self._changed:
+            self._count += self.is_open
+            return self.is_open
+
+    def leave(self) -> None:
+        """One has come to its end."""
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+
+    def close(self, seconds: float) -> int:
+        """Let nobody in any more, wait for those who are, and return how many are left when the time is over."""
+        with self._changed:
+            self.is_open = False
+            self._changed.wait_for(lambda: not self._count, seconds)
+            return self._count
+
+
+class Keys:
+    """Those who come with the same key come one after the other, and others at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[threading.RLock, list[None]]] = {}
+
+    @contextmanager
+    def one_by_one(self, key: str | None) -> Iterator[None]:
+        """Wait for those who came with this key before; None waits for nobody."""
+        if key is None:
+            yield
+            return
+        with self._lock:
+            lock, users = self._known.setdefault(key, (threading.RLock(), []))
+            users.append(None)
+        try:
+            with lock:
+                yield
+        finally:
+            with self._lock:
+                users.pop()
+                if not users:
+                    self._known.pop(key, None)
+
+
+class Turns:
+    """Lets sends be prepared, and their local transactions run, as many at once as is good.
+
+    A half batch that is prepared and then waits for a free thread would be checked after ``transaction_timeout``,
+    before its local transaction has begun. So it waits before it is prepared.
+
+    Parameters
+    ----------
+    threads : int
+        Local transactions that run at once. So many sends may be prepared too, and more when local transactions are
+        short: as many as can begin soon.
+    transaction_timeout_s : float
+        After which a pending half batch is checked.
+    """
+
+    def __init__(self, threads: int, transaction_timeout_s: float) -> None:
+        self._threads = threads
+        self._within_s = transaction_timeout_s * WAITING_PART
+        self._free = threading.BoundedSemaphore(threads)
+        self._changed = threading.Condition()
+        self._admitted = 0
+        self._mean_s: float | None = None  # how long a local transaction takes
+
+    @property
+    def room(self) -> int:
+        """How many may be prepared, or run."""
+        if self._mean_s is None:
+            return self._threads
+        return max(self._threads, int(self._threads * self._within_s / max(self._mean_s, 1e-6)))
+
+    @contextmanager
+    def admitted(self, listener: TransactionListener) -> Iterator[TransactionListener]:
+        """Wait until one more send may be prepared. Its room is free again when the local transaction has ended.
+
+        Returns
+        -------
+        TransactionListener
+            The same listener, for this send.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._admitted < self.room)
+            self._admitted += 1
+        in_turn = _InTurn(listener, self)
+        try:
+            yield in_turn
+        finally:
+            in_turn.leave()
+
+    def leave(self) -> None:
+        """One that was admitted has ended its local transaction, or will have none."""
+        with self._changed:
+            self._admitted -= 1
+            self._changed.notify(max(1, self.room - self._admitted))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Wait for a free thread, and run a local transaction."""
+        with self._free:
+            began_s = time.monotonic()
+            try:
+                yield
+            finally:
+                took_s = time.monotonic() - began_s
+                mean_s = self._mean_s
+                self._mean_s = took_s if mean_s is None else mean_s + SMOOTHING * (took_s - mean_s)
+
+
+class _InTurn(TransactionListener):
+    """A listener whose local transaction waits for its turn."""
+
+    def __init__(self, listener: TransactionListener, turns: Turns) -> None:
+        self._listener = listener
+        self._turns = turns
+        self._is_admitted = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+    @property
+    def fence_id(self) -> str | None:
+        return self._listener.fence_id
+
+    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        with self._turns.running():
+            try:
+                return self._listener.execute_local_transaction(batch)
+            finally:
+                self.leave()
+
+    def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        return self._listener.check_local_transaction(batch)
+
+    def leave(self) -> None:
+        if self._is_admitted:
+            self._is_admitted = False
+            self._turns.leave()
