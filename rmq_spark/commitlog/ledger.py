@@ -476,7 +476,7 @@ def _against(state: BatchState, decision: Decision, verdict: LocalTransactionSta
     rows, opposite = (
         (decision.commit, ROLLED_BACK_STATES) if verdict is COMMIT_MESSAGE else (decision.rollback, COMMITTED_STATES)
     )
-    return rows & state.rows_in(opposite, decision.attempt)
+    return rows and rows & state.rows_in(opposite, decision.attempt)
 
 
 def _too_late(state: BatchState, against: RowSet, attempt: int, verdict: LocalTransactionState) -> VerdictConflictError:
@@ -507,7 +507,9 @@ def _after_leaving(decision: Decision, left: HalfBatchLeftError) -> DecisionErro
 
 def _undecided(state: BatchState, rows: RowSet, attempt: int, verdict: LocalTransactionState) -> RowSet:
     """Those rows that still wait for this verdict; raises when any is out of its reach."""
-    waiting = rows & state.rows_in((RowState.PENDING,), attempt)
+    waiting = rows and rows & state.rows_in((RowState.PENDING,), attempt)
+    if waiting.count == rows.count:
+        return waiting
     decided = rows & state.rows_in(_states_of(verdict), attempt)
     rest = rows.count - waiting.count - decided.count
     if rest:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
@@ -437,7 +438,7 @@ class BatchState:
         """The rows in one of these states (of one attempt)."""
         wanted = _ones_at(*states)
         found = RowSet({n: f.state.translate(wanted) for n, f in self.files.items()})
-        return found if attempt is None else found & self.rows_under(attempt)
+        return found if attempt is None or not found else found & self.rows_under(attempt)
 
     def rows_under(self, attempt: int) -> RowSet:
         """The rows of one attempt."""
@@ -491,6 +492,7 @@ def _known(words: type[_Word], found: object, half_id: str) -> _Word:
         ) from None
 
 
+@lru_cache(maxsize=1024)
 def _ones_at(*positions: int) -> bytes:
     """A translation table: 1 for these bytes, 0 for the others."""
     table = bytearray(256)

@@ -32,7 +32,8 @@ class RowSet(Mapping[int, bytes]):
     __slots__ = ("_files",)
 
     def __init__(self, files: Mapping[int, bytes | bytearray] | None = None) -> None:
-        self._files = {n: bytes(bits) for n, bits in sorted((files or {}).items()) if b"\x01" in bits}
+        given = (files or {}).items()
+        self._files = {n: bytes(b) for n, b in (given if len(given) < 2 else sorted(given)) if b"\x01" in b}
 
     def __getitem__(self, file_no: int) -> bytes:
         return self._files[file_no]
@@ -49,10 +50,14 @@ class RowSet(Mapping[int, bytes]):
 
     def __and__(self, other: Mapping[int, bytes | bytearray]) -> RowSet:
         """Rows that are in both."""
+        if not (self._files and other):
+            return NO_ROWS
         return RowSet({n: both(bits, other[n]) for n, bits in self._files.items() if n in other})
 
     def __sub__(self, other: Mapping[int, bytes | bytearray]) -> RowSet:
         """Rows that are not in the other one."""
+        if not (self._files and other):
+            return self
         return RowSet(
             {n: both(bits, other[n].translate(_OPPOSITE)) if n in other else bits for n, bits in self._files.items()}
         )
@@ -94,6 +99,8 @@ def ranges_count(ranges: Ranges) -> int:
 
 def both(a: bytes | bytearray, b: bytes | bytearray) -> bytes:
     """Bitwise and of two byte strings of the same length."""
+    if a == b:
+        return bytes(a)
     joined = int.from_bytes(a, "little") & int.from_bytes(b, "little")
     return joined.to_bytes(len(a), "little")
 

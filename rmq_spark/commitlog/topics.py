@@ -49,9 +49,9 @@ class TopicStore:
 
     def with_names(self, names: Collection[str]) -> dict[str, Topic]:
         """The topics that this handle knows. It looks at the table when one of these names is not among them."""
-        wanted, known = set(names), self._known
-        if known is not None and known[0] == self.table.version and known[1].keys() >= wanted:
-            return known[1]  # nobody need wait for a commit that is under way
+        wanted, known = set(names), self._seen()
+        if known is not None and known.keys() >= wanted:
+            return known
         with self.table.lock:
             if self._known is None or not self.known().keys() >= wanted:
                 self.table.refresh()
@@ -59,6 +59,8 @@ class TopicStore:
 
     def known(self) -> dict[str, Topic]:
         """The topics that this handle has seen when it last looked."""
+        if (known := self._seen()) is not None:
+            return known
         with self.table.lock:
             version = self.table.version
             if self._known is None or self._known[0] != version:
@@ -67,6 +69,11 @@ class TopicStore:
                 topics = {r["name"]: Topic(r["queues"], bool(r["fifo"]), r["retention_s"]) for r in rows}
                 self._known = (version, topics)
             return self._known[1]
+
+    def _seen(self) -> dict[str, Topic] | None:
+        """What this handle has read already, without a wait for a commit that is under way."""
+        known = self._known
+        return None if known is None or known[0] != self.table.version else known[1]
 
     def create(
         self, name: str, queues: int | None, fifo: bool, exist_ok: bool, retention_s: float | None = None
