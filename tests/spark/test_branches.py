@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 from pyspark.sql import SparkSession
 
 import rmq_spark as txmq
@@ -21,6 +22,7 @@ POISONED = "3"
 Status = txmq.ConsumeConcurrentlyStatus
 
 
+@pytest.mark.long
 def test_three_branches_of_one_order(spark: SparkSession, log_path: str, tmp_path: Path) -> None:
     log = CommitLog.create(log_path)
     for topic in TOPICS:

@@ -106,7 +106,7 @@ def nothing_is_set(spark: Any) -> bool:
 
 
 # ---------------------------------------------------------------- execute and check agree
-@pytest.mark.parametrize("work", [append, merge])
+@pytest.mark.parametrize("work", [pytest.param(append, marks=pytest.mark.long), merge])
 def test_execute_makes_one_commit_and_a_check_finds_it(spark: Any, table: str, work: Any) -> None:
     gold = listener(spark, table, work)
     batch = half_batch(gold.fence_id)
@@ -136,7 +136,7 @@ def test_what_was_executed_before_marks_named_the_log_is_known(spark: Any, table
     assert gold.check_local_transaction(half_batch(gold.fence_id, age=OLD, log_id="one")) == COMMIT_MESSAGE
 
 
-@pytest.mark.parametrize("work", [append, merge])
+@pytest.mark.parametrize("work", [append, pytest.param(merge, marks=pytest.mark.long)])
 def test_a_tombstone_fences_a_late_execute_but_not_the_next_attempt(spark: Any, table: str, work: Any) -> None:
     gold = listener(spark, table, work)
     assert gold.check_local_transaction(half_batch(gold.fence_id)) == UNKNOWN
@@ -169,6 +169,7 @@ def test_a_tombstone_that_comes_while_work_runs_wins_over_its_commit(spark: Any,
     assert stored(spark, table) == []
 
 
+@pytest.mark.long
 def test_a_racing_execute_and_check_never_disagree(spark: Any, table: str) -> None:
     gold = listener(spark, table)
     fence = gold.fence_id
@@ -196,6 +197,7 @@ def test_a_racing_execute_and_check_never_disagree(spark: Any, table: str) -> No
     assert stored(spark, table) == committed
 
 
+@pytest.mark.long
 def test_others_commits_and_housekeeping_do_not_hide_whose_commit_it_was(spark: Any, table: str) -> None:
     gold = listener(spark, table)
     fence = gold.fence_id

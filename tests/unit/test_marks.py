@@ -181,7 +181,7 @@ def test_what_stays_open_keeps_no_later_op_row_in_memory(
 ) -> None:
     end_it = stays_open(log)
     clock = set_clock(monkeypatch)
-    for i in range(12):
+    for i in range(5):
         commit(log, prepare(log, i, 1))
         assert log.move_mark()
         cold = another(log)

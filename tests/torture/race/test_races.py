@@ -38,7 +38,7 @@ def check_race(track: Track, commits: int, processes: int | None, line_up: str |
 
 
 @pytest.mark.parametrize(
-    ("processes", "commits"), [(7, 60), *(pytest.param(n, 250, marks=pytest.mark.long) for n in (2, 8))]
+    ("processes", "commits"), [(7, 24), *(pytest.param(n, 250, marks=pytest.mark.long) for n in (2, 8))]
 )
 def test_racing_processes_on_a_local_path_lose_double_and_overwrite_nothing(
     tmp_path: Path, processes: int, commits: int
