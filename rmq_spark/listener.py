@@ -39,7 +39,8 @@ class TransactionListener(ABC):
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         """Do the work that must agree with the messages, and return the verdict(s).
 
-        An exception leaves the half batch pending, and a check or a replay settles it.
+        An exception leaves the half batch pending, and a check or a replay settles it. It may be a coroutine function
+        for :meth:`TransactionMQProducer.send_message_in_transaction_async`, and for nothing else.
         """
 
     @abstractmethod
@@ -166,7 +167,17 @@ def require_listener(listener: object, where: str) -> TransactionListener:
                 f"{where}: {type(listener).__name__}.{method.__name__}{inspect.signature(method)} does not take one "
                 "argument, the half batch; wrap a listener with the arguments of RocketMQ in PerMessageListener"
             ) from problem
+    if inspect.iscoroutinefunction(listener.check_local_transaction):
+        raise ListenerError(
+            f"{where}: {type(listener).__name__}.check_local_transaction is a coroutine function, and a check has no "
+            "event loop: make it a plain function"
+        )
     return listener
+
+
+def is_coroutine(listener: TransactionListener) -> bool:
+    """Whether a local transaction needs an event loop."""
+    return inspect.iscoroutinefunction(listener.execute_local_transaction)
 
 
 _PATH = re.compile(r"[A-Za-z_][\w]*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

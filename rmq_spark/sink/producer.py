@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
@@ -31,7 +32,7 @@ from rmq_spark.config import (
     whole_number,
 )
 from rmq_spark.errors import ListenerError, MessageError, OptionError
-from rmq_spark.listener import CommitOncePrepared, TransactionListener, require_listener
+from rmq_spark.listener import CommitOncePrepared, TransactionListener, is_coroutine, require_listener
 from rmq_spark.message import Message, require_app_id, require_group_name, to_table
 from rmq_spark.sink.limits import PendingLimits
 from rmq_spark.sink.turns import Keys, Turns, UnderWay
@@ -380,11 +381,18 @@ class TransactionMQProducer:
         concurrent.futures.Future
             Of the result. In a coroutine: ``await asyncio.wrap_future(...)``. A send that is cancelled before it began
             leaves nothing; one that has begun goes on.
+
+        Raises
+        ------
+        ListenerError
+            When ``execute_local_transaction`` is a coroutine function, which runs in the caller's event loop, and none
+            is running here.
         """
         _require_message(message)
+        loop = _running_loop() if is_coroutine(self.listener) else None
 
         def send() -> TransactionSendResult:
-            with self._turns.admitted(self.listener) as listener:
+            with self._turns.admitted(self.listener, loop) as listener:
                 two_phase = self.two_phase.with_listener(listener, self.two_phase.on_listener_error)
                 return self._send_admitted(two_phase, [message], arg, None, None, BATCH, idempotency_key)
 
@@ -581,6 +589,16 @@ class TransactionMQProducer:
             messages=rows,
             replayed=outcome.replayed,
         )
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise ListenerError(
+            "execute_local_transaction is a coroutine function, and no event loop is running here: call "
+            "send_message_in_transaction_async in a coroutine, or make it a plain function"
+        ) from None
 
 
 def _require_message(message: object) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rmq_spark.listener import TransactionListener, Verdicts
+from rmq_spark.listener import TransactionListener, Verdicts, is_coroutine
 from rmq_spark.transaction import HalfBatch
 
 WAITING_PART = 0.25
@@ -102,8 +103,15 @@ class Turns:
         return max(self._threads, int(self._threads * self._within_s / max(self._mean_s, 1e-6)))
 
     @contextmanager
-    def admitted(self, listener: TransactionListener) -> Iterator[TransactionListener]:
+    def admitted(
+        self, listener: TransactionListener, loop: asyncio.AbstractEventLoop | None = None
+    ) -> Iterator[TransactionListener]:
         """Wait until one more send may be prepared. Its room is free again when the local transaction has ended.
+
+        Parameters
+        ----------
+        loop : asyncio.AbstractEventLoop, optional
+            Runs the local transaction when that is a coroutine.
 
         Returns
         -------
@@ -113,7 +121,7 @@ class Turns:
         with self._changed:
             self._changed.wait_for(lambda: self._admitted < self.room)
             self._admitted += 1
-        in_turn = _InTurn(listener, self)
+        in_turn = _InTurn(listener, self, loop)
         try:
             yield in_turn
         finally:
@@ -141,9 +149,10 @@ class Turns:
 class _InTurn(TransactionListener):
     """A listener whose local transaction waits for its turn."""
 
-    def __init__(self, listener: TransactionListener, turns: Turns) -> None:
+    def __init__(self, listener: TransactionListener, turns: Turns, loop: asyncio.AbstractEventLoop | None) -> None:
         self._listener = listener
         self._turns = turns
+        self._loop = loop
         self._is_admitted = True
 
     def __getattr__(self, name: str) -> Any:
@@ -156,7 +165,11 @@ class _InTurn(TransactionListener):
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         with self._turns.running():
             try:
-                return self._listener.execute_local_transaction(batch)
+                execute: Any = self._listener.execute_local_transaction
+                if not is_coroutine(self._listener):
+                    return execute(batch)
+                assert self._loop is not None
+                return asyncio.run_coroutine_threadsafe(execute(batch), self._loop).result()
             finally:
                 self.leave()
 

@@ -39,13 +39,20 @@ from rmq_spark.errors import (
     CheckpointMismatchError,
     FencedError,
     HalfBatchLeftError,
+    ListenerError,
     LocalTransactionError,
     OptionError,
     StaleAttemptError,
     UnresolvedTransactionError,
     VerdictConflictError,
 )
-from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener, require_same_fence
+from rmq_spark.listener import (
+    NO_LISTENER_FENCE,
+    CommitOncePrepared,
+    TransactionListener,
+    is_coroutine,
+    require_same_fence,
+)
 from rmq_spark.redaction import cause_of, line_of, traceback_of
 from rmq_spark.sink.leases import LeaseKeeper
 from rmq_spark.sink.limits import NO_LIMITS, PendingGuard, PendingLimits
@@ -193,9 +200,16 @@ class TwoPhase:
             When a replay's checks stay UNKNOWN.
         PendingLimitError
             When too much of the producer group is pending; nothing is written then.
+        ListenerError
+            When the local transaction is a coroutine.
         HalfBatchLeftError
             When a check has rolled the half batch back so long ago that its messages have left the log.
         """
+        if is_coroutine(self.listener):
+            raise ListenerError(
+                f"{type(self.listener).__name__}.execute_local_transaction is a coroutine function. Only "
+                "TransactionMQProducer.send_message_in_transaction_async can wait for it; make it a plain function"
+            )
         replayed = record = self.find_replayed(header)
         files: Sequence[Stageable] = ()
         if record is None:

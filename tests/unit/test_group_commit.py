@@ -19,6 +19,7 @@ from rmq_spark.commitlog import group_commit
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import (
     CommitError,
+    ListenerError,
     LocalTransactionError,
     LostFileError,
     MessageError,
@@ -589,6 +590,46 @@ def test_a_coroutine_can_wait_for_a_send() -> None:
     with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None) as producer:
         assert len({r.half_id for r in asyncio.run(serve(producer))}) == 10
     assert len(bodies(log)) == 10
+
+
+class Awaits(Shop):
+    """A local transaction that only the caller's event loop can bring to its end."""
+
+    async def execute_local_transaction(self, batch: HalfBatch) -> Any:
+        await asyncio.sleep(0)
+        return super().execute_local_transaction(batch)
+
+
+def test_a_local_transaction_that_is_a_coroutine_runs_in_the_loop_of_its_caller() -> None:
+    log = make_log("memory", Path(), orders=2)
+
+    async def serve(producer: txmq.TransactionMQProducer) -> list[txmq.TransactionSendResult]:
+        sent = [producer.send_message_in_transaction_async(message(n)) for n in range(5)]
+        return await asyncio.gather(*map(asyncio.wrap_future, sent))
+
+    def refuses() -> None:
+        raise RuntimeError("no")
+
+    shop = Awaits({b"1": ROLLBACK_MESSAGE, b"2": refuses})
+    with txmq.TransactionMQProducer(log, "shop", shop, check_interval=None) as producer:
+        states = [r.local_transaction_state for r in asyncio.run(serve(producer))]
+        assert states == [COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, COMMIT_MESSAGE, COMMIT_MESSAGE]
+        before = log.half.table.version
+        with pytest.raises(ListenerError, match="no event loop is running here"):
+            producer.send_message_in_transaction_async(message(9))
+        with pytest.raises(ListenerError, match="can wait for it; make it a plain"):
+            producer.send_message_in_transaction(message(9))
+        assert producer.send(message(10)).messages == 1  # it asks no listener
+        assert log.half.table.version == before + 1, "what was refused is not prepared"
+
+
+def test_a_check_that_is_a_coroutine_is_refused() -> None:
+    class Waits(Shop):
+        async def check_local_transaction(self, batch: HalfBatch) -> Any:
+            return COMMIT_MESSAGE
+
+    with pytest.raises(ListenerError, match="a check has no event loop"):
+        txmq.TransactionMQProducer(make_log("memory", Path(), orders=2), "shop", Waits())
 
 
 def test_a_forked_process_is_refused(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
