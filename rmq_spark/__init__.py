@@ -90,13 +90,14 @@ _WHERE = {
     "ROLLBACK_MESSAGE": "transaction",
     "UNKNOWN": "transaction",
 }
-__all__ = sorted([*_WHERE, "__version__", "errors", "testing"])
+_MODULES = ("errors", "metrics", "testing")
+__all__ = sorted([*_WHERE, "__version__", *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(importlib.import_module(f"rmq_spark.{_WHERE[name]}"), name)
-    if name in ("errors", "testing"):
+    if name in _MODULES:
         return importlib.import_module(f"rmq_spark.{name}")
     errors = importlib.import_module("rmq_spark.errors")
     if name.endswith("Error") and hasattr(errors, name):

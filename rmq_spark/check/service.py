@@ -18,6 +18,7 @@ from enum import Enum
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark import observer
 from rmq_spark.check.asking import Asker, NoAnswer, Question, Verdicts
 from rmq_spark.check.immunity import COLUMNS, due_rows
 from rmq_spark.check.policy import TransactionCheckListener, require_policy
@@ -166,6 +167,7 @@ class CheckService:
                 logger.error("a round of checks failed: %s", traceback_of(problem))
                 report = CheckReport(started_at)
                 report.problem(None, f"the round failed with {sentence_of(problem)}")
+                self._tell(report)
             if on_report is not None:
                 on_report(report)
             stop_event.wait(self.transaction_check_interval)
@@ -194,7 +196,13 @@ class CheckService:
                 report.problem(half_id, f"it cannot be checked: {sentence_of(problem)}")
         self._finish(report)
         report.seconds = round_.seconds()
+        self._tell(report)
         return report
+
+    def _tell(self, report: CheckReport) -> None:
+        if observer.observers():
+            checker = "producer" if self.only_groups else "job"
+            observer.tell(lambda o: o.checked(self.log.path, checker, report))
 
     # ------------------------------------------------------------------ one half batch: what is due, what to do, do it
     def _check_half_batch(self, half_id: str, round_: _Round) -> None:

@@ -23,6 +23,7 @@ import typer
 
 from rmq_spark import __version__
 from rmq_spark.cli.dead_letters import dlq_app
+from rmq_spark.cli.exporting import exporter
 from rmq_spark.cli.groups import group_app
 from rmq_spark.cli.output import (
     AsJson,
@@ -63,6 +64,7 @@ app.add_typer(topic_app, name="topic")
 app.add_typer(group_app, name="group")
 app.add_typer(dlq_app, name="dlq")
 app.command(help=RELAY_HELP)(plainly(relay))
+app.command()(plainly(exporter))
 
 HalfId = Annotated[str, typer.Argument(metavar="HALF_ID", help="As listed by pending, quarantined and conflicts.")]
 

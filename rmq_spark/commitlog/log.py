@@ -411,6 +411,10 @@ class CommitLog(ProtocolSteps):
         with self.lock:
             return maintenance.vacuum(self._tables_now(), age_s, dry_run)
 
+    def tables(self) -> list[Table]:
+        """The tables that are there, as they were last read. The one of groups is made when it is first needed."""
+        return self._tables_now()
+
     def _tables_now(self) -> list[Table]:
         tables = [self.half.table, self.op, self.topics_table, self.messages_table]
         return [*tables, self.groups.table] if self._has_groups() else tables

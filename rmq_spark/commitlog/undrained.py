@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
+from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 OP_ROWS_MAX = 100_000
 """Op rows that are read at once, and versions of ``op`` of which the sums are kept."""
-COLUMNS = ("version", "path", "count", "queue_offset")
+COLUMNS = ("version", "op_time", "path", "count", "queue_offset")
 
 
 class Amount(NamedTuple):
@@ -51,7 +52,12 @@ class Undrained:
     def __init__(self, log: ProtocolSteps) -> None:
         self._log = log
         self._counted = -1  # the version of op up to which all is drained or counted
-        self._waiting: deque[tuple[int, int, int]] = deque()  # version, messages, bytes; by version
+        self._waiting: deque[tuple[int, int, int, datetime]] = deque()  # version, messages, bytes, time; by version
+
+    @property
+    def since(self) -> datetime | None:
+        """When the oldest of what the last look counted was placed; None when it found nothing."""
+        return self._waiting[0][3] if self._waiting else None
 
     def look(self, enough: int) -> Amount:
         """What is there now. With ``enough`` bytes it stops counting."""
@@ -69,7 +75,8 @@ class Undrained:
         return found
 
     def _sum(self, until: int) -> Amount:
-        messages, size = (sum(waiting[n] for waiting in self._waiting) for n in (1, 2))
+        messages = sum(waiting[1] for waiting in self._waiting)
+        size = sum(waiting[2] for waiting in self._waiting)
         return Amount(messages, size, self._counted >= until)
 
     def _pass_drained(self) -> None:
@@ -80,14 +87,15 @@ class Undrained:
             self._waiting.popleft()
         self._counted = max(self._counted, position)
 
-    def _counts(self, rows: pa.Table) -> list[tuple[int, int, int]]:
-        """By version, how many messages op rows place, and about how many bytes."""
+    def _counts(self, rows: pa.Table) -> list[tuple[int, int, int, datetime]]:
+        """By version, how many messages op rows place, about how many bytes, and when."""
         if rows.num_rows == 0:
             return []
-        sized = pa.table({"version": rows["version"], "count": rows["count"], "size": self._sizes(rows)})
-        sums = sized.group_by("version", use_threads=False).aggregate([("count", "sum"), ("size", "sum")])
-        found = zip(*(sums.sort_by("version")[name].to_pylist() for name in sums.column_names), strict=True)
-        return [(version, count, int(size)) for version, count, size in found]
+        sized = pa.table({**{n: rows[n] for n in ("version", "count", "op_time")}, "size": self._sizes(rows)})
+        wanted = [("count", "sum"), ("size", "sum"), ("op_time", "min")]
+        sums = sized.group_by("version", use_threads=False).aggregate(wanted).sort_by("version")
+        found = zip(*(sums[name].to_pylist() for name in ("version", *map("_".join, wanted))), strict=True)
+        return [(version, count, int(size), time) for version, count, size, time in found]
 
     def _sizes(self, rows: pa.Table) -> pa.ChunkedArray:
         """The bytes of the half rows that op rows name. Of a file that somebody rewrote, the mean of all others."""

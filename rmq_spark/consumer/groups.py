@@ -91,7 +91,7 @@ class ConsumerGroup:
         queues = [(t, q) for t in names for q in range(queues_of.get(t, 0))]
         firsts = self.log.firsts()
         start = {queue: known[queue]["next_offset"] if queue in known else firsts.get(queue, 0) for queue in queues}
-        since = self._waiting_since({q: n for q, n in start.items() if n < tails.get(q, 0)})
+        since = waiting_since(self.log, {q: n for q, n in start.items() if n < tails.get(q, 0)})
         open_messages = self.log.open_messages()
         now = self.log.machine.now()
         beats = self.members()
@@ -120,24 +120,6 @@ class ConsumerGroup:
         now = self.log.machine.now()
         beats = heartbeats(self.log.groups.table, self.name)
         return {member: max(0.0, (now - beat).total_seconds()) for member, beat in sorted(beats.items())}
-
-    def _waiting_since(self, behind: Mapping[Queue, int]) -> dict[Queue, datetime]:
-        """Return when the message at each of these offsets was committed."""
-        found: dict[Queue, datetime] = {}
-        border = self.log.drained.border() if behind else {}
-        found |= self.log.drained.times_of({q: offset for q, offset in behind.items() if offset < border.get(q, 0)})
-        left = {queue: offset for queue, offset in behind.items() if queue not in found}
-        for rows, _ in self.log.placements(above=min(left.values(), default=0)) if left else ():
-            for (topic, queue_id), offset in list(left.items()):
-                of_queue = pc.and_(pc.equal(rows["topic"], topic), pc.equal(rows["queue_id"], queue_id))
-                holds = pc.and_(pc.less_equal(rows["queue_offset"], offset), pc.greater(rows["next_offset"], offset))
-                times = rows.filter(pc.and_(of_queue, holds))["op_time"]
-                if len(times):
-                    found[(topic, queue_id)] = times[0].as_py()
-                    del left[(topic, queue_id)]
-            if not left:
-                break
-        return found
 
     def _rows(self) -> pa.Table:
         rows = self.log.groups.rows(self.name)
@@ -252,6 +234,25 @@ class ConsumerGroup:
     def delete(self) -> bool:
         """Forget the group's progress, and return False when it had none."""
         return self.log.groups.delete(self.name)
+
+
+def waiting_since(log: CommitLog, behind: Mapping[Queue, int]) -> dict[Queue, datetime]:
+    """Return when the message at each of these offsets was committed. ``op`` must have been read before."""
+    found: dict[Queue, datetime] = {}
+    border = log.drained.border() if behind else {}
+    found |= log.drained.times_of({q: offset for q, offset in behind.items() if offset < border.get(q, 0)})
+    left = {queue: offset for queue, offset in behind.items() if queue not in found}
+    for rows, _ in log.placements(above=min(left.values(), default=0)) if left else ():
+        for (topic, queue_id), offset in list(left.items()):
+            of_queue = pc.and_(pc.equal(rows["topic"], topic), pc.equal(rows["queue_id"], queue_id))
+            holds = pc.and_(pc.less_equal(rows["queue_offset"], offset), pc.greater(rows["next_offset"], offset))
+            times = rows.filter(pc.and_(of_queue, holds))["op_time"]
+            if len(times):
+                found[(topic, queue_id)] = times[0].as_py()
+                del left[(topic, queue_id)]
+        if not left:
+            break
+    return found
 
 
 def groups(log: CommitLog | str | os.PathLike[str]) -> list[str]:

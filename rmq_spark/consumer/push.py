@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from rmq_spark import observer
 from rmq_spark.commitlog.group_commit import GroupCommit
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import DELAY_LEVELS_S, seconds, whole_number
@@ -223,6 +224,7 @@ class PushConsumer:
             workers = {f"consume-{n}": self.consume_on for n in range(self._threads)}
             self.member.start(fetch=self.member.fetch_on, **workers)
             self._open = True
+            observer.CONSUMERS.add(self)
         return self
 
     def shutdown(self) -> None:
@@ -243,6 +245,7 @@ class PushConsumer:
     def _end(self) -> None:
         if self._open:
             self._open = False
+            observer.CONSUMERS.discard(self)
             self.member.stop(self._await_s)
 
     def __enter__(self) -> PushConsumer:
@@ -287,6 +290,15 @@ class PushConsumer:
         """Return the queues that this member has now, and the next offset of each that is not finished."""
         with self.member.changed:
             return {queue: known.lowest for queue, known in sorted(self.member.queues.items()) if known.is_open}
+
+    def in_flight(self) -> dict[str, int]:
+        """Return by topic how many messages this member has fetched and not finished. With a filter it also counts
+        those between them that the filter left out."""
+        found: dict[str, int] = {}
+        with self.member.changed:
+            for (topic, _), known in self.member.queues.items():
+                found[topic] = found.get(topic, 0) + known.fetched_to - known.lowest
+        return found
 
     # ------------------------------------------------------------------ a thread's work
     def consume_on(self) -> None:
@@ -364,8 +376,8 @@ class PushConsumer:
             found.append(answer)
             if self._is_each and self._has_enough(take.queue, began_s):
                 break
-        self._note_cost(began_s, len(found))
         failed = [at for at, (consumed, _) in enumerate(found) if not consumed]
+        self._note_cost(take.queue, began_s, len(found), len(found) - len(failed), len(failed))
         done = len(found)
         if failed:
             reasons = [found[at][1] for at in failed]
@@ -376,9 +388,10 @@ class PushConsumer:
     def _consume_orderly(self, take: Take, messages: pa.Table) -> None:
         queue, began_s = take.queue, self._machine.monotonic()
         offsets = take.messages["queue_offset"].to_pylist()
-        done = 0
+        done = consumed_ones = failed = 0
         for consumed, reason in answers(self._listener, messages, orderly=True):
             if not consumed:
+                failed = 1
                 queue.tries += 1  # nobody else has the queue meanwhile
                 if self._is_dead(queue.tries) and self._send_back(queue, messages.slice(done, 1), [reason], "dead"):
                     queue.tries = 0
@@ -387,12 +400,12 @@ class PushConsumer:
                     queue.again_s = self._machine.monotonic() + self._suspend_s
                 break
             queue.tries = 0
-            done += 1
+            done, consumed_ones = done + 1, consumed_ones + 1
             if self._is_each:
                 take.first = offsets[done - 1] + 1
                 if self._has_enough(queue, began_s):
                     break
-        self._note_cost(began_s, max(1, done))
+        self._note_cost(queue, began_s, max(1, done), consumed_ones, failed)
         self._give_back(take, done)
 
     def _is_dead(self, tries: int) -> bool:
@@ -404,8 +417,13 @@ class PushConsumer:
         slow = self._machine.monotonic() - began_s > TAKE_S_MAX
         return slow or not queue.is_open or not self.member.may_start()
 
-    def _note_cost(self, began_s: float, messages: int) -> None:
-        each_s = (self._machine.monotonic() - began_s) / messages
+    def _note_cost(self, queue: ProcessQueue, began_s: float, tried: int, consumed: int, failed: int) -> None:
+        took_s = self._machine.monotonic() - began_s
+        if observer.observers():
+            log, group, topic = self.member.log.path, self.member.group, queue.queue[0]
+            what = observer.Consumed(log, group, topic, consumed, failed, took_s)
+            observer.tell(lambda o: o.consumed(what))
+        each_s = took_s / tried
         self._each_s = each_s if self._each_s is None else 0.8 * self._each_s + 0.2 * each_s
 
     def _give_back(self, take: Take, done: int) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from rmq_spark import observer
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.group_commit import Alone, Commits, Stageable
@@ -210,6 +212,35 @@ class TwoPhase:
                 f"{type(self.listener).__name__}.execute_local_transaction is a coroutine function. Only "
                 "TransactionMQProducer.send_message_in_transaction_async can wait for it; make it a plain function"
             )
+        if not observer.observers():
+            return self._bring(header, stage, arg)
+        began_s = self.log.machine.monotonic()
+        try:
+            outcome = self._bring(header, stage, arg)
+        except Exception as problem:
+            failed = problem
+            observer.tell(lambda o: o.not_sent(self.log.path, header.producer_group, failed))
+            raise
+        self._tell(outcome, self.log.machine.monotonic() - began_s)
+        return outcome
+
+    def _tell(self, outcome: Outcome, took_s: float) -> None:
+        """Tell observers of a half batch that came to its end."""
+        record = outcome.record
+        if record is None or outcome.replayed:  # it was told of when it was sent
+            return
+        topics: Counter[str] = Counter()
+        for file in record.files.values():
+            for segment in file.segments:
+                topics[segment.topic] += segment.last - segment.first + 1
+        finish_s = None
+        if not outcome.messages.get(RowState.PENDING) and outcome.messages:
+            finish_s = max(0.0, (self.log.machine.now() - record.prepared_at).total_seconds())
+        sent = observer.Sent(self.log.path, record.header.producer_group, topics, took_s, finish_s)
+        observer.tell(lambda o: o.sent(sent))
+
+    def _bring(self, header: HalfHeader, stage: Callable[[], Sequence[Stageable]], arg: Any) -> Outcome:
+        """The steps of :meth:`send`."""
         replayed = record = self.find_replayed(header)
         files: Sequence[Stageable] = ()
         if record is None:

@@ -26,6 +26,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 
+from rmq_spark import observer
 from rmq_spark.errors import (
     CommitError,
     CorruptLogError,
@@ -270,7 +271,11 @@ def compare_and_set(
                     f"a commit to table {table.name} was acknowledged, but version {table.version} does not hold its "
                     "rows: this process slept past the clean-up of the table's log. Restart it"
                 )
+            if observer.observers():
+                observer.tell(lambda o: o.committed(table.name))
             return change
+        if observer.observers():
+            observer.tell(lambda o: o.lost_race(table.name))
         table.machine.sleep(table.machine.random() * min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** min(tries, 10)))
     table.refresh()
     if change is not None and has_landed(change):

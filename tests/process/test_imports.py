@@ -22,10 +22,11 @@ LIGHT = (
     "import rmq_spark.source.drain_task",
     "import rmq_spark.listeners",
     "import rmq_spark.selector",
+    "import rmq_spark.metrics; dir(rmq_spark.metrics)",
     "import rmq_spark.consumer.in_order, rmq_spark.consumer.listener, rmq_spark.consumer.retry",
 )
 WORKERS = (
-    *((statement, ("deltalake", "lark", "pyspark", "sqlalchemy")) for statement in LIGHT),
+    *((statement, ("deltalake", "lark", "pyspark", "sqlalchemy", "prometheus_client")) for statement in LIGHT),
     # Spark itself imports pyspark_txmq, for every look-up of a Python data source.
     ("import pyspark_txmq", ("deltalake", "lark", "sqlalchemy")),
     # What Spark's workers load to run a task of the source or the sink.
@@ -34,11 +35,15 @@ WORKERS = (
 )
 DRIVERS = (
     ("import rmq_spark.listeners; rmq_spark.listeners.DeltaTransactionListener", ("pyspark", "sqlalchemy", "typer")),
-    ("import rmq_spark.check.service", ("pyspark", "sqlalchemy", "typer")),
-    ("import rmq_spark.consumer.push, rmq_spark.consumer.pull", ("pyspark", "sqlalchemy", "typer", "lark")),
+    ("import rmq_spark.check.service", ("pyspark", "sqlalchemy", "typer", "prometheus_client")),
+    (
+        "import rmq_spark.consumer.push, rmq_spark.consumer.pull, rmq_spark.sink.producer",
+        ("pyspark", "sqlalchemy", "typer", "lark", "prometheus_client"),
+    ),
     ("import sys, rmq_spark.listeners; rmq_spark.listeners.Rollback; assert 'sqlalchemy' in sys.modules", ("pyspark",)),
 )
-COMMAND = (("import rmq_spark.cli", ("pyarrow", "deltalake", "pandas", "numpy", "pyspark", "sqlalchemy", "lark")),)
+HEAVY = ("pyarrow", "deltalake", "pandas", "numpy", "pyspark", "sqlalchemy", "lark", "prometheus_client")
+COMMAND = (("import rmq_spark.cli", HEAVY),)
 """``txmq --help`` answers before anything is loaded that takes long."""
 
 RUN = """

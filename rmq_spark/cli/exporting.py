@@ -1,0 +1,117 @@
+"""``txmq exporter``: a commit log's figures for Prometheus."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rmq_spark.cli.output import LogPath, Storage, storage_options
+from rmq_spark.config import parse_duration
+from rmq_spark.errors import OptionError, StorageError
+from rmq_spark.redaction import redacted
+
+if TYPE_CHECKING:
+    from rmq_spark.metrics.log_collector import LogCollector
+
+PORT = 5557
+"""As RocketMQ's brokers and its exporter have it."""
+JOB = "txmq"
+
+
+def exporter(
+    path: LogPath,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where Prometheus scrapes; 0 takes a free one.")] = PORT,
+    address: Annotated[
+        str, typer.Option(help='The address to listen at: "0.0.0.0" lets other machines scrape.')
+    ] = "127.0.0.1",
+    once: Annotated[bool, typer.Option("--once", help="Print the metrics as text, and end.")] = False,
+    push_to: Annotated[
+        str | None, typer.Option("--push", metavar="URL", help="Push them to a Pushgateway once, and end.")
+    ] = None,
+    job: Annotated[str, typer.Option(help="With --push: the label job.")] = JOB,
+    textfile: Annotated[
+        Path | None, typer.Option(metavar="FILE.prom", help="Write them for a node exporter once, and end.")
+    ] = None,
+    cluster: Annotated[str | None, typer.Option(help="The label cluster; DefaultCluster by default.")] = None,
+    cache: Annotated[str, typer.Option(help="A scrape within this time gets the figures of the last one.")] = "5s",
+    storage: Storage = None,
+) -> None:
+    """Show a commit log's figures to Prometheus: pending, quarantined, lag, dead letters, files. It only reads the log.
+
+    One exporter a log is enough. docs/monitoring.md lists the metrics, and conf/prometheus has alert rules for them.
+    """
+    given = [name for name, wanted in (("--once", once), ("--push", push_to), ("--textfile", textfile)) if wanted]
+    if len(given) > 1:
+        raise typer.BadParameter(f"{' and '.join(given)} contradict each other: give one of them")
+    if cluster is not None and not cluster.strip():
+        raise typer.BadParameter("it is empty: give the label's value, or leave the option out", param_hint="--cluster")
+    from rmq_spark.metrics.log_collector import CLUSTER, LogCollector
+
+    collector = LogCollector(
+        path,
+        cluster=cluster or CLUSTER,
+        cache_seconds=parse_duration(cache, "cache"),
+        storage_options=storage_options(storage),
+    )
+    if given:
+        _show_once(collector, push_to, job, textfile)
+    else:
+        _serve(collector, address, port)
+
+
+def _registry(collector: LogCollector) -> Any:
+    from rmq_spark.metrics.client import prometheus
+
+    registry = prometheus.CollectorRegistry()
+    registry.register(collector)
+    return registry
+
+
+def _show_once(collector: LogCollector, push_to: str | None, job: str, textfile: Path | None) -> None:
+    from rmq_spark.metrics.client import prometheus
+    from rmq_spark.metrics.pushing import push, write_textfile
+
+    registry = _registry(collector)
+    if push_to is not None:
+        push(registry, push_to, job)
+        typer.echo(f"pushed to {redacted(push_to)} as job {job}")
+    elif textfile is not None:
+        write_textfile(registry, textfile)
+        typer.echo(f"{textfile} is written")
+    else:
+        typer.echo(prometheus.generate_latest(registry).decode(), nl=False)
+    if not collector.is_up:
+        raise StorageError(f"the figures of {redacted(collector.path)} could not be read: the log says why")
+
+
+def _serve(collector: LogCollector, address: str, port: int) -> None:
+    from rmq_spark.metrics.client import prometheus
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    stop = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    try:
+        server, thread = prometheus.start_http_server(port, address, _registry(collector))
+    except OSError as problem:
+        raise OptionError(f"nothing can listen at {address}:{port}: {problem}. Choose another --port") from None
+    typer.echo(f"the figures of {redacted(collector.path)} are at http://{address}:{server.server_port}/metrics")
+    sys.stdout.flush()
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        stop.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,77 @@
+"""For programs that end before anybody scrapes them: the metrics of a registry, pushed or written to a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rmq_spark.config import seconds
+from rmq_spark.errors import OptionError, StorageError
+from rmq_spark.metrics.client import prometheus
+from rmq_spark.redaction import redacted
+
+PUSH_S_MAX = 10.0
+
+
+def push(
+    registry: Any,
+    gateway: str,
+    job: str,
+    *,
+    grouping_key: Mapping[str, str] | None = None,
+    timeout: float = PUSH_S_MAX,
+) -> None:
+    """Push the metrics of a registry to Prometheus' Pushgateway, where they replace those of the last push of this job.
+
+    Parameters
+    ----------
+    registry : prometheus_client.CollectorRegistry
+    gateway : str
+        ``host:port`` or a URL.
+    job : str
+        The label ``job``.
+    grouping_key : mapping of str to str, optional
+        More labels that tell this program from others of the job.
+    timeout : float
+        Seconds after which it is given up.
+
+    Raises
+    ------
+    StorageError
+        When the gateway cannot be reached within the time, or refuses the metrics.
+    """
+    limit_s = seconds(timeout, "timeout", above=True)
+    if not job.strip():
+        raise OptionError("job is empty: name the program whose metrics these are")
+    try:
+        prometheus.push_to_gateway(gateway, job, registry, dict(grouping_key or {}), timeout=limit_s)
+    except (OSError, ValueError) as problem:
+        raise StorageError(
+            f"the metrics could not be pushed to {redacted(gateway)}: {redacted(problem)}. Does it run there?"
+        ) from None
+
+
+def write_textfile(registry: Any, path: str | os.PathLike[str]) -> None:
+    """Write the metrics of a registry to a file, for the textfile collector of Prometheus' node exporter.
+
+    The file is replaced as a whole, so a reader never sees half of it.
+
+    Parameters
+    ----------
+    path : str or path
+        Must end in ``.prom``: the node exporter reads no other.
+
+    Raises
+    ------
+    OptionError
+        When the file cannot be written, or its name ends otherwise.
+    """
+    file = Path(path)
+    if file.suffix != ".prom":
+        raise OptionError(f"{file} does not end in .prom: the node exporter's textfile collector reads no other file")
+    try:
+        prometheus.write_to_textfile(str(file), registry)
+    except OSError as problem:
+        raise OptionError(f"{file} cannot be written: {problem}") from None

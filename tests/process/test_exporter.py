@@ -1,0 +1,143 @@
+"""``txmq exporter``: printed once, served, pushed, and written to a file."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import prometheus_client
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
+
+from rmq_spark.cli import app
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.errors import StorageError
+from rmq_spark.metrics.pushing import push
+from tests.half_batches import commit, make_log, prepare
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> CommitLog:
+    made = make_log("delta", tmp_path / "log", orders=1)
+    commit(made, prepare(made, 0, 3))
+    prepare(made, 1, 2, group="shop")
+    return made
+
+
+def txmq(*arguments: object, code: int = 0) -> str:
+    """What a run prints that must end with this exit code."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == code, result.output
+    return " ".join(re.sub("[│╭─╮╰╯]", " ", result.output).split()) if code else result.stdout
+
+
+def values(text: str) -> dict[str, float]:
+    return {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """Takes what is pushed."""
+
+    got: list[tuple[str, str, str]]
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.got.append((self.command, self.path, body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def gateway() -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    got: list[tuple[str, str, str]] = []
+    server = HTTPServer(("127.0.0.1", 0), type("Handler", (Gateway,), {"got": got}))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", got
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_metrics_are_printed_once(log: CommitLog) -> None:
+    text = txmq("exporter", log.path, "--once", "--cluster", "eu")
+    assert values(text)["rocketmq_commit_messages_total"] == 3
+    assert values(text)["rocketmq_half_messages"] == 2
+    assert 'cluster="eu"' in text
+    assert "# TYPE rocketmq_commit_messages_total counter" in text
+
+
+def test_it_serves_until_it_is_told_to_stop(log: CommitLog) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "rmq_spark.cli", "exporter", log.path, "--port", "0"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            found = re.search(r"http://127\.0\.0\.1:\d+/metrics", said)
+            assert found is not None, said
+            with urllib.request.urlopen(found[0], timeout=60) as answer:
+                assert values(answer.read().decode())["txmq_up"] == 1
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+            assert process.stderr is not None
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
+
+
+def test_the_metrics_are_pushed(log: CommitLog, gateway: tuple[str, list[tuple[str, str, str]]]) -> None:
+    url, got = gateway
+    assert txmq("exporter", log.path, "--push", url, "--job", "nightly") == f"pushed to {url} as job nightly\n"
+    ((_, path, text),) = got
+    assert path == "/metrics/job/nightly"
+    assert values(text)["rocketmq_commit_messages_total"] == 3
+
+
+def test_a_push_ends_when_nobody_answers() -> None:
+    import socket
+
+    with socket.socket() as silent:  # it takes connections, and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(StorageError, match="could not be pushed to 127"):
+            push(prometheus_client.CollectorRegistry(), f"127.0.0.1:{silent.getsockname()[1]}", "job", timeout=0.2)
+
+
+def test_the_metrics_are_written_for_a_node_exporter(log: CommitLog, tmp_path: Path) -> None:
+    file = tmp_path / "txmq.prom"
+    assert txmq("exporter", log.path, "--textfile", file) == f"{file} is written\n"
+    assert values(file.read_text())["rocketmq_commit_messages_total"] == 3
+    assert "does not end in .prom" in txmq("exporter", log.path, "--textfile", tmp_path / "txmq.txt", code=1)
+    assert "cannot be written" in txmq("exporter", log.path, "--textfile", tmp_path / "no" / "a.prom", code=1)
+
+
+def test_what_cannot_be_done_is_one_line(log: CommitLog, tmp_path: Path) -> None:
+    assert "contradict each other" in txmq("exporter", log.path, "--once", "--push", "http://x", code=2)
+    assert "it is empty" in txmq("exporter", log.path, "--once", "--cluster", " ", code=2)
+    assert "is not a commit log" in txmq("exporter", tmp_path, "--once", code=1)
+    assert "is not a duration" in txmq("exporter", log.path, "--once", "--cache", "5", code=1)
+    assert "could not be pushed" in txmq("exporter", log.path, "--push", "http://127.0.0.1:1", code=1)
+
+
+def test_a_port_that_is_taken_is_told(log: CommitLog, gateway: tuple[str, object]) -> None:
+    port = gateway[0].rpartition(":")[2]
+    assert "Choose another --port" in txmq("exporter", log.path, "--port", port, code=1)

@@ -1,0 +1,522 @@
+"""The figures of a commit log, the collector that shows them to Prometheus, and what a process counts."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pyarrow as pa
+import pytest
+
+import rmq_spark as txmq
+from rmq_spark import observer
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.errors import VerdictConflictError
+from rmq_spark.metrics import figures as figures_module
+from rmq_spark.metrics.figures import Lag, LogWatch
+from rmq_spark.metrics.log_collector import LogCollector
+from rmq_spark.metrics.names import BY_NAME, LOG, METRICS, PROCESS
+from rmq_spark.metrics.process import ProcessMetrics
+from rmq_spark.testing import InMemoryCommitLog
+from tests.consumers import DONE, LATER, Steps, go_on, memory_log, push, send
+from tests.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, split
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    return make_log(request.param, tmp_path / "log", orders=2, points=1)
+
+
+@pytest.fixture
+def registry() -> prometheus_client.CollectorRegistry:
+    return prometheus_client.CollectorRegistry()
+
+
+@pytest.fixture
+def counted(registry: prometheus_client.CollectorRegistry) -> Iterator[prometheus_client.CollectorRegistry]:
+    """A registry that counts what this process does."""
+    metrics = ProcessMetrics(registry)
+    yield registry
+    metrics.close()
+
+
+def value(registry: prometheus_client.CollectorRegistry, name: str, **labels: str) -> float | None:
+    """The sum of a metric's samples with these labels; None when there is none."""
+    found = [
+        sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+    return sum(found) if found else None
+
+
+class Says(txmq.TransactionListener):
+    """Says what the send's argument says, and knows nothing later."""
+
+    def execute_local_transaction(self, batch: txmq.HalfBatch) -> Any:
+        if isinstance(batch.arg, Exception):
+            raise batch.arg
+        return batch.arg
+
+    def check_local_transaction(self, batch: txmq.HalfBatch) -> Any:
+        return txmq.UNKNOWN
+
+
+# ---------------------------------------------------------------- the log's figures
+def test_the_figures_are_what_happened_in_the_log(log: CommitLog) -> None:
+    watch = LogWatch(log)
+    others, some = split(pending(log, prepare(log, 0, 40, per="message", group="shop")), every=4)
+    log.decide(log.get("app:0"), 1, commit=others, rollback=some, who=Who.EXECUTE)
+    prepare(log, 1, 5, topic="points", group="bank")
+    hidden = prepare(log, 2, 3, group="shop")
+    log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "too often")
+    late = prepare(log, 3, 2)
+    roll_back(log, late)
+    with pytest.raises(VerdictConflictError):
+        log.decide(late, 1, commit=log.state_of(late).rows_in((RowState.ROLLED_BACK,)), who=Who.CHECK)
+    found = watch.look()
+    assert found.topics == {"orders": False, "points": False}
+    assert found.placed == {"orders": 30}
+    assert found.half_messages == {"points": 5}
+    assert {group: of.half_batches for group, of in found.pending.items()} == {"bank": 1}
+    assert 0 <= found.oldest_pending_s < 60
+    assert found.quarantined == {"shop": 3}
+    assert found.conflicts == 1
+    assert found.rolled_back == {"orders": 12}
+    assert found.decided[("commit", "execute")] == 30
+    assert found.decided[("quarantine", "discard")] == 3
+    assert found.undrained_messages == 30
+    assert found.undrained_bytes > 0
+    assert found.tables["half"].files == 4
+    assert found.not_looked_at == 0
+
+
+def test_what_is_settled_leaves_the_figures(log: CommitLog) -> None:
+    watch = LogWatch(log)
+    record = prepare(log, 0, 4, group="shop")
+    hidden = prepare(log, 1, 3, group="shop")
+    log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "too often")
+    assert watch.look().quarantined == {"shop": 3}
+    log.resume(hidden.half_id, "look again")
+    found = watch.look()
+    assert (found.quarantined, found.half_messages) == ({}, {"orders": 7})
+    commit(log, record)
+    log.resolve(hidden.half_id, txmq.ROLLBACK_MESSAGE, "never happened")
+    log.drain()
+    found = watch.look()
+    assert (found.half_messages, dict(found.pending), found.undrained_messages) == ({}, {}, 0)
+    assert found.publish_lag_s == 0.0
+    assert found.rolled_back == {"orders": 3}
+
+
+def test_totals_from_offsets_are_for_ever_and_the_others_since_the_watch_began(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log", orders=2)
+    commit(log, prepare(log, 0, 8))
+    roll_back(log, prepare(log, 1, 4))
+    before = LogWatch(log)
+    roll_back(log, prepare(log, 2, 2))
+    assert (before.look().placed, before.look().rolled_back) == ({"orders": 8}, {"orders": 2})
+    let_leave(log)
+    after = LogWatch(log).look()
+    assert (after.placed, after.rolled_back) == ({"orders": 8}, {}), "its op rows are gone"
+    assert before.look().rolled_back == {"orders": 2}
+
+
+def test_a_quarantine_and_an_answer_from_before_are_found(log: CommitLog) -> None:
+    record = prepare(log, 0, 3, group="shop")
+    assert LogWatch(log).look().last_check is None
+    log.record_check(record, 1, pending(log, record), "UNKNOWN")
+    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "too often")
+    found = LogWatch(log).look()
+    assert found.quarantined == {"shop": 3}
+    assert found.last_check is not None
+    assert abs(found.last_check - datetime.now(timezone.utc)) < timedelta(minutes=1)
+
+
+def test_a_look_reads_an_open_half_batch_again_only_when_op_says_something_new(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    plain = figures_module._half_batch
+    monkeypatch.setattr(figures_module, "_half_batch", lambda log, half_id: read.append(half_id) or plain(log, half_id))
+    watch = LogWatch(log)
+    for batch_id in range(3):
+        prepare(log, batch_id, 2)
+    watch.look()
+    assert sorted(read) == ["app:0", "app:1", "app:2"]
+    watch.look()
+    assert len(read) == 3
+    log.record_check(log.get("app:1"), 1, pending(log, log.get("app:1")), "UNKNOWN")
+    watch.look()
+    assert read[3:] == ["app:1"]
+
+
+def test_a_look_is_bounded_and_the_next_one_goes_on(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures_module, "LOOKS_MAX", 2)
+    watch = LogWatch(log)
+    for batch_id in range(3):
+        prepare(log, batch_id, 2)
+    found = watch.look()
+    assert (found.not_looked_at, found.half_messages) == (1, {"orders": 4})
+    found = watch.look()
+    assert (found.not_looked_at, found.half_messages) == (0, {"orders": 6})
+
+
+def test_waiting_messages_are_told_by_their_reason() -> None:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    log.create_topic("steps", 1, fifo=True)
+    later = datetime.now(timezone.utc) + timedelta(hours=1)
+    commit(log, prepare(log, 0, {"body": ["a", "b"], "deliver_at": [later, None]}))
+    prepare(log, 1, {"body": ["c"], "sharding_key": ["k"]}, topic="steps")
+    commit(log, prepare(log, 2, {"body": ["d"], "sharding_key": ["k"]}, topic="steps"))
+    found = LogWatch(log).look()
+    assert (found.delayed, found.ordered) == (1, 1)
+
+
+# ---------------------------------------------------------------- consumer groups
+@pytest.mark.parametrize("drained", [False, True])
+def test_lag_is_what_a_consumer_group_says(drained: bool) -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=1)
+    send(log, "abc")
+    machine.sleep(60)
+    send(log, "de")
+    machine.sleep(5)
+    if drained:
+        log.drain()
+    watch = LogWatch(log)
+    assert watch.look().lags == {}
+    log.groups.set("points", {("orders", 0): 1}, "test")
+    log.groups.set("bills", {("orders", 0): 3}, "test")
+    log.groups.set("idle", {("orders", 0): 5}, "test")
+    lags = watch.look().lags
+    assert lags == {
+        ("points", "orders"): Lag(4, 65.0),
+        ("bills", "orders"): Lag(2, 5.0),
+        ("idle", "orders"): Lag(0, 0.0),
+    }
+    for group in ("points", "bills", "idle"):
+        said = txmq.ConsumerGroup(log, group).lag()
+        assert lags[(group, "orders")] == Lag(sum(said["lag"].to_pylist()), max(said["lag_seconds"].to_pylist()))
+    assert watch.look().lag_of("points") == Lag(4, 65.0)
+
+
+def test_a_watch_makes_no_table(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log", orders=1)
+    commit(log, prepare(log, 0, 2))
+    before = sorted(p.name for p in (tmp_path / "log").iterdir())
+    assert LogWatch(tmp_path / "log").look().lags == {}
+    assert sorted(p.name for p in (tmp_path / "log").iterdir()) == before
+
+
+# ---------------------------------------------------------------- the collector
+def scenario(log: CommitLog) -> None:
+    """Something of everything."""
+    with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
+        for verdict in (txmq.COMMIT_MESSAGE, txmq.ROLLBACK_MESSAGE, txmq.UNKNOWN):
+            producer.send_message_in_transaction(txmq.Message("orders", b"x"), verdict)
+        strict = txmq.TransactionMQProducer(log, "shop", Says(), on_listener_error="fail", check_interval=None)
+        with strict, pytest.raises(txmq.LocalTransactionError):
+            strict.send_message_in_transaction(txmq.Message("orders", b"x"), ValueError("no"))
+    consumer = push(log, txmq.EachMessage(lambda _: LATER), max_reconsume_times=0)
+    consumer.member.join()
+    go_on(consumer)
+    consumer.member.leave()
+    txmq.CheckService(log, {"shop": Says()}, transaction_timeout=0).run_once()
+    hidden = prepare(log, 0, 3, group="shop")
+    log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "too often")
+
+
+def test_every_metric_in_the_list_is_shown_and_no_other(
+    log: CommitLog, counted: prometheus_client.CollectorRegistry
+) -> None:
+    counted.register(LogCollector(log, cache_seconds=0))
+    scenario(log)
+    observer.tell(lambda o: o.lost_race("op"))
+    consumer = push(log, lambda _: DONE)
+    with consumer:
+        shown = {
+            sample.name: set(sample.labels)
+            for family in counted.collect()
+            for sample in family.samples
+            if not sample.name.endswith(("_created", "_bucket", "_sum"))
+        }
+    for metric in METRICS:
+        name = f"{metric.name}_count" if metric.kind == "histogram" else metric.name
+        assert shown.pop(name, None) == {"cluster", "node_id", *metric.labels}, metric.name
+    assert not shown
+    assert {metric.origin for metric in METRICS} == {LOG, PROCESS}
+    assert all(name.endswith("_total") == (metric.kind == "counter") for name, metric in BY_NAME.items())
+
+
+def test_rocketmq_s_names_show_rocketmq_s_figures(log: CommitLog, registry: Any) -> None:
+    registry.register(LogCollector(log, cluster="eu", node_id="one", cache_seconds=0))
+    scenario(log)
+    own = {"cluster": "eu", "node_id": "one"}
+    assert value(registry, "rocketmq_topic_number", **own) == 4
+    assert value(registry, "rocketmq_half_messages", topic="orders", **own) == 2
+    assert value(registry, "rocketmq_commit_messages_total", topic="orders") == 1
+    assert value(registry, "rocketmq_rollback_messages_total", topic="orders") == 1
+    assert value(registry, "rocketmq_messages_in_total", topic="%DLQ%points", message_type="normal") == 1
+    assert value(registry, "rocketmq_send_to_dlq_messages_total", consumer_group="points") == 1
+    assert value(registry, "rocketmq_consumer_lag_messages", consumer_group="points", is_retry="false") == 0
+    assert value(registry, "rocketmq_consumer_lag_latency", topic="%RETRY%points", is_retry="true") == 0
+    assert value(registry, "txmq_quarantined_messages", producer_group="shop") == 3
+
+
+def test_a_log_that_cannot_be_read_shows_as_down_and_comes_back(
+    tmp_path: Path, registry: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = make_log("delta", tmp_path / "log", orders=1)
+    commit(log, prepare(log, 0, 2))
+    registry.register(LogCollector(tmp_path / "log", cache_seconds=0))
+    other = prometheus_client.Counter("mine", "of the program", registry=registry)
+    other.inc()
+    assert value(registry, "rocketmq_commit_messages_total") == 2
+    (tmp_path / "log").rename(tmp_path / "away")
+    assert value(registry, "txmq_up") == 0
+    assert value(registry, "rocketmq_commit_messages_total") is None, "nothing is shown that may be old"
+    assert value(registry, "mine_total") == 1
+    assert "could not be read" in caplog.text
+    (tmp_path / "away").rename(tmp_path / "log")
+    commit(log, prepare(log, 1, 3))
+    assert value(registry, "txmq_up") == 1
+    assert value(registry, "rocketmq_commit_messages_total") == 5
+
+
+def test_a_log_that_was_made_anew_is_followed(tmp_path: Path, registry: Any) -> None:
+    commit(make_log("delta", tmp_path / "log", orders=1), prepare(CommitLog.open(tmp_path / "log"), 0, 2))
+    registry.register(LogCollector(tmp_path / "log", cache_seconds=0))
+    assert value(registry, "rocketmq_commit_messages_total") == 2
+    shutil.rmtree(tmp_path / "log")
+    log = make_log("delta", tmp_path / "log", orders=1)
+    commit(log, prepare(log, 0, 1))
+    roll_back(log, prepare(log, 1, 4))
+    value(registry, "txmq_up")  # finds out
+    assert value(registry, "txmq_up") == 1
+    assert value(registry, "rocketmq_commit_messages_total") == 1
+    assert value(registry, "rocketmq_rollback_messages_total") == 4
+
+
+def test_scrapes_share_a_look_and_a_cached_one(monkeypatch: pytest.MonkeyPatch, registry: Any) -> None:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    collector = LogCollector(log, cache_seconds=3_600)
+    looks: list[int] = []
+    inside, go = threading.Event(), threading.Event()
+    plain = LogWatch.look
+
+    def slow(self: LogWatch) -> Any:
+        looks.append(1)
+        inside.set()
+        assert go.wait(60)
+        return plain(self)
+
+    monkeypatch.setattr(LogWatch, "look", slow)
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(len(list(collector.collect())))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert inside.wait(60)
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert (len(looks), len(set(found))) == (1, 1)
+    list(collector.collect())
+    assert len(looks) == 1
+
+
+def test_secrets_are_in_no_label(registry: Any) -> None:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    log.path = "s3://bucket/log?sig=s3cr3t-value"
+    registry.register(LogCollector(log))
+    text = prometheus_client.generate_latest(registry).decode()
+    assert "s3://bucket/log" in text
+    assert "s3cr3t" not in text
+
+
+# ---------------------------------------------------------------- this process
+def test_a_process_counts_its_sends_and_their_time_to_a_verdict(log: CommitLog, counted: Any) -> None:
+    scenario(log)
+    assert value(counted, "txmq_sent_messages_total", producer_group="shop", topic="orders") == 3
+    assert value(counted, "txmq_send_seconds_count", producer_group="shop") == 3
+    assert value(counted, "rocketmq_finish_message_latency_count", topic="orders") == 2, "one is UNKNOWN"
+    assert value(counted, "txmq_send_errors_total", error="LocalTransactionError") == 1
+    assert (value(counted, "txmq_process_commits_total", table="op") or 0) >= 4
+
+
+def test_a_replay_is_not_counted_again(counted: Any) -> None:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
+        for _ in range(2):
+            message = txmq.Message("orders", b"x")
+            producer.send_message_in_transaction(message, txmq.COMMIT_MESSAGE, idempotency_key="7")
+    assert value(counted, "txmq_sent_messages_total") == 1
+
+
+def test_consumed_and_failed_messages_are_counted(counted: Any) -> None:
+    log = memory_log(orders=1)
+    send(log, "abcde")
+    consumer = push(log, txmq.EachMessage(lambda m: LATER if m.body == b"c" else DONE))
+    consumer.member.join()
+    observer.CONSUMERS.add(consumer)
+    assert consumer.member.fetch()
+    assert value(counted, "rocketmq_consumer_inflight_messages", consumer_group="points", topic="orders") == 5
+    go_on(consumer)
+    assert value(counted, "rocketmq_consumer_inflight_messages", topic="orders") == 0
+    assert value(counted, "rocketmq_messages_out_total", consumer_group="points", topic="orders") == 4
+    assert value(counted, "txmq_failed_messages_total", topic="orders") == 1
+    observer.CONSUMERS.discard(consumer)
+
+
+def test_a_queue_in_order_counts_each_try(counted: Any) -> None:
+    log = memory_log(orders=1)
+    send(log, "abc")
+    stop = txmq.ConsumeOrderlyStatus.SUSPEND_CURRENT_QUEUE_A_MOMENT
+    good = txmq.ConsumeOrderlyStatus.SUCCESS
+    consumer = push(log, txmq.EachMessage(lambda m: stop if m.body == b"b" else good), mode="orderly")
+    consumer.member.join()
+    go_on(consumer)
+    consumed = value(counted, "rocketmq_messages_out_total", topic="orders")
+    assert (consumed, value(counted, "txmq_failed_messages_total", topic="orders")) == (1, 1)
+
+
+def test_rounds_of_checks_are_counted_with_their_answers(counted: Any) -> None:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    prepare(log, 0, 2, group="shop")
+    txmq.CheckService(log, {"shop": Says()}, transaction_timeout=0).run_once()
+    txmq.CheckService(log, {"shop": Says()}, transaction_timeout=0, only_groups=True).run_once()
+    assert value(counted, "txmq_check_rounds_total", checker="job", result="ok") == 1
+    assert value(counted, "txmq_check_rounds_total", checker="producer") == 1
+    assert value(counted, "txmq_checked_transactions_total", verdict="unknown") == 2
+    assert value(counted, "txmq_check_last_round_timestamp_seconds", checker="job") > 1e9  # type: ignore[operator]
+
+
+def test_a_round_that_fails_as_a_whole_is_counted(counted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    service = txmq.CheckService(log, {"shop": Says()})
+    monkeypatch.setattr(log, "open_half_ids", lambda: 1 / 0)
+    stop = threading.Event()
+    service.run(stop, lambda _: stop.set())
+    assert value(counted, "txmq_check_rounds_total", result="problems") == 1
+
+
+def test_a_lost_race_is_counted_as_a_retry(counted: Any) -> None:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    other = log.another()
+    table, plain = log.topics_table, log.topics_table.try_commit  # type: ignore[attr-defined]
+
+    def late(change: Any) -> bool:
+        if "bills" not in other.topics():
+            other.create_topic("bills")
+        return bool(plain(change))
+
+    table.try_commit = late  # type: ignore[attr-defined]
+    log.create_topic("points")
+    assert value(counted, "txmq_commit_retries_total", table="topics") == 1
+    assert value(counted, "txmq_process_commits_total", table="topics") == 3, "orders, bills, points"
+
+
+def test_an_observer_that_fails_harms_no_send(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(observer.Observer):
+        def sent(self, sent: observer.Sent) -> None:
+            raise RuntimeError("no room")
+
+    log, broken = InMemoryCommitLog(topics={"orders": 1}), Broken()
+    observer.add(broken)
+    try:
+        send(log, "a")
+    finally:
+        observer.remove(broken)
+    assert log.read("orders").num_rows == 1
+    assert "Broken could not count" in caplog.text
+
+
+def test_closed_metrics_leave_the_registry_and_count_no_more(registry: Any) -> None:
+    metrics = ProcessMetrics(registry)
+    with pytest.raises(ValueError, match="Duplicated"):
+        ProcessMetrics(registry)
+    assert len(observer.observers()) == 1
+    metrics.close()
+    assert not observer.observers()
+    ProcessMetrics(registry).close()
+    assert list(registry.collect()) == []
+
+
+def test_without_prometheus_client_the_extra_is_named_and_all_else_works() -> None:
+    program = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "import rmq_spark as txmq\n"
+        "from rmq_spark.testing import InMemoryCommitLog\n"
+        "log = InMemoryCommitLog(topics={'orders': 1})\n"
+        "assert txmq.metrics.LogWatch(log).look().placed == {}\n"
+        "try:\n    txmq.metrics.LogCollector\n"
+        "except Exception as problem:\n    print(type(problem).__name__, problem)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "OptionError metrics need prometheus-client: install rmq_spark with its extra metrics\n"
+
+
+# ---------------------------------------------------------------- Spark's queries
+def progress(batch_id: int) -> Any:
+    numbers = {"id": "q1", "runId": "r1", "name": "orders", "batchId": batch_id, "numInputRows": 7}
+    return SimpleNamespace(progress=SimpleNamespace(**numbers))
+
+
+def test_a_query_s_progress_is_logged_with_the_log_s_figures(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=1)
+    send(log, "abc")
+    prepare(log, 1, 2, group="shop")
+    machine.sleep(30)
+    log.groups.set("points", {("orders", 0): 1}, "test")
+    log.groups.set("idle", {("orders", 0): 3}, "test")
+    told: list[Any] = []
+    listener = txmq.metrics.QueryListener(log, every=60, on_figures=told.append)
+    with caplog.at_level("INFO", "rmq_spark"):
+        listener.onQueryStarted(None)
+        listener.onQueryProgress(progress(4))
+        listener.onQueryProgress(progress(5))
+        machine.sleep(60)
+        listener.onQueryProgress(progress(6))
+        listener.onQueryTerminated(None)
+    first, second = caplog.records
+    assert first.getMessage() == (
+        "query orders, batch 4: 1 half batches are pending (the oldest for 30 s), the slowest group is behind by 2 "
+        "messages (30 s), 3 messages are not drained"
+    )
+    assert vars(first).items() >= {"query_id": "q1", "batch_id": 4, "half_messages": 2, "lag_messages": 2}.items()
+    assert (second.batch_id, second.lag_seconds) == (6, 90.0)  # type: ignore[attr-defined]
+    assert [figures["batch_id"] for figures in told] == [4, 6]
+    txmq.metrics.QueryListener(log, "idle", on_figures=told.append).onQueryProgress(progress(7))
+    assert told[-1]["lag_messages"] == 0
+
+
+def test_figures_that_cannot_be_read_harm_no_query(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = txmq.metrics.QueryListener(memory_log(orders=1))
+    monkeypatch.setattr(LogWatch, "look", lambda _: 1 / 0)
+    listener.onQueryProgress(progress(1))
+    assert "were not told" in caplog.text
+    with pytest.raises(txmq.MessageError):
+        txmq.metrics.QueryListener(memory_log(orders=1), "a group")
+
+
+def test_figures_of_messages_in_a_table_are_told_by_topic(counted: Any) -> None:
+    log = InMemoryCommitLog(topics={"orders": 2, "points": 1})
+    with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
+        table = pa.table({"body": list("abc"), "topic": ["orders", "points", "orders"]})
+        producer.send_messages_in_transaction(table, txmq.COMMIT_MESSAGE)
+    assert value(counted, "txmq_sent_messages_total", topic="orders") == 2
+    assert value(counted, "txmq_sent_messages_total", topic="points") == 1
