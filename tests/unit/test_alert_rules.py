@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from rmq_spark.cli import app
-from rmq_spark.metrics.names import BY_NAME, COMMON
+from rmq_spark.metrics.names import BY_NAME, COMMON, LOG, METRICS, PROCESS
 
 CONF = Path(__file__).parents[2] / "conf"
 RULES = CONF / "prometheus" / "txmq.rules.yml"
@@ -178,3 +178,21 @@ def test_the_dashboard_s_variables_and_its_places_fit() -> None:
     ]
     assert len(set(cells)) == len(cells), "two panels overlap"
     assert max(x for x, _ in cells) == 23
+
+
+# ---------------------------------------------------------------- docs/monitoring.md
+PAGE = (CONF.parent / "docs" / "monitoring.md").read_text()
+
+
+def test_the_page_lists_every_metric_as_the_exporter_has_it() -> None:
+    tables = {LOG: "From the log", PROCESS: "Of a process"}
+    for origin, title in tables.items():
+        table = PAGE.partition(f"\n{title}, by ")[2].split("\n\n")[1]
+        rows = re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]*)\| (.*) \|$", table, re.MULTILINE)
+        listed = [(name, kind, tuple(re.findall(r"`(\w+)`", labels)), words) for name, kind, labels, words in rows]
+        wanted = [(m.name, m.kind, m.labels, m.help) for m in METRICS if m.origin == origin]
+        assert listed == wanted
+
+
+def test_the_page_lists_every_alert() -> None:
+    assert re.findall(r"^\| `(Txmq\w+)` \|", PAGE, re.MULTILINE) == [rule["alert"] for rule in ALERTS]
