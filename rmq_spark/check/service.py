@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
@@ -50,6 +50,7 @@ from rmq_spark.listener import (
 from rmq_spark.machine import Machine
 from rmq_spark.message import require_group_name
 from rmq_spark.redaction import sentence_of, traceback_of
+from rmq_spark.tracing import settling, tracing
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -323,7 +324,18 @@ class CheckService:
         if unknown:
             self.log.record_check(asked.record, asked.attempt, unknown, f"UNKNOWN from {type(listener).__name__}")
         if commit or rollback:
-            self.log.decide(asked.record, asked.attempt, commit=commit, rollback=rollback, who=Who.CHECK)
+            with self._span_of(asked, commit, rollback):
+                self.log.decide(asked.record, asked.attempt, commit=commit, rollback=rollback, who=Who.CHECK)
+
+    def _span_of(self, asked: Question, commit: RowSet, rollback: RowSet) -> AbstractContextManager[None]:
+        if tracing() is None:
+            return nullcontext()
+        verdict = "settle" if commit and rollback else "commit" if commit else "rollback"
+        linked = asked.batch.messages(COLUMNS)
+        return settling(
+            self.log.path, verdict, asked.record.topics, commit.count + rollback.count, linked,
+            half_id=asked.record.half_id, attempt=asked.attempt, decided_by=str(Who.CHECK),
+        )  # fmt: skip
 
     def _discard(self, question: Question, report: CheckReport) -> None:
         """Leave what was checked too often to the discard policy."""

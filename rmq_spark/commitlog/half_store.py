@@ -88,6 +88,11 @@ class HalfRecord:
         return sum(f.rows for f in self.files.values())
 
     @property
+    def topics(self) -> frozenset[str]:
+        """The topics of its messages."""
+        return frozenset(segment.topic for file in self.files.values() for segment in file.segments)
+
+    @property
     def delayed(self) -> bool:
         """True when some messages have a time before which they must not appear."""
         return any(f.delayed for f in self.files.values())

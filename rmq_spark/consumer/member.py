@@ -35,6 +35,7 @@ from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark.selector.tree import Selector
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner
+from rmq_spark.tracing import settling, tracing
 
 logger = logging.getLogger(__name__)
 
@@ -446,7 +447,9 @@ class GroupMember:
         reports = {q.queue: report for q, report in told if report.release or report.next_offset > q.written}
         if not reports:
             return
-        refused = self.log.groups.report(self.group, self.name, reports, self.by)
+        finished = sum(r.next_offset - q.written for q, r in told if q.queue in reports)
+        with settling(self.log.path, "ack", {topic for topic, _ in reports}, finished, group=self.group):
+            refused = self.log.groups.report(self.group, self.name, reports, self.by)
         with self.changed:
             self._lose([q for q, _ in told if q.queue in refused])
             for queue, report in told:
@@ -490,7 +493,11 @@ class GroupMember:
                 return False
             open_queues = [q for q in self.queues.values() if q.is_open]
             starts = {q.queue: (q.fetched_to, span - (q.fetched_to - q.lowest)) for q in open_queues}
+        here, began_ns = tracing(), int(self.machine.time() * 1e9)
         found = self._fetcher.fetch(starts)
+        tables = [new.messages for new in found.values() if new.messages.num_rows]
+        if here is not None and tables:
+            here.received(self.log.path, self.group, tables, began_ns)
         if not found and all(room > 0 for _, room in starts.values()):
             self._nothing_at = (version, claims)
         with self.changed:

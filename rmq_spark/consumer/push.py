@@ -29,9 +29,11 @@ from rmq_spark.consumer.member import (
 from rmq_spark.consumer.progress import ProcessQueue, Take
 from rmq_spark.consumer.retry import MAX_RECONSUME_TIMES, restored
 from rmq_spark.consumer.sending_back import send_back
+from rmq_spark.consumer.traced import traced
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.tracing import settling, tracing
 
 CONCURRENTLY, ORDERLY = "concurrently", "orderly"
 SUSPEND_S = 1.0
@@ -372,7 +374,7 @@ class PushConsumer:
     def _consume_concurrently(self, take: Take, messages: pa.Table) -> None:
         began_s = self._machine.monotonic()
         found: list[tuple[bool, str | None]] = []
-        for answer in answers(self._listener, messages, orderly=False):
+        for answer in answers(self._traced(), messages, orderly=False):
             found.append(answer)
             if self._is_each and self._has_enough(take.queue, began_s):
                 break
@@ -389,7 +391,7 @@ class PushConsumer:
         queue, began_s = take.queue, self._machine.monotonic()
         offsets = take.messages["queue_offset"].to_pylist()
         done = consumed_ones = failed = 0
-        for consumed, reason in answers(self._listener, messages, orderly=True):
+        for consumed, reason in answers(self._traced(), messages, orderly=True):
             if not consumed:
                 failed = 1
                 queue.tries += 1  # nobody else has the queue meanwhile
@@ -407,6 +409,10 @@ class PushConsumer:
                     break
         self._note_cost(queue, began_s, max(1, done), consumed_ones, failed)
         self._give_back(take, done)
+
+    def _traced(self) -> Listen | EachMessage:
+        here = tracing()
+        return self._listener if here is None else traced(self._listener, here, self.member.log.path, self.member.group)
 
     def _is_dead(self, tries: int) -> bool:
         return self._reconsume_max is not None and tries > self._reconsume_max
@@ -441,10 +447,11 @@ class PushConsumer:
         retries_max = MAX_RECONSUME_TIMES if self._reconsume_max is None else self._reconsume_max
         while not queue.lost:
             try:
-                send_back(
-                    member.log, member.group, queue, messages, reasons, retries_max if kind == "retry" else 0,
-                    self._delay_level, self._two_phase, kind,
-                )  # fmt: skip
+                with settling(member.log.path, kind, [queue.queue[0]], messages.num_rows, messages, group=member.group):
+                    send_back(
+                        member.log, member.group, queue, messages, reasons, retries_max if kind == "retry" else 0,
+                        self._delay_level, self._two_phase, kind,
+                    )  # fmt: skip
                 return True
             except Exception as problem:  # the store may answer next time
                 member.note(problem, "messages were not sent back")

@@ -21,6 +21,7 @@ from rmq_spark.sink.limits import PendingLimits
 from rmq_spark.sink.settings import require_transaction_per
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
 from rmq_spark.storage.files import filesystem
+from rmq_spark.tracing import sending_batch
 from rmq_spark.transaction import BATCH, KEY
 from rmq_spark.workers import require_importable
 
@@ -130,7 +131,8 @@ class TransactionalSink:
                 f"batch {batch_id} of app {header.app_id!r} was sent in this run already: give each sink of one "
                 "foreachBatch function an app_id of its own, or the second would be taken for a replay of the first"
             )
-        self.last_outcome = self._two_phase.send(header, lambda: self._stage(batch_df, header))
+        with sending_batch(self.log.path, header.half_id, self.topic):
+            self.last_outcome = self._two_phase.send(header, lambda: self._stage(batch_df, header))
         _sent[self.log.path, header.app_id] = sending
 
     def _header(self, batch_df: DataFrame, batch_id: int) -> HalfHeader:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
@@ -37,6 +38,7 @@ from rmq_spark.message import Message, require_app_id, require_group_name, to_ta
 from rmq_spark.sink.limits import PendingLimits
 from rmq_spark.sink.turns import Keys, Turns, UnderWay
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
+from rmq_spark.tracing import tracing
 from rmq_spark.transaction import BATCH, KEY, MESSAGE, LocalTransactionState, batch_transaction_id
 
 logger = logging.getLogger(__name__)
@@ -423,7 +425,7 @@ class TransactionMQProducer:
 
         try:
             assert self._pool is not None
-            sent = self._pool.submit(send)
+            sent = self._pool.submit(copy_context().run, send)  # a trace goes on there
         except BaseException as problem:
             leave(None)
             if isinstance(problem, RuntimeError):  # the pool is shut down
@@ -518,12 +520,37 @@ class TransactionMQProducer:
         count = len(given)
         if count == 0:
             raise MessageError("no messages were given: a half batch has at least one")
+        here = tracing()
+        if here is None:
+            return self._send_now(two_phase, given, arg, topic, transaction_key, per, idempotency_key)
+        is_plain = isinstance(two_phase.listener, CommitOncePrepared)
+        fifo = self.log.fifo_topics()
+        with here.sending(self.log.path, self.producer_group, given, topic, not is_plain, fifo) as (with_context, span):
+            result = self._send_now(two_phase, with_context, arg, topic, transaction_key, per, idempotency_key)
+            span.set_attribute("txmq.half_id", result.half_id)
+            span.set_attribute("txmq.verdict", str(result.local_transaction_state))
+            if count == 1:
+                span.set_attribute("messaging.message.id", f"{result.half_id}:0.0")
+            if len(result.queue_offsets) == 1:
+                span.set_attribute("messaging.destination.partition.id", str(result.queue_id))
+            return result
+
+    def _send_now(
+        self,
+        two_phase: TwoPhase,
+        given: list[Message] | pa.Table,
+        arg: Any,
+        topic: str | None,
+        transaction_key: str | None,
+        per: str,
+        idempotency_key: str | None,
+    ) -> TransactionSendResult:
         header = self._header(per, idempotency_key, two_phase.listener.fence_id)
         topics = self.log.topics_with(_topics_in(given, topic))
         writer = HalfWriter(header, topics, topic, transaction_key, self.log.fifo_topics())
         with self._keys.one_by_one(idempotency_key):  # the second one finds what became of the first
             outcome = two_phase.send(header, lambda: self._stage(writer, given), arg)
-        return self._result(header, outcome, count)
+        return self._result(header, outcome, len(given))
 
     def _enter(self) -> None:
         self._require_own_process()

@@ -18,7 +18,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ from rmq_spark.listener import (
 from rmq_spark.redaction import cause_of, line_of, traceback_of
 from rmq_spark.sink.leases import LeaseKeeper
 from rmq_spark.sink.limits import NO_LIMITS, PendingGuard, PendingLimits
+from rmq_spark.tracing import settling, tracing
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -375,12 +376,24 @@ class TwoPhase:
         split = split_by_verdict(self.log, run.record, rows, batch, verdicts)
         commit, rollback = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE]
         if commit or rollback:
-            placed = self.commits.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
+            with self._span_of(run.record, batch, commit, rollback, who):
+                placed = self.commits.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
             run.outcome.placed += placed
             visible = sum(p.count for p in placed if p.half_id == run.record.half_id)
             if visible == run.record.rows and not run.outcome.replayed:  # all of it: there is nothing to settle
                 run.outcome.attempt, run.outcome.messages = batch.attempt, {RowState.COMMITTED: visible}
         return bool(split[UNKNOWN])
+
+    def _span_of(
+        self, record: HalfRecord, batch: HalfBatch, commit: RowSet, rollback: RowSet, who: Who
+    ) -> AbstractContextManager[None]:
+        if tracing() is None:
+            return nullcontext()
+        verdict = "settle" if commit and rollback else "commit" if commit else "rollback"
+        return settling(
+            self.log.path, verdict, record.topics, commit.count + rollback.count, half_id=record.half_id,
+            attempt=batch.attempt, decided_by=str(who),
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ R replay
     def _settle(self, run: _Run) -> None:

@@ -29,6 +29,7 @@ from rmq_spark.sink.limits import PendingGuard
 from rmq_spark.sink.settings import SinkSettings
 from rmq_spark.spark_versions import DataSourceStreamArrowWriter
 from rmq_spark.storage.files import filesystem
+from rmq_spark.tracing import sending_batch
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -129,7 +130,8 @@ class _Writer:
                 on_listener_error=self.settings.on_listener_error,
                 replay_check_timeout_s=self.settings.replay_check_timeout_s,
             )
-            two_phase.send(self.header, lambda: self._staged(files))
+            with sending_batch(log.path, self.header.half_id, self.settings.topic):
+                two_phase.send(self.header, lambda: self._staged(files))
 
     def _staged(self, files: list[HalfFile]) -> list[HalfFile]:
         if self.replayed:
