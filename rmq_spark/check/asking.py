@@ -14,6 +14,7 @@ import pyarrow as pa
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import BatchState
 from rmq_spark.commitlog.rows import RowSet
+from rmq_spark.logs import of_batch
 from rmq_spark.machine import Machine
 from rmq_spark.redaction import sentence_of, traceback_of
 from rmq_spark.transaction import HalfBatch, LocalTransactionState
@@ -100,7 +101,11 @@ class Asker:
             waited_s = self._machine.monotonic() - asked.began
             raise NoAnswer(f"its listener has not answered for {waited_s:.1f} s; a later round uses its answer")
         if (problem := asked.verdicts.exception()) is not None:
-            logger.info("the listener of half batch %r did not answer: %s", question.key[0], traceback_of(problem))
+            said = traceback_of(problem)
+            logger.info(
+                "the listener of half batch %r did not answer: %s", question.key[0], said,
+                extra=of_batch(question.batch),
+            )  # fmt: skip
             raise NoAnswer(f"its listener did not answer: {sentence_of(problem)}")
         return Answer(asked.question, asked.verdicts.result())
 

@@ -39,6 +39,7 @@ from rmq_spark.check.report import CheckReport
 from rmq_spark.check.threads import running
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.listener import TransactionListener
+from rmq_spark.logs import json_handler
 from rmq_spark.redaction import redacted, traceback_of
 
 OK, PROBLEMS, BAD_CONFIGURATION = 0, 1, 2
@@ -127,7 +128,10 @@ def _work_once(worker: Draining | Maintainer) -> None:
 
 
 def _log_to_stderr() -> None:
-    if sys.stderr.isatty():
+    as_json = json_handler()
+    if as_json is not None:
+        logging.basicConfig(level=logging.WARNING, handlers=[as_json])
+    elif sys.stderr.isatty():
         handler: logging.Handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False)
         logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     else:  # rich would wrap long lines

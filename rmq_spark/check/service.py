@@ -47,6 +47,7 @@ from rmq_spark.listener import (
     require_listener,
     require_same_fence,
 )
+from rmq_spark.logs import of_batch, of_record
 from rmq_spark.machine import Machine
 from rmq_spark.message import require_group_name
 from rmq_spark.redaction import sentence_of, traceback_of
@@ -193,7 +194,8 @@ class CheckService:
             try:
                 self._check_half_batch(half_id, round_)
             except Exception as problem:  # unreadable, corrupt: the others must not wait for it
-                logger.warning("check of half batch %r failed: %s", half_id, traceback_of(problem))
+                said = traceback_of(problem)
+                logger.warning("check of half batch %r failed: %s", half_id, said, extra={"half_id": half_id})
                 report.problem(half_id, f"it cannot be checked: {sentence_of(problem)}")
         self._finish(report)
         report.seconds = round_.seconds()
@@ -230,7 +232,10 @@ class CheckService:
             try:
                 self._check_attempt(self._question(record, state, attempt, pending), listener, round_)
             except (VerdictConflictError, StaleAttemptError) as problem:  # somebody else was faster
-                logger.warning("verdicts for half batch %r came too late: %s", half_id, problem)
+                logger.warning(
+                    "verdicts for half batch %r came too late: %s", half_id, problem,
+                    extra={**of_record(record), "attempt": attempt},
+                )  # fmt: skip
                 round_.report.problem(half_id, str(problem))
 
     def _check_attempt(self, pending: Question, listener: TransactionListener | None, round_: _Round) -> None:
@@ -326,6 +331,10 @@ class CheckService:
         if commit or rollback:
             with self._span_of(asked, commit, rollback):
                 self.log.decide(asked.record, asked.attempt, commit=commit, rollback=rollback, who=Who.CHECK)
+            logger.debug(
+                "%r: a check commits %d messages and rolls %d back", asked.batch, commit.count, rollback.count,
+                extra=of_batch(asked.batch),
+            )  # fmt: skip
 
     def _span_of(self, asked: Question, commit: RowSet, rollback: RowSet) -> AbstractContextManager[None]:
         if tracing() is None:
@@ -350,6 +359,7 @@ class CheckService:
             return
         if verdict is UNKNOWN:
             self.log.quarantine(record, attempt, rows, Who.DISCARD, reason, checks_min=limit)
+            logger.info("%r is quarantined: %s", batch, reason, extra=of_batch(batch))
             report.quarantined.add(batch.transactions.num_rows, rows.count)
             return
         commit, rollback = (rows, NO_ROWS) if verdict is COMMIT_MESSAGE else (NO_ROWS, rows)
@@ -364,6 +374,7 @@ class CheckService:
         limit_h = self.file_reserved_time / 3600
         reason = f"open for {age_s / 3600:.1f} h, which is not less than fileReservedTime ({limit_h:g} h)"
         self.log.quarantine(question.record, question.attempt, question.rows, Who.DISCARD, reason)
+        logger.info("%r is quarantined: %s", question.batch, reason, extra=of_batch(question.batch))
         report.quarantined.add(question.batch.transactions.num_rows, question.rows.count)
 
     # ------------------------------------------------------------------ what is open, before a round and after it
@@ -378,7 +389,8 @@ class CheckService:
     def _finish(self, report: CheckReport) -> None:
         for group, count in report.without_listener.items():
             batches = "1 half batch stays" if count == 1 else f"{count} half batches stay"
-            logger.warning("producer group %r has no listener here: %s pending", group, batches)
+            extra = {"producer_group": group}
+            logger.warning("producer group %r has no listener here: %s pending", group, batches, extra=extra)
         steps = [self._place_due, self._move_mark, self._count_pending]
         if not self.only_groups:
             steps.append(self._report_conflicts)

@@ -15,6 +15,7 @@ import typer
 from rmq_spark.cli.output import LogPath, Storage, storage_options
 from rmq_spark.config import parse_duration
 from rmq_spark.errors import OptionError, StorageError
+from rmq_spark.logs import json_handler
 from rmq_spark.redaction import redacted
 
 if TYPE_CHECKING:
@@ -94,7 +95,11 @@ def _show_once(collector: LogCollector, push_to: str | None, job: str, textfile:
 def _serve(collector: LogCollector, address: str, port: int) -> None:
     from rmq_spark.metrics.client import prometheus
 
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    as_json = json_handler()
+    if as_json is not None:
+        logging.basicConfig(level=logging.WARNING, handlers=[as_json])
+    else:
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     stop = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:

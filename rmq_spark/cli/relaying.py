@@ -24,6 +24,7 @@ from rmq_spark.errors import (
     TopicNotFoundError,
     TxmqError,
 )
+from rmq_spark.logs import json_handler
 
 if TYPE_CHECKING:
     from rmq_spark.relay.kafka import KafkaRelay
@@ -170,5 +171,9 @@ def _run(relay: KafkaRelay, once: bool, as_json: bool) -> None:
 
 
 def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    as_json = json_handler()
+    if as_json is not None:
+        logging.basicConfig(level=logging.WARNING, handlers=[as_json])
+    else:
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("rmq_spark").setLevel(logging.INFO)

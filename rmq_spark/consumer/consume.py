@@ -23,6 +23,7 @@ from rmq_spark.consumer.sources import sources_of
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.message import require_app_id, require_group_name
+from rmq_spark.redaction import redacted
 from rmq_spark.sink.identity import Identity, identity_of
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.source.options import ReadOptions
@@ -228,7 +229,10 @@ class _Concurrently(_Consumer):
         if outcome.replayed:
             return
         if outcome.record is not None:
-            logger.info("group %r: %d messages are sent back", self.group, sum(outcome.messages.values()))
+            logger.info(
+                "group %r: %d messages are sent back", self.group, sum(outcome.messages.values()),
+                extra={"consumer_group": self.group, "half_id": outcome.record.half_id, "batch_id": batch_id},
+            )  # fmt: skip
         self.log.place_due()
 
     def _work(self, writer: HalfWriter) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -321,7 +325,12 @@ class _Orderly(_Consumer):
         before, times = self.tries.get(queue, (offset, 0))
         times = times + 1 if before == offset else 1
         self.tries[queue] = (offset, times)
-        logger.warning("queue %s stops at offset %d, time %d: %s", queue, offset, times, found.reason)
+        logger.warning(
+            "queue %s stops at offset %d, time %d: %s", queue, offset, times, redacted(found.reason),
+            extra={
+                "consumer_group": self.group, "topic": queue[0], "queue_id": queue[1], "queue_offset": offset
+            },
+        )  # fmt: skip
         if self.reconsume_max is None or times <= self.reconsume_max:
             return False
         # The name has the query and the message. So a pass that runs again does not send the letter again, but a query

@@ -184,6 +184,7 @@ class GroupMember:
         self.topics = (*settings.topics, *((self._retry,) if self._retry else ()))
         self.name = new_member_name(self.machine.unique_id())
         self.by = self.name.rpartition(".")[0]
+        self._fields = {"consumer_group": self.group, "member": self.name}
         self.changed = threading.Condition()
         """The lock, and the news that something can be taken, or that the end has come."""
         self.queues: dict[Queue, ProcessQueue] = {}
@@ -252,7 +253,7 @@ class GroupMember:
         if late:
             logger.warning(
                 "consumer group %r: after %g s the listener still has messages of %s: these queues are free when the "
-                "lease is over, and their messages come again", self.group, timeout_s, late,
+                "lease is over, and their messages come again", self.group, timeout_s, late, extra=self._fields,
             )  # fmt: skip
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -293,12 +294,14 @@ class GroupMember:
         if isinstance(problem, FATAL):
             self.fail(problem)
         else:
-            logger.warning("consumer group %r: %s: %s", self.group, what, traceback_of(problem))
+            said = traceback_of(problem)
+            logger.warning("consumer group %r: %s: %s", self.group, what, said, extra=self._fields)
 
     def fail(self, problem: BaseException) -> None:
         """End the consumer with a problem."""
         if self.problem is None:
-            logger.error("consumer group %r: the consumer ends: %s", self.group, traceback_of(problem))
+            said = traceback_of(problem)
+            logger.error("consumer group %r: the consumer ends: %s", self.group, said, extra=self._fields)
             self.problem = problem
         self.stopping.set()
         with self.changed:
@@ -345,7 +348,8 @@ class GroupMember:
             try:
                 step()
             except Exception as problem:  # the lease does it
-                logger.warning("consumer group %r: leaving failed: %s", self.group, traceback_of(problem))
+                said = traceback_of(problem)
+                logger.warning("consumer group %r: leaving failed: %s", self.group, said, extra=self._fields)
 
     def may_start(self) -> bool:
         """Return True while this member's lease lasts: it may start listener calls."""
@@ -410,7 +414,8 @@ class GroupMember:
         got = self.log.groups.claim(self.group, self.name, wanted, start, self.by, self._take_over)
         self._take_over = False
         if got:
-            logger.info("consumer group %r: %s claimed %s", self.group, self.name, sorted(got))
+            queues = sorted(got)
+            logger.info("consumer group %r: %s claimed %s", self.group, self.name, queues, extra=self._fields)
         with self.changed:
             self._claims += 1
             for queue, claim in got.items():
@@ -466,6 +471,9 @@ class GroupMember:
             logger.warning(
                 "consumer group %r: queue %d of topic %r was claimed by another member, or reset: what this member did "
                 "from offset %d on comes again", self.group, queue.queue[1], queue.queue[0], queue.written,
+                extra={
+                    **self._fields, "topic": queue.queue[0], "queue_id": queue.queue[1], "queue_offset": queue.written
+                },
             )  # fmt: skip
             queue.lost = True
             queue.drop_waiting()

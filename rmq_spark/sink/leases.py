@@ -85,7 +85,8 @@ class LeaseKeeper:
                 # and must not end the leases of the other transactions.
                 except BaseException as problem:
                     names = [lease.record.half_id for lease in due]
-                    logger.warning("leases of half batches %s not renewed: %s", names, traceback_of(problem))
+                    said = traceback_of(problem)
+                    logger.warning("leases of half batches %s not renewed: %s", names, said, extra={"half_ids": names})
                 finally:
                     self._written = frozenset()
 

@@ -55,6 +55,7 @@ from rmq_spark.listener import (
     is_coroutine,
     require_same_fence,
 )
+from rmq_spark.logs import of_batch, of_record
 from rmq_spark.redaction import cause_of, line_of, traceback_of
 from rmq_spark.sink.leases import LeaseKeeper
 from rmq_spark.sink.limits import NO_LIMITS, PendingGuard, PendingLimits
@@ -351,7 +352,10 @@ class TwoPhase:
             raise
         except Exception as problem:
             if self.on_listener_error == "unknown":
-                logger.warning("local transaction of %r failed: it stays UNKNOWN: %s", batch, traceback_of(problem))
+                said = traceback_of(problem)
+                logger.warning(
+                    "local transaction of %r failed: it stays UNKNOWN: %s", batch, said, extra=of_batch(batch)
+                )
                 run.outcome.error = problem
                 return UNKNOWN
             raise LocalTransactionError(
@@ -363,7 +367,10 @@ class TwoPhase:
     def _end_fenced(self, run: _Run, batch: HalfBatch, rows: RowSet) -> None:
         """A check's tombstone was there first, so the attempt did nothing: the rollback is the check's, and the next
         attempt may run."""
-        logger.info("attempt %d of half batch %r is over: a check was faster", batch.attempt, batch.half_id)
+        logger.info(
+            "attempt %d of half batch %r is over: a check was faster", batch.attempt, batch.half_id,
+            extra=of_batch(batch),
+        )  # fmt: skip
         # When its rows were reopened or quarantined meanwhile, settling goes on from there.
         with suppress(StaleAttemptError):
             self.decide(run, batch, rows, ROLLBACK_MESSAGE, Who.CHECK)
@@ -379,6 +386,11 @@ class TwoPhase:
             with self._span_of(run.record, batch, commit, rollback, who):
                 placed = self.commits.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
             run.outcome.placed += placed
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug(
+                    "%r: %d messages are committed, %d rolled back, by %s", batch, commit.count, rollback.count, who,
+                    extra=of_batch(batch),
+                )  # fmt: skip
             visible = sum(p.count for p in placed if p.half_id == run.record.half_id)
             if visible == run.record.rows and not run.outcome.replayed:  # all of it: there is nothing to settle
                 run.outcome.attempt, run.outcome.messages = batch.attempt, {RowState.COMMITTED: visible}
@@ -417,7 +429,8 @@ class TwoPhase:
                     raise UnresolvedTransactionError(self._unresolved(run))
                 if not told:
                     told = True
-                    logger.warning("%s", self._waiting(run, sum(rows.count for _, rows in to_check)))
+                    waiting = self._waiting(run, sum(rows.count for _, rows in to_check))
+                    logger.warning("%s", waiting, extra=of_record(run.record))
                 self.log.machine.sleep(pause_s)
                 pause_s = min(pause_s * 2, REPLAY_BACKOFF_S_MAX)
         run.outcome.attempt = max(max(f.attempt) for f in state.files.values())
@@ -467,7 +480,7 @@ class TwoPhase:
         try:
             verdicts = normalize_verdicts(listener.check_local_transaction(batch), batch)
         except Exception as problem:  # not an answer; the next one may be
-            logger.warning("check of %r failed: %s", batch, traceback_of(problem))
+            logger.warning("check of %r failed: %s", batch, traceback_of(problem), extra=of_batch(batch))
             run.outcome.error = problem
             return True
         try:

@@ -144,7 +144,10 @@ class _Writer:
     def _abort(self) -> None:
         # abort() deletes nothing. It also runs, in another process, when commit() raised; and a commit that timed out
         # may still land. vacuum removes orphans when they are old.
-        logger.info("half batch %r was aborted; what it staged stays until vacuum", self.header.half_id)
+        logger.info(
+            "half batch %r was aborted; what it staged stays until vacuum", self.header.half_id,
+            extra={name: getattr(self.header, name) for name in ("half_id", "app_id", "batch_id", "producer_group")},
+        )  # fmt: skip
 
 
 class TxmqWriter(_Writer, DataSourceArrowWriter):

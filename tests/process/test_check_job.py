@@ -182,3 +182,13 @@ def test_a_missing_extra_is_named(folder: Path) -> None:
     code, _, err = run(folder, "--once", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
     assert code == 1
     assert err.strip() == "the check job needs typer: install rmq_spark with its extra job"
+
+
+def test_the_log_can_be_lines_of_json(folder: Path) -> None:
+    log = CommitLog.open(folder / "log")
+    prepare(log, 1)
+    code, _, err = run(folder, "--once", "--json", TXMQ_LOG_FORMAT="json")
+    assert code == 1
+    lines = [json.loads(text) for text in err.splitlines()]
+    closed = next(line for line in lines if "the bank is closed" in line["message"])
+    assert (closed["half_id"], closed["producer_group"], closed["level"]) == ("app:1", "order-service", "INFO")
