@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.errors import MessageError, VerdictError
+from rmq_spark.errors import MessageError, OptionError, VerdictError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -67,6 +67,41 @@ def message_ids(half_id: pa.Array | pa.Scalar, file_no: pa.Array, row_no: pa.Arr
     """Return message ids: ``<half_id>:<file_no>.<row_no>``, the address of a half row, which never changes."""
     address = pc.binary_join_element_wise(pc.cast(file_no, pa.string()), pc.cast(row_no, pa.string()), ".")
     return pc.binary_join_element_wise(half_id, address, ":")
+
+
+_TRANSACTION_ID = re.compile(r"([^:]+:\d{1,19}):(\d{1,9})(?::(.+))?", re.DOTALL)
+_MESSAGE_ID = re.compile(r"([^:]+:\d{1,19}):(\d{1,18})\.(\d{1,18})")
+
+
+def parse_transaction_id(text: str) -> tuple[str, int, str | None]:
+    """Take a transaction id apart: the half id, the attempt, and the key or address (None where a half batch is one
+    transaction).
+
+    Raises
+    ------
+    OptionError
+        When it is none.
+    """
+    found = _TRANSACTION_ID.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
+        raise OptionError(
+            f"{text!r} is not a transaction id: <app_id>:<batch_id>:<attempt> is expected, and perhaps :<key>"
+        )
+    return found[1], int(found[2]), found[3]
+
+
+def parse_message_id(text: str) -> tuple[str, int, int]:
+    """Take a message id apart: the half id, the file number and the row number.
+
+    Raises
+    ------
+    OptionError
+        When it is none.
+    """
+    found = _MESSAGE_ID.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
+        raise OptionError(f"{text!r} is not a message id: <app_id>:<batch_id>:<file>.<row> is expected")
+    return found[1], int(found[2]), int(found[3])
 
 
 class HalfRows(Protocol):

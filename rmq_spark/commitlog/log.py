@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark.commitlog import maintenance, overview, upkeep
+from rmq_spark.commitlog import maintenance, overview, tracing, upkeep
 from rmq_spark.commitlog import repair as repair_module
 from rmq_spark.commitlog.asked import half_batch_of
 from rmq_spark.commitlog.drain import Drainer, LocalWriter, Writer
@@ -33,6 +33,7 @@ from rmq_spark.commitlog.reading import read_messages
 from rmq_spark.commitlog.repair import RepairReport
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.steps import ProtocolSteps
+from rmq_spark.commitlog.trace import Trace
 from rmq_spark.commitlog.upkeep import MaintenanceReport
 from rmq_spark.config import (
     ORPHAN_AGE_S,
@@ -340,6 +341,31 @@ class CommitLog(ProtocolSteps):
             self.ledger.reopen(record, attempt, states, attempt, Who.ADMIN, reason).count
             for attempt in self.state_of(record).attempts(*states)
         )
+
+    def trace(
+        self, transaction_id: str | None = None, *, half_id: str | None = None, message_id: str | None = None
+    ) -> Trace:
+        """The story of a transaction, a half batch or a message: prepared, checked, decided (by whom and why), placed,
+        drained, archived (RocketMQ: ``queryMsgTraceById``).
+
+        Parameters
+        ----------
+        transaction_id, half_id, message_id : str
+            One of them. A column of the source, or of :meth:`pending`, has it.
+
+        Returns
+        -------
+        Trace
+            ``print`` it. Upkeep takes away what nobody needs any more; its ``unknown`` says what cannot be told.
+
+        Raises
+        ------
+        OptionError
+            When none or several are given, or it is no id.
+        HalfBatchNotFoundError
+            When the log has no such thing, or nothing is left of it.
+        """
+        return tracing.trace(self, transaction_id, half_id, message_id)
 
     # ------------------------------------------------------------------ reading
     def read(

@@ -1,0 +1,161 @@
+"""A trace tells what became of a transaction, and says what it cannot tell any more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.commitlog.trace import Trace
+from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
+from tests.half_batches import another, commit, let_leave, make_log, pending, prepare, roll_back, send, split
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    return make_log(request.param, tmp_path / "log", orders=2)
+
+
+def kinds(trace: Trace) -> list[str]:
+    return [str(event.kind) for event in trace.events]
+
+
+def by_key(log: CommitLog) -> None:
+    """A half batch of the keys a (three messages), b and c: a is committed, b rolled back, c rolled back by a check."""
+    columns = {"body": ["1", "2", "3", "4", "5"], "key": list("abaca"), "queue_id": pa.array([0] * 5, pa.int32())}
+    record = prepare(log, 1, columns, per="key", key="key")
+    rows = pending(log, record)
+    (file_no,) = rows
+    a, b, c = (rows & {file_no: bytes(x == key for x in "abaca")} for key in "abc")
+    log.lease(record, 30)
+    log.decide(record, 1, commit=a, rollback=b, who=Who.EXECUTE, reason="2 has no total")
+    log.record_check(record, 1, c, "the database was away")
+    log.decide(record, 1, rollback=c, who=Who.CHECK)
+    prepare(log, 2, 1)  # so that it is not the last one of its application
+
+
+def test_a_half_batch_tells_everything_while_it_is_in_half(log: CommitLog) -> None:
+    by_key(log)
+    found = another(log).trace(half_id="app:1")
+    assert kinds(found) == ["prepared", "leased", "committed", "rolled_back", "checked", "rolled_back"]
+    assert [(e.messages, e.decided_by, e.reason) for e in found.events[2:]] == [
+        (3, "execute", "2 has no total"),
+        (1, "execute", "2 has no total"),
+        (1, "check", "the database was away"),
+        (1, "check", None),
+    ]
+    assert found.events[2].places == (("orders", 0, 0, 2),)
+    assert (found.where, found.messages, found.producer_group, found.topics) == ("half", 5, "group", ("orders",))
+    assert found.outcome == {"committed": 3, "rolled_back": 1, "rolled_back_by_check": 1}
+    assert found.lease_until is not None
+    log.drain()
+    drained = another(log).trace(half_id="app:1")
+    assert (kinds(drained)[-1], drained.events[-1].messages) == ("drained", 3)
+    assert json.loads(json.dumps(drained.to_dict()))["events"][2]["places"][0]["last_offset"] == 2
+    assert "rolled_back by execute, 1 messages: 2 has no total" in str(drained)
+
+
+def test_a_transaction_and_a_message_tell_only_their_own_story(log: CommitLog) -> None:
+    by_key(log)
+    assert set(log.read("orders")["transaction_id"].to_pylist()) == {"app:1:1:a"}
+    a, b = log.trace("app:1:1:a"), log.trace("app:1:1:b")
+    assert (a.messages, a.outcome, kinds(a)) == (3, {"committed": 3}, ["prepared", "leased", "committed"])
+    assert (b.messages, b.outcome, kinds(b)) == (1, {"rolled_back": 1}, ["prepared", "leased", "rolled_back"])
+    third = log.trace(message_id="app:1:0.4")
+    assert third.events[-1].places == (("orders", 0, 2, 2),)
+    with pytest.raises(HalfBatchNotFoundError, match="no transaction 'app:1:1:z'"):
+        log.trace("app:1:1:z")
+    with pytest.raises(HalfBatchNotFoundError, match=r"are named app:1:<attempt>:<key>"):
+        log.trace("app:1:1")
+    with pytest.raises(HalfBatchNotFoundError, match="names attempt 2, and the newest one of these messages is 1"):
+        log.trace("app:1:2:a")
+    with pytest.raises(HalfBatchNotFoundError, match=r"no message 'app:1:0\.5'"):
+        log.trace(message_id="app:1:0.5")
+
+
+def test_a_transaction_of_one_message_tells_its_attempts(log: CommitLog) -> None:
+    record = prepare(log, 1, 6, per="message")
+    some, others = split(pending(log, record), 2)
+    log.decide(record, 1, rollback=some, who=Who.CHECK, reason="never happened")
+    log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "executed again")
+    log.quarantine(record, 1, others, Who.DISCARD, "asked 15 times")
+    commit(log, record, 2)
+    again = log.trace("app:1:2:0.1")
+    assert kinds(again) == ["prepared", "rolled_back", "reopened", "committed"]
+    assert [e.attempt for e in again.events] == [None, 1, 2, 2]
+    assert again.attempt == 2
+    hidden = log.trace("app:1:1:0.0")
+    assert (kinds(hidden), hidden.outcome) == (["prepared", "quarantined"], {"quarantined": 1})
+    assert log.trace("app:1:1:0.1") == again.__class__(**{**vars(again), "transaction_id": "app:1:1:0.1"})
+
+
+def test_a_conflict_and_the_person_who_resolved_it_are_told(log: CommitLog) -> None:
+    record = prepare(log, 1)
+    roll_back(log, record)
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit=record.fresh_state().rows_in((RowState.PENDING,)), who=Who.CHECK)
+    found = log.trace("app:1:1")
+    assert found.in_conflict
+    assert (kinds(found)[-1], found.events[-1].verdict) == ("conflict", str(COMMIT_MESSAGE))
+    log.resolve("app:1", ROLLBACK_MESSAGE, "the shop says no")
+    found = log.trace("app:1:1")
+    assert not found.in_conflict
+    assert [(str(e.kind), e.decided_by, e.reason) for e in found.events][-1] == (
+        "conflict_resolved",
+        "admin",
+        "the shop says no",
+    )
+
+
+def test_what_left_and_was_pruned_tells_its_decisions_and_places(log: CommitLog) -> None:
+    by_key(log)
+    let_leave(log)
+    found = another(log).trace(half_id="app:1")
+    assert found.where == "left"
+    assert found.outcome == {"committed": 3, "rolled_back": 1, "rolled_back_by_check": 1}
+    assert kinds(found)[0] == "prepared"
+    assert {"committed", "placed", "rolled_back", "drained", "archived"} <= set(kinds(found))
+    assert [e.places for e in found.events if e.places] == [(("orders", 0, 0, 2),)]
+    assert [e.reason for e in found.events if str(e.kind) == "committed"] == ["2 has no total"]
+    assert found.unknown == (
+        "checks and leases are forgotten: upkeep pruned what op said of it, but for the decisions",
+    )
+    a = another(log).trace("app:1:1:a")
+    assert (a.messages, a.outcome) == (3, {"committed": 3})
+    assert "which had 5 messages" in a.unknown[1]
+    b = another(log).trace("app:1:1:b")
+    assert (b.messages, b.outcome) == (0, {})
+    assert "it was rolled back, or has expired, or there never was such a one" in b.unknown[2]
+    assert another(log).trace(message_id="app:1:0.2").events[0].messages == 1
+
+
+def test_what_is_forgotten_tells_where_its_messages_stand(log: CommitLog) -> None:
+    commit(log, send(log, "key"))
+    roll_back(log, send(log, "gone"))
+    for batch_id in range(2):
+        roll_back(log, prepare(log, batch_id))
+    for _ in range(3):
+        let_leave(log, idempotency_s=0)
+    found = another(log).trace("key:0:1")
+    assert (found.where, found.messages, kinds(found)) == ("forgotten", 5, ["placed", "drained"])
+    assert "is forgotten" in found.unknown[0]
+    with pytest.raises(HalfBatchNotFoundError, match="no half batch 'gone:0' in this commit log"):
+        another(log).trace(half_id="gone:0")
+    with pytest.raises(HalfBatchNotFoundError, match="prepared batches up to 1, so it was settled"):
+        another(log).trace(half_id="app:0")
+
+
+def test_a_trace_names_the_one_thing_that_it_needs(log: CommitLog) -> None:
+    with pytest.raises(OptionError, match="one of transaction_id, half_id, message_id: none was given"):
+        log.trace()
+    with pytest.raises(OptionError, match="transaction_id and half_id was given"):
+        log.trace("a:1:1", half_id="a:1")
+    with pytest.raises(OptionError, match="'nonsense' is not a transaction id"):
+        log.trace("nonsense")
+    with pytest.raises(OptionError, match="'a:1:1' is not a message id"):
+        log.trace(message_id="a:1:1")
