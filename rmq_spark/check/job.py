@@ -27,7 +27,7 @@ try:
     from rich.markup import escape
 
     from rmq_spark.check.settings import JobSettings
-    from rmq_spark.cli.output import as_commands
+    from rmq_spark.cli.words import as_commands
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "rmq_spark":
         raise
@@ -146,7 +146,9 @@ def _see_working_folder() -> None:
 
 
 def _say_error(problem: BaseException) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[red]{type(problem).__name__}: {escape(redacted(problem))}[/red]")
+    Console(stderr=True, soft_wrap=True).print(
+        f"[red]{type(problem).__name__}: {escape(as_commands(redacted(problem)))}[/red]"
+    )
 
 
 def _start_spark_if_needed(listeners: Mapping[str, TransactionListener]) -> None:

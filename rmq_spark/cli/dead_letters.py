@@ -6,12 +6,14 @@ from typing import Annotated
 
 import typer
 
-from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, short, show
+from rmq_spark.cli.command import App
+from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, show
+from rmq_spark.cli.text import short
 from rmq_spark.errors import OptionError
 
 LIMIT = 100
 
-dlq_app = typer.Typer(no_args_is_help=True, help="Dead letters: messages that a consumer group gave up.")
+dlq_app = App(no_args_is_help=True, help="Dead letters: messages that a consumer group gave up.")
 
 Group = Annotated[str, typer.Argument(metavar="GROUP")]
 

@@ -1,28 +1,52 @@
-"""``txmq group``: lists consumer groups and their lag, and moves their positions."""
+"""``txmq group``: lists consumer groups, their lag and their members, and moves their positions."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, show
+from rmq_spark.cli.command import App
+from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, rendered, say, show
+from rmq_spark.cli.text import as_json as json_of
+from rmq_spark.cli.text import short_age
+from rmq_spark.cli.watching import Watch, watched
+from rmq_spark.errors import GroupNotFoundError, OptionError
 from rmq_spark.source.offsets import EARLIEST, LATEST, CountedPositions, parse_offsets, parse_timestamp, to_json
 
-group_app = typer.Typer(no_args_is_help=True, help="Consumer groups of a commit log.")
+if TYPE_CHECKING:
+    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark.consumer.groups import ConsumerGroup
+
+group_app = App(no_args_is_help=True, help="Consumer groups of a commit log.")
 
 Group = Annotated[str, typer.Argument(metavar="GROUP")]
+Topics = Annotated[
+    list[str] | None, typer.Option("--topic", help="May be repeated; the topics the group has read when not given.")
+]
+FOLLOWS_ITS_CHECKPOINT = "a query follows its checkpoint: start it again with a new one"
 
 
 @group_app.command("list")
 @plainly
-def list_groups(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
-    """List consumer groups, and how far they are behind."""
+def list_groups(path: LogPath, watch: Watch = None, as_json: AsJson = False, storage: Storage = None) -> None:
+    """List consumer groups, and how far they are behind, in messages and in seconds."""
+    log = open_log(path, storage)
+    nothing = "no consumer group has read from this log: set the option consumerGroup of a stream"
+    watched(watch, lambda: _listed(group_rows(log), as_json, nothing))
+
+
+def _listed(rows: list[dict[str, Any]], as_json: bool, nothing: str, *spare: str) -> str:
+    return "".join(f"{json_of(row)}\n" for row in rows) if as_json else rendered(rows, nothing, spare)
+
+
+def group_rows(log: CommitLog) -> list[dict[str, Any]]:
+    """Return a row for each consumer group."""
     from rmq_spark.consumer.groups import ConsumerGroup, groups
 
-    log = open_log(path, storage)
-    rows = []
-    for name in groups(log):
+    rows: list[dict[str, Any]] = []
+    for name in groups(log) if log.has_groups() else ():
         group = ConsumerGroup(log, name)
         lag = group.lag()
         rows.append(
@@ -35,16 +59,22 @@ def list_groups(path: LogPath, as_json: AsJson = False, storage: Storage = None)
                 "updated": max((t for t in lag["updated"].to_pylist() if t is not None), default=None),
             }
         )
-    show(rows, as_json, "no consumer group has read from this log: set the option consumerGroup of a stream")
+    return rows
 
 
 @group_app.command()
 @plainly
-def lag(path: LogPath, group: Group, as_json: AsJson = False, storage: Storage = None) -> None:
+def lag(path: LogPath, group: Group, watch: Watch = None, as_json: AsJson = False, storage: Storage = None) -> None:
     """Show how far a group is behind, queue by queue; and which member reads each queue."""
     from rmq_spark.consumer.groups import ConsumerGroup
 
-    rows = ConsumerGroup(open_log(path, storage), group).lag().to_pylist()
+    found = ConsumerGroup(open_log(path, storage), group)
+    spare = ("updated_by", "updated", "suspended_until")
+    watched(watch, lambda: _listed(_lag_rows(found, as_json), as_json, "the group's topics are gone", *spare))
+
+
+def _lag_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
+    rows = group.lag().to_pylist()
     for row in rows:
         row["lag_seconds"] = round(row["lag_seconds"], 1)
         if row["heartbeat_seconds"] is not None:
@@ -52,10 +82,47 @@ def lag(path: LogPath, group: Group, as_json: AsJson = False, storage: Storage =
     left_out = {"consumer_group"}
     if not any(row["owner"] for row in rows):  # Spark reads for it, or nobody
         left_out |= {"owner", "generation", "heartbeat_seconds"}
-    shown = rows if as_json else [{k: v for k, v in row.items() if k not in left_out} for row in rows]
-    show(shown, as_json, "the group's topics are gone", spare=["updated_by", "updated", "suspended_until"])
+    return rows if everything else [{k: v for k, v in row.items() if k not in left_out} for row in rows]
 
 
+@group_app.command()
+@plainly
+def members(path: LogPath, group: Group, watch: Watch = None, as_json: AsJson = False, storage: Storage = None) -> None:
+    """List the members of a group: which queues each one owns, under which generation, and the age of its heartbeat.
+
+    A member without a heartbeat is dead or gone; others claim its queues after their lease.
+    """
+    from rmq_spark.consumer.groups import ConsumerGroup
+
+    found = ConsumerGroup(open_log(path, storage), group)
+    nothing = "the group has no members now: Spark's queries read for it, or nobody does"
+    watched(watch, lambda: _listed(member_rows(found, as_json), as_json, nothing))
+
+
+def member_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
+    """Return a row for each member that has a heartbeat or owns a queue."""
+    queues = group.lag().to_pylist()
+    beats = group.members()
+    rows = []
+    for member in sorted({*beats, *(q["owner"] for q in queues if q["owner"])}):
+        own = [q for q in queues if q["owner"] == member]
+        beat = beats.get(member)
+        rows.append(
+            {
+                "member": member,
+                "queues": [f"{q['topic']} {q['queue_id']}" for q in own] if everything else len(own),
+                "topics": ", ".join(sorted({q["topic"] for q in own})) or None,
+                "generation": max((q["generation"] or 0 for q in own), default=None),
+                "lag": sum(q["lag"] for q in own),
+                "heartbeat_seconds": None if beat is None else round(beat, 1),
+                "heartbeat": "none" if beat is None else f"{short_age(beat)} ago",
+            }
+        )
+    left_out = "heartbeat" if everything else "heartbeat_seconds"
+    return [{k: v for k, v in row.items() if k != left_out} for row in rows]
+
+
+# ---------------------------------------------------------------- moving
 @group_app.command()
 @plainly
 def reset(
@@ -68,14 +135,12 @@ def reset(
             "queue 0 alone."
         ),
     ],
-    topic: Annotated[
-        list[str] | None, typer.Option(help="May be repeated; the topics the group has read when not given.")
-    ] = None,
+    topic: Topics = None,
+    as_json: AsJson = False,
     storage: Storage = None,
 ) -> None:
     """Move a group's positions. Offsets move the queues that they name, and the others stay where they are.
     A query follows its checkpoint, so start it again with a new one."""
-    from rmq_spark.commitlog.group_store import MEMBERS, kind_of
     from rmq_spark.consumer.groups import ConsumerGroup
 
     found = ConsumerGroup(open_log(path, storage), group)
@@ -87,39 +152,105 @@ def reset(
         assert isinstance(given, CountedPositions)  # JSON
         positions = found.reset(to_json(given, log_id=given.log_id), topic, others_stay=True)
     else:
-        positions = found.reset(parse_timestamp(text, "--to"), topic)
-    show([{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(positions.items())], False, "nothing")
-    if kind_of(found.log.groups.places(group).values()) != MEMBERS:
-        typer.secho("a query follows its checkpoint: start it again with a new one", dim=True, err=True)
+        try:
+            when = parse_timestamp(text, "--to")
+        except OptionError:
+            if text[:1].isdigit():  # meant as a time
+                raise
+            raise OptionError(_not_a_place(to)) from None
+        positions = found.reset(when, topic)
+    _show_positions(found, positions, as_json)
+
+
+def _not_a_place(to: str) -> str:
+    near = {"first": EARLIEST, "begin": EARLIEST, "beginning": EARLIEST, "start": EARLIEST, "oldest": EARLIEST,
+            "last": LATEST, "end": LATEST, "newest": LATEST, "now": LATEST}.get(to.strip().lower())  # fmt: skip
+    hint = "" if near is None else f" (did you mean {near}?)"
+    return (
+        f"--to {to!r} is no place{hint}: earliest, latest, a time such as 2025-03-01T08:00:00Z, or offsets such as "
+        '{"orders": {"0": 23}} are expected'
+    )
+
+
+def _show_positions(group: ConsumerGroup, positions: Mapping[tuple[str, int], int], as_json: bool) -> None:
+    from rmq_spark.commitlog.group_store import MEMBERS, kind_of
+
+    rows = [{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(positions.items())]
+    show(rows, as_json, "nothing")
+    if kind_of(group.log.groups.places(group.name).values()) != MEMBERS:
+        typer.secho(FOLLOWS_ITS_CHECKPOINT, dim=True, err=True)
+
+
+@group_app.command()
+@plainly
+def skip(path: LogPath, group: Group, topic: Topics = None, as_json: AsJson = False, storage: Storage = None) -> None:
+    """Skip all that a group has not read yet: it goes on with what is committed from now on."""
+    from rmq_spark.consumer.groups import ConsumerGroup
+
+    found = ConsumerGroup(open_log(path, storage), group)
+    before = found.positions()
+    positions = found.reset(LATEST, topic)
+    skipped = sum(max(0, n - before.get(queue, 0)) for queue, n in positions.items())
+    if not as_json:
+        typer.echo(f"{count_of(skipped, 'message')} {'is' if skipped == 1 else 'are'} skipped", err=True)
+    _show_positions(found, positions, as_json)
 
 
 @group_app.command()
 @plainly
 def clone(
-    path: LogPath, group: Group, other: Annotated[str, typer.Argument(metavar="NEW_GROUP")], storage: Storage = None
+    path: LogPath,
+    group: Group,
+    other: Annotated[str, typer.Argument(metavar="NEW_GROUP")],
+    as_json: AsJson = False,
+    storage: Storage = None,
 ) -> None:
     """Give a new group the positions of another group."""
     from rmq_spark.consumer.groups import ConsumerGroup
 
-    found = ConsumerGroup(open_log(path, storage), group).clone(other)
-    typer.echo(f"{other} stands where {group} stands, in {count_of(len(found.positions()), 'queue')}")
+    count = len(ConsumerGroup(open_log(path, storage), group).clone(other).positions())
+    text = f"{other} stands where {group} stands, in {count_of(count, 'queue')}"
+    say(as_json, {"consumer_group": other, "queues": count}, text)
 
 
 @group_app.command("hand-over")
 @plainly
-def hand_over(path: LogPath, group: Group, storage: Storage = None) -> None:
+def hand_over(path: LogPath, group: Group, as_json: AsJson = False, storage: Storage = None) -> None:
     """Let others read for a group: Spark after PushConsumer, or the other way round. Stop the old ones first."""
-    from rmq_spark.consumer.groups import ConsumerGroup
-
-    known = ConsumerGroup(open_log(path, storage), group).hand_over()
-    typer.echo(f"{group} is free: who reads for it next, has it" if known else f"{group} was not known")
+    found = _known(open_log(path, storage), group)
+    found.hand_over()
+    say(as_json, {"consumer_group": group}, f"{group} is free: who reads for it next, has it")
 
 
 @group_app.command()
 @plainly
-def delete(path: LogPath, group: Group, storage: Storage = None) -> None:
-    """Forget a group's progress."""
+def delete(path: LogPath, group: Group, as_json: AsJson = False, storage: Storage = None) -> None:
+    """Forget a group's progress. Members that still read for it notice, and begin anew."""
+    found = _known(open_log(path, storage), group)
+    if not found.delete():
+        raise _unknown(found)
+    say(as_json, {"consumer_group": group}, f"{group} is forgotten")
+
+
+def _known(log: CommitLog, name: str) -> ConsumerGroup:
+    """Return a group that has progress.
+
+    Raises
+    ------
+    GroupNotFoundError
+    """
     from rmq_spark.consumer.groups import ConsumerGroup
 
-    known = ConsumerGroup(open_log(path, storage), group).delete()
-    typer.echo(f"{group} is forgotten" if known else f"{group} was not known")
+    group = ConsumerGroup(log, name)
+    if not group.positions():
+        raise _unknown(group)
+    return group
+
+
+def _unknown(group: ConsumerGroup) -> GroupNotFoundError:
+    from rmq_spark.config import nearest
+    from rmq_spark.consumer.groups import groups
+
+    names = groups(group.log)
+    hint = nearest(group.name, names) if names else "no group has read from this commit log yet"
+    return GroupNotFoundError(f"there is no consumer group {group.name!r} ({hint})")

@@ -1,164 +1,58 @@
-"""Common parts of all ``txmq`` commands: arguments, opening a log, errors on one line, rows as a table or JSON."""
+"""Rows as a table, as blocks of names and values, or as JSON."""
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import re
-import select
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
+from typing import Any
 
 import typer
 
-from rmq_spark.errors import TxmqError
-from rmq_spark.redaction import redacted
+from rmq_spark.cli.command import AsJson as AsJson
+from rmq_spark.cli.command import LogPath as LogPath
+from rmq_spark.cli.command import Storage as Storage
+from rmq_spark.cli.command import fail as fail
+from rmq_spark.cli.command import hide as hide
+from rmq_spark.cli.command import open_log as open_log
+from rmq_spark.cli.command import plainly as plainly
+from rmq_spark.cli.command import storage_options as storage_options
+from rmq_spark.cli.text import as_json as json_of
+from rmq_spark.cli.text import count_of as count_of
+from rmq_spark.cli.text import one_line as one_line
+from rmq_spark.cli.text import short_time as short_time
 
-if TYPE_CHECKING:
-    from rmq_spark.commitlog.log import CommitLog
-
-BODY_CHARS_SHOWN = 80
 TEXT_CHARS_MIN = 20
 """A column of text is made no narrower than this, or than its longest cell, to fit a table into the terminal."""
 TEXT_CHARS_NOT_A_TERMINAL = 120
-STORAGE_ENV = "TXMQ_STORAGE__"
 
-TEXT = frozenset({"tags", "keys", "body", "reason", "history", "topics", "updated_by"})
+TEXT = frozenset({"tags", "keys", "body", "reason", "history", "topics", "updated_by", "what", "remedy", "places"})
 """Columns whose cells may be folded. No other cell is, and none is cut: ids and names are there to be copied."""
-
-P = ParamSpec("P")
-
-_secrets: list[str] = []
-
-
-def plainly(command: Callable[P, None]) -> Callable[P, None]:
-    """Make a command show an error on one line, without secrets. ``TXMQ_DEBUG=1`` shows the traceback."""
-
-    @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-            sys.stdout.flush()
-        except (typer.Exit, typer.Abort, typer.BadParameter):
-            raise
-        except Exception as problem:
-            if isinstance(problem, BrokenPipeError) and _nobody_reads():
-                raise typer.Exit(0) from None
-            fail(problem, 1)
-
-    return run
-
-
-def fail(problem: Exception, code: int) -> NoReturn:
-    """End with an exit code, and the problem on one line. ``TXMQ_DEBUG=1`` shows the traceback instead."""
-    if os.environ.get("TXMQ_DEBUG"):
-        raise problem
-    typer.secho(_sentence(problem), fg=None if os.environ.get("NO_COLOR") else "red", err=True)
-    raise typer.Exit(code) from None
-
-
-def _sentence(problem: Exception) -> str:
-    said = redacted(problem if isinstance(problem, TxmqError) else f"{type(problem).__name__}: {problem}")
-    for secret in _secrets:
-        said = said.replace(secret, "***")
-    return one_line(_replaced(as_commands(said), _ARGUMENTS))
-
-
-def _nobody_reads() -> bool:
-    """Return True when standard output is a pipe that its reader has closed, and drop what is left to be written."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), select.POLLOUT)
-    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
-        return False  # the pipe that broke is another one
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
-    return True
-
-
-LogPath = Annotated[str, typer.Argument(metavar="PATH", help="The commit log: a folder or an object-store URI.")]
-Storage = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--storage",
-        metavar="KEY=VALUE",
-        help="An option for delta-rs; may be repeated. Other users of the machine can see arguments: set secrets as "
-        f"{STORAGE_ENV}AWS_SECRET_ACCESS_KEY and so on in the environment.",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
-
-
-# ---------------------------------------------------------------- storage
-def open_log(path: str, storage: Sequence[str] | None) -> CommitLog:
-    from rmq_spark.commitlog.log import CommitLog
-
-    return CommitLog.open(path, storage_options(storage))
-
-
-def storage_options(given: Sequence[str] | None) -> dict[str, str] | None:
-    options = {k[len(STORAGE_ENV) :]: v for k, v in os.environ.items() if k.startswith(STORAGE_ENV)}
-    for text in given or ():
-        key, found, value = text.partition("=")
-        if not found or not key:
-            raise typer.BadParameter("KEY=VALUE is expected (what was given is not shown)", param_hint="--storage")
-        options[key] = value
-    _secrets[:] = [v for v in options.values() if len(v) > 3]
-    return options or None
-
-
-def hide(values: Iterable[str]) -> None:
-    """Never show these values in an error."""
-    _secrets.extend(v for v in values if len(v) > 3)
-
-
-# ---------------------------------------------------------------- words
-_CALLS: Sequence[tuple[str, str]] = (
-    (r"CommitLog\.create\('([^']*)'\)", r"txmq create \1"),
-    (r"log\.create_topic\('([^']*)'\)", r"txmq topic create PATH \1"),
-    (r"log\.set_retention\b", "txmq topic set"),
-    (r"log\.resolve\((?:half_id|'[^']*'), verdict, reason=…\)", "txmq resolve PATH HALF_ID COMMIT|ROLLBACK --reason …"),
-    (r"log\.resume\([^)]*\)", "txmq resume PATH HALF_ID"),
-    (r"log\.(pending|quarantined|conflicts)\(\)", r"txmq \1"),
-    (r" \(log\.firsts\(\)\)", ""),
-)
-"""Python calls that errors advise, as patterns, and the commands that do the same."""
-_ARGUMENTS: Sequence[tuple[str, str]] = (
-    (r"pass os\.path\.expanduser\(path\)", "leave the quotes away"),
-    (r"open it, or pass exist_ok=True", "use it as it is, or pass --exist-ok"),
-    (r"exist_ok=True", "--exist-ok"),
-    (r"None keeps messages for ever", "'forever' keeps messages for ever"),
-    (r"\bstart names\b", "--from names"),
-    (r"^to (?=has|names)", "--to "),
-    (r"\bolder_than=", "--older-than "),
-    (r"\bdrain_(every|bytes)=", r"--drain-\1 "),
-    (r"create_topics=True", "--create-topics"),
-    (r"reshard=True", "--reshard"),
-    (r"on_poison='park'", "--on-poison park"),
-    (r"on_expired='skip'", "--on-expired skip"),
-    (r"\b(topic|transaction|retry|poll|on)_(template|pattern|timeout|interval|poison|expired)=", r"--\1-\2 "),
-    (r"\bgive it as bootstrap_servers\b", "give it as --bootstrap-servers"),
-    (r"\bmax_batch_(messages|bytes)=", r"--max-batch-\1 "),
-    (r"\b(queues|retention|grace|audit|idempotency|every|tags|selector|shards|shard|start)=", r"--\1 "),
-)
-"""The same of arguments and options."""
-
-
-def as_commands(sentence: str) -> str:
-    """Return an error's sentence with commands where it advises Python calls."""
-    return _replaced(sentence, _CALLS)
-
-
-def _replaced(sentence: str, words: Sequence[tuple[str, str]]) -> str:
-    for pattern, instead in words:
-        sentence = re.sub(pattern, instead, sentence)
-    return sentence
 
 
 # ---------------------------------------------------------------- tables
-def show(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str, spare: Sequence[str] = ()) -> None:
-    """Print rows as JSON; or as a table, in a terminal that is too narrow for one as blocks of ``name value``.
+def show(
+    rows: Sequence[dict[str, Any]],
+    as_json: bool,
+    nothing: str,
+    spare: Sequence[str] = (),
+    table: Sequence[dict[str, Any]] | None = None,
+) -> None:
+    """Print rows as JSON, an object a line; or as a table, in a terminal that is too narrow for one as blocks of
+    ``name value``. See :func:`rendered`."""
+    if as_json:
+        for row in rows:
+            typer.echo(json_of(row))
+    else:
+        typer.echo(rendered(rows if table is None else table, nothing, spare), nl=False)
+
+
+def say(as_json: bool, row: dict[str, Any], text: str) -> None:
+    """Print what a command did: as an object on one line, or as a sentence."""
+    typer.echo(json_of(row) if as_json else text)
+
+
+def rendered(rows: Sequence[dict[str, Any]], nothing: str, spare: Sequence[str] = ()) -> str:
+    """Return rows as a table, or as blocks.
 
     Parameters
     ----------
@@ -167,16 +61,9 @@ def show(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str, spare: Seq
     spare : sequence of str
         Columns that a table can do without. They are left out before blocks are printed.
     """
-    if as_json:
-        typer.echo(json.dumps([{k: plain(v) for k, v in row.items()} for row in rows]))
-        return
     if not rows:
-        typer.echo(nothing)
-        return
-    from rich.console import Console
-
-    console = Console()
-    width = console.width if console.is_terminal else None
+        return f"{nothing}\n"
+    width = terminal_width()
     names = _worth_showing(rows)
     cells = [{name: _cell(row[name]) for name in names} for row in rows]
     fewer = [name for name in names if name not in spare]
@@ -185,13 +72,26 @@ def show(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str, spare: Seq
     elif _width(cells, fewer) <= width:
         chosen = fewer
     else:
-        typer.echo(_blocks(cells, width), nl=False)
-        return
+        return _blocks(cells, width)
     numbers = {name for name in chosen if all(type(row[name]) in (int, float, type(None)) for row in rows)}
-    typer.echo(_table(cells, chosen, numbers, width), nl=False)
+    found = _table(cells, chosen, numbers, width)
     if len(chosen) < len(names):
         left_out = ", ".join(name for name in names if name not in chosen)
-        typer.secho(f"left out, for want of room: {left_out} (--json has all)", dim=True)
+        found += typer.style(f"left out, for want of room: {left_out} (--json has all)", dim=True) + "\n"
+    return found
+
+
+def block(row: dict[str, Any]) -> str:
+    """Return one row as lines of a name and a value; empty values are left out."""
+    return _blocks([{name: _cell(value) for name, value in row.items()}], terminal_width() or TEXT_CHARS_NOT_A_TERMINAL)
+
+
+def terminal_width() -> int | None:
+    """The width of the terminal; None when standard output is none."""
+    from rich.console import Console
+
+    console = Console()
+    return console.width if console.is_terminal else None
 
 
 def _worth_showing(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -271,27 +171,3 @@ def _cell(value: object) -> str:
     if isinstance(value, list):
         return "\n".join(one_line(str(v)) for v in value)
     return one_line(str(value))
-
-
-def short_time(value: datetime) -> str:
-    return f"{value:%Y-%m-%d %H:%M:%S}Z"
-
-
-def plain(value: object) -> object:
-    return value.isoformat() if isinstance(value, datetime) else value
-
-
-def one_line(text: str) -> str:
-    """Return the text without line ends and control characters: what others sent must not control the terminal."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "�" for c in text)
-
-
-def short(body: bytes) -> str:
-    text = body[: BODY_CHARS_SHOWN * 4].decode(errors="replace")
-    return text if len(text) <= BODY_CHARS_SHOWN else text[: BODY_CHARS_SHOWN - 1] + "…"
-
-
-def count_of(number: int, noun: str) -> str:
-    """Return ``1 message``, ``2 messages``: the noun's plural ends in s, or in es after ch."""
-    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{plural}"

@@ -49,6 +49,25 @@ class Choice:
         """
         return self._of_what_is_kept(lambda firsts, ends: self._newest(count, firsts, ends))
 
+    def ends(self) -> dict[int, int]:
+        """Return the next offset of each queue."""
+        return self._bounds()[1]
+
+    def newest_before(self, count: int, ends: Offsets) -> pa.Table:
+        """Return the newest messages before these offsets: see :meth:`newest`."""
+        return self._of_what_is_kept(
+            lambda firsts, now: self._newest(count, firsts, {q: min(ends.get(q, end), end) for q, end in now.items()})
+        )
+
+    def since(self, start: Offsets) -> tuple[pa.Table, dict[int, int]]:
+        """Return the messages from these offsets on, and the offsets where they end. Queues that began to move later
+        are read from their first message that is kept."""
+        firsts, ends = self._bounds()
+        begin = {queue: max(start.get(queue, 0), first) for queue, first in firsts.items()}
+        behind = {queue: end for queue, end in ends.items() if begin[queue] < end}
+        found = self._between({q: begin[q] for q in behind}, behind, None)
+        return found, {queue: max(end, start.get(queue, 0)) for queue, end in ends.items()}
+
     def _newest(self, count: int, firsts: Offsets, ends: Offsets) -> pa.Table:
         found: dict[int, list[tuple[datetime, int]]] = {queue: [] for queue in ends}
         below = dict(ends)

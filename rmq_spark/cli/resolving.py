@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from rmq_spark.cli.output import count_of, one_line, short_time
+from rmq_spark.cli.text import age_in_words, count_of, one_line, short_time
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
 ROLLED_BACK = (RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK, RowState.ROLLED_BACK_BY_DISCARD)
-_UNITS = (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1))
 
 
 class Resolving:
@@ -89,11 +88,3 @@ class Resolving:
         if count <= 0:
             return "its messages were rolled back already, and stay so"
         return f"{count_of(count, 'message')} {'was' if count == 1 else 'were'} rolled back"
-
-
-def age_in_words(seconds: float) -> str:
-    """Return the largest unit that fits, as in ``3 hours``."""
-    for unit, length in _UNITS:
-        if seconds >= length:
-            return count_of(int(seconds // length), unit)
-    return "0 seconds"

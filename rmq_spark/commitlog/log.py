@@ -245,6 +245,10 @@ class CommitLog(ProtocolSteps):
                 self._groups = GroupStore(self._with_our_lock(self._groups_table()))
             return self._groups
 
+    def has_groups(self) -> bool:
+        """Whether any consumer group has ever read. Asking makes no table."""
+        return self._groups is not None or self._has_groups()
+
     @property
     def messages_table(self) -> Table:
         """The table ``messages``: what is placed, for every reader of Delta."""

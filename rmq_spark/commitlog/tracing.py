@@ -161,8 +161,7 @@ def _look(log: ProtocolSteps, asked: _Asked) -> Trace:
 def _of_half(log: ProtocolSteps, asked: _Asked, record: HalfRecord, rows: pa.Table) -> Trace:
     state = log.state_of(record, refresh=False)
     chosen = _chosen_in_half(log, asked, record)
-    every = RowSet({n: b"\x01" * f.rows for n, f in state.files.items()})
-    traced = every if chosen is None else every & {n: b.ljust(state.files[n].rows, b"\0") for n, b in chosen.items()}
+    traced = _row_set(record, chosen)
     attempt = max(a for a in state.attempts(*RowState) if state.rows_under(a) & traced)
     if asked.attempt is not None and asked.attempt > attempt:
         raise HalfBatchNotFoundError(
@@ -199,6 +198,19 @@ def _headed(asked: _Asked, record: HalfRecord) -> Trace:
         fence_id=header.fence_id,
         prepared_at=record.prepared_at,
     )
+
+
+def chosen_rows(log: ProtocolSteps, of: Trace, record: HalfRecord) -> RowSet:
+    """The rows of a half batch that a trace is about."""
+    if of.transaction_id is None and of.message_id is None:
+        return _row_set(record, None)
+    asked = _Asked.of(of.transaction_id, None, of.message_id)
+    return _row_set(record, _chosen_in_half(log, asked, record))
+
+
+def _row_set(record: HalfRecord, chosen: Chosen | None) -> RowSet:
+    every = RowSet({n: b"\x01" * f.rows for n, f in record.files.items()})
+    return every if chosen is None else every & {n: b.ljust(record.files[n].rows, b"\0") for n, b in chosen.items()}
 
 
 def _has(bits: bytes, segment: Segment) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark.check.service import CheckService
-from rmq_spark.cli.app import _json_message
+from rmq_spark.cli.text import json_message
 from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.config import INT64_MAX, LABEL_BYTES_MAX, TIME_MAX, TIME_MIN, parse_duration, parse_int
 from rmq_spark.consumer.groups import ConsumerGroup
@@ -90,7 +90,7 @@ def test_the_first_and_the_last_time_come_out_of_every_consumer(time: datetime, 
     assert read["born_timestamp"].cast(pa.timestamp("ns", "UTC")).cast(pa.int64())[0].as_py() % 1000 == 0
     assert restored(read)["born_timestamp"].to_pylist() == [time]
     (row,) = read.to_pylist()
-    assert json.loads(json.dumps(_json_message(row)))["born_timestamp"]
+    assert json.loads(json.dumps(json_message(row)))["born_timestamp"]
     assert inbox_of(make_database(tmp_path)).apply(read) == 1
 
 

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -19,8 +20,10 @@ from rmq_spark.check.draining import Draining
 from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.check.service import CheckService
 from rmq_spark.cli import app
-from rmq_spark.cli.output import as_commands, show
-from rmq_spark.cli.resolving import Resolving, age_in_words
+from rmq_spark.cli.output import show
+from rmq_spark.cli.resolving import Resolving
+from rmq_spark.cli.text import age_in_words
+from rmq_spark.cli.words import as_commands
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
@@ -38,6 +41,11 @@ def txmq(*arguments: object, code: int = 0) -> tuple[str, str]:
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
     return result.stdout, result.stderr
+
+
+def objects(*arguments: object, code: int = 0) -> list[dict[str, Any]]:
+    """What ``--json`` prints: an object a line."""
+    return [json.loads(line) for line in txmq(*arguments, "--json", code=code)[0].splitlines()]
 
 
 @pytest.fixture
@@ -123,10 +131,15 @@ def test_a_log_and_a_topic_are_made_and_listed(tmp_path: Path) -> None:
     assert "no topics" in txmq("topics", path)[0]
     assert txmq("topic", "create", path, "orders")[0] == "topic orders has 3 queues\n"
     txmq("topic", "create", path, "bills", "--queues", 1)
-    assert json.loads(txmq("topics", path, "--json")[0]) == [
-        {"topic": "bills", "queues": 1, "fifo": False, "retention_s": None, "committed": 0, "expired": 0},
-        {"topic": "orders", "queues": 3, "fifo": False, "retention_s": None, "committed": 0, "expired": 0},
-    ]
+    nothing = {"fifo": False, "retention_s": None, "committed": 0, "expired": 0, "bytes": 0}
+    assert (
+        objects("topics", path)
+        == objects("topic", "list", path)
+        == [
+            {"topic": "bills", "queues": 1, **nothing},
+            {"topic": "orders", "queues": 3, **nothing},
+        ]
+    )
     assert "kept for 7d" in txmq("topic", "set", path, "bills", "--retention", "7d")[0]
     assert CommitLog.open(path).retentions() == {"bills": 7 * 86_400.0, "orders": None}
     assert "kept for ever" in txmq("topic", "set", path, "bills", "--retention", "forever")[0]
@@ -183,7 +196,7 @@ def test_wrong_usage_exits_with_two(log: CommitLog, arguments: tuple[str, ...]) 
 def test_pending_quarantine_resume_and_resolve(log: CommitLog) -> None:
     assert txmq("pending", log.path)[0] == "nothing is pending\n"
     record = prepare(log)
-    found = json.loads(txmq("pending", log.path, "--json")[0])
+    found = objects("pending", log.path)
     assert [(r["half_id"], r["messages"], r["producer_group"]) for r in found] == [("app:0", 2, "shop")]
     assert re.search(r"^app:0 +shop +1 +2 +0 +20", txmq("pending", log.path)[0], re.MULTILINE)
     log.quarantine(record, 1, rows(log, record), Who.DISCARD, "too often")
@@ -203,7 +216,7 @@ def test_a_conflict_is_shown_with_its_history_and_resolved(log: CommitLog) -> No
     log.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
     with pytest.raises(VerdictConflictError):
         log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
-    found = json.loads(txmq("conflicts", log.path, "--json")[0])
+    found = objects("conflicts", log.path)
     assert found[0]["half_id"] == "app:0"
     assert found[0]["history"][0].startswith("rollback by check (attempt 1, ")
     assert "rollback by check" in txmq("conflicts", log.path)[0]
@@ -419,7 +432,7 @@ def test_check_runs_the_job(log: CommitLog, tmp_path: Path) -> None:
 def test_what_a_check_did_is_what_the_command_shows(log: CommitLog) -> None:
     prepare(log)
     CheckService(log, {"shop": CommitOncePrepared()}, transaction_timeout=0).run_once()
-    assert json.loads(txmq("topics", log.path, "--json")[0])[0]["committed"] == 2
+    assert objects("topics", log.path)[0]["committed"] == 2
 
 
 # ---------------------------------------------------------------- dead letters
@@ -438,7 +451,7 @@ def test_dead_letters_are_listed_and_sent_again(log: CommitLog) -> None:
     out, _ = txmq("dlq", "list", log.path, "points")
     assert "one" in out
     assert "\x1b" not in out
-    assert [r["reconsume_times"] for r in json.loads(txmq("dlq", "list", log.path, "points", "--json")[0])] == [16, 16]
+    assert [r["reconsume_times"] for r in objects("dlq", "list", log.path, "points")] == [16, 16]
     assert "1 dead letter sent again" in txmq("dlq", "resend", log.path, "points", "--offset", "1")[0]
     assert "1 dead letter sent again" in txmq("dlq", "resend", log.path, "points", "--all")[0]
     assert "0 dead letters sent again" in txmq("dlq", "resend", log.path, "points", "--all")[0]
@@ -502,8 +515,9 @@ def test_no_id_is_cut_or_folded_however_narrow_the_terminal(
 def test_a_table_leaves_out_what_only_repeats_the_half_id_and_json_has_it(log: CommitLog) -> None:
     prepare(log)
     header = txmq("pending", log.path)[0].splitlines()[0].split()
-    assert header == ["half_id", "producer_group", "attempt", "messages", "check_times", "prepared_at"]
-    assert json.loads(txmq("pending", log.path, "--json")[0])[0]["app_id"] == "app"
+    known = ["half_id", "producer_group", "attempt", "messages", "check_times", "age", "size", "prepared_at"]
+    assert header == known
+    assert objects("pending", log.path)[0]["app_id"] == "app"
 
 
 def test_a_narrow_terminal_gets_fewer_columns_then_blocks(
@@ -530,9 +544,9 @@ def test_a_narrow_terminal_gets_fewer_columns_then_blocks(
     ("sentence", "words"),
     [
         ("make one with CommitLog.create('shop/log')", "make one with txmq create shop/log"),
-        ("make it with log.create_topic('orders')", "make it with txmq topic create PATH orders"),
-        ("then log.resolve(half_id, verdict, reason=…)", "then txmq resolve PATH HALF_ID COMMIT|ROLLBACK --reason …"),
-        ("or log.resolve('a:0', verdict, reason=…)", "or txmq resolve PATH HALF_ID COMMIT|ROLLBACK --reason …"),
+        ("make it with log.create_topic('orders')", "make it with txmq topic create orders"),
+        ("then log.resolve(half_id, verdict, reason=…)", "then txmq resolve HALF_ID COMMIT|ROLLBACK --reason …"),
+        ("or log.resolve('a:0', verdict, reason=…)", "or txmq resolve HALF_ID COMMIT|ROLLBACK --reason …"),
         ("log.pending() lists the open ones", "txmq pending lists the open ones"),
         ("are not in the commit log (log.firsts())", "are not in the commit log"),
     ],

@@ -12,7 +12,7 @@ import pyarrow as pa
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from rmq_spark.check.service import CheckService
-from rmq_spark.cli.app import _json_message
+from rmq_spark.cli.text import json_message
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfWriter
 from rmq_spark.commitlog.half import STATS_COLUMNS as HALF_STATS
@@ -140,7 +140,7 @@ def sends(rng: random.Random) -> bool:
 def _comes_out(log: InMemoryCommitLog, shown: Sequence[dict[str, Any]]) -> None:
     """What was accepted passes through everything that a consumer meets."""
     for row in shown:
-        json.dumps(_json_message(dict(row)))
+        json.dumps(json_message(dict(row)))
     for topic in TOPICS:
         read = restored(log.read(topic))
         sent_back(read, [None] * read.num_rows, "group", 16, None).to_pylist()

@@ -1,0 +1,93 @@
+"""Bodies of messages for people to look at: cut, and without anything that could control the terminal."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+from rmq_spark.cli.text import escaped
+
+BYTES_SHOWN = 4096
+HEX_WIDTH = 16
+
+
+class BodyForm(str, Enum):
+    """How a body is shown."""
+
+    AUTO = "auto"
+    TEXT = "text"
+    JSON = "json"
+    HEX = "hex"
+    NONE = "none"
+
+
+Form = Annotated[
+    BodyForm,
+    typer.Option(
+        "--body", help="How bodies are shown. auto: JSON where it is JSON, else text where it is UTF-8, else hex."
+    ),
+]
+BodyBytes = Annotated[
+    int, typer.Option("--body-bytes", min=1, help="So much of each body is shown; --json always has all of it.")
+]
+
+
+def shown(body: bytes | None, form: BodyForm, bytes_max: int = BYTES_SHOWN) -> str:
+    """Return a body as lines of text, cut to so many bytes.
+
+    No control character stands in it, whatever was sent: they are written as ``\\x1b``. Nothing is printed as it came.
+    """
+    if form is BodyForm.NONE or body is None:
+        return ""
+    if form is BodyForm.AUTO:
+        form = _form_of(body)
+    part = body[:bytes_max]
+    if form is BodyForm.HEX:
+        text = hex_dump(part)
+    elif form is BodyForm.JSON:
+        text, part = _pretty(body, bytes_max)
+    else:
+        text = escaped(part.decode(errors="backslashreplace"))
+    if len(part) < len(body):
+        text += f"\n… {len(part):,} of {len(body):,} bytes are shown (--body-bytes shows more)"
+    return text
+
+
+def _form_of(body: bytes) -> BodyForm:
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        return BodyForm.HEX
+    if text.lstrip()[:1] in ("{", "["):
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError):
+            return BodyForm.TEXT
+        return BodyForm.JSON
+    return BodyForm.TEXT
+
+
+def _pretty(body: bytes, bytes_max: int) -> tuple[str, bytes]:
+    """Return JSON with indents; what is not JSON, or too long, as it stands."""
+    if len(body) <= bytes_max:
+        try:
+            found: Any = json.loads(body)
+            return "\n".join(map(escaped, json.dumps(found, indent=2, ensure_ascii=False).split("\n"))), body
+        except (ValueError, RecursionError):
+            pass
+    part = body[:bytes_max]
+    return escaped(part.decode(errors="backslashreplace")), part
+
+
+def hex_dump(data: bytes) -> str:
+    """Return bytes as ``xxd`` shows them: their position, their numbers, and what of them is ASCII."""
+    lines = []
+    for at in range(0, len(data), HEX_WIDTH):
+        row = data[at : at + HEX_WIDTH]
+        numbers = " ".join(f"{byte:02x}" for byte in row)
+        letters = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
+        lines.append(f"{at:08x}  {numbers:<{HEX_WIDTH * 3 - 1}}  {letters}")
+    return "\n".join(lines)

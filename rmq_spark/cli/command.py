@@ -1,0 +1,174 @@
+"""What every ``txmq`` command has: a commit log whose path need not be typed, and errors on one line."""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
+
+import typer
+from typer.core import TyperCommand
+
+from rmq_spark.cli.configuration import WHERE, configured
+from rmq_spark.cli.text import one_line
+from rmq_spark.cli.words import in_words_of_the_command
+from rmq_spark.errors import ConfigError, TxmqError
+from rmq_spark.redaction import redacted
+
+if TYPE_CHECKING:
+    from rmq_spark.commitlog.log import CommitLog
+
+STORAGE_ENV = "TXMQ_STORAGE__"
+OK, FAILED, BAD_USAGE = 0, 1, 2
+"""Exit codes of every command. A few commands have more: docs/command.md."""
+
+P = ParamSpec("P")
+
+_secrets: list[str] = []
+_typed: list[str] = []
+"""The commit log's path when it was typed: commands in errors name it."""
+_configured_storage: dict[str, str] = {}
+"""Options for the store of a commit log whose path was not typed."""
+
+LogPath = Annotated[
+    str,
+    typer.Argument(
+        metavar="[PATH]",
+        help=f"The commit log: a folder or an object-store URI. May be left out where {WHERE} names it.",
+        show_default=False,
+    ),
+]
+Storage = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage",
+        metavar="KEY=VALUE",
+        help="An option for delta-rs; may be repeated. Other users of the machine can see arguments: set secrets as "
+        f"{STORAGE_ENV}AWS_SECRET_ACCESS_KEY and so on in the environment.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table: an object a line.")]
+
+
+class LogCommand(TyperCommand):
+    """A command whose first argument, the path of the commit log, may be left out where it is configured."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        arguments = [p for p in self.params if p.param_type_name == "argument"]
+        _typed.clear()
+        _configured_storage.clear()
+        if arguments and arguments[0].name == "path" and not ctx.resilient_parsing:
+            args = self._with_path(ctx, list(args), [str(a.name) for a in arguments])
+        return super().parse_args(ctx, args)
+
+    def _with_path(self, ctx: Any, args: list[str], names: Sequence[str]) -> list[str]:
+        options, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        if any(value is True for name, value in options.items() if name == "help"):
+            return args
+        given = [str(options[name]) for name in names if isinstance(options.get(name), str)]
+        if len(given) >= len(names):
+            _typed.append(given[0])
+            return args
+        try:
+            found = configured()
+        except ConfigError as problem:
+            fail(problem, BAD_USAGE)
+        if found.path is None:
+            wanted = " ".join(str(p.metavar or p.name).upper() for p in self.params if p.name in names)
+            _refuse(ctx, wanted, given)
+        _configured_storage.update(found.storage)
+        return [found.path, *args]
+
+
+def _refuse(ctx: Any, wanted: str, given: Sequence[str]) -> NoReturn:
+    ctx.fail(
+        f"{wanted} is expected, and {' '.join(given) or 'nothing'} was given. [PATH], the commit log, may be left out "
+        f"where {WHERE} names it (txmq init writes an example)"
+    )
+    raise AssertionError  # fail raises
+
+
+class App(typer.Typer):
+    """An app whose commands are :class:`LogCommand` s."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
+        return super().command(name, **{"cls": LogCommand, **settings})
+
+
+# ---------------------------------------------------------------- errors
+def plainly(command: Callable[P, None]) -> Callable[P, None]:
+    """Make a command show an error on one line, without secrets. ``TXMQ_DEBUG=1`` shows the traceback."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+            sys.stdout.flush()
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except Exception as problem:
+            if isinstance(problem, BrokenPipeError) and _nobody_reads():
+                raise typer.Exit(OK) from None
+            fail(problem, FAILED)
+
+    return run
+
+
+def fail(problem: Exception, code: int) -> NoReturn:
+    """End with an exit code, and the problem on one line. ``TXMQ_DEBUG=1`` shows the traceback instead."""
+    if os.environ.get("TXMQ_DEBUG"):
+        raise problem
+    typer.secho(sentence_of(problem), fg=None if os.environ.get("NO_COLOR") else "red", err=True)
+    raise typer.Exit(code) from None
+
+
+def sentence_of(problem: Exception) -> str:
+    """Return a problem as one line without secrets, in the words of the command."""
+    said = redacted(problem if isinstance(problem, TxmqError) else f"{type(problem).__name__}: {problem}")
+    for secret in _secrets:
+        said = said.replace(secret, "***")
+    return one_line(in_words_of_the_command(said, typed_path()))
+
+
+def typed_path() -> str | None:
+    """The commit log's path as it was typed; None when the configuration named it."""
+    return _typed[0] if _typed else None
+
+
+def _nobody_reads() -> bool:
+    """Return True when standard output is a pipe that its reader has closed, and drop what is left to be written."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        return False  # the pipe that broke is another one
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+    return True
+
+
+# ---------------------------------------------------------------- the commit log
+def open_log(path: str, storage: Sequence[str] | None) -> CommitLog:
+    """Open the commit log of a command."""
+    from rmq_spark.commitlog.log import CommitLog
+
+    return CommitLog.open(path, storage_options(storage))
+
+
+def storage_options(given: Sequence[str] | None) -> dict[str, str] | None:
+    """Return options for the store: those given win over the environment's, and these over the configuration's."""
+    options = {**_configured_storage}
+    options.update({k[len(STORAGE_ENV) :]: v for k, v in os.environ.items() if k.startswith(STORAGE_ENV)})
+    for text in given or ():
+        key, found, value = text.partition("=")
+        if not found or not key:
+            raise typer.BadParameter("KEY=VALUE is expected (what was given is not shown)", param_hint="--storage")
+        options[key] = value
+    _secrets[:] = [v for v in options.values() if len(v) > 3]
+    return options or None
+
+
+def hide(values: Iterable[str]) -> None:
+    """Never show these values in an error."""
+    _secrets.extend(v for v in values if len(v) > 3)

@@ -1,0 +1,79 @@
+"""Which commit log ``txmq`` means when its path is not typed: what the environment or a configuration file names."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rmq_spark.errors import ConfigError
+
+FILE_ENV, PATH_ENV = "TXMQ_CONFIG", "TXMQ_PATH"
+FILE = "txmq.toml"
+WHERE = f"{PATH_ENV}, or path in ./{FILE} or in the file that {FILE_ENV} names"
+
+
+@dataclass(frozen=True)
+class Configured:
+    """What is configured: the path of the commit log, and options for its store.
+
+    Attributes
+    ----------
+    path : str or None
+    storage : mapping of str to str
+        ``[storage]`` of the file.
+    file : pathlib.Path or None
+        The file, when there is one.
+    check_interval : str or None
+        ``transactionCheckInterval``, as the file has it.
+    """
+
+    path: str | None = None
+    storage: dict[str, str] = field(default_factory=dict)
+    file: Path | None = None
+    check_interval: str | None = None
+
+
+def configured() -> Configured:
+    """Read the configuration: the environment's path wins over the file's.
+
+    Raises
+    ------
+    ConfigError
+        When the file that ``TXMQ_CONFIG`` names is not there, or a file is no TOML.
+    """
+    named = os.environ.get(FILE_ENV)
+    file = Path(named or FILE)
+    values: dict[str, Any] = {}
+    if named or file.is_file():
+        values = _read(file)
+    path = os.environ.get(PATH_ENV) or values.get("path")
+    storage, check = values.get("storage", {}), values.get("check", {})
+    if path is not None and not isinstance(path, str):
+        raise ConfigError(f"{file}: path is {path!r}: a folder or an object-store URI is expected")
+    if not isinstance(storage, dict) or not isinstance(check, dict):
+        raise ConfigError(f"{file}: [storage] and [check] are tables of settings")
+    interval = check.get("transactionCheckInterval")
+    return Configured(
+        path or None,
+        {str(name).upper(): str(value) for name, value in storage.items()},
+        file if values else None,
+        interval if isinstance(interval, str) else None,
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:  # pragma: no cover
+        import tomli as tomllib
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file}, which {FILE_ENV} names, does not exist: txmq init {file} makes one") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{file} cannot be read: {problem}") from None
+    except tomllib.TOMLDecodeError as problem:
+        raise ConfigError(f"{file} is not TOML: {problem}") from None

@@ -1,0 +1,99 @@
+"""``txmq doctor``: looks at this machine and a commit log, and says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rmq_spark.cli.command import BAD_USAGE, fail, sentence_of, typed_path
+from rmq_spark.cli.finding import Finding, Level, worst
+from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly
+from rmq_spark.cli.text import as_json as json_of
+from rmq_spark.cli.text import one_line
+from rmq_spark.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rmq_spark.cli.configuration import Configured
+
+WARNINGS, CRITICAL = 5, 6
+COLOURS = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.CRITICAL: "red"}
+HELP = f"""Look at this machine and a commit log, and say what is wrong and what to do.
+
+It writes to the store only to try it (and removes that). Exit codes, for monitoring: 0 when all is well;
+{WARNINGS} when there are warnings; {CRITICAL} when something is critical.
+"""
+
+
+def register(app: Any) -> None:
+    """Add the command to the app."""
+    app.command(help=HELP)(doctor)
+
+
+@plainly
+def doctor(
+    path: LogPath,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show warnings and what is critical alone.")] = False,
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
+    findings: list[Finding] = []
+    for finding in _look(path, storage):
+        findings.append(finding)
+        if not quiet or finding.level in (Level.WARNING, Level.CRITICAL):
+            typer.echo(json_of(finding.to_dict()) if as_json else _told(finding))
+    level = worst(findings)
+    if not as_json:
+        bad = [sum(f.level is found for f in findings) for found in (Level.CRITICAL, Level.WARNING)]
+        if not quiet or any(bad):
+            typer.echo(f"{bad[0]} critical, {bad[1]} warning{'' if bad[1] == 1 else 's'}")
+    raise typer.Exit({Level.CRITICAL: CRITICAL, Level.WARNING: WARNINGS}.get(level, 0))
+
+
+def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
+    from rmq_spark.cli.configuration import configured
+    from rmq_spark.cli.doctor_log import LogDoctor
+    from rmq_spark.cli.doctor_machine import look_at_machine
+
+    yield from look_at_machine()
+    try:
+        found = configured()
+    except ConfigError as problem:
+        fail(problem, BAD_USAGE)
+    answered, interval, finding = _settings(found)
+    yield finding
+    try:
+        log = open_log(path, storage)
+    except Exception as problem:
+        yield Finding("log", Level.CRITICAL, sentence_of(problem))
+        return
+    yield Finding("log", Level.OK, f"{one_line(log.path)} is a commit log of this version's format")
+    typed = typed_path()
+    yield from LogDoctor(log, f"{typed} " if typed else "", interval, answered).look()
+
+
+def _settings(found: Configured) -> tuple[list[str] | None, float, Finding]:
+    """Return who answers for which group, the interval of checks, and a finding about the configuration."""
+    from rmq_spark.config import TRANSACTION_CHECK_INTERVAL_S
+
+    if found.file is None:
+        what = "there is no txmq.toml here, and TXMQ_CONFIG names none: the checker's interval is taken as 60 s"
+        return None, TRANSACTION_CHECK_INTERVAL_S, Finding("configuration", Level.NOTE, what, "txmq init")
+    from rmq_spark.check.settings import JobSettings
+
+    try:
+        settings = JobSettings.load(found.file)
+    except ConfigError as problem:
+        what = sentence_of(problem)
+        return None, TRANSACTION_CHECK_INTERVAL_S, Finding("configuration", Level.WARNING, what, f"edit {found.file}")
+    answered = [*settings.listeners, *settings.elsewhere]
+    what = f"{found.file}: {len(settings.listeners)} listeners, checks every "
+    what += f"{settings.check.transaction_check_interval:g} s"
+    return answered, settings.check.transaction_check_interval, Finding("configuration", Level.OK, what)
+
+
+def _told(finding: Finding) -> str:
+    level = typer.style(f"{finding.level.value:<10}", fg=COLOURS[finding.level])
+    text = f"{level}{finding.check:<15}{one_line(finding.what)}"
+    return text if finding.remedy is None else f"{text}\n{'':<25}→ {one_line(finding.remedy)}"

@@ -1,0 +1,328 @@
+"""What ``txmq doctor`` looks at in a commit log: its store, its tables, and what is stuck."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.compute as pc
+
+from rmq_spark.cli.command import sentence_of
+from rmq_spark.cli.finding import Finding, Level
+from rmq_spark.cli.groups import group_rows
+from rmq_spark.cli.settling import conflict_rows, open_rows
+from rmq_spark.cli.text import count_of, one_line, short_age, size
+from rmq_spark.config import CLOCK_SKEW_S_MAX, DRAIN_EVERY_S, INT64_MAX, TRANSACTION_TIMEOUT_S
+from rmq_spark.listener import NO_LISTENER_FENCE
+from rmq_spark.message import DLQ_PREFIX
+from rmq_spark.storage.location import is_uri
+
+if TYPE_CHECKING:
+    from rmq_spark.commitlog.log import CommitLog
+
+INTERVALS = 3
+"""A checker that has said nothing for so many of its intervals is silent."""
+OLD_S = 3600.0
+"""A half batch that has waited for so long is critical."""
+SKEW_S = 5.0
+HALF_FILES = 5_000
+"""With 10,000 live files a start of a program takes 35 ms longer."""
+OP_FILES = 2_000
+DRAINS = 10
+"""A message that has waited for so many drains (``[drain] every``) waits for nobody."""
+LEASES_S = 30.0
+"""A member whose newest heartbeat is older has lost its queues, or will."""
+NAMED = 3
+
+
+class LogDoctor:
+    """Looks at one commit log.
+
+    Parameters
+    ----------
+    log : CommitLog
+    typed : str
+        What a command needs to name this log: its path and a blank, or nothing where the configuration names it.
+    check_interval : float
+        Seconds between two rounds of the checker.
+    answered : collection of str or None
+        Producer groups that the configuration has a listener for, or that are answered for elsewhere; None when there
+        is no configuration.
+    """
+
+    def __init__(
+        self, log: CommitLog, typed: str, check_interval: float, answered: Sequence[str] | None = None
+    ) -> None:
+        self._log = log
+        self._typed = typed
+        self._interval = check_interval
+        self._answered = answered
+        self._now = log.machine.now()
+
+    def look(self) -> Iterator[Finding]:
+        """Yield findings. A check that fails is a finding itself, and does not stop the others."""
+        checks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
+            ("permissions", self._permissions),
+            ("store", self._store),
+            ("clock", self._clock),
+            ("tables", self._tables),
+            ("pending", self._pending),
+            ("delayed", self._delayed),
+            ("quarantined", self._quarantined),
+            ("conflicts", self._conflicts),
+            ("files", self._files),
+            ("drain", self._drain),
+            ("groups", self._groups),
+            ("dead letters", self._dead_letters),
+        )
+        for name, check in checks:
+            try:
+                yield from check()
+            except Exception as problem:
+                yield Finding(name, Level.CRITICAL, sentence_of(problem))
+
+    def _command(self, verb: str, *rest: str) -> str:
+        return f"txmq {verb} {self._typed}{' '.join(rest)}".rstrip()
+
+    # ------------------------------------------------------------------ the store
+    def _permissions(self) -> Iterator[Finding]:
+        if is_uri(self._log.path):
+            return
+        tables = [name for name in ("half", "op", "topics", "messages", "groups")
+                  if os.path.isdir(f"{self._log.path}/{name}")]  # fmt: skip
+        folders = [f"{self._log.path}/{name}{sub}" for name in tables for sub in ("", "/_delta_log")]
+        for right, word, level in (
+            (os.R_OK | os.X_OK, "read", Level.CRITICAL),
+            (os.W_OK, "write to", Level.WARNING),
+        ):
+            lacking = [folder for folder in folders if not os.access(folder, right)]
+            if lacking:
+                yield Finding(
+                    "permissions",
+                    level,
+                    f"this user cannot {word} {', '.join(lacking[:NAMED])}"
+                    + (": enough for a reader, not for a sender or a checker" if word != "read" else ""),
+                    f"chmod u+rwX -R {self._log.path} (as its owner), or run as the user who owns it",
+                )
+                return
+        yield Finding("permissions", Level.OK, f"all {len(folders)} folders can be read and written")
+
+    def _store(self) -> Iterator[Finding]:
+        from rmq_spark.storage.stores import reaching, require_put_if_absent
+
+        options = self._log.storage_options or None
+        began = self._log.machine.monotonic()
+        with reaching(self._log.path, options):
+            require_put_if_absent(self._log.path, options)
+        took_ms = (self._log.machine.monotonic() - began) * 1000
+        yield Finding("store", Level.OK, f"put-if-absent was tried, and holds ({took_ms:.0f} ms)")
+
+    def _clock(self) -> Iterator[Finding]:
+        from rmq_spark.storage.clock import StoreClock
+
+        table = self._log.half.table
+        before = self._log.machine.time()
+        stored = StoreClock(table.fs, table.folder, table.machine).stored_at()
+        after = self._log.machine.time()
+        ahead_s = before - stored if stored < before else min(0.0, after - stored)
+        skew = abs(ahead_s)
+        if skew <= SKEW_S:
+            yield Finding("clock", Level.OK, f"agrees with the store's within {max(skew, after - before):.1f} s")
+            return
+        level = Level.CRITICAL if skew > CLOCK_SKEW_S_MAX else Level.WARNING
+        way = "ahead of" if ahead_s > 0 else "behind"
+        limit = f"commits are refused from {CLOCK_SKEW_S_MAX:.0f} s on"
+        what = f"this machine's clock is {skew:.0f} s {way} the store's; {limit}"
+        yield Finding("clock", level, what, "timedatectl set-ntp true (or set this machine's clock otherwise)")
+
+    # ------------------------------------------------------------------ the tables
+    def _tables(self) -> Iterator[Finding]:
+        from rmq_spark.commitlog.foreign import foreign_files
+
+        log = self._log
+        tables = [log.half.table, log.op, log.topics_table, log.messages_table]
+        versions = ", ".join(f"{table.name} {table.refresh()}" for table in tables)
+        bad = False
+        for sentence in foreign_files(tables):
+            bad = True
+            remedy = "let nobody but rmq_spark write to it (docs/messages.md)"
+            yield Finding("tables", Level.WARNING, sentence, remedy)
+        odd = log.drained.odd_rows()
+        if odd is not None:
+            bad = True
+            yield Finding("tables", Level.CRITICAL, odd, "docs/backup.md says how to restore it")
+        if not bad:
+            yield Finding("tables", Level.OK, f"can be read, and agree; at versions {versions}")
+
+    def _files(self) -> Iterator[Finding]:
+        log = self._log
+        half, op = (table.actions().num_rows for table in (log.half.table, log.op))
+        what = f"{half:,} live files in half, {op:,} in op"
+        if half > HALF_FILES or op > OP_FILES:
+            yield Finding(
+                "files", Level.WARNING, f"{what}: upkeep is behind, or does not run", self._command("maintain")
+            )
+        else:
+            yield Finding("files", Level.OK, what)
+
+    def _drain(self) -> Iterator[Finding]:
+        from rmq_spark.commitlog.undrained import Undrained
+
+        log = self._log
+        waiting = Undrained(log.another_on_the_same_log()).look(INT64_MAX)
+        if not waiting.messages:
+            yield Finding("drain", Level.OK, "every committed message is in the table messages")
+            return
+        log.drained.border()
+        first: datetime | None = None
+        for rows, _ in log.placements(log.drained.position + 1):
+            times = pc.min(rows["op_time"]).as_py()
+            first = times if first is None or (times is not None and times < first) else first
+        age_s = 0.0 if first is None else (self._now - first).total_seconds()
+        amount = f"{count_of(waiting.messages, 'message')} ({size(waiting.bytes)})"
+        what = f"{amount} committed and not in the table messages yet, the oldest for {short_age(age_s)}"
+        if age_s > DRAINS * DRAIN_EVERY_S:
+            yield Finding("drain", Level.WARNING, f"{what}: nobody drains", self._command("maintain"))
+        else:
+            yield Finding("drain", Level.OK, what)
+
+    # ------------------------------------------------------------------ transactions
+    def _pending(self) -> Iterator[Finding]:
+        rows = open_rows(self._log, self._log.pending(), None)
+        if not rows:
+            yield Finding("pending", Level.OK, "nothing is pending")
+            yield Finding("checker", Level.OK, "nothing waits for a check")
+            return
+        limit_s = TRANSACTION_TIMEOUT_S + INTERVALS * self._interval
+        oldest = max(rows, key=lambda row: float(row["age_seconds"]))
+        count = len({row["half_id"] for row in rows})
+        what = (
+            f"{count_of(count, 'half batch')} pending, the oldest for {short_age(oldest['age_seconds'])} "
+            f"({one_line(oldest['half_id'])} of {oldest['producer_group']}, {oldest['check_times']} checks)"
+        )
+        overdue = [row for row in rows if row["age_seconds"] > limit_s and not self._is_leased(row)]
+        level = Level.OK if not overdue else Level.CRITICAL if oldest["age_seconds"] > OLD_S else Level.WARNING
+        remedy = None if not overdue else self._command("trace", oldest["half_id"])
+        yield Finding("pending", level, what, remedy)
+        yield from self._checker(overdue)
+        yield from self._listeners(rows)
+
+    def _is_leased(self, row: dict[str, Any]) -> bool:
+        return row["lease_until"] is not None and row["lease_until"] > self._now
+
+    def _checker(self, overdue: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+        if not overdue:
+            yield Finding("checker", Level.OK, "nothing waits for long")
+            return
+        said = self._log.ledger.scan(sorted({row["half_id"] for row in overdue}))
+        newest = pc.max(said.filter(pc.equal(said["decided_by"], "check"))["op_time"]).as_py()
+        limit = self._now - timedelta(seconds=INTERVALS * self._interval)
+        if newest is not None and newest > limit:
+            age = short_age((self._now - newest).total_seconds())
+            yield Finding("checker", Level.OK, f"its last word on what is overdue is {age} old")
+            return
+        since = "never" if newest is None else f"for {short_age((self._now - newest).total_seconds())}"
+        yield Finding(
+            "checker",
+            Level.CRITICAL,
+            f"{count_of(len(overdue), 'half batch')} should have been checked, and no checker has said a word on them "
+            f"{since} (it is due every {self._interval:g} s): it does not run, or has no listener for them, or its "
+            "listener fails",
+            "txmq check --once (its output says why); then see that the check job runs",
+        )
+
+    def _listeners(self, rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+        if self._answered is None:
+            return
+        asked = {
+            row["producer_group"]
+            for row in rows
+            if self._log.get(row["half_id"]).header.fence_id != NO_LISTENER_FENCE  # plain sending needs none
+        }
+        missing = sorted(asked - set(self._answered))
+        if missing:
+            yield Finding(
+                "listeners",
+                Level.WARNING,
+                f"{', '.join(missing[:NAMED])} has pending half batches, and no listener in the configuration",
+                f'name it under [listeners], or write elsewhere = ["{missing[0]}"] when another job answers for it',
+            )
+
+    def _delayed(self) -> Iterator[Finding]:
+        limit = self._now - timedelta(seconds=INTERVALS * self._interval)
+        self._log.refresh()
+        late = sum(
+            count
+            for counts in self._log.ledger.waiting.values()
+            for due, count in counts.items()
+            if due is not None and due < limit
+        )
+        if late:
+            yield Finding(
+                "delayed",
+                Level.CRITICAL,
+                f"{count_of(late, 'delayed message')} should have appeared by now: no checker and no sender runs",
+                "txmq check --once",
+            )
+
+    def _quarantined(self) -> Iterator[Finding]:
+        rows = open_rows(self._log, self._log.quarantined(), None)
+        if not rows:
+            yield Finding("quarantined", Level.OK, "nothing is quarantined")
+            return
+        named = ", ".join(one_line(row["half_id"]) for row in rows[:NAMED])
+        what = f"{count_of(len(rows), 'half batch')} quarantined, and hidden: {named}"
+        remedy = self._command("resume", rows[0]["half_id"])
+        yield Finding("quarantined", Level.WARNING, what, f"{remedy} (asks again), or txmq resolve")
+
+    def _conflicts(self) -> Iterator[Finding]:
+        rows = conflict_rows(self._log)
+        if not rows:
+            yield Finding("conflicts", Level.OK, "there are no conflicts")
+            return
+        named = ", ".join(one_line(row["half_id"]) for row in rows[:NAMED])
+        what = f"{count_of(len(rows), 'half batch')} with two verdicts that contradict each other: {named}"
+        yield Finding("conflicts", Level.CRITICAL, what, self._command("trace", rows[0]["half_id"]))
+
+    # ------------------------------------------------------------------ consumers
+    def _groups(self) -> Iterator[Finding]:
+        from rmq_spark.consumer.groups import ConsumerGroup
+
+        rows = group_rows(self._log)
+        if not rows:
+            yield Finding("groups", Level.OK, "no consumer group has read yet")
+            return
+        bad = False
+        for row in rows:
+            dead = [
+                queue
+                for queue in ConsumerGroup(self._log, row["consumer_group"]).lag().to_pylist()
+                if queue["owner"] and queue["lag"] and (queue["heartbeat_seconds"] or LEASES_S + 1) > LEASES_S
+            ]
+            if dead:
+                bad = True
+                yield Finding(
+                    "groups",
+                    Level.WARNING,
+                    f"{row['consumer_group']}: {count_of(len(dead), 'queue')} with messages, owned by a member without "
+                    f"a heartbeat ({dead[0]['owner']}): no member lives that could take them",
+                    self._command("group members", row["consumer_group"]),
+                )
+        if not bad:
+            worst = max(rows, key=lambda row: int(row["lag"]))
+            lag = f"{worst['lag']:,} messages, {short_age(worst['lag_seconds'])}"
+            what = f"{count_of(len(rows), 'group')}; furthest behind {worst['consumer_group']}: {lag}"
+            yield Finding("groups", Level.OK, what)
+
+    def _dead_letters(self) -> Iterator[Finding]:
+        counts = {
+            topic.removeprefix(DLQ_PREFIX): end - self._log.firsts(refresh=False).get((topic, queue), 0)
+            for (topic, queue), end in self._log.tails().items()
+            if topic.startswith(DLQ_PREFIX)
+        }
+        for group, count in sorted(counts.items()):
+            if count:
+                what = f"{group}: {count_of(count, 'dead letter')}"
+                yield Finding("dead letters", Level.NOTE, what, self._command("dlq list", group))

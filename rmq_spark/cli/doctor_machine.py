@@ -1,0 +1,149 @@
+"""What ``txmq doctor`` looks at on this machine: versions, Java, Spark's jars, Spark's Python. Nothing is started."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rmq_spark.cli.finding import Finding, Level
+
+PYTHON_MIN, PYTHON_TESTED = (3, 10), (3, 13)
+JAVA_MIN = 17
+TESTED: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "pyarrow": ((18, 0), (99, 0)),
+    "deltalake": ((1, 6), (1, 99)),
+    "pyspark": ((4, 0), (4, 2)),
+    "delta-spark": ((4, 0), (4, 99)),
+}
+"""Of each package the first and the last version (major, minor) that this one was tried with."""
+NEEDED = ("pyarrow", "deltalake")
+IVY = (".ivy2.5.2/jars", ".ivy2/jars")
+"""Where Spark keeps jars that it has fetched, below the home folder."""
+
+
+def look_at_machine() -> Iterator[Finding]:
+    """Yield findings about this machine."""
+    yield _python()
+    found = {name: _version(name) for name in TESTED}
+    for name, version in found.items():
+        yield from _package(name, version, has_spark=found["pyspark"] is not None)
+    has_spark = found["pyspark"] is not None
+    yield _java(has_spark)
+    if has_spark:
+        yield _jars()
+        yield _workers()
+
+
+def _python() -> Finding:
+    have = sys.version_info[:2]
+    text = f"{sys.version.split()[0]} ({sys.executable})"
+    if have < PYTHON_MIN:
+        return Finding("python", Level.CRITICAL, text, f"install Python {_dotted(PYTHON_MIN)} or newer")
+    if have > PYTHON_TESTED:
+        return Finding("python", Level.NOTE, f"{text} is newer than what was tried: {_dotted(PYTHON_TESTED)}")
+    return Finding("python", Level.OK, text)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _package(name: str, version: str | None, has_spark: bool) -> Iterator[Finding]:
+    first, last = TESTED[name]
+    if version is None:
+        if name in NEEDED:
+            yield Finding(name, Level.CRITICAL, "is not installed", f"pip install '{name}>={_dotted(first)}'")
+        elif name == "pyspark":
+            yield Finding(name, Level.NOTE, "is not installed: this machine works without Spark")
+        elif has_spark:
+            yield Finding(
+                name,
+                Level.NOTE,
+                "is not installed: a cluster that has Delta's jars does not need it",
+                "pip install 'rmq-spark[spark]'",
+            )
+        return
+    have = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if have < first:
+        remedy = f"pip install --upgrade '{name}>={_dotted(first)}'"
+        yield Finding(name, Level.CRITICAL, f"{version} is older than {_dotted(first)}, which is needed", remedy)
+    elif have > last:
+        yield Finding(name, Level.WARNING, f"{version} is newer than what was tried: {_dotted(last)}")
+    else:
+        yield Finding(name, Level.OK, version)
+
+
+def _java(has_spark: bool) -> Finding:
+    home = java_home()
+    version = None if home is None else java_version(home)
+    bad = Level.WARNING if has_spark else Level.NOTE
+    if home is None:
+        return Finding("java", bad, "none is found: JAVA_HOME is not set, and no java is on the PATH; Spark needs one",
+                       f"install Java {JAVA_MIN}, and export JAVA_HOME=<its folder>")  # fmt: skip
+    if version is None:
+        return Finding("java", Level.NOTE, f"{home} has no file 'release', so its version is not known")
+    if version < JAVA_MIN:
+        remedy = f"install Java {JAVA_MIN}, and export JAVA_HOME=<its folder>"
+        return Finding("java", bad, f"version {version} in {home} is older than {JAVA_MIN}", remedy)
+    return Finding("java", Level.OK, f"{version} ({home})")
+
+
+def java_home() -> Path | None:
+    """Return the folder of the Java that Spark would start; None when there is none."""
+    if (named := os.environ.get("JAVA_HOME")) and Path(named).is_dir():
+        return Path(named)
+    java = shutil.which("java")
+    return None if java is None else Path(os.path.realpath(java)).parent.parent
+
+
+def java_version(home: Path) -> int | None:
+    """Return the major version of a Java, which its file ``release`` says."""
+    try:
+        found = re.search(r'^JAVA_VERSION="(?:1\.)?(\d+)', (home / "release").read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else int(found[1])
+
+
+def _jars() -> Finding:
+    folders = [Path.home() / folder for folder in IVY]
+    if home := os.environ.get("SPARK_HOME"):
+        folders.insert(0, Path(home) / "jars")
+    spec = importlib.util.find_spec("pyspark")  # does not import it
+    if spec is not None and spec.submodule_search_locations:
+        folders.insert(0, Path(next(iter(spec.submodule_search_locations))) / "jars")
+    found = sorted(jar.name for folder in folders if folder.is_dir() for jar in folder.glob("*delta-spark_*.jar"))
+    if found:
+        return Finding("jars", Level.OK, ", ".join(dict.fromkeys(found)))
+    return Finding("jars", Level.NOTE, "no jar of Delta is here yet: configure_spark_with_delta_pip fetches it once")
+
+
+def _workers() -> Finding:
+    python = os.environ.get("PYSPARK_PYTHON") or "python3"
+    found = shutil.which(python)
+    remedy = f"export PYSPARK_PYTHON={sys.executable}"
+    if found is None:
+        return Finding(
+            "workers", Level.WARNING, f"Spark's Python workers would run {python!r}, which is not there", remedy
+        )
+    if os.path.abspath(found) != sys.executable:
+        return Finding(
+            "workers",
+            Level.NOTE,
+            f"Spark's Python workers on this machine would run {found}, which is another Python and may lack rmq_spark",
+            remedy,
+        )
+    return Finding("workers", Level.OK, found)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,174 @@
+"""``txmq init``, ``create``, ``check``, ``maintain``, ``drain``, ``vacuum``, ``upgrade``: a commit log as a whole."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, say, storage_options
+from rmq_spark.cli.text import as_json as json_of
+from rmq_spark.config import QUEUES_DEFAULT, byte_count, parse_duration
+from rmq_spark.errors import OptionError
+
+if TYPE_CHECKING:
+    from rmq_spark.check.draining import Draining
+    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark.commitlog.upkeep import MaintenanceReport
+
+
+def register(app: Any) -> None:
+    """Add the commands to the app, in the order in which the help lists them."""
+    for command in (init, create, check, maintain, drain, vacuum, upgrade):
+        app.command()(command)
+
+
+@plainly
+def init(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it; it must not be there.")] = Path(
+        "txmq.toml"
+    ),
+) -> None:
+    """Write a configuration with a comment for every setting: the commit log's path, and the check job's settings."""
+    from rmq_spark.check.example import example_configuration
+
+    if not str(file).isprintable():
+        raise OptionError(f"{str(file)!r} has characters that cannot be printed: name another file")
+    try:
+        with file.open("x", encoding="utf-8") as there:
+            there.write(example_configuration().replace("conf/txmq.toml", str(file)))
+    except FileExistsError:
+        raise OptionError(f"{file} is there already, and is left as it is: name another file") from None
+    except FileNotFoundError:
+        raise OptionError(f"{file} cannot be written: the folder {file.parent} does not exist") from None
+    except (OSError, ValueError) as problem:
+        raise OptionError(f"{str(file)!r} cannot be written: {problem}") from None
+    typer.echo(f"{file} is written: set path and [listeners] in it, then run txmq check --config {file} --once")
+
+
+@plainly
+def create(
+    path: LogPath,
+    queues: Annotated[int, typer.Option(help="Queues of a topic that is made without a number.")] = QUEUES_DEFAULT,
+    exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Leave a commit log that is there as it is.")] = False,
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
+    """Make a commit log."""
+    from rmq_spark.commitlog.log import CommitLog
+
+    log = CommitLog.create(path, queues=queues, exist_ok=exist_ok, storage_options=storage_options(storage))
+    say(as_json, {"path": log.path, "id": log.id}, f"{log.path} is a commit log")
+
+
+@plainly
+def upgrade(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
+    """Give a commit log of an older version what this one needs. Stop all programs that use it first."""
+    from rmq_spark.commitlog.log import CommitLog
+
+    added = CommitLog.upgrade(path, storage_options(storage))
+    say(as_json, {"added": added}, "\n".join(f"added: {what}" for what in added) or "it needs nothing")
+
+
+@plainly
+def drain(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
+    """Copy committed messages into the table messages, which every reader of Delta can read."""
+    version = open_log(path, storage).drain()
+    text = f"the table messages has every message that is committed (version {version} of op)"
+    say(as_json, {"op_version": version}, text)
+
+
+@plainly
+def maintain(
+    path: LogPath,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    every: Annotated[
+        str | None, typer.Option(help='Do it again and again, such as every "60s", until stopped.')
+    ] = None,
+    drain_every: Annotated[
+        str | None,
+        typer.Option(help='With --every: drain when messages wait so long, "30s"; "0s": in its rounds only.'),
+    ] = None,
+    drain_bytes: Annotated[
+        str | None, typer.Option(help='With --every: drain when so many bytes of messages wait, "256m".')
+    ] = None,
+    grace: Annotated[str | None, typer.Option(help='How long what is settled stays for readers: "10m".')] = None,
+    audit: Annotated[str | None, typer.Option(help='How long rolled back messages stay: "7d".')] = None,
+    idempotency: Annotated[str | None, typer.Option(help='How long idempotency keys are remembered: "7d".')] = None,
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
+    """Do all the upkeep, so that the log does not grow with its age. Safe beside everything else."""
+    from rmq_spark.check.maintainer import Maintainer
+    from rmq_spark.check.threads import running
+    from rmq_spark.commitlog.leaving import Graces
+
+    log = open_log(path, storage)
+    graces = Graces.of(grace, audit, idempotency)
+    show = _reports(as_json)
+    interval = None if every is None else parse_duration(every, "every")
+    if interval == 0:
+        raise typer.BadParameter(f"--every {every} is no time: write --every 60s, for instance")
+    if dry_run and interval is not None:
+        raise typer.BadParameter("--dry-run does nothing that --every could do again")
+    if interval is None:
+        for name, given in (("--drain-every", drain_every), ("--drain-bytes", drain_bytes)):
+            if given is not None:
+                raise typer.BadParameter(f"{name} is about drains between two rounds: write --every 60s, for instance")
+        show(log.keep_up(graces, dry_run))
+        return
+    draining = _draining(log, drain_every, drain_bytes)
+    rounds = Maintainer(log, interval, graces, None if draining is None else draining.turn)
+    show(log.keep_up(graces))
+    stop = threading.Event()
+    with running(stop, {} if draining is None else {"txmq-drains": draining.run}):
+        rounds.run(stop, show)
+
+
+def _reports(as_json: bool) -> Callable[[MaintenanceReport], None]:
+    return lambda report: typer.echo(json_of(asdict(report)) if as_json else str(report))
+
+
+def _draining(log: CommitLog, every: str | None, size: str | None) -> Draining | None:
+    from rmq_spark.check.draining import Draining
+    from rmq_spark.config import DRAIN_BYTES, DRAIN_EVERY_S
+
+    every_s = DRAIN_EVERY_S if every is None else parse_duration(every, "drain_every")
+    if every_s > 0:
+        return Draining(log, every_s, DRAIN_BYTES if size is None else byte_count(size, "drain_bytes"))
+    if size is not None:
+        raise typer.BadParameter("--drain-every 0s and --drain-bytes contradict each other: with 0s none is due")
+    return None
+
+
+@plainly
+def check(
+    config: Annotated[Path, typer.Option("--config", "-c", envvar="TXMQ_CONFIG", help="The job's TOML file.")] = Path(
+        "txmq.toml"
+    ),
+    once: Annotated[bool, typer.Option("--once", help="One round, for cron; exit code 1 on problems.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each round.")] = False,
+) -> None:
+    """Ask listeners what became of transactions that a crash left open, and settle them."""
+    from rmq_spark.check.job import run_job
+
+    raise typer.Exit(run_job(config, once, as_json))
+
+
+@plainly
+def vacuum(
+    path: LogPath,
+    older_than: Annotated[str | None, typer.Option(help="At least 7d, which is the default.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the files.")] = False,
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
+    """Remove files that no table names: what crashes and compaction left behind."""
+    files = open_log(path, storage).vacuum(older_than, dry_run)
+    were = "would be" if dry_run else "was" if len(files) == 1 else "were"
+    text = "\n".join([*files, f"{count_of(len(files), 'file')} {were} removed"])
+    say(as_json, {"dry_run": dry_run, "files": files}, text)

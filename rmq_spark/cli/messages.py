@@ -1,0 +1,286 @@
+"""``txmq read`` and ``txmq query``: messages, as they come or by what is known of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rmq_spark.cli.bodies import BYTES_SHOWN, BodyBytes, BodyForm, Form, shown
+from rmq_spark.cli.output import AsJson, LogPath, Storage, block, open_log, plainly, show
+from rmq_spark.cli.text import escaped, json_message, one_line, short, short_time
+from rmq_spark.cli.watching import interval_of, wait
+from rmq_spark.errors import OptionError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+READ_LIMIT = 20
+FOLLOWED_EVERY = "1s"
+SHOWN_COLUMNS = ["queue_id", "queue_offset", "tags", "keys", "body", "commit_timestamp"]
+
+
+def register(app: Any) -> None:
+    """Add the commands to the app."""
+    for command in (read, query):
+        app.command()(command)
+
+
+Tags = Annotated[str | None, typer.Option(help='Only messages with one of these tags: "a||b".')]
+
+
+# ---------------------------------------------------------------- read
+@plainly
+def read(
+    path: LogPath,
+    topic: Annotated[str, typer.Argument(metavar="TOPIC")],
+    limit: Annotated[
+        int | None, typer.Option(min=1, help=f"At most so many messages; {READ_LIMIT} by default.")
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option(min=1, help="The newest so many messages, by the time of their commit.")
+    ] = None,
+    start: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from", metavar="[QUEUE=]OFFSET", help="The first offset, of every queue or of one; repeatable."
+        ),
+    ] = None,
+    queue: Annotated[int | None, typer.Option(min=0, help="Only this queue.")] = None,
+    tags: Tags = None,
+    selector: Annotated[
+        str | None, typer.Option(help='Only messages for which this SQL92 condition is TRUE: "a > 5".')
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what is committed from now on, until stopped.")
+    ] = False,
+    every: Annotated[
+        str, typer.Option(metavar="EVERY", help="With --follow: how often it looks for new messages.")
+    ] = FOLLOWED_EVERY,
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
+    """Show committed messages, in (queue, offset) order: the first ones, those --from an offset on, or the --last ones.
+    --json prints a line for each; a body that is not UTF-8 is in body_base64."""
+    from rmq_spark.cli.reading import Choice
+
+    _refuse_contradictions(limit, last, start or [], queue, tags, selector)
+    if follow and limit is not None:
+        raise typer.BadParameter("--follow and --limit contradict each other: it goes on until it is stopped")
+    interval = interval_of(every, "every")
+    log = open_log(path, storage)
+    choice = Choice(log, topic, queue, tags, selector)
+    if follow:
+        queues = range(log.require_topic(topic)) if queue is None else [queue]
+        _follow(choice, last, _start(start or [], queues) if start else None, interval, as_json)
+        return
+    if last is not None:
+        table = choice.newest(last)
+    else:
+        queues = range(log.require_topic(topic)) if queue is None else [queue]
+        table = choice.first(_start(start or [], queues), limit or READ_LIMIT)
+    if as_json:
+        _print_json(table)
+        return
+    rows = [{**row, "body": short(row["body"])} for row in table.select(SHOWN_COLUMNS).to_pylist()]
+    show(rows, False, f"topic {topic} has no messages here", spare=["commit_timestamp"])
+    if last is None and limit is None and len(rows) == READ_LIMIT:
+        typer.secho(f"stopped at {READ_LIMIT}: --limit N shows more, --last N the newest", dim=True, err=True)
+
+
+def _follow(choice: Any, last: int | None, start: dict[int, int] | None, interval: float, as_json: bool) -> None:
+    """Print messages, the newest ones first of all, and then what comes."""
+    ends = choice.ends()
+    if start is not None:
+        ends = {**{queue: end for queue, end in ends.items() if queue not in start}, **start}
+    elif last is not None:
+        _print_lines(choice.newest_before(last, ends), as_json)
+    while True:
+        found, ends = choice.since(ends)
+        _print_lines(found, as_json)
+        if not wait(interval):
+            return
+
+
+def _print_lines(table: pa.Table, as_json: bool) -> None:
+    if as_json:
+        _print_json(table)
+    else:
+        for row in table.select(SHOWN_COLUMNS).to_pylist():
+            head = f"{short_time(row['commit_timestamp'])}  {row['queue_id']}={row['queue_offset']}"
+            labels = "  ".join(one_line(row[name]) for name in ("tags", "keys") if row[name])
+            typer.echo(f"{head}  {labels}{'  ' if labels else ''}{one_line(short(row['body']))}")
+    sys.stdout.flush()
+
+
+def _print_json(table: pa.Table) -> None:
+    for row in table.to_pylist():
+        typer.echo(json.dumps(json_message(row)))
+
+
+def _refuse_contradictions(
+    limit: int | None, last: int | None, start: Sequence[str], queue: int | None, tags: str | None, selector: str | None
+) -> None:
+    for name, given in (("--from", start), ("--limit", limit)):
+        if last is not None and given:
+            raise typer.BadParameter(f"--last and {name} contradict each other: --last N counts from the end")
+    if tags is not None and selector is not None:
+        raise typer.BadParameter(
+            "--tags and --selector contradict each other: give one of them (a selector can say TAGS = 'a')"
+        )
+    for text in start:
+        if queue is not None and "=" in text and text.partition("=")[0] != str(queue):
+            raise typer.BadParameter(f"--from {text} and --queue {queue} contradict each other: they name two queues")
+
+
+def _start(given: Sequence[str], queues: Sequence[int]) -> dict[int, int]:
+    start: dict[int, int] = {}
+    for text in given:
+        queue, _, offset = text.rpartition("=")
+        if not offset.isdecimal() or not (queue == "" or queue.isdecimal()):
+            raise typer.BadParameter(f"{text!r} is neither OFFSET nor QUEUE=OFFSET", param_hint="--from")
+        wanted = [int(queue)] if queue else queues
+        start.update(dict.fromkeys(wanted, int(offset)))
+    return start
+
+
+# ---------------------------------------------------------------- query
+@plainly
+def query(
+    path: LogPath,
+    key: Annotated[str | None, typer.Option("--key", "-k", help="Messages with this key.")] = None,
+    message_id: Annotated[
+        str | None, typer.Option("--message-id", "-i", metavar="MSG_ID", help="One message, visible or not.")
+    ] = None,
+    transaction_id: Annotated[
+        str | None, typer.Option("--transaction-id", "-t", help="The messages of a transaction, visible or not.")
+    ] = None,
+    half_id: Annotated[
+        str | None, typer.Option("--half-id", help="The messages of a half batch, visible or not.")
+    ] = None,
+    topic: Annotated[str | None, typer.Option("--topic", help="Only this topic.")] = None,
+    queue: Annotated[int | None, typer.Option(min=0, help="Only this queue of the topic.")] = None,
+    offset: Annotated[int | None, typer.Option(min=0, help="With --queue: the message there.")] = None,
+    tags: Tags = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help='Committed then or later: "2025-03-01T08:00:00Z", or "2h" for two hours ago.'
+        ),
+    ] = None,
+    until: Annotated[str | None, typer.Option(metavar="TIME", help="Committed before then.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many messages.")] = READ_LIMIT,
+    body: Form = BodyForm.AUTO,
+    body_bytes: BodyBytes = BYTES_SHOWN,
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
+    """Find messages by a key, an id, an offset or a time, and look at them. One message is shown whole, several as a
+    table. By an id those are found, too, that are not committed: pending, quarantined or rolled back ones."""
+    from rmq_spark.commitlog.finding import Wanted, find, find_by_id
+    from rmq_spark.selector import parse_tags
+
+    ids = {"message_id": message_id, "transaction_id": transaction_id, "half_id": half_id}
+    named = {name: value for name, value in ids.items() if value is not None}
+    others = {"--key": key, "--topic": topic, "--queue": queue, "--offset": offset, "--tags": tags, "--since": since,
+              "--until": until}  # fmt: skip
+    given = [name for name, value in others.items() if value is not None]
+    _refuse_contradicting_query(list(named), given, topic, queue, offset)
+    log = open_log(path, storage)
+    if named:
+        table = find_by_id(log, limit + 1, **named)
+    else:
+        now = log.machine.now()
+        wanted = Wanted(
+            topic,
+            key,
+            None if tags is None else parse_tags(tags),
+            queue,
+            offset,
+            None if since is None else _time(since, now, "--since"),
+            None if until is None else _time(until, now, "--until"),
+        )
+        table = find(log, wanted, limit + 1)
+    more = table.num_rows > limit
+    rows = table.slice(0, limit).to_pylist()
+    if as_json:
+        for row in rows:
+            typer.echo(json.dumps(json_message(row)))
+    elif len(rows) == 1:
+        typer.echo(_whole(rows[0], body, body_bytes), nl=False)
+    else:
+        columns = ["topic", "queue_id", "queue_offset", "state", "msg_id", "tags", "keys", "body", "commit_timestamp"]
+        _show_several(rows, columns, body, bool(named))
+    if more:
+        typer.secho(f"stopped at {limit}: --limit N shows more", dim=True, err=True)
+    if not rows and not as_json:
+        raise typer.Exit(1)
+
+
+def _show_several(rows: Sequence[dict[str, Any]], columns: Sequence[str], form: BodyForm, by_id: bool) -> None:
+    table = [{**{c: row[c] for c in columns}, "body": _cell(row["body"], form)} for row in rows]
+    if not by_id:  # all are committed
+        table = [{k: v for k, v in row.items() if k != "state"} for row in table]
+    show(table, False, "no such message", spare=["commit_timestamp", "tags", "msg_id"])
+
+
+def _cell(body: bytes | None, form: BodyForm) -> str | None:
+    if body is None or form is BodyForm.NONE:
+        return None
+    if form is BodyForm.HEX:
+        return body[:24].hex(" ") + ("…" if len(body) > 24 else "")
+    return short(body)
+
+
+def _whole(row: dict[str, Any], form: BodyForm, body_bytes: int) -> str:
+    """Return a message as lines of names and values, and its body below them."""
+    content = row["body"]
+    properties = dict(row["properties"] or ())
+    fields = {
+        **{k: v for k, v in row.items() if k not in ("body", "properties")},
+        "properties": "\n".join(f"{escaped(k)}={escaped(v)}" for k, v in properties.items()) or None,
+        "body_bytes": None if content is None else len(content),
+    }
+    for name in ("tags", "keys", "sharding_key"):
+        fields[name] = None if fields[name] is None else escaped(fields[name])
+    text = block(fields)
+    lines = shown(content, form, body_bytes)
+    return f"{text}\n{lines}\n" if lines else text
+
+
+def _refuse_contradicting_query(
+    named: Sequence[str], given: Sequence[str], topic: str | None, queue: int | None, offset: int | None
+) -> None:
+    options = [f"--{name.replace('_', '-')}" for name in named]
+    if len(options) > 1 or (options and given):
+        raise typer.BadParameter(f"{' and '.join([*options, *given])} contradict each other: an id alone says which")
+    if not options and not given:
+        raise typer.BadParameter(
+            "say which messages: --key, --message-id, --transaction-id, --half-id, --topic, --since or --until; "
+            "txmq read shows a topic from its beginning"
+        )
+    if queue is not None and topic is None:
+        raise typer.BadParameter("it needs --topic: which topic's queue?", param_hint="--queue")
+    if offset is not None and queue is None:
+        raise typer.BadParameter("it needs --queue: which queue's offset?", param_hint="--offset")
+
+
+def _time(text: str, now: datetime, option: str) -> datetime:
+    """Return a time: a point in time, or a duration before now."""
+    from datetime import timedelta
+
+    from rmq_spark.config import parse_duration
+    from rmq_spark.source.offsets import parse_timestamp
+
+    try:
+        return now - timedelta(seconds=parse_duration(text, option))
+    except OptionError:
+        pass
+    try:
+        return parse_timestamp(text, option)
+    except OptionError as problem:
+        raise OptionError(f"{problem}; or as a time ago, such as 2h") from None

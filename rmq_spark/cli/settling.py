@@ -1,0 +1,189 @@
+"""``txmq pending``, ``quarantined``, ``conflicts``, ``resolve`` and ``resume``: what waits for a verdict."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rmq_spark.cli.output import (
+    AsJson,
+    LogPath,
+    Storage,
+    count_of,
+    one_line,
+    open_log,
+    plainly,
+    rendered,
+    say,
+    short_time,
+)
+from rmq_spark.cli.text import as_json as json_of
+from rmq_spark.cli.text import short_age, size
+from rmq_spark.cli.watching import Watch, watched
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from rmq_spark.commitlog.log import CommitLog
+
+VERDICTS = ("COMMIT", "ROLLBACK")
+EVERYTHING = "all"
+SPARE = ("lease_until", "prepared_at", "attempt", "size")
+
+HalfId = Annotated[str, typer.Argument(metavar="HALF_ID", help="As listed by pending, quarantined and conflicts.")]
+Group = Annotated[str | None, typer.Option("--group", help="Only those of this producer group.")]
+
+
+def register(app: Any) -> None:
+    """Add the commands to the app."""
+    for command in (pending, quarantined, conflicts, resolve, resume):
+        app.command()(command)
+
+
+@plainly
+def pending(
+    path: LogPath, group: Group = None, watch: Watch = None, as_json: AsJson = False, storage: Storage = None
+) -> None:
+    """List half batches with messages that have no verdict yet: their age, checks, group and size."""
+    log = open_log(path, storage)
+    watched(watch, lambda: _listed(open_rows(log, log.pending(), group), as_json, "nothing is pending"))
+
+
+@plainly
+def quarantined(
+    path: LogPath, group: Group = None, watch: Watch = None, as_json: AsJson = False, storage: Storage = None
+) -> None:
+    """List half batches that checks gave up; see resume and resolve."""
+    log = open_log(path, storage)
+    watched(watch, lambda: _listed(open_rows(log, log.quarantined(), group), as_json, "nothing is quarantined"))
+
+
+@plainly
+def conflicts(
+    path: LogPath, group: Group = None, watch: Watch = None, as_json: AsJson = False, storage: Storage = None
+) -> None:
+    """List half batches with two verdicts that contradict each other; see resolve."""
+    log = open_log(path, storage)
+    watched(watch, lambda: _listed(conflict_rows(log, group), as_json, "there are no conflicts"))
+
+
+def _listed(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> str:
+    if as_json:
+        return "".join(f"{json_of(row)}\n" for row in rows)
+    last = ("age_seconds", "bytes", "prepared_at", "lease_until", "history")
+    table = [
+        {
+            **{k: v for k, v in row.items() if k not in last},
+            "age": short_age(row["age_seconds"]),
+            "size": size(row["bytes"]),
+            **{k: row[k] for k in last[2:] if k in row},
+        }
+        for row in rows
+    ]
+    return rendered(table, nothing, SPARE)
+
+
+def open_rows(log: CommitLog, table: pa.Table, group: str | None) -> list[dict[str, Any]]:
+    """Return rows of pending or quarantined half batches, with their age in seconds and the bytes of their files."""
+    from rmq_spark.errors import HalfBatchNotFoundError
+
+    now = log.machine.now()
+    rows = []
+    for row in table.to_pylist():
+        if group in (None, row["producer_group"]):
+            try:
+                held = log.half.bytes_of(log.half.get(row["half_id"]))
+            except HalfBatchNotFoundError:  # it was settled meanwhile
+                continue
+            age_s = round(max(0.0, (now - row["prepared_at"]).total_seconds()), 1)
+            rows.append({**row, "age_seconds": age_s, "bytes": held})
+    return rows
+
+
+def conflict_rows(log: CommitLog, group: str | None = None) -> list[dict[str, Any]]:
+    """Return the half batches in conflict, each with what was decided on it."""
+    now = log.machine.now()
+    rows: list[dict[str, Any]] = []
+    for half_id in log.conflicts():
+        record = log.get(half_id)
+        if group not in (None, record.header.producer_group):
+            continue
+        state = log.state_of(record)
+        rows.append(
+            {
+                "half_id": half_id,
+                "producer_group": record.header.producer_group,
+                "messages": state.conflicting().count,
+                "check_times": state.check_times(state.conflicting()),
+                "prepared_at": record.prepared_at,
+                "history": [
+                    f"{row.kind} by {row.decided_by} (attempt {row.attempt or 1}, {short_time(row.op_time)})"
+                    for row in state.history
+                    if row.op_time is not None
+                ],
+                "age_seconds": round(max(0.0, (now - record.prepared_at).total_seconds()), 1),
+                "bytes": log.half.bytes_of(record),
+            }
+        )
+    return rows
+
+
+@plainly
+def resolve(
+    path: LogPath,
+    half_id: HalfId,
+    verdict: Annotated[str, typer.Argument(metavar="COMMIT|ROLLBACK")],
+    reason: Annotated[str, typer.Option(help="Kept with the op marker, for those who ask later.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Needed where there is no terminal.")] = False,
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
+    """Decide on what is pending, quarantined or in conflict in a half batch. Shows it, and asks before it acts."""
+    from rmq_spark.cli.resolving import Resolving
+
+    wanted = verdict.upper().removesuffix("_MESSAGE")
+    if wanted not in VERDICTS:
+        raise typer.BadParameter(f"{verdict!r} is neither COMMIT nor ROLLBACK", param_hint="COMMIT|ROLLBACK")
+    if not reason.strip():
+        raise typer.BadParameter("it is empty: a reason is kept with the op marker", param_hint="--reason")
+    resolving = Resolving(open_log(path, storage), half_id, wanted)
+    if resolving.acts and not yes:
+        if not sys.stdin.isatty():
+            typer.echo(resolving.description(), err=True)
+            typer.echo(f"there is no terminal to ask on: pass --yes to {wanted} it unasked", err=True)
+            raise typer.Exit(2)
+        typer.echo(resolving.description(), err=True)
+        if not typer.confirm(resolving.question(), err=True):
+            typer.echo("nothing was changed", err=True)
+            raise typer.Exit(1)
+    did = resolving.run(reason)
+    say(as_json, {"half_id": half_id, "verdict": wanted, "what": did}, one_line(f"{half_id}: {did}"))
+
+
+@plainly
+def resume(
+    path: LogPath,
+    half_id: Annotated[str, typer.Argument(metavar="HALF_ID|all", help="As listed by quarantined; or all of them.")],
+    reason: Annotated[str, typer.Option(help="Kept with the op marker.")] = "resumed",
+    group: Annotated[str | None, typer.Option("--group", help="With all: those of this producer group.")] = None,
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
+    """Take a half batch out of quarantine: the next round of checks asks its listener again, and counts anew."""
+    log = open_log(path, storage)
+    if half_id != EVERYTHING:
+        if group is not None:
+            raise typer.BadParameter("it goes with all: write txmq resume all --group …", param_hint="--group")
+        wanted = [half_id]
+    else:
+        rows = log.quarantined().to_pylist()
+        wanted = list(dict.fromkeys(r["half_id"] for r in rows if group in (None, r["producer_group"])))
+        if not wanted:
+            say(False, {}, "nothing is quarantined") if not as_json else None
+    for one in wanted:
+        count = log.resume(one, reason)
+        text = f"{one}: {count_of(count, 'message')} {'is' if count == 1 else 'are'} pending again"
+        say(as_json, {"half_id": one, "messages": count}, one_line(text))

@@ -1,0 +1,80 @@
+"""``txmq stats``: how much there is, and how much came lately."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, rendered
+from rmq_spark.cli.text import as_json as json_of
+from rmq_spark.cli.text import short_age, size
+
+if TYPE_CHECKING:
+    from rmq_spark.cli.overview import Overview
+    from rmq_spark.commitlog.log import CommitLog
+
+
+def register(app: Any) -> None:
+    """Add the command to the app."""
+    app.command()(stats)
+
+
+@plainly
+def stats(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
+    """Count: messages of each topic in the last minute, hour and day; what waits; lag of groups; files and bytes.
+
+    --json prints an object for each topic, group and table, and one for transactions; kind says which it is.
+    """
+    from rmq_spark.cli.overview import look
+
+    log = open_log(path, storage)
+    found = look(log)
+    rows = list(stat_rows(log, found))
+    if as_json:
+        for row in rows:
+            typer.echo(json_of(row))
+        return
+    typer.echo("\n".join(_tables(rows)), nl=False)
+
+
+def stat_rows(log: CommitLog, found: Overview) -> Iterator[dict[str, Any]]:
+    """Yield the objects that ``--json`` prints."""
+    from rmq_spark.cli.overview import WINDOWS, committed_since
+
+    lately = committed_since(log, found.at)
+    for topic, queues in sorted(found.topics.items()):
+        counts = lately.get(topic, dict.fromkeys(WINDOWS, 0))
+        yield {"kind": "topic", "topic": topic, "queues": queues, **counts, "committed": found.committed(topic),
+               "kept": found.kept(topic)}  # fmt: skip
+    for group in found.groups:
+        yield {"kind": "group", **group, "dead_letters": found.dead_letters.get(group["consumer_group"], 0)}
+    for table, files in found.files.items():
+        yield {"kind": "table", "table": table, "files": files, "bytes": found.bytes[table]}
+    yield {
+        "kind": "transactions",
+        "pending": len(found.pending),
+        "oldest_pending_seconds": found.oldest_pending_s,
+        "quarantined": len(found.quarantined),
+        "conflicts": len(found.conflicts),
+        "undrained_messages": found.undrained_messages,
+        "undrained_bytes": found.undrained_bytes,
+    }
+
+
+def _tables(rows: list[dict[str, Any]]) -> Iterator[str]:
+    def of(kind: str) -> list[dict[str, Any]]:
+        return [{k: v for k, v in row.items() if k != "kind"} for row in rows if row["kind"] == kind]
+
+    yield rendered(of("topic"), "no topics: make one with txmq topic create")
+    if groups := of("group"):
+        yield rendered(groups, "", ["updated", "topics"])
+    yield rendered([{**row, "bytes": size(row["bytes"])} for row in of("table")], "")
+    (totals,) = of("transactions")
+    oldest = f", the oldest for {short_age(totals['oldest_pending_seconds'])}" if totals["pending"] else ""
+    yield (
+        f"half batches: {totals['pending']:,} pending{oldest}; {totals['quarantined']:,} quarantined; "
+        f"{totals['conflicts']:,} in conflict\n"
+        f"not drained yet: {totals['undrained_messages']:,} messages, {size(totals['undrained_bytes'])}\n"
+    )

@@ -1,0 +1,102 @@
+"""Pieces of text that ``txmq`` prints: what others sent must not control the terminal."""
+
+from __future__ import annotations
+
+import base64
+import json
+from datetime import datetime, timedelta
+from typing import Any
+
+BODY_CHARS_SHOWN = 80
+_UNITS = (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1))
+_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def one_line(text: str) -> str:
+    """Return the text without line ends and control characters: what others sent must not control the terminal."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "�" for c in text)
+
+
+def escaped(text: str) -> str:
+    """Return the text with line ends and control characters as Python writes them: ``\\n``, ``\\x1b``, ``\\u202e``."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def short(body: bytes) -> str:
+    """Return the beginning of a body, as text."""
+    text = body[: BODY_CHARS_SHOWN * 4].decode(errors="replace")
+    return text if len(text) <= BODY_CHARS_SHOWN else text[: BODY_CHARS_SHOWN - 1] + "…"
+
+
+def short_time(value: datetime) -> str:
+    return f"{value:%Y-%m-%d %H:%M:%S}Z"
+
+
+def plain(value: object) -> object:
+    """Return a value as JSON can have it: times as ISO texts, bytes as text, or base64 where they are none."""
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    return value
+
+
+def json_message(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a message for JSON: its body is in ``body`` when it is UTF-8, else in ``body_base64``."""
+    body: bytes | None = row.pop("body")
+    content: dict[str, Any]
+    try:
+        content = {"body": None if body is None else body.decode()}
+    except UnicodeDecodeError:
+        content = {"body_base64": base64.b64encode(body or b"").decode()}
+    properties = None if row["properties"] is None else dict(row["properties"])
+    return {**{k: plain(v) for k, v in row.items()}, "properties": properties, **content}
+
+
+def as_json(row: dict[str, Any]) -> str:
+    """Return an object on one line."""
+    return json.dumps({k: plain(v) for k, v in row.items()})
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return ``1 message``, ``2 messages``: the noun's plural ends in s, or in es after ch."""
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural}"
+
+
+def age_in_words(seconds: float) -> str:
+    """Return the largest unit that fits, as in ``3 hours``."""
+    for unit, length in _UNITS:
+        if seconds >= length:
+            return count_of(int(seconds // length), unit)
+    return "0 seconds"
+
+
+def short_age(seconds: float | None) -> str:
+    """Return two units at most, as in ``3h 12m``, or milliseconds; nothing for None."""
+    if seconds is None:
+        return ""
+    if 0 < seconds < 0.9995:
+        return f"{round(seconds * 1000)}ms"
+    left = max(0, round(seconds))
+    if left == 0:
+        return "0s"
+    parts: list[str] = []
+    for unit, length in _UNITS:
+        number, left = divmod(left, length)
+        if number or parts:
+            parts.append(f"{number}{unit[0]}")
+    return " ".join(part for part in parts[:2] if not part.startswith("0"))
+
+
+def size(number: float | None) -> str:
+    """Return bytes in the largest unit that fits, as in ``1.4 MiB``; nothing for None."""
+    if number is None:
+        return ""
+    for unit in _SIZES:
+        if number < 1024 or unit == _SIZES[-1]:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    raise AssertionError  # the last unit takes all

@@ -1,0 +1,171 @@
+"""``txmq topic``: topics, their queues, and how long their messages are kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rmq_spark.cli.command import App
+from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, say, show
+from rmq_spark.cli.text import short_age, size
+from rmq_spark.errors import OptionError
+
+if TYPE_CHECKING:
+    from rmq_spark.commitlog.log import CommitLog
+
+FOREVER = "forever"
+
+topic_app = App(no_args_is_help=True, help="Topics of a commit log.")
+
+Name = Annotated[str, typer.Argument(metavar="NAME")]
+
+
+@topic_app.command("create")
+@plainly
+def create_topic(
+    path: LogPath,
+    name: Name,
+    queues: Annotated[int | None, typer.Option(help="The log's own number when not given.")] = None,
+    fifo: Annotated[bool, typer.Option("--fifo", help="Messages of one sharding key keep their order.")] = False,
+    exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Leave a topic that is there as it is.")] = False,
+    retention: Annotated[
+        str | None, typer.Option(help='How long messages are kept, "7d": for ever by default.')
+    ] = None,
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
+    """Make a topic."""
+    log = open_log(path, storage)
+    log.create_topic(name, queues=queues, fifo=fifo, exist_ok=exist_ok, retention=retention)
+    count = log.topics()[name]
+    say(as_json, {"topic": name, "queues": count}, f"topic {name} has {count_of(count, 'queue')}")
+
+
+@topic_app.command("set")
+@plainly
+def set_topic(
+    path: LogPath,
+    name: Name,
+    retention: Annotated[str, typer.Option(help=f'How long messages are kept, such as "7d", or "{FOREVER}".')],
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
+    """Change how long messages of a topic are kept."""
+    log = open_log(path, storage)
+    log.set_retention(name, None if retention == FOREVER else retention)
+    words = "for ever" if retention == FOREVER else f"for {retention}"
+    say(as_json, {"topic": name, "retention_s": log.retentions()[name]}, f"messages of topic {name} are kept {words}")
+
+
+@topic_app.command("list")
+@plainly
+def list_topics(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
+    """List topics: how many messages were committed to each, how many of those have expired, and what they take."""
+    log = open_log(path, storage)
+    found, retentions, fifo = log.topics(), log.retentions(), log.fifo_topics()
+    committed, expired, held = _by_topic(log.tails()), _by_topic(log.firsts()), bytes_by_topic(log)
+    rows: list[dict[str, Any]] = [
+        {
+            "topic": name,
+            "queues": queues,
+            "fifo": name in fifo,
+            "retention_s": retentions[name],
+            "committed": committed[name],
+            "expired": expired[name],
+            "bytes": held.get(name, 0),
+        }
+        for name, queues in found.items()
+    ]
+    table = [
+        {
+            **{k: v for k, v in row.items() if k != "retention_s"},
+            "retention": FOREVER if row["retention_s"] is None else short_age(row["retention_s"]),
+            "bytes": size(row["bytes"]),
+        }
+        for row in rows
+    ]
+    show(rows, as_json, "no topics: make one with txmq topic create", table=table)
+
+
+@topic_app.command("status")
+@plainly
+def topic_status(path: LogPath, name: Name, as_json: AsJson = False, storage: Storage = None) -> None:
+    """Show the queues of a topic: the first offset that is kept, the next one, what is pending, and the last commit.
+
+    bytes is what the messages take in the table messages: the share of each queue, by its number of messages.
+    """
+    log = open_log(path, storage)
+    rows = queue_rows(log, name)
+    table = [{**row, "bytes": size(row["bytes"])} for row in rows]
+    show(rows, as_json, "", spare=["waiting", "bytes"], table=table)
+
+
+@topic_app.command("delete")
+@plainly
+def delete_topic(path: LogPath, name: Name, storage: Storage = None) -> None:
+    """Is refused: a topic is for good. Says how to be rid of its messages."""
+    log = open_log(path, storage)
+    log.require_topic(name)
+    raise OptionError(
+        f"topic {name!r} is not deleted, and no topic can be: programs that know it go on writing to it, and its "
+        "offsets must never be used again. To be rid of its messages: stop its senders, "
+        f"txmq topic set {name} --retention 1h, and let txmq maintain run until txmq topic status {name} shows none"
+    )
+
+
+def _by_topic(offsets: Mapping[tuple[str, int], int]) -> Counter[str]:
+    sums: Counter[str] = Counter()
+    for (topic, _), offset in offsets.items():
+        sums[topic] += offset
+    return sums
+
+
+def bytes_by_topic(log: CommitLog) -> dict[str, int]:
+    """Return what the messages of each topic take in the table ``messages``, of which each file has one topic."""
+    table = log.messages_table
+    table.refresh()
+    sums: Counter[str] = Counter()
+    for file in table.actions().select(["min.topic", "size_bytes"]).to_pylist():
+        if file["min.topic"] is not None:
+            sums[file["min.topic"]] += file["size_bytes"] or 0
+    return dict(sums)
+
+
+def queue_rows(log: CommitLog, name: str) -> list[dict[str, Any]]:
+    """Return what is in each queue of a topic."""
+    queues = log.require_topic(name)
+    tails, firsts, opened = log.tails(), log.firsts(), log.open_messages()
+    last = last_commits(log, {(name, q): tails.get((name, q), 0) for q in range(queues)})
+    border = log.drained.border()
+    drained = {q: max(0, border.get((name, q), 0) - firsts.get((name, q), 0)) for q in range(queues)}
+    whole, held = sum(drained.values()), bytes_by_topic(log).get(name, 0)
+    rows = []
+    for queue_id in range(queues):
+        queue = (name, queue_id)
+        first, end = firsts.get(queue, 0), tails.get(queue, 0)
+        pending, waiting = opened.get(queue, (0, 0))
+        rows.append(
+            {
+                "topic": name,
+                "queue_id": queue_id,
+                "first_offset": first,
+                "next_offset": end,
+                "messages": end - first,
+                "pending": pending,
+                "waiting": waiting,
+                "bytes": held * drained[queue_id] // whole if whole else 0,
+                "last_commit": last.get(queue),
+            }
+        )
+    return rows
+
+
+def last_commits(log: CommitLog, ends: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], datetime]:
+    """Return when the last message before each of these offsets was committed; those that are gone are left out."""
+    from rmq_spark.consumer.groups import waiting_since
+
+    return waiting_since(log, {queue: end - 1 for queue, end in ends.items() if end > 0})

@@ -1,0 +1,136 @@
+"""``txmq trace``: the story of a transaction, a half batch or a message."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rmq_spark.cli.command import typed_path
+from rmq_spark.cli.output import AsJson, LogPath, Storage, block, one_line, open_log, plainly, rendered
+from rmq_spark.cli.text import short_age, short_time
+from rmq_spark.cli.words import as_commands
+
+if TYPE_CHECKING:
+    from rmq_spark.commitlog.trace import Trace, TraceEvent
+
+_MESSAGE_ID = re.compile(r"[^:]+:\d+:\d+\.\d+")
+_HALF_ID = re.compile(r"[^:]+:\d+")
+PLACES_SHOWN = 4
+WHERE = {
+    "half": "in half, with its messages",
+    "leaving": "settled, and about to leave half",
+    "left": "settled; it has left half",
+    "forgotten": "settled long ago, and forgotten",
+}
+OUTCOMES = {
+    "waiting": "committed, waiting for their time or for an earlier message",
+    "rolled_back": "rolled back",
+    "rolled_back_by_check": "rolled back by a check",
+    "rolled_back_by_discard": "rolled back by the discard policy",
+}
+
+
+def register(app: Any) -> None:
+    """Add the command to the app."""
+    app.command()(trace)
+
+
+@plainly
+def trace(
+    path: LogPath,
+    name: Annotated[
+        str, typer.Argument(metavar="ID", help="A transaction id, a half id, or a message id, as query shows them.")
+    ],
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
+    """Tell the whole story of a transaction: prepared, leased, checked, decided (by whom and why), placed, drained,
+    archived. It says what upkeep has taken. --json prints one object, with its events."""
+    log = open_log(path, storage)
+    found = log.trace(**argument_of(name))
+    typer.echo(json.dumps(found.to_dict()) if as_json else _told(found, _advice(found)), nl=as_json)
+
+
+def argument_of(name: str) -> dict[str, str]:
+    """Return what kind of id this is: an attempt has no dot, an address has one."""
+    if _HALF_ID.fullmatch(name):
+        return {"half_id": name}
+    return {"message_id": name} if _MESSAGE_ID.fullmatch(name) else {"transaction_id": name}
+
+
+def _told(found: Trace, advice: str | None) -> str:
+    outcome = ", ".join(f"{n:,} {OUTCOMES.get(what, what)}" for what, n in found.outcome.items())
+    head = {
+        ("message" if found.message_id else "transaction" if found.transaction_id else "half batch"): (
+            found.message_id or found.transaction_id or found.half_id
+        ),
+        "producer_group": found.producer_group,
+        "messages": f"{found.messages:,}{': ' if outcome else ''}{outcome}",
+        "topics": ", ".join(found.topics) or None,
+        "where": WHERE[found.where],
+        "conflict": "yes: a verdict came too late, and nobody has resolved it" if found.in_conflict else None,
+        "lease_until": found.lease_until,
+    }
+    text = block(head)
+    previous: datetime | None = None
+    rows = []
+    for event in found.events:
+        after = None if previous is None else max(0.0, (event.at - previous).total_seconds())
+        previous = event.at
+        rows.append(
+            {
+                "time": f"{event.at:%Y-%m-%d %H:%M:%S}.{event.at.microsecond // 1000:03}Z",
+                "after": None if after is None else f"+{short_age(after)}",
+                "event": event.kind.value,
+                "by": event.decided_by,
+                "attempt": event.attempt,
+                "messages": event.messages,
+                "what": _what(found, event),
+            }
+        )
+    text += f"\n{rendered(rows, '')}"
+    for sentence in found.unknown:
+        text += f"not known: {one_line(sentence)}\n"
+    return text + (f"\n{advice}\n" if advice else "")
+
+
+def _what(found: Trace, event: TraceEvent) -> str:
+    parts = [f"{p.topic} {p.queue_id}={_offsets(p.first_offset, p.last_offset)}" for p in event.places[:PLACES_SHOWN]]
+    if len(event.places) > PLACES_SHOWN:
+        parts.append(f"and {len(event.places) - PLACES_SHOWN} more (--json has all)")
+    if event.kind == "prepared":
+        parts.append(f"batch {found.batch_id} of {found.app_id}")
+    reason = as_commands(event.reason or "", typed_path())
+    if event.verdict and not reason.startswith(event.verdict):
+        parts.append(event.verdict)
+    if event.until is not None:
+        parts.append(f"{'due' if event.kind == 'committed' else 'until'} {short_time(event.until)}")
+    if reason:
+        parts.append(one_line(reason))
+    return "; ".join(parts)
+
+
+def _offsets(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _advice(found: Trace) -> str | None:
+    """Return what a person can do about it; None when nothing need be done."""
+    at = f"{typed_path()} " if typed_path() else ""
+    if found.in_conflict:
+        return f"settle it: txmq resolve {at}{found.half_id} COMMIT|ROLLBACK --reason …"
+    if found.outcome.get("quarantined"):
+        return (
+            f"ask its listener again: txmq resume {at}{found.half_id}; or decide yourself: "
+            f"txmq resolve {at}{found.half_id} COMMIT|ROLLBACK --reason …"
+        )
+    if found.outcome.get("pending") and found.lease_until is None:
+        return (
+            f"a check asks the listener of {found.producer_group}: txmq check --once; or decide yourself: "
+            f"txmq resolve {at}{found.half_id} COMMIT|ROLLBACK --reason …"
+        )
+    return None

@@ -1,0 +1,69 @@
+"""Errors advise Python calls. Here they become the commands and options that do the same."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+_PATH = "\0"
+"""Stands for the commit log's path, and the blank after it."""
+
+_CALLS: Sequence[tuple[str, str]] = (
+    (r"CommitLog\.create\('([^']*)'\)", r"txmq create \1"),
+    (r"log\.create_topic\('([^']*)'\)", rf"txmq topic create {_PATH}\1"),
+    (r"log\.set_retention\b", "txmq topic set"),
+    (
+        r"log\.resolve\((?:half_id|'[^']*'), verdict, reason=…\)",
+        f"txmq resolve {_PATH}HALF_ID COMMIT|ROLLBACK --reason …",
+    ),
+    (r"log\.resume\([^)]*\)", f"txmq resume {_PATH}HALF_ID"),
+    (r"log\.(pending|quarantined|conflicts)\(\)", rf"txmq \1 {_PATH}"),
+    (r" \(log\.firsts\(\)\)", ""),
+)
+"""Python calls that errors advise, as patterns, and the commands that do the same."""
+_ARGUMENTS: Sequence[tuple[str, str]] = (
+    (r"pass os\.path\.expanduser\(path\)", "leave the quotes away"),
+    (r"open it, or pass exist_ok=True", "use it as it is, or pass --exist-ok"),
+    (r"exist_ok=True", "--exist-ok"),
+    (r"None keeps messages for ever", "'forever' keeps messages for ever"),
+    (r"\bstart names\b", "--from names"),
+    (r"^to (?=has|names)", "--to "),
+    (r"\bolder_than=", "--older-than "),
+    (r"\bdrain_(every|bytes)=", r"--drain-\1 "),
+    (r"create_topics=True", "--create-topics"),
+    (r"reshard=True", "--reshard"),
+    (r"on_poison='park'", "--on-poison park"),
+    (r"on_expired='skip'", "--on-expired skip"),
+    (r"\b(topic|transaction|retry|poll|on)_(template|pattern|timeout|interval|poison|expired)=", r"--\1-\2 "),
+    (r"\bgive it as bootstrap_servers\b", "give it as --bootstrap-servers"),
+    (r"\bmax_batch_(messages|bytes)=", r"--max-batch-\1 "),
+    (
+        r"\b(queues|retention|grace|audit|idempotency|every|tags|selector|shards|shard|start|watch|follow|since|until)=",
+        r"--\1 ",
+    ),
+)
+"""The same of arguments and options."""
+
+
+def as_commands(sentence: str, path: str | None = None) -> str:
+    """Return an error's sentence with commands where it advises Python calls.
+
+    Parameters
+    ----------
+    path : str, optional
+        The commit log's path as it has to be typed; None where the configuration names it.
+    """
+    typed = "" if path is None else f"{shlex.quote(path)} "
+    return re.sub(rf" ?{_PATH}(?=\W|$)", f" {typed}".rstrip(), _replaced(sentence, _CALLS)).replace(_PATH, typed)
+
+
+def in_words_of_the_command(sentence: str, path: str | None = None) -> str:
+    """Return an error's sentence with commands and options in the place of calls and arguments."""
+    return _replaced(as_commands(sentence, path), _ARGUMENTS)
+
+
+def _replaced(sentence: str, words: Sequence[tuple[str, str]]) -> str:
+    for pattern, instead in words:
+        sentence = re.sub(pattern, instead, sentence)
+    return sentence

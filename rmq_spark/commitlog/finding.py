@@ -1,0 +1,233 @@
+"""Finds messages by what a person knows of them: a key, an offset, a time, or an id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog.incoming import require_known_topic
+from rmq_spark.commitlog.messages import SOURCE_SCHEMA
+from rmq_spark.commitlog.op import RowState
+from rmq_spark.commitlog.placements import Placements
+from rmq_spark.commitlog.reading import read_ranges
+from rmq_spark.commitlog.rows import RowSet
+from rmq_spark.commitlog.trace import Trace, TracePlace
+from rmq_spark.commitlog.tracing import COUNTED, chosen_rows, trace
+from rmq_spark.errors import HalfBatchNotFoundError, OptionError
+from rmq_spark.message import SYSTEM_PREFIXES
+from rmq_spark.selector.tree import And, Condition, Filter, In, Or, Property, Search
+from rmq_spark.transaction import BATCH, KEY, batch_transaction_id, message_ids, transaction_ids
+
+if TYPE_CHECKING:
+    from rmq_spark.commitlog.steps import ProtocolSteps
+
+FOUND_SCHEMA = pa.schema([*SOURCE_SCHEMA, ("half_id", pa.string()), ("state", pa.string())])
+"""The source's columns, and what became of the message: ``committed``, or another word of :data:`COUNTED`."""
+HELD = ("tags", "keys", "sharding_key", "properties", "body", "born_timestamp", "store_timestamp")
+NOT_COMMITTED = [state for state in RowState if state is not RowState.COMMITTED]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which visible messages are looked for; what is None does not matter.
+
+    Attributes
+    ----------
+    topic : str
+        None: all topics but those of retries and dead letters.
+    key : str
+        One of the message's keys.
+    tags : tuple of str
+    queue_id, offset : int
+        An offset needs a queue.
+    since, until : datetime
+        Of the commit: ``since`` included, ``until`` excluded.
+    """
+
+    topic: str | None = None
+    key: str | None = None
+    tags: tuple[str, ...] | None = None
+    queue_id: int | None = None
+    offset: int | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+
+    @property
+    def where(self) -> Condition | None:
+        """The condition on tags and keys."""
+        parts: list[Condition] = []
+        if self.key is not None:
+            keys = Property("KEYS")
+            parts.append(
+                Or(
+                    (
+                        In(keys, (self.key,)),
+                        Search("STARTSWITH", keys, f"{self.key} "),
+                        Search("ENDSWITH", keys, f" {self.key}"),
+                        Search("CONTAINS", keys, f" {self.key} "),
+                    )
+                )
+            )
+        if self.tags is not None:
+            parts.append(In(Property("TAGS"), self.tags))
+        return parts[0] if len(parts) == 1 else And(tuple(parts)) if parts else None
+
+
+def find(log: ProtocolSteps, wanted: Wanted, limit: int) -> pa.Table:
+    """Visible messages, at most so many, in the order of topics, queues and offsets: :data:`FOUND_SCHEMA`.
+
+    Only the small columns are read of messages that are not wanted.
+
+    Raises
+    ------
+    TopicNotFoundError
+    OptionError
+        When the topic has no such queue.
+    """
+    topics = {name: topic.queues for name, topic in log.topic_store.all().items()}
+    if wanted.topic is not None:
+        require_known_topic(wanted.topic, topics)
+        names = {wanted.topic}
+        if wanted.queue_id is not None and wanted.queue_id >= topics[wanted.topic]:
+            raise OptionError(
+                f"topic {wanted.topic!r} has no queue {wanted.queue_id}: it has the queues 0 to "
+                f"{topics[wanted.topic] - 1}"
+            )
+    else:
+        names = {name for name in topics if not name.startswith(SYSTEM_PREFIXES)}
+    placements = Placements(log, names.__contains__)
+    ends = placements.latest()
+    start = {queue: log.firsts(refresh=False).get(queue, 0) for queue in ends}
+    if wanted.since is not None:
+        late = placements.first_since(wanted.since)
+        start = {queue: max(first, late.get(queue, ends[queue])) for queue, first in start.items()}
+    if wanted.until is not None:
+        late = placements.first_since(wanted.until)
+        ends = {queue: min(end, late.get(queue, end)) for queue, end in ends.items()}
+    if wanted.queue_id is not None:
+        ends = {queue: end for queue, end in ends.items() if queue[1] == wanted.queue_id}
+    if wanted.offset is not None:
+        at = wanted.offset
+        ends = {q: at + 1 if start[q] <= at < end else start[q] for q, end in ends.items()}
+        start = {queue: at for queue, end in ends.items() if end == at + 1}
+        ends = {queue: ends[queue] for queue in start}
+    condition = wanted.where
+    where = None if condition is None else Filter(condition, log.machine.time_ms())
+    parts, left = [], limit
+    ranges, _ = placements.between(start, ends)
+    for messages in read_ranges(ranges, log.read_range, log.find_again, SOURCE_SCHEMA.names, where):
+        parts.append(messages.slice(0, left))
+        left -= parts[-1].num_rows
+        if left <= 0:
+            break
+    return _committed(pa.concat_tables(parts) if parts else SOURCE_SCHEMA.empty_table())
+
+
+def find_by_id(
+    log: ProtocolSteps,
+    limit: int,
+    *,
+    transaction_id: str | None = None,
+    half_id: str | None = None,
+    message_id: str | None = None,
+) -> pa.Table:
+    """The messages of a transaction, of a half batch, or one message: also those that are not visible, while ``half``
+    has them. At most so many: :data:`FOUND_SCHEMA`.
+
+    Raises
+    ------
+    OptionError, HalfBatchNotFoundError
+    """
+    found = trace(log, transaction_id, half_id, message_id)
+    parts = list(_at(log, found, limit))
+    left = limit - sum(part.num_rows for part in parts)
+    if found.where == "half" and left > 0:
+        parts.append(_held(log, found, left))
+    return pa.concat_tables(parts).slice(0, limit) if parts else FOUND_SCHEMA.empty_table()
+
+
+def _at(log: ProtocolSteps, found: Trace, limit: int) -> Iterator[pa.Table]:
+    """The messages at the places of a trace."""
+    places = sorted({place for event in found.events for place in event.places})
+    placements = Placements(log, {place.topic for place in places}.__contains__)
+    placements.latest()
+    firsts = log.firsts(refresh=False)
+    for place in _few(places, limit):
+        queue = (place.topic, place.queue_id)
+        first = max(place.first_offset, firsts.get(queue, 0))
+        ranges, _ = placements.between({queue: first}, {queue: place.last_offset + 1})
+        for messages in read_ranges(ranges, log.read_range, log.find_again, SOURCE_SCHEMA.names):
+            yield _committed(messages)
+
+
+def _few(places: Sequence[TracePlace], limit: int) -> Iterator[TracePlace]:
+    """Places with so many messages at most."""
+    for place in places:
+        if limit <= 0:
+            return
+        yield place._replace(last_offset=min(place.last_offset, place.first_offset + limit - 1))
+        limit -= place.last_offset - place.first_offset + 1
+
+
+def _committed(messages: pa.Table) -> pa.Table:
+    n = messages.num_rows
+    half_ids = pc.replace_substring_regex(messages["msg_id"], r":[^:]*$", "")
+    return messages.append_column("half_id", half_ids).append_column("state", pa.repeat(pa.scalar("committed"), n))
+
+
+def _held(log: ProtocolSteps, found: Trace, limit: int) -> pa.Table:
+    """Messages of a half batch that are not visible, as ``half`` has them."""
+    try:
+        record = log.half.get(found.half_id)
+    except HalfBatchNotFoundError:  # it has left meanwhile
+        return FOUND_SCHEMA.empty_table()
+    state = log.state_of(record)
+    traced = chosen_rows(log, found, record)
+    rows = _first_rows(state.rows_in(NOT_COMMITTED) & traced, limit)
+    columns = [*HELD, "file_no", "row_no", "transaction_key", "topic", "queue_id"]
+    held = log.half.read(record, rows, columns)
+    n = held.num_rows
+    marks = state.files
+    addresses = list(zip(held["file_no"].to_pylist(), held["row_no"].to_pylist(), strict=True))
+    words = [COUNTED[RowState(marks[file_no].state[row_no])] for file_no, row_no in addresses]
+    attempts = [marks[file_no].attempt[row_no] for file_no, row_no in addresses]
+    made = {
+        **{name: held[name] for name in (*HELD, "topic", "queue_id")},
+        "queue_offset": pa.nulls(n, pa.int64()),
+        "msg_id": message_ids(pa.scalar(record.half_id), held["file_no"], held["row_no"]),
+        "transaction_id": pa.array(_transaction_ids(record.half_id, record.header.transaction_per, attempts, held)),
+        "producer_group": pa.repeat(pa.scalar(record.header.producer_group), n),
+        "commit_timestamp": pa.nulls(n, SOURCE_SCHEMA.field("commit_timestamp").type),
+        "half_id": pa.repeat(pa.scalar(record.half_id), n),
+        "state": pa.array(words, pa.string()),
+    }
+    return pa.table({name: made[name] for name in FOUND_SCHEMA.names}).cast(FOUND_SCHEMA)
+
+
+def _transaction_ids(half_id: str, per: str, attempts: Sequence[int], held: pa.Table) -> list[str]:
+    if per == BATCH:
+        return [batch_transaction_id(half_id, attempt) for attempt in attempts]
+    found = []
+    for i, attempt in enumerate(attempts):
+        row = held.slice(i, 1)
+        key = row["transaction_key"].combine_chunks() if per == KEY else None
+        address = (row[name].combine_chunks() for name in ("file_no", "row_no"))
+        found.append(transaction_ids(half_id, attempt, per, key, *address)[0].as_py())
+    return found
+
+
+def _first_rows(rows: RowSet, limit: int) -> RowSet:
+    """The first rows of a set."""
+    found: dict[int, bytes] = {}
+    for file_no, bits in rows.items():
+        end, left = 0, limit
+        while left and (at := bits.find(1, end)) >= 0:
+            end, left = at + 1, left - 1
+        found[file_no] = bits[:end] + bytes(len(bits) - end)
+        limit = left
+    return RowSet(found)
