@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta, timezone
+from typing import ParamSpec, TypeVar
 
 from rmq_spark.errors import OptionError, TxmqError
 
@@ -78,7 +81,7 @@ DURATION_S_MAX = 100 * 365.25 * 86400.0
 """A century. Nobody means or waits for a longer duration."""
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
-_BYTES = re.compile(r"\s*(\d{1,19})\s*([bkmgt]?)b?\s*")
+_BYTES = re.compile(r"\s*(\d{1,19})\s*(?:([kmgt])b?|b)\s*")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -140,6 +143,8 @@ def whole_number(value: object, name: str, minimum: int, maximum: int = INT64_MA
 def byte_count(value: object, name: str) -> int:
     """Return a number of bytes: an int, or a text such as ``500m`` or ``10g`` in Spark's units (of 1,024).
 
+    A text without a unit is refused, as for durations: ``256`` may be meant as megabytes.
+
     Raises
     ------
     OptionError
@@ -149,7 +154,14 @@ def byte_count(value: object, name: str) -> int:
     if match is not None:
         value = int(match[1]) * 1024 ** "bkmgt".index(match[2] or "b")
     elif isinstance(value, str):
-        raise OptionError(f"{name}={_short(value)} is not a number of bytes: write one such as '500m' or '10g'")
+        bare = value.strip().isdecimal()
+        what = "has no unit" if bare else "is not a number of bytes"
+        hint = (
+            f"'{value.strip()[:20]}b' for bytes, or one such as '500m' or '10g'"
+            if bare
+            else "one such as '500m' or '10g'"
+        )
+        raise OptionError(f"{name}={_short(value)} {what}: write {hint}")
     return whole_number(value, name, 1, of=" of bytes")
 
 
@@ -206,6 +218,31 @@ def nearest(name: object, known: Iterable[str]) -> str:
     if close:
         return f"did you mean {by_lower[close[0]]!r}?"
     return "known are " + ", ".join(sorted(by_lower.values()))
+
+
+Taken = ParamSpec("Taken")
+Made = TypeVar("Made")
+
+
+def named(function: Callable[Taken, Made]) -> Callable[Taken, Made]:
+    """Make a function refuse an argument that it does not have in words that name the nearest one.
+
+    Raises
+    ------
+    OptionError
+        From a call with such an argument, in the place of Python's TypeError.
+    """
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    what = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+    @functools.wraps(function)
+    def call(*args: Taken.args, **kwargs: Taken.kwargs) -> Made:
+        for name in kwargs:
+            if name not in known:
+                raise OptionError(f"{what}() has no argument {name!r}: {nearest(name, known)}")
+        return function(*args, **kwargs)
+
+    return call
 
 
 class Options:

@@ -75,7 +75,7 @@ def _duration_or_zero(value: object) -> float:
 
 
 def _bytes(value: object) -> int:
-    return byte_count(value, "bytes")
+    return byte_count(value if isinstance(value, str) else repr(value), "bytes")
 
 
 def _executors(value: object) -> str:

@@ -16,7 +16,7 @@ import typer
 
 from rmq_spark import __version__
 from rmq_spark.cli import doctor, logs, messages, settling, statistics, top, tracing
-from rmq_spark.cli.command import App
+from rmq_spark.cli.command import PARTS, App
 from rmq_spark.cli.dead_letters import dlq_app
 from rmq_spark.cli.exporting import exporter
 from rmq_spark.cli.groups import group_app
@@ -29,14 +29,13 @@ app = App(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="RocketMQ's transactional messages in Delta tables: look into a commit log, settle what waits, run checks. "
-    "PATH may be left out where TXMQ_PATH or txmq.toml names the commit log.",
+    "The commit log's PATH may be left out where TXMQ_PATH or txmq.toml names it.",
 )
-for module in (messages, tracing, settling, statistics, top, doctor, logs):
+for module in (messages, tracing, statistics, top, doctor, settling, logs):
     module.register(app)
-app.add_typer(topic_app, name="topic")
-app.add_typer(group_app, name="group")
-app.add_typer(dlq_app, name="dlq")
-app.command("topics", help="The same as topic list.")(list_topics)
+for name, part in (("topic", topic_app), ("group", group_app), ("dlq", dlq_app)):
+    app.add_typer(part, name=name, rich_help_panel=PARTS)
+app.command("topics", help="The same as topic list.", rich_help_panel=PARTS)(list_topics)
 app.command(help=RELAY_HELP)(plainly(relay))
 app.command()(plainly(exporter))
 

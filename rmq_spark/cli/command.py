@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +27,9 @@ STORAGE_ENV = "TXMQ_STORAGE__"
 OK, FAILED, BAD_USAGE = 0, 1, 2
 """Exit codes of every command. A few commands have more: docs/command.md."""
 
+LOOK, SETTLE, PARTS, UPKEEP = "Look", "Settle", "Topics and groups", "Make and keep up"
+"""Panels of the help."""
+
 P = ParamSpec("P")
 
 _secrets: list[str] = []
@@ -37,7 +42,8 @@ LogPath = Annotated[
     str,
     typer.Argument(
         metavar="[PATH]",
-        help=f"The commit log: a folder or an object-store URI. May be left out where {WHERE} names it.",
+        help=f"The commit log: a folder or an object-store URI. May be left out where {WHERE} does.",
+        default_factory=str,  # LogCommand puts one in its place
         show_default=False,
     ),
 ]
@@ -64,6 +70,9 @@ class LogCommand(TyperCommand):
             args = self._with_path(ctx, list(args), [str(a.name) for a in arguments])
         return super().parse_args(ctx, args)
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [re.sub(r"^[{\[](.*)[}\]]$", _usage_piece, piece) for piece in super().collect_usage_pieces(ctx)]
+
     def _with_path(self, ctx: Any, args: list[str], names: Sequence[str]) -> list[str]:
         options, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         if any(value is True for name, value in options.items() if name == "help"):
@@ -83,19 +92,37 @@ class LogCommand(TyperCommand):
         return [found.path, *args]
 
 
+def _usage_piece(found: re.Match[str]) -> str:
+    """An argument in the line of usage: in brackets when it may be left out."""
+    inner = found[1].strip("[]{}")
+    return f"[{inner}]" if inner in ("PATH", "FILE", "OPTIONS") else inner
+
+
 def _refuse(ctx: Any, wanted: str, given: Sequence[str]) -> NoReturn:
     ctx.fail(
         f"{wanted} is expected, and {' '.join(given) or 'nothing'} was given. [PATH], the commit log, may be left out "
-        f"where {WHERE} names it (txmq init writes an example)"
+        f"where {WHERE} does (txmq init writes an example)"
     )
     raise AssertionError  # fail raises
 
 
 class App(typer.Typer):
-    """An app whose commands are :class:`LogCommand` s."""
+    """An app whose commands are :class:`LogCommand` s. A command's help is its docstring, without the line ends that
+    the code has; lists of commands show its first sentence."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
-        return super().command(name, **{"cls": LogCommand, **settings})
+        def add(function: Any) -> Any:
+            said = str(settings.pop("help", None) or inspect.getdoc(function) or "")
+            paragraphs = [" ".join(part.split()) for part in said.split("\n\n")]
+            words = {"help": "\n\n".join(paragraphs), "short_help": _first_sentence(paragraphs[0])}
+            return super(App, self).command(name, **{"cls": LogCommand, **words, **settings})(function)
+
+        return add
+
+
+def _first_sentence(text: str) -> str:
+    found = re.match(r".*?[.](?=\s|$)", text)
+    return (found[0] if found else text).removesuffix(".")
 
 
 # ---------------------------------------------------------------- errors

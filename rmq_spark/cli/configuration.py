@@ -12,7 +12,7 @@ from rmq_spark.errors import ConfigError
 
 FILE_ENV, PATH_ENV = "TXMQ_CONFIG", "TXMQ_PATH"
 FILE = "txmq.toml"
-WHERE = f"{PATH_ENV}, or path in ./{FILE} or in the file that {FILE_ENV} names"
+WHERE = f"{PATH_ENV} names it, or path in ./{FILE} (or in the file of {FILE_ENV})"
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,11 @@ def relay(
     settings = kafka_settings(kafka, os.environ)
     servers = servers or settings.pop("bootstrap.servers", None)
     if servers is None:
-        raise typer.BadParameter("name Kafka's brokers, such as broker1:9092", param_hint="--bootstrap-servers")
+        raise typer.BadParameter(
+            "no broker is named: write --bootstrap-servers broker1:9092,broker2:9092, or set "
+            f"{KAFKA_ENV}BOOTSTRAP_SERVERS (docs/kafka.md)",
+            param_hint="--bootstrap-servers",
+        )
     _log_to_stderr()
     try:
         from rmq_spark.relay.kafka import KafkaRelay

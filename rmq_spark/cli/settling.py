@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark.cli.command import SETTLE
 from rmq_spark.cli.output import (
     AsJson,
     LogPath,
@@ -40,7 +41,7 @@ Group = Annotated[str | None, typer.Option("--group", help="Only those of this p
 def register(app: Any) -> None:
     """Add the commands to the app."""
     for command in (pending, quarantined, conflicts, resolve, resume):
-        app.command()(command)
+        app.command(rich_help_panel=SETTLE)(command)
 
 
 @plainly

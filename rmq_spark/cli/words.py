@@ -37,6 +37,8 @@ _ARGUMENTS: Sequence[tuple[str, str]] = (
     (r"on_expired='skip'", "--on-expired skip"),
     (r"\b(topic|transaction|retry|poll|on)_(template|pattern|timeout|interval|poison|expired)=", r"--\1-\2 "),
     (r"\bgive it as bootstrap_servers\b", "give it as --bootstrap-servers"),
+    (r"\bdoes bootstrap_servers name\b", "does --bootstrap-servers name"),
+    (r"kafka=\{'security\.protocol': …\}", "--kafka security.protocol=…"),
     (r"\bmax_batch_(messages|bytes)=", r"--max-batch-\1 "),
     (
         r"\b(queues|retention|grace|audit|idempotency|every|tags|selector|shards|shard|start|watch|follow|since|until)=",

@@ -16,7 +16,7 @@ from rmq_spark.commitlog.half import HalfFile, HalfWriter
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import DELAY_LEVELS_S, seconds, whole_number
 from rmq_spark.consumer.in_order import RESULT, Queue, QueueResult, by_queue, consume_queue
-from rmq_spark.consumer.listener import EachMessage, Listen, answers
+from rmq_spark.consumer.listener import EachMessage, Listen, answers, require_table_listener
 from rmq_spark.consumer.retry import MAX_RECONSUME_TIMES, NEEDED_COLUMNS, dlq_topic, restored, retry_topic, sent_back
 from rmq_spark.consumer.sending import own_header, own_writer, send_once
 from rmq_spark.consumer.sources import sources_of
@@ -106,6 +106,8 @@ def consume(
         raise OptionError(f"mode={mode!r} is neither {CONCURRENTLY!r} nor {ORDERLY!r}")
     if not callable(listener) and not isinstance(listener, EachMessage):
         raise ListenerError(f"consume got {type(listener).__name__}: a function of a pyarrow.Table is expected")
+    if not isinstance(listener, EachMessage):
+        require_table_listener(listener)
     require_importable(stream.sparkSession)
     missing = [name for name in NEEDED_COLUMNS if name not in stream.columns]
     if missing:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from enum import Enum
@@ -104,6 +106,7 @@ def answers(listener: Listen | EachMessage, messages: pa.Table, orderly: bool) -
     try:
         found = listener(messages)
     except Exception as problem:
+        _require_not_meant_for_one(problem)
         for _ in range(messages.num_rows):
             yield False, reason_of(problem)
         return
@@ -120,6 +123,43 @@ def answers(listener: Listen | EachMessage, messages: pa.Table, orderly: bool) -
             )
     for status in statuses:
         yield _is_success(status, kind), None
+
+
+def require_table_listener(listener: Callable[..., object]) -> None:
+    """Refuse a function that says that it takes a message, or a list of messages, and is not wrapped.
+
+    Raises
+    ------
+    ListenerError
+        It names the class that makes a message listener of it.
+    """
+    try:
+        parameters = list(inspect.signature(listener).parameters.values())
+    except (TypeError, ValueError):  # a builtin
+        return
+    said = parameters[0].annotation if parameters else inspect.Parameter.empty
+    text = said if isinstance(said, str) else getattr(said, "__name__", "") if isinstance(said, type) else str(said)
+    if re.search(r"\bMessage(Ext)?\b", text):
+        one = re.fullmatch(r"(\w+\.)*Message(Ext)?", text) is not None
+        raise _not_wrapped(f"{_name(listener)} takes {text}", EachMessage if one else EachBatch, _name(listener))
+
+
+def _require_not_meant_for_one(problem: Exception) -> None:
+    """Raise ListenerError for what a function does with a table that it takes for one message: ``table.body``. All of
+    its messages would fail, one retry after the other, up to the dead letters."""
+    if isinstance(problem, AttributeError) and isinstance(problem.obj, pa.Table) and problem.name in _DEFAULTS:
+        raise _not_wrapped(f"the message listener asked a pyarrow.Table for .{problem.name}", EachMessage) from problem
+
+
+def _not_wrapped(what: str, wrapper: type, name: str = "function") -> ListenerError:
+    of = "one message" if wrapper is EachMessage else "a list of messages"
+    return ListenerError(
+        f"{what}: a listener gets a pyarrow.Table of messages. Wrap a function of {of}: txmq.{wrapper.__name__}({name})"
+    )
+
+
+def _name(listener: object) -> str:
+    return str(getattr(listener, "__name__", type(listener).__name__))
 
 
 def _is_success(status: object, kind: type[Enum]) -> bool:

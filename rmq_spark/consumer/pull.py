@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.config import seconds, whole_number
+from rmq_spark.config import named, seconds, whole_number
 from rmq_spark.consumer.listener import messages_of
 from rmq_spark.consumer.member import (
     CLUSTERING,
@@ -71,6 +71,7 @@ class PullConsumer:
     ...     print(message.keys)
     """
 
+    @named
     def __init__(
         self,
         log: CommitLog | str | os.PathLike[str],

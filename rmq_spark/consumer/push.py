@@ -14,8 +14,8 @@ import pyarrow as pa
 from rmq_spark import observer
 from rmq_spark.commitlog.group_commit import GroupCommit
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.config import DELAY_LEVELS_S, seconds, whole_number
-from rmq_spark.consumer.listener import SUCCESS, EachMessage, Listen, answers
+from rmq_spark.config import DELAY_LEVELS_S, named, seconds, whole_number
+from rmq_spark.consumer.listener import SUCCESS, EachMessage, Listen, answers, require_table_listener
 from rmq_spark.consumer.member import (
     CLUSTERING,
     HEARTBEAT_INTERVAL_S,
@@ -128,6 +128,7 @@ class PushConsumer:
     ...     consumer.run()  # until SIGTERM
     """
 
+    @named
     def __init__(
         self,
         log: CommitLog | str | os.PathLike[str],
@@ -203,6 +204,7 @@ class PushConsumer:
             raise ListenerError(
                 f"PushConsumer got {type(listener).__name__}: a function of a pyarrow.Table is expected"
             )
+        require_table_listener(listener)
         return listener  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:

@@ -41,6 +41,14 @@ _FOR_A_PERSON = frozenset(
 )
 """Answers that do not change by themselves, and that no message caused."""
 
+_UNREACHED = frozenset(
+    {ck.KafkaError._TRANSPORT, ck.KafkaError._ALL_BROKERS_DOWN, ck.KafkaError._RESOLVE, ck.KafkaError._TIMED_OUT}
+)
+_NO_BROKER = (
+    ". No broker answered: does bootstrap_servers name brokers that run, and that this machine reaches (host, port, "
+    "firewall)? One with TLS or a login needs kafka={'security.protocol': …} and so on"
+)
+
 
 def error_of(problem: BaseException) -> Any:
     """The KafkaError in an exception of Kafka's client."""
@@ -52,7 +60,7 @@ def problem_of(problem: BaseException, doing: str) -> RelayError:
     error = error_of(problem)
     code = error.code() if isinstance(error, ck.KafkaError) else None
     kind = RelayRefusedError if code in _FOR_A_PERSON else RelayError
-    return kind(f"Kafka failed while {doing}: {said(problem)}")
+    return kind(f"Kafka failed while {doing}: {said(problem)}{_NO_BROKER if code in _UNREACHED else ''}")
 
 
 def said(problem: BaseException) -> str:

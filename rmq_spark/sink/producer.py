@@ -29,6 +29,7 @@ from rmq_spark.config import (
     REPLAY_CHECK_TIMEOUT_S,
     TRANSACTION_CHECK_INTERVAL_S,
     TRANSACTION_TIMEOUT_S,
+    named,
     seconds,
     whole_number,
 )
@@ -435,6 +436,7 @@ class TransactionMQProducer:
         return sent
 
     # ------------------------------------------------------------------ with a session
+    @named
     @contextmanager
     def transaction(self, session: Any) -> Iterator[SessionTransaction]:
         """Send messages with what an open session of SQLAlchemy holds: both become final, or neither does.

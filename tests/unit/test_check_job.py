@@ -82,7 +82,8 @@ def test_a_check_setting_that_cannot_be_used_is_named(tmp_path: Path, check: str
     [
         ("every = 30", "drain.every='30' is not a duration: write a number and a unit"),
         ('bytes = "much"', "drain.bytes='much' is not a number of bytes: write one such as '500m' or '10g'"),
-        ("bytes = 0", "drain.bytes=0 is out of range"),
+        ('bytes = "0m"', "drain.bytes=0 is out of range"),
+        ("bytes = 256", "drain.bytes='256' has no unit: write '256b' for bytes, or one such as '500m' or '10g'"),
         ('executors = "some"', "drain.executors: 'some' is none of auto, true, false"),
         ("executors = 1", "drain.executors: 1 is none of auto, true, false"),
         ('evry = "30s"', "unknown setting 'evry' in [drain]: did you mean 'every'?"),
@@ -104,7 +105,7 @@ def test_drains_have_their_own_rhythm_and_can_be_switched_off(folder: Path) -> N
     rounds = found.maintainer(log, beside)
     assert rounds is not None
     assert rounds.turn is beside.turn
-    assert JobSettings.load(write(folder, more="[drain]\nbytes = 1000")).drain.bytes == 1000
+    assert JobSettings.load(write(folder, more='[drain]\nbytes = "1000b"')).drain.bytes == 1000
     assert JobSettings.load(write(folder, more='[drain]\nevery = "0s"')).draining(log) is None
 
 

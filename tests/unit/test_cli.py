@@ -115,6 +115,7 @@ def test_upkeep_again_and_again_drains_between_its_rounds(log: CommitLog, monkey
         (("--every", "1h", "--drain-every", "0s", "--drain-bytes", "1g"), 2, "contradict each other"),
         (("--every", "1h", "--drain-every", "9"), 1, "--drain-every '9' is not a duration"),
         (("--every", "1h", "--drain-bytes", "much"), 1, "--drain-bytes 'much' is not a number of bytes"),
+        (("--every", "1h", "--drain-bytes", "256"), 1, "--drain-bytes '256' has no unit: write '256b' for bytes"),
     ],
 )
 def test_drains_that_cannot_be_are_refused(log: CommitLog, arguments: tuple[str, ...], code: int, words: str) -> None:

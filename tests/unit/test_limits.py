@@ -118,7 +118,7 @@ def test_a_limit_is_a_number_above_zero(log: CommitLog, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1", 1), ("500b", 500), ("2k", 2048), (" 3 MB ", 3 * 1024**2), ("10g", 10 * 1024**3)]
+    ("text", "size"), [("1b", 1), ("500b", 500), ("2k", 2048), (" 3 MB ", 3 * 1024**2), ("10g", 10 * 1024**3)]
 )
 def test_bytes_have_the_units_of_spark(text: str, size: int) -> None:
     given = {"path": "/log", "producerGroup": "shop", "transactionListener": "none", "maxPendingBatches": "7"}

@@ -54,6 +54,56 @@ def dies(consumer: Any) -> None:
 
 
 # ---------------------------------------------------------------- forms of a listener
+def takes_one(message: txmq.MessageExt) -> Any:
+    return DONE
+
+
+def takes_a_list(messages: list[txmq.MessageExt]) -> Any:
+    return DONE
+
+
+@pytest.mark.parametrize(
+    ("listener", "words"),
+    [
+        (
+            takes_one,
+            r"takes_one takes txmq\.MessageExt: .* Wrap a function of one message: txmq\.EachMessage\(takes_one\)",
+        ),
+        (takes_a_list, r"Wrap a function of a list of messages: txmq\.EachBatch\(takes_a_list\)"),
+    ],
+)
+def test_a_function_of_messages_that_is_not_wrapped_is_refused_at_once(listener: Any, words: str) -> None:
+    with pytest.raises(txmq.ListenerError, match=words):
+        push(memory_log(), listener)
+
+
+def test_a_table_taken_for_a_message_ends_the_consumer_and_makes_no_dead_letters(log: CommitLog) -> None:
+    send(log, "abc")
+    with txmq.PushConsumer(log, "points", lambda message: message.body, "orders",
+                           consume_from_where="CONSUME_FROM_FIRST_OFFSET") as consumer:  # fmt: skip
+        assert consumer.member.stopping.wait(60)
+        words = r"asked a pyarrow\.Table for \.body: .* txmq\.EachMessage\(function\)"
+        with pytest.raises(txmq.ListenerError, match=words):
+            consumer.shutdown()
+    assert "%RETRY%points" not in log.topics() or bodies(log, "%RETRY%points") == []
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda log: txmq.PushConsumer(log, "g", takes_one, "orders", consume_thread_mx=1),
+         r"PushConsumer\(\) has no argument 'consume_thread_mx': did you mean 'consume_thread_max'\?"),
+        (lambda log: txmq.PullConsumer(log, "g", "orders", stop_at_the_end=True),
+         r"PullConsumer\(\) has no argument 'stop_at_the_end': did you mean 'stop_at_end'\?"),
+        (lambda log: txmq.TransactionMQProducer.transaction(None, None, idempotency_key="a"),
+         r"transaction\(\) has no argument 'idempotency_key': known are session"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_argument_names_the_nearest_one(call: Any, words: str) -> None:
+    with pytest.raises(txmq.OptionError, match=words):
+        call(memory_log())
+
+
 @pytest.mark.parametrize("form", ["table", "list", "one"])
 def test_a_listener_gets_every_message_once_whatever_its_form(log: CommitLog, form: str) -> None:
     send(log, "abcdef", tags=list("xyxyxy"), properties=pa.array([[("n", "1")]] * 6, pa.map_(pa.string(), pa.string())))
