@@ -90,7 +90,7 @@ _WHERE = {
     "ROLLBACK_MESSAGE": "transaction",
     "UNKNOWN": "transaction",
 }
-_MODULES = ("errors", "logs", "metrics", "testing")
+_MODULES = ("errors", "logs", "metrics", "plots", "testing")
 __all__ = sorted([*_WHERE, "__version__", *_MODULES])
 
 

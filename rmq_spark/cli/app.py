@@ -16,13 +16,14 @@ import typer
 
 from rmq_spark import __version__
 from rmq_spark.cli import doctor, logs, messages, settling, statistics, top, tracing
-from rmq_spark.cli.command import PARTS, App
+from rmq_spark.cli.command import LOOK, PARTS, UPKEEP, App
 from rmq_spark.cli.dead_letters import dlq_app
 from rmq_spark.cli.exporting import exporter
 from rmq_spark.cli.groups import group_app
 from rmq_spark.cli.output import plainly
 from rmq_spark.cli.relaying import HELP as RELAY_HELP
 from rmq_spark.cli.relaying import relay
+from rmq_spark.cli.reporting import report
 from rmq_spark.cli.topics import list_topics, topic_app
 
 app = App(
@@ -37,7 +38,8 @@ for name, part in (("topic", topic_app), ("group", group_app), ("dlq", dlq_app))
     app.add_typer(part, name=name, rich_help_panel=PARTS)
 app.command("topics", help="The same as topic list.", rich_help_panel=PARTS)(list_topics)
 app.command(help=RELAY_HELP)(plainly(relay))
-app.command()(plainly(exporter))
+app.command(rich_help_panel=LOOK)(plainly(report))
+app.command(rich_help_panel=UPKEEP)(plainly(exporter))
 
 
 def _print_version(wanted: bool) -> None:

@@ -42,7 +42,7 @@ DRIVERS = (
     ),
     ("import sys, rmq_spark.listeners; rmq_spark.listeners.Rollback; assert 'sqlalchemy' in sys.modules", ("pyspark",)),
 )
-HEAVY = ("pyarrow", "deltalake", "pandas", "numpy", "pyspark", "sqlalchemy", "lark", "prometheus_client")
+HEAVY = ("pyarrow", "deltalake", "pandas", "numpy", "pyspark", "sqlalchemy", "lark", "prometheus_client", "altair")
 COMMAND = (("import rmq_spark.cli", HEAVY),)
 """``txmq --help`` answers before anything is loaded that takes long."""
 

@@ -1,0 +1,83 @@
+"""``txmq report``: one page that shows how a commit log fares."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, short_time
+
+if TYPE_CHECKING:
+    from rmq_spark.report.figures import Figures
+    from rmq_spark.report.headline import Finding
+
+
+def report(
+    path: LogPath,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write one page with charts, which fetches nothing.")
+    ] = None,
+    since: Annotated[str, typer.Option(help='How far back: "7d", "12h".')] = "7d",
+    transaction: Annotated[
+        str | None,
+        typer.Option(
+            "--transaction",
+            metavar="ID",
+            help="Of which the page has a timeline: a transaction, half batch or message. The slowest by default.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
+    """Say in one sentence whether all is well, and what to do if not; with --html as a page with charts."""
+    if html is not None and html.is_dir():
+        raise typer.BadParameter(f"{str(html)!r} is a folder: name a file in it", param_hint="--html")
+    if html is not None and not html.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {str(html.parent)!r}: make it first", param_hint="--html")
+    if transaction is not None and html is None:
+        raise typer.BadParameter("it is shown on a page: write --html FILE, too", param_hint="--transaction")
+    from rmq_spark.report.choosing import slowest_of, trace_of
+    from rmq_spark.report.figures import figures_of
+    from rmq_spark.report.headline import findings_of
+
+    log = open_log(path, storage)
+    if html is not None:
+        from rmq_spark.report.page import page
+
+        named = None if transaction is None else trace_of(log, transaction)
+        figures = figures_of(log, since)
+        html.write_text(page(figures, named or slowest_of(log, figures)), encoding="utf-8")
+    else:
+        figures = figures_of(log, since)
+    findings = findings_of(figures)
+    if as_json:
+        typer.echo(json.dumps(_summary(figures, findings)))
+        return
+    for finding in findings:
+        typer.echo(str(finding))
+    if html is not None:
+        typer.secho(f"{html} has the charts ({html.stat().st_size / 1e6:.1f} MB)", dim=True, err=True)
+
+
+def _summary(figures: Figures, findings: list[Finding]) -> dict[str, Any]:
+    """What a program needs of a report."""
+    oldest = max(figures.pending["seconds"].to_pylist(), default=0.0)
+    return {
+        "since": short_time(figures.span.since).replace(" ", "T"),
+        "until": short_time(figures.span.until).replace(" ", "T"),
+        "level": findings[0].level.value,
+        "findings": [{"level": f.level.value, "sentence": f.sentence, "remedy": f.remedy} for f in findings],
+        "messages_appeared": figures.committed,
+        "messages_rolled_back": figures.rolled_back,
+        "half_batches_settled": figures.settled,
+        "messages_pending": figures.pending_messages,
+        "oldest_pending_s": oldest,
+        "quarantined": list(figures.quarantined),
+        "conflicts": list(figures.conflicts),
+        "dead_letters": figures.dead_letters,
+        "undrained_s": figures.undrained_s,
+        "groups": figures.lag.select(["group", "messages", "seconds"]).to_pylist(),
+    }

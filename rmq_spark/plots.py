@@ -1,0 +1,136 @@
+"""Charts of a commit log for notebooks: ``from rmq_spark import plots``. Each function returns an Altair chart.
+
+They are the charts of ``txmq report``. Altair is in the extra ``report``.
+
+Examples
+--------
+>>> from rmq_spark import plots  # doctest: +SKIP
+>>> plots.throughput("shop/log", since="1d")  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from rmq_spark.commitlog.history import open_now
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.errors import OptionError
+from rmq_spark.report import charts, over_time, standing
+from rmq_spark.report.choosing import trace_of
+from rmq_spark.report.figures import listed, look_back, settled_in
+from rmq_spark.report.span import SINCE, Span
+
+if TYPE_CHECKING:
+    from rmq_spark.report.drawing import Chart
+
+__all__ = ["checks", "lag", "largest", "pending", "slowest", "throughput", "timeline", "topics", "verdicts"]
+
+Log = CommitLog | str | os.PathLike[str]
+
+
+def throughput(log: Log, since: str = SINCE) -> Chart:
+    """Messages that appeared, by topic and time.
+
+    Parameters
+    ----------
+    log : CommitLog or path
+    since : str
+        How far back: ``"7d"``, ``"12h"``.
+
+    Raises
+    ------
+    OptionError
+        When ``since`` is no duration, or Altair is not installed.
+    """
+    opened = _open(log)
+    _, span = look_back(opened, Span.of(opened, since))
+    return charts.throughput(over_time.throughput(opened, span), span).chart
+
+
+def verdicts(log: Log, since: str = SINCE) -> Chart:
+    """Messages by their verdict and time. The parameters are those of :func:`throughput`."""
+    opened = _open(log)
+    happened, span = look_back(opened, Span.of(opened, since))
+    return charts.verdicts(over_time.verdicts(happened, span), span).chart
+
+
+def checks(log: Log, since: str = SINCE) -> Chart:
+    """Half batches that checks asked about, by answer and time. The parameters are those of :func:`throughput`."""
+    opened = _open(log)
+    happened, span = look_back(opened, Span.of(opened, since))
+    return charts.checks(over_time.checks(happened, span), span).chart
+
+
+def pending(log: Log) -> Chart:
+    """Messages that have no verdict yet, by age.
+
+    Parameters
+    ----------
+    log : CommitLog or path
+    """
+    opened = _open(log)
+    return charts.pending(standing.ages(open_now(opened), opened.machine.now())).chart
+
+
+def lag(log: Log) -> Chart:
+    """How far consumer groups are behind: messages, and for how long the oldest has waited.
+
+    Parameters
+    ----------
+    log : CommitLog or path
+    """
+    return charts.lag(standing.lag(_open(log))).chart
+
+
+def largest(log: Log, since: str = SINCE) -> Chart:
+    """The settled half batches with the most messages. The parameters are those of :func:`throughput`."""
+    opened = _open(log)
+    return charts.largest(listed(opened, settled_in(opened, Span.of(opened, since)), "messages")).chart
+
+
+def slowest(log: Log, since: str = SINCE) -> Chart:
+    """The settled half batches that waited longest for their last verdict. The parameters are those of
+    :func:`throughput`."""
+    opened = _open(log)
+    return charts.slowest(listed(opened, settled_in(opened, Span.of(opened, since)), "seconds")).chart
+
+
+def topics(log: Log) -> Chart:
+    """How large topics are in the table messages.
+
+    Parameters
+    ----------
+    log : CommitLog or path
+    """
+    return charts.topics(standing.topics(_open(log))).chart
+
+
+def timeline(log: Log, transaction: str | None = None) -> Chart:
+    """What happened to a transaction: prepared, checked, decided (by whom), drained.
+
+    Parameters
+    ----------
+    log : CommitLog or path
+    transaction : str, optional
+        The id of a transaction, half batch or message; the slowest of the last seven days when not given.
+
+    Raises
+    ------
+    OptionError
+        When it is no id; or none is given and nothing was settled.
+    HalfBatchNotFoundError
+        When the log has no such thing.
+    """
+    opened = _open(log)
+    if transaction is None:
+        slow = listed(opened, settled_in(opened, Span.of(opened, SINCE)), "seconds")
+        if slow.num_rows == 0:
+            raise OptionError(f"nothing was settled in the last {SINCE}: name a transaction")
+        transaction = str(slow["half_id"][0].as_py())
+    return charts.timeline(trace_of(opened, transaction)).chart
+
+
+def _open(log: Log) -> CommitLog:
+    """A handle of our own, so that those who use the log need not wait."""
+    return log.another() if isinstance(log, CommitLog) else CommitLog.open(log)

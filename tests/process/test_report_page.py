@@ -1,0 +1,93 @@
+"""The report's page in a real browser: what it draws, and that it asks for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rmq_spark.report.figures import figures_of
+from rmq_spark.report.page import page
+from rmq_spark.testing import InMemoryCommitLog
+from tests import browser, report_logs
+
+pytestmark = [pytest.mark.long, pytest.mark.browser]
+
+DRAWN = """new Promise(done => {
+  const root = document.documentElement;
+  const look = () => "drawn" in root.dataset && done(Number(root.dataset.drawn));
+  new MutationObserver(look).observe(root, {attributes: true});
+  look();
+})"""
+"""Waits until all charts are drawn, and says how many."""
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
+    command = browser.find()
+    if command is None:
+        pytest.skip("there is no Chromium on this machine: apt-get install --no-install-recommends chromium")
+    with browser.running(command, tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    log = report_logs.a_shop(0.5)
+    file = tmp_path_factory.mktemp("report") / "busy.html"
+    file.write_text(page(figures_of(log), log.trace(half_id=log.conflicts()[0])))
+    return file
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])
+def test_every_chart_is_drawn_and_nothing_is_fetched(
+    chromium: browser.Browser, busy: Path, width: int, dark: bool
+) -> None:
+    shown = chromium.page(width, dark=dark)
+    shown.open(busy)
+    assert shown.evaluate(DRAWN) == 9
+    # Each has marks, and they lie within its card.
+    marks = shown.evaluate("[...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('path').length)")
+    assert len(marks) == 9
+    assert min(marks) > 2
+    assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    outside = """[...document.querySelectorAll('.chart svg')].filter(s =>
+      s.getBoundingClientRect().right > s.closest('.card').getBoundingClientRect().right + 1).length"""
+    assert shown.evaluate(outside) == 0
+    paper = shown.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(int(n) for n in paper[4:-1].split(",")) < 200) == dark
+    assert shown.screenshot().startswith(b"\x89PNG")
+    assert shown.errors == []
+    assert [url for url in shown.requests if not url.startswith("data:")] == []
+
+
+def test_an_empty_log_and_a_hundred_thousand_half_batches_are_pages_too(
+    chromium: browser.Browser, tmp_path: Path
+) -> None:
+    for name, log, charts in (("empty", InMemoryCommitLog(), 0), ("many", report_logs.many(100_000), 3)):
+        file = tmp_path / f"{name}.html"
+        file.write_text(page(figures_of(log)))
+        assert file.stat().st_size < 1_200_000
+        shown = chromium.page()
+        shown.open(file)
+        assert shown.evaluate(DRAWN) == charts
+        assert shown.errors == []
+        assert [url for url in shown.requests if not url.startswith("data:")] == []
+
+
+def test_words_of_others_run_no_script(chromium: browser.Browser, tmp_path: Path) -> None:
+    evil = '</script><script>document.title="taken"</script><img src=x onerror="document.title=1">'
+    shop = report_logs.Shop()
+    shop.log.create_topic("orders", 2)
+    record = shop.prepare(["orders"], 3)
+    shop.log.record_check(record, 1, shop.pending(record), evil)
+    shop.settle(record)
+    file = tmp_path / "evil.html"
+    file.write_text(page(figures_of(shop.log), shop.log.trace(half_id=record.half_id)))
+    shown = chromium.page()
+    shown.open(file)
+    assert shown.evaluate(DRAWN) > 0
+    assert shown.evaluate("document.title").startswith("Commit log")
+    assert evil in shown.evaluate("document.body.textContent")
+    assert shown.errors == []

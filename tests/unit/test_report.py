@@ -1,0 +1,346 @@
+"""The figures of a report, its sentences, its charts and its page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from typer.testing import CliRunner
+
+from rmq_spark import plots
+from rmq_spark.cli import app
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.commitlog.trace import Trace, TraceEvent, TraceKind
+from rmq_spark.errors import HalfBatchNotFoundError, OptionError
+from rmq_spark.message import TIMESTAMP
+from rmq_spark.report import charts, over_time, standing
+from rmq_spark.report.figures import Figures, figures_of
+from rmq_spark.report.headline import Level, findings_of
+from rmq_spark.report.page import page
+from rmq_spark.report.span import PERIODS_MAX, Span
+from rmq_spark.report.words import duration, rate, size
+from rmq_spark.testing import InMemoryCommitLog
+from tests import report_logs
+from tests.half_batches import commit, prepare, roll_back
+from tests.report_logs import NOW_S, Shop
+
+NOW = datetime.fromtimestamp(NOW_S, timezone.utc)
+
+
+@pytest.fixture(scope="module")
+def shop() -> InMemoryCommitLog:
+    return report_logs.a_shop(0.4)
+
+
+@pytest.fixture(scope="module")
+def figures(shop: InMemoryCommitLog) -> Figures:
+    return figures_of(shop)
+
+
+def by(table: pa.Table, name: str, value: str) -> dict[str, int]:
+    sums = table.group_by(name).aggregate([(value, "sum")]).to_pylist()
+    return {row[name]: row[f"{value}_sum"] for row in sums}
+
+
+# ---------------------------------------------------------------- figures
+def test_messages_that_appeared_are_those_that_can_be_read(shop: InMemoryCommitLog, figures: Figures) -> None:
+    assert by(figures.throughput, "topic", "messages") == {name: shop.read(name).num_rows for name in shop.topics()}
+    assert figures.committed == by(figures.verdicts, "verdict", "messages")[over_time.COMMITTED]
+
+
+def test_figures_are_the_same_before_and_after_upkeep() -> None:
+    shop = Shop()
+    log = shop.log
+    log.create_topic("orders", 2)
+    log.create_topic("points", 2)
+    for n in range(12):
+        shop.machine.at_s = NOW_S - 7200 + 300 * n
+        record = shop.prepare(("orders", "points"), 10 + n)
+        shop.machine.at_s += 1 + n / 10
+        shop.settle(record, rollback_every=n % 4, who=Who.CHECK if n % 3 == 0 else Who.EXECUTE)
+    shop.machine.at_s = NOW_S
+    before = figures_of(log)
+    log.maintain(grace="1m", audit="1m")
+    after = figures_of(log)
+    assert log.half.counted().num_rows == 1  # the application's last one stays
+    for name in ("throughput", "verdicts", "checks", "ages", "largest", "slowest"):
+        assert getattr(before, name).to_pylist() == getattr(after, name).to_pylist(), name
+    assert before.settled == after.settled == 12
+    assert before.undrained_s > 0 == after.undrained_s
+
+
+def test_verdicts_are_told_apart() -> None:
+    log = InMemoryCommitLog(topics={"orders": 2})
+    commit(log, prepare(log, 1, 5))
+    commit(log, prepare(log, 2, 7), who=Who.CHECK)
+    roll_back(log, prepare(log, 3, 3))
+    roll_back(log, prepare(log, 4, 4), who=Who.CHECK)
+    roll_back(log, prepare(log, 5, 2), who=Who.DISCARD)
+    asked = prepare(log, 6, 6)
+    log.record_check(asked, 1, log.state_of(asked).rows_in((RowState.PENDING,)), "no answer")
+    found = figures_of(log)
+    assert by(found.verdicts, "verdict", "messages") == {
+        over_time.COMMITTED: 12,
+        over_time.ROLLED_BACK: 3,
+        over_time.BY_CHECK: 4,
+        over_time.BY_POLICY: 2,
+    }
+    assert by(found.checks, "verdict", "batches") == {
+        over_time.COMMITTED: 1,
+        over_time.ROLLED_BACK: 1,
+        over_time.BY_POLICY: 1,
+        over_time.UNKNOWN: 1,
+    }
+    assert (found.rolled_back, found.settled, found.pending_messages) == (7, 5, 6)
+
+
+def test_what_is_pending_is_told_by_age_and_the_oldest_are_named(figures: Figures) -> None:
+    ages = {row["age"]: (row["messages"], row["batches"]) for row in figures.ages.to_pylist() if row["messages"]}
+    assert ages == {"under 10 s": (90, 1), "under 1 day": (25, 1)}
+    oldest = figures.pending.to_pylist()[0]
+    assert (oldest["producer_group"], oldest["messages"], oldest["check_times"]) == ("payment-service", 25, 4)
+    assert (len(figures.quarantined), len(figures.conflicts)) == (1, 1)
+
+
+def test_a_half_batch_that_was_reopened_is_pending_again() -> None:
+    log = InMemoryCommitLog(topics={"orders": 2})
+    record = prepare(log, 1, 5)
+    log.quarantine(record, 1, log.state_of(record).rows_in((RowState.PENDING,)), Who.DISCARD, "enough")
+    log.move_mark()
+    assert figures_of(log).pending_messages == 0
+    log.resume(record.half_id)
+    found = figures_of(log)
+    assert (found.pending_messages, found.pending.num_rows, found.quarantined) == (5, 1, ())
+
+
+def test_small_topics_are_summed_up_and_dead_letters_never() -> None:
+    log = InMemoryCommitLog(queues=1)
+    names = [f"topic{n}" for n in range(7)]
+    for n, name in enumerate(names):
+        log.create_topic(name, 1)
+        commit(log, prepare(log, n, 10 + n, topic=name))
+    log.create_own_topic("%DLQ%points")
+    log.create_own_topic("%RETRY%points")
+    for n, name in enumerate(("%DLQ%points", "%RETRY%points")):
+        columns = {"body": [b"x"], "topic": [name]}
+        commit(log, prepare(log, 100 + n, columns, topic=None))
+    found = figures_of(log)
+    assert by(found.throughput, "topic", "messages") == {
+        "topic6": 16,
+        "topic5": 15,
+        "topic4": 14,
+        "topic3": 13,
+        over_time.OTHERS: 10 + 11 + 12,
+        over_time.DEAD_LETTERS: 1,
+        over_time.RETRIES: 1,
+    }
+    assert found.dead_letters == 1
+
+
+@pytest.mark.parametrize("transactions", [1, 5_000])
+def test_the_page_is_no_larger_for_more_transactions(transactions: int) -> None:
+    log = report_logs.many(transactions)
+    found = figures_of(log)
+    assert found.settled == transactions
+    assert len(pc.unique(found.verdicts["at"])) <= PERIODS_MAX
+    assert found.slowest.num_rows == min(10, transactions)
+    assert len(page(found)) < 1_100_000
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5, 59, 61, 3600, 86_400, 7 * 86_400, 400 * 86_400, 30 * 365 * 86_400])
+def test_a_span_has_few_periods_and_at_least_some(seconds: float) -> None:
+    span = Span(NOW - timedelta(days=20_000), NOW).around(NOW - timedelta(seconds=seconds))
+    length_s = (span.until - span.period_start(span.since)).total_seconds()
+    assert length_s / span.period_s <= PERIODS_MAX
+    assert length_s >= max(seconds, 20)
+    times = pa.chunked_array([pa.array([span.since, span.until], TIMESTAMP)])
+    assert span.period_of(times)[0].as_py() == span.period_start(span.since)
+
+
+def test_only_what_happened_since_is_counted() -> None:
+    shop = Shop()
+    shop.log.create_topic("orders", 1)
+    for hours in (30, 2):
+        shop.machine.at_s = NOW_S - hours * 3600
+        shop.settle(shop.prepare(("orders",), hours))
+        shop.log.drain()
+    shop.machine.at_s = NOW_S
+    assert figures_of(shop.log, "1d").committed == 2
+    assert figures_of(shop.log, "7d").committed == 32
+
+
+@pytest.mark.parametrize("since", ["", "7", "0s", "week"])
+def test_a_time_that_is_none_is_refused(since: str) -> None:
+    with pytest.raises(OptionError, match="since"):
+        figures_of(InMemoryCommitLog(), since)
+
+
+# ---------------------------------------------------------------- sentences
+def pending(seconds: float, check_times: int = 0, leased: bool = False) -> pa.Table:
+    row = {"half_id": "app:1", "producer_group": "shop", "prepared_at": NOW, "messages": 3, "seconds": seconds}
+    return pa.Table.from_pylist([{**row, "check_times": check_times, "leased": leased}], standing.PENDING_SCHEMA)
+
+
+def behind(seconds: float) -> pa.Table:
+    row = {"group": "points", "messages": 7, "seconds": seconds, "topics": "orders"}
+    return pa.Table.from_pylist([row], standing.LAG_SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "words"),
+    [
+        ({}, Level.WELL, "This commit log is new: it has no topic yet. Make one with txmq topic create."),
+        ({"conflicts": ("a:1", "a:2")}, Level.ACT, "2 half batches have two verdicts"),
+        ({"quarantined": ("a:1",)}, Level.ACT, "1 half batch is quarantined"),
+        ({"conflicts": ("a:1",), "quarantined": ("a:1",)}, Level.ACT, "1 half batch has two verdicts"),
+        ({"pending": pending(900)}, Level.ACT, "pending for 15 min, and no check has asked about it"),
+        ({"pending": pending(900, 3)}, Level.ACT, "asked about 3 times, and its listener does not know"),
+        ({"pending": pending(900, leased=True)}, Level.WELL, "new"),
+        ({"pending": pending(500)}, Level.WELL, "new"),
+        ({"dead_letters": 4}, Level.WATCH, "4 messages became dead letters"),
+        ({"lag": behind(5000)}, Level.WATCH, "Consumer group points is behind by 7 messages"),
+        ({"lag": behind(500)}, Level.WELL, "new"),
+        ({"undrained_s": 3000.0}, Level.WATCH, "Messages have been committed for 50 min"),
+    ],
+)
+def test_the_headline_is_the_most_pressing_finding(changed: dict[str, Any], level: Level, words: str) -> None:
+    first = findings_of(replace(figures_of(InMemoryCommitLog()), **changed))[0]
+    assert first.level is level
+    assert words in str(first)
+
+
+def test_a_log_that_is_well_says_so() -> None:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    assert str(findings_of(figures_of(log))[0]) == "Nothing was sent in this time, and nothing is pending."
+    commit(log, prepare(log, 1, 5))
+    prepare(log, 2, 1)
+    assert str(findings_of(figures_of(log))[0]) == (
+        "All is well: 5 messages appeared, 1 message is pending, none for long, and nothing waits for a person."
+    )
+
+
+def test_numbers_are_written_for_people() -> None:
+    seconds = (0, 0.2, 1.5, 59.7, 60, 150, 3_900, 194_400, 86_400)
+    assert [duration(s) for s in seconds] == [
+        "0 s", "0.20 s", "1.5 s", "1 min", "1 min", "2 min 30 s", "1 h 5 min", "2 d 6 h", "1 d",
+    ]  # fmt: skip
+    assert [size(n) for n in (0, 812, 4_200_000, 999_999)] == ["0 B", "812 B", "4.2 MB", "1.0 MB"]
+    assert [rate(n, 3600) for n in (0, 2, 7200, 180)] == ["", "2 an hour", "2 a second", "3 a minute"]
+
+
+# ---------------------------------------------------------------- charts
+OF_A_LOG: list[Callable[[Any], Any]] = [
+    plots.throughput, plots.verdicts, plots.checks, plots.pending,
+    plots.lag, plots.largest, plots.slowest, plots.topics,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plot", OF_A_LOG, ids=lambda plot: plot.__name__)
+def test_a_plot_is_a_chart_of_altair_of_any_log(plot: Callable[[Any], Any], shop: InMemoryCommitLog) -> None:
+    drawn = plot(shop).to_dict()  # altair validates it
+    assert drawn["description"]
+    rows = (
+        [row for data in drawn["datasets"].values() for row in data] if "datasets" in drawn else drawn["data"]["values"]
+    )
+    assert rows
+    plot(InMemoryCommitLog()).to_dict()
+
+
+def test_the_timeline_is_of_the_slowest_or_of_a_named_one(shop: InMemoryCommitLog, figures: Figures) -> None:
+    slowest = figures.slowest["half_id"][0].as_py()
+    assert plots.timeline(shop).to_dict()["description"] == f"Timeline of {slowest}"
+    named = plots.timeline(shop, f"{slowest}:1").to_dict()
+    assert named["description"] == f"Timeline of {slowest}:1"
+    with pytest.raises(HalfBatchNotFoundError):
+        plots.timeline(shop, "nobody:7")
+    with pytest.raises(OptionError, match="name a transaction"):
+        plots.timeline(InMemoryCommitLog())
+
+
+def test_a_long_story_is_drawn_from_both_ends() -> None:
+    events = tuple(TraceEvent(NOW + timedelta(minutes=n), TraceKind.CHECKED, 1) for n in range(500))
+    drawn = charts.timeline(Trace("app:1", "half", 1, {}, events=events)).chart.to_dict()
+    assert drawn["description"] == "Timeline of app:1; 460 events between are left out"
+    assert len(drawn["layer"][0]["data"]["values"]) == charts.EVENTS_MAX
+
+
+def test_colours_stand_out_from_a_light_and_a_dark_page() -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        r, g, b = (p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    for colour in {*charts.OF_TOPICS, *charts.OF_WORDS.values(), *charts.EVENT_COLOURS.values(), *charts.AGE_COLOURS}:
+        for paper in ("#ffffff", "#1a1f26"):  # the cards of page.css
+            low, high = sorted((luminance(colour), luminance(paper)))
+            assert (high + 0.05) / (low + 0.05) >= 3, (colour, paper)
+
+
+# ---------------------------------------------------------------- page and command
+def test_the_page_holds_all_and_names_no_address(shop: InMemoryCommitLog, figures: Figures) -> None:
+    text = page(figures, shop.trace(half_id=shop.conflicts()[0]))
+    head, _, rest = text.partition("<script>")
+    own = rest.rpartition("<script>")[2]
+    assert "://" not in head + own
+    assert text.count("</script>") == 3
+    drawn = json.loads(head.partition('id="charts">')[2].partition("</script>")[0])
+    assert set(drawn) == {
+        "throughput", "verdicts", "checks", "pending", "lag", "largest", "slowest", "topics", "timeline",
+    }  # fmt: skip
+    assert "txmq conflicts" in head
+
+
+@pytest.mark.parametrize("package", ["altair", "vl_convert"])
+def test_without_the_packages_that_draw_the_extra_is_named(
+    package: str, shop: InMemoryCommitLog, figures: Figures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(OptionError, match="install rmq_spark with its extra report"):
+        page(figures)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> CommitLog:
+    made = CommitLog.create(tmp_path / "log")
+    made.create_topic("orders", queues=2)
+    commit(made, prepare(made, 1, 5))
+    return made
+
+
+def txmq(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "400"})
+    assert result.exit_code == code, result.output
+    return result.stdout if code == 0 else result.stderr
+
+
+def test_the_command_says_a_sentence_and_writes_the_page(log: CommitLog, tmp_path: Path) -> None:
+    said = "All is well: 5 messages appeared, nothing is pending, and nothing waits for a person."
+    assert txmq("report", log.path).strip() == said
+    file = tmp_path / "out.html"
+    assert txmq("report", log.path, "--html", file, "--since", "1h", "--transaction", "app:1:1").strip() == said
+    assert "Timeline of app:1:1" in file.read_text()
+    assert txmq("report", log.path, "--html", file).strip() == said
+    assert "Timeline of app:1<" in file.read_text()
+
+
+def test_the_command_prints_json(log: CommitLog) -> None:
+    found = json.loads(txmq("report", log.path, "--json"))
+    assert (found["level"], found["messages_appeared"], found["half_batches_settled"]) == ("well", 5, 1)
+    assert datetime.fromisoformat(found["until"].replace("Z", "+00:00")) > NOW
+
+
+def test_wrong_usage_of_the_command_is_told(log: CommitLog, tmp_path: Path) -> None:
+    assert "is a folder" in txmq("report", log.path, "--html", tmp_path, code=2)
+    assert "there is no folder" in txmq("report", log.path, "--html", tmp_path / "no" / "out.html", code=2)
+    assert "--html FILE" in txmq("report", log.path, "--transaction", "app:1", code=2)
+    assert "no half batch" in txmq("report", log.path, "--html", tmp_path / "o.html", "--transaction", "a:9", code=1)
+    assert "since" in txmq("report", log.path, "--since", "soon", code=1)
