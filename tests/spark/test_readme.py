@@ -18,19 +18,23 @@ NEEDS_A_SERVER = ("object-stores", "postgresql", "kafka")  # test_s3.py, a test 
 
 
 def run_examples(page: Path, folder: Path, environment: Mapping[str, str] | None = None) -> str:
-    """Run a page's Python blocks as one program, each ``# file:`` block written to a file; returns what it printed."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    program = []
-    for block in blocks:
-        if name := re.match(r"# file: (\S+)\n", block):
+    """Run a page's Python and bash blocks as one program, each ``# file:`` block written to a file; returns what it
+    printed."""
+    blocks = re.findall(r"^```(python|bash)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    program = ["import subprocess"]
+    for language, block in blocks:
+        if language == "bash":
+            program.append(f"subprocess.run(['bash', '-euo', 'pipefail', '-c', {block!r}], check=True)")
+        elif name := re.match(r"# file: (\S+)\n", block):
             (folder / name[1]).write_text(block)
         else:
             program.append(block)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # python and txmq are this environment's
     (folder / "examples.py").write_text("\n".join(program))
     done = subprocess.run(
         [sys.executable, "examples.py"],
         cwd=folder,
-        env={**os.environ, **(environment or {})},
+        env={**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", **(environment or {})},
         capture_output=True,
         text=True,
         timeout=280,
