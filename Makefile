@@ -104,13 +104,19 @@ lock: $(HAVE_VENV) ## requirements.lock anew from pyproject.toml (UPGRADE=1: new
 	  cat requirements.lock; } >requirements.lock.new && mv requirements.lock.new requirements.lock
 	@echo "requirements.lock: $$(grep -c '==' requirements.lock) packages"
 
+# It fetches nothing, and opens from the folder.
+.PHONY: docs
+docs: $(HAVE_PROJECT) ## the documentation as a site: open site/index.html (a dead link ends it)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "the documentation: site/index.html"
+
 .PHONY: wheel
 wheel: $(HAVE_PROJECT) ## dist/*.whl, with rmq_spark and pyspark_txmq
 	@$(PY) -m build --wheel --no-isolation --outdir dist .
 
 .PHONY: clean
 clean: ## remove .venv, caches and what was built
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis \
 	  artifacts metastore_db spark-warehouse derby.log
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -1,0 +1,1 @@
+"""Builds the documentation site: ``make docs``. The pages are in ``docs/``; the reference is made from the code."""

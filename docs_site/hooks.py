@@ -1,0 +1,57 @@
+"""What mkdocs calls while it builds the site (``hooks`` in mkdocs.yml)."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:  # mkdocs loads this file by its path
+    sys.path.insert(0, str(ROOT))
+
+from docs_site import reference, repository  # noqa: E402
+
+log = logging.getLogger("mkdocs.hooks.rmq_spark")
+
+HIDDEN = {"index.md": ["navigation", "toc"], "comparison.md": ["toc"], "reference/errors.md": ["toc"]}
+"""What a page does without beside it: the first one leads everywhere, and wide tables need the room."""
+_PICTURE = re.compile(r'<p><img alt="(?P<alt>[^"]*)" src="(?P<path>[^"]*/)?(?P<name>[a-z-]+\.svg)"\s*/?></p>')
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that lie elsewhere, and those that are made from the code."""
+    for source, page in repository.PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    for page, markdown in reference.pages().items():
+        files.append(File.generated(config, page, content=markdown))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links lead to pages of the site. A link that leads nowhere is a warning, which ends a strict build."""
+    path = page.file.src_uri
+    page.meta.setdefault("hide", HIDDEN.get(path, []))
+    if path.startswith("reference/"):
+        return markdown
+    try:
+        return repository.with_lists(repository.with_site_links(markdown, path))
+    except repository.DeadLinkError as problem:
+        log.warning("%s: %s", path, problem)
+        return markdown
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put our own drawings into the page itself: there they have its colours, and its light or dark."""
+
+    def drawn(picture: re.Match[str]) -> str:
+        text = (Path(config.docs_dir) / "assets" / picture["name"]).read_text()
+        svg = text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{picture["alt"]}"', 1)
+        return f'<figure class="drawing" data-search-exclude>{svg}</figure>'
+
+    return _PICTURE.sub(drawn, html)
