@@ -17,22 +17,34 @@ BODY_BYTES_MAX = 4 * 1024 * 1024
 PROPERTIES_BYTES_MAX = 32 * 1024
 """Largest sum of names and values of a message's properties, in UTF-8 bytes."""
 TOPIC_CHARS_MAX = 127
+"""Longest name of a topic."""
 GROUP_CHARS_MAX = 255
+"""Longest name of a producer or consumer group."""
 APP_ID_CHARS_MAX = 127
+"""Longest ``appId``, or idempotency key."""
 LABEL_BYTES_MAX = 32 * 1024
 """Largest ``tags``, ``keys`` or ``sharding_key``, in UTF-8 bytes: RocketMQ keeps them among the properties."""
 TRANSACTION_KEY_CHARS_MAX = 255
+"""Longest value of a transaction key."""
 QUEUES_MAX = 1024
+"""Most queues of a topic."""
 QUEUES_DEFAULT = 4
+"""Queues of a topic that is made without a number, unless the log says otherwise."""
 ATTEMPTS_MAX = 250
+"""A transaction that checks have rolled back so often is not tried again."""
 CHECKS_MAX = 250
+"""Largest ``transactionCheckMax``."""
 
 TRANSACTION_TIMEOUT_S = 6.0
 """A half batch younger than this is not checked (RocketMQ: ``transactionTimeOut``)."""
 TRANSACTION_CHECK_INTERVAL_S = 60.0
+"""Time between two rounds of checks (RocketMQ: ``transactionCheckInterval``, 30 s there)."""
 TRANSACTION_CHECK_MAX = 15
+"""After so many answers of UNKNOWN the discard policy decides (RocketMQ: ``transactionCheckMax``)."""
 FILE_RESERVED_TIME_S = 72 * 3600.0
+"""A half batch that stays open for longer is quarantined (RocketMQ: ``fileReservedTime``)."""
 CHECK_ROUND_TIMEOUT_S = 60.0
+"""After this a round of checks takes no more half batches."""
 LEASE_S = 60.0
 """Seconds for which a lease keeps checkers away. A sink takes one when its local transaction has run for a third of
 this (20 s), and renews it after every third."""
@@ -44,7 +56,9 @@ FROM_THE_FUTURE_AGE_S = 3600.0
 """Assumed age of a half batch whose times all lie in the future, because some clock was ahead. Nobody knows its age.
 With this age it is old enough to be checked and too young to be given up."""
 REPLAY_CHECK_TIMEOUT_S = 60.0
+"""How long a replay asks its listener again while the answer is UNKNOWN."""
 MAINTENANCE_INTERVAL_S = 60.0
+"""Time between two rounds of upkeep."""
 DRAIN_EVERY_S = 30.0
 """Seconds that committed messages wait before they are drained. Each drain is a commit to ``messages``, whose Delta log
 keeps a week of them: with 20,000 entries (this, for a week) a commit takes 0.3 s on a local disk, and with 60,000 a
@@ -56,6 +70,7 @@ JITTER = 0.25
 GRACE_S = 600.0
 """How long a half batch stays after its last op row, and its op rows after it has left."""
 GRACE_S_MIN = 60.0
+"""Shortest ``grace``."""
 AUDIT_S = 7 * 24 * 3600.0
 """How long messages stay that were rolled back."""
 IDEMPOTENCY_S = 7 * 24 * 3600.0

@@ -13,10 +13,37 @@ from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
 from rmq_spark.storage.location import location, require_no_tilde
 from rmq_spark.transaction import BATCH, KEY, MESSAGE
 
-SINK_OPTIONS = (
-    "path topic producerGroup transactionListener transactionKey transactionPer appId batchId onListenerError "
-    "replayCheckTimeout maxPendingBatches maxPendingBytes checkpointLocation"
-).split()
+SINK_TABLE: Mapping[str, tuple[str, str]] = {
+    "path": ("required", "The commit log's folder or URI."),
+    "topic": ("none", "For messages without a topic column."),
+    "producerGroup": ("required", "Whose listeners answer for these transactions."),
+    "transactionListener": (
+        "required",
+        "module:attribute (an instance, or a callable that makes one), or none for plain exactly-once sending.",
+    ),
+    "transactionKey": ("the whole batch is one", "A column: equal values share one transaction."),
+    "transactionPer": ("batch", "batch, or message for one transaction a message."),
+    "appId": (
+        "made up",
+        "With batchId it names a batch write, so that a retry sends nothing twice. On a stream it replaces the query's "
+        "id in names, and a new checkpoint under the same appId is refused.",
+    ),
+    "batchId": ("made up", "Batch writes: the number that goes with appId."),
+    "onListenerError": (
+        "fail",
+        "fail: an exception ends the query with the batch pending. unknown: log it and go on, as RocketMQ does; a "
+        "check decides about the batch, all of it.",
+    ),
+    "replayCheckTimeout": (
+        f"{REPLAY_CHECK_TIMEOUT_S:.0f}s",
+        "How long a replayed batch asks its listener again while the answer is UNKNOWN.",
+    ),
+    "maxPendingBatches": ("no limit", "Refuse a new batch while so many half batches of the group are pending."),
+    "maxPendingBytes": ("no limit", "The same for the bytes of their files: 10g."),
+    "checkpointLocation": ("required for streams", "The query's; its id names the application."),
+}
+"""The options of the sink, besides ``storage.<key>``: their default, and what they mean."""
+SINK_OPTIONS = tuple(SINK_TABLE)
 NO_LISTENER = "none"
 
 
