@@ -121,10 +121,9 @@ def test_a_single_message_carries_the_context_of_its_send(log: CommitLog, spans:
 
 def test_an_asynchronous_send_is_in_the_trace_of_its_caller(spans: InMemorySpanExporter) -> None:
     log = make_log("memory", Path(), orders=1)
-    with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
-        with trace.get_tracer("shop").start_as_current_span("request") as request:
-            message = txmq.Message("orders", b"body")
-            producer.send_message_in_transaction_async(message, txmq.COMMIT_MESSAGE).result(8)
+    producer = txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None)
+    with producer, trace.get_tracer("shop").start_as_current_span("request") as request:
+        producer.send_message_in_transaction_async(txmq.Message("orders", b"body"), txmq.COMMIT_MESSAGE).result(8)
     trace_id = request.get_span_context().trace_id
     assert {span.context.trace_id for span in spans.get_finished_spans() if span.context} == {trace_id}
     assert named(spans, "insert")
