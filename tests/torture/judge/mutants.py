@@ -9,6 +9,7 @@ the product's own code, so this module replaces private functions.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -934,14 +935,22 @@ def _stripped_undrained() -> Iterator[None]:
     streams=2, per="message",
 )  # fmt: skip
 def _stripped_open() -> Iterator[None]:
-    real = BatchState.rows_in
+    real, drained_rows = BatchState.rows_in, Stripper._drained_rows
+    asks = threading.local()  # a task may be switched off within the call, and others ask too
+
+    def rows_in(state: BatchState, states: Any, attempt: int | None = None) -> Any:
+        return real(state, list(RowState)) if getattr(asks, "every", False) else real(state, states, attempt)
 
     def every(self: Stripper, file: Any, placed: Any, left: Any) -> Any:
-        with replaced((BatchState, "rows_in", lambda state, _, attempt=None: real(state, list(RowState)))):
+        asks.every = True
+        try:
             return drained_rows(self, file, placed, left)
+        finally:
+            asks.every = False
 
-    drained_rows = Stripper._drained_rows
-    with _often_leaving(), replaced((Stripper, "_drained_rows", every), (stripping, "STRIPPED_SHARE_MIN", 0.0)):
+    with _often_leaving(), replaced(
+        (Stripper, "_drained_rows", every), (BatchState, "rows_in", rows_in), (stripping, "STRIPPED_SHARE_MIN", 0.0)
+    ):
         yield
 
 

@@ -989,7 +989,7 @@ class Reader:
             operation = f"{simulation.world.process}/{self.polls}"
             if simulation.chance.random() < 0.3:
                 found = log.read(TOPIC, columns=READ_COLUMNS)
-                version = log.seen_version
+                version = log.read_version
                 note_messages(simulation.history, Kind.READ, simulation.world.process, operation,
                               simulation.with_expired(log.firsts(), found), version)  # fmt: skip
                 continue
@@ -1000,7 +1000,7 @@ class Reader:
                 )
             except OffsetOutOfRangeError:
                 found = pa.schema(SCHEMA).empty_table()  # it goes on at the first offset
-            version = log.seen_version
+            version = log.read_version
             self._note(simulation.with_expired(log.firsts(), found, self.position), operation, version)
 
     def _plan(self, log: SimulatedLog, planner: Planner, limit: int | None) -> pa.Table:

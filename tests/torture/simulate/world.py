@@ -17,7 +17,7 @@ from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWrit
 from rmq_spark.commitlog.half_store import HalfRecord, PrepareError, Staged
 from rmq_spark.commitlog.ledger import Decided, Decision, Placed
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
+from rmq_spark.commitlog.messages import MESSAGES_SCHEMA, drained_up_to
 from rmq_spark.commitlog.op import OP_SCHEMA, Who
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
@@ -88,6 +88,11 @@ class SimulatedLog(CommitLog):
     @property
     def seen_version(self) -> int:
         return self.op.version
+
+    @property
+    def read_version(self) -> int:
+        """What a reader may have seen: ``messages`` may be ahead of an old listing of ``op``."""
+        return max(self.op.version, drained_up_to(self.messages_table))
 
     def with_machine(self, writer: HalfWriter) -> HalfWriter:
         return replace(super().with_machine(writer), write_file=store.write_table)
