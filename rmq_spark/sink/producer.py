@@ -226,8 +226,8 @@ class TransactionMQProducer:
         self._in_flight_max = whole_number(max_in_flight, "max_in_flight", 1)
         self._in_flight = threading.BoundedSemaphore(self._in_flight_max)
         self._await_s = seconds(await_termination, "await_termination")
-        self._under_way = UnderWay()
-        self._keys = Keys()
+        self._under_way = UnderWay(self.log.machine)
+        self._keys = Keys(self.log.machine)
         self._pool: ThreadPoolExecutor | None = None
         self._plainly = self.two_phase.with_listener(CommitOncePrepared())
         self._pid = os.getpid()
@@ -249,7 +249,7 @@ class TransactionMQProducer:
                 self._threads.append(start(self._answer_checks, "txmq-checks", daemon=True))
             if self.maintenance_interval is not None:
                 self._threads.append(start(self._keep_up, "txmq-maintainer", daemon=True))
-            self._under_way.is_open = True
+            self._under_way.open()
         return self
 
     def shutdown(self) -> None:

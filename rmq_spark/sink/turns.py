@@ -6,10 +6,11 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from rmq_spark.listener import TransactionListener, Verdicts, is_coroutine
+from rmq_spark.machine import Machine
 from rmq_spark.transaction import HalfBatch
 
 WAITING_PART = 0.25
@@ -19,39 +20,62 @@ SMOOTHING = 0.2
 
 
 class UnderWay:
-    """Counts what is under way while the door is open, and waits for its end when it is closed."""
+    """Counts what is under way while the door is open, and waits for its end when it is closed.
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    Parameters
+    ----------
+    machine : Machine
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._lock = machine.lock()
+        self._over = machine.event()  # set when the door is closed and nothing is under way
         self._count = 0
         self.is_open = False
 
+    def open(self) -> None:
+        """Let everybody in."""
+        with self._lock:
+            self.is_open = True
+            self._over.clear()
+
     def enter(self) -> bool:
         """One more is under way; False when the door is closed."""
-        with self._changed:
+        with self._lock:
             self._count += self.is_open
             return self.is_open
 
     def leave(self) -> None:
         """One has come to its end."""
-        with self._changed:
+        with self._lock:
             self._count -= 1
-            self._changed.notify_all()
+            self._tell()
 
     def close(self, seconds: float) -> int:
         """Let nobody in any more, wait for those who are, and return how many are left when the time is over."""
-        with self._changed:
+        with self._lock:
             self.is_open = False
-            self._changed.wait_for(lambda: not self._count, seconds)
-            return self._count
+            self._tell()
+        self._over.wait(seconds)
+        return self._count
+
+    def _tell(self) -> None:
+        if not (self._count or self.is_open):
+            self._over.set()
 
 
 class Keys:
-    """Those who come with the same key come one after the other, and others at once."""
+    """Those who come with the same key come one after the other, and others at once.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: dict[str, tuple[threading.RLock, list[None]]] = {}
+    Parameters
+    ----------
+    machine : Machine
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._lock = machine.lock()
+        self._known: dict[str, tuple[AbstractContextManager[object], list[None]]] = {}
 
     @contextmanager
     def one_by_one(self, key: str | None) -> Iterator[None]:
@@ -60,7 +84,7 @@ class Keys:
             yield
             return
         with self._lock:
-            lock, users = self._known.setdefault(key, (threading.RLock(), []))
+            lock, users = self._known.setdefault(key, (self._machine.lock(), []))
             users.append(None)
         try:
             with lock:
