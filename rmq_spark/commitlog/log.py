@@ -308,7 +308,7 @@ class CommitLog(ProtocolSteps):
         return overview.open_messages(self)
 
     def quarantined(self) -> pa.Table:
-        """Half batches with quarantined messages, with the columns of :meth:`pending`."""
+        """Half batches with quarantined messages, with the columns and the order of :meth:`pending`."""
         return overview.quarantined(self)
 
     def conflicts(self) -> list[str]:

@@ -45,6 +45,7 @@ def quarantined(log: ProtocolSteps) -> pa.Table:
         for record, state in _with_kind(log, Kind.QUARANTINE)
         for attempt in state.attempts(RowState.QUARANTINED)
     ]
+    rows.sort(key=lambda row: str(row["prepared_at"]))
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
 

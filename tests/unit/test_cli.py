@@ -9,17 +9,14 @@ import re
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
-from typer.testing import CliRunner
 
 from rmq_spark import __version__
 from rmq_spark.check.draining import Draining
 from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.check.service import CheckService
-from rmq_spark.cli import app
 from rmq_spark.cli.output import show
 from rmq_spark.cli.resolving import Resolving
 from rmq_spark.cli.text import age_in_words
@@ -31,21 +28,9 @@ from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared
+from tests.commands import objects, txmq
 
 SECRET = "s3cr3t-value"
-
-
-def txmq(*arguments: object, code: int = 0) -> tuple[str, str]:
-    """Standard output and error of a run that must end with this exit code."""
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    return result.stdout, result.stderr
-
-
-def objects(*arguments: object, code: int = 0) -> list[dict[str, Any]]:
-    """What ``--json`` prints: an object a line."""
-    return [json.loads(line) for line in txmq(*arguments, "--json", code=code)[0].splitlines()]
 
 
 @pytest.fixture

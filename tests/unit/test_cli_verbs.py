@@ -1,0 +1,451 @@
+"""What a person who was called at night asks the txmq command."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import rmq_spark as txmq_package
+from rmq_spark.cli import app, messages, top, watching
+from rmq_spark.cli.bodies import BodyForm, shown
+from rmq_spark.cli.overview import look
+from rmq_spark.cli.text import escaped, short_age, size
+from rmq_spark.cli.tracing import argument_of
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import Who
+from rmq_spark.consumer.groups import ConsumerGroup
+from rmq_spark.errors import VerdictConflictError
+from tests.commands import objects, txmq, words
+from tests.half_batches import commit, let_leave, pending, prepare, split
+
+NASTY = "\x1b[31mred\x07\n\u202egnp.exe\x9b2J"
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommitLog:
+    """A commit log that the environment names."""
+    made = CommitLog.create(tmp_path / "log")
+    made.create_topic("orders", queues=2)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TXMQ_PATH", made.path)
+    monkeypatch.delenv("TXMQ_CONFIG", raising=False)
+    return made
+
+
+def orders(log: CommitLog, batch_id: int, *numbers: int, app: str = "shop", **columns: list[Any]) -> Any:
+    """Prepare orders, each a transaction by its key ``o<number>``."""
+    table = {
+        "body": [json.dumps({"order_id": n}) for n in numbers],
+        "keys": [f"order-{n} all" for n in numbers],
+        "key": [f"o{n}" for n in numbers],
+        "queue_id": pa.array([n % 2 for n in numbers], pa.int32()),
+        **columns,
+    }
+    return prepare(log, batch_id, table, per="key", key="key", app=app)
+
+
+def quarantine(log: CommitLog, batch_id: int, group: str = "bank") -> str:
+    record = prepare(log, batch_id, 2, app="nightly", group=group)
+    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "asked 15 times")
+    return record.half_id
+
+
+def conflict(log: CommitLog) -> str:
+    record = prepare(log, 0, 2, app="late")
+    rows = pending(log, record)
+    log.decide(record, 1, rollback=rows, who=Who.CHECK, reason="no such payment")
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit=rows, who=Who.EXECUTE)
+    return record.half_id
+
+
+def stopping(monkeypatch: pytest.MonkeyPatch, *steps: Any) -> list[float]:
+    """Let a command that goes on until it is stopped run these steps in its pauses, and stop then."""
+    waits: list[float] = []
+    todo = list(steps)
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        if not todo:
+            return False
+        todo.pop(0)()
+        return True
+
+    for module in (watching, messages, top):
+        monkeypatch.setattr(module, "wait", wait)
+    return waits
+
+
+# ---------------------------------------------------------------- which log
+def test_the_path_need_not_be_typed_where_it_is_configured(
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(log, orders(log, 0, 1))
+    assert objects("topics") == objects("topics", log.path)
+    assert objects("read", "orders") == objects("read", log.path, "orders") != []
+    assert objects("read", "--limit", 1, "orders", "--queue", 1) == objects("read", "orders")
+    assert "orders is not" in txmq("topics", "orders", code=1)[1], "a path that is typed wins"
+    monkeypatch.delenv("TXMQ_PATH")
+    assert "[PATH], the commit log, may be left out" in words(txmq("topics", code=2)[1])
+    said = words(txmq("read", "orders", code=2)[1])
+    assert "[PATH] TOPIC is expected, and orders was given" in said
+    (tmp_path / "txmq.toml").write_text(f'path = "{log.path}"\n')
+    assert objects("read", "orders") != []
+    monkeypatch.chdir(tmp_path.parent)
+    txmq("read", "orders", code=2)
+    monkeypatch.setenv("TXMQ_CONFIG", str(tmp_path / "txmq.toml"))
+    assert objects("read", "orders") != []
+    assert "Usage: " in txmq("read", "--help")[0]
+
+
+def test_a_configuration_that_cannot_be_used_ends_with_two(
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TXMQ_PATH")
+    for text, said in (("path = ", "is not TOML"), ("path = 7", "path is 7"), ("storage = 1", "are tables")):
+        (tmp_path / "txmq.toml").write_text(text)
+        assert said in txmq("topics", code=2)[1]
+    monkeypatch.setenv("TXMQ_CONFIG", "nowhere.toml")
+    assert "nowhere.toml, which TXMQ_CONFIG names, does not exist: txmq init nowhere.toml" in txmq("topics", code=2)[1]
+
+
+def test_the_configurations_storage_options_go_with_its_path_alone(
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[object] = []
+    monkeypatch.setattr(CommitLog, "open", lambda path, options: got.append((path, options)) or log)
+    monkeypatch.delenv("TXMQ_PATH")
+    (tmp_path / "txmq.toml").write_text('path = "s3://a"\n[storage]\naws_region = "eu"\nAWS_ENDPOINT = "x"\n')
+    monkeypatch.setenv("TXMQ_STORAGE__AWS_ENDPOINT", "y")
+    txmq("pending")
+    txmq("pending", "s3://b")
+    assert got == [
+        ("s3://a", {"AWS_REGION": "eu", "AWS_ENDPOINT": "y"}),
+        ("s3://b", {"AWS_ENDPOINT": "y"}),
+    ]
+
+
+def test_commands_in_errors_name_the_path_when_it_was_typed(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "make it with txmq topic create bills" in txmq("read", "bills", code=1)[1].replace("'", "")
+    assert f"txmq topic create {log.path} bills" in txmq("read", log.path, "bills", code=1)[1].replace("'", "")
+    assert "PATH" not in txmq("read", log.path, "bills", code=1)[1]
+
+
+# ---------------------------------------------------------------- query
+def test_messages_are_found_by_a_key_a_place_and_a_time(log: CommitLog) -> None:
+    for batch_id, numbers in enumerate([(1, 2, 11), (3, 4, 1)]):
+        commit(log, orders(log, batch_id, *numbers))
+
+    def found(*arguments: object) -> list[str]:
+        return [m["body"] for m in objects("query", *arguments)]
+
+    assert found("--key", "order-1") == ['{"order_id": 1}'] * 2, "order-11 has another key"
+    assert found("-k", "all", "--topic", "orders", "--limit", 3) == [f'{{"order_id": {n}}}' for n in (2, 4, 1)]
+    assert found("--topic", "orders", "--queue", 1, "--offset", 2) == ['{"order_id": 3}']
+    assert found("--topic", "orders", "--queue", 1, "--offset", 99) == []
+    assert len(found("--since", "1h", "--until", "0s")) == 6
+    assert found("--until", "1h") == found("--since", "2100-01-01T00:00:00Z") == []
+    second = log.read("orders", columns=["commit_timestamp"])["commit_timestamp"].to_pylist()[1]
+    assert len(found("--since", second.isoformat())) == 3
+    assert len(found("--until", second.isoformat())) == 3
+    log.drain()
+    assert len(found("--since", second.isoformat(), "--key", "all")) == 3
+    assert txmq("query", "--key", "nobody", code=1)[0] == "no such message\n"
+    assert "stopped at 1: --limit N shows more" in txmq("query", "--key", "all", "--limit", 1)[1]
+    assert "topic 'orders' has no queue 2" in txmq("query", "--topic", "orders", "--queue", 2, code=1)[1]
+    assert "or as a time ago, such as 2h" in txmq("query", "--since", "yesterday", code=1)[1]
+
+
+def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
+    record = orders(log, 0, 1, 2, 3, 3)
+    rows = pending(log, record)
+    some, others = split(rows, 2)
+    log.decide(record, 1, commit=some, who=Who.EXECUTE)
+    log.quarantine(record, 1, others, Who.DISCARD, "asked 15 times")
+    orders(log, 1, 9)
+    found = objects("query", "--half-id", "shop:0")
+    assert sorted((m["state"], m["body"]) for m in found) == sorted(
+        [(m["state"], m["body"]) for n in range(4) for m in objects("query", "--message-id", f"shop:0:0.{n}")]
+    )
+    assert {m["state"] for m in found} == {"committed", "quarantined"}
+    assert all(m["half_id"] == "shop:0" and m["msg_id"].startswith("shop:0:0.") for m in found)
+    (waits,) = objects("query", "-t", "shop:1:1:o9")
+    assert (waits["state"], waits["queue_offset"], waits["transaction_id"]) == ("pending", None, "shop:1:1:o9")
+    assert len(objects("query", "--transaction-id", "shop:0:1:o3")) == 2
+    assert len(objects("query", "--half-id", "shop:0", "--limit", 3)) == 3
+    let_leave(log)
+    assert len(objects("query", "--half-id", "shop:0")) == 4
+    assert "no half batch 'shop:7'" in txmq("query", "--half-id", "shop:7", code=1)[1]
+
+
+def test_what_left_half_is_found_by_its_id(log: CommitLog) -> None:
+    for batch_id in range(2):
+        commit(log, orders(log, batch_id, 1, 2))
+    let_leave(log)
+    assert [m["state"] for m in objects("query", "-t", "shop:0:1:o2")] == ["committed"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "say which messages"),
+        (("--half-id", "a:1", "--message-id", "a:1:0.0"), "--message-id and --half-id contradict each other"),
+        (("--half-id", "a:1", "--topic", "orders"), "--half-id and --topic contradict each other"),
+        (("--queue", 1), "it needs --topic"),
+        (("--topic", "orders", "--offset", 1), "it needs --queue"),
+        (("--key", "a", "--body", "raw"), "is not one of"),
+    ],
+)
+def test_a_query_that_cannot_be_is_refused(log: CommitLog, options: tuple[object, ...], said: str) -> None:
+    assert said in words(txmq("query", *options, code=2)[1])
+
+
+def test_one_message_is_shown_whole_and_cannot_steer_the_terminal(log: CommitLog) -> None:
+    commit(log, orders(log, 0, 1, body=[NASTY], tags=["\x1b]0;x\x07"]))
+    out, _ = txmq("query", "--key", "order-1")
+    assert {c for c in out if not c.isprintable()} <= {"\n"}
+    assert r"\x1b[31mred\x07\n\u202egnp.exe\x9b2J" in out
+    assert "state             committed" in out
+    assert "1b 5b 33 31 6d" in txmq("query", "--key", "order-1", "--body", "hex")[0]
+    assert "red" not in txmq("query", "--key", "order-1", "--body", "none")[0]
+    assert "4 of 24 bytes are shown" in txmq("query", "--key", "order-1", "--body-bytes", 4, "--body", "text")[0]
+
+
+@pytest.mark.parametrize("form", list(BodyForm))
+@pytest.mark.parametrize(
+    "body", [b"", NASTY.encode(), b"\xff\x00\x1b", b'{"a": "\\u001b[2J"}', b"[" * 9000, b'{"a"', b"7"]
+)
+def test_no_form_of_a_body_has_a_control_character(form: BodyForm, body: bytes) -> None:
+    assert {c for c in shown(body, form, 5000) if not c.isprintable()} <= {"\n"}
+
+
+def test_bodies_are_shown_as_what_they_are() -> None:
+    assert shown(b'{"b":1}', BodyForm.AUTO) == '{\n  "b": 1\n}'
+    assert shown(b"{no", BodyForm.AUTO) == "{no"
+    assert shown(b"\xff\x00A", BodyForm.AUTO) == "00000000  ff 00 41                                         ..A"
+    assert shown(b"\xffA", BodyForm.TEXT) == r"\xffA"
+    assert shown(None, BodyForm.AUTO) == shown(b"x", BodyForm.NONE) == ""
+
+
+# ---------------------------------------------------------------- trace
+def test_a_trace_is_told_with_what_can_be_done(log: CommitLog) -> None:
+    record = orders(log, 0, 1, 2)
+    rows = pending(log, record)
+    log.record_check(record, 1, rows, "the database was away")
+    out, _ = txmq("trace", "shop:0")
+    assert "messages        2: 2 pending" in out
+    assert [line.split()[3] for line in out.splitlines() if "+" in line] == ["checked"]
+    assert "the database was away" in out
+    assert "txmq resolve shop:0 COMMIT|ROLLBACK" in out.splitlines()[-1]
+    assert f"txmq resolve {log.path} shop:0 COMMIT" in txmq("trace", log.path, "shop:0")[0].splitlines()[-1]
+    commit(log, record)
+    (found,) = objects("trace", "shop:0:1:o2")
+    assert [e["kind"] for e in found["events"]] == ["prepared", "checked", "committed"]
+    assert datetime.fromisoformat(found["events"][0]["at"]).tzinfo is not None
+    assert "resolve" not in txmq("trace", "shop:0")[0]
+    half_id = quarantine(log, 0)
+    assert f"txmq resume {half_id}" in txmq("trace", half_id)[0]
+    half_id = conflict(log)
+    assert "a verdict came too late" in txmq("trace", half_id)[0]
+    assert "log.resolve" not in txmq("trace", half_id)[0]
+    assert "'x' is not a transaction id" in txmq("trace", "x", code=1)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("a:1", "half_id"), ("a:1:0.7", "message_id"), ("a:1:2", "transaction_id"), ("a:1:2:0.7", "transaction_id"),
+     ("a:1:2:k:e.y", "transaction_id"), ("nonsense", "transaction_id")],
+)  # fmt: skip
+def test_an_id_says_itself_what_it_is(name: str, kind: str) -> None:
+    assert argument_of(name) == {kind: name}
+
+
+# ---------------------------------------------------------------- topics
+def test_the_status_of_a_topic_has_its_offsets_messages_and_bytes(log: CommitLog) -> None:
+    commit(log, orders(log, 0, 1, 2, 3))
+    orders(log, 1, 5)
+    before = objects("topic", "status", "orders")
+    log.drain()
+    rows = objects("topic", "status", "orders")
+    assert [{k: r[k] for k in ("queue_id", "first_offset", "next_offset", "messages", "pending")} for r in rows] == [
+        {"queue_id": 0, "first_offset": 0, "next_offset": 1, "messages": 1, "pending": 0},
+        {"queue_id": 1, "first_offset": 0, "next_offset": 2, "messages": 2, "pending": 1},
+    ]
+    assert [r["bytes"] for r in before] == [0, 0]
+    assert rows[1]["bytes"] > rows[0]["bytes"] > 0
+    assert [r["last_commit"] for r in rows] == [r["last_commit"] for r in before]
+    assert abs(objects("topics")[0]["bytes"] - sum(r["bytes"] for r in rows)) <= 2
+    assert "did you mean 'orders'?" in txmq("topic", "status", "order", code=1)[1]
+
+
+def test_a_topic_is_not_deleted_and_it_is_said_what_to_do(log: CommitLog) -> None:
+    said = txmq("topic", "delete", "orders", code=1)[1]
+    assert "txmq topic set orders --retention 1h" in said
+    assert log.topics() == {"orders": 2}
+    assert "did you mean 'orders'?" in txmq("topic", "delete", "order", code=1)[1]
+
+
+# ---------------------------------------------------------------- what waits
+def test_what_waits_has_age_size_and_group(log: CommitLog) -> None:
+    orders(log, 0, 1)
+    prepare(log, 0, 1, app="other", group="bank")
+    quarantine(log, 7)
+    conflict(log)
+    for verb, half_ids in (
+        ("pending", ["shop:0", "other:0"]),
+        ("quarantined", ["nightly:7"]),
+        ("conflicts", ["late:0"]),
+    ):
+        rows = objects(verb)
+        assert [r["half_id"] for r in rows] == half_ids
+        assert all(r["bytes"] > 0 and 0 <= r["age_seconds"] < 3600 and r["check_times"] == 0 for r in rows)
+        assert {"age", "size"} <= set(txmq(verb)[0].split())
+    assert [r["half_id"] for r in objects("pending", "--group", "bank")] == ["other:0"]
+    assert objects("conflicts", "--group", "bank") == []
+
+
+def test_watch_shows_it_again_until_it_is_stopped(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = stopping(monkeypatch, lambda: orders(log, 0, 1))
+    out, _ = txmq("pending", "--watch", "2s")
+    assert out.startswith("nothing is pending\n")
+    assert "shop:0" in out
+    assert waits == [2.0, 2.0]
+    assert [r["half_id"] for r in objects("pending", "--watch", "1m")] == ["shop:0"]
+    assert "0s is no time" in words(txmq("pending", "--watch", "0s", code=2)[1])
+    assert "--watch '2' is not a duration" in txmq("pending", "--watch", "2", code=1)[1]
+
+
+def test_all_that_is_quarantined_is_resumed(log: CommitLog) -> None:
+    for batch_id, group in enumerate(["bank", "mail", "bank"]):
+        quarantine(log, batch_id, group)
+    assert [r["half_id"] for r in objects("resume", "all", "--group", "bank")] == ["nightly:0", "nightly:2"]
+    assert txmq("resume", "all")[0] == "nightly:1: 2 messages are pending again\n"
+    assert txmq("resume", "all")[0] == "nothing is quarantined\n"
+    assert log.pending().num_rows == 3
+    txmq("resume", "nightly:1", "--group", "bank", code=2)
+
+
+# ---------------------------------------------------------------- reading on
+def test_follow_shows_what_is_committed_from_now_on(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    for batch_id in range(2):
+        commit(log, orders(log, batch_id, 2 * batch_id, 2 * batch_id + 1))
+    steps = [lambda n=n: commit(log, orders(log, n, n)) for n in (5, 6)]
+    stopping(monkeypatch, *steps)
+    assert [m["body"] for m in objects("read", "orders", "--follow")] == ['{"order_id": 5}', '{"order_id": 6}']
+    stopping(monkeypatch, lambda: commit(log, orders(log, 9, 9)))
+    followed = objects("read", "orders", "-f", "--last", 1, "--every", "50ms")
+    assert [m["body"] for m in followed] == ['{"order_id": 6}', '{"order_id": 9}']
+    stopping(monkeypatch)
+    out, _ = txmq("read", "orders", "-f", "--from", "1=2", "--from", "0=2")
+    assert [line.split("  ")[1] for line in out.splitlines()] == ["0=2", "1=2", "1=3"]
+    assert "contradict each other" in words(txmq("read", "orders", "-f", "--limit", 1, code=2)[1])
+
+
+# ---------------------------------------------------------------- groups
+def test_members_of_a_group_are_listed_with_owner_generation_and_heartbeat(log: CommitLog) -> None:
+    commit(log, orders(log, 0, 1, 2))
+    ConsumerGroup(log, "spark").reset("earliest", ["orders"])
+    assert objects("group", "members", "spark") == []
+    assert "has no members now" in txmq("group", "members", "spark")[0]
+    with txmq_package.PullConsumer(log, "points", "orders") as consumer:
+        assert consumer.poll(60) is not None
+        (row,) = objects("group", "members", "points")
+        assert (row["queues"], row["topics"], row["generation"]) == (["orders 0", "orders 1"], "orders", 1)
+        assert 0 <= row["heartbeat_seconds"] < 600
+        assert " ago" in txmq("group", "members", "points")[0]
+    assert "no progress" in txmq("group", "members", "nobody", code=1)[1]
+
+
+def test_a_group_skips_what_it_has_not_read(log: CommitLog) -> None:
+    commit(log, orders(log, 0, 1, 2, 3))
+    ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    out, err = txmq("group", "skip", "points")
+    assert "3 messages are skipped" in err
+    assert sum(r["lag"] for r in objects("group", "lag", "points")) == 0
+    assert [r["lag"] for r in objects("group", "list")] == [0]
+    assert out.splitlines()[0].split() == ["topic", "queue_id", "next_offset"]
+
+
+def test_an_unknown_group_or_place_is_an_error_that_says_what_to_do(log: CommitLog) -> None:
+    for verb in ("delete", "hand-over"):
+        said = txmq("group", verb, "nogroup", code=1)[1]
+        assert said == "there is no consumer group 'nogroup' (no group has read from this commit log yet)\n"
+    ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    assert "did you mean 'points'?" in txmq("group", "delete", "pionts", code=1)[1]
+    said = txmq("group", "reset", "points", "--to", "first", code=1)[1]
+    assert "--to 'first' is no place (did you mean earliest?): earliest, latest, a time such as" in said
+    assert "is not a time" in txmq("group", "reset", "points", "--to", "2025-99-01", code=1)[1]
+    assert objects("group", "delete", "points") == [{"consumer_group": "points"}]
+    txmq("group", "delete", "points", code=1)
+
+
+# ---------------------------------------------------------------- stats and top
+def test_stats_count_what_came_lately(log: CommitLog) -> None:
+    commit(log, orders(log, 0, 1, 2, 3))
+    orders(log, 1, 7)
+    ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    rows = {row["kind"]: row for row in objects("stats")}
+    assert {k: rows["topic"][k] for k in ("topic", "last_minute", "last_hour", "last_day", "committed", "kept")} == {
+        "topic": "orders", "last_minute": 3, "last_hour": 3, "last_day": 3, "committed": 3, "kept": 3,
+    }  # fmt: skip
+    assert (rows["group"]["lag"], rows["group"]["dead_letters"]) == (3, 0)
+    assert (rows["transactions"]["pending"], rows["transactions"]["undrained_messages"]) == (1, 3)
+    assert "half batches: 1 pending, the oldest for" in txmq("stats")[0]
+
+
+def test_looking_makes_no_table(log: CommitLog) -> None:
+    for verb in ("stats", "doctor"):
+        CliRunner().invoke(app, [verb])
+    txmq("group", "list")
+    assert not (Path(log.path) / "groups").exists()
+
+
+def test_top_shows_rates_between_two_looks(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(log, orders(log, 0, 1))
+    ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    half_id = quarantine(log, 0)
+    stopping(monkeypatch, lambda: commit(log, orders(log, 1, 2, 3)))
+    (found,) = objects("top")
+    assert (found["quarantined"], found["topics"][0]["committed"], found["groups"][0]["lag"]) == (1, 3, 3)
+    assert found["topics"][0]["in_per_second"] > 0
+    stopping(monkeypatch, lambda: None)
+    out, _ = txmq("top")
+    assert f"{half_id}  quarantined" in out
+    assert "1 quarantined; 0 in conflict" in out
+
+
+def test_the_live_screen_has_all_and_no_control_characters_of_others(log: CommitLog) -> None:
+    conflict(log)
+    ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    seen = look(log)
+    console = Console(width=100, force_terminal=False)
+    with console.capture() as captured:
+        console.print(top.screen("txmq top  a\x1b[2Jb", seen, seen))
+    out = captured.get()
+    assert "\x1b" not in out
+    for word in ("topics", "consumer groups", "waiting for a verdict", "late:0", "conflict", "points"):
+        assert word in out
+
+
+# ---------------------------------------------------------------- words
+def test_ages_sizes_and_escapes_are_short() -> None:
+    assert [short_age(s) for s in (None, 0, 0.0123, 59.6, 3600, 3725, 200_000)] == [
+        "", "0s", "12ms", "1m", "1h", "1h 2m", "2d 7h",
+    ]  # fmt: skip
+    assert [size(n) for n in (None, 0, 1023, 1536, 5 * 1024**3, 3 * 1024**5)] == [
+        "", "0 B", "1023 B", "1.5 KiB", "5.0 GiB", "3072.0 TiB",
+    ]  # fmt: skip
+    assert escaped("a\tb\\ä\x00") == "a\\tb\\ä\\x00"
+
+
+def test_completion_knows_the_verbs() -> None:
+    environment = {"_TXMQ_COMPLETE": "complete_bash", "COMP_WORDS": "txmq qua", "COMP_CWORD": "1"}
+    result = CliRunner().invoke(app, [], prog_name="txmq", env=environment)
+    assert "quarantined" in result.output

@@ -1,0 +1,267 @@
+"""txmq doctor finds what is wrong, says what to do, and ends with a code for monitoring."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from rmq_spark.cli import doctor, doctor_log, doctor_machine
+from rmq_spark.cli.doctor_log import LogDoctor
+from rmq_spark.cli.doctor_machine import java_home, java_version, look_at_machine
+from rmq_spark.cli.finding import Finding, Level, worst
+from rmq_spark.commitlog.half import HalfWriter
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.consumer.groups import ConsumerGroup
+from rmq_spark.errors import StorageError, VerdictConflictError
+from rmq_spark.storage.clock import StoreClock
+from tests.commands import objects, txmq
+from tests.half_batches import commit, header_of, pending, prepare, rewrite_half
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommitLog:
+    """A commit log that the environment names, on a machine with nothing to say about."""
+    made = CommitLog.create(tmp_path / "log")
+    made.create_topic("orders", queues=2)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TXMQ_PATH", made.path)
+    monkeypatch.delenv("TXMQ_CONFIG", raising=False)
+    monkeypatch.setattr(doctor_machine, "look_at_machine", lambda: iter(()))
+    return made
+
+
+def found(log: CommitLog, interval: float = 60.0, answered: list[str] | None = None) -> Mapping[str, Finding]:
+    """The worst finding of each check."""
+    findings: dict[str, Finding] = {}
+    for finding in LogDoctor(log.another(), "", interval, answered).look():
+        known = findings.get(finding.check)
+        findings[finding.check] = finding if known is None or worst([known, finding]) is not known.level else known
+    return findings
+
+
+def bad(log: CommitLog, interval: float = 60.0, answered: list[str] | None = None) -> dict[str, str]:
+    """The checks that found something, and how bad it is."""
+    findings = found(log, interval, answered)
+    return {name: str(f.level) for name, f in findings.items() if f.level in (Level.WARNING, Level.CRITICAL)}
+
+
+# ---------------------------------------------------------------- as a command
+def test_all_is_well_and_the_exit_code_says_so(log: CommitLog) -> None:
+    commit(log, prepare(log, 0))
+    rows = objects("doctor")
+    assert {row["level"] for row in rows} == {"ok", "note"}
+    assert {"log", "permissions", "store", "clock", "tables", "pending", "checker", "drain", "files"} <= {
+        row["check"] for row in rows
+    }
+    assert txmq("doctor")[0].splitlines()[-1] == "0 critical, 0 warnings"
+    assert txmq("doctor", "--quiet")[0] == ""
+    assert [p.name for p in Path(log.path).iterdir() if p.name.startswith("_probe")] == [], "the trial left nothing"
+
+
+def test_warnings_and_what_is_critical_have_exit_codes_and_remedies(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "asked 15 times")
+    (row,) = objects("doctor", "--quiet", code=doctor.WARNINGS)
+    assert (row["check"], row["level"]) == ("quarantined", "warning")
+    assert row["remedy"].startswith("txmq resume app:0 ")
+    late = prepare(log, 1)
+    rows = late.fresh_state().rows_in((RowState.PENDING,))
+    log.decide(late, 1, rollback=rows, who=Who.CHECK)
+    with pytest.raises(VerdictConflictError):
+        log.decide(late, 1, commit=rows, who=Who.EXECUTE)
+    out, _ = txmq("doctor", log.path, code=doctor.CRITICAL)
+    assert f"→ txmq trace {log.path} app:1" in out
+    assert out.splitlines()[-1] == "1 critical, 1 warning"
+
+
+def test_a_log_that_cannot_be_opened_is_a_finding(log: CommitLog, tmp_path: Path) -> None:
+    rows = objects("doctor", tmp_path, code=doctor.CRITICAL)
+    assert (rows[-1]["check"], rows[-1]["level"]) == ("log", "critical")
+    assert f"make one with txmq create {tmp_path}" in rows[-1]["what"]
+
+
+def test_the_configuration_says_how_often_is_checked_and_who_answers(log: CommitLog, tmp_path: Path) -> None:
+    file = tmp_path / "txmq.toml"
+    file.write_text('path = "x"\n[check]\ntransactionCheckInterval = "5s"\n[listeners]\nbank = "a:b"\n')
+    prepare(log, 0, group="shop")
+    rows = {row["check"]: row for row in objects("doctor", code=doctor.WARNINGS)}
+    assert "1 listeners, checks every 5 s" in rows["configuration"]["what"]
+    assert "shop has pending half batches, and no listener" in rows["listeners"]["what"]
+    file.write_text("[chek]\n")
+    rows = {row["check"]: row for row in objects("doctor", code=doctor.WARNINGS)}
+    assert "did you mean 'check'?" in rows["configuration"]["what"]
+
+
+# ---------------------------------------------------------------- the store
+def test_a_store_a_clock_and_rights_that_are_wrong_are_told(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise StorageError("it is on a store without put-if-absent")
+
+    monkeypatch.setattr("rmq_spark.storage.stores.require_put_if_absent", refuse)
+    for ahead_s, level in ((90, "critical"), (-90, "critical"), (20, "warning")):
+        with monkeypatch.context() as patch:
+            now = log.machine.time()
+            patch.setattr(StoreClock, "stored_at", lambda self, to=now - ahead_s: to)
+            assert bad(log) == {"store": "critical", "clock": level}
+            assert f"{'ahead of' if ahead_s > 0 else 'behind'} the store's" in found(log)["clock"].what
+    access = os.access
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and access(path, mode))
+        assert bad(log) == {"store": "critical", "permissions": "warning"}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)
+        assert bad(log) == {"store": "critical", "permissions": "critical"}
+    assert found(log)["store"].what == "it is on a store without put-if-absent"
+
+
+def test_tables_that_somebody_wrote_to_are_told(log: CommitLog) -> None:
+    commit(log, prepare(log, 0))
+    rewrite_half(log)
+    assert bad(log) == {"tables": "warning"}
+    log.drain()
+    table = log.messages_table
+    table.refresh()
+    (path,) = table.actions()["path"].to_pylist()
+    shutil.copy(f"{log.path}/messages/{path}", f"{log.path}/messages/again.parquet")
+    import deltalake
+
+    deltalake.write_deltalake(f"{log.path}/messages", pa.table(table.read([path])), mode="append")
+    assert bad(log)["tables"] == "critical"
+
+
+def test_a_check_that_fails_is_a_finding_and_the_others_go_on(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_log, "conflict_rows", lambda log: 1 / 0)
+    findings = found(log)
+    assert findings["conflicts"].what.startswith("ZeroDivisionError")
+    assert findings["groups"].level is Level.OK
+
+
+# ---------------------------------------------------------------- transactions
+def test_a_checker_that_is_silent_is_told_when_something_waits_for_it(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert found(log)["checker"].level is Level.OK
+    record = prepare(log, 0)
+    assert bad(log) == {}, "it is young"
+    monkeypatch.setattr(doctor_log, "TRANSACTION_TIMEOUT_S", -1.0)
+    assert bad(log, interval=0.0) == {"pending": "warning", "checker": "critical"}
+    assert "never" in found(log, interval=0.0)["checker"].what
+    assert found(log, interval=0.0)["pending"].remedy == "txmq trace app:0"
+    log.record_check(record, 1, pending(log, record), "UNKNOWN")
+    monkeypatch.setattr(doctor_log, "TRANSACTION_TIMEOUT_S", -600.0)
+    assert bad(log, interval=100.0) == {"pending": "warning"}, "it has checked within three intervals"
+    log.lease(record, 60)
+    assert bad(log, interval=100.0) == {}, "its local transaction runs"
+
+
+def test_what_is_old_is_critical(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(log, 0)
+    later = log.machine.now() + timedelta(hours=2)
+    monkeypatch.setattr(type(log.machine), "now", lambda self: later)
+    assert bad(log) == {"pending": "critical", "checker": "critical"}
+    assert "the oldest for 2h" in found(log)["pending"].what
+
+
+def test_a_group_without_a_listener_is_named_but_not_for_plain_sending(log: CommitLog) -> None:
+    prepare(log, 0, group="shop")
+    prepare(log, 1, group="plain", fence_id="none")
+    assert bad(log, answered=["bank"]) == {"listeners": "warning"}
+    assert "shop has pending" in found(log, answered=["bank"])["listeners"].what
+    assert bad(log, answered=["shop"]) == {}
+
+
+def test_delayed_messages_that_nobody_places_are_told(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = {"body": ["x"], "delay_level": pa.array([1], pa.int32())}
+    commit(log, prepare(log, 0, columns))
+    assert bad(log) == {}
+    later = log.machine.now() + timedelta(minutes=30)
+    monkeypatch.setattr(type(log.machine), "now", lambda self: later)
+    assert bad(log) == {"delayed": "critical"}
+
+
+# ---------------------------------------------------------------- upkeep and consumers
+def test_upkeep_that_is_behind_is_told(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(log, prepare(log, 0))
+    assert "5 messages" in found(log)["drain"].what
+    later = log.machine.now() + timedelta(minutes=30)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(log.machine), "now", lambda self: later)
+        assert bad(log) == {"drain": "warning"}
+    log.drain()
+    assert found(log)["drain"].what == "every committed message is in the table messages"
+    monkeypatch.setattr(doctor_log, "HALF_FILES", 0)
+    assert bad(log) == {"files": "warning"}
+    assert found(log)["files"].remedy == "txmq maintain"
+
+
+def test_queues_of_a_dead_member_and_dead_letters_are_told(log: CommitLog) -> None:
+    commit(log, prepare(log, 0))
+    group = ConsumerGroup(log, "points")
+    group.reset("earliest", ["orders"])
+    assert bad(log) == {}
+    generation = log.groups.places("points")[("orders", 0)].generation
+    assert log.groups.claim("points", "host@1.dead", {("orders", 0): generation}, {}, "test", take_over=True)
+    assert bad(log) == {"groups": "warning"}
+    assert found(log)["groups"].remedy == "txmq group members points"
+    log.create_own_topic("%DLQ%points")
+    header = header_of(0, "dead")
+    writer = HalfWriter(header, log.topics(), "%DLQ%points", None, own=True)
+    table = pa.table({"body": ["x"]})
+    commit(log, log.prepare(header, log.stage(writer, table.to_batches())))
+    assert found(log)["dead letters"].what == "points: 1 dead letter"
+
+
+# ---------------------------------------------------------------- the machine
+def test_versions_are_found_without_starting_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.Popen", None)
+    findings = {f.check: f for f in look_at_machine()}
+    assert findings["python"].what.startswith(sys.version.split()[0])
+    assert {"pyarrow", "deltalake", "pyspark", "java"} <= set(findings)
+    versions = {"pyarrow": "17.0.0", "deltalake": None, "pyspark": "5.0.0", "delta-spark": None}
+    monkeypatch.setattr(doctor_machine, "_version", versions.get)
+    findings = {f.check: f for f in look_at_machine()}
+    assert findings["pyarrow"].level is findings["deltalake"].level is Level.CRITICAL
+    assert findings["deltalake"].remedy == "pip install 'deltalake>=1.6'"
+    assert (findings["pyspark"].level, findings["delta-spark"].level) == (Level.WARNING, Level.NOTE)
+
+
+@pytest.mark.parametrize(
+    ("release", "version"),
+    [('JAVA_VERSION="17.0.9"\n', 17), ('A="1"\nJAVA_VERSION="1.8.0_392"\n', 8), ('JAVA_VERSION="21"', 21), ("", None)],
+)
+def test_a_java_says_its_version_in_a_file(tmp_path: Path, release: str, version: int | None) -> None:
+    assert java_version(tmp_path) is None
+    (tmp_path / "release").write_text(release)
+    assert java_version(tmp_path) == version
+
+
+def test_java_and_the_workers_python_are_looked_for_where_spark_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    java = tmp_path / "jdk" / "bin" / "java"
+    java.parent.mkdir(parents=True)
+    java.write_text("#!/bin/false\n")
+    java.chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "java").symlink_to(java)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    assert java_home() == tmp_path / "jdk"
+    (tmp_path / "jdk" / "release").write_text('JAVA_VERSION="11.0.2"')
+    monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
+    findings = {f.check: f for f in look_at_machine()}
+    assert "version 11 in" in findings["java"].what
+    assert findings["workers"].remedy == f"export PYSPARK_PYTHON={sys.executable}"
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    findings = {f.check: f for f in look_at_machine()}
+    assert findings["workers"].level is Level.OK
+    assert "no java is on the PATH" in findings["java"].what
