@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.command import SETTLE
+from rmq_spark.cli.command import SETTLE, typed_path
 from rmq_spark.cli.output import (
     AsJson,
     LogPath,
@@ -24,6 +24,7 @@ from rmq_spark.cli.output import (
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.cli.watching import Watch, watched
+from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -175,6 +176,7 @@ def resume(
 ) -> None:
     """Take a half batch out of quarantine: the next round of checks asks its listener again, and counts anew."""
     log = open_log(path, storage)
+    at = f"{typed_path()} " if typed_path() else ""
     if half_id != EVERYTHING:
         if group is not None:
             raise typer.BadParameter("it goes with all: write txmq resume all --group …", param_hint="--group")
@@ -186,5 +188,7 @@ def resume(
             say(False, {}, "nothing is quarantined") if not as_json else None
     for one in wanted:
         count = log.resume(one, reason)
+        if not count and half_id != EVERYTHING:
+            raise OptionError(f"nothing of {one} is quarantined: txmq trace {at}{one} tells how it stands")
         text = f"{one}: {count_of(count, 'message')} {'is' if count == 1 else 'are'} pending again"
         say(as_json, {"half_id": one, "messages": count}, one_line(text))

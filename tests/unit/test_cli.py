@@ -184,7 +184,7 @@ def test_pending_quarantine_resume_and_resolve(log: CommitLog) -> None:
     record = prepare(log)
     found = objects("pending", log.path)
     assert [(r["half_id"], r["messages"], r["producer_group"]) for r in found] == [("app:0", 2, "shop")]
-    assert re.search(r"^app:0 +shop +1 +2 +0 +20", txmq("pending", log.path)[0], re.MULTILINE)
+    assert re.search(r"^app:0 +shop +1 +2 +0 +\S+ +[\d.]+ KiB +20", txmq("pending", log.path)[0], re.MULTILINE)
     log.quarantine(record, 1, rows(log, record), Who.DISCARD, "too often")
     assert txmq("pending", log.path)[0] == "nothing is pending\n"
     assert "app:0" in txmq("quarantined", log.path)[0]

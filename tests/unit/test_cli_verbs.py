@@ -330,6 +330,8 @@ def test_all_that_is_quarantined_is_resumed(log: CommitLog) -> None:
     assert txmq("resume", "all")[0] == "nothing is quarantined\n"
     assert log.pending().num_rows == 3
     txmq("resume", "nightly:1", "--group", "bank", code=2)
+    said = "nothing of nightly:1 is quarantined: txmq trace nightly:1 tells how it stands\n"
+    assert txmq("resume", "nightly:1", code=1)[1] == said
 
 
 # ---------------------------------------------------------------- reading on

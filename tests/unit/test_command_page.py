@@ -1,0 +1,91 @@
+"""docs/command.md: its examples print what it says, and it has every verb."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from rmq_spark.cli import app, doctor_machine
+
+PAGE = Path(__file__).parents[2] / "docs" / "command.md"
+CHANGES = (
+    (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", "TIME"),
+    (r"\+?\b\d+(ms|[smhd])( \d+[smhd])?\b(?! --)", "AGE"),
+    (r"\b[\d.]+ [KMG]?i?B\b", "SIZE"),
+    (r'"(age_seconds|bytes|prepared_at|lag_seconds)": [^,}]+', r'"\1": …'),
+    (r"\b\d+\.\d+\b", "NUMBER"),
+    (r"/\S+/shop/", "/srv/shop/"),
+    (r"[ \t]+", " "),
+)
+"""What differs from run to run: times, ages, sizes, rates, and so the width of columns."""
+
+
+def examples(text: str) -> Iterator[tuple[str, str]]:
+    """The commands of the page, and what it says that they print."""
+    for block in re.findall(r"^```console\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for example in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, printed = example.partition("\n")
+            yield command, printed
+
+
+def run(command: str) -> str:
+    """What a command prints, and its exit code when it is not 0."""
+    name, *arguments = shlex.split(command)
+    assert name == "txmq"
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "140"})
+    code = f"[exit code {result.exit_code}]\n" if result.exit_code else ""
+    return f"{result.output}{code}"
+
+
+def alike(text: str) -> str:
+    for pattern, word in CHANGES:
+        text = re.sub(pattern, word, text)
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+
+
+def test_every_example_prints_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = PAGE.read_text()
+    monkeypatch.chdir(tmp_path)
+    for name in ("TXMQ_PATH", "TXMQ_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor_machine, "look_at_machine", lambda: iter(()))
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(compile(program, str(PAGE), "exec"), {"__name__": "command_page"})
+    commands = 0
+    for command, printed in examples(text):
+        assert alike(run(command)) == alike(printed), command
+        commands += 1
+    assert commands > 30
+
+
+def verbs(command: Any, before: str = "") -> Iterator[str]:
+    for name, inner in command.commands.items():
+        if hasattr(inner, "commands"):
+            yield from verbs(inner, f"{before}{name} ")
+        else:
+            yield f"{before}{name}"
+
+
+def test_the_page_has_every_verb_and_no_other() -> None:
+    text = PAGE.read_text()
+    headings = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
+    elsewhere = set(re.findall(r"^\| `(\w+)` \| \[", text, re.MULTILINE))
+    known = set(verbs(get_command(app)))
+    assert headings <= known
+    assert known - headings <= elsewhere
+
+
+def test_the_page_has_every_exit_code() -> None:
+    from rmq_spark.cli import command, doctor, relaying
+
+    codes = {command.OK, command.FAILED, command.BAD_USAGE, relaying.FENCED, relaying.REFUSED, doctor.WARNINGS,
+             doctor.CRITICAL}  # fmt: skip
+    table = re.findall(r"^\| (\d) \| ", PAGE.read_text(), re.MULTILINE)
+    assert sorted(map(int, table)) == sorted(codes)
