@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rmq_spark.cli.command import App
-from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, show
+from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, say, show
 from rmq_spark.cli.text import short
 from rmq_spark.errors import OptionError
 
@@ -44,6 +44,7 @@ def resend(
     group: Group,
     offset: Annotated[list[int] | None, typer.Option(help="A letter's queue_offset; may be repeated.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All that were not sent again yet.")] = False,
+    as_json: AsJson = False,
     storage: Storage = None,
 ) -> None:
     """Send dead letters to their group again; their retries are counted anew. A letter is sent again only once."""
@@ -52,4 +53,5 @@ def resend(
     if everything == bool(offset):
         raise OptionError("say which letters: --offset N (may be repeated), or --all")
     sent = DeadLetters(open_log(path, storage), group).resend(None if everything else offset)
-    typer.echo(f"{sent} dead letter{'' if sent == 1 else 's'} sent again to {group}")
+    text = f"{sent} dead letter{'' if sent == 1 else 's'} sent again to {group}"
+    say(as_json, {"consumer_group": group, "sent": sent}, text)

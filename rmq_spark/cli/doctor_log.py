@@ -223,13 +223,13 @@ class LogDoctor:
             age = short_age((self._now - newest).total_seconds())
             yield Finding("checker", Level.OK, f"its last word on what is overdue is {age} old")
             return
-        since = "never" if newest is None else f"for {short_age((self._now - newest).total_seconds())}"
+        since = "" if newest is None else f" for {short_age((self._now - newest).total_seconds())}"
         yield Finding(
             "checker",
             Level.CRITICAL,
-            f"{count_of(len(overdue), 'half batch')} should have been checked, and no checker has said a word on them "
-            f"{since} (it is due every {self._interval:g} s): it does not run, or has no listener for them, or its "
-            "listener fails",
+            f"{count_of(len(overdue), 'half batch')} should have been checked, and no checker has said a word on that"
+            f"{since} (it is due every {self._interval:g} s): it does not run, or has no listener for the group, or "
+            "its listener fails",
             "txmq check --once (its output says why); then see that the check job runs",
         )
 

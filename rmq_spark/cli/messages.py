@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,11 +101,12 @@ def _follow(choice: Any, last: int | None, start: dict[int, int] | None, interva
         ends = {**{queue: end for queue, end in ends.items() if queue not in start}, **start}
     elif last is not None:
         _print_lines(choice.newest_before(last, ends), as_json)
-    while True:
-        found, ends = choice.since(ends)
-        _print_lines(found, as_json)
-        if not wait(interval):
-            return
+    with suppress(KeyboardInterrupt):
+        while True:
+            found, ends = choice.since(ends)
+            _print_lines(found, as_json)
+            if not wait(interval):
+                return
 
 
 def _print_lines(table: pa.Table, as_json: bool) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from rmq_spark.cli.groups import group_rows
 from rmq_spark.cli.settling import conflict_rows, open_rows
@@ -103,14 +106,39 @@ def look(log: CommitLog) -> Overview:
 
 
 def committed_since(log: CommitLog, now: datetime) -> dict[str, dict[str, int]]:
-    """Return by topic how many messages were committed within each of :data:`WINDOWS`."""
-    from rmq_spark.commitlog.placements import Placements
+    """Return by topic how many messages were committed within each of :data:`WINDOWS`.
 
-    placements = Placements(log, lambda topic: True)
-    ends = placements.latest()
-    found: dict[str, dict[str, int]] = {topic: dict.fromkeys(WINDOWS, 0) for topic, _ in ends}
-    for name, seconds in WINDOWS.items():
-        first = placements.first_since(now - timedelta(seconds=seconds))
-        for (topic, queue_id), end in ends.items():
-            found[topic][name] += end - min(end, first.get((topic, queue_id), end))
+    Of drained messages the statistics of their files tell, and only a file in which a window begins is read.
+    """
+    found: dict[str, dict[str, int]] = {}
+    log.drained.newest_border()
+    longest = now - timedelta(seconds=max(WINDOWS.values()))
+    for name, topic, count in _drained_within(log, now):
+        found.setdefault(topic, dict.fromkeys(WINDOWS, 0))[name] += count
+    for rows, _ in log.placements(log.drained.position + 1):
+        late = rows.filter(pc.greater_equal(rows["op_time"], pa.scalar(longest, rows["op_time"].type)))
+        for row in late.select(["topic", "count", "op_time"]).to_pylist():
+            counts = found.setdefault(row["topic"], dict.fromkeys(WINDOWS, 0))
+            for name, seconds in WINDOWS.items():
+                counts[name] += row["count"] if row["op_time"] >= now - timedelta(seconds=seconds) else 0
     return found
+
+
+def _drained_within(log: CommitLog, now: datetime) -> Iterator[tuple[str, str, int]]:
+    """Yield names of windows, topics, and how many messages of a file were committed then."""
+    table = log.messages_table
+    columns = ["path", "num_records", "min.topic", "min.commit_timestamp", "max.commit_timestamp"]
+    for file in table.actions().select(columns).to_pylist() if table.actions().num_rows else ():
+        first, last = file["min.commit_timestamp"], file["max.commit_timestamp"]
+        times: pa.ChunkedArray | None = None
+        for name, seconds in WINDOWS.items():
+            since = now - timedelta(seconds=seconds)
+            if last is not None and last < since:
+                continue
+            if first is not None and first >= since:
+                yield name, file["min.topic"], file["num_records"]
+                continue
+            if times is None:
+                times = table.read([file["path"]], ["commit_timestamp"])["commit_timestamp"]
+            count = pc.sum(pc.greater_equal(times, pa.scalar(since, times.type))).as_py() or 0
+            yield name, file["min.topic"], count

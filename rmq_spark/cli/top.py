@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,7 +51,7 @@ def top(
         return
     from rich.live import Live
 
-    with Live(screen(title, before, before), screen=True, auto_refresh=False) as live:
+    with suppress(KeyboardInterrupt), Live(screen(title, before, before), screen=True, auto_refresh=False) as live:
         while wait(interval):
             now = look(log)
             live.update(screen(title, now, before), refresh=True)
@@ -165,13 +166,18 @@ def screen(title: str, now: Overview, before: Overview) -> RenderableType:
     panels: list[RenderableType] = [Text(f"{one_line(title)}   {short_time(now.at)}", style="bold"), head]
     for name, rows in (
         ("topics", topic_rows(now, before)),
-        ("consumer groups", consumer_rows(now, before)),
+        ("consumer groups", [_behind(row) for row in consumer_rows(now, before)]),
         ("waiting for a verdict", open_half_batches(now)),
     ):
         if rows:
             panels.append(Panel(_grid(rows[:ROWS]), title=name, title_align="left", border_style="dim"))
     panels.append(Text("Ctrl-C ends", style="dim"))
     return Group(*panels)
+
+
+def _behind(row: dict[str, Any]) -> dict[str, Any]:
+    """A consumer group's row with its lag as an age."""
+    return {("behind" if k == "lag_seconds" else k): short_age(v) if k == "lag_seconds" else v for k, v in row.items()}
 
 
 def _grid(rows: list[dict[str, Any]]) -> RenderableType:
@@ -181,7 +187,7 @@ def _grid(rows: list[dict[str, Any]]) -> RenderableType:
     grid = Table(box=None, expand=True, pad_edge=False, header_style="bold")
     for name in rows[0]:
         number = all(isinstance(row[name], (int, float)) for row in rows)
-        grid.add_column(name, justify="right" if number else "left", overflow="ellipsis", no_wrap=True)
+        grid.add_column(name, justify="right" if number or name == "behind" else "left", no_wrap=True)
     for row in rows:
         cells = [f"{v:,}" if isinstance(v, (int, float)) else one_line(str(v)) for v in row.values()]
         style = {"conflict": "bold red", "quarantined": "yellow"}.get(str(row.get("state")), "")

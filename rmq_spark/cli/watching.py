@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Annotated
 
 import typer
@@ -21,12 +22,13 @@ CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 def watched(every: str | None, text: Callable[[], str]) -> None:
     """Print a text; with an interval again and again. A terminal shows the newest one alone."""
     interval = None if every is None else interval_of(every)
-    while True:
-        found = text()
-        typer.echo(f"{CLEAR}{found}" if interval is not None and sys.stdout.isatty() else found, nl=False)
-        sys.stdout.flush()
-        if interval is None or not wait(interval):
-            return
+    with nullcontext() if interval is None else suppress(KeyboardInterrupt):
+        while True:
+            found = text()
+            typer.echo(f"{CLEAR}{found}" if interval is not None and sys.stdout.isatty() else found, nl=False)
+            sys.stdout.flush()
+            if interval is None or not wait(interval):
+                return
 
 
 def interval_of(every: str, option: str = "watch") -> float:

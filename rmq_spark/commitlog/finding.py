@@ -118,6 +118,8 @@ def find(log: ProtocolSteps, wanted: Wanted, limit: int) -> pa.Table:
         ends = {queue: ends[queue] for queue in start}
     condition = wanted.where
     where = None if condition is None else Filter(condition, log.machine.time_ms())
+    if where is None:  # no queue has more of them than the limit
+        ends = {queue: min(end, start.get(queue, 0) + limit) for queue, end in ends.items()}
     parts, left = [], limit
     ranges, _ = placements.between(start, ends)
     for messages in read_ranges(ranges, log.read_range, log.find_again, SOURCE_SCHEMA.names, where):

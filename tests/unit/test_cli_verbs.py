@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import rmq_spark as txmq_package
 from rmq_spark.cli import app, messages, top, watching
 from rmq_spark.cli.bodies import BodyForm, shown
-from rmq_spark.cli.overview import look
+from rmq_spark.cli.overview import committed_since, look
 from rmq_spark.cli.text import escaped, short_age, size
 from rmq_spark.cli.tracing import argument_of
 from rmq_spark.commitlog.log import CommitLog
@@ -322,6 +322,16 @@ def test_watch_shows_it_again_until_it_is_stopped(log: CommitLog, monkeypatch: p
     assert "--watch '2' is not a duration" in txmq("pending", "--watch", "2", code=1)[1]
 
 
+def test_ctrl_c_is_the_way_to_stop_and_no_error(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CommitLog, "pending", interrupt)
+    txmq("pending", "--watch", "1s")
+    monkeypatch.setattr("rmq_spark.cli.reading.Choice.since", interrupt)
+    txmq("read", "orders", "--follow")
+
+
 def test_all_that_is_quarantined_is_resumed(log: CommitLog) -> None:
     for batch_id, group in enumerate(["bank", "mail", "bank"]):
         quarantine(log, batch_id, group)
@@ -400,6 +410,25 @@ def test_stats_count_what_came_lately(log: CommitLog) -> None:
     assert (rows["group"]["lag"], rows["group"]["dead_letters"]) == (3, 0)
     assert (rows["transactions"]["pending"], rows["transactions"]["undrained_messages"]) == (1, 3)
     assert "half batches: 1 pending, the oldest for" in txmq("stats")[0]
+
+
+def test_stats_count_the_same_whether_drained_or_not(log: CommitLog) -> None:
+    """Also where a window begins within a file: only that file is read."""
+    for batch_id in range(3):
+        commit(log, orders(log, batch_id, 1, 2))
+    times = sorted(log.read("orders", columns=["commit_timestamp"])["commit_timestamp"].to_pylist())
+
+    def counts() -> list[dict[str, int]]:
+        ends = [times[2] + timedelta(minutes=1), times[-1], times[2] + timedelta(hours=1), times[0] + timedelta(days=2)]
+        return [committed_since(CommitLog.open(log.path), end).get("orders", {}) for end in ends]
+
+    before = counts()
+    assert [found.get("last_minute") for found in before[:2]] == [4, 6]
+    assert before[2] == {"last_minute": 0, "last_hour": 4, "last_day": 6}
+    log.drain()
+    assert [{k: v for k, v in found.items() if v} for found in counts()] == [
+        {k: v for k, v in found.items() if v} for found in before
+    ]
 
 
 def test_looking_makes_no_table(log: CommitLog) -> None:

@@ -153,11 +153,15 @@ def test_a_checker_that_is_silent_is_told_when_something_waits_for_it(
     assert bad(log) == {}, "it is young"
     monkeypatch.setattr(doctor_log, "TRANSACTION_TIMEOUT_S", -1.0)
     assert bad(log, interval=0.0) == {"pending": "warning", "checker": "critical"}
-    assert "never" in found(log, interval=0.0)["checker"].what
+    assert "no checker has said a word on that (it is due" in found(log, interval=0.0)["checker"].what
     assert found(log, interval=0.0)["pending"].remedy == "txmq trace app:0"
     log.record_check(record, 1, pending(log, record), "UNKNOWN")
     monkeypatch.setattr(doctor_log, "TRANSACTION_TIMEOUT_S", -600.0)
     assert bad(log, interval=100.0) == {"pending": "warning"}, "it has checked within three intervals"
+    later = log.machine.now() + timedelta(minutes=20)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(log.machine), "now", lambda self: later)
+        assert "a word on that for " in found(log, interval=100.0)["checker"].what
     log.lease(record, 60)
     assert bad(log, interval=100.0) == {}, "its local transaction runs"
 
