@@ -55,6 +55,7 @@ def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
     from rmq_spark.cli.configuration import configured
     from rmq_spark.cli.doctor_log import LogDoctor
     from rmq_spark.cli.doctor_machine import look_at_machine
+    from rmq_spark.commitlog.opening import FORMAT
 
     yield from look_at_machine()
     try:
@@ -68,7 +69,9 @@ def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
     except Exception as problem:
         yield Finding("log", Level.CRITICAL, sentence_of(problem))
         return
-    yield Finding("log", Level.OK, f"{one_line(log.path)} is a commit log of this version's format")
+    yield Finding(
+        "log", Level.OK, f"{one_line(log.path)} is a commit log of format {FORMAT}, which this version writes"
+    )
     typed = typed_path()
     yield from LogDoctor(log, f"{typed} " if typed else "", interval, answered).look()
 

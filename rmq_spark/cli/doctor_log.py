@@ -17,6 +17,7 @@ from rmq_spark.cli.text import count_of, one_line, short_age, size
 from rmq_spark.config import CLOCK_SKEW_S_MAX, DRAIN_EVERY_S, INT64_MAX, TRANSACTION_TIMEOUT_S
 from rmq_spark.listener import NO_LISTENER_FENCE
 from rmq_spark.message import DLQ_PREFIX
+from rmq_spark.storage.answers import is_denied
 from rmq_spark.storage.location import is_uri
 
 if TYPE_CHECKING:
@@ -81,7 +82,14 @@ class LogDoctor:
             try:
                 yield from check()
             except Exception as problem:
-                yield Finding(name, Level.CRITICAL, sentence_of(problem))
+                yield self._failed(name, problem)
+
+    @staticmethod
+    def _failed(name: str, problem: Exception) -> Finding:
+        if name in ("store", "clock") and (is_denied(problem) or "permission denied" in str(problem)):
+            what = f"this user may not write to the store: enough for a reader ({sentence_of(problem)})"
+            return Finding(name, Level.WARNING, what, "give a sender or a checker the right to write")
+        return Finding(name, Level.CRITICAL, sentence_of(problem))
 
     def _command(self, verb: str, *rest: str) -> str:
         return f"txmq {verb} {self._typed}{' '.join(rest)}".rstrip()

@@ -62,11 +62,15 @@ class Choice:
     def since(self, start: Offsets) -> tuple[pa.Table, dict[int, int]]:
         """Return the messages from these offsets on, and the offsets where they end. Queues that began to move later
         are read from their first message that is kept."""
-        firsts, ends = self._bounds()
-        begin = {queue: max(start.get(queue, 0), first) for queue, first in firsts.items()}
-        behind = {queue: end for queue, end in ends.items() if begin[queue] < end}
-        found = self._between({q: begin[q] for q in behind}, behind, None)
-        return found, {queue: max(end, start.get(queue, 0)) for queue, end in ends.items()}
+        reached: dict[int, int] = {}
+
+        def read(firsts: Offsets, ends: Offsets) -> pa.Table:
+            begin = {queue: max(start.get(queue, 0), first) for queue, first in firsts.items()}
+            behind = {queue: end for queue, end in ends.items() if begin[queue] < end}
+            reached.update({queue: max(end, start.get(queue, 0)) for queue, end in ends.items()})
+            return self._between({q: begin[q] for q in behind}, behind, None)
+
+        return self._of_what_is_kept(read), reached
 
     def _newest(self, count: int, firsts: Offsets, ends: Offsets) -> pa.Table:
         found: dict[int, list[tuple[datetime, int]]] = {queue: [] for queue in ends}

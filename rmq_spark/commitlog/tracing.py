@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.half import Segment
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState
+from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.trace import Trace, TraceEvent, TraceKind, TracePlace
 from rmq_spark.config import CLOCK_SKEW_S_MAX
@@ -257,7 +257,7 @@ def _bits(rows: pa.Table) -> dict[int, bytes]:
 def _of_archived(log: ProtocolSteps, asked: _Asked, record: HalfRecord | None, kept: Archived, rows: pa.Table) -> Trace:
     """The story of a half batch that is about to leave (then there is a record), or has left."""
     visible = _visible(log, asked, kept)
-    chosen = None if asked.is_whole(kept.transaction_per) else _chosen_among(asked, visible)
+    chosen = _chosen_of_archived(log, asked, record, kept, visible)
     unknown: list[str] = []
     decided = rows.filter(pc.is_in(rows["kind"], value_set=pa.array(_DECISIONS)))
     if sum(decided["count"].to_pylist()) < sum(d.count for d in kept.decisions):
@@ -271,7 +271,11 @@ def _of_archived(log: ProtocolSteps, asked: _Asked, record: HalfRecord | None, k
         events = list(_events(rows, chosen, kept.rows))
     messages, outcome = kept.rows, {name: getattr(kept, name) for name in OUTCOMES if getattr(kept, name)}
     if chosen is not None:
-        messages, outcome = visible.num_rows, {"committed": visible.num_rows} if visible.num_rows else {}
+        messages, outcome = (
+            visible.num_rows,
+            {"committed": visible.num_rows} if visible.num_rows else _last_word(events),
+        )
+        messages = messages or sum(outcome.values())
     if chosen is not None and not messages:
         unknown.append(
             f"table messages does not have it. Of the {kept.rows} messages of its half batch {kept.committed} were "
@@ -321,9 +325,25 @@ def _of_forgotten(log: ProtocolSteps, asked: _Asked) -> Trace:
     )
 
 
-def _chosen_among(asked: _Asked, visible: pa.Table) -> Chosen:
+def _chosen_of_archived(
+    log: ProtocolSteps, asked: _Asked, record: HalfRecord | None, kept: Archived, visible: pa.Table
+) -> Chosen | None:
+    """The rows that are asked for: half tells while it has them, then the visible messages, or the id itself."""
+    if asked.is_whole(kept.transaction_per):
+        return None
+    if record is not None:
+        return _chosen_in_half(log, asked, record)
     at = asked.row()
     return {at[0]: _one(at[1])} if at is not None and visible.num_rows == 0 else _bits(visible)
+
+
+def _last_word(events: Sequence[TraceEvent]) -> dict[str, int]:
+    """What became of a transaction that is not visible, by the last decision on it."""
+    by_who = {Who.CHECK.value: "rolled_back_by_check", Who.DISCARD.value: "rolled_back_by_discard"}
+    for event in reversed(_in_order(events)):
+        if event.kind is TraceKind.ROLLED_BACK and event.op_version is not None:
+            return {by_who.get(event.decided_by or "", "rolled_back"): event.messages}
+    return {}
 
 
 def _not_found(log: ProtocolSteps, asked: _Asked) -> HalfBatchNotFoundError:

@@ -121,6 +121,13 @@ def test_a_store_a_clock_and_rights_that_are_wrong_are_told(log: CommitLog, monk
         assert bad(log) == {"store": "critical", "permissions": "critical"}
     assert found(log)["store"].what == "it is on a store without put-if-absent"
 
+    def deny(*_: object) -> None:
+        raise StorageError("s3://shop cannot be used (permission denied): no PutObject")
+
+    monkeypatch.setattr("rmq_spark.storage.stores.require_put_if_absent", deny)
+    assert bad(log) == {"store": "warning"}
+    assert "enough for a reader" in found(log)["store"].what
+
 
 def test_tables_that_somebody_wrote_to_are_told(log: CommitLog) -> None:
     commit(log, prepare(log, 0))

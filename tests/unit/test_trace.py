@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from rmq_spark.commitlog.leaving import Graces, Leaver
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.trace import Trace
@@ -132,6 +133,31 @@ def test_what_left_and_was_pruned_tells_its_decisions_and_places(log: CommitLog)
     assert (b.messages, b.outcome) == (0, {})
     assert "it was rolled back, or has expired, or there never was such a one" in b.unknown[2]
     assert another(log).trace(message_id="app:1:0.2").events[0].messages == 1
+
+
+def test_what_is_about_to_leave_or_is_not_pruned_yet_tells_everything(log: CommitLog) -> None:
+    by_key(log)
+    record = prepare(log, 0, 3, app="each", per="message")
+    rows = pending(log, record)
+    log.decide(record, 1, rollback=rows, who=Who.CHECK, reason="never happened")
+    prepare(log, 1, 1, app="each")
+    log.drain()
+    log.move_mark()
+    leaver = Leaver(another(log), Graces(0, 0, 1e9))
+    assert leaver.archive() == 2
+    found = another(log).trace("app:1:1:b")
+    assert (found.where, found.outcome, found.messages) == ("leaving", {"rolled_back": 1}, 1)
+    assert kinds(found) == ["prepared", "leased", "rolled_back", "archived"]
+    assert another(log).trace("each:0:1:0.1").outcome == {"rolled_back_by_check": 1}
+    leaver.remove()
+    left = another(log).trace("each:0:1:0.1")
+    assert (left.where, left.outcome, kinds(left)[1:]) == (
+        "left",
+        {"rolled_back_by_check": 1},
+        ["rolled_back", "archived"],
+    )
+    assert another(log).trace("app:1:1:a").messages == 3
+    assert another(log).trace(half_id="app:1").unknown == ()
 
 
 def test_what_is_forgotten_tells_where_its_messages_stand(log: CommitLog) -> None:
