@@ -7,6 +7,7 @@ import threading
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deltalake import DeltaTable
@@ -250,25 +251,30 @@ def test_the_command(tmp_path: Path) -> None:
         assert result.exit_code == code, result.output
         return result.output
 
+    def objects(*arguments: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in run(*arguments, "--json").splitlines()]
+
     assert "no consumer group has read" in run("list", log.path)
     run("reset", log.path, "points", "--to", "earliest", "--topic", "orders")
-    found = json.loads(run("list", log.path, "--json"))
+    found = objects("list", log.path)
     assert [(r["consumer_group"], r["topics"], r["lag"]) for r in found] == [("points", "orders", 4)]
-    assert [r["lag"] for r in json.loads(run("lag", log.path, "points", "--json"))] == [2, 2]
+    assert [r["lag"] for r in objects("lag", log.path, "points")] == [2, 2]
     run("reset", log.path, "points", "--to", '{"orders": {"0": 2, "1": 1}}')
-    assert [r["lag"] for r in json.loads(run("lag", log.path, "points", "--json"))] == [0, 1]
+    assert [r["lag"] for r in objects("lag", log.path, "points")] == [0, 1]
     run("reset", log.path, "points", "--to", "2020-01-01T00:00:00Z")
     assert log.groups.claim("points", "host@1.abc", {("orders", 0): 3}, {}, "host@1")
-    (row, _) = json.loads(run("lag", log.path, "points", "--json"))
+    (row, _) = objects("lag", log.path, "points")
     assert (row["owner"], row["generation"], row["heartbeat_seconds"]) == ("host@1.abc", 4, None)
     Members(log.groups.table, "points", "host@1.abc", ["orders"], 30, 10).beat()
-    (row, _) = json.loads(run("lag", log.path, "points", "--json"))
+    (row, _) = objects("lag", log.path, "points")
     assert 0 <= row["heartbeat_seconds"] < 60
     assert "host@1.abc" in run("lag", log.path, "points")
-    assert json.loads(run("list", log.path, "--json"))[0]["members"] == 1
+    assert objects("list", log.path)[0]["members"] == 1
     assert "points is free" in run("hand-over", log.path, "points")
     assert "owner" not in run("lag", log.path, "points")
     assert "points-2 stands where points stands" in run("clone", log.path, "points", "points-2")
     assert "points is forgotten" in run("delete", log.path, "points")
     assert "did you mean 'points-2'" in run("lag", log.path, "points-3", code=1)
-    assert "is not a time" in run("reset", log.path, "points-2", "--to", "yesterday", code=1)
+    assert "--to 'yesterday' is no place: earliest, latest, a time" in run(
+        "reset", log.path, "points-2", "--to", "yesterday", code=1
+    )
