@@ -245,7 +245,7 @@ def _whole(row: dict[str, Any], form: BodyForm, body_bytes: int) -> str:
     properties = dict(row["properties"] or ())
     fields = {
         **{k: v for k, v in row.items() if k not in ("body", "properties")},
-        "properties": "\n".join(f"{escaped(k)}={escaped(v)}" for k, v in properties.items()) or None,
+        "properties": [f"{escaped(k)}={escaped(v)}" for k, v in properties.items()] or None,
         "body_bytes": None if content is None else len(content),
     }
     for name in ("tags", "keys", "sharding_key"):

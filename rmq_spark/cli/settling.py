@@ -89,20 +89,13 @@ def _listed(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> str:
 
 
 def open_rows(log: CommitLog, table: pa.Table, group: str | None) -> list[dict[str, Any]]:
-    """Return rows of pending or quarantined half batches, with their age in seconds and the bytes of their files."""
-    from rmq_spark.errors import HalfBatchNotFoundError
-
+    """Return rows of pending or quarantined half batches, with their age in seconds."""
     now = log.machine.now()
-    rows = []
-    for row in table.to_pylist():
-        if group in (None, row["producer_group"]):
-            try:
-                held = log.half.bytes_of(log.half.get(row["half_id"]))
-            except HalfBatchNotFoundError:  # it was settled meanwhile
-                continue
-            age_s = round(max(0.0, (now - row["prepared_at"]).total_seconds()), 1)
-            rows.append({**row, "age_seconds": age_s, "bytes": held})
-    return rows
+    return [
+        {**row, "age_seconds": round(max(0.0, (now - row["prepared_at"]).total_seconds()), 1)}
+        for row in table.to_pylist()
+        if group in (None, row["producer_group"])
+    ]
 
 
 def conflict_rows(log: CommitLog, group: str | None = None) -> list[dict[str, Any]]:

@@ -298,7 +298,8 @@ class CommitLog(ProtocolSteps):
         -------
         pyarrow.Table
             ``half_id, app_id, batch_id, producer_group, attempt, messages`` (pending ones), ``check_times``,
-            ``prepared_at`` and ``lease_until`` (UTC).
+            ``prepared_at`` and ``lease_until`` (UTC), and ``bytes`` of the half batch's files (of a file with others
+            too, its share).
         """
         return overview.pending(self)
 

@@ -28,20 +28,23 @@ PENDING_SCHEMA = pa.schema(
         ("check_times", pa.int32()),
         ("prepared_at", TIMESTAMP),
         ("lease_until", TIMESTAMP),
+        ("bytes", pa.int64()),
     ]
 )
 
 
 def pending(log: ProtocolSteps) -> pa.Table:
     """See :meth:`CommitLog.pending`."""
-    rows = [_summary(r, s, a, RowState.PENDING) for r, s in log.open_batches() for a in s.attempts(RowState.PENDING)]
+    rows = [
+        _summary(log, r, s, a, RowState.PENDING) for r, s in log.open_batches() for a in s.attempts(RowState.PENDING)
+    ]
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
 
 def quarantined(log: ProtocolSteps) -> pa.Table:
     """See :meth:`CommitLog.quarantined`."""
     rows = [
-        _summary(record, state, attempt, RowState.QUARANTINED)
+        _summary(log, record, state, attempt, RowState.QUARANTINED)
         for record, state in _with_kind(log, Kind.QUARANTINE)
         for attempt in state.attempts(RowState.QUARANTINED)
     ]
@@ -101,7 +104,9 @@ def _with_kind(log: ProtocolSteps, kind: Kind) -> Iterator[tuple[HalfRecord, Bat
             yield record, log.state_of(record)
 
 
-def _summary(record: HalfRecord, state: BatchState, attempt: int, wanted: RowState) -> dict[str, object]:
+def _summary(
+    log: ProtocolSteps, record: HalfRecord, state: BatchState, attempt: int, wanted: RowState
+) -> dict[str, object]:
     rows = state.rows_in((wanted,), attempt)
     return {
         "half_id": record.half_id,
@@ -113,4 +118,5 @@ def _summary(record: HalfRecord, state: BatchState, attempt: int, wanted: RowSta
         "check_times": state.check_times(rows),
         "prepared_at": record.prepared_at,
         "lease_until": state.lease_until,
+        "bytes": log.half.bytes_of(record),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -208,11 +209,13 @@ def test_a_query_that_cannot_be_is_refused(log: CommitLog, options: tuple[object
 
 
 def test_one_message_is_shown_whole_and_cannot_steer_the_terminal(log: CommitLog) -> None:
-    commit(log, orders(log, 0, 1, body=[NASTY], tags=["\x1b]0;x\x07"]))
+    properties = pa.array([[("region", "eu"), ("note", "a\x1b[2J")]], pa.map_(pa.string(), pa.string()))
+    commit(log, orders(log, 0, 1, body=[NASTY], tags=["\x1b]0;x\x07"], properties=properties))
     out, _ = txmq("query", "--key", "order-1")
     assert {c for c in out if not c.isprintable()} <= {"\n"}
     assert r"\x1b[31mred\x07\n\u202egnp.exe\x9b2J" in out
     assert "state             committed" in out
+    assert re.search(r"properties +region=eu\n +note=a\\x1b\[2J", out)
     assert "1b 5b 33 31 6d" in txmq("query", "--key", "order-1", "--body", "hex")[0]
     assert "red" not in txmq("query", "--key", "order-1", "--body", "none")[0]
     assert "4 of 24 bytes are shown" in txmq("query", "--key", "order-1", "--body-bytes", 4, "--body", "text")[0]
