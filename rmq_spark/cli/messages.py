@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rmq_spark.cli.bodies import BYTES_SHOWN, BodyBytes, BodyForm, Form, shown
-from rmq_spark.cli.command import LOOK
+from rmq_spark.cli.command import FAILED, LOOK
 from rmq_spark.cli.output import AsJson, LogPath, Storage, block, open_log, plainly, show
 from rmq_spark.cli.text import escaped, json_message, one_line, short, short_time
 from rmq_spark.cli.watching import interval_of, wait
@@ -220,8 +220,8 @@ def query(
         _show_several(rows, columns, body, bool(named))
     if more:
         typer.secho(f"stopped at {limit}: --limit N shows more", dim=True, err=True)
-    if not rows and not as_json:
-        raise typer.Exit(1)
+    if not rows:
+        raise typer.Exit(FAILED)
 
 
 def _show_several(rows: Sequence[dict[str, Any]], columns: Sequence[str], form: BodyForm, by_id: bool) -> None:
