@@ -13,10 +13,9 @@ _CALLS: Sequence[tuple[str, str]] = (
     (r"CommitLog\.create\('([^']*)'\)", r"txmq create \1"),
     (r"log\.create_topic\('([^']*)'\)", rf"txmq topic create {_PATH}\1"),
     (r"log\.set_retention\b", "txmq topic set"),
-    (
-        r"log\.resolve\((?:half_id|'[^']*'), verdict, reason=…\)",
-        f"txmq resolve {_PATH}HALF_ID COMMIT|ROLLBACK --reason …",
-    ),
+    (r"log\.resolve\(half_id, verdict, reason=…\)", f"txmq resolve {_PATH}HALF_ID COMMIT|ROLLBACK --reason …"),
+    (r"log\.resolve\('([^']*)', verdict, reason=…\)", rf"txmq resolve {_PATH}\1 COMMIT|ROLLBACK --reason …"),
+    (r"log\.resume\('([^']*)'\)", rf"txmq resume {_PATH}\1"),
     (r"log\.resume\([^)]*\)", f"txmq resume {_PATH}HALF_ID"),
     (r"log\.(pending|quarantined|conflicts)\(\)", rf"txmq \1 {_PATH}"),
     (r" \(log\.firsts\(\)\)", ""),

@@ -90,7 +90,7 @@ def test_a_conflict_is_told_in_the_words_of_the_command(folder: Path) -> None:
         log.decide(record, 1, commit=rows, rollback=NO_ROWS, who=Who.EXECUTE)
     code, out, _ = run(folder, "--once")
     assert code == 1
-    assert "txmq resolve PATH HALF_ID COMMIT|ROLLBACK --reason" in out
+    assert "txmq resolve HALF_ID COMMIT|ROLLBACK --reason" in out
     assert "log.resolve" not in out
 
 

@@ -532,7 +532,7 @@ def test_a_narrow_terminal_gets_fewer_columns_then_blocks(
         ("make one with CommitLog.create('shop/log')", "make one with txmq create shop/log"),
         ("make it with log.create_topic('orders')", "make it with txmq topic create orders"),
         ("then log.resolve(half_id, verdict, reason=…)", "then txmq resolve HALF_ID COMMIT|ROLLBACK --reason …"),
-        ("or log.resolve('a:0', verdict, reason=…)", "or txmq resolve HALF_ID COMMIT|ROLLBACK --reason …"),
+        ("or log.resolve('a:0', verdict, reason=…)", "or txmq resolve a:0 COMMIT|ROLLBACK --reason …"),
         ("log.pending() lists the open ones", "txmq pending lists the open ones"),
         ("are not in the commit log (log.firsts())", "are not in the commit log"),
     ],
