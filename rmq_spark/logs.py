@@ -12,12 +12,11 @@ import math
 import os
 import sys
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rmq_spark.redaction import redacted
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.half_store import HalfRecord
     from rmq_spark.transaction import HalfBatch
 
 __all__ = ["FIELDS", "JsonFormatter"]
@@ -41,6 +40,19 @@ FORMAT_ENV = "TXMQ_LOG_FORMAT"
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
+class Header(Protocol):
+    """What names a half batch (:class:`rmq_spark.commitlog.half.HalfHeader`)."""
+
+    @property
+    def half_id(self) -> str: ...
+    @property
+    def app_id(self) -> str: ...
+    @property
+    def batch_id(self) -> int: ...
+    @property
+    def producer_group(self) -> str: ...
+
+
 def of_batch(batch: HalfBatch) -> dict[str, Any]:
     """The fields of a record about a half batch. The transaction's id is the one that all ids in it begin with."""
     from rmq_spark.transaction import batch_transaction_id
@@ -55,15 +67,9 @@ def of_batch(batch: HalfBatch) -> dict[str, Any]:
     }
 
 
-def of_record(record: HalfRecord) -> dict[str, Any]:
-    """The fields of a record of the log about a half batch of which no attempt is meant."""
-    header = record.header
-    return {
-        "half_id": header.half_id,
-        "app_id": header.app_id,
-        "batch_id": header.batch_id,
-        "producer_group": header.producer_group,
-    }
+def of_header(header: Header) -> dict[str, Any]:
+    """The fields of a record about a half batch where no attempt is meant."""
+    return {name: getattr(header, name) for name in ("half_id", "app_id", "batch_id", "producer_group")}
 
 
 class JsonFormatter(logging.Formatter):

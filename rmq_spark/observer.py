@@ -12,13 +12,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from rmq_spark.redaction import traceback_of
-
-if TYPE_CHECKING:
-    from rmq_spark.check.report import CheckReport
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +76,9 @@ class Observer:
     def consumed(self, consumed: Consumed) -> None:
         """A ``PushConsumer``'s listener came back."""
 
-    def checked(self, log: str, checker: str, report: CheckReport) -> None:
-        """A round of checks came to its end. ``checker`` is ``job``, or ``producer`` for a producer's own checks."""
+    def checked(self, log: str, checker: str, report: Any) -> None:
+        """A round of checks came to its end, with a ``CheckReport``. ``checker`` is ``job``, or ``producer`` for a
+        producer's own checks."""
 
     def committed(self, table: str) -> None:
         """A commit to a table was made."""

@@ -47,7 +47,7 @@ from rmq_spark.listener import (
     require_listener,
     require_same_fence,
 )
-from rmq_spark.logs import of_batch, of_record
+from rmq_spark.logs import of_batch, of_header
 from rmq_spark.machine import Machine
 from rmq_spark.message import require_group_name
 from rmq_spark.redaction import sentence_of, traceback_of
@@ -234,7 +234,7 @@ class CheckService:
             except (VerdictConflictError, StaleAttemptError) as problem:  # somebody else was faster
                 logger.warning(
                     "verdicts for half batch %r came too late: %s", half_id, problem,
-                    extra={**of_record(record), "attempt": attempt},
+                    extra={**of_header(record.header), "attempt": attempt},
                 )  # fmt: skip
                 round_.report.problem(half_id, str(problem))
 

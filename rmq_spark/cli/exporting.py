@@ -62,9 +62,9 @@ def exporter(
         storage_options=storage_options(storage),
     )
     if given:
-        _show_once(collector, push_to, job, textfile)
+        _show_once(collector, path, push_to, job, textfile)
     else:
-        _serve(collector, address, port)
+        _serve(collector, path, address, port)
 
 
 def _registry(collector: LogCollector) -> Any:
@@ -75,7 +75,7 @@ def _registry(collector: LogCollector) -> Any:
     return registry
 
 
-def _show_once(collector: LogCollector, push_to: str | None, job: str, textfile: Path | None) -> None:
+def _show_once(collector: LogCollector, path: str, push_to: str | None, job: str, textfile: Path | None) -> None:
     from rmq_spark.metrics.client import prometheus
     from rmq_spark.metrics.pushing import push, write_textfile
 
@@ -89,10 +89,10 @@ def _show_once(collector: LogCollector, push_to: str | None, job: str, textfile:
     else:
         typer.echo(prometheus.generate_latest(registry).decode(), nl=False)
     if not collector.is_up:
-        raise StorageError(f"the figures of {redacted(collector.path)} could not be read: the log says why")
+        raise StorageError(f"the figures of {redacted(path)} could not be read: the log says why")
 
 
-def _serve(collector: LogCollector, address: str, port: int) -> None:
+def _serve(collector: LogCollector, path: str, address: str, port: int) -> None:
     from rmq_spark.metrics.client import prometheus
 
     as_json = json_handler()
@@ -109,7 +109,7 @@ def _serve(collector: LogCollector, address: str, port: int) -> None:
         server, thread = prometheus.start_http_server(port, address, _registry(collector))
     except OSError as problem:
         raise OptionError(f"nothing can listen at {address}:{port}: {problem}. Choose another --port") from None
-    typer.echo(f"the figures of {redacted(collector.path)} are at http://{address}:{server.server_port}/metrics")
+    typer.echo(f"the figures of {redacted(path)} are at http://{address}:{server.server_port}/metrics")
     sys.stdout.flush()
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -1,7 +1,7 @@
 """The figures of a commit log, read from its tables. It writes nothing, and needs no Prometheus.
 
-A :class:`LogWatch` follows the log. It reads each op row once, and each open half batch again only after ``op`` said
-something new of it. So a look costs what is new, and not what the log holds.
+A :class:`LogWatch` follows the log. It reads each op row once, and each open half batch again only after ``op`` decided
+something of it. So a look costs what is new, and not what the log holds.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class LogFigures:
 
 
 class _HalfBatch(NamedTuple):
-    """What is known of a half batch until ``op`` says something new."""
+    """What is known of a half batch until ``op`` decides something new of it."""
 
     producer_group: str
     prepared_at: datetime
@@ -159,6 +159,8 @@ class _Seen:
     position: int
     undrained: Undrained
     half_batches: dict[str, _HalfBatch] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+    """Those of them of which ``op`` has decided something since they were read."""
     maybe_quarantined: set[str] = field(default_factory=set)
     times: dict[tuple[Queue, int], datetime] = field(default_factory=dict)
 
@@ -275,9 +277,8 @@ class LogWatch:
                 return
             rows, end = rows_above(seen.log.op, seen.position, head, OP_ROWS_MAX, COLUMNS)
         self._note(seen, rows)
-        for half_id in pc.unique(rows["half_id"]).to_pylist():
-            seen.half_batches.pop(half_id, None)
         deciding = rows.filter(pc.is_in(rows["kind"], value_set=pa.array([k.value for k in DECIDING])))
+        seen.changed.update(pc.unique(deciding["half_id"]).to_pylist())
         sums = deciding.group_by(["kind", "decided_by"], use_threads=False).aggregate([("count", "sum")])
         decided = Counter({(r["kind"], r["decided_by"] or ""): int(r["count_sum"]) for r in sums.to_pylist()})
         rolled_back = self._topics_of(seen.log, rows.filter(pc.equal(rows["kind"], Kind.ROLLBACK.value)))
@@ -313,13 +314,16 @@ class LogWatch:
         open_ids = seen.log.open_half_ids()
         wanted = dict.fromkeys([*open_ids, *seen.maybe_quarantined])
         seen.half_batches = {half_id: known for half_id, known in seen.half_batches.items() if half_id in wanted}
+        seen.changed.intersection_update(seen.half_batches)
         new = [half_id for half_id in wanted if half_id not in seen.half_batches]
-        for half_id in new[:LOOKS_MAX]:
+        for half_id in [*new, *(h for h in wanted if h in seen.changed)][:LOOKS_MAX]:
+            seen.changed.discard(half_id)
             with suppress(TxmqError):  # it cannot be read: a check reports that
                 found = _half_batch(seen.log, half_id)
                 if found is not None:
                     seen.half_batches[half_id] = found
                 else:
+                    seen.half_batches.pop(half_id, None)
                     seen.maybe_quarantined.discard(half_id)
         seen.maybe_quarantined = {
             h for h in seen.maybe_quarantined if h not in seen.half_batches or seen.half_batches[h].quarantined

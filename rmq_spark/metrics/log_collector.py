@@ -10,6 +10,7 @@ from typing import Any
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import seconds
+from rmq_spark.errors import OptionError
 from rmq_spark.machine import MACHINE
 from rmq_spark.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark.metrics.client import prometheus
@@ -30,28 +31,28 @@ Sample = tuple[str, Mapping[str, str], float]
 
 
 class LogCollector(prometheus.registry.Collector):
-    """Gives the figures of a commit log to Prometheus, with RocketMQ 5's names where RocketMQ has one.
+    """Gives the figures of commit logs to Prometheus, with RocketMQ 5's names where RocketMQ has one.
 
     Register it in a program's registry, or run ``txmq exporter``. One program a log is enough: the figures are the
     log's, whoever reads them. docs/monitoring.md lists all of them.
 
     Parameters
     ----------
-    log_or_path : CommitLog or path
-        It is read through a handle of its own.
+    *logs : CommitLog or path
+        Each is read through handles of its own. A registry takes one collector, so give it all logs.
     cluster : str
         The label ``cluster`` of every metric.
     node_id : str, optional
-        The label ``node_id``: the path of the log, without secrets, when not given.
+        The label ``node_id``, of a single log. When not given: the path of the log, without secrets.
     cache_seconds : float
         A scrape within so many seconds of the last look gets its figures. Scrapes at the same time share one look.
     storage_options : mapping, optional
-        For a path: passed to delta-rs.
+        For paths: passed to delta-rs.
 
     Raises
     ------
     OptionError
-        When prometheus-client is not installed.
+        When prometheus-client is not installed, or no log is given.
     NotACommitLogError, StorageError
         When there is no log to read.
 
@@ -67,29 +68,27 @@ class LogCollector(prometheus.registry.Collector):
 
     def __init__(
         self,
-        log_or_path: CommitLog | str | os.PathLike[str],
-        *,
+        *logs: CommitLog | str | os.PathLike[str],
         cluster: str = CLUSTER,
         node_id: str | None = None,
         cache_seconds: float = CACHE_S,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        self._watch = LogWatch(log_or_path, storage_options)
-        self._common = {"cluster": cluster, "node_id": redacted(self._watch.path) if node_id is None else node_id}
+        if not logs or (node_id is not None and len(logs) > 1):
+            raise OptionError(
+                f"{len(logs)} logs are given: LogCollector needs one or more, and node_id is for one only"
+            )
+        self._watches = [LogWatch(log, storage_options) for log in logs]
+        self._cluster, self._node_id = cluster, node_id
         self._cache_s = seconds(cache_seconds, "cache_seconds")
         self._lock = threading.Lock()
-        self._known: list[Sample] = []
+        self._known: list[tuple[str, list[Sample]]] = []
         self._looked_s: float | None = None
 
     @property
-    def path(self) -> str:
-        """The path of the commit log."""
-        return self._watch.path
-
-    @property
     def is_up(self) -> bool:
-        """Whether the last look at the log succeeded."""
-        return ("txmq_up", {}, 1.0) in self._known
+        """Whether the last look at all logs succeeded."""
+        return bool(self._known) and all(("txmq_up", {}, 1.0) in samples for _, samples in self._known)
 
     def describe(self) -> Iterable[Any]:
         """Name the metrics. A registry asks for that, so that registering does not read the log."""
@@ -97,24 +96,26 @@ class LogCollector(prometheus.registry.Collector):
 
     def collect(self) -> Iterator[Any]:
         """Yield the metrics, for a registry."""
-        yield from families(self._samples(), self._common)
+        yield from families((self._cluster, node_id, samples) for node_id, samples in self._samples())
 
-    def _samples(self) -> list[Sample]:
+    def _samples(self) -> list[tuple[str, list[Sample]]]:
+        """By log, its samples."""
         with self._lock:
             if self._looked_s is None or MACHINE.monotonic() - self._looked_s >= self._cache_s:
-                self._known = self._look()
+                self._known = [(self._node_id or redacted(watch.path), _look(watch)) for watch in self._watches]
                 self._looked_s = MACHINE.monotonic()
             return self._known
 
-    def _look(self) -> list[Sample]:
-        began_s = MACHINE.monotonic()
-        try:
-            figures = self._watch.look()
-        except Exception as problem:
-            logger.warning("the figures of %s could not be read: %s", redacted(self._watch.path), traceback_of(problem))
-            return [("txmq_up", {}, 0.0)]
-        took_s = MACHINE.monotonic() - began_s
-        return [("txmq_up", {}, 1.0), ("txmq_collect_seconds", {}, took_s), *samples_of(figures)]
+
+def _look(watch: LogWatch) -> list[Sample]:
+    began_s = MACHINE.monotonic()
+    try:
+        figures = watch.look()
+    except Exception as problem:
+        logger.warning("the figures of %s could not be read: %s", redacted(watch.path), traceback_of(problem))
+        return [("txmq_up", {}, 0.0)]
+    took_s = MACHINE.monotonic() - began_s
+    return [("txmq_up", {}, 1.0), ("txmq_collect_seconds", {}, took_s), *samples_of(figures)]
 
 
 # ---------------------------------------------------------------- from figures to samples
@@ -195,12 +196,13 @@ def family(metric: Metric) -> Any:
     return kind(metric.name, metric.help, labels=[*COMMON, *metric.labels])
 
 
-def families(samples: Iterable[Sample], common: Mapping[str, str]) -> Iterator[Any]:
-    """Samples as families of Prometheus' client."""
+def families(of_logs: Iterable[tuple[str, str, Iterable[Sample]]]) -> Iterator[Any]:
+    """Samples as families of Prometheus' client: by log its cluster, its node_id and its samples."""
     found: dict[str, Any] = {}
-    for name, labels, value in samples:
-        metric = BY_NAME[name]
-        if name not in found:
-            found[name] = family(metric)
-        found[name].add_metric([*(common[n] for n in COMMON), *(labels[n] for n in metric.labels)], value)
+    for cluster, node_id, samples in of_logs:
+        for name, labels, value in samples:
+            metric = BY_NAME[name]
+            if name not in found:
+                found[name] = family(metric)
+            found[name].add_metric([cluster, node_id, *(labels[n] for n in metric.labels)], value)
     yield from found.values()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rmq_spark import observer
 from rmq_spark.metrics.client import prometheus
 from rmq_spark.metrics.log_collector import CLUSTER, families, family, group_labels
 from rmq_spark.metrics.names import BY_NAME, COMMON, METRICS, PROCESS
 from rmq_spark.redaction import redacted
-
-if TYPE_CHECKING:
-    from rmq_spark.check.report import CheckReport
 
 FINISH_MS = (10, 25, 50, 100, 250, 500, 1_000, 3_000, 10_000, 30_000, 60_000, 300_000)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -113,7 +110,7 @@ class _Counting(observer.Observer):
         self._of("txmq_failed_messages_total", log, group, topic).inc(consumed.failed)
         self._of("txmq_process_seconds", log, group, topic).observe(consumed.seconds)
 
-    def checked(self, log: str, checker: str, report: CheckReport) -> None:
+    def checked(self, log: str, checker: str, report: Any) -> None:
         self._of("txmq_check_rounds_total", log, checker, "ok" if report.ok else "problems").inc()
         self._of("txmq_check_round_seconds", log, checker).observe(report.seconds)
         self._of("txmq_check_last_round_timestamp_seconds", log, checker).set_to_current_time()
@@ -143,6 +140,7 @@ class _InFlight(prometheus.registry.Collector):
         for consumer in list(observer.CONSUMERS):
             for topic, messages in consumer.in_flight().items():
                 sums[(consumer.member.log.path, consumer.member.group, topic)] += messages
-        for (log, group, topic), messages in sums.items():
-            common = {"cluster": self._cluster, "node_id": redacted(log)}
-            yield from families([(IN_FLIGHT, group_labels(group, topic), messages)], common)
+        yield from families(
+            (self._cluster, redacted(log), [(IN_FLIGHT, group_labels(group, topic), messages)])
+            for (log, group, topic), messages in sums.items()
+        )

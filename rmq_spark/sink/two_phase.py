@@ -55,7 +55,7 @@ from rmq_spark.listener import (
     is_coroutine,
     require_same_fence,
 )
-from rmq_spark.logs import of_batch, of_record
+from rmq_spark.logs import of_batch, of_header
 from rmq_spark.redaction import cause_of, line_of, traceback_of
 from rmq_spark.sink.leases import LeaseKeeper
 from rmq_spark.sink.limits import NO_LIMITS, PendingGuard, PendingLimits
@@ -430,7 +430,7 @@ class TwoPhase:
                 if not told:
                     told = True
                     waiting = self._waiting(run, sum(rows.count for _, rows in to_check))
-                    logger.warning("%s", waiting, extra=of_record(run.record))
+                    logger.warning("%s", waiting, extra=of_header(run.record.header))
                 self.log.machine.sleep(pause_s)
                 pause_s = min(pause_s * 2, REPLAY_BACKOFF_S_MAX)
         run.outcome.attempt = max(max(f.attempt) for f in state.files.values())

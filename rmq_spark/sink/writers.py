@@ -22,6 +22,7 @@ from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_o
 from rmq_spark.config import Options, parse_int
 from rmq_spark.errors import CheckpointMismatchError, NotACommitLogError, OptionError
 from rmq_spark.listener import TransactionListener
+from rmq_spark.logs import of_header
 from rmq_spark.message import require_app_id
 from rmq_spark.sink.frame import require_message_types, topics_for
 from rmq_spark.sink.identity import read_checkpoint
@@ -146,7 +147,7 @@ class _Writer:
         # may still land. vacuum removes orphans when they are old.
         logger.info(
             "half batch %r was aborted; what it staged stays until vacuum", self.header.half_id,
-            extra={name: getattr(self.header, name) for name in ("half_id", "app_id", "batch_id", "producer_group")},
+            extra=of_header(self.header),
         )  # fmt: skip
 
 

@@ -15,7 +15,15 @@ import typer
 import yaml
 
 from rmq_spark.cli import app
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.errors import VerdictConflictError
+from rmq_spark.machine import Machine
+from rmq_spark.metrics.figures import LogFigures, LogWatch
+from rmq_spark.metrics.log_collector import samples_of
 from rmq_spark.metrics.names import BY_NAME, COMMON, LOG, METRICS, PROCESS
+from rmq_spark.testing import InMemoryCommitLog
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
+from tests.half_batches import commit, pending, prepare, roll_back
 
 CONF = Path(__file__).parents[2] / "conf"
 RULES = CONF / "prometheus" / "txmq.rules.yml"
@@ -178,6 +186,59 @@ def test_the_dashboard_s_variables_and_its_places_fit() -> None:
     ]
     assert len(set(cells)) == len(cells), "two panels overlap"
     assert max(x for x, _ in cells) == 23
+
+
+# ---------------------------------------------------------------- a drill
+class Late(Machine):
+    """A machine whose clock is 20 minutes late, until it is set right."""
+
+    late_s = 1_200.0
+
+    def time(self) -> float:
+        return super().time() - self.late_s
+
+
+def as_series(figures: LogFigures, log: str, now_s: float) -> list[dict[str, str]]:
+    """What Prometheus scrapes again and again while these figures stay. promtool's clock begins at 0."""
+    found = []
+    for name, labels, value in [("txmq_up", {}, 1), *samples_of(figures)]:
+        text = ", ".join(f'{k}="{v}"' for k, v in {"cluster": "c", "node_id": log, **labels}.items())
+        shown = value - now_s if name.endswith("timestamp_seconds") else value
+        found.append({"series": f"{name}{{{text}}}", "values": f"{shown:f}+0x40"})
+    return found
+
+
+@needs_promtool
+def test_what_goes_wrong_in_a_log_fires_its_alert_and_the_remedy_shows_it(tmp_path: Path) -> None:
+    clock = Late()
+    log = InMemoryCommitLog(topics={"orders": 1}, machine=clock)
+    prepare(log, 0, 2, group="shop")
+    hidden, late = prepare(log, 1, 3, group="shop"), prepare(log, 2, 1, group="shop")
+    log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "too often")
+    roll_back(log, late)
+    with pytest.raises(VerdictConflictError):
+        log.decide(late, 1, commit=log.state_of(late).rows_in((RowState.ROLLED_BACK,)), who=Who.CHECK)
+    commit(log, prepare(log, 3, 2))
+    clock.late_s = 0.0
+    fired = "TxmqOldestPending TxmqCheckerSilent TxmqQuarantined TxmqConflict TxmqDrainStandsStill".split()
+    expected = {
+        "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+        "eval_time": "20m",
+        "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in fired],
+    }
+    series = as_series(LogWatch(log).look(), log.path, clock.time())
+    shutil.copy(RULES, tmp_path)
+    drill = {"interval": "1m", "input_series": series, "promql_expr_test": [expected]}
+    (tmp_path / "drill.yml").write_text(
+        yaml.safe_dump({"rule_files": [RULES.name], "evaluation_interval": "1m", "tests": [drill]})
+    )
+    done = promtool("test", "rules", tmp_path / "drill.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for half_id, verdict in (("app:0", COMMIT_MESSAGE), ("app:1", ROLLBACK_MESSAGE), ("app:2", ROLLBACK_MESSAGE)):
+        log.resolve(half_id, verdict, "the drill")
+    log.drain()
+    found = LogWatch(log).look()
+    assert (dict(found.pending), found.quarantined, found.conflicts, found.publish_lag_s) == ({}, {}, 0, 0.0)
 
 
 # ---------------------------------------------------------------- docs/monitoring.md

@@ -143,7 +143,7 @@ def test_a_quarantine_and_an_answer_from_before_are_found(log: CommitLog) -> Non
     assert abs(found.last_check - datetime.now(timezone.utc)) < timedelta(minutes=1)
 
 
-def test_a_look_reads_an_open_half_batch_again_only_when_op_says_something_new(
+def test_a_look_reads_an_open_half_batch_again_only_when_op_decides_something_new(
     log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
@@ -151,13 +151,17 @@ def test_a_look_reads_an_open_half_batch_again_only_when_op_says_something_new(
     monkeypatch.setattr(figures_module, "_half_batch", lambda log, half_id: read.append(half_id) or plain(log, half_id))
     watch = LogWatch(log)
     for batch_id in range(3):
-        prepare(log, batch_id, 2)
+        prepare(log, batch_id, 2, per="message")
     watch.look()
     assert sorted(read) == ["app:0", "app:1", "app:2"]
     watch.look()
     assert len(read) == 3
     log.record_check(log.get("app:1"), 1, pending(log, log.get("app:1")), "UNKNOWN")
     watch.look()
+    assert len(read) == 3, "a check that changes nothing"
+    some, _ = split(pending(log, log.get("app:1")), every=2)
+    log.decide(log.get("app:1"), 1, commit=some, who=Who.EXECUTE)
+    assert watch.look().half_messages == {"orders": 5}
     assert read[3:] == ["app:1"]
 
 
@@ -170,6 +174,12 @@ def test_a_look_is_bounded_and_the_next_one_goes_on(log: CommitLog, monkeypatch:
     assert (found.not_looked_at, found.half_messages) == (1, {"orders": 4})
     found = watch.look()
     assert (found.not_looked_at, found.half_messages) == (0, {"orders": 6})
+    for batch_id in range(3):
+        record = log.get(f"app:{batch_id}")
+        log.quarantine(record, 1, pending(log, record), Who.DISCARD, "too often")
+        log.resume(record.half_id, "again")
+    found = watch.look()
+    assert (found.not_looked_at, found.half_messages) == (0, {"orders": 6}), "what was known stays until it is read"
 
 
 def test_waiting_messages_are_told_by_their_reason() -> None:
@@ -333,6 +343,21 @@ def test_scrapes_share_a_look_and_a_cached_one(monkeypatch: pytest.MonkeyPatch, 
     assert (len(looks), len(set(found))) == (1, 1)
     list(collector.collect())
     assert len(looks) == 1
+
+
+def test_one_collector_shows_several_logs(registry: Any) -> None:
+    first, second = memory_log(orders=1), memory_log(orders=1, points=2)
+    first.path, second.path = "first", "second"
+    send(first, "abc")
+    registry.register(LogCollector(first, second))
+    assert value(registry, "rocketmq_topic_number", node_id="first") == 1
+    assert value(registry, "rocketmq_topic_number", node_id="second") == 2
+    assert value(registry, "rocketmq_commit_messages_total", node_id="first", topic="orders") == 3
+    text = prometheus_client.generate_latest(registry).decode()
+    assert text.count("# TYPE txmq_up gauge") == 1
+    for logs, more in (((), {}), ((first, second), {"node_id": "one"})):
+        with pytest.raises(txmq.OptionError, match="logs are given"):
+            LogCollector(*logs, **more)  # type: ignore[arg-type]
 
 
 def test_secrets_are_in_no_label(registry: Any) -> None:
