@@ -14,11 +14,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
-from rmq_spark.errors import ConfigError, ListenerError, TxmqError
+from rmq_spark.errors import ConfigError, ListenerError, OptionError, TxmqError
 
 try:
     import typer
@@ -83,26 +84,50 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> in
 
     def show(report: CheckReport) -> None:
         reports[:] = [report]
+        write_metrics()
         words = f"{report.started_at:%Y-%m-%d %H:%M:%S}Z {as_commands(str(report))}"
         line = json.dumps(report.to_dict()) if as_json else words
         print(line, flush=True)
         if once:
             stop.set()
 
-    _stop_on_signals(stop)
     beside = {"txmq-drains": draining, "txmq-maintainer": settings.maintainer(service.log, draining)}
     workers = {name: worker for name, worker in beside.items() if worker is not None}
-    if once:
-        service.run(stop, show)
-        for worker in workers.values():
-            _work_once(worker)
-    else:
-        with running(stop, {name: worker.run for name, worker in workers.items()}):
-            service.run(stop, show)
+    try:
+        metrics = _metrics(settings, service.log, once)
+        with metrics as write_metrics:
+            _stop_on_signals(stop)
+            if once:
+                service.run(stop, show)
+                for worker in workers.values():
+                    _work_once(worker)
+                write_metrics()  # again: with what these have done
+            else:
+                with running(stop, {name: worker.run for name, worker in workers.items()}):
+                    service.run(stop, show)
+    except OptionError as problem:
+        _say_error(problem)
+        return BAD_CONFIGURATION
     service.log.close()
     if once and not (reports and reports[-1].ok and _all_answered(reports[-1], settings.elsewhere)):
         return PROBLEMS
     return OK
+
+
+def _metrics(settings: JobSettings, log: CommitLog, once: bool) -> AbstractContextManager[Callable[[], None]]:
+    """Return what shows metrics, where the configuration wants that. Its value writes them to a file."""
+    wanted = settings.metrics
+    if not wanted.wanted:
+        return nullcontext(lambda: None)
+    from rmq_spark.metrics.serving import showing
+
+    return showing(
+        log,
+        port=wanted.port if wanted.port > 0 and not once else None,
+        address=wanted.address,
+        cluster=wanted.cluster,
+        textfile=wanted.textfile,
+    )
 
 
 def _all_answered(report: CheckReport, elsewhere: Collection[str]) -> bool:

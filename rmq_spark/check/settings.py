@@ -58,8 +58,10 @@ MAINTENANCE_NAMES: Mapping[str, str] = {name: name for name in ("interval", "gra
 """The same of ``[maintenance]`` (``TXMQ_MAINTENANCE__<upper case>``)."""
 DRAIN_NAMES: Mapping[str, str] = {name: name for name in ("every", "bytes", "executors")}
 """The same of ``[drain]`` (``TXMQ_DRAIN__<upper case>``)."""
-NAMES = {"check": CHECK_NAMES, "maintenance": MAINTENANCE_NAMES, "drain": DRAIN_NAMES}
-SECTIONS = ("path", "listener_modules", "elsewhere", "listeners", "check", "maintenance", "drain", "storage")
+METRICS_NAMES: Mapping[str, str] = {name: name for name in ("port", "address", "cluster", "textfile")}
+"""The same of ``[metrics]`` (``TXMQ_METRICS__<upper case>``)."""
+NAMES = {"check": CHECK_NAMES, "maintenance": MAINTENANCE_NAMES, "drain": DRAIN_NAMES, "metrics": METRICS_NAMES}
+SECTIONS = ("path", "listener_modules", "elsewhere", "listeners", *NAMES, "storage")
 EXECUTORS = ("auto", "true", "false")
 
 
@@ -119,6 +121,22 @@ class DrainSettings(BaseModel):
     executors: Annotated[str, BeforeValidator(_executors)] = "auto"
 
 
+class MetricsSettings(BaseModel):
+    """The settings of ``[metrics]``."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    port: int = Field(0, ge=0, le=65_535)
+    address: str = Field("127.0.0.1", min_length=1)
+    cluster: str = Field("DefaultCluster", min_length=1)
+    textfile: str = ""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody wants to see metrics."""
+        return self.port > 0 or self.textfile != ""
+
+
 class JobSettings(BaseSettings):
     """All settings of the check job.
 
@@ -137,6 +155,7 @@ class JobSettings(BaseSettings):
     check: CheckSettings = Field(default_factory=CheckSettings)
     maintenance: MaintenanceSettings = Field(default_factory=MaintenanceSettings)
     drain: DrainSettings = Field(default_factory=DrainSettings)
+    metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     storage: dict[str, SecretStr] = Field(default_factory=dict)
 
     @classmethod

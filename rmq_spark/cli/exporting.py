@@ -14,7 +14,7 @@ import typer
 
 from rmq_spark.cli.output import LogPath, Storage, storage_options
 from rmq_spark.config import parse_duration
-from rmq_spark.errors import OptionError, StorageError
+from rmq_spark.errors import StorageError
 from rmq_spark.logs import json_handler
 from rmq_spark.redaction import redacted
 
@@ -93,7 +93,7 @@ def _show_once(collector: LogCollector, path: str, push_to: str | None, job: str
 
 
 def _serve(collector: LogCollector, path: str, address: str, port: int) -> None:
-    from rmq_spark.metrics.client import prometheus
+    from rmq_spark.metrics.serving import serving
 
     as_json = json_handler()
     if as_json is not None:
@@ -105,18 +105,12 @@ def _serve(collector: LogCollector, path: str, address: str, port: int) -> None:
     def end(number: int, frame: FrameType | None) -> None:
         stop.set()
 
-    try:
-        server, thread = prometheus.start_http_server(port, address, _registry(collector))
-    except OSError as problem:
-        raise OptionError(f"nothing can listen at {address}:{port}: {problem}. Choose another --port") from None
-    typer.echo(f"the figures of {redacted(path)} are at http://{address}:{server.server_port}/metrics")
-    sys.stdout.flush()
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        stop.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(_registry(collector), address, port) as url:
+        typer.echo(f"the figures of {redacted(path)} are at {url}")
+        sys.stdout.flush()
+        before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            stop.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

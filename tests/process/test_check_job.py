@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -192,3 +193,23 @@ def test_the_log_can_be_lines_of_json(folder: Path) -> None:
     lines = [json.loads(text) for text in err.splitlines()]
     closed = next(line for line in lines if "the bank is closed" in line["message"])
     assert (closed["half_id"], closed["producer_group"], closed["level"]) == ("app:1", "order-service", "INFO")
+
+
+def test_a_single_round_leaves_its_metrics_in_a_file(folder: Path) -> None:
+    log = CommitLog.open(folder / "log")
+    prepare(log, 0)
+    write(folder, more='[metrics]\nport = 1\ntextfile = "txmq.prom"\n')  # with --once nothing is served
+    code, _, err = run(folder, "--once")
+    assert (code, "Traceback" in err) == (0, False)
+    text = (folder / "txmq.prom").read_text()
+    assert 'txmq_check_rounds_total{checker="job"' in text
+    assert f'rocketmq_commit_messages_total{{cluster="DefaultCluster",node_id="{log.path}",topic="orders"}} 2.0' in text
+    assert f'txmq_undrained_messages{{cluster="DefaultCluster",node_id="{log.path}"}} 0.0' in text, "it has drained"
+
+
+def test_a_port_that_is_taken_is_a_configuration_that_cannot_be_used(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, _, err = run(folder, TXMQ_METRICS__PORT=str(taken.getsockname()[1]))
+    assert (code, "Choose another port" in err) == (2, True)

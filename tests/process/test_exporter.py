@@ -140,4 +140,4 @@ def test_what_cannot_be_done_is_one_line(log: CommitLog, tmp_path: Path) -> None
 
 def test_a_port_that_is_taken_is_told(log: CommitLog, gateway: tuple[str, object]) -> None:
     port = gateway[0].rpartition(":")[2]
-    assert "Choose another --port" in txmq("exporter", log.path, "--port", port, code=1)
+    assert "Choose another port" in txmq("exporter", log.path, "--port", port, code=1)

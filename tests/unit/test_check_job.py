@@ -38,6 +38,7 @@ def test_the_example_has_every_setting_at_its_default(monkeypatch: pytest.Monkey
     assert JobSettings.load(file).check == JobSettings(path="x").check
     assert JobSettings.load(file).maintenance == JobSettings(path="x").maintenance
     assert JobSettings.load(file).drain == JobSettings(path="x").drain
+    assert JobSettings.load(file).metrics == JobSettings(path="x").metrics
     text = file.read_text()
     assert all(f"\n{name} = " in text for names in NAMES.values() for name in names)
     assert JobSettings.load(file).load_listeners() == {}

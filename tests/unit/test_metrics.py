@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -26,6 +28,7 @@ from rmq_spark.metrics.figures import Lag, LogWatch
 from rmq_spark.metrics.log_collector import LogCollector
 from rmq_spark.metrics.names import BY_NAME, LOG, METRICS, PROCESS
 from rmq_spark.metrics.process import ProcessMetrics
+from rmq_spark.metrics.serving import showing
 from rmq_spark.testing import InMemoryCommitLog
 from tests.consumers import DONE, LATER, Steps, go_on, memory_log, push, send
 from tests.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, split
@@ -490,6 +493,32 @@ def test_without_prometheus_client_the_extra_is_named_and_all_else_works() -> No
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "OptionError metrics need prometheus-client: install rmq_spark with its extra metrics\n"
+
+
+# ---------------------------------------------------------------- shown while a job runs
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_job_shows_its_metrics_while_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log, port, file = InMemoryCommitLog(topics={"orders": 1}), free_port(), tmp_path / "txmq.prom"
+    with showing(log, port=port, cluster="eu", textfile=str(file)) as write:
+        txmq.CheckService(log, {}).run_once()
+        write()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            served = answer.read().decode()
+        with pytest.raises(txmq.OptionError, match="Choose another port"), showing(log, port=port):
+            pass
+        assert len(observer.observers()) == 1
+    for text in (served, file.read_text()):
+        assert 'rocketmq_topic_number{cluster="eu",node_id="memory:"} 1.0' in text
+        assert 'txmq_check_rounds_total{checker="job",cluster="eu",node_id="memory:",result="ok"} 1.0' in text
+    assert not observer.observers()
+    with showing(log, textfile=str(tmp_path / "gone" / "txmq.prom")) as write:
+        write()
+    assert "the metrics were not written" in caplog.text
 
 
 # ---------------------------------------------------------------- Spark's queries
