@@ -18,7 +18,7 @@ Baggage is not sent along: messages stay, and are read by others than those who 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ from rmq_spark.redaction import redacted, sentence_of
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+
+    from rmq_spark.transaction import HalfBatch
 
 SYSTEM = "rocketmq"
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
@@ -226,20 +228,20 @@ class Tracing:
         topics: Iterable[str],
         messages: int,
         links: Sequence[Any] = (),
-        **more: str | int | None,
+        **more: str | int,
     ) -> Iterator[Span]:
         """The span of a verdict: ``commit``, ``rollback``, ``ack``, ``retry``.
 
         Parameters
         ----------
-        more : str, int or None
+        more : str or int
             Attributes of our own, ``half_id`` for ``txmq.half_id``; ``group`` is the consumer group.
         """
         names = sorted(set(topics))
         group = more.pop("group", None)
         attributes = self._consuming(log, group, names, "settle", verdict)
         attributes["messaging.batch.message_count"] = messages
-        attributes |= {f"txmq.{name}": value for name, value in more.items() if value is not None}
+        attributes |= {f"txmq.{name}": value for name, value in more.items()}
         with self._span(verdict, names, self._api.SpanKind.CLIENT, attributes, links) as span:
             yield span
 
@@ -315,19 +317,39 @@ def sending_batch(log: str, half_id: str, topic: str | None) -> Iterator[None]:
 @contextmanager
 def settling(
     log: str,
-    verdict: str,
+    batch: HalfBatch,
+    who: str,
+    commit: int,
+    rollback: int,
+    topics: Iterable[str],
+    linked: bool = False,
+) -> Iterator[None]:
+    """The span of verdicts on so many messages of a half batch, where this program traces. Within the span of their
+    send it needs no links to them."""
+    verdict = "settle" if commit and rollback else "commit" if commit else "rollback"
+    messages = (lambda: batch.messages(["properties"])) if linked else None
+    ids: dict[str, str | int] = {"half_id": batch.half_id, "attempt": batch.attempt, "decided_by": who}
+    with acknowledging(log, verdict, topics, commit + rollback, messages, **ids):
+        yield
+
+
+@contextmanager
+def acknowledging(
+    log: str,
+    what: str,
     topics: Iterable[str],
     messages: int,
-    linked: pa.Table | None = None,
-    **more: str | int | None,
+    linked: Callable[[], pa.Table] | None = None,
+    **more: str | int,
 ) -> Iterator[None]:
-    """:meth:`Tracing.settling`, where this program traces, with links to the messages of a table."""
+    """The span of what is said of messages, such as ``ack`` or ``retry``, where this program traces, with links to
+    them."""
     here = tracing()
     if here is None:
         yield
         return
-    links = [] if linked is None else here.links_of([linked])
-    with here.settling(log, verdict, topics, messages, links, **more):
+    links = [] if linked is None else here.links_of([linked()])
+    with here.settling(log, what, topics, messages, links, **more):
         yield
 
 

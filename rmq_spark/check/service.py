@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
@@ -51,7 +51,7 @@ from rmq_spark.logs import of_batch, of_header
 from rmq_spark.machine import Machine
 from rmq_spark.message import require_group_name
 from rmq_spark.redaction import sentence_of, traceback_of
-from rmq_spark.tracing import settling, tracing
+from rmq_spark.tracing import settling
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -329,22 +329,13 @@ class CheckService:
         if unknown:
             self.log.record_check(asked.record, asked.attempt, unknown, f"UNKNOWN from {type(listener).__name__}")
         if commit or rollback:
-            with self._span_of(asked, commit, rollback):
+            topics = asked.record.topics
+            with settling(
+                self.log.path, asked.batch, str(Who.CHECK), commit.count, rollback.count, topics, linked=True
+            ):
                 self.log.decide(asked.record, asked.attempt, commit=commit, rollback=rollback, who=Who.CHECK)
-            logger.debug(
-                "%r: a check commits %d messages and rolls %d back", asked.batch, commit.count, rollback.count,
-                extra=of_batch(asked.batch),
-            )  # fmt: skip
-
-    def _span_of(self, asked: Question, commit: RowSet, rollback: RowSet) -> AbstractContextManager[None]:
-        if tracing() is None:
-            return nullcontext()
-        verdict = "settle" if commit and rollback else "commit" if commit else "rollback"
-        linked = asked.batch.messages(COLUMNS)
-        return settling(
-            self.log.path, verdict, asked.record.topics, commit.count + rollback.count, linked,
-            half_id=asked.record.half_id, attempt=asked.attempt, decided_by=str(Who.CHECK),
-        )  # fmt: skip
+            said = "%r: %d messages are committed, %d rolled back, by %s"
+            logger.debug(said, asked.batch, commit.count, rollback.count, Who.CHECK, extra=of_batch(asked.batch))
 
     def _discard(self, question: Question, report: CheckReport) -> None:
         """Leave what was checked too often to the discard policy."""

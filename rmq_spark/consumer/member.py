@@ -35,7 +35,7 @@ from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark.selector.tree import Selector
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner
-from rmq_spark.tracing import settling, tracing
+from rmq_spark.tracing import acknowledging, tracing
 
 logger = logging.getLogger(__name__)
 
@@ -453,7 +453,7 @@ class GroupMember:
         if not reports:
             return
         finished = sum(r.next_offset - q.written for q, r in told if q.queue in reports)
-        with settling(self.log.path, "ack", {topic for topic, _ in reports}, finished, group=self.group):
+        with acknowledging(self.log.path, "ack", {topic for topic, _ in reports}, finished, group=self.group):
             refused = self.log.groups.report(self.group, self.name, reports, self.by)
         with self.changed:
             self._lose([q for q, _ in told if q.queue in refused])

@@ -33,7 +33,7 @@ from rmq_spark.consumer.traced import traced
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.sink.two_phase import TwoPhase
-from rmq_spark.tracing import settling, tracing
+from rmq_spark.tracing import acknowledging, tracing
 
 CONCURRENTLY, ORDERLY = "concurrently", "orderly"
 SUSPEND_S = 1.0
@@ -449,7 +449,8 @@ class PushConsumer:
         retries_max = MAX_RECONSUME_TIMES if self._reconsume_max is None else self._reconsume_max
         while not queue.lost:
             try:
-                with settling(member.log.path, kind, [queue.queue[0]], messages.num_rows, messages, group=member.group):
+                log, topic, rows = member.log.path, queue.queue[0], messages.num_rows
+                with acknowledging(log, kind, [topic], rows, lambda: messages, group=member.group):
                     send_back(
                         member.log, member.group, queue, messages, reasons, retries_max if kind == "retry" else 0,
                         self._delay_level, self._two_phase, kind,

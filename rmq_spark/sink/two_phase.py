@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark import observer
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.group_commit import Alone, Commits, Stageable
@@ -59,7 +57,8 @@ from rmq_spark.logs import of_batch, of_header
 from rmq_spark.redaction import cause_of, line_of, traceback_of
 from rmq_spark.sink.leases import LeaseKeeper
 from rmq_spark.sink.limits import NO_LIMITS, PendingGuard, PendingLimits
-from rmq_spark.tracing import settling, tracing
+from rmq_spark.sink.told import told
+from rmq_spark.tracing import settling
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -214,32 +213,7 @@ class TwoPhase:
                 f"{type(self.listener).__name__}.execute_local_transaction is a coroutine function. Only "
                 "TransactionMQProducer.send_message_in_transaction_async can wait for it; make it a plain function"
             )
-        if not observer.observers():
-            return self._bring(header, stage, arg)
-        began_s = self.log.machine.monotonic()
-        try:
-            outcome = self._bring(header, stage, arg)
-        except Exception as problem:
-            failed = problem
-            observer.tell(lambda o: o.not_sent(self.log.path, header.producer_group, failed))
-            raise
-        self._tell(outcome, self.log.machine.monotonic() - began_s)
-        return outcome
-
-    def _tell(self, outcome: Outcome, took_s: float) -> None:
-        """Tell observers of a half batch that came to its end."""
-        record = outcome.record
-        if record is None or outcome.replayed:  # it was told of when it was sent
-            return
-        topics: Counter[str] = Counter()
-        for file in record.files.values():
-            for segment in file.segments:
-                topics[segment.topic] += segment.last - segment.first + 1
-        finish_s = None
-        if not outcome.messages.get(RowState.PENDING) and outcome.messages:
-            finish_s = max(0.0, (self.log.machine.now() - record.prepared_at).total_seconds())
-        sent = observer.Sent(self.log.path, record.header.producer_group, topics, took_s, finish_s)
-        observer.tell(lambda o: o.sent(sent))
+        return told(self.log, header.producer_group, lambda: self._bring(header, stage, arg))
 
     def _bring(self, header: HalfHeader, stage: Callable[[], Sequence[Stageable]], arg: Any) -> Outcome:
         """The steps of :meth:`send`."""
@@ -383,29 +357,15 @@ class TwoPhase:
         split = split_by_verdict(self.log, run.record, rows, batch, verdicts)
         commit, rollback = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE]
         if commit or rollback:
-            with self._span_of(run.record, batch, commit, rollback, who):
+            with settling(self.log.path, batch, str(who), commit.count, rollback.count, run.record.topics):
                 placed = self.commits.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
             run.outcome.placed += placed
-            if logger.isEnabledFor(logging.DEBUG):
-                logger.debug(
-                    "%r: %d messages are committed, %d rolled back, by %s", batch, commit.count, rollback.count, who,
-                    extra=of_batch(batch),
-                )  # fmt: skip
+            said = "%r: %d messages are committed, %d rolled back, by %s"
+            logger.debug(said, batch, commit.count, rollback.count, who, extra=of_batch(batch))
             visible = sum(p.count for p in placed if p.half_id == run.record.half_id)
             if visible == run.record.rows and not run.outcome.replayed:  # all of it: there is nothing to settle
                 run.outcome.attempt, run.outcome.messages = batch.attempt, {RowState.COMMITTED: visible}
         return bool(split[UNKNOWN])
-
-    def _span_of(
-        self, record: HalfRecord, batch: HalfBatch, commit: RowSet, rollback: RowSet, who: Who
-    ) -> AbstractContextManager[None]:
-        if tracing() is None:
-            return nullcontext()
-        verdict = "settle" if commit and rollback else "commit" if commit else "rollback"
-        return settling(
-            self.log.path, verdict, record.topics, commit.count + rollback.count, half_id=record.half_id,
-            attempt=batch.attempt, decided_by=str(who),
-        )  # fmt: skip
 
     # ------------------------------------------------------------------ R replay
     def _settle(self, run: _Run) -> None:

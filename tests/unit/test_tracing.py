@@ -19,10 +19,12 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 import rmq_spark as txmq
 from rmq_spark import tracing as tracing_module
+from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.tracing import LINKS_MAX, sending_batch, settling, tracing
+from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.tracing import LINKS_MAX, sending_batch, tracing
 from tests.consumers import DONE, LATER, go_on, memory_log, push
-from tests.half_batches import make_log
+from tests.half_batches import header_of, make_log
 
 NAME, TYPE = "messaging.operation.name", "messaging.operation.type"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -300,12 +302,20 @@ def test_a_listener_of_a_table_that_fails_says_so(spans: InMemorySpanExporter) -
 
 # ---------------------------------------------------------------- sinks, and programs that do not trace
 def test_a_sink_s_micro_batch_is_one_span(spans: InMemorySpanExporter) -> None:
-    with sending_batch("log", "app:7", "orders"), settling("log", "commit", ["orders"], 3, half_id="app:7"):
-        pass
+    log = memory_log(orders=1)
+    two_phase, header = TwoPhase(log, Says()), header_of(7)
+    given = pa.table({"body": ["a", "b"]})
+    with sending_batch(log.path, header.half_id, "orders"):
+        two_phase.send(
+            header,
+            lambda: log.stage(HalfWriter(header, log.topics(), "orders", None), given.to_batches()),
+            txmq.COMMIT_MESSAGE,
+        )
     sent, settled = one(spans, "send orders"), one(spans, "commit orders")
     assert settled.parent is not None
     assert settled.parent.span_id == sent.context.span_id
     assert attributes(sent)["txmq.half_id"] == attributes(settled)["txmq.half_id"] == "app:7"
+    assert properties(log) == [{}, {}], "nothing is done for a row"
 
 
 def test_without_a_tracer_provider_nothing_is_traced_and_nothing_added(log: CommitLog) -> None:

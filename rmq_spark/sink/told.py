@@ -1,0 +1,39 @@
+"""Tells observers what became of a half batch, where anybody observes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rmq_spark import observer
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState
+
+if TYPE_CHECKING:
+    from rmq_spark.sink.two_phase import Outcome
+
+
+def told(log: CommitLog, producer_group: str, bring: Callable[[], Outcome]) -> Outcome:
+    """Call what brings a half batch to its end, and tell observers how long it took, or what it raised."""
+    if not observer.observers():
+        return bring()
+    began_s = log.machine.monotonic()
+    try:
+        outcome = bring()
+    except Exception as problem:
+        failed = problem
+        observer.tell(lambda o: o.not_sent(log.path, producer_group, failed))
+        raise
+    record = outcome.record
+    if record is not None and not outcome.replayed:  # else it was told of when it was sent
+        topics: Counter[str] = Counter()
+        for file in record.files.values():
+            for segment in file.segments:
+                topics[segment.topic] += segment.last - segment.first + 1
+        finish_s = None
+        if outcome.messages and not outcome.messages.get(RowState.PENDING):
+            finish_s = max(0.0, (log.machine.now() - record.prepared_at).total_seconds())
+        sent = observer.Sent(log.path, producer_group, topics, log.machine.monotonic() - began_s, finish_s)
+        observer.tell(lambda o: o.sent(sent))
+    return outcome
