@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 SECTIONS = ("Parameters", "Attributes", "Returns", "Yields", "Raises", "Warns", "Options", "Notes", "Examples")
@@ -15,6 +15,8 @@ LINE_CHARS_MAX = 88
 
 _ROLE = re.compile(r":(?:class|meth|func|data|attr|mod|exc):`~?(?:[^`]*?\.)?([^`.]+)`")
 _DOUBLE = re.compile(r"``(.+?)``", re.DOTALL)
+
+_STARS: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
 def markdown_of(docstring: str | None) -> str:
@@ -60,8 +62,7 @@ def signature_of(thing: Any, name: str) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and (not at or _takes_place(parameters[at - 1])):
             parts.append("*")
         shown = parameter.name if parameter.default is parameter.empty else f"{parameter.name}={_value(parameter)}"
-        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        parts.append(prefix + shown)
+        parts.append(_STARS.get(parameter.kind, "") + shown)
     line = f"{name}({', '.join(parts)})"
     if len(line) <= LINE_CHARS_MAX:
         return line
@@ -81,7 +82,8 @@ def _value(parameter: inspect.Parameter) -> str:
 
 def _sections(docstring: str) -> Iterator[tuple[str, list[str]]]:
     """Yield (title, lines) of each section; the first one has no title."""
-    title, lines = "", []
+    title = ""
+    lines: list[str] = []
     rest = docstring.split("\n")
     at = 0
     while at < len(rest):
@@ -97,7 +99,8 @@ def _sections(docstring: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _trimmed(lines: list[str]) -> list[str]:
-    return inspect.cleandoc("\n".join(lines)).split("\n")
+    """Return lines without the empty ones before and after them."""
+    return "\n".join(lines).strip("\n").split("\n")
 
 
 def _entries(lines: list[str]) -> str:

@@ -312,7 +312,7 @@ def _kind(option: Any) -> str:
         return ""
     found = option.metavar or getattr(getattr(option, "type_descriptor", None), "annotation", None) or option.type
     names = {"str": "text", "int": "number", "float": "number", "Path": "file"}
-    name = found if isinstance(found, str) else getattr(found, "__name__", None) or getattr(found, "name", str(found))
+    name = str(found if isinstance(found, str) else getattr(found, "__name__", None) or getattr(found, "name", found))
     given = names.get(name, name)
     shown = isinstance(option.default, (str, int, float)) and option.default != ""
     return f"{given}, `{option.default}` by default" if shown else given

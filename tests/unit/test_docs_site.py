@@ -1,0 +1,216 @@
+"""The documentation as a site: it builds strictly, fetches nothing, and its reference names what the code has."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import typer
+
+import rmq_spark
+from docs_site import docstrings, reference, repository
+from docs_site.repository import DeadLinkError
+from rmq_spark.check.settings import CHECK_NAMES, DRAIN_NAMES, MAINTENANCE_NAMES, SECTIONS
+from rmq_spark.cli import app
+from rmq_spark.sink.settings import SINK_OPTIONS
+from rmq_spark.source import SOURCE_OPTIONS
+
+ROOT = repository.ROOT
+WRITTEN = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built once. A warning (a dead link or anchor, a page that is in no menu) ends the build."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def text_of(site: Path, page: str) -> str:
+    """The text of a page, without its tags."""
+    return re.sub(r"<[^>]+>", "", (site / page).read_text())
+
+
+# ---------------------------------------------------------------- the site
+class Fetched(HTMLParser):
+    """Collects what a browser fetches to show a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag == "link" and given.get("rel") not in ("stylesheet", "icon", "preload", "preconnect", "modulepreload"):
+            return
+        self.found += [given[name] or "" for name in ("src", "href" if tag == "link" else "data-src") if name in given]
+
+
+def test_a_page_fetches_only_files_of_the_site(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        parser = Fetched()
+        parser.feed(page.read_text())
+        assert parser.found
+        for address in parser.found:
+            parts = urlsplit(address)
+            assert (parts.scheme, parts.netloc) == ("", ""), f"{page.name} fetches {address}"
+            assert page.name == "404.html" or (page.parent / unquote(parts.path)).is_file(), f"{page.name}: {address}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(?:url\(|@import)\s*[\"']?https?:", style.read_text()), style.name
+
+
+def test_the_search_knows_the_pages_without_a_server(site: Path) -> None:
+    index = (site / "search" / "search_index.js").read_text()
+    assert index.startswith("var __index =")
+    assert "tombstone" in index
+    assert "SqlTransactionListener" in index
+
+
+def test_drawings_stand_in_the_page_and_have_a_text_for_those_who_cannot_see_them(site: Path) -> None:
+    page = (site / "protocol.html").read_text()
+    assert page.count("<figure") == page.count('<svg role="img" aria-label="') == 2
+
+
+# ---------------------------------------------------------------- the reference
+def settings() -> Iterator[str]:
+    yield from CHECK_NAMES
+    yield from MAINTENANCE_NAMES
+    yield from DRAIN_NAMES
+    yield from (section for section in SECTIONS)
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("options", [*SINK_OPTIONS, *SOURCE_OPTIONS]),
+        ("errors", list(reference.error_classes())),
+        ("configuration", list(settings())),
+        ("limits", ["BODY_BYTES_MAX", "QUEUES_MAX", "IDEMPOTENCY_S", "DELAY_LEVELS_S", "MAX_SPAN"]),
+        ("columns", ["queue_offset", "op_version", "input_hash", "low_water", "suspended_until", "deliver_at"]),
+    ],
+)
+def test_the_reference_names_all_that_the_code_has(site: Path, page: str, names: list[str]) -> None:
+    cells = set(re.findall(r"\w+", text_of(site, f"reference/{page}.html")))
+    assert not [name for name in names if name not in cells]
+
+
+def test_the_reference_has_every_verb_of_the_command(site: Path) -> None:
+    headings = re.findall(r"<h2[^>]*>(.*?)<a", (site / "reference" / "command.html").read_text())
+    verbs = [" ".join(words) for words, _ in reference.verbs(typer.main.get_command(app))]
+    assert len(verbs) > 20
+    assert headings == verbs
+
+
+def test_the_reference_has_every_public_name_with_its_docstring(site: Path) -> None:
+    pages = "".join((site / "reference" / f"{page}.html").read_text() for page in reference.python_pages())
+    for name in set(rmq_spark.__all__) - {"__version__", "errors", "testing"}:
+        assert f'<h2 id="{name}"' in pages
+    assert 'id="TransactionMQProducer.send_message_in_transaction"' in pages
+    assert "idempotency_key" in pages
+
+
+def test_every_error_says_what_to_do() -> None:
+    for name, kind in reference.error_classes().items():
+        assert name == "TxmqError" or len(docstrings.paragraphs(kind.__doc__)) > 1, f"{name} says no remedy"
+
+
+def test_what_nobody_described_ends_the_build() -> None:
+    with pytest.raises(reference.UndescribedError, match=r"lacks \['new'\], and describes \['old'\]"):
+        reference._require_same(["topic", "new"], ["topic", "old"], "columns")
+
+
+# ---------------------------------------------------------------- what people write
+@pytest.mark.parametrize("options", [SINK_OPTIONS, SOURCE_OPTIONS])
+def test_the_readme_has_every_option(options: tuple[str, ...]) -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert not [name for name in options if f"`{name}`" not in readme]
+
+
+def test_the_docs_call_verbs_that_are_there() -> None:
+    verbs = {words for words, _ in reference.verbs(typer.main.get_command(app))}
+    groups = {words[0] for words in verbs if len(words) > 1}
+    called = 0
+    for page in WRITTEN:
+        for verb, after in re.findall(r"(?:`|^|\$ )txmq ([a-z][a-z-]*)(?: ([a-z-]+))?", page.read_text(), re.MULTILINE):
+            words = (verb, after) if verb in groups else (verb,)
+            assert words in verbs, f"{page.name} calls txmq {' '.join(words)}"
+            called += 1
+    assert called > 50
+
+
+def test_a_link_leads_from_page_to_page() -> None:
+    text = "[a](../ARCHITECTURE.md#measured) [b](checker.md) [c](../conf/txmq.toml) [d](https://x.org) [e](#here)"
+    assert repository.with_site_links(text, "guarantees.md") == (
+        "[a](architecture.md#measured) [b](checker.md) [c](reference/configuration.md) [d](https://x.org) [e](#here)"
+    )
+    assert repository.with_site_links("[a](docs/checker.md)", "readme.md") == "[a](checker.md)"
+    assert repository.with_site_links("see [programs](race/races.py)", "proof.md") == "see programs"
+    assert repository.with_site_links("```\n[a](gone.md)\n```", "readme.md") == "```\n[a](gone.md)\n```"
+    with pytest.raises(DeadLinkError, match=r"there is no 'gone\.py'"):
+        repository.with_site_links("[a](gone.py)", "readme.md")
+
+
+def test_lists_become_those_of_python_markdown() -> None:
+    text = "It says:\n- one\n  - within\n- two\n\n  more\n\nAfter\n  all"
+    assert repository.with_lists(text) == "It says:\n\n- one\n    - within\n- two\n\n    more\n\nAfter\n  all"
+
+
+# ---------------------------------------------------------------- docstrings
+DOCSTRING = """Do it, as :class:`~a.b.Thing` does.
+
+    Parameters
+    ----------
+    name : str, optional
+        With ``code``, and
+        two lines.
+    other
+
+    Raises
+    ------
+    OptionError, ListenerError
+        When it is wrong.
+
+    Examples
+    --------
+    >>> do()  # doctest: +SKIP
+    """
+
+
+def test_a_docstring_becomes_markdown() -> None:
+    assert docstrings.markdown_of(DOCSTRING) == (
+        "Do it, as `Thing` does.\n\n"
+        "**Parameters**\n\n- `name` (*str, optional*) – With `code`, and two lines.\n- `other`\n\n"
+        "**Raises**\n\n- `OptionError, ListenerError` – When it is wrong.\n\n"
+        "**Examples**\n\n```python\n>>> do()\n```"
+    )
+
+
+def test_a_signature_shows_what_must_be_named() -> None:
+    def send(self: object, message: str, *, key: str | None = None, **more: int) -> None: ...
+
+    assert docstrings.signature_of(send, "send") == "send(message, *, key=None, **more)"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.02, "20ms"), (60, "60s"), (300, "5m"), (3600, "1h"), (259_200, "72h"), (604_800, "7d")]
+)
+def test_a_duration_is_written_as_users_write_it(seconds: float, shown: str) -> None:
+    assert reference.duration(seconds) == shown
