@@ -26,6 +26,7 @@ from docs_site.docstrings import first_paragraph, markdown_of, paragraphs, prose
 from rmq_spark import config, errors
 
 ROOT = Path(__file__).parents[1]
+COMMAND_PAGE = ROOT / "docs" / "command.md"
 MADE = "*This page is made from the code.*"
 
 
@@ -39,6 +40,7 @@ def pages() -> dict[str, str]:
         "reference/options.md": options(),
         "reference/columns.md": tables(),
         "reference/configuration.md": configuration(),
+        "reference/metrics.md": metrics(),
         "reference/errors.md": all_errors(),
         "reference/command.md": command(),
         "reference/limits.md": limits(),
@@ -226,6 +228,33 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1000:.0f}ms"
 
 
+# ---------------------------------------------------------------- metrics
+def metrics() -> str:
+    """Every metric, with its labels."""
+    from rmq_spark.metrics.names import COMMON, LOG, METRICS
+
+    def table(of_log: bool) -> str:
+        rows = [
+            (f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels), m.help)
+            for m in METRICS
+            if (m.origin == LOG) == of_log
+        ]
+        return _table(("metric", "kind", "labels", "meaning"), rows)
+
+    return "\n\n".join(
+        [
+            "# Metrics",
+            MADE
+            + f" Each metric also has the labels {' and '.join(f'`{label}`' for label in COMMON)}. What to alarm on: "
+            "[monitoring](../monitoring.md).",
+            "## Of a log, by the exporter",
+            table(True),
+            "## Of a process",
+            table(False),
+        ]
+    )
+
+
 # ---------------------------------------------------------------- errors
 def all_errors() -> str:
     """Every error, what it means, and what to do."""
@@ -263,6 +292,7 @@ def command() -> str:
     importlib.import_module("rmq_spark.cli.app")
     doc = inspect.getdoc(importlib.import_module("rmq_spark.cli.app")) or ""
     codes = next((p for p in doc.split("\n\n") if p.startswith("Exit codes")), "")
+    codes = codes.replace("(docs/command.md)", "([command.md](../command.md))" if COMMAND_PAGE.exists() else "")
     parts = [
         "# The command txmq",
         MADE + " `txmq VERB --help` says the same in a terminal.",

@@ -19,6 +19,7 @@ from docs_site import docstrings, reference, repository
 from docs_site.repository import DeadLinkError
 from rmq_spark.check.settings import CHECK_NAMES, DRAIN_NAMES, MAINTENANCE_NAMES, SECTIONS
 from rmq_spark.cli import app
+from rmq_spark.metrics.names import METRICS
 from rmq_spark.sink.settings import SINK_OPTIONS
 from rmq_spark.source import SOURCE_OPTIONS
 
@@ -102,6 +103,7 @@ def settings() -> Iterator[str]:
     [
         ("options", [*SINK_OPTIONS, *SOURCE_OPTIONS]),
         ("errors", list(reference.error_classes())),
+        ("metrics", [metric.name for metric in METRICS]),
         ("configuration", list(settings())),
         ("limits", ["BODY_BYTES_MAX", "QUEUES_MAX", "IDEMPOTENCY_S", "DELAY_LEVELS_S", "MAX_SPAN"]),
         ("columns", ["queue_offset", "op_version", "input_hash", "low_water", "suspended_until", "deliver_at"]),
