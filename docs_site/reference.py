@@ -292,7 +292,7 @@ def command() -> str:
     importlib.import_module("rmq_spark.cli.app")
     doc = inspect.getdoc(importlib.import_module("rmq_spark.cli.app")) or ""
     codes = next((p for p in doc.split("\n\n") if p.startswith("Exit codes")), "")
-    codes = codes.replace("(docs/command.md)", "([command.md](../command.md))" if COMMAND_PAGE.exists() else "")
+    codes = codes.replace(" (docs/command.md)", " ([which](../command.md))" if COMMAND_PAGE.exists() else "")
     parts = [
         "# The command txmq",
         MADE + " `txmq VERB --help` says the same in a terminal.",
