@@ -439,6 +439,22 @@ GROUPS_OF_NAMES: Mapping[str, tuple[str, str]] = {
     ),
 }
 """Which page of the reference has which public names. What is in none of them is on the last one."""
+NOT_FOR_USERS: Mapping[str, frozenset[str]] = {
+    name: frozenset(methods.split())
+    for name, methods in {
+        "CommitLog": "create_own_topic topics_with require_topic groups has_groups messages_table half_batch unsettled "
+        "tables keep_up drain_by another another_on_the_same_log after_decision in_background stage with_machine "
+        "last_batch_id find archived prepare prepare_many decide decide_many reopen quarantine record_check lease "
+        "lease_many place_due open_batches open_half_ids move_mark placements read_range find_again locate",
+        "PushConsumer": "consume_on work consume",
+        "EachMessage": "each",
+        "SqlInbox": "apply where transaction connect refuse_unsafe",
+        "SqlTransactionListener": "machine enlist",
+    }.items()
+}
+"""Methods that only other modules of the package call."""
+MADE_FOR_USERS = frozenset("CommitLog HalfBatch HalfTransaction CheckReport RelayReport TransactionSendResult".split())
+"""Classes of which users get instances, and make none by calling the class."""
 
 
 def python_pages() -> dict[str, tuple[str, list[str]]]:
@@ -454,39 +470,48 @@ def python_pages() -> dict[str, tuple[str, list[str]]]:
 
 
 def python(title: str, names: Sequence[str]) -> str:
-    """Signatures and docstrings of public names."""
+    """Signatures and docstrings of public names; of a module, those of the names in its ``__all__``."""
     parts = [f"# {title}", MADE + " `import rmq_spark as txmq`."]
     for name in names:
         thing = getattr(rmq_spark, name)
-        parts.append(f"## {name} {{ #{name} }}")
-        if inspect.ismodule(thing):
-            parts.append(markdown_of(thing.__doc__))
-        elif isinstance(thing, type):
-            parts += _class(name, thing)
-        elif callable(thing):
-            parts += [_code(signature_of(thing, name)), markdown_of(inspect.getdoc(thing))]
-        else:
-            parts.append(f"`{thing!r}`: a `{type(thing).__name__}`.")
+        parts += _named(name, thing, "##")
+        for inner in getattr(thing, "__all__", ()) if inspect.ismodule(thing) else ():
+            parts += _named(f"{name}.{inner}", getattr(thing, inner), "###")
     return "\n\n".join(part for part in parts if part)
 
 
-def _class(name: str, kind: type) -> list[str]:
+def _named(name: str, thing: Any, heading: str) -> list[str]:
+    parts = [f"{heading} {name} {{ #{name} }}"]
+    if inspect.ismodule(thing):
+        parts.append(markdown_of(thing.__doc__))
+    elif isinstance(thing, type):
+        parts += _class(name, thing, heading + "#")
+    elif callable(thing):
+        parts += [_code(signature_of(thing, name)), markdown_of(inspect.getdoc(thing))]
+    else:
+        parts.append(f"`{thing!r}`: a `{type(thing).__name__}`.")
+    return parts
+
+
+def _class(name: str, kind: type, heading: str) -> list[str]:
     parts: list[str] = []
     if issubclass(kind, Enum):
         values = ", ".join(f"`{member}`" for member in kind.__members__)
         return [markdown_of(kind.__doc__), f"**Values:** {values}."]
-    if "__init__" in vars(kind) and name != "CommitLog":  # a log is made by create and open
+    if "__init__" in vars(kind) and name not in MADE_FOR_USERS:
         parts.append(_code(signature_of(kind.__init__, name)))
     parts.append(markdown_of(kind.__doc__))
     for member, thing in _members(kind):
+        if member in NOT_FOR_USERS.get(name, ()):
+            continue
         anchor = f"{{ #{name}.{member} }}"
         if isinstance(thing, property):
-            parts += [f"### {member} {anchor}", "A property.", markdown_of(thing.__doc__)]
+            parts += [f"{heading} {member} {anchor}", "A property.", markdown_of(thing.__doc__)]
         else:
             call = inspect.unwrap(thing.__func__ if isinstance(thing, (classmethod, staticmethod)) else thing)
             owner = name if isinstance(thing, (classmethod, staticmethod)) else ""
             shown = signature_of(call, f"{owner}.{member}" if owner else member)
-            parts += [f"### {member} {anchor}", _code(shown), markdown_of(inspect.getdoc(call))]
+            parts += [f"{heading} {member} {anchor}", _code(shown), markdown_of(inspect.getdoc(call))]
     return parts
 
 
