@@ -104,7 +104,7 @@ def lag(log: CommitLog) -> pa.Table:
     rows = []
     for name in groups(log):
         try:
-            of_group = ConsumerGroup(log, name).lag()
+            of_group = ConsumerGroup(log, name).behind()
         except GroupNotFoundError:  # deleted meanwhile
             continue
         rows.append(

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from rmq_spark import plots
 from rmq_spark.cli import app
+from rmq_spark.commitlog.half_store import HalfStore
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.trace import Trace, TraceEvent, TraceKind
@@ -109,6 +110,19 @@ def test_what_is_pending_is_told_by_age_and_the_oldest_are_named(figures: Figure
     oldest = figures.pending.to_pylist()[0]
     assert (oldest["producer_group"], oldest["messages"], oldest["check_times"]) == ("payment-service", 25, 4)
     assert (len(figures.quarantined), len(figures.conflicts)) == (1, 1)
+
+
+def test_no_half_file_is_read_but_for_what_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = Shop()
+    shop.log.create_topic("orders", 1)
+    for _ in range(30):
+        shop.prepare(("orders",), 2)
+    shop.log.groups.set("points", {("orders", 0): 0}, "test")
+    read: list[str] = []
+    get = HalfStore.get
+    monkeypatch.setattr(HalfStore, "get", lambda store, half_id: read.append(half_id) or get(store, half_id))
+    assert figures_of(shop.log).pending_messages == 60
+    assert len(set(read)) == len(read) == 10
 
 
 def test_a_half_batch_that_was_reopened_is_pending_again() -> None:
