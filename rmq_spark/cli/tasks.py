@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from rmq_spark.cli.output import STORAGE_ENV
+from rmq_spark.cli.command import STORAGE_ENV
 from rmq_spark.errors import ConfigError
 
 SecretScope = Annotated[
