@@ -53,7 +53,7 @@ BARS_MAX = 12
 """Bars of one chart: consumer groups, topics."""
 EXACT_MAX = 10_000
 """Numbers on an axis are written out up to here."""
-NAME_CHARS_MAX = 22
+NAME_CHARS_MAX = 18
 HEIGHT = 220
 BAR_HEIGHT = 26
 WIDTH = 520
@@ -364,7 +364,7 @@ def timeline(trace: Trace) -> Drawn:
     )
     at = alt.X("at:T", title=None, scale=alt.Scale(type="utc", nice=False), axis=_time_axis(alt))
     # A point that nobody sees makes room for the words behind the last one.
-    room_ms = max(1000, _ms(before) - _ms(began)) * 45 // 100
+    room_ms = max(1000, _ms(before) - _ms(began)) * 70 // 100
     room = alt.Chart(alt.Data(values=[{"at": _ms(before) + room_ms}])).mark_point(opacity=0).encode(x=at)
     colour = alt.Color("colour:N", scale=None, legend=None)
     waits = base.mark_bar(height=3, opacity=0.45).encode(x="before:T", x2="at:T", color=colour)

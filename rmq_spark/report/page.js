@@ -20,7 +20,7 @@
         titleFontWeight: "normal", titlePadding: 8,
       },
       axisY: { domain: false, ticks: false, labelPadding: 6 },
-      axisYBand: { labelColor: colour("--ink"), labelLimit: narrow ? 132 : 190 },
+      axisYBand: { labelColor: colour("--ink"), labelLimit: narrow ? 140 : 190 },
       text: { color: colour("--ink"), fontSize: 12 },
     };
   }

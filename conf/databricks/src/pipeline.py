@@ -1,7 +1,7 @@
 """A declarative pipeline that sends: a source file for Lakeflow, or for ``spark-pipelines`` of Spark 4.1 and newer.
 
-Its configuration names ``txmq.source`` (a Delta table's path, or a table) and ``txmq.log`` (a commit log with the topic
-``orders``).
+Its configuration names ``txmq.source`` (a table, or a view of the pipeline) and ``txmq.log`` (a commit log with the
+topic ``orders``).
 """
 
 from pyspark import pipelines as dp
@@ -25,6 +25,5 @@ dp.create_sink(
 
 @dp.append_flow(target="orders_sent", name="send_orders")
 def send_orders():
-    stream = spark.readStream
-    rows = stream.format("delta").load(source) if "/" in source else stream.table(source)
+    rows = spark.readStream.table(source)
     return rows.selectExpr("to_json(struct(*)) as body", "cast(order_id as string) as keys", "order_id")

@@ -1,0 +1,90 @@
+"""What the Databricks bundle runs with Spark, on this machine: its stream, and its declarative pipeline."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pyspark
+import pytest
+import yaml
+
+from rmq_spark.commitlog.log import CommitLog
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SOURCES = Path(__file__).parents[2] / "conf" / "databricks" / "src"
+
+VIEW = """
+from pyspark import pipelines as dp
+from pyspark.sql import SparkSession
+
+spark = SparkSession.active()
+
+
+@dp.temporary_view
+def orders_in():
+    return spark.readStream.schema("order_id long").json({source!r})
+"""
+"""What the pipeline reads from, in the place of a table of Unity Catalog."""
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SOURCES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_stream_sends_each_row_of_its_table_once(spark: SparkSession, tmp_path: Path, log_path: str) -> None:
+    orders = load("orders")
+    source = str(tmp_path / "source")
+    arguments = ["--source", source, "--log", log_path, "--checkpoint", str(tmp_path / "checkpoint")]
+    for first in (0, 5):
+        rows = spark.range(first, first + 5).withColumnRenamed("id", "order_id")
+        rows.coalesce(1).write.format("delta").mode("append").save(source)
+        orders.main(arguments)
+    keys = CommitLog.open(log_path).read("orders", columns=["keys"])["keys"].to_pylist()
+    assert sorted(keys, key=int) == [str(n) for n in range(10)]
+
+
+@pytest.mark.long
+@pytest.mark.connect
+def test_the_declarative_pipeline_sends_each_row_once(tmp_path: Path, log_path: str) -> None:
+    program = Path(pyspark.__file__).parent / "bin" / "spark-pipelines"
+    if not program.exists():
+        pytest.skip("declarative pipelines came with Spark 4.1")
+    log = CommitLog.create(log_path)
+    log.create_topic("orders", queues=2)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "orders.json").write_text("\n".join(json.dumps({"order_id": n}) for n in range(10)))
+    (tmp_path / "view.py").write_text(VIEW.format(source=str(source)))
+    libraries = [str(SOURCES / "pipeline.py"), str(tmp_path / "view.py")]
+    specification = {
+        "name": "orders",
+        "storage": (tmp_path / "storage").as_uri(),
+        "libraries": [{"glob": {"include": file}} for file in libraries],
+        "configuration": {"txmq.source": "orders_in", "txmq.log": log_path},
+    }
+    (tmp_path / "spark-pipeline.yml").write_text(yaml.safe_dump(specification))
+    done = subprocess.run(
+        [str(program), "run", "--spec", str(tmp_path / "spark-pipeline.yml")],
+        cwd=tmp_path,
+        env={**os.environ, "PYSPARK_PYTHON": sys.executable, "PYSPARK_DRIVER_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    keys = log.read("orders", columns=["keys"])["keys"].to_pylist()
+    assert sorted(keys, key=int) == [str(n) for n in range(10)]
