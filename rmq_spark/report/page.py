@@ -209,7 +209,8 @@ def _card(card: Card) -> str:
         legend = f'<ul class="legend">{marks}</ul>' if len(card.drawn.legend) > 1 else ""
         inside = (
             f'{legend}<div class="chart" id="{card.name}"></div>'
-            f'<details><summary>The numbers</summary><div class="scroll" tabindex="0">{card.table}</div></details>'
+            '<details><summary>The numbers</summary><div class="scroll" tabindex="0" role="region" '
+            f'aria-label="{escape(card.title)}: the numbers">{card.table}</div></details>'
         )
     return f"""<section class="card{" wide" if card.wide else ""}">
 <h2>{escape(card.title)}</h2>

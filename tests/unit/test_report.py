@@ -322,6 +322,12 @@ def test_without_the_packages_that_draw_the_extra_is_named(
         page(figures)
 
 
+def test_the_sentence_needs_no_package_that_draws(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("altair", "vl_convert"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert txmq("report", log.path).startswith("All is well: 5 messages appeared")
+
+
 @pytest.fixture
 def log(tmp_path: Path) -> CommitLog:
     made = CommitLog.create(tmp_path / "log")
