@@ -105,7 +105,7 @@ print("pending:", log.pending().num_rows, "quarantined:", log.quarantined().num_
 reader = txmq.PullConsumer(log, "warehouse", topics="orders", stop_at_end=True)
 with reader:
     for number, _ in enumerate(reader, start=1):
-        if number == 1_500:
+        if number > 1_500:  # whoever asks for the next message has done with the one before
             break
 lag = txmq.ConsumerGroup(log, "warehouse").lag()
 print("behind by", sum(lag["lag"].to_pylist()), "messages")

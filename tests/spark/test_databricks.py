@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,12 +69,14 @@ def test_the_declarative_pipeline_sends_each_row_once(tmp_path: Path, log_path: 
     source = tmp_path / "source"
     source.mkdir()
     (source / "orders.json").write_text("\n".join(json.dumps({"order_id": n}) for n in range(10)))
-    (tmp_path / "view.py").write_text(VIEW.format(source=str(source)))
-    libraries = [str(SOURCES / "pipeline.py"), str(tmp_path / "view.py")]
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "view.py").write_text(VIEW.format(source=str(source)))
+    shutil.copy(SOURCES / "pipeline.py", sources)
     specification = {
         "name": "orders",
         "storage": (tmp_path / "storage").as_uri(),
-        "libraries": [{"glob": {"include": file}} for file in libraries],
+        "libraries": [{"glob": {"include": "sources/**"}}],
         "configuration": {"txmq.source": "orders_in", "txmq.log": log_path},
     }
     (tmp_path / "spark-pipeline.yml").write_text(yaml.safe_dump(specification))
