@@ -107,7 +107,7 @@ lock: $(HAVE_VENV) ## requirements.lock anew from pyproject.toml (UPGRADE=1: new
 # It fetches nothing, and opens from the folder.
 .PHONY: docs
 docs: $(HAVE_PROJECT) ## the documentation as a site: open site/index.html (a dead link ends it)
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --config-file conf/mkdocs.yml
 	@echo "the documentation: site/index.html"
 
 .PHONY: wheel

@@ -15,8 +15,8 @@ import pytest
 import typer
 
 import rmq_spark
-from docs_site import docstrings, reference, repository
-from docs_site.repository import DeadLinkError
+from docs.building import docstrings, reference, repository
+from docs.building.repository import DeadLinkError
 from rmq_spark.check.settings import CHECK_NAMES, DRAIN_NAMES, MAINTENANCE_NAMES, SECTIONS
 from rmq_spark.cli import app
 from rmq_spark.metrics.names import METRICS
@@ -32,7 +32,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built once. A warning (a dead link or anchor, a page that is in no menu) ends the build."""
     folder = tmp_path_factory.mktemp("docs") / "site"
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--config-file",
+            "conf/mkdocs.yml",
+            "--site-dir",
+            str(folder),
+        ],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,

@@ -948,8 +948,11 @@ def _stripped_open() -> Iterator[None]:
         finally:
             asks.every = False
 
-    with _often_leaving(), replaced(
-        (Stripper, "_drained_rows", every), (BatchState, "rows_in", rows_in), (stripping, "STRIPPED_SHARE_MIN", 0.0)
+    with (
+        _often_leaving(),
+        replaced(
+            (Stripper, "_drained_rows", every), (BatchState, "rows_in", rows_in), (stripping, "STRIPPED_SHARE_MIN", 0.0)
+        ),
     ):
         yield
 

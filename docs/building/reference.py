@@ -21,11 +21,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import rmq_spark
-from docs_site import columns
-from docs_site.docstrings import first_paragraph, markdown_of, paragraphs, prose, signature_of
+from docs.building import columns
+from docs.building.docstrings import first_paragraph, markdown_of, paragraphs, prose, signature_of
 from rmq_spark import config, errors
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMMAND_PAGE = ROOT / "docs" / "command.md"
 MADE = "*This page is made from the code.*"
 
@@ -464,7 +464,7 @@ def python_pages() -> dict[str, tuple[str, list[str]]]:
     placed = [name for _, names in found.values() for name in names]
     for name in placed:
         if name not in public:
-            raise UndescribedError(f"docs_site/reference.py names {name!r}, which rmq_spark does not have")
+            raise UndescribedError(f"docs/building/reference.py names {name!r}, which rmq_spark does not have")
     found["python-operating"][1].extend(name for name in public if name not in placed)
     return found
 
@@ -548,6 +548,6 @@ def _require_same(of_code: Iterable[str], described: Iterable[str], what: str) -
     code, text = set(of_code), set(described)
     if code != text:
         raise UndescribedError(
-            f"{what}: docs_site/columns.py lacks {sorted(code - text)}, and describes {sorted(text - code)}, which the "
-            "code does not have"
+            f"{what}: docs/building/columns.py lacks {sorted(code - text)}, and describes {sorted(text - code)}, which "
+            "the code does not have"
         )

@@ -11,11 +11,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:  # mkdocs loads this file by its path
     sys.path.insert(0, str(ROOT))
 
-from docs_site import reference, repository  # noqa: E402
+from docs.building import reference, repository  # noqa: E402
 
 log = logging.getLogger("mkdocs.hooks.rmq_spark")
 
