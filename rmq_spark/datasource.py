@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.types import StructType
 
+OF_SPARK = frozenset({"queryname"})
+"""Options that Spark adds by itself to those of a stream's sink: the name of a query that has one, as every flow of a
+declarative pipeline."""
+
 
 class TxmqDataSource(DataSource):
     """``format("txmq")`` of ``read``, ``readStream``, ``write`` and ``writeStream``.
@@ -61,7 +65,8 @@ class TxmqDataSource(DataSource):
         from rmq_spark.sink.settings import SINK_OPTIONS
         from rmq_spark.sink.writers import TxmqStreamWriter
 
-        return TxmqStreamWriter(Options(dict(self.options), SINK_OPTIONS), schema)
+        given = {name: value for name, value in self.options.items() if name.lower() not in OF_SPARK}
+        return TxmqStreamWriter(Options(given, SINK_OPTIONS), schema)
 
 
 def _require_read_options(given: Mapping[str, str]) -> None:

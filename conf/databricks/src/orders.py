@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = stream.format("delta").load(given.source) if "/" in given.source else stream.table(given.source)
     messages = rows.selectExpr("to_json(struct(*)) as body", "cast(order_id as string) as keys", "order_id")
     query = (
-        messages.writeStream.format("txmq")
+        messages.writeStream.queryName("txmq_orders")
+        .format("txmq")
         .option("path", given.log)
         .option("topic", TOPIC)
         .option("producerGroup", "order-stream")
