@@ -37,7 +37,7 @@ for module in (messages, tracing, statistics, top, doctor, settling, logs):
 for name, part in (("topic", topic_app), ("group", group_app), ("dlq", dlq_app)):
     app.add_typer(part, name=name, rich_help_panel=PARTS)
 app.command("topics", help="The same as topic list.", rich_help_panel=PARTS)(list_topics)
-app.command(help=RELAY_HELP)(plainly(relay))
+app.command(help=RELAY_HELP, rich_help_panel=UPKEEP)(plainly(relay))
 app.command(rich_help_panel=LOOK)(plainly(report))
 app.command(rich_help_panel=UPKEEP)(plainly(exporter))
 
