@@ -1,18 +1,11 @@
-"""A real Kafka broker for tests: version 4.1.0, one process with its own controller (KRaft), on the loopback.
-
-Its jars come from the Maven registry by ivy, which pyspark brings, once for each version, into the user's cache folder.
-"""
+"""A real Kafka broker for tests: version 4.1.0, one process with its own controller (KRaft), on the loopback."""
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import signal
 import socket
 import subprocess
-import sysconfig
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +15,11 @@ from typing import Any
 import confluent_kafka as ck
 from confluent_kafka.admin import AdminClient, NewTopic
 
+from tests.maven import Jar, NoJarsError, fetched, free_ports, java
+
 VERSION = "4.1.0"
 SCALA = "2.13"
 CLUSTER = "dHhtcS10ZXN0cy1rYWZrYQ"
-FETCH_S_MAX = 900
 START_S_MAX = 90
 ANSWER_S = 30
 
@@ -68,38 +62,17 @@ def jars() -> Path:
     ------
     NoKafkaError
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rmq_spark"
-    folder = cache / f"kafka-{VERSION}"
-    if folder.exists():
-        return folder
-    ivy = sorted(Path(sysconfig.get_path("purelib"), "pyspark", "jars").glob("ivy-*.jar"))
-    if not ivy:
-        raise NoKafkaError("pyspark is missing, whose ivy fetches Kafka's jars: install rmq_spark with its extra spark")
-    cache.mkdir(parents=True, exist_ok=True)
-    # Fetched beside its place and moved there, so that two test runs at once never meet half of them.
-    with tempfile.TemporaryDirectory(dir=cache) as beside:
-        command = [_java(), "-jar", str(ivy[-1]), "-cache", f"{beside}/ivy", "-confs", "default"]
-        command += ["-dependency", "org.apache.kafka", f"kafka_{SCALA}", VERSION]
-        command += ["-retrieve", f"{beside}/jars/[artifact]-[revision](-[classifier]).[ext]"]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=FETCH_S_MAX)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as problem:
-            last = (problem.stdout or b"").decode(errors="replace").strip().splitlines()[-5:]
-            raise NoKafkaError(f"Kafka's jars could not be fetched: {' / '.join(last) or problem}") from None
-        try:
-            os.rename(f"{beside}/jars", folder)
-        except OSError:
-            if not folder.exists():
-                raise
-    return folder
+    try:
+        return fetched(f"kafka-{VERSION}", [Jar("org.apache.kafka", f"kafka_{SCALA}", VERSION)])
+    except NoJarsError as problem:
+        raise NoKafkaError(str(problem)) from None
 
 
 def _java() -> str:
-    home = os.environ.get("JAVA_HOME")
-    java = f"{home}/bin/java" if home else shutil.which("java")
-    if java is None:
-        raise NoKafkaError("Java is missing, which runs Kafka: install it, or set JAVA_HOME")
-    return java
+    try:
+        return java()
+    except NoJarsError as problem:
+        raise NoKafkaError(str(problem)) from None
 
 
 class Broker:
@@ -108,7 +81,7 @@ class Broker:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._java = [_java(), *JAVA_OPTIONS, "-cp", f"{jars()}/*"]
-        port, controller = _free_ports(2)
+        port, controller = free_ports(2)
         self._port = port
         self._settings = folder / "server.properties"
         self._settings.write_text(SETTINGS.format(port=port, controller=controller, data=folder / "data"))
@@ -237,15 +210,3 @@ def running(folder: Path) -> Iterator[Broker]:
         yield broker
     finally:
         broker.kill()
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago; all are held until the last is found, so no two are alike."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [int(s.getsockname()[1]) for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()

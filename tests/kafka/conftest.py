@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kafka.broker import FETCH_S_MAX, Broker, NoKafkaError, running
+from tests.kafka.broker import Broker, NoKafkaError, running
 from tests.kafka.handing import Handing
+from tests.maven import FETCH_S_MAX
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is long
