@@ -83,7 +83,7 @@ bench-drained: install ## what a drainer beside the sink, rolled back messages a
 	@$(PY) -m benchmarks.drained
 
 .PHONY: bench-programs
-bench-programs: install ## what producers without Spark send, in one to 64 threads
+bench-programs: install ## what producers without Spark send, in threads and thousands in flight, beside RocketMQ 5.3.3
 	@$(PY) -m benchmarks.programs
 
 .PHONY: bench-push

@@ -106,8 +106,8 @@ def idle_share(log: txmq.CommitLog) -> float:
         return (time.process_time() - cpu) / (time.perf_counter() - began)
 
 
-def soon(log: txmq.CommitLog) -> tuple[list[float], list[float]]:
-    """Milliseconds from the call of ``send``, and from its return, to the call of the listener."""
+def soon(log: txmq.CommitLog, seconds: float) -> tuple[list[float], list[float]]:
+    """Milliseconds from the call of ``send``, and from its return, to the call of the listener; sent for so long."""
     called: dict[str, float] = {}
     got: dict[str, float] = {}
     returned: dict[str, float] = {}
@@ -118,7 +118,7 @@ def soon(log: txmq.CommitLog) -> tuple[list[float], list[float]]:
         return DONE
 
     with txmq.PushConsumer(log.another(), "soon", listen, "orders"), producer_of(log.another()) as producer:
-        for n in range(int(SECONDS / SENDS_APART_S)):
+        for n in range(int(seconds / SENDS_APART_S)):
             called[str(n)] = time.perf_counter()
             producer.send(txmq.Message("orders", str(n)))
             returned[str(n)] = time.perf_counter()
@@ -138,7 +138,7 @@ def main() -> None:
         found["tables"].append(per_second(log, "tables", of_tables))
         found["single"].append(per_second(log, "single", one_by_one))
         found["idle"].append(100 * idle_share(log))
-        since_call, since_commit = soon(log)
+        since_call, since_commit = soon(log, SECONDS)
         found["visible"].append(median(since_call))
         found["commit"].append(median(since_commit))
         loads.append(os.getloadavg()[0])

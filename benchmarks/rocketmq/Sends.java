@@ -1,5 +1,6 @@
 import java.nio.charset.StandardCharsets;
 import java.util.Arrays;
+import org.apache.rocketmq.client.exception.MQClientException;
 import org.apache.rocketmq.client.producer.LocalTransactionState;
 import org.apache.rocketmq.client.producer.TransactionListener;
 import org.apache.rocketmq.client.producer.TransactionMQProducer;
@@ -15,6 +16,7 @@ public class Sends {
 
     static final int EACH_MAX = 4_000_000;
     static final int SEND_MS_MAX = 30_000;
+    static final int ROUTE_MS_MAX = 30_000;
 
     public static void main(String[] args) {
         try {
@@ -45,9 +47,29 @@ public class Sends {
         });
         producer.setSendMsgTimeout(SEND_MS_MAX); // a busy disk takes its time
         producer.start();
-        run(producer, topic, body, threads, Double.parseDouble(args[4]));
+        sendFirst(producer, topic, body);
+        double warmUp = Double.parseDouble(args[4]);
+        if (warmUp > 0) {
+            run(producer, topic, body, threads, warmUp);
+        }
         System.out.println(run(producer, topic, body, threads, Double.parseDouble(args[5])));
         producer.shutdown();
+    }
+
+    /** The name server learns of a new topic, and of a new broker, after a while. */
+    static void sendFirst(TransactionMQProducer producer, String topic, byte[] body) throws Exception {
+        long end = System.currentTimeMillis() + ROUTE_MS_MAX;
+        while (true) {
+            try {
+                producer.sendMessageInTransaction(new Message(topic, "", "12345", body), null);
+                return;
+            } catch (MQClientException noRoute) {
+                if (System.currentTimeMillis() > end) {
+                    throw noRoute;
+                }
+                Thread.sleep(100);
+            }
+        }
     }
 
     static String run(TransactionMQProducer producer, String topic, byte[] body, int threads, double seconds)

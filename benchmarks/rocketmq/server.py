@@ -73,7 +73,8 @@ class Rocketmq:
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as problem:
             said = problem.stderr or ""  # bytes after a time out, whatever text=True says
             said = said if isinstance(said, str) else said.decode(errors="replace")
-            raise NoRocketmqError(f"RocketMQ's client failed: {said[-500:].strip() or problem}") from None
+            why = [line for line in said.splitlines() if "Exception: " in line][-1:] or [str(problem)]
+            raise NoRocketmqError(f"RocketMQ's client failed: {why[0]}") from None
         finally:
             self._signal(signal.SIGSTOP)
         rate, median_ms, p99_ms = (float(figure) for figure in done.stdout.split()[-3:])
