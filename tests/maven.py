@@ -44,9 +44,10 @@ def java() -> str:
     NoJarsError
     """
     home = os.environ.get("JAVA_HOME")
-    found = f"{home}/bin/java" if home else shutil.which("java")
+    found = shutil.which(f"{home}/bin/java" if home else "java")
     if found is None:
-        raise NoJarsError("Java is missing: install it, or set JAVA_HOME")
+        where = f"in JAVA_HOME={home}" if home else "on the PATH"
+        raise NoJarsError(f"Java is missing: none was found {where}. Install it, or set JAVA_HOME")
     return found
 
 
