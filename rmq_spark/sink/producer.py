@@ -45,7 +45,7 @@ from rmq_spark.transaction import BATCH, KEY, MESSAGE, LocalTransactionState, ba
 logger = logging.getLogger(__name__)
 
 LISTENER_THREADS = 32
-IN_FLIGHT_MAX = 1024
+IN_FLIGHT_MAX = 256
 AWAIT_TERMINATION_S = 30.0
 AT_EXIT_S_MAX = 10.0
 """Seconds for which the end of Python waits for a thread of a producer that was not closed."""
