@@ -35,9 +35,8 @@ class UnderWay:
 
     def open(self) -> None:
         """Let everybody in."""
-        with self._lock:
-            self.is_open = True
-            self._over.clear()
+        self._over.clear()
+        self.is_open = True
 
     def enter(self) -> bool:
         """One more is under way; False when the door is closed."""
