@@ -111,7 +111,9 @@ class GroupCommit:
         self._prepares: Lane[_Waiting, HalfRecord | TxmqError] = Lane(
             log.machine, "txmq-prepare", self._prepare_many, linger_s, at_once_max
         )
-        self._decides: Lane[Decision, Decided] = Lane(log.machine, "txmq-decide", self._decide_many)
+        self._decides: Lane[Decision, Decided] = Lane(
+            log.machine, "txmq-decide", self._decide_many, at_once_max=at_once_max
+        )
 
     def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
         """Commit staged files together with those of other threads. What is in no file yet is written first.

@@ -54,6 +54,10 @@ SHARED_BYTES_MAX = 64 * 1024
 """A send of no more messages and bytes than these may share a half file with sends of other threads."""
 
 
+UTF8_BYTES_MAX = 4
+"""Of a character."""
+
+
 class SendStatus(str, Enum):
     """RocketMQ's ``SendStatus``: a send that does not raise is in the log."""
 
@@ -158,8 +162,8 @@ class TransactionMQProducer:
         Local transactions of asynchronous sends that run at once. A send waits before it is prepared while too many
         wait for one of these threads.
     max_in_flight : int
-        Asynchronous sends that have not come to their end. Each has a thread while it is under way; one more waits in
-        the caller's thread.
+        Asynchronous sends that have not come to their end. Each has a thread while it is under way. One more waits in
+        the caller's thread; in an event loop it is accepted, and waits in the producer.
     linger : float
         Seconds for which a send waits for those of other threads, to share its commit: 0 as in Kafka's producer, which
         shares what comes together by itself.
@@ -222,14 +226,13 @@ class TransactionMQProducer:
                 whole_number(max_batch_messages, "max_batch_messages", 1, AT_ONCE_MAX),
             ),
         )
-        self._turns = Turns(whole_number(listener_threads, "listener_threads", 1), self.transaction_timeout)
+        self._listener_threads = whole_number(listener_threads, "listener_threads", 1)
         self._in_flight_max = whole_number(max_in_flight, "max_in_flight", 1)
-        self._in_flight = threading.BoundedSemaphore(self._in_flight_max)
         self._await_s = seconds(await_termination, "await_termination")
         self._under_way = UnderWay(self.log.machine)
-        self._keys = Keys(self.log.machine)
         self._pool: ThreadPoolExecutor | None = None
         self._plainly = self.two_phase.with_listener(CommitOncePrepared())
+        self._forget_others()
         self._pid = os.getpid()
         self._started = self.log.machine.unique_id()
         self._sends = count(1)  # ids that follow each other lie close together in a file, and are found by its bounds
@@ -243,6 +246,7 @@ class TransactionMQProducer:
         if not self._under_way.is_open:
             self._closing.clear()
             atexit.register(self._end)
+            self._forget_others()
             self._pool = ThreadPoolExecutor(self._in_flight_max, f"txmq-{self.producer_group}")
             start = self.log.machine.start_thread
             if self.check_interval is not None:
@@ -251,6 +255,12 @@ class TransactionMQProducer:
                 self._threads.append(start(self._keep_up, "txmq-maintainer", daemon=True))
             self._under_way.open()
         return self
+
+    def _forget_others(self) -> None:
+        """Sends that an earlier shutdown left under way keep no room, and no key."""
+        self._turns = Turns(self._listener_threads, self.transaction_timeout)
+        self._in_flight = threading.BoundedSemaphore(self._in_flight_max)
+        self._keys = Keys(self.log.machine)
 
     def shutdown(self) -> None:
         """Close the producer: accept no more, and wait for sends, a check, or upkeep, that are under way.
@@ -395,7 +405,8 @@ class TransactionMQProducer:
         loop = _running_loop() if is_coroutine(self.listener) else None
 
         def send() -> TransactionSendResult:
-            with self._turns.admitted(self.listener, loop) as listener:
+            # Who waits for an earlier send of its key must not take the room of others.
+            with self._keys.one_by_one(idempotency_key), self._turns.admitted(self.listener, loop) as listener:
                 two_phase = self.two_phase.with_listener(listener, self.two_phase.on_listener_error)
                 return self._send_admitted(two_phase, [message], arg, None, None, BATCH, idempotency_key)
 
@@ -414,14 +425,18 @@ class TransactionMQProducer:
 
     def _in_pool(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
         self._enter()
+        # An event loop must not be stopped, least of all by those who wait for it: there more of them are accepted.
+        in_flight = None if _is_in_loop() else self._in_flight
         try:
-            self._in_flight.acquire()
+            if in_flight is not None:
+                in_flight.acquire()
         except BaseException:
             self._under_way.leave()
             raise
 
         def leave(_: object) -> None:
-            self._in_flight.release()
+            if in_flight is not None:
+                in_flight.release()
             self._under_way.leave()
 
         try:
@@ -620,6 +635,14 @@ class TransactionMQProducer:
         )
 
 
+def _is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _running_loop() -> asyncio.AbstractEventLoop:
     try:
         return asyncio.get_running_loop()
@@ -644,9 +667,11 @@ def _topics_in(given: list[Message] | pa.Table, default: str | None) -> set[str]
 
 
 def _size_of(message: Message) -> int:
-    """About as many bytes as a message has."""
+    """The bytes that a message has at most."""
     properties = message.properties or {}
-    return len(message.body) + sum(len(name) + len(value) for name, value in properties.items())
+    characters = sum(len(name) + len(value) for name, value in properties.items())
+    characters += sum(len(str(label)) for label in (message.tags, message.keys, message.sharding_key) if label)
+    return len(message.body) + UTF8_BYTES_MAX * characters
 
 
 def _message_list(messages: object) -> list[Message]:

@@ -623,6 +623,48 @@ def test_a_local_transaction_that_is_a_coroutine_runs_in_the_loop_of_its_caller(
         assert log.half.table.version == before + 1, "what was refused is not prepared"
 
 
+def test_an_event_loop_is_not_stopped_by_more_sends_than_may_be_in_flight() -> None:
+    """The accepted send needed the loop that the next one had stopped."""
+    log = make_log("memory", Path(), orders=2)
+
+    async def serve(producer: txmq.TransactionMQProducer) -> None:
+        sent = [producer.send_message_in_transaction_async(message(n)) for n in range(3)]
+        await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, sent)), DEADLINE_S)
+
+    with txmq.TransactionMQProducer(log, "shop", Awaits(), check_interval=None, max_in_flight=1) as producer:
+        asyncio.run(serve(producer))
+    assert len(bodies(log)) == 3
+
+
+def test_those_who_wait_for_a_key_take_no_room_of_others() -> None:
+    log = make_log("memory", Path(), orders=2)
+    go_on = threading.Event()
+    shop = Shop({b"slow": lambda: go_on.wait(DEADLINE_S) and COMMIT_MESSAGE})
+    with txmq.TransactionMQProducer(log, "shop", shop, check_interval=None, listener_threads=2) as producer:
+        send = producer.send_message_in_transaction_async
+        slow = [send(message("slow"), idempotency_key="k") for _ in range(5)]
+        wait_for(lambda: shop.seen == [b"slow"])
+        assert send(message("quick")).result(DEADLINE_S).local_transaction_state is COMMIT_MESSAGE
+        go_on.set()
+        assert [s.result(DEADLINE_S).replayed for s in slow].count(False) == 1
+
+
+def test_a_producer_that_is_opened_again_is_not_held_up_by_what_hung_before() -> None:
+    log = make_log("memory", Path(), orders=2)
+    go_on = threading.Event()
+    shop = Shop({b"hangs": lambda: go_on.wait(DEADLINE_S) and COMMIT_MESSAGE})
+    settings: dict[str, Any] = {"max_in_flight": 1, "listener_threads": 1, "await_termination": 0.1}
+    producer = txmq.TransactionMQProducer(log, "shop", shop, check_interval=None, **settings).start()
+    hangs = producer.send_message_in_transaction_async(message("hangs"), idempotency_key="k")
+    wait_for(lambda: shop.seen == [b"hangs"])
+    producer.shutdown()
+    with producer:
+        assert producer.send_message_in_transaction_async(message("next")).result(DEADLINE_S).messages == 1
+        go_on.set()
+        hangs.result(DEADLINE_S)
+    assert bodies(log) == [b"hangs", b"next"]
+
+
 def test_a_check_that_is_a_coroutine_is_refused() -> None:
     class Waits(Shop):
         async def check_local_transaction(self, batch: HalfBatch) -> Any:
