@@ -402,7 +402,12 @@ class TransactionMQProducer:
             is running here.
         """
         _require_message(message)
-        loop = _running_loop() if is_coroutine(self.listener) else None
+        loop = _event_loop()
+        if loop is None and is_coroutine(self.listener):
+            raise ListenerError(
+                "execute_local_transaction is a coroutine function, and no event loop is running here: call "
+                "send_message_in_transaction_async in a coroutine, or make it a plain function"
+            )
 
         def send() -> TransactionSendResult:
             # Who waits for an earlier send of its key must not take the room of others.
@@ -425,8 +430,8 @@ class TransactionMQProducer:
 
     def _in_pool(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
         self._enter()
-        # An event loop must not be stopped, least of all by those who wait for it: there more of them are accepted.
-        in_flight = None if _is_in_loop() else self._in_flight
+        # This must not stop an event loop: the sends that are under way may need it. So in a loop more are accepted.
+        in_flight = self._in_flight if _event_loop() is None else None
         try:
             if in_flight is not None:
                 in_flight.acquire()
@@ -635,22 +640,12 @@ class TransactionMQProducer:
         )
 
 
-def _is_in_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _running_loop() -> asyncio.AbstractEventLoop:
+def _event_loop() -> asyncio.AbstractEventLoop | None:
+    """The one that runs in this thread."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
-        raise ListenerError(
-            "execute_local_transaction is a coroutine function, and no event loop is running here: call "
-            "send_message_in_transaction_async in a coroutine, or make it a plain function"
-        ) from None
+        return None
 
 
 def _require_message(message: object) -> None:
