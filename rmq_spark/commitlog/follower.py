@@ -20,6 +20,8 @@ from rmq_spark.storage.table import Table
 HALF_IDS_KEPT = 10_000
 DECIDING = frozenset(kind.value for kind in (*SETTLING, Kind.REOPEN))
 """Kinds of op rows that say how a half batch stands; a lease or a counted check does not."""
+OLDER_KEPT = 100
+"""Half batches of which the op rows before the kept ones are kept in memory until the next mark."""
 OPEN_ROWS_KEPT = 1_000_000
 """Rows of open half batches whose states are kept in memory, at four bytes each."""
 
@@ -43,6 +45,8 @@ class Follower:
         self._open: dict[str, Open] = {}  # of which nothing new has been said; nobody changes these states
         # Half batches with no op rows before the kept ones, oldest first; True while op has said nothing of them.
         self._known_whole: dict[str, bool] = {}
+        # A version, and the op rows before it of half batches that were asked for; they do not change.
+        self._older_rows: tuple[int, dict[str, pa.Table]] = (0, {})
         self._awaited: str | None = None  # the commit id that is being written
         self._arrived = False  # it was among the rows that were followed
 
@@ -81,6 +85,7 @@ class Follower:
         """Read what op says from the table, whatever was kept: nobody looks again at what a mark passes."""
         version = self.table.refresh()
         self._open.clear()
+        self._older_rows = (0, {})
         self._known_whole = dict.fromkeys(self._known_whole, False)
         start = self._start()
         self.followed = start.after(self._read_between(start.version + 1, version), version)
@@ -174,15 +179,27 @@ class Follower:
         followed = self.followed
         if half_id in followed.below:
             return pa.concat_tables([self._rows_below(half_id), _of_batch(followed.rows, half_id)])
+        kept = _of_batch(followed.rows, half_id)
         settled = record.prepared_ms <= followed.low_water and half_id not in followed.waiting
-        if settled:  # its markers may be older than the kept ones
-            return self.scan([half_id])
-        if half_id not in self._known_whole:
-            # Somebody's OPTIMIZE gives old rows a new prepare time: look once whether there are older markers.
-            if self.older([half_id]).num_rows:
-                return self.scan([half_id])
+        if not settled and half_id in self._known_whole:
+            return kept
+        # Markers of what is settled may be older than the kept ones, and somebody's OPTIMIZE gives old rows a new
+        # prepare time.
+        older = self._older_of(half_id)
+        if not settled and not older.num_rows:
             self._remember_whole([half_id])
-        return _of_batch(followed.rows, half_id)
+        return pa.concat_tables([older, kept])
+
+    def _older_of(self, half_id: str) -> pa.Table:
+        """The op rows of one half batch before the kept ones. A commit that loses a race asks again, and a scan each
+        time would let it lose the next one, too."""
+        since, known = self._older_rows
+        if since != self.followed.since or len(known) >= OLDER_KEPT:
+            known = {}
+            self._older_rows = (self.followed.since, known)
+        if half_id not in known:
+            known[half_id] = self.older([half_id])
+        return known[half_id]
 
     def _rows_below(self, half_id: str) -> pa.Table:
         """The op rows before the kept ones of a half batch that the mark names, in version order."""
@@ -219,10 +236,12 @@ class Follower:
 
     def scan(self, half_ids: Sequence[str], before: int | None = None) -> pa.Table:
         """The op rows of half batches, read from the table; with ``before`` those below this version."""
+        actions = self.table.actions()
         where = pc.field("half_id").isin(list(half_ids))
         if before is not None:
             where &= pc.field("version") < before
-        return self.table.read(self.table.actions()["path"].to_pylist(), None, where).sort_by("version")
+            actions = actions.filter(pc.fill_null(pc.less(actions["min.version"], before), True))
+        return self.table.read(actions["path"].to_pylist(), None, where).sort_by("version")
 
     def older(self, half_ids: Sequence[str]) -> pa.Table:
         """The op rows of half batches before those that are kept in memory."""
@@ -357,9 +376,13 @@ class Follower:
         net = settled_rows(self.followed.rows)
         opened = [half_id for half_id, p in prepared.items() if p.rows > net.get(half_id, 0)]
         sure = self.followed.below.keys() | self._known_whole.keys()
-        doubtful = [half_id for half_id in opened if half_id not in sure]
+        unsure = [half_id for half_id in opened if half_id not in sure]
+        # A mark keeps all op rows of what was prepared above it. So only a file below it, or one that somebody rewrote,
+        # sends us back into the history.
+        low_water = self.low_water_ms
+        doubtful = [h for h in unsure if prepared[h].rewritten or prepared[h].first_ms <= low_water]
         older = settled_rows(self.older(doubtful)) if doubtful else {}
-        self._remember_whole(h for h in doubtful if h not in older)
+        self._remember_whole(h for h in unsure if h not in older)
         return [h for h in opened if prepared[h].rows > net.get(h, 0) + older.get(h, 0)]
 
     def reopened(self, prepared: Mapping[str, Prepared]) -> list[str]:

@@ -24,6 +24,8 @@ from rmq_spark.errors import HalfBatchLeftError, StaleAttemptError, VerdictConfl
 from rmq_spark.storage.table import Change, Table
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 
+MARK_TRIES_MAX = 20
+"""Lost races before a mark is left to the next time, for others wait for this handle's lock meanwhile."""
 OPEN_STATES = (RowState.PENDING, RowState.QUARANTINED)
 COMMITTED_STATES = (RowState.COMMITTED, RowState.DECIDED)
 ROLLED_BACK_STATES = (RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK, RowState.ROLLED_BACK_BY_DISCARD)
@@ -384,10 +386,18 @@ class Ledger(Follower):
         return found
 
     def mark(self) -> bool:
-        """Move the low-water mark as far as it goes; False when there is nothing new to say."""
+        """Move the low-water mark as far as it goes; False when there is nothing new to say, or when other writers were
+        faster each time: the next mark says it all."""
+        tries = 0
+
+        def build() -> Sequence[OpRow]:
+            nonlocal tries
+            tries += 1
+            return self._marker.next_mark() if tries <= MARK_TRIES_MAX else []
+
         with self.table.lock:
             self._follow_anew()
-            return bool(self.append(self._marker.next_mark))
+            return bool(self.append(build))
 
     def append(self, build: Callable[[], Sequence[OpRow]], *, reopens: bool = False) -> Sequence[OpRow]:
         """The one way to write op rows: build them from the newest state and commit at the next version, or again.

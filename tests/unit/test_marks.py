@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from hypothesis import settings
 
-from rmq_spark.commitlog import marking
+from rmq_spark.commitlog import ledger, marking
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, OpRow, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.errors import CorruptLogError, VerdictConflictError
+from rmq_spark.storage.table import COMMIT_TRIES_MAX, Change
 from rmq_spark.testing import InMemoryCommitLog
 from tests.clocks import Clock, set_clock
 from tests.half_batches import another, bodies, commit, make_log, merge_op_files, pending, prepare, roll_back
@@ -277,3 +279,48 @@ def test_a_mark_that_does_not_say_what_is_open_is_refused(log: CommitLog) -> Non
     table = pa.Table.from_pylist([mark], schema=log.op.schema)
     with pytest.raises(CorruptLogError, match="without saying what is open"):
         log.ledger.followed.after(table, mark["version"])
+
+
+# ---------------------------------------------------------------- a mark among busy writers
+def overtake(log: CommitLog, times: int) -> list[int]:
+    """Let another writer prepare and commit before each of so many op commits of this handle. Returns, and goes on to
+    fill, how many op files each try read."""
+    table, other = log.op, another(log)
+    real_commit, real_read, reads = table.try_commit, table.read, [0]  # type: ignore[attr-defined]
+
+    def try_commit(change: Change) -> bool:
+        if len(reads) <= times:
+            commit(other, prepare(other, 1_000 + 2 * len(reads)))
+            prepare(other, 1_001 + 2 * len(reads))
+        reads.append(0)
+        return bool(real_commit(change))
+
+    def read(paths: Sequence[str], *arguments: Any) -> pa.Table:
+        reads[-1] += len(paths)
+        return real_read(paths, *arguments)
+
+    table.try_commit, table.read = try_commit, read  # type: ignore[attr-defined, method-assign]
+    return reads
+
+
+def test_a_mark_that_lost_a_race_reads_the_history_no_second_time(log: CommitLog) -> None:
+    history = 30
+    for number in range(history):
+        commit(log, prepare(log, number))
+    log.move_mark()
+    for number in range(history, 2 * history):
+        commit(log, prepare(log, number))
+    reads = overtake(log, times=3)
+    assert log.move_mark()
+    after_the_first = reads[1:-1]
+    assert len(after_the_first) == 3
+    assert max(after_the_first) < history / 3
+
+
+def test_a_mark_that_loses_every_race_is_left_to_the_next_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "MARK_TRIES_MAX", 5)
+    commit(log, prepare(log, 0))
+    reads = overtake(log, times=COMMIT_TRIES_MAX)
+    assert not log.move_mark()
+    assert len(reads) <= ledger.MARK_TRIES_MAX + 1
+    require_whole(another(log), "after all")
