@@ -822,7 +822,7 @@ def _often_drained() -> AbstractContextManager[Any]:
 LEAVES = {"upkeep": 14, "batches": 4, "crash": 0.03, "clock_steps": False, "person": False}
 
 
-@mutant("a half batch leaves that is open", A.LEFT_OPEN, **LEAVES, streams=2)
+@mutant("a half batch leaves that is open", A.LEFT_OPEN, **LEAVES | {"pause": 0.1, "switch": 0.6}, streams=2)
 def _leaves_open() -> Iterator[None]:
     def below(self: Leaver) -> pa.Table:
         return self._log.half.counted()
