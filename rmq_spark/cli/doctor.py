@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rmq_spark.cli.command import BAD_USAGE, LOOK, fail, sentence_of, typed_path
-from rmq_spark.cli.finding import Finding, Level, worst
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import one_line
 from rmq_spark.errors import ConfigError
+from rmq_spark.report.finding import Finding, Level, worst
 
 if TYPE_CHECKING:
     from rmq_spark.cli.configuration import Configured

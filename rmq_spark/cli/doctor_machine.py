@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rmq_spark.cli.finding import Finding, Level
+from rmq_spark.report.finding import Finding, Level
 
 PYTHON_MIN, PYTHON_TESTED = (3, 10), (3, 13)
 JAVA_MIN = 17

@@ -12,7 +12,7 @@ from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, short_time
 
 if TYPE_CHECKING:
     from rmq_spark.report.figures import Figures
-    from rmq_spark.report.headline import Finding
+    from rmq_spark.report.finding import Finding
 
 
 def report(
@@ -69,7 +69,7 @@ def _summary(figures: Figures, findings: list[Finding]) -> dict[str, Any]:
         "since": short_time(figures.span.since).replace(" ", "T"),
         "until": short_time(figures.span.until).replace(" ", "T"),
         "level": findings[0].level.value,
-        "findings": [{"level": f.level.value, "sentence": f.sentence, "remedy": f.remedy} for f in findings],
+        "findings": [f.to_dict() for f in findings],
         "messages_appeared": figures.committed,
         "messages_rolled_back": figures.rolled_back,
         "half_batches_settled": figures.settled,

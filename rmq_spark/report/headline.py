@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import Enum
 
 import pyarrow.compute as pc
 
 from rmq_spark.config import GRACE_S, TRANSACTION_CHECK_INTERVAL_S
 from rmq_spark.report.figures import Figures
+from rmq_spark.report.finding import Finding, Level
 from rmq_spark.report.words import are, duration, exact, have
 
 PENDING_S_MAX = 10 * TRANSACTION_CHECK_INTERVAL_S
@@ -18,37 +17,6 @@ UNDRAINED_S_MAX = 2 * GRACE_S
 """What is not in the table messages after that is waiting for upkeep that nobody does."""
 LAG_S_MAX = 3600.0
 """A consumer group that is further behind is named."""
-
-
-class Level(str, Enum):
-    """How pressing a finding is."""
-
-    WELL = "well"
-    WATCH = "watch"
-    ACT = "act"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What was found, and what to do about it.
-
-    Attributes
-    ----------
-    level : Level
-    sentence : str
-    remedy : str
-        Empty when nothing is to be done.
-    """
-
-    level: Level
-    sentence: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.sentence} {self.remedy}".strip()
 
 
 def findings_of(figures: Figures) -> list[Finding]:
@@ -60,13 +28,15 @@ def findings_of(figures: Figures) -> list[Finding]:
 def _to_act(figures: Figures) -> Iterator[Finding]:
     if count := len(figures.conflicts):
         yield Finding(
-            Level.ACT,
+            "conflicts",
+            Level.CRITICAL,
             f"{exact(count, 'half batch').capitalize()} {have(count)} two verdicts that contradict each other.",
             "Look at them with txmq conflicts, find out which verdict is true, and settle each with txmq resolve.",
         )
     if count := len(figures.quarantined):
         yield Finding(
-            Level.ACT,
+            "quarantined",
+            Level.CRITICAL,
             f"{exact(count, 'half batch').capitalize()} {are(count)} quarantined: checks gave up, and nobody sees the "
             "messages.",
             "Look at them with txmq quarantined; then txmq resume lets checks go on, and txmq resolve decides.",
@@ -85,13 +55,15 @@ def _old_pending(figures: Figures) -> Iterator[Finding]:
     if asked:
         times = "once" if asked == 1 else f"{asked} times"
         yield Finding(
-            Level.ACT,
+            "pending",
+            Level.CRITICAL,
             f"{said}: it was asked about {times}, and its listener does not know.",
             "Find out why its listener answers UNKNOWN, or decide with txmq resolve.",
         )
     else:
         yield Finding(
-            Level.ACT,
+            "pending",
+            Level.CRITICAL,
             f"{said}, and no check has asked about it.",
             f"See that a check job runs (txmq check) which has a listener for {first['producer_group']}.",
         )
@@ -100,7 +72,8 @@ def _old_pending(figures: Figures) -> Iterator[Finding]:
 def _to_watch(figures: Figures) -> Iterator[Finding]:
     if count := figures.dead_letters:
         yield Finding(
-            Level.WATCH,
+            "dead letters",
+            Level.WARNING,
             f"{exact(count, 'message').capitalize()} became dead letters in this time.",
             "Look at them with txmq dlq list, and send them again with txmq dlq resend when the cause is gone.",
         )
@@ -108,14 +81,16 @@ def _to_watch(figures: Figures) -> Iterator[Finding]:
     if behind and behind[0]["seconds"] > LAG_S_MAX:
         group = behind[0]
         yield Finding(
-            Level.WATCH,
+            "lag",
+            Level.WARNING,
             f"Consumer group {group['group']} is behind by {exact(group['messages'], 'message')}, the oldest of them "
             f"committed {duration(group['seconds'])} ago.",
             "See that its consumers run and keep up: txmq group lag shows each queue.",
         )
     if figures.undrained_s > UNDRAINED_S_MAX:
         yield Finding(
-            Level.WATCH,
+            "drain",
+            Level.WARNING,
             f"Messages have been committed for {duration(figures.undrained_s)} and are not in the table messages yet.",
             "See that upkeep runs: the check job does it, or txmq maintain --every 60s.",
         )
@@ -123,14 +98,17 @@ def _to_watch(figures: Figures) -> Iterator[Finding]:
 
 def _well(figures: Figures) -> Finding:
     if not figures.topics.num_rows:
-        return Finding(Level.WELL, "This commit log is new: it has no topic yet.", "Make one with txmq topic create.")
+        return Finding(
+            "log", Level.OK, "This commit log is new: it has no topic yet.", "Make one with txmq topic create."
+        )
     if figures.is_empty:
-        return Finding(Level.WELL, "Nothing was sent in this time, and nothing is pending.")
+        return Finding("log", Level.OK, "Nothing was sent in this time, and nothing is pending.")
     if figures.pending_messages:
         rest = f"{exact(figures.pending_messages, 'message')} {are(figures.pending_messages)} pending, none for long"
     else:
         rest = "nothing is pending"
     return Finding(
-        Level.WELL,
+        "log",
+        Level.OK,
         f"All is well: {exact(figures.committed, 'message')} appeared, {rest}, and nothing waits for a person.",
     )

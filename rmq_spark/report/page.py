@@ -20,7 +20,8 @@ from rmq_spark.report import charts
 from rmq_spark.report.charts import Drawn
 from rmq_spark.report.drawing import scripts
 from rmq_spark.report.figures import Figures
-from rmq_spark.report.headline import Finding, Level, findings_of
+from rmq_spark.report.finding import Finding, Level
+from rmq_spark.report.headline import findings_of
 from rmq_spark.report.words import amount, duration, exact, rate, size
 
 if TYPE_CHECKING:
@@ -31,11 +32,11 @@ ROWS_MAX = 60
 EXACT_MAX = 1_000_000
 """Numbers of a tile are written out below this."""
 _SIGNS = {
-    Level.WELL: '<path d="M5 12.5l4.5 4.5L19 7.5"/>',
-    Level.WATCH: '<path d="M12 6v7"/><path d="M12 17.2v.3"/>',
-    Level.ACT: '<path d="M12 6v7"/><path d="M12 17.2v.3"/>',
+    Level.OK: '<path d="M5 12.5l4.5 4.5L19 7.5"/>',
+    Level.WARNING: '<path d="M12 6v7"/><path d="M12 17.2v.3"/>',
+    Level.CRITICAL: '<path d="M12 6v7"/><path d="M12 17.2v.3"/>',
 }
-_LEVELS = {Level.WELL: "all is well", Level.WATCH: "watch this", Level.ACT: "do something"}
+_LEVELS = {Level.OK: "all is well", Level.WARNING: "watch this", Level.CRITICAL: "do something"}
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,12 @@ def _time(at: datetime) -> str:
 
 def _headline(findings: Sequence[Finding]) -> str:
     first, *others = findings
-    more = "".join(f"<li><b>{escape(f.sentence)}</b> {_commands(f.remedy)}</li>" for f in others)
+    more = "".join(f"<li><b>{escape(f.what)}</b> {_commands(f.remedy or '')}</li>" for f in others)
     ring = '<circle cx="12" cy="12" r="10.5"/>'
     return f"""<section class="headline {first.level}" aria-label="{_LEVELS[first.level]}">
 <svg class="sign" viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="2.2" stroke-linecap="round"
  stroke-linejoin="round" aria-hidden="true">{ring}{_SIGNS[first.level]}</svg>
-<div><p class="says">{escape(first.sentence)}</p>
+<div><p class="says">{escape(first.what)}</p>
 {f'<p class="do">{_commands(first.remedy)}</p>' if first.remedy else ""}
 {f'<ul class="also">{more}</ul>' if more else ""}</div>
 </section>"""

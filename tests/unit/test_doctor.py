@@ -15,12 +15,12 @@ import pytest
 from rmq_spark.cli import doctor, doctor_log, doctor_machine
 from rmq_spark.cli.doctor_log import LogDoctor
 from rmq_spark.cli.doctor_machine import java_home, java_version, look_at_machine
-from rmq_spark.cli.finding import Finding, Level, worst
 from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import StorageError, VerdictConflictError
+from rmq_spark.report.finding import Finding, Level, worst
 from rmq_spark.storage.clock import StoreClock
 from tests.commands import objects, txmq
 from tests.half_batches import commit, header_of, pending, prepare, rewrite_half

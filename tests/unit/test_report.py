@@ -25,7 +25,8 @@ from rmq_spark.errors import HalfBatchNotFoundError, OptionError
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.report import charts, over_time, standing
 from rmq_spark.report.figures import Figures, figures_of
-from rmq_spark.report.headline import Level, findings_of
+from rmq_spark.report.finding import Level
+from rmq_spark.report.headline import findings_of
 from rmq_spark.report.page import page
 from rmq_spark.report.span import PERIODS_MAX, Span
 from rmq_spark.report.words import duration, rate, size
@@ -212,18 +213,18 @@ def behind(seconds: float) -> pa.Table:
 @pytest.mark.parametrize(
     ("changed", "level", "words"),
     [
-        ({}, Level.WELL, "This commit log is new: it has no topic yet. Make one with txmq topic create."),
-        ({"conflicts": ("a:1", "a:2")}, Level.ACT, "2 half batches have two verdicts"),
-        ({"quarantined": ("a:1",)}, Level.ACT, "1 half batch is quarantined"),
-        ({"conflicts": ("a:1",), "quarantined": ("a:1",)}, Level.ACT, "1 half batch has two verdicts"),
-        ({"pending": pending(900)}, Level.ACT, "pending for 15 min, and no check has asked about it"),
-        ({"pending": pending(900, 3)}, Level.ACT, "asked about 3 times, and its listener does not know"),
-        ({"pending": pending(900, leased=True)}, Level.WELL, "new"),
-        ({"pending": pending(500)}, Level.WELL, "new"),
-        ({"dead_letters": 4}, Level.WATCH, "4 messages became dead letters"),
-        ({"lag": behind(5000)}, Level.WATCH, "Consumer group points is behind by 7 messages"),
-        ({"lag": behind(500)}, Level.WELL, "new"),
-        ({"undrained_s": 3000.0}, Level.WATCH, "Messages have been committed for 50 min"),
+        ({}, Level.OK, "This commit log is new: it has no topic yet. Make one with txmq topic create."),
+        ({"conflicts": ("a:1", "a:2")}, Level.CRITICAL, "2 half batches have two verdicts"),
+        ({"quarantined": ("a:1",)}, Level.CRITICAL, "1 half batch is quarantined"),
+        ({"conflicts": ("a:1",), "quarantined": ("a:1",)}, Level.CRITICAL, "1 half batch has two verdicts"),
+        ({"pending": pending(900)}, Level.CRITICAL, "pending for 15 min, and no check has asked about it"),
+        ({"pending": pending(900, 3)}, Level.CRITICAL, "asked about 3 times, and its listener does not know"),
+        ({"pending": pending(900, leased=True)}, Level.OK, "new"),
+        ({"pending": pending(500)}, Level.OK, "new"),
+        ({"dead_letters": 4}, Level.WARNING, "4 messages became dead letters"),
+        ({"lag": behind(5000)}, Level.WARNING, "Consumer group points is behind by 7 messages"),
+        ({"lag": behind(500)}, Level.OK, "new"),
+        ({"undrained_s": 3000.0}, Level.WARNING, "Messages have been committed for 50 min"),
     ],
 )
 def test_the_headline_is_the_most_pressing_finding(changed: dict[str, Any], level: Level, words: str) -> None:
@@ -354,7 +355,7 @@ def test_the_command_says_a_sentence_and_writes_the_page(log: CommitLog, tmp_pat
 
 def test_the_command_prints_json(log: CommitLog) -> None:
     found = json.loads(txmq("report", log.path, "--json"))
-    assert (found["level"], found["messages_appeared"], found["half_batches_settled"]) == ("well", 5, 1)
+    assert (found["level"], found["messages_appeared"], found["half_batches_settled"]) == ("ok", 5, 1)
     assert datetime.fromisoformat(found["until"].replace("Z", "+00:00")) > NOW
 
 

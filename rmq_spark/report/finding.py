@@ -1,4 +1,4 @@
-"""What ``txmq doctor`` finds: how things stand, and what to do."""
+"""What ``txmq doctor`` and the report find: how things stand, and what to do."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ class Finding:
     level: Level
     what: str
     remedy: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.remedy or ''}".strip()
 
     def to_dict(self) -> dict[str, str | None]:
         return {"check": self.check, "level": self.level.value, "what": self.what, "remedy": self.remedy}
