@@ -63,7 +63,7 @@ def require_beginning(handing: Handing, log: CommitLog) -> int:
 @pytest.mark.crash
 @pytest.mark.parametrize("point", POINTS)
 def test_a_relay_killed_at_a_point_loses_and_doubles_nothing(handing: Handing, log: CommitLog, point: str) -> None:
-    handed_over = 0 if point in AT_START else 6 if point == "committed" else 4  # of six and five in two queues
+    handed_over = 0 if point in AT_START else 8 if point == "committed" else 4  # of eleven, four in a transaction
     commit(log, prepare(log, 0, 11))
     dead = start_process(handing, log, point, nth=1 if point in AT_START else 2)
     said, _ = dead.communicate(timeout=120)
