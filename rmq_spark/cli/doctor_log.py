@@ -292,7 +292,8 @@ class LogDoctor:
             return
         named = ", ".join(one_line(row["half_id"]) for row in rows[:NAMED])
         what = f"{count_of(len(rows), 'half batch')} with two verdicts that contradict each other: {named}"
-        yield Finding("conflicts", Level.CRITICAL, what, self._command("trace", rows[0]["half_id"]))
+        remedy = self._command("trace", rows[0]["half_id"])
+        yield Finding("conflicts", Level.CRITICAL, what, f"{remedy} (tells its story), then txmq resolve")
 
     # ------------------------------------------------------------------ consumers
     def _groups(self) -> Iterator[Finding]:

@@ -71,17 +71,19 @@ class MaintenanceReport:
     def __str__(self) -> str:
         would = "would be " if self.dry_run else ""
         done = (
-            (self.messages_drained, "messages", "drained"),
-            (self.archived, "half batches", "archived"),
-            (self.files_left, "half files", "taken out of the table half"),
-            (self.files_stripped, "half files", "stripped of what is drained"),
-            (self.rows_pruned, "op rows", "pruned"),
-            (self.files_expired, "files of messages", "expired"),
-            (self.files_merged, "small files", "merged"),
-            (len(self.files_deleted), "files", "deleted"),
+            (self.messages_drained, "message", "messages", "drained"),
+            (self.archived, "half batch", "half batches", "archived"),
+            (self.files_left, "half file", "half files", "taken out of the table half"),
+            (self.files_stripped, "half file", "half files", "stripped of what is drained"),
+            (self.rows_pruned, "op row", "op rows", "pruned"),
+            (self.files_expired, "file of messages", "files of messages", "expired"),
+            (self.files_merged, "small file", "small files", "merged"),
+            (len(self.files_deleted), "file", "files", "deleted"),
         )
-        lines = [f"{count} {what} {would}{action}" for count, what, action in done if count]
-        drained = f"drained up to version {self.drained_up_to} of op"
+        lines = [f"{count} {one if count == 1 else many} {would}{action}" for count, one, many, action in done if count]
+        drained = "nothing is drained yet"
+        if self.drained_up_to >= 0:
+            drained = f"drained up to version {self.drained_up_to} of op"
         return "\n".join([drained, *(lines or ["nothing else to do"]), *(f"careful: {text}" for text in self.foreign)])
 
 

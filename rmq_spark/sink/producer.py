@@ -281,7 +281,7 @@ class TransactionMQProducer:
         self._threads = []
         if left:  # they still need the log
             logger.warning(
-                "producer %r was closed while %d sends were under way (await_termination=%g s). Those that had not "
+                "producer %r was closed with %d under way (await_termination=%g s). Sends that had not "
                 "begun were cancelled; the others go on while the program lives, and a check settles what they leave",
                 self.producer_group, left, self._await_s,
             )  # fmt: skip
