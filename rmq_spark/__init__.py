@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rmq_spark.relay.report import RelayReport as RelayReport
     from rmq_spark.sink.foreach_batch import TransactionalSink as TransactionalSink
     from rmq_spark.sink.producer import TransactionMQProducer as TransactionMQProducer
-    from rmq_spark.sink.producer import TransactionSendResult as TransactionSendResult
+    from rmq_spark.sink.sent import TransactionSendResult as TransactionSendResult
     from rmq_spark.source.drain import drain as drain
     from rmq_spark.source.native import messages as messages
     from rmq_spark.transaction import COMMIT_MESSAGE as COMMIT_MESSAGE
@@ -83,7 +83,7 @@ _WHERE = {
     "MessageExt": "message",
     "TransactionalSink": "sink.foreach_batch",
     "TransactionMQProducer": "sink.producer",
-    "TransactionSendResult": "sink.producer",
+    "TransactionSendResult": "sink.sent",
     "HalfBatch": "transaction",
     "LocalTransactionState": "transaction",
     "COMMIT_MESSAGE": "transaction",

@@ -7,23 +7,19 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import count
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from rmq_spark.commitlog.group_commit import AT_ONCE_MAX, GroupCommit, Stageable
+from rmq_spark.commitlog.group_commit import AT_ONCE_MAX, GroupCommit
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.op import RowState
-from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.config import (
     MAINTENANCE_INTERVAL_S,
     REPLAY_CHECK_TIMEOUT_S,
@@ -35,12 +31,14 @@ from rmq_spark.config import (
 )
 from rmq_spark.errors import ListenerError, MessageError, OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, is_coroutine, require_listener
-from rmq_spark.message import Message, require_app_id, require_group_name, to_table
+from rmq_spark.message import Message, require_app_id, require_group_name
+from rmq_spark.sink.given import message_list, require_message, stage, topics_in
 from rmq_spark.sink.limits import PendingLimits
+from rmq_spark.sink.sent import TransactionSendResult, result_of
 from rmq_spark.sink.turns import Keys, Turns, UnderWay
-from rmq_spark.sink.two_phase import Outcome, TwoPhase
+from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.tracing import tracing
-from rmq_spark.transaction import BATCH, KEY, MESSAGE, LocalTransactionState, batch_transaction_id
+from rmq_spark.transaction import BATCH, KEY, MESSAGE
 
 logger = logging.getLogger(__name__)
 
@@ -49,60 +47,6 @@ IN_FLIGHT_MAX = 256
 AWAIT_TERMINATION_S = 30.0
 AT_EXIT_S_MAX = 10.0
 """Seconds for which the end of Python waits for a thread of a producer that was not closed."""
-SHARED_ROWS_MAX = 100
-SHARED_BYTES_MAX = 64 * 1024
-"""A send of no more messages and bytes than these may share a half file with sends of other threads."""
-
-
-UTF8_BYTES_MAX = 4
-"""Of a character."""
-
-
-class SendStatus(str, Enum):
-    """RocketMQ's ``SendStatus``: a send that does not raise is in the log."""
-
-    SEND_OK = "SEND_OK"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-@dataclass(frozen=True)
-class TransactionSendResult:
-    """What became of a send (RocketMQ: ``TransactionSendResult``).
-
-    Attributes
-    ----------
-    send_status : SendStatus
-    half_id : str
-    transaction_id : str
-        Of the half batch's only transaction; with ``transaction_key`` the part that all of them begin with.
-    local_transaction_state : LocalTransactionState
-        COMMIT_MESSAGE or ROLLBACK_MESSAGE when all messages share it, else UNKNOWN.
-    queue_offsets : mapping of (topic, queue_id) to (first, last)
-        Offsets of the messages that this send made visible; empty when none is.
-    messages : int
-    replayed : bool
-        True when ``idempotency_key`` had been sent before.
-    """
-
-    send_status: SendStatus
-    half_id: str
-    transaction_id: str
-    local_transaction_state: LocalTransactionState
-    queue_offsets: Mapping[tuple[str, int], tuple[int, int]]
-    messages: int
-    replayed: bool
-
-    @property
-    def queue_id(self) -> int | None:
-        """The queue of a single visible message."""
-        return next(iter(self.queue_offsets))[1] if len(self.queue_offsets) == 1 else None
-
-    @property
-    def queue_offset(self) -> int | None:
-        """The offset of a single visible message, or the first of several in one queue."""
-        return next(iter(self.queue_offsets.values()))[0] if len(self.queue_offsets) == 1 else None
 
 
 @dataclass
@@ -132,7 +76,7 @@ class SessionTransaction:
                 "transaction() has ended, so these messages were not sent: send them within the with statement, or "
                 "with producer.send"
             )
-        self.messages += [messages] if isinstance(messages, Message) else _message_list(messages)
+        self.messages += [messages] if isinstance(messages, Message) else message_list(messages)
 
 
 class TransactionMQProducer:
@@ -332,7 +276,7 @@ class TransactionMQProducer:
         idempotency_key : str, optional
             A retry with the same key (characters of a group name) sends nothing twice.
         """
-        _require_message(message)
+        require_message(message)
         return self.send_messages_in_transaction([message], arg, idempotency_key=idempotency_key)
 
     def send_messages_in_transaction(
@@ -401,7 +345,7 @@ class TransactionMQProducer:
             When ``execute_local_transaction`` is a coroutine function, which runs in the caller's event loop, and none
             is running here.
         """
-        _require_message(message)
+        require_message(message)
         loop = _event_loop()
         if loop is None and is_coroutine(self.listener):
             raise ListenerError(
@@ -423,7 +367,7 @@ class TransactionMQProducer:
         """:meth:`send` in another thread; see :meth:`send_message_in_transaction_async`."""
         # A copy: the caller may fill its list anew before the thread reads it.
         given = [messages] if isinstance(messages, Message) else messages
-        given = given if isinstance(given, pa.Table) else _message_list(given)
+        given = given if isinstance(given, pa.Table) else message_list(given)
         return self._in_pool(
             lambda: self._send_admitted(self._plainly, given, None, topic, None, BATCH, idempotency_key)
         )
@@ -524,7 +468,7 @@ class TransactionMQProducer:
     ) -> TransactionSendResult:
         self._enter()
         try:
-            given = messages if isinstance(messages, pa.Table) else _message_list(messages)
+            given = messages if isinstance(messages, pa.Table) else message_list(messages)
             return self._send_admitted(two_phase, given, arg, topic, transaction_key, per, idempotency_key)
         finally:
             self._under_way.leave()
@@ -568,11 +512,11 @@ class TransactionMQProducer:
         idempotency_key: str | None,
     ) -> TransactionSendResult:
         header = self._header(per, idempotency_key, two_phase.listener.fence_id)
-        topics = self.log.topics_with(_topics_in(given, topic))
+        topics = self.log.topics_with(topics_in(given, topic))
         writer = HalfWriter(header, topics, topic, transaction_key, self.log.fifo_topics())
         with self._keys.one_by_one(idempotency_key):  # the second one finds what became of the first
-            outcome = two_phase.send(header, lambda: self._stage(writer, given), arg)
-        return self._result(header, outcome, len(given))
+            outcome = two_phase.send(header, lambda: stage(self.log, writer, given), arg)
+        return result_of(header, outcome, len(given))
 
     def _enter(self) -> None:
         self._require_own_process()
@@ -585,17 +529,6 @@ class TransactionMQProducer:
                 "the producer was made in another process, of which this one is a copy (os.fork): its threads and "
                 "connections did not come along. Make a producer in each worker, after the fork"
             )
-
-    def _stage(self, writer: HalfWriter, given: list[Message] | pa.Table) -> Sequence[Stageable]:
-        """Check the messages. Few of them wait for those of other threads, to share a file; many are written now."""
-        writer = self.log.with_machine(writer)
-        is_one = isinstance(given, list) and len(given) == 1 and _size_of(given[0]) <= SHARED_BYTES_MAX
-        if is_one and writer.transaction_key is None:
-            return [OneMessage(writer, given[0])]
-        table = given if isinstance(given, pa.Table) else to_table(given)
-        if table.num_rows > SHARED_ROWS_MAX or table.nbytes > SHARED_BYTES_MAX:
-            return self.log.stage(writer, table.to_batches())
-        return [writer.rows_of(table)]
 
     def _header(self, per: str, idempotency_key: str | None, fence_id: str | None) -> HalfHeader:
         # A dot is in no group, key or appId: so a key is its group's own, and is never taken for a stream's batch.
@@ -617,28 +550,6 @@ class TransactionMQProducer:
             made_up=idempotency_key is None,
         )
 
-    def _result(self, header: HalfHeader, outcome: Outcome, rows: int) -> TransactionSendResult:
-        states = set(outcome.messages)
-        rolled_back = {RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK, RowState.ROLLED_BACK_BY_DISCARD}
-        verdict = LocalTransactionState.UNKNOWN
-        if states and states <= {RowState.COMMITTED, RowState.DECIDED}:
-            verdict = LocalTransactionState.COMMIT_MESSAGE
-        elif states and states <= rolled_back:
-            verdict = LocalTransactionState.ROLLBACK_MESSAGE
-        offsets: dict[tuple[str, int], tuple[int, int]] = {}
-        for p in outcome.placed:
-            first, _ = offsets.get((p.topic, p.queue_id), (p.queue_offset, 0))
-            offsets[(p.topic, p.queue_id)] = (first, p.queue_offset + p.count - 1)
-        return TransactionSendResult(
-            send_status=SendStatus.SEND_OK,
-            half_id=header.half_id,
-            transaction_id=batch_transaction_id(header.half_id, outcome.attempt),
-            local_transaction_state=verdict,
-            queue_offsets=offsets,
-            messages=rows,
-            replayed=outcome.replayed,
-        )
-
 
 def _event_loop() -> asyncio.AbstractEventLoop | None:
     """The one that runs in this thread."""
@@ -646,36 +557,3 @@ def _event_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def _require_message(message: object) -> None:
-    if not isinstance(message, Message):
-        raise MessageError(f"found {type(message).__name__}: rmq_spark.Message is expected")
-
-
-def _topics_in(given: list[Message] | pa.Table, default: str | None) -> set[str]:
-    if isinstance(given, pa.Table):
-        named = pc.unique(given["topic"]).to_pylist() if "topic" in given.column_names else []
-    else:
-        named = [message.topic for message in given]
-    return {name for name in [*named, default] if isinstance(name, str)}
-
-
-def _size_of(message: Message) -> int:
-    """The bytes that a message has at most."""
-    properties = message.properties or {}
-    characters = sum(len(name) + len(value) for name, value in properties.items())
-    characters += sum(len(str(label)) for label in (message.tags, message.keys, message.sharding_key) if label)
-    return len(message.body) + UTF8_BYTES_MAX * characters
-
-
-def _message_list(messages: object) -> list[Message]:
-    if isinstance(messages, Message) or not isinstance(messages, Iterable):
-        raise MessageError(
-            f"found {type(messages).__name__}: a list of rmq_spark.Message or a pyarrow.Table is expected"
-        )
-    found = list(messages)
-    for message in found:
-        if not isinstance(message, Message):
-            raise MessageError(f"found {type(message).__name__} in the list of messages: rmq_spark.Message is expected")
-    return found
