@@ -47,6 +47,8 @@ IN_FLIGHT_MAX = 256
 AWAIT_TERMINATION_S = 30.0
 AT_EXIT_S_MAX = 10.0
 """Seconds for which the end of Python waits for a thread of a producer that was not closed."""
+_THREAD = threading.local()
+"""``is_own`` in the threads that send for those who do not wait."""
 
 
 @dataclass
@@ -191,7 +193,8 @@ class TransactionMQProducer:
             self._closing.clear()
             atexit.register(self._end)
             self._forget_others()
-            self._pool = ThreadPoolExecutor(self._in_flight_max, f"txmq-{self.producer_group}")
+            name = f"txmq-{self.producer_group}"
+            self._pool = ThreadPoolExecutor(self._in_flight_max, name, _mark_own_thread)
             start = self.log.machine.start_thread
             if self.check_interval is not None:
                 self._threads.append(start(self._answer_checks, "txmq-checks", daemon=True))
@@ -224,6 +227,7 @@ class TransactionMQProducer:
             thread.join()
         self._threads = []
         if left:  # they still need the log
+            self._turns.is_over = True
             logger.warning(
                 "producer %r was closed with %d under way (await_termination=%g s). Sends that had not "
                 "begun were cancelled; the others go on while the program lives, and a check settles what they leave",
@@ -374,8 +378,10 @@ class TransactionMQProducer:
 
     def _in_pool(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
         self._enter()
-        # This must not stop an event loop: the sends that are under way may need it. So in a loop more are accepted.
-        in_flight = self._in_flight if _event_loop() is None else None
+        # The sends that are under way may need an event loop, or this very thread, which a listener or a callback runs in.
+        # Neither may wait for room, so more are accepted.
+        must_not_wait = _event_loop() is not None or getattr(_THREAD, "is_own", False)
+        in_flight = None if must_not_wait else self._in_flight
         try:
             if in_flight is not None:
                 in_flight.acquire()
@@ -549,6 +555,10 @@ class TransactionMQProducer:
             numbered=False,
             made_up=idempotency_key is None,
         )
+
+
+def _mark_own_thread() -> None:
+    _THREAD.is_own = True
 
 
 def _event_loop() -> asyncio.AbstractEventLoop | None:

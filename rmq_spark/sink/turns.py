@@ -6,9 +6,11 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from rmq_spark.errors import ListenerError
 from rmq_spark.listener import TransactionListener, Verdicts, is_coroutine
 from rmq_spark.machine import Machine
 from rmq_spark.transaction import HalfBatch
@@ -17,6 +19,8 @@ WAITING_PART = 0.25
 """What is prepared begins within this part of ``transaction_timeout``, as far as the last transactions can tell."""
 SMOOTHING = 0.2
 """The part of the newest time in the mean of how long a local transaction takes."""
+LOOP_LOOKED_AT_S = 1.0
+"""So often who waits for a coroutine looks whether its event loop is still there."""
 
 
 class UnderWay:
@@ -117,6 +121,7 @@ class Turns:
         self._changed = threading.Condition()
         self._admitted = 0
         self._mean_s: float | None = None  # how long a local transaction takes
+        self.is_over = False  # nobody waits for those that still run
 
     @property
     def room(self) -> int:
@@ -149,6 +154,16 @@ class Turns:
             yield in_turn
         finally:
             in_turn.leave()
+
+    def require_alive(self, loop: asyncio.AbstractEventLoop, running: futures.Future[Any]) -> None:
+        """Raise ListenerError when an event loop will never go on with a local transaction: nobody would hear of it."""
+        is_left = not loop.is_running() and (self.is_over or not threading.main_thread().is_alive())
+        if loop.is_closed() or is_left:
+            running.cancel()
+            raise ListenerError(
+                "the event loop ended while the local transaction ran in it: let the loop run until its sends are done, "
+                "or close the producer first"
+            )
 
     def leave(self) -> None:
         """One that was admitted has ended its local transaction, or will have none."""
@@ -192,7 +207,10 @@ class _InTurn(TransactionListener):
                 if not is_coroutine(self._listener):
                     return execute(batch)
                 assert self._loop is not None
-                return asyncio.run_coroutine_threadsafe(execute(batch), self._loop).result()
+                running = asyncio.run_coroutine_threadsafe(execute(batch), self._loop)
+                while not futures.wait([running], LOOP_LOOKED_AT_S).done:
+                    self._turns.require_alive(self._loop, running)
+                return running.result()
             finally:
                 self.leave()
 

@@ -623,6 +623,61 @@ def test_a_local_transaction_that_is_a_coroutine_runs_in_the_loop_of_its_caller(
         assert log.half.table.version == before + 1, "what was refused is not prepared"
 
 
+def test_a_local_transaction_whose_event_loop_has_ended_is_told_and_holds_up_nobody(
+    log: CommitLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    began = threading.Event()
+
+    class WaitsForEver(Shop):
+        async def execute_local_transaction(self, batch: HalfBatch) -> Any:
+            began.set()
+            await asyncio.Event().wait()
+
+    async def send(producer: txmq.TransactionMQProducer) -> Any:
+        sent = producer.send_message_in_transaction_async(message(0))
+        while not began.is_set():
+            await asyncio.sleep(0.01)
+        return sent
+
+    for closes in (True, False):
+        began.clear()
+        producer = txmq.TransactionMQProducer(
+            log, "shop", WaitsForEver(), check_interval=None, await_termination=DEADLINE_S if closes else 0.1
+        ).start()
+        loop = asyncio.new_event_loop()
+        sent = loop.run_until_complete(send(producer))
+        if closes:
+            loop.close()
+        else:  # a library that goes on with its loop later
+            producer.shutdown()
+        assert sent.result(DEADLINE_S).local_transaction_state is txmq.UNKNOWN
+        producer.shutdown()
+        if not closes:  # what waited is cancelled there
+            loop.run_until_complete(asyncio.sleep(0))
+            loop.close()
+    assert caplog.text.count("the event loop ended while the local transaction ran in it") == 2
+    assert bodies(log) == []
+    assert len(log.open_half_ids()) == 2
+
+
+def test_a_listener_that_sends_more_does_not_wait_for_its_own_room(log: CommitLog) -> None:
+    audits: list[Any] = []
+
+    class Audits(Shop):
+        def execute_local_transaction(self, batch: HalfBatch) -> Any:
+            audits.append(producer.send_async(message(100)))
+            return super().execute_local_transaction(batch)
+
+    settings: dict[str, Any] = {"check_interval": None, "max_in_flight": 1, "listener_threads": 1}
+    with txmq.TransactionMQProducer(log, "shop", Audits(), **settings) as producer:
+        sent = producer.send_message_in_transaction_async(message(0))
+        sent.add_done_callback(lambda _: audits.append(producer.send_async(message(101))))
+        sent.result(DEADLINE_S)
+        for audit in list(audits):
+            audit.result(DEADLINE_S)
+    assert sorted(bodies(log)) == [b"0", b"100", b"101"]
+
+
 def test_an_event_loop_is_not_stopped_by_more_sends_than_may_be_in_flight() -> None:
     """The accepted send needed the loop that the next one had stopped."""
     log = make_log("memory", Path(), orders=2)
