@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 from rmq_spark.cli.configuration import WHERE, configured
 from rmq_spark.cli.text import one_line
 from rmq_spark.cli.words import in_words_of_the_command
-from rmq_spark.errors import ConfigError, TxmqError
+from rmq_spark.errors import ConfigError, OptionError, TxmqError
 from rmq_spark.redaction import redacted
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def plainly(command: Callable[P, None]) -> Callable[P, None]:
         except Exception as problem:
             if isinstance(problem, BrokenPipeError) and _nobody_reads():
                 raise typer.Exit(OK) from None
-            fail(problem, FAILED)
+            fail(problem, BAD_USAGE if isinstance(problem, OptionError) else FAILED)
 
     return run
 

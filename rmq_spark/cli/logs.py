@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -35,20 +37,29 @@ def init(
     ),
 ) -> None:
     """Write a configuration with a comment for every setting: the commit log's path, and the check job's settings."""
-    from rmq_spark.check.example import example_configuration
-
     if not str(file).isprintable():
         raise OptionError(f"{str(file)!r} has characters that cannot be printed: name another file")
     try:
         with file.open("x", encoding="utf-8") as there:
-            there.write(example_configuration().replace("conf/txmq.toml", str(file)))
+            there.write(_configuration(str(file)))
     except FileExistsError:
         raise OptionError(f"{file} is there already, and is left as it is: name another file") from None
     except FileNotFoundError:
         raise OptionError(f"{file} cannot be written: the folder {file.parent} does not exist") from None
     except (OSError, ValueError) as problem:
         raise OptionError(f"{str(file)!r} cannot be written: {problem}") from None
-    typer.echo(f"{file} is written: set path and [listeners] in it, then run txmq check --config {file} --once")
+    typer.echo(
+        f"{file} is written: set path, listener_modules and [listeners] in it, then run txmq check --config {file} --once"
+    )
+
+
+def _configuration(file: str) -> str:
+    """Return the example, of this name and for the commit log that the environment names."""
+    from rmq_spark.check.example import example_configuration
+
+    text = example_configuration().replace("conf/txmq.toml", file)
+    path = os.environ.get("TXMQ_PATH")
+    return text if path is None else text.replace('path = "shop/log"', f"path = {json.dumps(path)}", 1)
 
 
 @plainly
@@ -148,6 +159,10 @@ def _draining(log: CommitLog, every: str | None, size: str | None) -> Draining |
 
 @plainly
 def check(
+    log_path: Annotated[
+        str | None,
+        typer.Argument(metavar="[PATH]", help="The commit log, in the place of the file's.", show_default=False),
+    ] = None,
     config: Annotated[Path, typer.Option("--config", "-c", envvar="TXMQ_CONFIG", help="The job's TOML file.")] = Path(
         "txmq.toml"
     ),
@@ -157,6 +172,8 @@ def check(
     """Ask listeners what became of transactions that a crash left open, and settle them."""
     from rmq_spark.check.job import run_job
 
+    if log_path is not None:
+        os.environ["TXMQ_PATH"] = log_path
     raise typer.Exit(run_job(config, once, as_json))
 
 

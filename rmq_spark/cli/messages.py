@@ -204,8 +204,8 @@ def query(
             None if tags is None else parse_tags(tags),
             queue,
             offset,
-            None if since is None else _time(since, now, "--since"),
-            None if until is None else _time(until, now, "--until"),
+            None if since is None else _time(since, now, "since"),
+            None if until is None else _time(until, now, "until"),
         )
         table = find(log, wanted, limit + 1)
     more = table.num_rows > limit

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.command import SETTLE, typed_path
+from rmq_spark.cli.command import FAILED, SETTLE, fail, typed_path
 from rmq_spark.cli.output import (
     AsJson,
     LogPath,
@@ -182,6 +182,6 @@ def resume(
     for one in wanted:
         count = log.resume(one, reason)
         if not count and half_id != EVERYTHING:
-            raise OptionError(f"nothing of {one} is quarantined: txmq trace {at}{one} tells how it stands")
+            fail(OptionError(f"nothing of {one} is quarantined: txmq trace {at}{one} tells how it stands"), FAILED)
         text = f"{one}: {count_of(count, 'message')} {'is' if count == 1 else 'are'} pending again"
         say(as_json, {"half_id": one, "messages": count}, one_line(text))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.command import App, typed_path
+from rmq_spark.cli.command import FAILED, App, fail, typed_path
 from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, say, show
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.errors import OptionError
@@ -111,11 +111,12 @@ def delete_topic(path: LogPath, name: Name, storage: Storage = None) -> None:
     log = open_log(path, storage)
     log.require_topic(name)
     at = f"{typed_path()} {name}" if typed_path() else name
-    raise OptionError(
+    said = (
         f"topic {name!r} is not deleted, and no topic can be: programs that know it go on writing to it, and its "
         "offsets must never be used again. To be rid of its messages: stop its senders, "
         f"txmq topic set {at} --retention 1h, and let txmq maintain run until txmq topic status {at} shows none"
     )
+    fail(OptionError(said), FAILED)
 
 
 def _by_topic(offsets: Mapping[tuple[str, int], int]) -> Counter[str]:

@@ -137,4 +137,4 @@ def _how_long(retention_s: float | None) -> str:
 
 
 def _kind(queues: int, fifo: bool) -> str:
-    return f"{queues} queues, {'a FIFO topic' if fifo else 'no FIFO topic'}"
+    return f"{queues} queue{'' if queues == 1 else 's'}, {'a FIFO topic' if fifo else 'no FIFO topic'}"

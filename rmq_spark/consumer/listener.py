@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.errors import ListenerError
 from rmq_spark.message import MessageExt
+from rmq_spark.redaction import redacted
 
 REASON_CHARS_MAX = 1024
 
@@ -101,7 +102,7 @@ def answers(listener: Listen | EachMessage, messages: pa.Table, orderly: bool) -
     kind = ConsumeOrderlyStatus if orderly else ConsumeConcurrentlyStatus
     if isinstance(listener, EachMessage):
         for status, reason in listener.each(messages):
-            yield _is_success(status, kind), reason
+            yield _answer(status, kind, reason)
         return
     try:
         found = listener(messages)
@@ -122,7 +123,7 @@ def answers(listener: Listen | EachMessage, messages: pa.Table, orderly: bool) -
                 "return one for all, or one for each"
             )
     for status in statuses:
-        yield _is_success(status, kind), None
+        yield _answer(status, kind)
 
 
 def require_table_listener(listener: Callable[..., object]) -> None:
@@ -171,9 +172,14 @@ def _is_success(status: object, kind: type[Enum]) -> bool:
     return status in (CONSUME_SUCCESS, SUCCESS)
 
 
+def _answer(status: Status | None, kind: type[Enum], reason: str | None = None) -> tuple[bool, str | None]:
+    consumed = _is_success(status, kind)
+    return consumed, reason if consumed or reason else f"the listener returned {getattr(status, 'name', status)}"
+
+
 def reason_of(problem: Exception) -> str:
-    """Return an exception as text that fits into a property."""
-    return f"{type(problem).__name__}: {problem}"[:REASON_CHARS_MAX]
+    """Return an exception as text that fits into a property, without secrets."""
+    return redacted(f"{type(problem).__name__}: {problem}")[:REASON_CHARS_MAX]
 
 
 _FIELDS = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import seconds
-from rmq_spark.errors import OptionError
+from rmq_spark.errors import OptionError, TxmqError
 from rmq_spark.machine import MACHINE
 from rmq_spark.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark.metrics.client import prometheus
@@ -112,7 +112,8 @@ def _look(watch: LogWatch) -> list[Sample]:
     try:
         figures = watch.look()
     except Exception as problem:
-        logger.warning("the figures of %s could not be read: %s", redacted(watch.path), traceback_of(problem))
+        said = redacted(problem) if isinstance(problem, TxmqError) else traceback_of(problem)
+        logger.warning("the figures of %s could not be read: %s", redacted(watch.path), said)
         return [("txmq_up", {}, 0.0)]
     took_s = MACHINE.monotonic() - began_s
     return [("txmq_up", {}, 1.0), ("txmq_collect_seconds", {}, took_s), *samples_of(figures)]

@@ -64,7 +64,7 @@ def _old_pending(figures: Figures) -> Iterator[Finding]:
         yield Finding(
             "pending",
             Level.CRITICAL,
-            f"{said}, and no check has asked about it.",
+            f"{said}, and no check has asked about it (or none since it was resumed).",
             f"See that a check job runs (txmq check) which has a listener for {first['producer_group']}.",
         )
 

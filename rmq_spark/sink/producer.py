@@ -221,7 +221,8 @@ class TransactionMQProducer:
         atexit.unregister(self._end)
         left = self._under_way.close(self._await_s)
         if self._pool is not None:
-            self._pool.shutdown(wait=not left, cancel_futures=bool(left))
+            # A callback may close the producer in a thread of the pool, which cannot wait for itself.
+            self._pool.shutdown(wait=not (left or _in_own_thread()), cancel_futures=bool(left))
         self._closing.set()
         for thread in self._threads:
             thread.join()
@@ -378,9 +379,9 @@ class TransactionMQProducer:
 
     def _in_pool(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
         self._enter()
-        # The sends that are under way may need an event loop, or this very thread, which a listener or a callback runs in.
-        # Neither may wait for room, so more are accepted.
-        must_not_wait = _event_loop() is not None or getattr(_THREAD, "is_own", False)
+        # The sends that are under way may need an event loop, or this very thread, in which a listener or a callback
+        # runs. Neither may wait for room, so more are accepted.
+        must_not_wait = _event_loop() is not None or _in_own_thread()
         in_flight = None if must_not_wait else self._in_flight
         try:
             if in_flight is not None:
@@ -559,6 +560,10 @@ class TransactionMQProducer:
 
 def _mark_own_thread() -> None:
     _THREAD.is_own = True
+
+
+def _in_own_thread() -> bool:
+    return getattr(_THREAD, "is_own", False)
 
 
 def _event_loop() -> asyncio.AbstractEventLoop | None:

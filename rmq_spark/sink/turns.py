@@ -161,8 +161,8 @@ class Turns:
         if loop.is_closed() or is_left:
             running.cancel()
             raise ListenerError(
-                "the event loop ended while the local transaction ran in it: let the loop run until its sends are done, "
-                "or close the producer first"
+                "the event loop ended while the local transaction ran in it: let the loop run until its sends are "
+                "done, or close the producer first"
             )
 
     def leave(self) -> None:

@@ -70,7 +70,7 @@ def test_upkeep_says_what_it_did(log: CommitLog) -> None:
     assert "messages would be drained" in txmq("maintain", log.path, "--dry-run")[0]
     assert "drained up to version" in txmq("maintain", log.path)[0]
     assert log.messages_table.refresh() > 0
-    assert "--grace '1s' is under 60 seconds" in txmq("maintain", log.path, "--grace", "1s", code=1)[1]
+    assert "--grace '1s' is under 60 seconds" in txmq("maintain", log.path, "--grace", "1s", code=2)[1]
     txmq("maintain", log.path, "--dry-run", "--every", "1s", code=2)
 
 
@@ -98,9 +98,9 @@ def test_upkeep_again_and_again_drains_between_its_rounds(log: CommitLog, monkey
         (("--drain-every", "1s"), 2, "--drain-every is about drains between two rounds"),
         (("--drain-bytes", "1g"), 2, "--drain-bytes is about drains between two rounds"),
         (("--every", "1h", "--drain-every", "0s", "--drain-bytes", "1g"), 2, "contradict each other"),
-        (("--every", "1h", "--drain-every", "9"), 1, "--drain-every '9' is not a duration"),
-        (("--every", "1h", "--drain-bytes", "much"), 1, "--drain-bytes 'much' is not a number of bytes"),
-        (("--every", "1h", "--drain-bytes", "256"), 1, "--drain-bytes '256' has no unit: write '256b' for bytes"),
+        (("--every", "1h", "--drain-every", "9"), 2, "--drain-every '9' is not a duration"),
+        (("--every", "1h", "--drain-bytes", "much"), 2, "--drain-bytes 'much' is not a number of bytes"),
+        (("--every", "1h", "--drain-bytes", "256"), 2, "--drain-bytes '256' has no unit: write '256b' for bytes"),
     ],
 )
 def test_drains_that_cannot_be_are_refused(log: CommitLog, arguments: tuple[str, ...], code: int, words: str) -> None:
@@ -129,7 +129,7 @@ def test_a_log_and_a_topic_are_made_and_listed(tmp_path: Path) -> None:
     assert "kept for 7d" in txmq("topic", "set", path, "bills", "--retention", "7d")[0]
     assert CommitLog.open(path).retentions() == {"bills": 7 * 86_400.0, "orders": None}
     assert "kept for ever" in txmq("topic", "set", path, "bills", "--retention", "forever")[0]
-    assert "under 1h" in txmq("topic", "set", path, "bills", "--retention", "7s", code=1)[1]
+    assert "under 1h" in txmq("topic", "set", path, "bills", "--retention", "7s", code=2)[1]
     assert "is a commit log already" in txmq("create", path, code=1)[1]
     txmq("create", path, "--exist-ok")
     assert "is there already" in txmq("topic", "create", path, "orders", code=1)[1]
@@ -361,9 +361,9 @@ def test_options_of_read_that_contradict_each_other_are_refused(
 
 def test_a_queue_or_tags_that_cannot_be_are_refused_in_the_words_of_the_command(log: CommitLog) -> None:
     assert (
-        "--queue 2: topic 'orders' has the queues 0 to 1" in txmq("read", log.path, "orders", "--queue", 2, code=1)[1]
+        "--queue 2: topic 'orders' has the queues 0 to 1" in txmq("read", log.path, "orders", "--queue", 2, code=2)[1]
     )
-    assert "--tags 'a | b' has a single bar" in txmq("read", log.path, "orders", "--tags", "a | b", code=1)[1]
+    assert "--tags 'a | b' has a single bar" in txmq("read", log.path, "orders", "--tags", "a | b", code=2)[1]
     assert "--from names offset 9" in txmq("read", log.path, "orders", "--from", 9, code=1)[1]
 
 
@@ -403,7 +403,7 @@ def test_vacuum_lists_orphans_and_removes_them(log: CommitLog) -> None:
     assert orphan.exists()
     assert "1 file was removed" in txmq("vacuum", log.path)[0]
     assert not orphan.exists()
-    assert "under 7d" in txmq("vacuum", log.path, "--older-than", "1h", code=1)[1]
+    assert "under 7d" in txmq("vacuum", log.path, "--older-than", "1h", code=2)[1]
 
 
 def test_check_runs_the_job(log: CommitLog, tmp_path: Path) -> None:
@@ -442,7 +442,7 @@ def test_dead_letters_are_listed_and_sent_again(log: CommitLog) -> None:
     assert "1 dead letter sent again" in txmq("dlq", "resend", log.path, "points", "--all")[0]
     assert "0 dead letters sent again" in txmq("dlq", "resend", log.path, "points", "--all")[0]
     assert log.read(retry_topic("points")).num_rows == 2
-    assert "say which letters" in txmq("dlq", "resend", log.path, "points", code=1)[1]
+    assert "say which letters" in txmq("dlq", "resend", log.path, "points", code=2)[1]
     assert "no dead letter 9" in txmq("dlq", "resend", log.path, "points", "--offset", "9", code=1)[1]
 
 
@@ -471,7 +471,7 @@ def test_a_reset_to_offsets_moves_the_queues_that_they_name(log: CommitLog) -> N
         assert words in txmq("group", "reset", log.path, "points", "--to", json.dumps(to), code=1)[1]
     given = ("--topic", "orders", "--topic", "bills", "--to", '{"orders": {"1": 1}}')
     log.create_topic("bills")
-    assert "--to names no queue of topic 'bills'" in txmq("group", "reset", log.path, "points", *given, code=1)[1]
+    assert "--to names no queue of topic 'bills'" in txmq("group", "reset", log.path, "points", *given, code=2)[1]
     assert group.positions() == {("orders", 0): 0, ("orders", 1): 2}
 
 
@@ -547,11 +547,11 @@ def test_errors_speak_the_words_of_the_command(log: CommitLog, tmp_path: Path) -
         txmq("read", log.path, "order", code=1)[1],
         txmq("create", log.path, code=1)[1],
         txmq("topic", "create", log.path, "orders", "--queues", 9, code=1)[1],
-        txmq("topic", "set", log.path, "orders", "--retention", "1s", code=1)[1],
-        txmq("topic", "set", log.path, "orders", "--retention", "never", code=1)[1],
-        txmq("vacuum", log.path, "--older-than", "1h", code=1)[1],
+        txmq("topic", "set", log.path, "orders", "--retention", "1s", code=2)[1],
+        txmq("topic", "set", log.path, "orders", "--retention", "never", code=2)[1],
+        txmq("vacuum", log.path, "--older-than", "1h", code=2)[1],
         txmq("resume", log.path, "app:7", code=1)[1],
-        txmq("create", tmp_path / "x", "--queues", 0, code=1)[1],
+        txmq("create", tmp_path / "x", "--queues", 0, code=2)[1],
     ]
     for sentence in said:
         assert not re.search(r"CommitLog|log\.|exist_ok|None|\w=", sentence), sentence
@@ -571,8 +571,8 @@ def test_init_writes_the_example_and_overwrites_nothing(
     monkeypatch.setenv("TXMQ_PATH", log.path)
     txmq("check", "--config", "txmq.toml", "--once")
     Path("txmq.toml").write_text("mine")
-    assert "is there already" in txmq("init", code=1)[1]
+    assert "is there already" in txmq("init", code=2)[1]
     assert Path("txmq.toml").read_text() == "mine"
-    assert "does not exist" in txmq("init", "nowhere/x.toml", code=1)[1]
+    assert "does not exist" in txmq("init", "nowhere/x.toml", code=2)[1]
     txmq("init", "other.toml")
     assert "--config other.toml" in Path("other.toml").read_text()

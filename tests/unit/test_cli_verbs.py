@@ -160,8 +160,8 @@ def test_messages_are_found_by_a_key_a_place_and_a_time(log: CommitLog) -> None:
     assert len(found("--since", second.isoformat(), "--key", "all")) == 3
     assert txmq("query", "--key", "nobody", code=1)[0] == "no such message\n"
     assert "stopped at 1: --limit N shows more" in txmq("query", "--key", "all", "--limit", 1)[1]
-    assert "topic 'orders' has no queue 2" in txmq("query", "--topic", "orders", "--queue", 2, code=1)[1]
-    assert "or as a time ago, such as 2h" in txmq("query", "--since", "yesterday", code=1)[1]
+    assert "topic 'orders' has no queue 2" in txmq("query", "--topic", "orders", "--queue", 2, code=2)[1]
+    assert "or as a time ago, such as 2h" in txmq("query", "--since", "yesterday", code=2)[1]
 
 
 def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
@@ -258,7 +258,7 @@ def test_a_trace_is_told_with_what_can_be_done(log: CommitLog) -> None:
     half_id = conflict(log)
     assert "a verdict came too late" in txmq("trace", half_id)[0]
     assert "log.resolve" not in txmq("trace", half_id)[0]
-    assert "'x' is not a transaction id" in txmq("trace", "x", code=1)[1]
+    assert "'x' is not a transaction id" in txmq("trace", "x", code=2)[1]
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_watch_shows_it_again_until_it_is_stopped(log: CommitLog, monkeypatch: p
     assert waits == [2.0, 2.0]
     assert [r["half_id"] for r in objects("pending", "--watch", "1m")] == ["shop:0"]
     assert "0s is no time" in words(txmq("pending", "--watch", "0s", code=2)[1])
-    assert "--watch '2' is not a duration" in txmq("pending", "--watch", "2", code=1)[1]
+    assert "--watch '2' is not a duration" in txmq("pending", "--watch", "2", code=2)[1]
 
 
 def test_ctrl_c_is_the_way_to_stop_and_no_error(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,9 +394,9 @@ def test_an_unknown_group_or_place_is_an_error_that_says_what_to_do(log: CommitL
         assert said == "there is no consumer group 'nogroup' (no group has read from this commit log yet)\n"
     ConsumerGroup(log, "points").reset("earliest", ["orders"])
     assert "did you mean 'points'?" in txmq("group", "delete", "pionts", code=1)[1]
-    said = txmq("group", "reset", "points", "--to", "first", code=1)[1]
+    said = txmq("group", "reset", "points", "--to", "first", code=2)[1]
     assert "--to 'first' is no place (did you mean earliest?): earliest, latest, a time such as" in said
-    assert "is not a time" in txmq("group", "reset", "points", "--to", "2025-99-01", code=1)[1]
+    assert "is not a time" in txmq("group", "reset", "points", "--to", "2025-99-01", code=2)[1]
     assert objects("group", "delete", "points") == [{"consumer_group": "points"}]
     txmq("group", "delete", "points", code=1)
 

@@ -678,6 +678,20 @@ def test_a_listener_that_sends_more_does_not_wait_for_its_own_room(log: CommitLo
     assert sorted(bodies(log)) == [b"0", b"100", b"101"]
 
 
+def test_a_callback_may_close_the_producer(log: CommitLog) -> None:
+    closed = threading.Event()
+
+    def close(_: object) -> None:
+        producer.shutdown()
+        closed.set()
+
+    producer = txmq.TransactionMQProducer(log, "shop", Shop()).start()
+    threads = list(producer._threads)
+    producer.send_async(message(0)).add_done_callback(close)
+    assert closed.wait(DEADLINE_S)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_an_event_loop_is_not_stopped_by_more_sends_than_may_be_in_flight() -> None:
     """The accepted send needed the loop that the next one had stopped."""
     log = make_log("memory", Path(), orders=2)

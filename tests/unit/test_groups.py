@@ -276,5 +276,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert "points is forgotten" in run("delete", log.path, "points")
     assert "did you mean 'points-2'" in run("lag", log.path, "points-3", code=1)
     assert "--to 'yesterday' is no place: earliest, latest, a time" in run(
-        "reset", log.path, "points-2", "--to", "yesterday", code=1
+        "reset", log.path, "points-2", "--to", "yesterday", code=2
     )

@@ -344,7 +344,9 @@ def test_retries_and_dead_letters_are_those_of_the_spark_consumer() -> None:
     pass_time(machine, [consumer], DELAY_LEVELS_S[2] + 1)
     retry = log.another().read("%RETRY%points")
     b = read.filter(pc.equal(read["body"], b"b"))
-    expected = sent_back(restored(b), [None], "points", 2, None).drop_columns(["delay_level"])
+    expected = sent_back(restored(b), ["the listener returned RECONSUME_LATER"], "points", 2, None).drop_columns(
+        ["delay_level"]
+    )
     assert retry.select(expected.column_names).to_pylist() == expected.to_pylist()
     go_on(consumer)
     pass_time(machine, [consumer], DELAY_LEVELS_S[3] + 1)

@@ -217,7 +217,11 @@ def behind(seconds: float) -> pa.Table:
         ({"conflicts": ("a:1", "a:2")}, Level.CRITICAL, "2 half batches have two verdicts"),
         ({"quarantined": ("a:1",)}, Level.CRITICAL, "1 half batch is quarantined"),
         ({"conflicts": ("a:1",), "quarantined": ("a:1",)}, Level.CRITICAL, "1 half batch has two verdicts"),
-        ({"pending": pending(900)}, Level.CRITICAL, "pending for 15 min, and no check has asked about it"),
+        (
+            {"pending": pending(900)},
+            Level.CRITICAL,
+            "pending for 15 min, and no check has asked about it (or none since it was resumed)",
+        ),
         ({"pending": pending(900, 3)}, Level.CRITICAL, "asked about 3 times, and its listener does not know"),
         ({"pending": pending(900, leased=True)}, Level.OK, "new"),
         ({"pending": pending(500)}, Level.OK, "new"),
@@ -364,4 +368,4 @@ def test_wrong_usage_of_the_command_is_told(log: CommitLog, tmp_path: Path) -> N
     assert "there is no folder" in txmq("report", log.path, "--html", tmp_path / "no" / "out.html", code=2)
     assert "--html FILE" in txmq("report", log.path, "--transaction", "app:1", code=2)
     assert "no half batch" in txmq("report", log.path, "--html", tmp_path / "o.html", "--transaction", "a:9", code=1)
-    assert "since" in txmq("report", log.path, "--since", "soon", code=1)
+    assert "since" in txmq("report", log.path, "--since", "soon", code=2)
