@@ -36,10 +36,11 @@ _URI = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30}://)([^\s'\"<>]+)", r
 _URI_WITH_PASSWORD = re.compile(r"(://[^\s/@:'\"]*:)(?!\d+\b)(?:(?!://)[^\n@]){1,200}@")
 """A password may have quotes and spaces in it. A port is no password."""
 _NAMED = re.compile(
-    r"\b(sig|signature|password|passwd|pwd|secret|authorization|x-amz-(?:signature|credential|security-token)"
-    r"|(?:aws|azure|google)_\w{0,40}(?:key|token|secret|sas)\w{0,20})"
-    r"(['\"]?\s{0,3}=\s{0,3}|['\"]\s{0,3}:\s{0,3}|(?<=sig):\s{0,3}|(?<=authorization):\s{0,3})"
-    r"('[^'\n]*'|\"[^\"\n]*\"|(?:bearer |basic )?[^\s&'\",;<>]+)",
+    r"\b(sig|signature|\w{0,40}(?:password|passwd|passphrase|pwd|secret|token|api_?key)|authorization"
+    r"|x-amz-(?:signature|credential|security-token)|(?:aws|azure|google)_\w{0,40}(?:key|token|secret|sas)\w{0,20})"
+    r"(['\"]?\s{0,3}=\s{0,3}|['\"]\s{0,3}:\s{0,3}|(?<=sig):\s{0,3}|(?<=authorization):\s{0,3}"
+    r"|(?<=password):\s{0,3})"
+    r"('[^'\n]*'|\"[^\"\n]*\"|(?:bearer |basic |token )?[^\s&'\",;<>]+)",
     re.IGNORECASE,
 )
 _ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")

@@ -58,7 +58,7 @@ def on_own_clock(log: InMemoryCommitLog, machine: Machine) -> InMemoryCommitLog:
     """A handle of another machine."""
     twin = log.another()
     for part in (*twin._tables, twin.ledger, twin):
-        part.machine = machine
+        part.machine = machine  # and its store's clock stays the store's
     return twin
 
 

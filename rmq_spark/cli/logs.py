@@ -48,9 +48,8 @@ def init(
         raise OptionError(f"{file} cannot be written: the folder {file.parent} does not exist") from None
     except (OSError, ValueError) as problem:
         raise OptionError(f"{str(file)!r} cannot be written: {problem}") from None
-    typer.echo(
-        f"{file} is written: set path, listener_modules and [listeners] in it, then run txmq check --config {file} --once"
-    )
+    then = f"txmq check --config {file} --once"
+    typer.echo(f"{file} is written: set path, listener_modules and [listeners] in it, then run {then}")
 
 
 def _configuration(file: str) -> str:

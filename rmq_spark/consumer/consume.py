@@ -16,7 +16,7 @@ from rmq_spark.commitlog.half import HalfFile, HalfWriter
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import DELAY_LEVELS_S, seconds, whole_number
 from rmq_spark.consumer.in_order import RESULT, Queue, QueueResult, by_queue, consume_queue
-from rmq_spark.consumer.listener import EachMessage, Listen, answers, require_table_listener
+from rmq_spark.consumer.listener import EachMessage, Listen, answers, require_table_listener, tell_failed
 from rmq_spark.consumer.retry import MAX_RECONSUME_TIMES, NEEDED_COLUMNS, dlq_topic, restored, retry_topic, sent_back
 from rmq_spark.consumer.sending import own_header, own_writer, send_once
 from rmq_spark.consumer.sources import sources_of
@@ -256,6 +256,9 @@ class _Concurrently(_Consumer):
                     lost = [at for at, (consumed, _) in enumerate(found) if not consumed]
                     if lost:
                         reasons = [found[at][1] for at in lost]
+                        first = messages.slice(lost[0], 1).to_pylist()[0]
+                        queue = first["topic"], first["queue_id"]
+                        tell_failed(group, queue, len(lost), len(found), reasons[0])
                         again = sent_back(messages.take(pa.array(lost)), reasons, group, reconsume_max, delay_level)
                         yield from again.to_batches()
 

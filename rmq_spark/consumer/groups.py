@@ -144,7 +144,7 @@ class ConsumerGroup:
         """Return the members of the group and the seconds since each one's newest heartbeat: those of a
         :class:`PushConsumer` or a :class:`PullConsumer`. One that was killed stays here for a few leases."""
         now = self.log.machine.now()
-        beats = heartbeats(self.log.groups.table, self.name)
+        beats = heartbeats(self.log.groups.table, self.name, now)
         return {member: max(0.0, (now - beat).total_seconds()) for member, beat in sorted(beats.items())}
 
     def _rows(self) -> pa.Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
@@ -17,6 +18,8 @@ from rmq_spark.message import MessageExt
 from rmq_spark.redaction import redacted
 
 REASON_CHARS_MAX = 1024
+
+logger = logging.getLogger(__name__)
 
 
 class ConsumeConcurrentlyStatus(Enum):
@@ -170,6 +173,15 @@ def _is_success(status: object, kind: type[Enum]) -> bool:
         names = " or ".join(str(s) for s in kind)
         raise ListenerError(f"the message listener returned {status!r}: {names} is expected")
     return status in (CONSUME_SUCCESS, SUCCESS)
+
+
+def tell_failed(group: str, queue: tuple[str, int], failed: int, of: int, reason: str | None) -> None:
+    """Log that a message listener failed, with the first reason: who waits for retries must not wait in the dark."""
+    logger.warning(
+        "message listener of group %r: %d of %d messages of topic %r, queue %d failed and come again; the first: %s",
+        group, failed, of, *queue, reason,
+        extra={"consumer_group": group, "topic": queue[0], "queue_id": queue[1]},
+    )  # fmt: skip
 
 
 def _answer(status: Status | None, kind: type[Enum], reason: str | None = None) -> tuple[bool, str | None]:

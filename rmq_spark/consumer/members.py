@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -25,8 +26,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "_members"
 """In the folder of the table ``groups``. Delta and its VACUUM leave names with an underscore alone."""
+LEASE_S = 30.0
 FORGOTTEN_LEASES = 3.0
-"""A heartbeat that has not moved for so many leases is removed."""
+"""A heartbeat that has not moved for so many leases is removed. Who comes later takes the store's word for its age."""
 
 
 def new_member_name(unique_id: str) -> str:
@@ -80,7 +82,7 @@ class Members:
         """Put a heartbeat, and return when that began. It counts only once :meth:`renew` was told so."""
         began_s = self._machine.monotonic()
         self._counter += 1
-        told = {"counter": self._counter, "topics": sorted(self.topics)}
+        told = {"counter": self._counter, "topics": sorted(self.topics), "lease": self._lease_s}
         path = self._path(self.member)
         if isinstance(self._table.fs, pafs.LocalFileSystem):
             self._table.fs.create_dir(path.rpartition("/")[0], recursive=True)
@@ -110,13 +112,18 @@ class Members:
         infos = [i for i in _listed(self._table) if i.type == pafs.FileType.File]
         self.of_all_groups = max(1, len(infos))
         mine = f"{self._folder}/{self.group}/"
+        written: dict[str, datetime | None] = {}  # by the store's clock
         for info in infos:
             if info.path.startswith(mine):
+                member = info.path.removeprefix(mine)
                 with suppress(FileNotFoundError), self._table.fs.open_input_file(info.path) as stream:
-                    found[info.path.removeprefix(mine)] = bytes(stream.read())
+                    found[member], written[member] = bytes(stream.read()), info.mtime
+        own = written.get(self.member)
         for member, content in found.items():
             known = self._seen.get(member)
-            if known is None or known.content != content:
+            if known is None and _is_forgotten(content, written[member], own):
+                self._seen[member] = _Seen(content, -math.inf, _topics(content))
+            elif known is None or known.content != content:
                 self._seen[member] = _Seen(content, now_s, _topics(content))
             elif now_s - known.since_s > FORGOTTEN_LEASES * self._lease_s and member != self.member:
                 with suppress(FileNotFoundError):
@@ -161,11 +168,28 @@ def _topics(content: bytes) -> frozenset[str]:
         return frozenset()
 
 
-def heartbeats(table: Table, group: str) -> dict[str, datetime]:
-    """Return when each member of a group put its newest heartbeat, by the store's clock: for people to look at."""
+def _lease(content: bytes) -> float:
+    """Return the lease that a heartbeat names, in seconds."""
+    try:
+        return float(json.loads(content)["lease"])
+    except (ValueError, KeyError, TypeError):
+        return LEASE_S
+
+
+def _is_forgotten(content: bytes, written: datetime | None, now: datetime | None) -> bool:
+    """Whether a heartbeat was put so long ago, by the store's clock, that its member is dead and nobody cleaned up."""
+    age_s = 0.0 if written is None or now is None else (now - written).total_seconds()
+    return age_s > FORGOTTEN_LEASES * _lease(content)
+
+
+def heartbeats(table: Table, group: str, now: datetime) -> dict[str, datetime]:
+    """Return when each member of a group put its newest heartbeat, by the store's clock: for people to look at. Those
+    that nobody has cleaned up yet are left out."""
     mine = f"{table.folder}/{FOLDER}/{group}/"
-    return {
-        info.path.removeprefix(mine): info.mtime
-        for info in _listed(table)
-        if info.type == pafs.FileType.File and info.path.startswith(mine) and info.mtime is not None
-    }
+    found: dict[str, datetime] = {}
+    for info in _listed(table):
+        if info.type == pafs.FileType.File and info.path.startswith(mine) and info.mtime is not None:
+            with suppress(FileNotFoundError), table.fs.open_input_file(info.path) as stream:
+                if not _is_forgotten(bytes(stream.read()), info.mtime, now):
+                    found[info.path.removeprefix(mine)] = info.mtime
+    return found

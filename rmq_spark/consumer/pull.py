@@ -15,13 +15,13 @@ from rmq_spark.consumer.listener import messages_of
 from rmq_spark.consumer.member import (
     CLUSTERING,
     HEARTBEAT_INTERVAL_S,
-    LEASE_S,
     MAX_SPAN,
     PERSIST_INTERVAL_S,
     ConsumeFromWhere,
     GroupMember,
     MemberSettings,
 )
+from rmq_spark.consumer.members import LEASE_S
 from rmq_spark.consumer.progress import Queue, Take
 from rmq_spark.errors import ConsumeError, OptionError
 from rmq_spark.message import MessageExt

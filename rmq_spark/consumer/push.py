@@ -15,17 +15,17 @@ from rmq_spark import observer
 from rmq_spark.commitlog.group_commit import GroupCommit
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import DELAY_LEVELS_S, named, seconds, whole_number
-from rmq_spark.consumer.listener import SUCCESS, EachMessage, Listen, answers, require_table_listener
+from rmq_spark.consumer.listener import SUCCESS, EachMessage, Listen, answers, require_table_listener, tell_failed
 from rmq_spark.consumer.member import (
     CLUSTERING,
     HEARTBEAT_INTERVAL_S,
-    LEASE_S,
     MAX_SPAN,
     PERSIST_INTERVAL_S,
     ConsumeFromWhere,
     GroupMember,
     MemberSettings,
 )
+from rmq_spark.consumer.members import LEASE_S
 from rmq_spark.consumer.progress import ProcessQueue, Take
 from rmq_spark.consumer.retry import MAX_RECONSUME_TIMES, restored
 from rmq_spark.consumer.sending_back import send_back
@@ -385,6 +385,7 @@ class PushConsumer:
         done = len(found)
         if failed:
             reasons = [found[at][1] for at in failed]
+            tell_failed(self.member.group, take.queue.queue, len(failed), len(found), reasons[0])
             if not self._send_back(take.queue, messages.take(pa.array(failed)), reasons, "retry"):
                 done = failed[0]  # the end has come, or the queue is lost: they come again
         self._give_back(take, done)
@@ -396,6 +397,7 @@ class PushConsumer:
         for consumed, reason in answers(self._traced(), messages, orderly=True):
             if not consumed:
                 failed = 1
+                tell_failed(self.member.group, queue.queue, 1, messages.num_rows, reason)
                 queue.tries += 1  # nobody else has the queue meanwhile
                 if self._is_dead(queue.tries) and self._send_back(queue, messages.slice(done, 1), [reason], "dead"):
                     queue.tries = 0

@@ -86,8 +86,9 @@ class Figures:
 
     @property
     def committed(self) -> int:
-        """Messages that appeared in the time."""
-        return _sum(self.throughput["messages"])
+        """Messages that appeared in the time, without retries and dead letters, which are copies."""
+        copies = pc.is_in(self.throughput["topic"], value_set=pa.array([over_time.RETRIES, over_time.DEAD_LETTERS]))
+        return _sum(self.throughput.filter(pc.invert(copies))["messages"])
 
     @property
     def rolled_back(self) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,11 @@ class Card:
     nothing: str
     table: str
     wide: bool = False
+
+
+def escape(text: str) -> str:
+    """Text as HTML. What others sent may hold characters that a page must not have, or that turn its lines around."""
+    return html.escape("".join(c if c.isprintable() else "\ufffd" for c in text))
 
 
 def page(figures: Figures, trace: Trace | None = None) -> str:
@@ -339,12 +344,12 @@ def _timeline(trace: Trace) -> Card:
 def _over_time(figures: pa.Table, by: str, value: str) -> str:
     """A table of periods, with a column for each word."""
     words = sorted(set(figures[by].to_pylist()))
-    rows: dict[datetime, dict[str, Any]] = {}
+    found: dict[datetime, dict[str, int]] = {}
     for row in figures.to_pylist():
-        rows.setdefault(row["at"], {"at": row["at"]})[row[by]] = row[value]
+        found.setdefault(row["at"], {})[row[by]] = row[value]
     columns = [Column("from (UTC)", lambda r: f"{r['at']:%Y-%m-%d %H:%M:%S}")]
-    columns += [Column(w, lambda r, w=w: f"{r.get(w, 0):,}", "number") for w in words]  # type: ignore[misc]
-    return _table(rows.values(), columns)
+    columns += [Column(w, lambda r, w=w: f"{r['by'].get(w, 0):,}", "number") for w in words]  # type: ignore[misc]
+    return _table([{"at": at, "by": by_word} for at, by_word in found.items()], columns)
 
 
 def _pending_table(pending: pa.Table) -> str:

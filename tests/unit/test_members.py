@@ -226,6 +226,20 @@ def test_the_heartbeat_of_a_dead_member_is_removed_in_the_end() -> None:
     assert list(txmq.ConsumerGroup(log, "points").members()) == ["a"]
 
 
+def test_a_member_that_comes_long_after_another_was_killed_takes_all_queues_at_once() -> None:
+    machine = Steps()
+    log = memory_log(machine)
+    killed = push(log, seen_by([]))
+    killed.member.join()
+    machine.sleep(2 * LEASE_S)
+    assert list(txmq.ConsumerGroup(log, "points").members()) == [killed.member.name]
+    machine.sleep(2 * LEASE_S)
+    assert txmq.ConsumerGroup(log, "points").members() == {}
+    late = push(log.another(), seen_by([]))
+    late.member.join()
+    assert queues_of([late]) == [2]
+
+
 # ---------------------------------------------------------------- together
 def queues_of(consumers: list[Any]) -> list[int]:
     """How many queues of ``orders`` each has."""

@@ -331,6 +331,23 @@ def test_what_has_expired_is_left_out_and_said(log: CommitLog, caplog: pytest.Lo
 
 
 # ---------------------------------------------------------------- retries
+@pytest.mark.parametrize("mode", ["concurrently", "orderly"])
+def test_a_listener_that_raises_is_told_at_once(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    def listen(message: txmq.MessageExt) -> Any:
+        raise RuntimeError("postgresql://shop:hush@db is down")
+
+    log = memory_log(Steps())
+    send(log, "ab")
+    consumer = push(log, txmq.EachMessage(listen), mode=mode)
+    consumer.member.join()
+    with caplog.at_level(logging.WARNING):
+        go_on(consumer)
+    told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("message listener of group 'points'")]
+    assert told
+    assert "the first: RuntimeError: postgresql://" in told[0]
+    assert "hush" not in caplog.text
+
+
 def test_retries_and_dead_letters_are_those_of_the_spark_consumer() -> None:
     machine = Steps()
     log = memory_log(machine)

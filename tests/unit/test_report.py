@@ -31,6 +31,7 @@ from rmq_spark.report.page import page
 from rmq_spark.report.span import PERIODS_MAX, Span
 from rmq_spark.report.words import duration, rate, size
 from rmq_spark.testing import InMemoryCommitLog
+from rmq_spark.transaction import COMMIT_MESSAGE
 from tests import report_logs
 from tests.half_batches import commit, prepare, roll_back
 from tests.report_logs import NOW_S, Shop
@@ -369,3 +370,14 @@ def test_wrong_usage_of_the_command_is_told(log: CommitLog, tmp_path: Path) -> N
     assert "--html FILE" in txmq("report", log.path, "--transaction", "app:1", code=2)
     assert "no half batch" in txmq("report", log.path, "--html", tmp_path / "o.html", "--transaction", "a:9", code=1)
     assert "since" in txmq("report", log.path, "--since", "soon", code=2)
+
+
+def test_a_page_stands_whatever_topics_and_reasons_are_called() -> None:
+    log = InMemoryCommitLog(topics={"at": 1, "by": 1})
+    for number, topic in enumerate(("at", "by")):
+        commit(log, prepare(log, number, topic=topic))
+    record = prepare(log, 2, topic="at")
+    log.resolve(record.half_id, COMMIT_MESSAGE, "\x1b[31m\u202ereason\x00")
+    made = page(figures_of(log), log.trace(f"{record.half_id}:1"))
+    assert not set(made) & set("\x1b\u202e\x00")
+    assert "[31m\ufffdreason\ufffd" in made
