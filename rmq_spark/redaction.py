@@ -83,7 +83,9 @@ def redacted(text: object) -> str:
 
 
 def _redacted_uri(found: re.Match[str]) -> str:
-    rest, query, _ = found[2].partition("?")
+    rest, query, asked = found[2].partition("?")
+    if "@" in asked and re.match(r"[^/@]*:(?!\d+(/|$))", rest) and "@" not in rest:  # a password with a question mark
+        return f"{found[1]}{HIDDEN}@{HIDDEN}"
     user, at, place = rest.rpartition("@")
     if ":" in user:  # abfss://container@account has none
         rest = f"{HIDDEN}{at}{place}"

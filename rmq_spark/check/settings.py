@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -61,6 +62,8 @@ DRAIN_NAMES: Mapping[str, str] = {name: name for name in ("every", "bytes", "exe
 METRICS_NAMES: Mapping[str, str] = {name: name for name in ("port", "address", "cluster", "textfile")}
 """The same of ``[metrics]`` (``TXMQ_METRICS__<upper case>``)."""
 NAMES = {"check": CHECK_NAMES, "maintenance": MAINTENANCE_NAMES, "drain": DRAIN_NAMES, "metrics": METRICS_NAMES}
+FILE = "txmq.toml"
+"""Where the settings are when no file is named."""
 SECTIONS = ("path", "listener_modules", "elsewhere", "listeners", *NAMES, "storage")
 EXECUTORS = ("auto", "true", "false")
 
@@ -184,13 +187,18 @@ class JobSettings(BaseSettings):
         ConfigError
             When the file cannot be read, a name is unknown, or a value cannot be used.
         """
-        values = _read(Path(file))
+        # All may be in the environment, as in a container. A file that is named must be there.
+        has_no_file = str(file) == FILE and not Path(file).exists()
+        values = {} if has_no_file and {"TXMQ_PATH", "TXMQ_LISTENERS"} <= os.environ.keys() else _read(Path(file))
         try:
             return cls(**values)
         except ValidationError as problem:
             raise ConfigError("; ".join(_sentence(e, str(file)) for e in problem.errors(include_input=False))) from None
         except SettingsError as problem:
-            raise ConfigError(f"a TXMQ_… variable of the environment is not JSON: {problem}") from None
+            raise ConfigError(
+                f'a TXMQ_… variable of the environment is not JSON, such as TXMQ_LISTENERS=\'{{"group": '
+                f'"module:attribute"}}\': {problem}'
+            ) from None
 
     # ------------------------------------------------------------------ what they stand for
     def load_listeners(self) -> dict[str, TransactionListener]:
@@ -252,7 +260,10 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist: name the file with --config, or make one with txmq init") from None
+        raise ConfigError(
+            f"{file} does not exist: name the file with --config, make one with txmq init, or set TXMQ_PATH and "
+            "TXMQ_LISTENERS"
+        ) from None
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{file} cannot be read: {problem}") from problem
     except tomllib.TOMLDecodeError as problem:

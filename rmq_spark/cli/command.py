@@ -132,6 +132,7 @@ def plainly(command: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
+            _require_text(kwargs.values())
             command(*args, **kwargs)
             sys.stdout.flush()
         except (typer.Exit, typer.Abort, typer.BadParameter):
@@ -142,6 +143,16 @@ def plainly(command: Callable[P, None]) -> Callable[P, None]:
             fail(problem, BAD_USAGE if isinstance(problem, OptionError) else FAILED)
 
     return run
+
+
+def _require_text(values: Iterable[object]) -> None:
+    """Refuse arguments that are no text: in a shell of another encoding bytes may come that UTF-8 does not have."""
+    for value in values:
+        try:
+            if isinstance(value, str):
+                value.encode()
+        except UnicodeEncodeError:
+            raise OptionError(f"{value!r} is no text in UTF-8: set the terminal, or LANG, to UTF-8") from None
 
 
 def fail(problem: Exception, code: int) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def push(
 
     Raises
     ------
+    OptionError
+        When the gateway's address is none.
     StorageError
         When the gateway cannot be reached within the time, or refuses the metrics.
     """
@@ -47,6 +50,8 @@ def push(
         raise OptionError("job is empty: name the program whose metrics these are")
     try:
         prometheus.push_to_gateway(gateway, job, registry, dict(grouping_key or {}), timeout=limit_s)
+    except HTTPException as problem:  # what it says may be a part of a password
+        raise OptionError(f"{redacted(gateway)} is no address of a Pushgateway ({type(problem).__name__})") from None
     except (OSError, ValueError) as problem:
         raise StorageError(
             f"the metrics could not be pushed to {redacted(gateway)}: {redacted(problem)}. Does it run there?"

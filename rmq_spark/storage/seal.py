@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rmq_spark.errors import CorruptLogError, LostFileError, TxmqError, UnreadableFileError
+from rmq_spark.errors import CorruptLogError, LostFileError, OptionError, TxmqError, UnreadableFileError
 from rmq_spark.redaction import cause_of
 from rmq_spark.storage.answers import is_denied
 
@@ -131,6 +131,8 @@ def reading(path: str, table: str) -> Iterator[None]:
 
     Raises
     ------
+    OptionError
+        For text that was asked for and is no UTF-8: no file has it.
     LostFileError
         For pyarrow's FileNotFoundError.
     UnreadableFileError
@@ -140,6 +142,8 @@ def reading(path: str, table: str) -> Iterator[None]:
         yield
     except TxmqError:
         raise
+    except UnicodeEncodeError as problem:
+        raise OptionError(f"{problem.object!r} is no text that UTF-8 can hold, so no message has it") from None
     except FileNotFoundError as problem:
         raise LostFileError(f"file {path} of table {table} is not there: {problem}") from cause_of(problem)
     except (OSError, pa.ArrowException, ValueError) as problem:

@@ -223,3 +223,16 @@ def test_an_environment_that_cannot_be_used_is_named(
     with pytest.raises(ConfigError) as problem:
         JobSettings.load(write(tmp_path))
     assert words in str(problem.value)
+
+
+def test_no_file_is_needed_when_the_environment_names_log_and_listeners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TXMQ_PATH", "log")
+    with pytest.raises(ConfigError, match=r"txmq\.toml does not exist: .* set TXMQ_PATH and TXMQ_LISTENERS"):
+        JobSettings.load("txmq.toml")
+    monkeypatch.setenv("TXMQ_LISTENERS", '{"order-service": "shop_orders:listener"}')
+    assert JobSettings.load("txmq.toml").listeners == {"order-service": "shop_orders:listener"}
+    with pytest.raises(ConfigError, match=r"other\.toml does not exist"):
+        JobSettings.load("other.toml")

@@ -21,12 +21,13 @@ from rmq_spark.cli.output import show
 from rmq_spark.cli.resolving import Resolving
 from rmq_spark.cli.text import age_in_words
 from rmq_spark.cli.words import as_commands
+from rmq_spark.commitlog.finding import Wanted, find
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.consumer.groups import ConsumerGroup
-from rmq_spark.errors import VerdictConflictError
+from rmq_spark.errors import OptionError, VerdictConflictError
 from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared
 from tests.commands import objects, txmq
 
@@ -576,3 +577,12 @@ def test_init_writes_the_example_and_overwrites_nothing(
     assert "does not exist" in txmq("init", "nowhere/x.toml", code=2)[1]
     txmq("init", "other.toml")
     assert "--config other.toml" in Path("other.toml").read_text()
+
+
+@pytest.mark.parametrize("latin", ["\udcff", "caf\udce9"])
+def test_text_of_another_encoding_is_no_damage(log: CommitLog, latin: str) -> None:
+    commit(log, prepare(log, 0))
+    for command in (("query", log.path, "--key", latin), ("trace", log.path, latin), ("read", log.path, latin)):
+        assert "is no text in UTF-8" in txmq(*command, code=2)[1]
+    with pytest.raises(OptionError, match="no text that UTF-8 can hold"):
+        find(log, Wanted(key=latin), 10)
