@@ -374,7 +374,9 @@ def _is_idle(driver: Any) -> bool:
 def _engine_or_url(url_or_engine: object) -> tuple[sa.Engine | None, sa.URL]:
     engine, url = _read_url(url_or_engine)
     if url.host is not None and "@" in url.host:  # the part before it belongs to the password
-        raise ListenerError("the database URL has an @ in its password: write it as %40, or pass a sqlalchemy.URL")
+        raise ListenerError(
+            "the database URL has an @ in its password, which must be written as %40; or pass a sqlalchemy.URL"
+        )
     return engine, url
 
 

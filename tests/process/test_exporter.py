@@ -126,18 +126,18 @@ def test_the_metrics_are_written_for_a_node_exporter(log: CommitLog, tmp_path: P
     file = tmp_path / "txmq.prom"
     assert txmq("exporter", log.path, "--textfile", file) == f"{file} is written\n"
     assert values(file.read_text())["rocketmq_commit_messages_total"] == 3
-    assert "does not end in .prom" in txmq("exporter", log.path, "--textfile", tmp_path / "txmq.txt", code=1)
-    assert "cannot be written" in txmq("exporter", log.path, "--textfile", tmp_path / "no" / "a.prom", code=1)
+    assert "does not end in .prom" in txmq("exporter", log.path, "--textfile", tmp_path / "txmq.txt", code=2)
+    assert "cannot be written" in txmq("exporter", log.path, "--textfile", tmp_path / "no" / "a.prom", code=2)
 
 
 def test_what_cannot_be_done_is_one_line(log: CommitLog, tmp_path: Path) -> None:
     assert "contradict each other" in txmq("exporter", log.path, "--once", "--push", "http://x", code=2)
     assert "it is empty" in txmq("exporter", log.path, "--once", "--cluster", " ", code=2)
     assert "is not a commit log" in txmq("exporter", tmp_path, "--once", code=1)
-    assert "is not a duration" in txmq("exporter", log.path, "--once", "--cache", "5", code=1)
+    assert "is not a duration" in txmq("exporter", log.path, "--once", "--cache", "5", code=2)
     assert "could not be pushed" in txmq("exporter", log.path, "--push", "http://127.0.0.1:1", code=1)
 
 
 def test_a_port_that_is_taken_is_told(log: CommitLog, gateway: tuple[str, object]) -> None:
     port = gateway[0].rpartition(":")[2]
-    assert "Choose another port" in txmq("exporter", log.path, "--port", port, code=1)
+    assert "Choose another port" in txmq("exporter", log.path, "--port", port, code=2)

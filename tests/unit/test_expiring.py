@@ -42,7 +42,7 @@ def test_what_is_older_than_the_retention_goes_and_the_first_offsets_move(log: C
     log.topic_store.set_retention("orders", 0.0)
     report = let_leave(log)
     assert report.files_expired == 1
-    assert "1 files of messages expired" in str(report)
+    assert "1 file of messages expired" in str(report)
     tails = another(log).tails()
     assert another(log).firsts() == tails
     assert drained_offsets(log) == {}

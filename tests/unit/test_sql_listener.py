@@ -918,7 +918,7 @@ def test_no_password_is_shown_anywhere() -> None:
 def test_a_password_with_an_at_sign_that_is_not_encoded_is_refused_unseen() -> None:
     """SQLAlchemy ends the password there, and the rest of it was shown as a part of the host."""
     for backend in ("postgresql+psycopg", "mysql+pymysql", "sqlite"):
-        with pytest.raises(ListenerError, match="write it as %40") as caught:
+        with pytest.raises(ListenerError, match="must be written as %40") as caught:
             listener(f"{backend}://me:half@hunter2@localhost:1/shop")  # type: ignore[arg-type]
         assert "hunter2" not in str(caught.value)
 

@@ -11,6 +11,7 @@ import pytest
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
+from rmq_spark.sink import producer
 from rmq_spark.storage.table import DeltaLogTable
 from tests.seeds import first_seed
 from tests.torture.judge.anomalies import AnomalyKind
@@ -81,14 +82,14 @@ def test_the_judge_sees_a_commit_that_was_reported_and_is_not_there(
     send_all(shop, range(3))
     with monkeypatch.context() as patch:
         patch.setattr(CommitLog, "decide", lambda *_, **__: [])
-        patch.setattr(programs.TransactionMQProducer, "_result", _as_if_committed)
+        patch.setattr(producer, "result_of", _as_if_committed)
         send_all(shop, range(3, 4))
     _, failures = judge(shop)
     assert any(f.startswith(AnomalyKind.LOST_WRITE.value) for f in failures)
     assert DeltaLogTable.exists(f"{shop.log}/op", None)
 
 
-def _as_if_committed(self: object, header: object, outcome: object, rows: int) -> object:
+def _as_if_committed(header: object, outcome: object, rows: int) -> object:
     class Said:
         local_transaction_state = "COMMIT_MESSAGE"
 

@@ -21,7 +21,7 @@ from tests.torture.simulate.simulation import Scenario, run, simulate
 from tests.torture.simulate.store import Files, SimulatedTable, Unanswered, Weather
 from tests.torture.simulate.world import SimulatedMachine
 
-SEEDS = how_many(quick=400, in_all=20_000)
+SEEDS = how_many(quick=250, in_all=20_000)
 PARTS = how_many(quick=1, in_all=20)
 PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 """Beside a worker of pytest there is another one, and they share two cores."""
