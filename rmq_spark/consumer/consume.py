@@ -256,9 +256,8 @@ class _Concurrently(_Consumer):
                     lost = [at for at, (consumed, _) in enumerate(found) if not consumed]
                     if lost:
                         reasons = [found[at][1] for at in lost]
-                        first = messages.slice(lost[0], 1).to_pylist()[0]
-                        queue = first["topic"], first["queue_id"]
-                        tell_failed(group, queue, len(lost), len(found), reasons[0])
+                        topic, queue_id = (messages[name][lost[0]].as_py() for name in ("topic", "queue_id"))
+                        tell_failed(group, (topic, queue_id), len(lost), len(found), reasons[0])
                         again = sent_back(messages.take(pa.array(lost)), reasons, group, reconsume_max, delay_level)
                         yield from again.to_batches()
 

@@ -40,7 +40,6 @@ from rmq_spark.tracing import acknowledging, tracing
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 10.0
-"""Three heartbeats: one that is late or lost costs no queue."""
 PERSIST_INTERVAL_S = 1.0
 """Progress is written no more often (RocketMQ: ``persistConsumerOffsetInterval``, 5 s there)."""
 PUTS_APART_S = 0.2

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 FOLDER = "_members"
 """In the folder of the table ``groups``. Delta and its VACUUM leave names with an underscore alone."""
 LEASE_S = 30.0
+"""Three heartbeats: one that is late or lost costs no queue."""
 FORGOTTEN_LEASES = 3.0
-"""A heartbeat that has not moved for so many leases is removed. Who comes later takes the store's word for its age."""
+"""A heartbeat that has not moved for so many leases is removed. A member that comes later trusts the store's times."""
 
 
 def new_member_name(unique_id: str) -> str:
@@ -108,20 +109,13 @@ class Members:
     def look(self) -> None:
         """Read the heartbeats of all members."""
         now_s = self._machine.monotonic()
-        found: dict[str, bytes] = {}
-        infos = [i for i in _listed(self._table) if i.type == pafs.FileType.File]
+        infos = _listed(self._table)
         self.of_all_groups = max(1, len(infos))
-        mine = f"{self._folder}/{self.group}/"
-        written: dict[str, datetime | None] = {}  # by the store's clock
-        for info in infos:
-            if info.path.startswith(mine):
-                member = info.path.removeprefix(mine)
-                with suppress(FileNotFoundError), self._table.fs.open_input_file(info.path) as stream:
-                    found[member], written[member] = bytes(stream.read()), info.mtime
-        own = written.get(self.member)
-        for member, content in found.items():
+        found = _read(self._table, infos, self.group)
+        _, own = found.get(self.member, (b"", None))
+        for member, (content, written) in found.items():
             known = self._seen.get(member)
-            if known is None and _is_forgotten(content, written[member], own):
+            if known is None and _is_forgotten(content, written, own):
                 self._seen[member] = _Seen(content, -math.inf, _topics(content))
             elif known is None or known.content != content:
                 self._seen[member] = _Seen(content, now_s, _topics(content))
@@ -156,8 +150,20 @@ class Members:
 
 
 def _listed(table: Table) -> list[pafs.FileInfo]:
+    """Return the heartbeats of all groups."""
     selector = pafs.FileSelector(f"{table.folder}/{FOLDER}", allow_not_found=True, recursive=True)
-    return list(table.fs.get_file_info(selector))
+    return [info for info in table.fs.get_file_info(selector) if info.type == pafs.FileType.File]
+
+
+def _read(table: Table, infos: Iterable[pafs.FileInfo], group: str) -> dict[str, tuple[bytes, datetime | None]]:
+    """Return what the heartbeats of a group's members say, and when each was put by the store's clock."""
+    mine = f"{table.folder}/{FOLDER}/{group}/"
+    found: dict[str, tuple[bytes, datetime | None]] = {}
+    for info in infos:
+        if info.path.startswith(mine):
+            with suppress(FileNotFoundError), table.fs.open_input_file(info.path) as stream:
+                found[info.path.removeprefix(mine)] = bytes(stream.read()), info.mtime
+    return found
 
 
 def _topics(content: bytes) -> frozenset[str]:
@@ -183,13 +189,10 @@ def _is_forgotten(content: bytes, written: datetime | None, now: datetime | None
 
 
 def heartbeats(table: Table, group: str, now: datetime) -> dict[str, datetime]:
-    """Return when each member of a group put its newest heartbeat, by the store's clock: for people to look at. Those
-    that nobody has cleaned up yet are left out."""
-    mine = f"{table.folder}/{FOLDER}/{group}/"
-    found: dict[str, datetime] = {}
-    for info in _listed(table):
-        if info.type == pafs.FileType.File and info.path.startswith(mine) and info.mtime is not None:
-            with suppress(FileNotFoundError), table.fs.open_input_file(info.path) as stream:
-                if not _is_forgotten(bytes(stream.read()), info.mtime, now):
-                    found[info.path.removeprefix(mine)] = info.mtime
-    return found
+    """Return when each member of a group put its newest heartbeat, by the store's clock: for people to look at. Members
+    that were killed so long ago that only the clean-up is missing are left out."""
+    return {
+        member: written
+        for member, (content, written) in _read(table, _listed(table), group).items()
+        if written is not None and not _is_forgotten(content, written, now)
+    }
