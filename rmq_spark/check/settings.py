@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from rmq_spark.check.draining import Draining
+from rmq_spark.check.example import NAME
 from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, require_policy
 from rmq_spark.check.service import CheckService
@@ -62,8 +63,6 @@ DRAIN_NAMES: Mapping[str, str] = {name: name for name in ("every", "bytes", "exe
 METRICS_NAMES: Mapping[str, str] = {name: name for name in ("port", "address", "cluster", "textfile")}
 """The same of ``[metrics]`` (``TXMQ_METRICS__<upper case>``)."""
 NAMES = {"check": CHECK_NAMES, "maintenance": MAINTENANCE_NAMES, "drain": DRAIN_NAMES, "metrics": METRICS_NAMES}
-FILE = "txmq.toml"
-"""Where the settings are when no file is named."""
 SECTIONS = ("path", "listener_modules", "elsewhere", "listeners", *NAMES, "storage")
 EXECUTORS = ("auto", "true", "false")
 
@@ -188,7 +187,7 @@ class JobSettings(BaseSettings):
             When the file cannot be read, a name is unknown, or a value cannot be used.
         """
         # All may be in the environment, as in a container. A file that is named must be there.
-        has_no_file = str(file) == FILE and not Path(file).exists()
+        has_no_file = str(file) == NAME and not Path(file).exists()
         values = {} if has_no_file and {"TXMQ_PATH", "TXMQ_LISTENERS"} <= os.environ.keys() else _read(Path(file))
         try:
             return cls(**values)

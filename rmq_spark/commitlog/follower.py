@@ -177,9 +177,9 @@ class Follower:
         """The op rows of one half batch, in version order."""
         half_id = record.half_id
         followed = self.followed
-        if half_id in followed.below:
-            return pa.concat_tables([self._rows_below(half_id), _of_batch(followed.rows, half_id)])
         kept = _of_batch(followed.rows, half_id)
+        if half_id in followed.below:
+            return pa.concat_tables([self._rows_below(half_id), kept])
         settled = record.prepared_ms <= followed.low_water and half_id not in followed.waiting
         if not settled and half_id in self._known_whole:
             return kept
@@ -377,8 +377,8 @@ class Follower:
         opened = [half_id for half_id, p in prepared.items() if p.rows > net.get(half_id, 0)]
         sure = self.followed.below.keys() | self._known_whole.keys()
         unsure = [half_id for half_id in opened if half_id not in sure]
-        # A mark keeps all op rows of what was prepared above it. So only a file below it, or one that somebody rewrote,
-        # sends us back into the history.
+        # A mark keeps all op rows of what was prepared above it. So only what lies in a file below it, or in one that
+        # somebody rewrote, may have older rows.
         low_water = self.low_water_ms
         doubtful = [h for h in unsure if prepared[h].rewritten or prepared[h].first_ms <= low_water]
         older = settled_rows(self.older(doubtful)) if doubtful else {}

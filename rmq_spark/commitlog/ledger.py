@@ -25,7 +25,7 @@ from rmq_spark.storage.table import Change, Table
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 
 MARK_TRIES_MAX = 20
-"""Lost races before a mark is left to the next time, for others wait for this handle's lock meanwhile."""
+"""A mark that loses so many races is left to the next time: others wait for this handle's lock meanwhile."""
 OPEN_STATES = (RowState.PENDING, RowState.QUARANTINED)
 COMMITTED_STATES = (RowState.COMMITTED, RowState.DECIDED)
 ROLLED_BACK_STATES = (RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK, RowState.ROLLED_BACK_BY_DISCARD)

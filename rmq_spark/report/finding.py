@@ -21,7 +21,7 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding.
+    """What was found, and what to do about it.
 
     Attributes
     ----------

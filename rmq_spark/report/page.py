@@ -44,7 +44,7 @@ class Column:
     """A column of a table: its head, and what it makes of a row."""
 
     head: str
-    cell: Callable[[dict[str, Any]], str]
+    cell: Callable[[Any], str]
     kind: str = ""
 
 
@@ -226,7 +226,7 @@ def _card(card: Card) -> str:
 """
 
 
-def _table(rows: Iterable[dict[str, Any]], columns: Sequence[Column]) -> str:
+def _table(rows: Iterable[Any], columns: Sequence[Column]) -> str:
     kinds = [f' class="{c.kind}"' if c.kind else "" for c in columns]
     head = "".join(f'<th scope="col"{kind}>{escape(c.head)}</th>' for c, kind in zip(columns, kinds, strict=True))
     body = "".join(
@@ -347,9 +347,9 @@ def _over_time(figures: pa.Table, by: str, value: str) -> str:
     found: dict[datetime, dict[str, int]] = {}
     for row in figures.to_pylist():
         found.setdefault(row["at"], {})[row[by]] = row[value]
-    columns = [Column("from (UTC)", lambda r: f"{r['at']:%Y-%m-%d %H:%M:%S}")]
-    columns += [Column(w, lambda r, w=w: f"{r['by'].get(w, 0):,}", "number") for w in words]  # type: ignore[misc]
-    return _table([{"at": at, "by": by_word} for at, by_word in found.items()], columns)
+    columns = [Column("from (UTC)", lambda r: f"{r[0]:%Y-%m-%d %H:%M:%S}")]
+    columns += [Column(w, lambda r, w=w: f"{r[1].get(w, 0):,}", "number") for w in words]  # type: ignore[misc]
+    return _table(found.items(), columns)
 
 
 def _pending_table(pending: pa.Table) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rmq_spark.commitlog.half import HalfHeader
-from rmq_spark.commitlog.op import RowState
+from rmq_spark.commitlog.ledger import COMMITTED_STATES, ROLLED_BACK_STATES
 from rmq_spark.sink.two_phase import Outcome
 from rmq_spark.transaction import LocalTransactionState, batch_transaction_id
 
@@ -62,11 +62,10 @@ class TransactionSendResult:
 def result_of(header: HalfHeader, outcome: Outcome, rows: int) -> TransactionSendResult:
     """Return what the caller of a send of so many messages is told."""
     states = set(outcome.messages)
-    rolled_back = {RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK, RowState.ROLLED_BACK_BY_DISCARD}
     verdict = LocalTransactionState.UNKNOWN
-    if states and states <= {RowState.COMMITTED, RowState.DECIDED}:
+    if states and states <= set(COMMITTED_STATES):
         verdict = LocalTransactionState.COMMIT_MESSAGE
-    elif states and states <= rolled_back:
+    elif states and states <= set(ROLLED_BACK_STATES):
         verdict = LocalTransactionState.ROLLBACK_MESSAGE
     offsets: dict[tuple[str, int], tuple[int, int]] = {}
     for p in outcome.placed:
