@@ -24,6 +24,7 @@ import rmq_spark
 from docs.building import columns
 from docs.building.docstrings import first_paragraph, markdown_of, paragraphs, prose, signature_of
 from rmq_spark import config, errors
+from rmq_spark.cli.verbs import whole
 
 ROOT = Path(__file__).parents[2]
 COMMAND_PAGE = ROOT / "docs" / "command.md"
@@ -304,7 +305,7 @@ def command() -> str:
 
 
 def _click_command(app: typer.Typer) -> Any:
-    made = typer.main.get_command(app)
+    made = whole(app)
     made.name = "txmq"
     return made
 

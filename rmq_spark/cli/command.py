@@ -27,9 +27,6 @@ STORAGE_ENV = "TXMQ_STORAGE__"
 OK, FAILED, BAD_USAGE = 0, 1, 2
 """Exit codes of every command. A few commands have more: docs/command.md."""
 
-LOOK, SETTLE, PARTS, UPKEEP = "Look", "Settle", "Topics and groups", "Make and keep up"
-"""Panels of the help."""
-
 P = ParamSpec("P")
 
 _secrets: list[str] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,11 @@ LIMIT = 100
 dlq_app = App(no_args_is_help=True, help="Dead letters: messages that a consumer group gave up.")
 
 Group = Annotated[str, typer.Argument(metavar="GROUP")]
+
+
+def register(app: Any) -> None:
+    """Add the commands to the app."""
+    app.add_typer(dlq_app, name="dlq")
 
 
 @dlq_app.command("list")

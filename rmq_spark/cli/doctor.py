@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.command import BAD_USAGE, LOOK, fail, sentence_of, typed_path
+from rmq_spark.cli.command import BAD_USAGE, fail, sentence_of, typed_path
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import one_line
@@ -28,7 +28,7 @@ It writes to the store only to try it (and removes that). Exit codes, for monito
 
 def register(app: Any) -> None:
     """Add the command to the app."""
-    app.command(help=HELP, rich_help_panel=LOOK)(doctor)
+    app.command(help=HELP)(doctor)
 
 
 @plainly

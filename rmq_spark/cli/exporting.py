@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.output import LogPath, Storage, storage_options
+from rmq_spark.cli.output import LogPath, Storage, plainly, storage_options
 from rmq_spark.config import parse_duration
 from rmq_spark.errors import StorageError
 from rmq_spark.logs import json_handler
@@ -26,6 +26,12 @@ PORT = 5557
 JOB = "txmq"
 
 
+def register(app: Any) -> None:
+    """Add the command to the app."""
+    app.command()(exporter)
+
+
+@plainly
 def exporter(
     path: LogPath,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where Prometheus scrapes; 0 takes a free one.")] = PORT,

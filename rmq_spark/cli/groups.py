@@ -28,6 +28,11 @@ Topics = Annotated[
 FOLLOWS_ITS_CHECKPOINT = "a query follows its checkpoint: start it again with a new one"
 
 
+def register(app: Any) -> None:
+    """Add the commands to the app."""
+    app.add_typer(group_app, name="group")
+
+
 @group_app.command("list")
 @plainly
 def list_groups(path: LogPath, watch: Watch = None, as_json: AsJson = False, storage: Storage = None) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.command import SETTLE, UPKEEP
 from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, say, storage_options
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.config import QUEUES_DEFAULT, byte_count, parse_duration
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def register(app: Any) -> None:
-    """Add the commands to the app, in the order in which the help lists them."""
+    """Add the commands to the app."""
     for command in (init, create, check, maintain, drain, vacuum, upgrade):
-        app.command(rich_help_panel=SETTLE if command is check else UPKEEP)(command)
+        app.command()(command)
 
 
 @plainly

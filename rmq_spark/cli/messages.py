@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rmq_spark.cli.bodies import BYTES_SHOWN, BodyBytes, BodyForm, Form, shown
-from rmq_spark.cli.command import FAILED, LOOK
+from rmq_spark.cli.command import FAILED
 from rmq_spark.cli.output import AsJson, LogPath, Storage, block, open_log, plainly, show
 from rmq_spark.cli.text import escaped, json_message, one_line, short, short_time
 from rmq_spark.cli.watching import interval_of, wait
@@ -29,7 +29,7 @@ SHOWN_COLUMNS = ["queue_id", "queue_offset", "tags", "keys", "body", "commit_tim
 def register(app: Any) -> None:
     """Add the commands to the app."""
     for command in (read, query):
-        app.command(rich_help_panel=LOOK)(command)
+        app.command()(command)
 
 
 Tags = Annotated[str | None, typer.Option(help='Only messages with one of these tags: "a||b".')]

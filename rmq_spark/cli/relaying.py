@@ -10,11 +10,11 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.output import LogPath, Storage, fail, hide, open_log
+from rmq_spark.cli.output import LogPath, Storage, fail, hide, open_log, plainly
 from rmq_spark.config import parse_duration
 from rmq_spark.errors import (
     NotACommitLogError,
@@ -43,6 +43,12 @@ decide: do not restart after these two.
 """
 
 
+def register(app: Any) -> None:
+    """Add the command to the app."""
+    app.command(help=HELP)(relay)
+
+
+@plainly
 def relay(
     path: LogPath,
     to: Annotated[str, typer.Option("--to", metavar=KAFKA, help=f"Where to: {KAFKA}.")],

@@ -8,13 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, short_time
+from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, short_time
 
 if TYPE_CHECKING:
     from rmq_spark.report.figures import Figures
     from rmq_spark.report.finding import Finding
 
 
+def register(app: Any) -> None:
+    """Add the command to the app."""
+    app.command()(report)
+
+
+@plainly
 def report(
     path: LogPath,
     html: Annotated[

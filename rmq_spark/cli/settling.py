@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.command import FAILED, SETTLE, fail, typed_path
+from rmq_spark.cli.command import FAILED, fail, typed_path
 from rmq_spark.cli.output import (
     AsJson,
     LogPath,
@@ -42,7 +42,7 @@ Group = Annotated[str | None, typer.Option("--group", help="Only those of this p
 def register(app: Any) -> None:
     """Add the commands to the app."""
     for command in (pending, quarantined, conflicts, resolve, resume):
-        app.command(rich_help_panel=SETTLE)(command)
+        app.command()(command)
 
 
 @plainly

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rmq_spark.cli.command import LOOK
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, rendered
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 def register(app: Any) -> None:
     """Add the command to the app."""
-    app.command(rich_help_panel=LOOK)(stats)
+    app.command()(stats)
 
 
 @plainly

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.command import LOOK
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, rendered
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import one_line, short_age, short_time, size
@@ -26,7 +25,7 @@ ROWS = 12
 
 def register(app: Any) -> None:
     """Add the command to the app."""
-    app.command(rich_help_panel=LOOK)(top)
+    app.command()(top)
 
 
 @plainly

@@ -24,6 +24,12 @@ topic_app = App(no_args_is_help=True, help="Topics of a commit log.")
 Name = Annotated[str, typer.Argument(metavar="NAME")]
 
 
+def register(app: Any) -> None:
+    """Add the commands to the app."""
+    app.add_typer(topic_app, name="topic")
+    app.command("topics", help="The same as topic list.")(list_topics)
+
+
 @topic_app.command("create")
 @plainly
 def create_topic(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.command import LOOK, typed_path
+from rmq_spark.cli.command import typed_path
 from rmq_spark.cli.output import AsJson, LogPath, Storage, block, one_line, open_log, plainly, rendered
 from rmq_spark.cli.text import short_age, short_time
 from rmq_spark.cli.words import as_commands
@@ -36,7 +36,7 @@ OUTCOMES = {
 
 def register(app: Any) -> None:
     """Add the command to the app."""
-    app.command(rich_help_panel=LOOK)(trace)
+    app.command()(trace)
 
 
 @plainly

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 
 from rmq_spark.cli import app
+from rmq_spark.cli.verbs import whole
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.machine import Machine
@@ -94,7 +94,7 @@ def test_an_alert_uses_metrics_that_there_are_and_says_what_to_do(rule: dict[str
     tested = yaml.safe_load(TESTS.read_text())["tests"]
     assert {r["alertname"] for t in tested for r in t["alert_rule_test"] if r.get("exp_alerts")} >= {rule["alert"]}
     for text in (said["remedy"], *re.findall(r"txmq (?:dlq |group )?\w+", said["description"])):
-        command: Any = typer.main.get_command(app)
+        command: Any = whole(app)
         for word in text.removeprefix("txmq ").split():
             if not hasattr(command, "commands"):
                 break

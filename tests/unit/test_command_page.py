@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -9,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from rmq_spark.cli import app, doctor_machine
+from rmq_spark.cli.command import App
+from rmq_spark.cli.verbs import VERBS, whole
 
 PAGE = Path(__file__).parents[2] / "docs" / "command.md"
 CHANGES = (
@@ -77,9 +79,24 @@ def test_the_page_has_every_verb_and_no_other() -> None:
     text = PAGE.read_text()
     headings = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
     elsewhere = set(re.findall(r"^\| `(\w+)` \| \[", text, re.MULTILINE))
-    known = set(verbs(get_command(app)))
+    known = set(verbs(whole(app)))
     assert headings <= known
     assert known - headings <= elsewhere
+
+
+def test_the_help_lists_each_verb_with_its_own_first_sentence() -> None:
+    listed = {name: said for verbs in VERBS.values() for name, (_, said) in verbs.items()}
+    real = whole(app).commands
+    assert listed == {name: verb.short_help or verb.help for name, verb in real.items()}
+
+
+@pytest.mark.parametrize("module", sorted({module for verbs in VERBS.values() for module, _ in verbs.values()}))
+def test_the_help_lists_all_that_a_module_registers(module: str) -> None:
+    made = App()
+    importlib.import_module(f"rmq_spark.cli.{module}").register(made)
+    names = [c.name or c.callback.__name__ for c in made.registered_commands if c.callback]
+    names += [str(g.name) for g in made.registered_groups]
+    assert set(names) == {name for verbs in VERBS.values() for name, (where, _) in verbs.items() if where == module}
 
 
 def test_the_page_has_every_exit_code() -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import typer
 
 import rmq_spark
 from docs.building import docstrings, reference, repository
 from docs.building.repository import DeadLinkError
 from rmq_spark.check.settings import CHECK_NAMES, DRAIN_NAMES, MAINTENANCE_NAMES, SECTIONS
 from rmq_spark.cli import app
+from rmq_spark.cli.verbs import whole
 from rmq_spark.metrics.names import METRICS
 from rmq_spark.sink.settings import SINK_OPTIONS
 from rmq_spark.source import SOURCE_OPTIONS
@@ -126,7 +126,7 @@ def test_the_reference_names_all_that_the_code_has(site: Path, page: str, names:
 
 def test_the_reference_has_every_verb_of_the_command(site: Path) -> None:
     headings = re.findall(r"<h2[^>]*>(.*?)<a", (site / "reference" / "command.html").read_text())
-    verbs = [" ".join(words) for words, _ in reference.verbs(typer.main.get_command(app))]
+    verbs = [" ".join(words) for words, _ in reference.verbs(whole(app))]
     assert len(verbs) > 20
     assert headings == verbs
 
@@ -157,7 +157,7 @@ def test_the_readme_has_every_option(options: tuple[str, ...]) -> None:
 
 
 def test_the_docs_call_verbs_that_are_there() -> None:
-    verbs = {words for words, _ in reference.verbs(typer.main.get_command(app))}
+    verbs = {words for words, _ in reference.verbs(whole(app))}
     groups = {words[0] for words in verbs if len(words) > 1}
     called = 0
     for page in WRITTEN:

@@ -1,0 +1,139 @@
+"""The verbs of ``txmq`` by name, each imported when it is called: a verb does not wait for the other forty.
+
+The words here are those that ``txmq --help`` lists; a test holds them beside each verb's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+LOOK, SETTLE, PARTS, UPKEEP = "Look", "Settle", "Topics and groups", "Make and keep up"
+"""Panels of the help."""
+
+VERBS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    LOOK: {
+        "read": (
+            "messages",
+            "Show committed messages, in (queue, offset) order: the first ones, those --from an offset on, or the "
+            "--last ones",
+        ),
+        "query": ("messages", "Find messages by a key, an id, an offset or a time, and look at them"),
+        "trace": (
+            "tracing",
+            "Tell the whole story of a transaction: prepared, leased, checked, decided (by whom and why), placed, "
+            "drained, archived",
+        ),
+        "stats": (
+            "statistics",
+            "Count: messages of each topic in the last minute, hour and day; what waits; lag of groups; files and "
+            "bytes",
+        ),
+        "top": (
+            "top",
+            "A live screen: messages a second of each topic and group, lag, what is pending and for how long",
+        ),
+        "doctor": ("doctor", "Look at this machine and a commit log, and say what is wrong and what to do"),
+        "report": (
+            "reporting",
+            "Say in one sentence whether all is well, and what to do if not; with --html as a page with charts",
+        ),
+    },
+    SETTLE: {
+        "pending": (
+            "settling",
+            "List half batches with messages that have no verdict yet: their age, checks, group and size",
+        ),
+        "quarantined": ("settling", "List half batches that checks gave up; see resume and resolve"),
+        "conflicts": (
+            "settling",
+            "List half batches with two verdicts that contradict each other; see resolve",
+        ),
+        "resolve": ("settling", "Decide on what is pending, quarantined or in conflict in a half batch"),
+        "resume": (
+            "settling",
+            "Take a half batch out of quarantine: the next round of checks asks its listener again, and counts anew",
+        ),
+        "check": ("logs", "Ask listeners what became of transactions that a crash left open, and settle them"),
+    },
+    UPKEEP: {
+        "init": (
+            "logs",
+            "Write a configuration with a comment for every setting: the commit log's path, and the check job's "
+            "settings",
+        ),
+        "create": ("logs", "Make a commit log"),
+        "maintain": ("logs", "Do all the upkeep, so that the log does not grow with its age"),
+        "drain": (
+            "logs",
+            "Copy committed messages into the table messages, which every reader of Delta can read",
+        ),
+        "vacuum": ("logs", "Remove files that no table names: what crashes and compaction left behind"),
+        "upgrade": ("logs", "Give a commit log of an older version what this one needs"),
+        "relay": (
+            "relaying",
+            "Hand committed messages over to Kafka, each of them once and in the order of its queue",
+        ),
+        "exporter": (
+            "exporting",
+            "Show a commit log's figures to Prometheus: pending, quarantined, lag, dead letters, files",
+        ),
+    },
+    PARTS: {
+        "topics": ("topics", "The same as topic list"),
+        "topic": ("topics", "Topics of a commit log."),
+        "group": ("groups", "Consumer groups of a commit log."),
+        "dlq": ("dead_letters", "Dead letters: messages that a consumer group gave up."),
+    },
+}
+"""Panel of the help, verb, and its module and first sentence."""
+
+
+class Verb(TyperCommand):
+    """A verb as the help lists it. Its module is imported when it is called."""
+
+    def __init__(self, name: str, module: str, **listed: Any) -> None:
+        super().__init__(name, **listed)
+        self._module = module
+
+    @functools.cached_property
+    def real(self) -> Any:
+        """The command itself, with its arguments and options."""
+        from rmq_spark.cli.command import App
+
+        app = App()
+        app.callback()(_nothing)  # or typer makes no group of a single command
+        import_module(f"rmq_spark.cli.{self._module}").register(app)
+        return typer.main.get_group(app).commands[str(self.name)]
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        return self.real.make_context(*args, **kwargs)
+
+
+class Verbs(TyperGroup):
+    """The group of all verbs."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings["commands"] = {
+            name: Verb(name, module, short_help=said, rich_help_panel=panel)
+            for panel, verbs in VERBS.items()
+            for name, (module, said) in verbs.items()
+        }
+        super().__init__(**settings)
+
+
+def whole(app: typer.Typer) -> Any:
+    """Return the command with every verb imported, for who wants to see all arguments and options."""
+    group: Any = typer.main.get_command(app)
+    group.commands = {name: verb.real for name, verb in group.commands.items()}
+    return group
+
+
+def _nothing() -> None:
+    pass
