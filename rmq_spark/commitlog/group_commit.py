@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows
 from rmq_spark.commitlog.half_store import HalfRecord, Staged
@@ -128,6 +129,19 @@ class GroupCommit:
             return found
         raise found
 
+    def prepare_and_go_on(self, message: OneMessage, then: Then[HalfRecord]) -> None:
+        """As :meth:`prepare` for one message, and nobody waits: ``then`` is called with what became of it.
+
+        It is called in the thread that commits, so it must not wait for anything, and must not raise.
+        """
+
+        def answered(found: HalfRecord | TxmqError | None, problem: BaseException | None) -> None:
+            if isinstance(found, TxmqError):
+                found, problem = None, found
+            then(found, problem)
+
+        self._prepares.put(_Waiting(message.writer.header, [message]), message.half_id, answered)
+
     def decide(
         self, record: HalfRecord, attempt: int, *, commit: Mapping[int, bytes], rollback: Mapping[int, bytes], who: Who
     ) -> list[Placed]:
@@ -143,6 +157,17 @@ class GroupCommit:
         if decided.problem is not None:
             raise decided.problem
         return list(decided.placed)
+
+    def decide_and_go_on(self, decision: Decision, then: Then[Sequence[Placed]]) -> None:
+        """As :meth:`decide`, and nobody waits; see :meth:`prepare_and_go_on`."""
+
+        def answered(decided: Decided | None, problem: BaseException | None) -> None:
+            if decided is not None and decided.problem is None:
+                then(decided.placed, None)
+            else:
+                then(None, problem if decided is None else decided.problem)
+
+        self._decides.put(decision, decision.record.half_id, answered)
 
     def _prepare_many(self, waiting: Sequence[_Waiting]) -> list[HalfRecord | TxmqError]:
         wrong = arrange([f for one in waiting for f in one.files if isinstance(f, OneMessage)])
@@ -188,15 +213,49 @@ class _Waiting:
     files: Sequence[Stageable]
 
 
-@dataclass(eq=False)
-class _Asked(Generic[Request, Result]):
-    """A request, and its answer once ``done`` is set."""
+Then: TypeAlias = Callable[[Result | None, BaseException | None], None]
+"""Takes the answer to a request, or the problem with it."""
 
-    request: Request
-    half_id: str
-    done: Any
-    answer: list[Result] = field(default_factory=list)
-    problem: BaseException | None = None
+
+class _Asked(Generic[Request, Result]):
+    """A request, and who hears what became of it."""
+
+    __slots__ = ("answer", "half_id", "problem", "request", "then")
+
+    def __init__(self, request: Request, half_id: str, then: Then[Result]) -> None:
+        self.request = request
+        self.half_id = half_id
+        self.then = then
+        self.answer: Result | None = None
+        self.problem: BaseException | None = None
+
+    def tell(self) -> None:
+        """Hand on what became of it."""
+        try:
+            self.then(self.answer, self.problem)
+        except BaseException as problem:  # the others must hear of theirs
+            logger.error("what follows on half batch %r ended: %s", self.half_id, traceback_of(problem))
+
+
+class _Wait(Generic[Result]):
+    """Lets a thread wait for what it asked for."""
+
+    def __init__(self, done: threading.Event) -> None:
+        self._done = done
+        self._answer: Result | None = None
+        self._problem: BaseException | None = None
+
+    def hear(self, answer: Result | None, problem: BaseException | None) -> None:
+        """End the waiting."""
+        self._answer, self._problem = answer, problem
+        self._done.set()
+
+    def result(self) -> Result:
+        """Wait for the answer and return it, or raise the problem."""
+        self._done.wait()
+        if self._problem is not None:
+            raise self._problem
+        return cast(Result, self._answer)
 
 
 class Lane(Generic[Request, Result]):
@@ -239,7 +298,13 @@ class Lane(Generic[Request, Result]):
 
     def ask(self, request: Request, half_id: str) -> Result:
         """Wait for the commit that has this request, and return its answer or raise its problem."""
-        asked: _Asked[Request, Result] = _Asked(request, half_id, self._machine.event())
+        waits: _Wait[Result] = _Wait(self._machine.event())
+        self.put(request, half_id, waits.hear)
+        return waits.result()
+
+    def put(self, request: Request, half_id: str, then: Then[Result]) -> None:
+        """Hand in a request. ``then`` is called with what became of it, in the thread that commits."""
+        asked: _Asked[Request, Result] = _Asked(request, half_id, then)
         with self._lock:
             try:
                 self._waiting.append(asked)
@@ -251,10 +316,6 @@ class Lane(Generic[Request, Result]):
                 with suppress(ValueError):
                     self._waiting.remove(asked)
                 raise
-        asked.done.wait()
-        if asked.problem is not None:
-            raise asked.problem
-        return asked.answer[0]
 
     def _work(self) -> None:
         try:
@@ -272,7 +333,7 @@ class Lane(Generic[Request, Result]):
                 self._waiting.clear()
             for asked in left:
                 asked.problem = _one_more(problem)
-                asked.done.set()
+                asked.tell()
             logger.error("%s ended, and the next request starts it anew: %s", self._name, traceback_of(problem))
 
     def _gather(self) -> None:
@@ -303,19 +364,18 @@ class Lane(Generic[Request, Result]):
         try:
             answers = self._commit([asked.request for asked in group])
             for asked, answer in zip(group, answers, strict=True):
-                asked.answer.append(answer)
+                asked.answer = answer
         except OF_ONE as problem:
             if len(group) > 1:
                 for asked in group:
                     self._answer([asked])
-            else:
-                group[0].problem = problem
+                return
+            group[0].problem = problem
         except BaseException as problem:  # a panic of delta-rs is no Exception; those who wait must hear of it
             for asked in group:
                 asked.problem = problem if len(group) == 1 else _one_more(problem)
-        finally:
-            for asked in group:
-                asked.done.set()
+        for asked in group:
+            asked.tell()
 
 
 def _one_more(problem: BaseException) -> BaseException:

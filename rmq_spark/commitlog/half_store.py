@@ -103,6 +103,11 @@ class HalfRecord:
         header = HalfHeader(**{name: getattr(kept, name) for name in HEADER_COLUMNS})
         return cls(header, kept.prepared_ms, {}, kept.prepared_ms, kept.staged_ms, kept)
 
+    @property
+    def all_rows(self) -> RowSet:
+        """Its rows."""
+        return RowSet({n: b"\x01" * f.rows for n, f in self.files.items()})
+
     def fresh_state(self) -> BatchState:
         """The state before any op marker: every row pending under attempt 1."""
         files = {n: FileState(f.path, f.rows, f.segments) for n, f in self.files.items()}

@@ -115,7 +115,7 @@ class KeyIndex:
         return known
 
     def _rows(self, record: HalfRecord) -> pa.Table:
-        every = record.fresh_state().rows_in((RowState.PENDING,))
+        every = record.all_rows
         columns = ["file_no", "row_no", "topic", "queue_id", "sharding_key", "transaction_key"]
         rows = self._half.read(record, every, columns)
         fifo = pc.is_in(rows["topic"], value_set=pa.array(sorted(self.fifo_of(record)), pa.string()))

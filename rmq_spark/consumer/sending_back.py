@@ -20,7 +20,6 @@ import pyarrow as pa
 
 from rmq_spark.commitlog.half import half_id_of
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.op import RowState
 from rmq_spark.consumer.progress import ProcessQueue
 from rmq_spark.consumer.retry import ORIGIN_MESSAGE_ID, sent_back
 from rmq_spark.consumer.sending import send_once
@@ -68,7 +67,7 @@ def _sent_as(log: CommitLog, name: str) -> set[str]:
     they come twice, and are not lost."""
     try:
         record = log.get(half_id_of(name, 0))
-        rows = record.fresh_state().rows_in((RowState.PENDING,))  # all of it
+        rows = record.all_rows
         properties = log.half.read(record, rows, ["properties"])["properties"].to_pylist()
     except (HalfBatchLeftError, HalfBatchNotFoundError):
         return set()

@@ -52,13 +52,17 @@ def message_list(messages: object) -> list[Message]:
 def stage(log: CommitLog, writer: HalfWriter, given: list[Message] | pa.Table) -> Sequence[Stageable]:
     """Check the messages. Few of them wait for those of other threads, to share a file; many are written now."""
     writer = log.with_machine(writer)
-    is_one = isinstance(given, list) and len(given) == 1 and _size_of(given[0]) <= SHARED_BYTES_MAX
-    if is_one and writer.transaction_key is None:
+    if isinstance(given, list) and writer.transaction_key is None and is_small(given):
         return [OneMessage(writer, given[0])]
     table = given if isinstance(given, pa.Table) else to_table(given)
     if table.num_rows > SHARED_ROWS_MAX or table.nbytes > SHARED_BYTES_MAX:
         return log.stage(writer, table.to_batches())
     return [writer.rows_of(table)]
+
+
+def is_small(given: list[Message]) -> bool:
+    """Whether it is one message, which may share a file as it is."""
+    return len(given) == 1 and _size_of(given[0]) <= SHARED_BYTES_MAX
 
 
 def _size_of(message: Message) -> int:

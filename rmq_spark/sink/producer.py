@@ -20,6 +20,7 @@ import pyarrow as pa
 from rmq_spark.commitlog.group_commit import AT_ONCE_MAX, GroupCommit
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.config import (
     MAINTENANCE_INTERVAL_S,
     REPLAY_CHECK_TIMEOUT_S,
@@ -32,8 +33,9 @@ from rmq_spark.config import (
 from rmq_spark.errors import ListenerError, MessageError, OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, is_coroutine, require_listener
 from rmq_spark.message import Message, require_app_id, require_group_name
-from rmq_spark.sink.given import message_list, require_message, stage, topics_in
-from rmq_spark.sink.limits import PendingLimits
+from rmq_spark.sink.flights import Flight, Flights, SendFuture
+from rmq_spark.sink.given import is_small, message_list, require_message, stage, topics_in
+from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
 from rmq_spark.sink.sent import TransactionSendResult, result_of
 from rmq_spark.sink.turns import Keys, Turns, UnderWay
 from rmq_spark.sink.two_phase import TwoPhase
@@ -160,23 +162,25 @@ class TransactionMQProducer:
             None if maintenance_interval is None else seconds(maintenance_interval, "maintenance_interval", above=True)
         )
         limits = PendingLimits.of(max_pending_batches, max_pending_bytes)
+        self._commits = GroupCommit(
+            self.log,
+            seconds(linger, "linger"),
+            whole_number(max_batch_messages, "max_batch_messages", 1, AT_ONCE_MAX),
+        )
         self.two_phase = TwoPhase(
             self.log,
             self.listener,
             on_listener_error=on_listener_error,
             replay_check_timeout_s=seconds(replay_check_timeout, "replay_check_timeout"),
             pending_limits=limits,
-            commits=GroupCommit(
-                self.log,
-                seconds(linger, "linger"),
-                whole_number(max_batch_messages, "max_batch_messages", 1, AT_ONCE_MAX),
-            ),
+            commits=self._commits,
         )
         self._listener_threads = whole_number(listener_threads, "listener_threads", 1)
         self._in_flight_max = whole_number(max_in_flight, "max_in_flight", 1)
         self._await_s = seconds(await_termination, "await_termination")
         self._under_way = UnderWay(self.log.machine)
         self._pool: ThreadPoolExecutor | None = None
+        self._flights: Flights | None = None
         self._plainly = self.two_phase.with_listener(CommitOncePrepared())
         self._forget_others()
         self._pid = os.getpid()
@@ -195,6 +199,8 @@ class TransactionMQProducer:
             self._forget_others()
             name = f"txmq-{self.producer_group}"
             self._pool = ThreadPoolExecutor(self._in_flight_max, name, _mark_own_thread)
+            listeners = ThreadPoolExecutor(self._listener_threads, f"{name}-listener", _mark_own_thread)
+            self._flights = Flights(self.log.machine, self._commits, self._turns, listeners, self._pool)
             start = self.log.machine.start_thread
             if self.check_interval is not None:
                 self._threads.append(start(self._answer_checks, "txmq-checks", daemon=True))
@@ -220,15 +226,18 @@ class TransactionMQProducer:
             return
         atexit.unregister(self._end)
         left = self._under_way.close(self._await_s)
-        if self._pool is not None:
+        if left:
+            self._turns.close()
+        if self._pool is not None and self._flights is not None:
             # A callback may close the producer in a thread of the pool, which cannot wait for itself.
-            self._pool.shutdown(wait=not (left or _in_own_thread()), cancel_futures=bool(left))
+            wait = not (left or _in_own_thread())
+            self._flights.shutdown(wait)
+            self._pool.shutdown(wait, cancel_futures=bool(left))
         self._closing.set()
         for thread in self._threads:
             thread.join()
         self._threads = []
         if left:  # they still need the log
-            self._turns.is_over = True
             logger.warning(
                 "producer %r was closed with %d under way (await_termination=%g s). Sends that had not "
                 "begun were cancelled; the others go on while the program lives, and a check settles what they leave",
@@ -358,6 +367,9 @@ class TransactionMQProducer:
                 "send_message_in_transaction_async in a coroutine, or make it a plain function"
             )
 
+        if self._may_fly([message], idempotency_key) and not is_coroutine(self.listener):
+            return self._fly(self.two_phase, message, arg, None)
+
         def send() -> TransactionSendResult:
             # Who waits for an earlier send of its key must not take the room of others.
             with self._keys.one_by_one(idempotency_key), self._turns.admitted(self.listener, loop) as listener:
@@ -373,11 +385,53 @@ class TransactionMQProducer:
         # A copy: the caller may fill its list anew before the thread reads it.
         given = [messages] if isinstance(messages, Message) else messages
         given = given if isinstance(given, pa.Table) else message_list(given)
+        if self._may_fly(given, idempotency_key):
+            return self._fly(self._plainly, given[0], None, topic)
         return self._in_pool(
             lambda: self._send_admitted(self._plainly, given, None, topic, None, BATCH, idempotency_key)
         )
 
+    def _may_fly(self, given: list[Message] | pa.Table, idempotency_key: str | None) -> bool:
+        """Whether a send needs no thread that may wait: for an earlier one of its key, for room among what is pending,
+        or in a span."""
+        return (
+            idempotency_key is None
+            and self.two_phase.pending.limits == NO_LIMITS
+            and tracing() is None
+            and isinstance(given, list)
+            and is_small(given)
+        )
+
+    def _fly(self, two_phase: TwoPhase, message: Message, arg: Any, topic: str | None) -> Future[TransactionSendResult]:
+        sent = SendFuture(self._take_room())
+        try:
+            writer = self._writer(two_phase, [message], topic, None, BATCH, None)
+            one = OneMessage(self.log.with_machine(writer), message)
+            assert self._flights is not None
+            self._flights.start(Flight(two_phase, one, arg, sent))
+        except Exception as problem:
+            sent.set_exception(problem)
+            sent.end()
+        except BaseException:
+            sent.end()
+            raise
+        return sent
+
     def _in_pool(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
+        leave = self._take_room()
+        try:
+            assert self._pool is not None
+            sent = self._pool.submit(copy_context().run, send)  # a trace goes on there
+        except BaseException as problem:
+            leave()
+            if isinstance(problem, RuntimeError):  # the pool is shut down
+                raise OptionError("the producer is being closed: nothing was sent") from problem
+            raise
+        sent.add_done_callback(lambda _: leave())
+        return sent
+
+    def _take_room(self) -> Callable[[], None]:
+        """Take a place among those in flight, and return what gives it up."""
         self._enter()
         # The sends that are under way may need an event loop, or this very thread, in which a listener or a callback
         # runs. Neither may wait for room, so more are accepted.
@@ -390,21 +444,12 @@ class TransactionMQProducer:
             self._under_way.leave()
             raise
 
-        def leave(_: object) -> None:
+        def leave() -> None:
             if in_flight is not None:
                 in_flight.release()
             self._under_way.leave()
 
-        try:
-            assert self._pool is not None
-            sent = self._pool.submit(copy_context().run, send)  # a trace goes on there
-        except BaseException as problem:
-            leave(None)
-            if isinstance(problem, RuntimeError):  # the pool is shut down
-                raise OptionError("the producer is being closed: nothing was sent") from problem
-            raise
-        sent.add_done_callback(leave)
-        return sent
+        return leave
 
     # ------------------------------------------------------------------ with a session
     @named
@@ -518,12 +563,23 @@ class TransactionMQProducer:
         per: str,
         idempotency_key: str | None,
     ) -> TransactionSendResult:
+        writer = self._writer(two_phase, given, topic, transaction_key, per, idempotency_key)
+        with self._keys.one_by_one(idempotency_key):  # the second one finds what became of the first
+            outcome = two_phase.send(writer.header, lambda: stage(self.log, writer, given), arg)
+        return result_of(writer.header, outcome, len(given))
+
+    def _writer(
+        self,
+        two_phase: TwoPhase,
+        given: list[Message] | pa.Table,
+        topic: str | None,
+        transaction_key: str | None,
+        per: str,
+        idempotency_key: str | None,
+    ) -> HalfWriter:
         header = self._header(per, idempotency_key, two_phase.listener.fence_id)
         topics = self.log.topics_with(topics_in(given, topic))
-        writer = HalfWriter(header, topics, topic, transaction_key, self.log.fifo_topics())
-        with self._keys.one_by_one(idempotency_key):  # the second one finds what became of the first
-            outcome = two_phase.send(header, lambda: stage(self.log, writer, given), arg)
-        return result_of(header, outcome, len(given))
+        return HalfWriter(header, topics, topic, transaction_key, self.log.fifo_topics())
 
     def _enter(self) -> None:
         self._require_own_process()

@@ -22,18 +22,29 @@ def told(log: CommitLog, producer_group: str, bring: Callable[[], Outcome]) -> O
     try:
         outcome = bring()
     except Exception as problem:
-        failed = problem
-        observer.tell(lambda o: o.not_sent(log.path, producer_group, failed))
+        tell_not_sent(log, producer_group, problem)
         raise
-    record = outcome.record
-    if record is not None and not outcome.replayed:  # else it was told of when it was sent
-        topics: Counter[str] = Counter()
-        for file in record.files.values():
-            for segment in file.segments:
-                topics[segment.topic] += segment.last - segment.first + 1
-        finish_s = None
-        if outcome.messages and not outcome.messages.get(RowState.PENDING):
-            finish_s = max(0.0, (log.machine.now() - record.prepared_at).total_seconds())
-        sent = observer.Sent(log.path, producer_group, topics, log.machine.monotonic() - began_s, finish_s)
-        observer.tell(lambda o: o.sent(sent))
+    tell_sent(log, producer_group, outcome, began_s)
     return outcome
+
+
+def tell_not_sent(log: CommitLog, producer_group: str, problem: Exception) -> None:
+    """Tell observers what sending a half batch raised."""
+    if observer.observers():
+        observer.tell(lambda o: o.not_sent(log.path, producer_group, problem))
+
+
+def tell_sent(log: CommitLog, producer_group: str, outcome: Outcome, began_s: float) -> None:
+    """Tell observers how long it took from a moment of the monotonic clock."""
+    record = outcome.record
+    if record is None or outcome.replayed or not observer.observers():  # a replay was told of when it was sent
+        return
+    topics: Counter[str] = Counter()
+    for file in record.files.values():
+        for segment in file.segments:
+            topics[segment.topic] += segment.last - segment.first + 1
+    finish_s = None
+    if outcome.messages and not outcome.messages.get(RowState.PENDING):
+        finish_s = max(0.0, (log.machine.now() - record.prepared_at).total_seconds())
+    sent = observer.Sent(log.path, producer_group, topics, log.machine.monotonic() - began_s, finish_s)
+    observer.tell(lambda o: o.sent(sent))

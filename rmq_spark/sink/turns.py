@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -118,10 +119,11 @@ class Turns:
         self._threads = threads
         self._within_s = transaction_timeout_s * WAITING_PART
         self._free = threading.BoundedSemaphore(threads)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Callable[[], object], Callable[[], object] | None]] = deque()
         self._admitted = 0
         self._mean_s: float | None = None  # how long a local transaction takes
-        self.is_over = False  # nobody waits for those that still run
+        self._is_over = False  # nobody waits for those that still run
 
     @property
     def room(self) -> int:
@@ -129,6 +131,24 @@ class Turns:
         if self._mean_s is None:
             return self._threads
         return max(self._threads, int(self._threads * self._within_s / max(self._mean_s, 1e-6)))
+
+    def admit(self, begin: Callable[[], object], give_up: Callable[[], object] | None = None) -> None:
+        """Call ``begin`` when one more send may be prepared; ``give_up`` when it comes to that no more."""
+        with self._lock:
+            if self._admitted >= self.room:
+                self._waiting.append((begin, give_up))
+                return
+            self._admitted += 1
+        begin()
+
+    def close(self) -> None:
+        """Nobody waits any more for those that still run: those that can give up do so."""
+        with self._lock:
+            self._is_over = True
+            left, self._waiting = self._waiting, deque(w for w in self._waiting if w[1] is None)
+        for _, give_up in left:
+            if give_up is not None:
+                give_up()
 
     @contextmanager
     def admitted(
@@ -146,9 +166,9 @@ class Turns:
         TransactionListener
             The same listener, for this send.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._admitted < self.room)
-            self._admitted += 1
+        may_begin = threading.Event()
+        self.admit(may_begin.set)
+        may_begin.wait()
         in_turn = _InTurn(listener, self, loop)
         try:
             yield in_turn
@@ -157,7 +177,7 @@ class Turns:
 
     def require_alive(self, loop: asyncio.AbstractEventLoop, running: futures.Future[Any]) -> None:
         """Raise ListenerError when an event loop will never go on with a local transaction: nobody would hear of it."""
-        is_left = not loop.is_running() and (self.is_over or not threading.main_thread().is_alive())
+        is_left = not loop.is_running() and (self._is_over or not threading.main_thread().is_alive())
         if loop.is_closed() or is_left:
             running.cancel()
             raise ListenerError(
@@ -167,9 +187,14 @@ class Turns:
 
     def leave(self) -> None:
         """One that was admitted has ended its local transaction, or will have none."""
-        with self._changed:
+        begins: list[Callable[[], object]] = []
+        with self._lock:
             self._admitted -= 1
-            self._changed.notify(max(1, self.room - self._admitted))
+            while self._waiting and self._admitted < self.room:
+                self._admitted += 1
+                begins.append(self._waiting.popleft()[0])
+        for begin in begins:
+            begin()
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 
@@ -105,7 +105,7 @@ class Outcome:
 
 
 @dataclass
-class _Run:
+class Run:
     """One run of one half batch.
 
     Attributes
@@ -124,6 +124,17 @@ class _Run:
     outcome: Outcome
     executed: list[tuple[int, RowSet]] = field(default_factory=list)
     held: pa.Table | None = None
+
+    def keep(self, attempt: int, placed: Sequence[Placed]) -> None:
+        """Add to the outcome what a decision made visible."""
+        self.outcome.placed += placed
+        visible = sum(p.count for p in placed if p.half_id == self.record.half_id)
+        if visible == self.record.rows and not self.outcome.replayed:  # all of it: there is nothing to settle
+            self.outcome.attempt, self.outcome.messages = attempt, {RowState.COMMITTED: visible}
+
+
+Answered: TypeAlias = tuple[HalfBatch, RowSet, pa.Array | LocalTransactionState]
+"""What a listener was asked about, its rows, and its verdicts."""
 
 
 class TwoPhase:
@@ -229,11 +240,16 @@ class TwoPhase:
             replayed = record = self._require_replayed(header)
         if record.left is not None:
             return _outcome_of_left(record, record.left)
-        run = _Run(record, header.fence_id, arg, Outcome(record, replayed is not None))
+        run = Run(record, header.fence_id, arg, Outcome(record, replayed is not None))
+        if replayed is None:
+            run.held = held_by(files)
+        return self.bring_on(run, lambda: None if replayed else self.execute(run, 1, record.all_rows))
+
+    def bring_on(self, run: Run, begin: Callable[[], object] = lambda: None) -> Outcome:
+        """Begin, and settle what is then not settled."""
+        record = run.record
         try:
-            if replayed is None:
-                run.held = _held(files)
-                self.execute(run, 1, record.fresh_state().rows_in((RowState.PENDING,)))
+            begin()
             if not run.outcome.messages:
                 self._settle(run)
         except HalfBatchLeftError as left:  # we slept, and others settled it meanwhile
@@ -284,32 +300,37 @@ class TwoPhase:
             return None
 
     # ------------------------------------------------------------------ 3 execute
-    def execute(self, run: _Run, attempt: int, rows: RowSet) -> None:
+    def execute(self, run: Run, attempt: int, rows: RowSet) -> None:
         """Run the local transaction of rows that nobody but this run may execute, and make its verdicts final."""
+        answered = self.ask(run, attempt, rows)
+        if answered is not None:
+            self.decide(run, *answered, Who.EXECUTE)
+
+    def ask(self, run: Run, attempt: int, rows: RowSet) -> Answered | None:
+        """Run the local transaction of rows that nobody but this run may execute; None when a check was faster."""
         listener = self._listener_of(run)
         state = self.log.state_of(run.record, refresh=False)  # it was read after the prepare, or the reopen
         rows &= state.rows_in((RowState.PENDING,), attempt)
         if not rows:  # a check was faster than we are
-            return
+            return None
         held = run.held if rows.count == run.record.rows else None
         batch = self.log.half_batch(run.record, state, attempt, rows, run.arg, held)
         if type(listener) is CommitOncePrepared:  # it is over at once, and any check would answer the same
             run.executed.append((attempt, rows))
-            self.decide(run, batch, rows, COMMIT_MESSAGE, Who.EXECUTE)
-            return
+            return batch, rows, COMMIT_MESSAGE
         lease = self.leases.lease(run.record)
         try:
             with lease:
                 verdicts = self._ask_execute(listener, run, batch)
         except FencedError:
             self._end_fenced(run, batch, rows)
-            return
+            return None
         finally:
             lease.end()  # `with` does not, when an interrupt comes while it enters or leaves
         run.executed.append((attempt, rows))
-        self.decide(run, batch, rows, verdicts, Who.EXECUTE)
+        return batch, rows, verdicts
 
-    def _listener_of(self, run: _Run) -> TransactionListener:
+    def _listener_of(self, run: Run) -> TransactionListener:
         """Who may be asked about a half batch; FenceError when this listener cannot speak for it."""
         prepared_with = run.record.header.fence_id
         if prepared_with == NO_LISTENER_FENCE != run.fence_id:  # it was sent without a local transaction
@@ -318,7 +339,7 @@ class TwoPhase:
         return self.listener
 
     def _ask_execute(
-        self, listener: TransactionListener, run: _Run, batch: HalfBatch
+        self, listener: TransactionListener, run: Run, batch: HalfBatch
     ) -> pa.Array | LocalTransactionState:
         try:
             return normalize_verdicts(listener.execute_local_transaction(batch), batch)
@@ -338,7 +359,7 @@ class TwoPhase:
                 "restart settles them"
             ) from cause_of(problem)
 
-    def _end_fenced(self, run: _Run, batch: HalfBatch, rows: RowSet) -> None:
+    def _end_fenced(self, run: Run, batch: HalfBatch, rows: RowSet) -> None:
         """A check's tombstone was there first, so the attempt did nothing: the rollback is the check's, and the next
         attempt may run."""
         logger.info(
@@ -351,7 +372,7 @@ class TwoPhase:
 
     # ------------------------------------------------------------------ 4 decide
     def decide(
-        self, run: _Run, batch: HalfBatch, rows: RowSet, verdicts: pa.Array | LocalTransactionState, who: Who
+        self, run: Run, batch: HalfBatch, rows: RowSet, verdicts: pa.Array | LocalTransactionState, who: Who
     ) -> bool:
         """Write op markers for COMMIT and ROLLBACK; UNKNOWN gets none. True when any transaction is UNKNOWN."""
         split = split_by_verdict(self.log, run.record, rows, batch, verdicts)
@@ -359,16 +380,13 @@ class TwoPhase:
         if commit or rollback:
             with settling(self.log.path, batch, str(who), commit.count, rollback.count, run.record.topics):
                 placed = self.commits.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
-            run.outcome.placed += placed
             said = "%r: %d messages are committed, %d rolled back, by %s"
             logger.debug(said, batch, commit.count, rollback.count, who, extra=of_batch(batch))
-            visible = sum(p.count for p in placed if p.half_id == run.record.half_id)
-            if visible == run.record.rows and not run.outcome.replayed:  # all of it: there is nothing to settle
-                run.outcome.attempt, run.outcome.messages = batch.attempt, {RowState.COMMITTED: visible}
+            run.keep(batch.attempt, placed)
         return bool(split[UNKNOWN])
 
     # ------------------------------------------------------------------ R replay
-    def _settle(self, run: _Run) -> None:
+    def _settle(self, run: Run) -> None:
         """Go on until every row is decided, or waits for the check of an UNKNOWN that this run itself got."""
         deadline = self.log.machine.monotonic() + self.replay_check_timeout_s
         pause_s, told = REPLAY_BACKOFF_S_MIN, False
@@ -396,14 +414,14 @@ class TwoPhase:
         run.outcome.attempt = max(max(f.attempt) for f in state.files.values())
         run.outcome.messages = {s: n for s in RowState if (n := state.count(s))}
 
-    def _refuse_conflict(self, run: _Run, state: BatchState) -> None:
+    def _refuse_conflict(self, run: Run, state: BatchState) -> None:
         if state.in_conflict:
             raise VerdictConflictError(
                 f"half batch {run.record.half_id!r} has two verdicts that contradict each other: find out which "
                 "is true, then log.resolve(half_id, verdict, reason=…) and start the query again"
             )
 
-    def _reopen_rolled_back(self, run: _Run, state: BatchState) -> bool:
+    def _reopen_rolled_back(self, run: Run, state: BatchState) -> bool:
         """What a check rolled back never happened and never will: run it under the next attempt."""
         by_check = (RowState.ROLLED_BACK_BY_CHECK,)
         for attempt in state.attempts(*by_check):
@@ -412,7 +430,7 @@ class TwoPhase:
             return True
         return False
 
-    def _reopen_unknown(self, run: _Run, state: BatchState) -> bool:
+    def _reopen_unknown(self, run: Run, state: BatchState) -> bool:
         """Nobody knows what became of what was quarantined or discarded: ask again, under the same attempt."""
         unknown = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
         for attempt in state.attempts(*unknown):
@@ -420,7 +438,7 @@ class TwoPhase:
             return True
         return False
 
-    def _not_executed_here(self, run: _Run, state: BatchState) -> list[tuple[int, RowSet]]:
+    def _not_executed_here(self, run: Run, state: BatchState) -> list[tuple[int, RowSet]]:
         """Pending rows that another run prepared or reopened: it may have executed them, or may do so yet."""
         found: list[tuple[int, RowSet]] = []
         for attempt in state.attempts(RowState.PENDING):
@@ -432,7 +450,7 @@ class TwoPhase:
                 found.append((attempt, rows))
         return found
 
-    def _check(self, run: _Run, state: BatchState, attempt: int, rows: RowSet) -> bool:
+    def _check(self, run: Run, state: BatchState, attempt: int, rows: RowSet) -> bool:
         """Ask what became of rows that somebody else may have executed. True when part of them stays UNKNOWN."""
         listener = self._listener_of(run)
         batch = self.log.half_batch(run.record, state, attempt, rows)
@@ -448,7 +466,7 @@ class TwoPhase:
         except StaleAttemptError:  # somebody reopened or quarantined the rows while we asked: look again
             return False
 
-    def _waiting(self, run: _Run, messages: int) -> str:
+    def _waiting(self, run: Run, messages: int) -> str:
         age_s = max(0.0, (self.log.machine.now() - run.record.prepared_at).total_seconds())
         after_s = getattr(self.listener, "rollback_after_s", None)
         ends = "An answer of the listener ends the wait"
@@ -460,7 +478,7 @@ class TwoPhase:
             f"{self.replay_check_timeout_s:g} s (replayCheckTimeout). {ends}; so does txmq resolve"
         )
 
-    def _unresolved(self, run: _Run) -> str:
+    def _unresolved(self, run: Run) -> str:
         error = run.outcome.error
         why = f"the last check raised {type(error).__name__}: {error}" if error else "UNKNOWN"
         header = run.record.header
@@ -472,7 +490,7 @@ class TwoPhase:
         )
 
 
-def _held(files: Sequence[Stageable]) -> pa.Table | None:
+def held_by(files: Sequence[Stageable]) -> pa.Table | None:
     """All rows of what was staged, when they are in memory."""
     one = files[0] if len(files) == 1 else None
     rows = one.rows if isinstance(one, OneMessage) else one

@@ -1,0 +1,279 @@
+"""Asynchronous sends that need no thread of their own: each goes from one thread at work to the next.
+
+::
+
+    caller         txmq-prepare           listener threads      txmq-decide       tellers
+    a message ──▶  one commit of many ──▶ local transaction ──▶ one commit of ──▶ callbacks
+                                                                many, results
+
+A thread for each of 4,096 sends under way spends more time on waking up than on the send. What is out of the ordinary,
+such as a check that was faster, goes on in a thread that may wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+from rmq_spark.commitlog.asked import split_by_verdict
+from rmq_spark.commitlog.group_commit import GroupCommit
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.ledger import Decision, Placed
+from rmq_spark.commitlog.op import Who
+from rmq_spark.commitlog.single import OneMessage
+from rmq_spark.errors import HalfBatchLeftError
+from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.machine import Machine
+from rmq_spark.sink.sent import TransactionSendResult, result_of
+from rmq_spark.sink.told import tell_not_sent, tell_sent
+from rmq_spark.sink.turns import Turns
+from rmq_spark.sink.two_phase import Answered, Outcome, Run, TwoPhase, held_by
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
+
+
+class SendFuture(Future[TransactionSendResult]):
+    """The future of a send. Who waits for it hears of the result at once. Its callbacks are called in a thread in which
+    they may wait, once :meth:`call_back` is.
+
+    Parameters
+    ----------
+    leave : callable
+        Called once when the send has come to its end, or is cancelled.
+    """
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        super().__init__()
+        self._leave = leave
+        self._left: deque[Callable[[Future[TransactionSendResult]], object]] = deque()
+        self._is_over = False
+
+    def add_done_callback(self, fn: Callable[[Future[TransactionSendResult]], object]) -> None:
+        """Call a function when the send has come to its end; at once when it has."""
+        self._left.append(fn)
+        if self._is_over:
+            with suppress(ValueError):  # when it is being called already
+                self._left.remove(fn)
+                super().add_done_callback(fn)
+
+    def cancel(self) -> bool:
+        """Cancel the send, unless it has begun."""
+        was_cancelled = self.cancelled()
+        is_cancelled = super().cancel()
+        if is_cancelled and not was_cancelled:
+            self.end()
+            self.call_back()
+        return is_cancelled
+
+    def end(self) -> bool:
+        """Give up the room among those in flight. True when there are callbacks to be called."""
+        self._leave()
+        self._is_over = True
+        return bool(self._left)
+
+    def call_back(self) -> None:
+        """Call the callbacks."""
+        with suppress(IndexError):
+            while True:
+                super().add_done_callback(self._left.popleft())  # it is done, so this calls, and logs what that raises
+
+
+class Flight:
+    """One asynchronous send of one message.
+
+    Parameters
+    ----------
+    two_phase : TwoPhase
+        With the listener to be asked.
+    message : OneMessage
+    arg : object
+        Handed to the local transaction.
+    future : SendFuture
+    """
+
+    __slots__ = ("arg", "began_s", "context", "future", "message", "run", "two_phase")
+
+    def __init__(self, two_phase: TwoPhase, message: OneMessage, arg: Any, future: SendFuture) -> None:
+        self.two_phase = two_phase
+        self.message = message
+        self.arg = arg
+        self.future = future
+        self.context = copy_context()  # what the caller has set, its listener sees
+        self.began_s = two_phase.log.machine.monotonic()
+        self.run: Run | None = None
+
+    @property
+    def asks_nobody(self) -> bool:
+        """Whether there is no local transaction."""
+        return type(self.two_phase.listener) is CommitOncePrepared
+
+
+class Flights:
+    """Brings flights to their ends.
+
+    Parameters
+    ----------
+    machine : Machine
+    commits : GroupCommit
+    turns : Turns
+        Of local transactions.
+    listeners : ThreadPoolExecutor
+        Threads for local transactions.
+    pool : ThreadPoolExecutor
+        Threads that may wait: for callbacks, and for what is out of the ordinary.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        commits: GroupCommit,
+        turns: Turns,
+        listeners: ThreadPoolExecutor,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self._commits = commits
+        self._turns = turns
+        self._listeners = listeners
+        self._pool = pool
+        self._machine = machine
+        self._lock = threading.Lock()
+        self._done: deque[SendFuture] = deque()  # with callbacks to be called
+        self._comes = False  # a thread that calls them is on its way
+
+    def start(self, flight: Flight) -> None:
+        """Send a message, and wait for nothing."""
+        if flight.asks_nobody:
+            self._prepare(flight)
+        else:
+            self._turns.admit(partial(self._prepare, flight), flight.future.cancel)
+
+    def shutdown(self, wait: bool) -> None:
+        """End the threads, each when nothing is left for it."""
+        self._listeners.shutdown(wait=wait)
+
+    # ------------------------------------------------------------------ the way
+    def _prepare(self, flight: Flight) -> None:
+        if flight.future.set_running_or_notify_cancel():
+            self._commits.prepare_and_go_on(flight.message, partial(self._prepared, flight))
+        elif not flight.asks_nobody:
+            self._turns.leave()
+
+    def _prepared(self, flight: Flight, record: HalfRecord | None, problem: BaseException | None) -> None:
+        try:
+            if record is None:
+                if not flight.asks_nobody:
+                    self._turns.leave()
+                raise problem or AssertionError
+            header = flight.message.writer.header
+            run = Run(record, header.fence_id, flight.arg, Outcome(record), held=held_by([flight.message]))
+            if flight.asks_nobody:
+                self._ask(flight, run)
+            else:
+                self._listeners.submit(self._execute, flight, run)
+        except BaseException as found:
+            self._fail(flight, found)
+
+    def _execute(self, flight: Flight, run: Run) -> None:
+        try:
+            flight.context.run(self._ask, flight, run)
+        except BaseException as found:
+            self._fail(flight, found)
+
+    def _ask(self, flight: Flight, run: Run) -> None:
+        try:
+            if flight.asks_nobody:
+                answered = flight.two_phase.ask(run, 1, run.record.all_rows)
+            else:
+                try:
+                    with self._turns.running():
+                        answered = flight.two_phase.ask(run, 1, run.record.all_rows)
+                finally:
+                    self._turns.leave()
+        except HalfBatchLeftError:  # we slept, and others settled it meanwhile
+            answered = None
+        self._go_on(flight, run, answered)
+
+    def _go_on(self, flight: Flight, run: Run, answered: Answered | None) -> None:
+        """Decide what a listener has answered."""
+        if answered is None:  # there is nothing to decide
+            self._beside(partial(self._settle, flight, run))
+            return
+        batch, rows, verdicts = answered
+        split = split_by_verdict(flight.two_phase.log, run.record, rows, batch, verdicts)
+        commit, rollback = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE]
+        if commit or rollback:
+            decision = Decision(run.record, batch.attempt, commit, rollback, Who.EXECUTE)
+            self._commits.decide_and_go_on(decision, partial(self._decided, flight, run, batch.attempt))
+        else:
+            self._beside(partial(self._settle, flight, run))
+
+    def _decided(
+        self, flight: Flight, run: Run, attempt: int, placed: Sequence[Placed] | None, problem: BaseException | None
+    ) -> None:
+        try:
+            if placed is None:
+                raise problem or AssertionError
+            run.keep(attempt, placed)
+            if run.outcome.messages:
+                self._land(flight, run.outcome)
+            else:
+                self._beside(partial(self._settle, flight, run))
+        except BaseException as found:
+            self._fail(flight, found)
+
+    def _settle(self, flight: Flight, run: Run) -> None:
+        """Find out what became of it. This may wait, and run the local transaction again."""
+        try:
+            self._land(flight, flight.two_phase.bring_on(run))
+        except BaseException as found:
+            self._fail(flight, found)
+
+    # ------------------------------------------------------------------ the end
+    def _land(self, flight: Flight, outcome: Outcome) -> None:
+        header, log = flight.message.writer.header, flight.two_phase.log
+        result = result_of(header, outcome, 1)
+        tell_sent(log, header.producer_group, outcome, flight.began_s)
+        flight.future.set_result(result)
+        self._end(flight.future)
+
+    def _fail(self, flight: Flight, problem: BaseException) -> None:
+        if isinstance(problem, Exception):
+            tell_not_sent(flight.two_phase.log, flight.message.writer.header.producer_group, problem)
+        flight.future.set_exception(problem)
+        self._end(flight.future)
+
+    def _end(self, future: SendFuture) -> None:
+        if not future.end():
+            return
+        with self._lock:
+            self._done.append(future)
+            comes, self._comes = self._comes, True
+        if not comes:
+            self._beside(self._call_back)
+
+    def _call_back(self) -> None:
+        """Call callbacks while there are any. One of them may wait: then the thread that comes next goes on."""
+        with self._lock:
+            self._comes = False
+        while True:
+            with self._lock:
+                if not self._done:
+                    return
+                future = self._done.popleft()
+                one_more = bool(self._done) and not self._comes
+                self._comes |= one_more
+            if one_more:
+                self._beside(self._call_back)
+            future.call_back()
+
+    def _beside(self, work: Callable[[], object]) -> None:
+        """Do something in a thread that may wait."""
+        try:
+            self._pool.submit(work)
+        except RuntimeError:  # the producer was closed while this flight was under way
+            self._machine.start_thread(work, "txmq-left")
