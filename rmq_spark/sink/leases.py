@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from contextlib import AbstractContextManager
 
 from rmq_spark.commitlog.half_store import HalfRecord
@@ -12,11 +11,15 @@ from rmq_spark.redaction import traceback_of
 
 logger = logging.getLogger(__name__)
 
+LINGER_S = 0.05
+"""A thread with nothing to renew waits so long for more: thousands of short transactions a second have one thread."""
+
 
 class LeaseKeeper:
     """Renews the leases of all local transactions that run, several in one commit. A short transaction gets none.
 
-    One thread serves them all: it starts with the first one that runs, and ends with the last.
+    One thread serves them all: it starts with the first one that runs, and ends soon after the last. Who comes and goes
+    takes no lock, because 64 threads that wait for one would spend more time on it than on their transactions.
 
     ::
 
@@ -35,13 +38,12 @@ class LeaseKeeper:
     def __init__(self, log: CommitLog, lease_s: float) -> None:
         self.lease_s = lease_s
         self._log = log
-        self._lock = log.machine.lock()
-        self._running: dict[Lease, float] = {}  # → when it is written next, by the monotonic clock
+        self._running: dict[Lease, None] = {}
+        self._nothing = log.machine.event()  # set when none runs
+        self._lock = log.machine.lock()  # for the thread's start and end
+        self._is_at_work = False
         self._writing = log.machine.lock()  # held while leases are written
-        self._written: frozenset[Lease] = frozenset()  # those
-        self._thread: threading.Thread | None = None
-        self._over = log.machine.event()  # one for each thread, which ends when it is set
-        self._over.set()
+        self._written: frozenset[Lease] = frozenset()  # perhaps those
 
     def lease(self, record: HalfRecord) -> Lease:
         """The lease of a half batch, for a ``with`` statement around its local transaction."""
@@ -49,60 +51,77 @@ class LeaseKeeper:
 
     def add(self, lease: Lease) -> None:
         """Renew a lease from now on."""
-        machine = self._log.machine
+        lease.next_s = self._log.machine.monotonic() + self.lease_s / 3
+        self._running[lease] = None
+        if self._is_at_work:
+            return
         with self._lock:
-            self._running[lease] = machine.monotonic() + self.lease_s / 3
-            if self._over.is_set():
-                self._over = over = machine.event()
+            if not self._is_at_work:
+                self._is_at_work = True
                 try:
-                    self._thread = machine.start_thread(lambda: self._renew(over), "txmq-lease", daemon=True)
-                except BaseException:  # an interrupt: nobody may know of the thread
-                    over.set()
+                    self._log.machine.start_thread(self._work, "txmq-lease", daemon=True)
+                except BaseException:  # an interrupt, or no thread to be had. Two threads at work do no harm
+                    self._is_at_work = False
                     raise
 
-    def remove(self, lease: Lease) -> threading.Thread | None:
-        """Renew a lease no more, not even in a commit that is under way; returns the thread that ends now, when this
-        was the last one."""
-        with self._lock:
-            self._running.pop(lease, None)
-            last = not self._running
-            if last:
-                self._over.set()
-            is_written = lease in self._written
-        if is_written:
+    def remove(self, lease: Lease) -> None:
+        """Renew a lease no more, not even in a commit that is under way."""
+        self._running.pop(lease, None)
+        if not self._running:
+            self._nothing.set()
+        if lease in self._written:
             with self._writing:
                 pass
-        return self._thread if last else None
 
-    def _renew(self, over: threading.Event) -> None:
-        while not over.wait(self._seconds_to_next()):
-            with self._writing:
-                due = self._due()
-                try:
-                    if due:
-                        self._log.lease_many([lease.record for lease in due], self.lease_s)
-                # Without a lease a check may ask early; the fence keeps that safe. A panic of delta-rs is no Exception,
-                # and must not end the leases of the other transactions.
-                except BaseException as problem:
-                    names = [lease.record.half_id for lease in due]
-                    said = traceback_of(problem)
-                    logger.warning("leases of half batches %s not renewed: %s", names, said, extra={"half_ids": names})
-                finally:
-                    self._written = frozenset()
+    def _work(self) -> None:
+        try:
+            while True:
+                if self._running and not self._nothing.wait(self._seconds_to_next()):
+                    self._renew()
+                    continue
+                self._nothing.clear()
+                self._log.machine.sleep(LINGER_S)
+                if self._may_end():
+                    return
+        except BaseException:  # the next one starts it anew
+            self._is_at_work = False
+            raise
+
+    def _may_end(self) -> bool:
+        """Say that nobody is at work, unless somebody has come meanwhile: who comes now starts a thread."""
+        with self._lock:
+            self._is_at_work = False
+            self._is_at_work = bool(self._running)
+            return not self._is_at_work
+
+    def _renew(self) -> None:
+        with self._writing:
+            due = self._due()
+            try:
+                if due:
+                    self._log.lease_many([lease.record for lease in due], self.lease_s)
+            # Without a lease a check may ask early; the fence keeps that safe. A panic of delta-rs is no Exception,
+            # and must not end the leases of the other transactions.
+            except BaseException as problem:
+                names = [lease.record.half_id for lease in due]
+                said = traceback_of(problem)
+                logger.warning("leases of half batches %s not renewed: %s", names, said, extra={"half_ids": names})
+            finally:
+                self._written = frozenset()
 
     def _seconds_to_next(self) -> float:
-        with self._lock:
-            now = self._log.machine.monotonic()
-            return max(0.0, min(self._running.values(), default=now) - now)
+        now = self._log.machine.monotonic()
+        return max(0.0, min((lease.next_s for lease in list(self._running)), default=now) - now)
 
     def _due(self) -> list[Lease]:
         """The leases to write: now, or so soon that one commit for all is better."""
-        with self._lock:
-            now = self._log.machine.monotonic()
-            due = [lease for lease, at in self._running.items() if at <= now + self.lease_s / 6]
-            self._running.update(dict.fromkeys(due, now + self.lease_s / 3))
-            self._written = frozenset(due)
-            return due
+        now = self._log.machine.monotonic()
+        near = [lease for lease in list(self._running) if lease.next_s <= now + self.lease_s / 6]
+        self._written = frozenset(near)
+        due = [lease for lease in near if lease in self._running]  # who ends after this waits for the commit
+        for lease in due:
+            lease.next_s = now + self.lease_s / 3
+        return due
 
 
 class Lease(AbstractContextManager[None]):
@@ -110,16 +129,15 @@ class Lease(AbstractContextManager[None]):
 
     def __init__(self, keeper: LeaseKeeper, record: HalfRecord) -> None:
         self.record = record
+        self.next_s = 0.0  # when it is written next, by the monotonic clock
         self._keeper = keeper
 
     def __enter__(self) -> None:
         self._keeper.add(self)
 
     def __exit__(self, *details: object) -> None:
-        thread = self._keeper.remove(self)
-        if thread is not None:
-            thread.join()
+        self.end()
 
     def end(self) -> None:
-        """Renew it no more. For an interrupt that comes while ``with`` enters or leaves."""
+        """Renew it no more. For an interrupt that comes while ``with`` enters or leaves, too."""
         self._keeper.remove(self)

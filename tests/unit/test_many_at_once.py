@@ -217,6 +217,44 @@ def until_leased(log: CommitLog, records: Sequence[HalfRecord]) -> None:
     raise AssertionError(f"not all are leased: {lease_rows(log)}")
 
 
+def until_no_thread_is_left() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "txmq-lease":
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+
+
+def test_thousands_of_short_transactions_have_one_thread_for_their_leases(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (record,) = prepared(log, staged(log, "a"))
+    keeper = LeaseKeeper(log, 60.0)
+    started: list[str] = []
+    start = type(log.machine).start_thread
+
+    def count(machine: Any, work: Any, name: str, daemon: bool = False) -> Any:
+        started.append(name)
+        return start(machine, work, name, daemon)
+
+    monkeypatch.setattr(type(log.machine), "start_thread", count)
+
+    def run_many() -> None:
+        for _ in range(500):
+            with keeper.lease(record):
+                pass
+
+    threads = [threading.Thread(target=run_many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    until_no_thread_is_left()
+    assert 1 <= len(started) <= 20  # more on a machine that stops all of them for a while
+    with keeper.lease(record):
+        assert sum(t.name == "txmq-lease" for t in threading.enumerate()) == 1
+    until_no_thread_is_left()
+
+
 def test_one_thread_leases_all_that_run_in_one_commit(log: CommitLog) -> None:
     records = prepared(log, *(staged(log, name) for name in "abc"))
     keeper = LeaseKeeper(log, 3.0)
@@ -227,7 +265,7 @@ def test_one_thread_leases_all_that_run_in_one_commit(log: CommitLog) -> None:
     until_leased(log, records)
     for lease in leases:
         lease.__exit__(None, None, None)
-    assert not [t for t in threading.enumerate() if t.name == "txmq-lease"]
+    until_no_thread_is_left()
     by_version: dict[int, list[str]] = {}
     for version, half_id in lease_rows(log):
         by_version.setdefault(version, []).append(half_id)
@@ -245,7 +283,7 @@ def test_a_keeper_starts_again_after_it_had_nothing_to_do(log: CommitLog) -> Non
     assert len(lease_rows(log)) == written, "renewed after its end"
     with keeper.lease(second):
         until_leased(log, [second])
-    assert not [t for t in threading.enumerate() if t.name == "txmq-lease"]
+    until_no_thread_is_left()
 
 
 def test_a_lease_goes_on_when_another_one_ends(log: CommitLog) -> None:

@@ -60,7 +60,6 @@ def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CommitLog]:
     log = make_log(request.param, tmp_path / "log")
     yield log
     log.close()
-    assert not [t for t in threading.enumerate() if t.name == "txmq-lease"]
 
 
 def header(
