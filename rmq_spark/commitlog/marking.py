@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.follow import of_kind, settled_rows, still_waiting
 from rmq_spark.commitlog.half_store import HalfStore, Prepared
-from rmq_spark.commitlog.op import Kind, OpenBelow, OpRow, RowState
+from rmq_spark.commitlog.op import NO_OPS, Kind, OpenBelow, OpRow, RowState
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.follower import Follower
@@ -75,7 +75,7 @@ class Marker:
             tails=before.tails,
             firsts=before.firsts or None,
             reopened_ms=before.reopened_ms,
-            below={h: self._open_below(h, prepared, since) for h in sorted(named)},
+            below=self._all_below(sorted(named), prepared, since),
         )
         return [mark, *self._open_conflicts(since)]
 
@@ -99,29 +99,35 @@ class Marker:
     def _weights(self, half_ids: Collection[str]) -> Mapping[str, int]:
         """How much a mark says of each of these half batches."""
         followed = self._follower.followed
-        counts = followed.rows["half_id"].value_counts()
+        counts = _of_batches(followed.rows, half_ids)["half_id"].value_counts()
         rows = Counter(dict(zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True)))
         older = {h: len(followed.below[h].versions) if h in followed.below else 0 for h in half_ids}
         return {h: 1 + rows[h] + older[h] + len(followed.waiting.get(h, ())) for h in half_ids}
 
     def _since(self, counted: Collection[str]) -> int:
         """The first version that a follower must read: op rows tell which half batches above the mark are settled."""
-        rows = self._follower.followed.rows
-        kept = rows.filter(pc.is_in(rows["half_id"], value_set=pa.array(sorted(counted), pa.string())))
+        kept = _of_batches(self._follower.followed.rows, counted)
         return int(pc.min(kept["version"]).as_py()) if kept.num_rows else self._follower.table.version + 1
 
     # ------------------------------------------------------------------ what a mark names
-    def _open_below(self, half_id: str, prepared: Mapping[str, Prepared], since: int) -> OpenBelow:
+    def _all_below(self, named: Sequence[str], prepared: Mapping[str, Prepared], since: int) -> Mapping[str, OpenBelow]:
+        """By half id. Of thousands that are under way most have no op rows yet, so these are looked for once."""
+        rows = _of_batches(self._follower.followed.rows, named)
+        rows = rows.filter(pc.less(rows["version"], since))
+        places: dict[str, list[int]] = {}
+        for i, half_id in enumerate(rows["half_id"].to_pylist()):
+            places.setdefault(half_id, []).append(i)
+        return {h: self._open_below(h, prepared, rows.take(places[h]) if h in places else NO_OPS, since) for h in named}
+
+    def _open_below(self, half_id: str, prepared: Mapping[str, Prepared], rows: pa.Table, since: int) -> OpenBelow:
+        """What a mark says of a half batch, of which these op rows are kept that stand before a version."""
         before = self._follower.followed
-        rows = before.rows.filter(
-            pc.and_(pc.equal(before.rows["half_id"], half_id), pc.less(before.rows["version"], since))
-        )
         known = before.below.get(half_id)
         place = known or prepared.get(half_id)
         older: Sequence[int]
         if known is not None:
             older, waiting = known.versions, known.waiting
-            pending = known.pending - settled_rows(rows).get(half_id, 0)
+            pending = known.pending - _settled(rows)
         else:
             older, waiting = self._older_versions(half_id), {}
             pending = self._pending(half_id, prepared.get(half_id), rows, since)
@@ -130,7 +136,7 @@ class Marker:
             0 if place is None else place.first_ms,
             pending,
             (*older, *_versions_that_count(rows)),
-            still_waiting({half_id: waiting}, rows).get(half_id, {}),
+            still_waiting({half_id: waiting}, rows).get(half_id, {}) if rows.num_rows else waiting,
         )
 
     def _older_versions(self, half_id: str) -> Sequence[int]:
@@ -144,7 +150,7 @@ class Marker:
         if prepared is None:  # it was settled when the last mark was made, and has been reopened since
             return max(0, self._follower.followed.reopened_rows(before=since).get(half_id, 0))
         if not prepared.rewritten and self._follower.keeps_all_rows_of(half_id):
-            return prepared.rows - settled_rows(rows).get(half_id, 0)
+            return prepared.rows - _settled(rows)
         try:
             record = self._half.get(half_id)
             state = record.fresh_state()
@@ -160,7 +166,7 @@ class Marker:
         """Conflict rows that a mark repeats, because no follower will read those before this version again."""
         followed = self._follower.followed
         rows = followed.rows.filter(of_kind(followed.rows, Kind.CONFLICT))
-        rows = rows.filter(pc.is_in(rows["half_id"], value_set=pa.array(sorted(followed.conflicts), pa.string())))
+        rows = _of_batches(rows, followed.conflicts)
         found: dict[OpRow, bool] = {}  # → whether it stands at that version or later, too
         for read in rows.to_pylist():
             row = replace(OpRow.of(read), op_time=None)
@@ -169,6 +175,15 @@ class Marker:
             else:
                 found[row] = read["version"] >= since
         return [row for row, later in found.items() if not later]
+
+
+def _of_batches(rows: pa.Table, half_ids: Collection[str]) -> pa.Table:
+    return rows.filter(pc.is_in(rows["half_id"], value_set=pa.array(sorted(half_ids), pa.string())))
+
+
+def _settled(rows: pa.Table) -> int:
+    """How many rows of one half batch these op rows settle."""
+    return sum(settled_rows(rows).values()) if rows.num_rows else 0
 
 
 def _versions_that_count(rows: pa.Table) -> list[int]:
