@@ -1,6 +1,6 @@
 """Makes the environment in which ``make test-spark`` runs: another Spark, and this project's wheel.
 
-Everything else has the versions of ``requirements.lock``. The tests lie in a folder without the package, so that they
+pyarrow is older, and everything else has the versions of ``requirements.lock``. The tests lie in a folder without the package, so that they
 import the wheel's.
 """
 
@@ -20,9 +20,11 @@ ROOT = Path(__file__).parents[1]
 
 DELTA_OF = {"4.0": ("4.0.5", "4.0.1"), "4.1": ("4.1.1", "4.3.1")}
 """By Spark: pyspark, and the delta-spark that fits it. With 4.1.0 of the latter, Spark 4.1.4 finds no DeltaTable."""
+PYARROW_OF = {"4.0": "18.1.0", "4.1": "21.0.0"}
+"""By Spark: an older pyarrow, as Databricks' runtimes have it. The first is the oldest that pyproject.toml allows."""
 TREE = "tests conf docs notebooks benchmarks README.md pyproject.toml".split()
-OTHER_SPARKS = "delta-spark|pyspark|py4j|importlib-metadata"
-"""Packages whose version another Spark decides."""
+OTHER_SPARKS = "delta-spark|pyspark|py4j|importlib-metadata|pyarrow"
+"""Packages whose version another Spark, or its runtime, decides."""
 
 FROM_4_2 = pytest.mark.skipif(not STREAM_TELLS_START, reason="before Spark 4.2 an availableNow run is one micro-batch")
 
@@ -42,7 +44,7 @@ def make(spark: str) -> Path:
     others = [line for line in locked if not re.match(rf"(?:{OTHER_SPARKS})==", line)]
     (folder / "constraints.txt").write_text("\n".join(others) + "\n")
     pyspark, delta = DELTA_OF[spark]
-    wanted = [f"{wheel}[dev]", f"pyspark=={pyspark}", f"delta-spark=={delta}"]
+    wanted = [f"{wheel}[dev]", f"pyspark=={pyspark}", f"delta-spark=={delta}", f"pyarrow=={PYARROW_OF[spark]}"]
     pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     run(*pip, "-c", str(folder / "constraints.txt"), *wanted)
     run(*pip, "--no-deps", "--force-reinstall", str(wheel))  # the same version as before, with this tree's code

@@ -107,11 +107,7 @@ def both(a: bytes | bytearray, b: bytes | bytearray) -> bytes:
 
 def bits_of(values: pa.BooleanArray | pa.ChunkedArray) -> bytes:
     """A byte for each value: 1 for true, 0 for false and null."""
-    flat = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-    numbers = pc.cast(pc.fill_null(flat, False), pa.uint8())
-    if not len(numbers):
-        return b""
-    return bytes(memoryview(numbers.buffers()[1])[numbers.offset : numbers.offset + len(numbers)])
+    return _bytes_in(_numbers_of(values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values))
 
 
 def booleans_of(bits: bytes | bytearray) -> pa.BooleanArray:
@@ -123,5 +119,16 @@ def _put_back(bits: bytes, chosen: pa.BooleanArray) -> bytes:
     """A value for each row of a set, as a byte for each row of its file."""
     if bits.count(1) == len(bits):
         return bits_of(chosen)
-    rows = booleans_of(bits)
-    return bits_of(pc.replace_with_mask(rows, rows, chosen))
+    # Of booleans pyarrow before 26 takes the wrong ones when they are a slice.
+    return _bytes_in(pc.replace_with_mask(bytes_array(bits), booleans_of(bits), _numbers_of(chosen)))
+
+
+def _numbers_of(values: pa.BooleanArray) -> pa.UInt8Array:
+    """1 for true, 0 for false and null."""
+    return pc.cast(pc.fill_null(values, False), pa.uint8())
+
+
+def _bytes_in(numbers: pa.UInt8Array) -> bytes:
+    if not len(numbers):
+        return b""
+    return bytes(memoryview(numbers.buffers()[1])[numbers.offset : numbers.offset + len(numbers)])
