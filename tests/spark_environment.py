@@ -1,7 +1,7 @@
 """Makes the environment in which ``make test-spark`` runs: another Spark, and this project's wheel.
 
-pyarrow is older, and everything else has the versions of ``requirements.lock``. The tests lie in a folder without the package, so that they
-import the wheel's.
+pyarrow is older, and everything else has the versions of ``requirements.lock``. The tests lie in a folder without the
+package, so that they import the wheel's.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.listeners.sql import SqlTransactionListener
+from tests.crash.flying import STEPS, STREAM
 from tests.crash.processes import Program
 from tests.crash.sender import send
 from tests.crash.shop import (
@@ -134,3 +135,16 @@ def test_a_checker_at_an_empty_or_another_database_decides_nothing_and_says_why(
     assert "another database" in said
     assert check(tmp_path, "key").committed.transactions == 3
     assert_agreement(tmp_path, "key", accepted("key", [0]))
+
+
+@pytest.mark.parametrize(
+    "step", [s if s in ("_ask", "_decided") else pytest.param(s, marks=pytest.mark.long) for s in STEPS]
+)
+def test_asynchronous_sends_that_were_under_way_when_their_program_was_killed_agree(tmp_path: Path, step: str) -> None:
+    open_shop(tmp_path, [STREAM])
+    flying = Program("flying", tmp_path, step, "7")
+    assert flying.end() == -signal.SIGKILL
+    taken = orders(tmp_path, STREAM)
+    check(tmp_path, STREAM)
+    assert_agreement(tmp_path, STREAM, taken)
+    assert taken <= accepted(STREAM, [0])

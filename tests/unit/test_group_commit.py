@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rmq_spark.commitlog import group_commit
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import (
     CommitError,
+    FencedError,
     ListenerError,
     LocalTransactionError,
     LostFileError,
@@ -28,7 +30,7 @@ from rmq_spark.errors import (
 )
 from rmq_spark.sink.turns import Turns
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
-from tests.half_batches import let_leave, make_log
+from tests.half_batches import another, let_leave, make_log
 
 DEADLINE_S = 8.0
 MANY = 12
@@ -576,6 +578,117 @@ def test_a_send_that_lingers_shares_its_commit_with_those_that_come(log: CommitL
             send.result(DEADLINE_S)
     assert log.half.table.version == log.another().half.table.version == 1
     assert log.refresh() - before <= 3
+
+
+def test_hundreds_of_asynchronous_sends_have_few_threads() -> None:
+    log = make_log("memory", Path(), orders=2)
+    before, most = threading.active_count(), 0
+
+    class Counts(Shop):
+        def execute_local_transaction(self, batch: HalfBatch) -> Any:
+            nonlocal most
+            most = max(most, threading.active_count() - before)
+            return COMMIT_MESSAGE
+
+    settings: dict[str, Any] = {"check_interval": None, "max_in_flight": 500, "listener_threads": 4}
+    with txmq.TransactionMQProducer(log, "shop", Counts(), **settings) as producer:
+        sent = [producer.send_message_in_transaction_async(message(i)) for i in range(500)]
+        for send in sent:
+            send.add_done_callback(lambda _: None)
+    assert {send.result(0).local_transaction_state for send in sent} == {COMMIT_MESSAGE}
+    assert most <= 4 + 10  # listeners, the two that commit, the leases', and some that call callbacks
+
+
+def test_a_callback_that_hangs_holds_up_no_result_and_no_other_callback() -> None:
+    log = make_log("memory", Path(), orders=2)
+    go_on, called = threading.Event(), []
+    with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None) as producer:
+        sent = [producer.send_message_in_transaction_async(message(i)) for i in range(20)]
+        for n, send in enumerate(sent):
+            send.add_done_callback(lambda _, n=n: called.append(n) if n % 4 else go_on.wait(DEADLINE_S))
+        assert {send.result(DEADLINE_S).messages for send in sent} == {1}
+        wait_for(lambda: len(called) == 15)
+        go_on.set()
+
+
+def test_a_callback_that_comes_late_is_called_at_once_and_each_is_called_once() -> None:
+    log = make_log("memory", Path(), orders=2)
+    called: list[int] = []
+    with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None) as producer:
+        for n in range(40):
+            sent = producer.send_async(message(n))
+            if n % 2:
+                sent.result(DEADLINE_S)
+            sent.add_done_callback(lambda _, n=n: called.append(n))
+            sent.add_done_callback(lambda _, n=n: called.append(n))
+        wait_for(lambda: len(called) == 80)
+    assert sorted(called) == sorted([*range(40), *range(40)])
+
+
+def test_a_send_that_is_cancelled_before_it_began_leaves_nothing_and_its_room_to_others() -> None:
+    log = make_log("memory", Path(), orders=2)
+    go_on, told = threading.Event(), []
+    shop = Shop({b"0": lambda: go_on.wait(DEADLINE_S) and COMMIT_MESSAGE})
+    settings: dict[str, Any] = {"check_interval": None, "max_in_flight": 2, "listener_threads": 1}
+    with txmq.TransactionMQProducer(log, "shop", shop, **settings) as producer:
+        first, waits = (producer.send_message_in_transaction_async(message(i)) for i in range(2))
+        waits.add_done_callback(lambda _: told.append("waits"))
+        wait_for(lambda: shop.seen == [b"0"])
+        assert waits.cancel()
+        assert waits.cancel()
+        assert told == ["waits"]
+        assert not first.cancel(), "it has begun"
+        third = producer.send_message_in_transaction_async(message(2))
+        go_on.set()
+        assert [s.result(DEADLINE_S).messages for s in (first, third)] == [1, 1]
+    assert sorted(bodies(log)) == [b"0", b"2"]
+
+
+def test_sends_that_have_not_begun_when_the_producer_is_closed_are_cancelled() -> None:
+    log = make_log("memory", Path(), orders=2)
+    go_on = threading.Event()
+    shop = Shop({b"0": lambda: go_on.wait(DEADLINE_S) and COMMIT_MESSAGE})
+    settings: dict[str, Any] = {"check_interval": None, "listener_threads": 1, "await_termination": 0.1}
+    with txmq.TransactionMQProducer(log, "shop", shop, **settings) as producer:
+        first, *others = (producer.send_message_in_transaction_async(message(i)) for i in range(4))
+        wait_for(lambda: shop.seen == [b"0"])
+    assert [other.cancelled() for other in others] == [True] * 3
+    called = threading.Event()
+    first.add_done_callback(lambda _: called.set())
+    go_on.set()
+    assert first.result(DEADLINE_S).messages == 1
+    assert called.wait(DEADLINE_S), "although the producer has no threads for callbacks any more"
+    assert bodies(log) == [b"0"]
+
+
+def test_a_check_that_is_faster_than_an_asynchronous_send_lets_it_go_on_under_the_next_attempt() -> None:
+    log = make_log("memory", Path(), orders=2)
+
+    class Slow(Shop):
+        def execute_local_transaction(self, batch: HalfBatch) -> Any:
+            if batch.attempt == 1:
+                self.checked = ROLLBACK_MESSAGE
+                CheckService(another(log), {"shop": self}, transaction_timeout=0.0).run_once()
+                raise FencedError("a check was here")
+            return super().execute_local_transaction(batch)
+
+    with txmq.TransactionMQProducer(log, "shop", Slow(), check_interval=None) as producer:
+        result = producer.send_message_in_transaction_async(message(0)).result(DEADLINE_S)
+    assert (result.local_transaction_state, result.transaction_id[-1]) == (COMMIT_MESSAGE, "2")
+    assert bodies(log) == [b"0"]
+
+
+def test_what_the_caller_has_set_is_seen_by_the_listener_of_an_asynchronous_send() -> None:
+    log = make_log("memory", Path(), orders=2)
+    tenant: ContextVar[str] = ContextVar("tenant")
+    shop = Shop()
+    shop.answers = {str(i).encode(): lambda: seen.append(tenant.get()) or COMMIT_MESSAGE for i in range(3)}
+    seen: list[str] = []
+    with txmq.TransactionMQProducer(log, "shop", shop, check_interval=None) as producer:
+        for i in range(3):
+            tenant.set(f"tenant {i}")
+            producer.send_message_in_transaction_async(message(i))
+    assert sorted(seen) == ["tenant 0", "tenant 1", "tenant 2"]
 
 
 def test_a_coroutine_can_wait_for_a_send() -> None:

@@ -1,0 +1,43 @@
+"""A program without Spark that sends orders asynchronously, and kills itself: ``flying <folder> <step> <times>``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import rmq_spark as txmq
+from rmq_spark.sink.flights import Flights
+from tests.crash import shop
+
+STREAM = "message"
+STEPS = ("_prepare", "_prepared", "_ask", "_go_on", "_decided")
+"""Of a flight, each with the call before which a program ends."""
+
+
+def send_all(root: Path) -> None:
+    """Send an order a transaction, all of them under way at once."""
+    orders = shop.listener(root, STREAM)
+    with txmq.TransactionMQProducer(root / STREAM / "log", shop.GROUP, orders, check_interval=None) as producer:
+        for n in range(shop.ROWS):
+            producer.send_message_in_transaction_async(txmq.Message("orders", str(n).encode()))
+
+
+def end_before(step: str, times: int) -> None:
+    """Kill this program before a step is made for the so manieth time."""
+    made, calls = getattr(Flights, step), count(1)
+
+    def counted(*arguments: Any) -> Any:
+        if next(calls) == times:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made(*arguments)
+
+    setattr(Flights, step, counted)
+
+
+if __name__ == "__main__":
+    end_before(sys.argv[2], int(sys.argv[3]))
+    send_all(Path(sys.argv[1]))
