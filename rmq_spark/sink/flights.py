@@ -152,10 +152,6 @@ class Flights:
         else:
             self._turns.admit(partial(self._prepare, flight), flight.future.cancel)
 
-    def shutdown(self, wait: bool) -> None:
-        """End the threads, each when nothing is left for it."""
-        self._listeners.shutdown(wait=wait)
-
     # ------------------------------------------------------------------ the way
     def _prepare(self, flight: Flight) -> None:
         if flight.future.set_running_or_notify_cancel():

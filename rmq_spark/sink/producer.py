@@ -110,8 +110,8 @@ class TransactionMQProducer:
         Local transactions of asynchronous sends that run at once. A send waits before it is prepared while too many
         wait for one of these threads.
     max_in_flight : int
-        Asynchronous sends that have not come to their end. Each has a thread while it is under way. One more waits in
-        the caller's thread; in an event loop it is accepted, and waits in the producer.
+        Asynchronous sends that have not come to their end. One more waits in the caller's thread; in an event loop it
+        is accepted, and waits in the producer.
     linger : float
         Seconds for which a send waits for those of other threads, to share its commit: 0 as in Kafka's producer, which
         shares what comes together by itself.
@@ -154,6 +154,7 @@ class TransactionMQProducer:
         self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
         self.producer_group = require_group_name(producer_group)
         self.listener = require_listener(listener, "TransactionMQProducer")
+        self._needs_loop = is_coroutine(self.listener)
         if self.listener.requires_spark:
             raise ListenerError("TransactionMQProducer has no Spark session: use a listener that needs none")
         self.check_interval = None if check_interval is None else seconds(check_interval, "check_interval", above=True)
@@ -180,6 +181,7 @@ class TransactionMQProducer:
         self._await_s = seconds(await_termination, "await_termination")
         self._under_way = UnderWay(self.log.machine)
         self._pool: ThreadPoolExecutor | None = None
+        self._listeners: ThreadPoolExecutor | None = None
         self._flights: Flights | None = None
         self._plainly = self.two_phase.with_listener(CommitOncePrepared())
         self._forget_others()
@@ -199,8 +201,8 @@ class TransactionMQProducer:
             self._forget_others()
             name = f"txmq-{self.producer_group}"
             self._pool = ThreadPoolExecutor(self._in_flight_max, name, _mark_own_thread)
-            listeners = ThreadPoolExecutor(self._listener_threads, f"{name}-listener", _mark_own_thread)
-            self._flights = Flights(self.log.machine, self._commits, self._turns, listeners, self._pool)
+            self._listeners = ThreadPoolExecutor(self._listener_threads, f"{name}-listener", _mark_own_thread)
+            self._flights = Flights(self.log.machine, self._commits, self._turns, self._listeners, self._pool)
             start = self.log.machine.start_thread
             if self.check_interval is not None:
                 self._threads.append(start(self._answer_checks, "txmq-checks", daemon=True))
@@ -228,10 +230,11 @@ class TransactionMQProducer:
         left = self._under_way.close(self._await_s)
         if left:
             self._turns.close()
-        if self._pool is not None and self._flights is not None:
-            # A callback may close the producer in a thread of the pool, which cannot wait for itself.
-            wait = not (left or _in_own_thread())
-            self._flights.shutdown(wait)
+        # A callback may close the producer in a thread of the pool, which cannot wait for itself.
+        wait = not (left or _in_own_thread())
+        if self._listeners is not None:
+            self._listeners.shutdown(wait)
+        if self._pool is not None:
             self._pool.shutdown(wait, cancel_futures=bool(left))
         self._closing.set()
         for thread in self._threads:
@@ -361,13 +364,13 @@ class TransactionMQProducer:
         """
         require_message(message)
         loop = _event_loop()
-        if loop is None and is_coroutine(self.listener):
+        if loop is None and self._needs_loop:
             raise ListenerError(
                 "execute_local_transaction is a coroutine function, and no event loop is running here: call "
                 "send_message_in_transaction_async in a coroutine, or make it a plain function"
             )
 
-        if self._may_fly([message], idempotency_key) and not is_coroutine(self.listener):
+        if self._may_fly([message], idempotency_key) and not self._needs_loop:
             return self._fly(self.two_phase, message, arg, None)
 
         def send() -> TransactionSendResult:
@@ -406,7 +409,7 @@ class TransactionMQProducer:
         sent = SendFuture(self._take_room())
         try:
             writer = self._writer(two_phase, [message], topic, None, BATCH, None)
-            one = OneMessage(self.log.with_machine(writer), message)
+            one = OneMessage(writer, message)
             assert self._flights is not None
             self._flights.start(Flight(two_phase, one, arg, sent))
         except Exception as problem:
@@ -579,7 +582,7 @@ class TransactionMQProducer:
     ) -> HalfWriter:
         header = self._header(per, idempotency_key, two_phase.listener.fence_id)
         topics = self.log.topics_with(topics_in(given, topic))
-        return HalfWriter(header, topics, topic, transaction_key, self.log.fifo_topics())
+        return HalfWriter(header, topics, topic, transaction_key, self.log.fifo_topics(), machine=self.log.machine)
 
     def _enter(self) -> None:
         self._require_own_process()
