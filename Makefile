@@ -44,10 +44,10 @@ test-all: install ## every test with the long counts of the proof, and Spark 4.0
 	@$(if $(TESTS),,for spark in 4.0 4.1; do $(MAKE) test-spark SPARK=$$spark; done)
 
 .PHONY: test-spark
-test-spark: install ## tests/spark and a killed driver on another Spark, from the wheel (SPARK=4.0 or 4.1)
+test-spark: install ## tests/spark and a killed driver on another Spark and an older pyarrow, from the wheel (SPARK=4.0 or 4.1)
 	@$(PY) -m tests.spark_environment $(SPARK)
 	@cd $(VENV)-spark-$(SPARK)/tree && export PYSPARK_PYTHON="$$PWD/../bin/python" PYSPARK_DRIVER_PYTHON="$$PWD/../bin/python" && \
-	  ../bin/python -m pytest -n 2 $(or $(TESTS),tests/spark tests/crash/test_spark_driver.py) $(PYTEST_ARGS)
+	  ../bin/python -m pytest -n 2 $(or $(TESTS),tests/spark tests/crash/test_spark_driver.py $(if $(filter 4.0,$(SPARK)),tests/unit)) $(PYTEST_ARGS)
 
 .PHONY: test-unit
 test-unit: $(HAVE_PROJECT) ## the tests that need no Java, in a minute

@@ -96,7 +96,7 @@ class Flight:
     future : SendFuture
     """
 
-    __slots__ = ("arg", "began_s", "context", "future", "message", "run", "two_phase")
+    __slots__ = ("arg", "began_s", "context", "future", "message", "two_phase")
 
     def __init__(self, two_phase: TwoPhase, message: OneMessage, arg: Any, future: SendFuture) -> None:
         self.two_phase = two_phase
@@ -105,7 +105,6 @@ class Flight:
         self.future = future
         self.context = copy_context()  # what the caller has set, its listener sees
         self.began_s = two_phase.log.machine.monotonic()
-        self.run: Run | None = None
 
     @property
     def asks_nobody(self) -> bool:
@@ -168,36 +167,27 @@ class Flights:
             header = flight.message.writer.header
             run = Run(record, header.fence_id, flight.arg, Outcome(record), held=held_by([flight.message]))
             if flight.asks_nobody:
-                self._ask(flight, run)
+                self._go_on(flight, run, _ask(flight, run))
             else:
-                self._listeners.submit(self._execute, flight, run)
+                self._in_thread(self._listeners, partial(self._execute, flight, run))
         except BaseException as found:
             self._fail(flight, found)
 
     def _execute(self, flight: Flight, run: Run) -> None:
         try:
-            flight.context.run(self._ask, flight, run)
+            try:
+                with self._turns.running():
+                    answered = flight.context.run(_ask, flight, run)
+            finally:
+                self._turns.leave()
+            self._go_on(flight, run, answered)
         except BaseException as found:
             self._fail(flight, found)
-
-    def _ask(self, flight: Flight, run: Run) -> None:
-        try:
-            if flight.asks_nobody:
-                answered = flight.two_phase.ask(run, 1, run.record.all_rows)
-            else:
-                try:
-                    with self._turns.running():
-                        answered = flight.two_phase.ask(run, 1, run.record.all_rows)
-                finally:
-                    self._turns.leave()
-        except HalfBatchLeftError:  # we slept, and others settled it meanwhile
-            answered = None
-        self._go_on(flight, run, answered)
 
     def _go_on(self, flight: Flight, run: Run, answered: Answered | None) -> None:
         """Decide what a listener has answered."""
         if answered is None:  # there is nothing to decide
-            self._beside(partial(self._settle, flight, run))
+            self._in_thread(self._pool, partial(self._settle, flight, run))
             return
         batch, rows, verdicts = answered
         split = split_by_verdict(flight.two_phase.log, run.record, rows, batch, verdicts)
@@ -206,7 +196,7 @@ class Flights:
             decision = Decision(run.record, batch.attempt, commit, rollback, Who.EXECUTE)
             self._commits.decide_and_go_on(decision, partial(self._decided, flight, run, batch.attempt))
         else:
-            self._beside(partial(self._settle, flight, run))
+            self._in_thread(self._pool, partial(self._settle, flight, run))
 
     def _decided(
         self, flight: Flight, run: Run, attempt: int, placed: Sequence[Placed] | None, problem: BaseException | None
@@ -218,7 +208,7 @@ class Flights:
             if run.outcome.messages:
                 self._land(flight, run.outcome)
             else:
-                self._beside(partial(self._settle, flight, run))
+                self._in_thread(self._pool, partial(self._settle, flight, run))
         except BaseException as found:
             self._fail(flight, found)
 
@@ -250,7 +240,7 @@ class Flights:
             self._done.append(future)
             comes, self._comes = self._comes, True
         if not comes:
-            self._beside(self._call_back)
+            self._in_thread(self._pool, self._call_back)
 
     def _call_back(self) -> None:
         """Call callbacks while there are any. One of them may wait: then the thread that comes next goes on."""
@@ -264,12 +254,19 @@ class Flights:
                 one_more = bool(self._done) and not self._comes
                 self._comes |= one_more
             if one_more:
-                self._beside(self._call_back)
+                self._in_thread(self._pool, self._call_back)
             future.call_back()
 
-    def _beside(self, work: Callable[[], object]) -> None:
-        """Do something in a thread that may wait."""
+    def _in_thread(self, pool: ThreadPoolExecutor, work: Callable[[], object]) -> None:
         try:
-            self._pool.submit(work)
+            pool.submit(work)
         except RuntimeError:  # the producer was closed while this flight was under way
             self._machine.start_thread(work, "txmq-left")
+
+
+def _ask(flight: Flight, run: Run) -> Answered | None:
+    """Run the local transaction; None when there is nothing to decide."""
+    try:
+        return flight.two_phase.ask(run, 1, run.record.all_rows)
+    except HalfBatchLeftError:  # we slept, and others settled it meanwhile
+        return None
