@@ -52,6 +52,7 @@ class SendFuture(Future[TransactionSendResult]):
         self._leave = leave
         self._left: deque[Callable[[Future[TransactionSendResult]], object]] = deque()
         self._is_over = False
+        self._beginning = threading.Lock()
 
     def add_done_callback(self, fn: Callable[[Future[TransactionSendResult]], object]) -> None:
         """Call a function when the send has come to its end; at once when it has."""
@@ -61,14 +62,20 @@ class SendFuture(Future[TransactionSendResult]):
                 self._left.remove(fn)
                 super().add_done_callback(fn)
 
+    def begin(self) -> bool:
+        """Begin the send; False when it is cancelled."""
+        with self._beginning:
+            return not self.cancelled() and self.set_running_or_notify_cancel()
+
     def cancel(self) -> bool:
         """Cancel the send, unless it has begun."""
-        was_cancelled = self.cancelled()
-        is_cancelled = super().cancel()
-        if is_cancelled and not was_cancelled:
-            self.end()
-            self.call_back()
-        return is_cancelled
+        with self._beginning:
+            if self.cancelled() or not super().cancel():
+                return self.cancelled()
+            self.set_running_or_notify_cancel()  # nobody else would tell those who wait for it
+        self.end()
+        self.call_back()
+        return True
 
     def end(self) -> bool:
         """Give up the room among those in flight. True when there are callbacks to be called."""
@@ -122,9 +129,9 @@ class Flights:
     turns : Turns
         Of local transactions.
     listeners : ThreadPoolExecutor
-        Threads for local transactions.
-    pool : ThreadPoolExecutor
-        Threads that may wait: for callbacks, and for what is out of the ordinary.
+        Threads for local transactions, and for what is out of the ordinary.
+    callers : ThreadPoolExecutor
+        Threads for callbacks, which may wait for other sends: so nothing that a send needs is done in them.
     """
 
     def __init__(
@@ -133,12 +140,12 @@ class Flights:
         commits: GroupCommit,
         turns: Turns,
         listeners: ThreadPoolExecutor,
-        pool: ThreadPoolExecutor,
+        callers: ThreadPoolExecutor,
     ) -> None:
         self._commits = commits
         self._turns = turns
         self._listeners = listeners
-        self._pool = pool
+        self._callers = callers
         self._machine = machine
         self._lock = threading.Lock()
         self._done: deque[SendFuture] = deque()  # with callbacks to be called
@@ -147,22 +154,20 @@ class Flights:
     def start(self, flight: Flight) -> None:
         """Send a message, and wait for nothing."""
         if flight.asks_nobody:
-            self._prepare(flight)
+            self._begin(flight)
         else:
-            self._turns.admit(partial(self._prepare, flight), flight.future.cancel)
+            self._turns.admit(partial(self._begin, flight), flight.future.cancel)
 
     # ------------------------------------------------------------------ the way
-    def _prepare(self, flight: Flight) -> None:
-        if flight.future.set_running_or_notify_cancel():
+    def _begin(self, flight: Flight) -> bool:
+        begins = flight.future.begin()
+        if begins:
             self._commits.prepare_and_go_on(flight.message, partial(self._prepared, flight))
-        elif not flight.asks_nobody:
-            self._turns.leave()
+        return begins
 
     def _prepared(self, flight: Flight, record: HalfRecord | None, problem: BaseException | None) -> None:
         try:
             if record is None:
-                if not flight.asks_nobody:
-                    self._turns.leave()
                 raise problem or AssertionError
             header = flight.message.writer.header
             run = Run(record, header.fence_id, flight.arg, Outcome(record), held=held_by([flight.message]))
@@ -171,6 +176,8 @@ class Flights:
             else:
                 self._in_thread(self._listeners, partial(self._execute, flight, run))
         except BaseException as found:
+            if not flight.asks_nobody:
+                self._turns.leave()
             self._fail(flight, found)
 
     def _execute(self, flight: Flight, run: Run) -> None:
@@ -187,7 +194,7 @@ class Flights:
     def _go_on(self, flight: Flight, run: Run, answered: Answered | None) -> None:
         """Decide what a listener has answered."""
         if answered is None:  # there is nothing to decide
-            self._in_thread(self._pool, partial(self._settle, flight, run))
+            self._in_thread(self._listeners, partial(self._settle, flight, run))
             return
         batch, rows, verdicts = answered
         split = split_by_verdict(flight.two_phase.log, run.record, rows, batch, verdicts)
@@ -196,7 +203,7 @@ class Flights:
             decision = Decision(run.record, batch.attempt, commit, rollback, Who.EXECUTE)
             self._commits.decide_and_go_on(decision, partial(self._decided, flight, run, batch.attempt))
         else:
-            self._in_thread(self._pool, partial(self._settle, flight, run))
+            self._in_thread(self._listeners, partial(self._settle, flight, run))
 
     def _decided(
         self, flight: Flight, run: Run, attempt: int, placed: Sequence[Placed] | None, problem: BaseException | None
@@ -205,10 +212,10 @@ class Flights:
             if placed is None:
                 raise problem or AssertionError
             run.keep(attempt, placed)
-            if run.outcome.messages:
+            if run.outcome.messages or flight.two_phase.is_settled(run):
                 self._land(flight, run.outcome)
             else:
-                self._in_thread(self._pool, partial(self._settle, flight, run))
+                self._in_thread(self._listeners, partial(self._settle, flight, run))
         except BaseException as found:
             self._fail(flight, found)
 
@@ -240,7 +247,7 @@ class Flights:
             self._done.append(future)
             comes, self._comes = self._comes, True
         if not comes:
-            self._in_thread(self._pool, self._call_back)
+            self._in_thread(self._callers, self._call_back)
 
     def _call_back(self) -> None:
         """Call callbacks while there are any. One of them may wait: then the thread that comes next goes on."""
@@ -254,7 +261,7 @@ class Flights:
                 one_more = bool(self._done) and not self._comes
                 self._comes |= one_more
             if one_more:
-                self._in_thread(self._pool, self._call_back)
+                self._in_thread(self._callers, self._call_back)
             future.call_back()
 
     def _in_thread(self, pool: ThreadPoolExecutor, work: Callable[[], object]) -> None:

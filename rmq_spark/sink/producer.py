@@ -180,9 +180,6 @@ class TransactionMQProducer:
         self._in_flight_max = whole_number(max_in_flight, "max_in_flight", 1)
         self._await_s = seconds(await_termination, "await_termination")
         self._under_way = UnderWay(self.log.machine)
-        self._pool: ThreadPoolExecutor | None = None
-        self._listeners: ThreadPoolExecutor | None = None
-        self._flights: Flights | None = None
         self._plainly = self.two_phase.with_listener(CommitOncePrepared())
         self._forget_others()
         self._pid = os.getpid()
@@ -199,10 +196,6 @@ class TransactionMQProducer:
             self._closing.clear()
             atexit.register(self._end)
             self._forget_others()
-            name = f"txmq-{self.producer_group}"
-            self._pool = ThreadPoolExecutor(self._in_flight_max, name, _mark_own_thread)
-            self._listeners = ThreadPoolExecutor(self._listener_threads, f"{name}-listener", _mark_own_thread)
-            self._flights = Flights(self.log.machine, self._commits, self._turns, self._listeners, self._pool)
             start = self.log.machine.start_thread
             if self.check_interval is not None:
                 self._threads.append(start(self._answer_checks, "txmq-checks", daemon=True))
@@ -216,6 +209,12 @@ class TransactionMQProducer:
         self._turns = Turns(self._listener_threads, self.transaction_timeout)
         self._in_flight = threading.BoundedSemaphore(self._in_flight_max)
         self._keys = Keys(self.log.machine)
+        name = f"txmq-{self.producer_group}"
+        self._senders = ThreadPoolExecutor(self._in_flight_max, name, _mark_own_thread)
+        self._listeners = ThreadPoolExecutor(self._listener_threads, f"{name}-listener", _mark_own_thread)
+        self._callers = ThreadPoolExecutor(self._in_flight_max, f"{name}-callback", _mark_own_thread)
+        self._flights = Flights(self.log.machine, self._commits, self._turns, self._listeners, self._callers)
+        self._in_pool_now: set[Future[TransactionSendResult]] = set()  # sends that have a thread, or wait for one
 
     def shutdown(self) -> None:
         """Close the producer: accept no more, and wait for sends, a check, or upkeep, that are under way.
@@ -230,12 +229,15 @@ class TransactionMQProducer:
         left = self._under_way.close(self._await_s)
         if left:
             self._turns.close()
-        # A callback may close the producer in a thread of the pool, which cannot wait for itself.
+        waiting, self._in_pool_now = list(self._in_pool_now), set()
+        # A callback may close the producer in one of its threads, which cannot wait for itself.
         wait = not (left or _in_own_thread())
-        if self._listeners is not None:
-            self._listeners.shutdown(wait)
-        if self._pool is not None:
-            self._pool.shutdown(wait, cancel_futures=bool(left))
+        self._senders.shutdown(wait, cancel_futures=bool(left))
+        self._listeners.shutdown(wait)
+        self._callers.shutdown(wait)
+        for sent in waiting:
+            if sent.cancelled():
+                sent.set_running_or_notify_cancel()  # the pool does not tell those who wait for it
         self._closing.set()
         for thread in self._threads:
             thread.join()
@@ -410,7 +412,6 @@ class TransactionMQProducer:
         try:
             writer = self._writer(two_phase, [message], topic, None, BATCH, None)
             one = OneMessage(writer, message)
-            assert self._flights is not None
             self._flights.start(Flight(two_phase, one, arg, sent))
         except Exception as problem:
             sent.set_exception(problem)
@@ -423,14 +424,21 @@ class TransactionMQProducer:
     def _in_pool(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
         leave = self._take_room()
         try:
-            assert self._pool is not None
-            sent = self._pool.submit(copy_context().run, send)  # a trace goes on there
+            sent = self._senders.submit(copy_context().run, send)  # a trace goes on there
         except BaseException as problem:
             leave()
             if isinstance(problem, RuntimeError):  # the pool is shut down
                 raise OptionError("the producer is being closed: nothing was sent") from problem
             raise
-        sent.add_done_callback(lambda _: leave())
+
+        waiting = self._in_pool_now
+        waiting.add(sent)
+
+        def end(_: object) -> None:
+            waiting.discard(sent)
+            leave()
+
+        sent.add_done_callback(end)
         return sent
 
     def _take_room(self) -> Callable[[], None]:

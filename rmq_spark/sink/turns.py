@@ -120,7 +120,7 @@ class Turns:
         self._within_s = transaction_timeout_s * WAITING_PART
         self._free = threading.BoundedSemaphore(threads)
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Callable[[], object], Callable[[], object] | None]] = deque()
+        self._waiting: deque[tuple[Callable[[], bool], Callable[[], object] | None]] = deque()
         self._admitted = 0
         self._mean_s: float | None = None  # how long a local transaction takes
         self._is_over = False  # nobody waits for those that still run
@@ -132,14 +132,23 @@ class Turns:
             return self._threads
         return max(self._threads, int(self._threads * self._within_s / max(self._mean_s, 1e-6)))
 
-    def admit(self, begin: Callable[[], object], give_up: Callable[[], object] | None = None) -> None:
-        """Call ``begin`` when one more send may be prepared; ``give_up`` when it comes to that no more."""
+    def admit(self, begin: Callable[[], bool], give_up: Callable[[], object] | None = None) -> None:
+        """Call ``begin`` when one more send may be prepared; ``give_up`` when it comes to that no more. When ``begin``
+        returns False, the next one may begin in its place."""
         with self._lock:
-            if self._admitted >= self.room:
-                self._waiting.append((begin, give_up))
-                return
-            self._admitted += 1
-        begin()
+            self._waiting.append((begin, give_up))
+        self._let_begin()
+
+    def _let_begin(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting or self._admitted >= self.room:
+                    return
+                self._admitted += 1
+                begin, _ = self._waiting.popleft()
+            if not begin():
+                with self._lock:
+                    self._admitted -= 1
 
     def close(self) -> None:
         """Nobody waits any more for those that still run: those that can give up do so."""
@@ -167,7 +176,12 @@ class Turns:
             The same listener, for this send.
         """
         may_begin = threading.Event()
-        self.admit(may_begin.set)
+
+        def begin() -> bool:
+            may_begin.set()
+            return True
+
+        self.admit(begin)
         may_begin.wait()
         in_turn = _InTurn(listener, self, loop)
         try:
@@ -187,14 +201,9 @@ class Turns:
 
     def leave(self) -> None:
         """One that was admitted has ended its local transaction, or will have none."""
-        begins: list[Callable[[], object]] = []
         with self._lock:
             self._admitted -= 1
-            while self._waiting and self._admitted < self.room:
-                self._admitted += 1
-                begins.append(self._waiting.popleft()[0])
-        for begin in begins:
-            begin()
+        self._let_begin()
 
     @contextmanager
     def running(self) -> Iterator[None]:

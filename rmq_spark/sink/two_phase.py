@@ -132,6 +132,11 @@ class Run:
         if visible == self.record.rows and not self.outcome.replayed:  # all of it: there is nothing to settle
             self.outcome.attempt, self.outcome.messages = attempt, {RowState.COMMITTED: visible}
 
+    def end_with(self, state: BatchState) -> None:
+        """Say in the outcome what became of it."""
+        self.outcome.attempt = max(max(f.attempt) for f in state.files.values())
+        self.outcome.messages = {s: n for s in RowState if (n := state.count(s))}
+
 
 Answered: TypeAlias = tuple[HalfBatch, RowSet, pa.Array | LocalTransactionState]
 """What a listener was asked about, its rows, and its verdicts."""
@@ -411,8 +416,15 @@ class TwoPhase:
                     logger.warning("%s", waiting, extra=of_header(run.record.header))
                 self.log.machine.sleep(pause_s)
                 pause_s = min(pause_s * 2, REPLAY_BACKOFF_S_MAX)
-        run.outcome.attempt = max(max(f.attempt) for f in state.files.values())
-        run.outcome.messages = {s: n for s in RowState if (n := state.count(s))}
+        run.end_with(state)
+
+    def is_settled(self, run: Run) -> bool:
+        """Whether nothing is left to be done, by what was read last. Then the outcome says what became of it."""
+        state = self.log.state_of(run.record, refresh=False)
+        if state.in_conflict or state.count(*FINAL_STATES) < state.rows:
+            return False
+        run.end_with(state)
+        return True
 
     def _refuse_conflict(self, run: Run, state: BatchState) -> None:
         if state.in_conflict:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from rmq_spark.errors import (
     OptionError,
     VerdictConflictError,
 )
+from rmq_spark.sink.flights import SendFuture
 from rmq_spark.sink.turns import Turns
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
 from tests.half_batches import another, let_leave, make_log
@@ -642,6 +643,85 @@ def test_a_send_that_is_cancelled_before_it_began_leaves_nothing_and_its_room_to
         go_on.set()
         assert [s.result(DEADLINE_S).messages for s in (first, third)] == [1, 1]
     assert sorted(bodies(log)) == [b"0", b"2"]
+
+
+def test_thousands_that_are_cancelled_at_once_hold_up_nobody() -> None:
+    """Each let the next one begin, which was cancelled, too: a RecursionError, and the producer stood still."""
+    log = make_log("memory", Path(), orders=2)
+    go_on = threading.Event()
+    shop = Shop({b"slow": lambda: go_on.wait(DEADLINE_S) and COMMIT_MESSAGE})
+    settings: dict[str, Any] = {"check_interval": None, "max_in_flight": 3000, "listener_threads": 1}
+    with txmq.TransactionMQProducer(log, "shop", shop, **settings) as producer:
+        slow = producer.send_message_in_transaction_async(message("slow"))
+        wait_for(lambda: shop.seen == [b"slow"])
+        others = [producer.send_message_in_transaction_async(message(i)) for i in range(1500)]
+        assert all(other.cancel() for other in others)
+        assert not wait(others, DEADLINE_S).not_done
+        last = producer.send_message_in_transaction_async(message("last"))
+        go_on.set()
+        assert [s.result(DEADLINE_S).messages for s in (slow, last)] == [1, 1]
+    assert sorted(bodies(log)) == [b"last", b"slow"]
+
+
+def test_a_send_that_several_threads_cancel_gives_up_its_room_once() -> None:
+    left: list[None] = []
+    for _ in range(200):
+        sent = SendFuture(lambda: left.append(None))
+        barrier = threading.Barrier(3)
+
+        def cancel(sent: SendFuture = sent, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            sent.cancel()
+
+        threads = [threading.Thread(target=cancel) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+    assert len(left) == 200
+
+
+def test_who_waits_for_sends_that_a_shutdown_cancels_hears_of_it() -> None:
+    log = make_log("memory", Path(), orders=2)
+    go_on = threading.Event()
+    shop = Shop({b"0": lambda: go_on.wait(DEADLINE_S) and COMMIT_MESSAGE})
+    settings: dict[str, Any] = {"listener_threads": 1, "max_in_flight": 3, "await_termination": 0.1}
+    with txmq.TransactionMQProducer(log, "shop", shop, check_interval=None, **settings) as producer:
+        first = producer.send_message_in_transaction_async(message(0), idempotency_key="k")
+        wait_for(lambda: shop.seen == [b"0"])
+        flies = producer.send_message_in_transaction_async(message(1))
+        in_pool: list[Any] = []
+
+        async def send_more() -> None:  # beyond max_in_flight: some have no thread yet
+            for i in range(5):
+                in_pool.append(producer.send_message_in_transaction_async(message(2 + i), idempotency_key="k"))
+
+        asyncio.run(send_more())
+    cancelled = [sent for sent in [flies, *in_pool] if sent.cancelled()]
+    assert flies in cancelled
+    assert len(cancelled) >= 3
+    assert not wait(cancelled, DEADLINE_S).not_done
+    go_on.set()
+    first.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+@pytest.mark.parametrize("answer", [COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN])
+def test_callbacks_may_all_wait_for_other_sends(answer: Any, key: str | None) -> None:
+    """They took the threads that those sends needed."""
+    log = make_log("memory", Path(), orders=2)
+    shop, heard = Shop({b"more": answer}), []
+    settings: dict[str, Any] = {"check_interval": None, "max_in_flight": 2, "replay_check_timeout": 0}
+    with txmq.TransactionMQProducer(log, "shop", shop, **settings) as producer:
+
+        def send_more(n: int) -> None:
+            more = producer.send_message_in_transaction_async(message("more"), idempotency_key=key and f"{key}{n}")
+            heard.append(more.result(DEADLINE_S).local_transaction_state)
+
+        for n in range(2):
+            producer.send_message_in_transaction_async(message(n)).add_done_callback(lambda _, n=n: send_more(n))
+        wait_for(lambda: len(heard) == 2)
+    assert heard == [answer, answer]
 
 
 def test_sends_that_have_not_begun_when_the_producer_is_closed_are_cancelled() -> None:
