@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog.messages import MESSAGES_SCHEMA, Written, write_messages
 from rmq_spark.commitlog.placements import PlacedRange, placed_range
 from rmq_spark.commitlog.reading import STORED_COLUMNS, Piece, by_file, made_of, pieces_of, rows_of
+from rmq_spark.storage.pools import submitted
 
 if TYPE_CHECKING:
     from rmq_spark.storage.files import DataFile, RowRange
@@ -118,7 +119,7 @@ def _pieces(ranges: Iterable[PlacedRange], read: Read, sizes: Mapping[str, int])
     with ThreadPoolExecutor(READS_AT_ONCE, "txmq-read") as pool:
         for together in by_file(ranges):
             small = sizes.get(together[0].rows.path, SMALL_FILE_BYTES) < SMALL_FILE_BYTES
-            reading.append((together, pool.submit(_read_whole, read, rows_of(together)) if small else None))
+            reading.append((together, submitted(pool, _read_whole, read, rows_of(together)) if small else None))
             if len(reading) == READS_AT_ONCE:
                 yield from first()
         while reading:

@@ -43,6 +43,7 @@ from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.answers import asking, plainly
 from rmq_spark.storage.clock import StoreClock
 from rmq_spark.storage.files import DataFile, RowRange, filesystem, read_range, require_path, write_table
+from rmq_spark.storage.pools import submitted
 from rmq_spark.storage.seal import (
     ENTRY_SEAL,
     added,
@@ -491,7 +492,7 @@ class DeltaLogTable:
         self._actions = None
 
     def _open_in_background(self) -> Future[DeltaTable]:
-        return ThreadPoolExecutor(1, f"txmq-open-{self.name}").submit(self._open)
+        return submitted(ThreadPoolExecutor(1, f"txmq-open-{self.name}"), self._open)
 
     def _open(self) -> DeltaTable:
         try:
@@ -674,7 +675,8 @@ class DeltaLogTable:
                 infos = self.fs.get_file_info(paths)
             else:  # pyarrow would ask for one after the other
                 with ThreadPoolExecutor(min(LOOKS_AT_ONCE, len(paths)), "txmq-look") as pool:
-                    infos = list(pool.map(self.fs.get_file_info, paths))
+                    looks = [submitted(pool, self.fs.get_file_info, path) for path in paths]
+                    infos = [look.result() for look in looks]
         return [f for f, i in zip(files, infos, strict=True) if (i.type, i.size) != (pafs.FileType.File, f.size_bytes)]
 
     def put_back(self, file: DataFile) -> None:
