@@ -39,15 +39,23 @@ test: install ## what every change must pass, in about 17 minutes (TESTS=file, P
 	@$(PYTEST) $(or $(TESTS),tests) --durations=10 $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: install ## every test with the long counts of the proof, and Spark 4.0 and 4.1, in about an hour (SEED=n to replay)
+test-all: install ## every test with the long counts of the proof, older Sparks, oldest packages, in some hours (SEED=n to replay)
 	@TXMQ_TESTS=all $(PYTEST) $(or $(TESTS),tests) -m "" --durations=25 $(PYTEST_ARGS)
-	@$(if $(TESTS),,for spark in 4.0 4.1; do $(MAKE) test-spark SPARK=$$spark; done)
+	@$(if $(TESTS),,for spark in 4.0 4.1; do $(MAKE) test-spark SPARK=$$spark; done; $(MAKE) test-oldest)
 
 .PHONY: test-spark
 test-spark: install ## tests/spark and a killed driver on another Spark and an older pyarrow, from the wheel (SPARK=4.0 or 4.1)
 	@$(PY) -m tests.spark_environment $(SPARK)
 	@cd $(VENV)-spark-$(SPARK)/tree && export PYSPARK_PYTHON="$$PWD/../bin/python" PYSPARK_DRIVER_PYTHON="$$PWD/../bin/python" && \
-	  ../bin/python -m pytest -n 2 $(or $(TESTS),tests/spark tests/crash/test_spark_driver.py $(if $(filter 4.0,$(SPARK)),tests/unit)) $(PYTEST_ARGS)
+	  ../bin/python -m pytest -n 2 $(or $(TESTS),tests/spark tests/crash/test_spark_driver.py) $(PYTEST_ARGS)
+
+# Spark's own oldest is for test-spark: some of these tests speak to classes of Spark 4.2.
+.PHONY: test-oldest
+test-oldest: install ## the tests that need no Java, with the oldest packages that pyproject.toml allows
+	@$(PY) -m venv --clear $(VENV)-oldest
+	@$(PY) -m pip install --quiet --disable-pip-version-check 'uv>=0.5'
+	@$(PY) -m uv pip install --quiet --python $(VENV)-oldest/bin/python --resolution lowest-direct '.[dev]' 'pyspark>=4.2'
+	@$(VENV)-oldest/bin/python -m pytest -n 2 $(or $(TESTS),tests/unit) $(PYTEST_ARGS)
 
 .PHONY: test-unit
 test-unit: $(HAVE_PROJECT) ## the tests that need no Java, in a minute
