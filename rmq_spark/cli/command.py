@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 import typer
 from typer.core import TyperCommand
 
+from rmq_spark.cli.completing import of_argument
 from rmq_spark.cli.configuration import WHERE, configured
 from rmq_spark.cli.text import one_line
 from rmq_spark.cli.words import in_words_of_the_command
@@ -42,6 +43,7 @@ LogPath = Annotated[
         help=f"The commit log: a folder or an object-store URI. May be left out where {WHERE} does.",
         default_factory=str,  # LogCommand puts one in its place
         show_default=False,
+        autocompletion=of_argument,
     ),
 ]
 Storage = Annotated[
@@ -65,6 +67,8 @@ class LogCommand(TyperCommand):
         _configured_storage.clear()
         if arguments and arguments[0].name == "path" and not ctx.resilient_parsing:
             args = self._with_path(ctx, list(args), [str(a.name) for a in arguments])
+        if ctx.resilient_parsing and args and args[-1].startswith("-"):
+            args = args[:-1]  # a shell completes its value: without one nothing before it would be read
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

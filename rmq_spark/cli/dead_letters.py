@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from rmq_spark.cli.command import App
-from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, say, show
+from rmq_spark.cli.completing import of_argument
+from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, say, show
 from rmq_spark.cli.text import short
 from rmq_spark.errors import OptionError
 
@@ -15,7 +16,7 @@ LIMIT = 100
 
 dlq_app = App(no_args_is_help=True, help="Dead letters: messages that a consumer group gave up.")
 
-Group = Annotated[str, typer.Argument(metavar="GROUP")]
+Group = Annotated[str, typer.Argument(metavar="GROUP", autocompletion=of_argument)]
 
 
 def register(app: Any) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rmq_spark.cli.command import App
+from rmq_spark.cli.completing import of_argument, topics_of_option
 from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, rendered, say, show
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age
@@ -21,9 +22,14 @@ if TYPE_CHECKING:
 
 group_app = App(no_args_is_help=True, help="Consumer groups of a commit log.")
 
-Group = Annotated[str, typer.Argument(metavar="GROUP")]
+Group = Annotated[str, typer.Argument(metavar="GROUP", autocompletion=of_argument)]
 Topics = Annotated[
-    list[str] | None, typer.Option("--topic", help="May be repeated; the topics the group has read when not given.")
+    list[str] | None,
+    typer.Option(
+        "--topic",
+        help="May be repeated; the topics the group has read when not given.",
+        autocompletion=topics_of_option,
+    ),
 ]
 FOLLOWS_ITS_CHECKPOINT = "a query follows its checkpoint: start it again with a new one"
 

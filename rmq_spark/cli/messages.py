@@ -13,6 +13,7 @@ import typer
 
 from rmq_spark.cli.bodies import BYTES_SHOWN, BodyBytes, BodyForm, Form, shown
 from rmq_spark.cli.command import FAILED
+from rmq_spark.cli.completing import of_argument, topics_of_option
 from rmq_spark.cli.output import AsJson, LogPath, Storage, block, open_log, plainly, show
 from rmq_spark.cli.text import escaped, json_message, one_line, short, short_time
 from rmq_spark.cli.watching import interval_of, wait
@@ -39,7 +40,7 @@ Tags = Annotated[str | None, typer.Option(help='Only messages with one of these 
 @plainly
 def read(
     path: LogPath,
-    topic: Annotated[str, typer.Argument(metavar="TOPIC")],
+    topic: Annotated[str, typer.Argument(metavar="TOPIC", autocompletion=of_argument)],
     limit: Annotated[
         int | None, typer.Option(min=1, help=f"At most so many messages; {READ_LIMIT} by default.")
     ] = None,
@@ -165,7 +166,9 @@ def query(
     half_id: Annotated[
         str | None, typer.Option("--half-id", help="The messages of a half batch, visible or not.")
     ] = None,
-    topic: Annotated[str | None, typer.Option("--topic", help="Only this topic.")] = None,
+    topic: Annotated[
+        str | None, typer.Option("--topic", help="Only this topic.", autocompletion=topics_of_option)
+    ] = None,
     queue: Annotated[int | None, typer.Option(min=0, help="Only this queue of the topic.")] = None,
     offset: Annotated[int | None, typer.Option(min=0, help="With --queue: the message there.")] = None,
     tags: Tags = None,

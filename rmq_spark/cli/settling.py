@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rmq_spark.cli.command import FAILED, fail, typed_path
+from rmq_spark.cli.completing import of_argument
 from rmq_spark.cli.output import (
     AsJson,
     LogPath,
@@ -35,7 +36,12 @@ VERDICTS = ("COMMIT", "ROLLBACK")
 EVERYTHING = "all"
 SPARE = ("lease_until", "prepared_at", "attempt", "size")
 
-HalfId = Annotated[str, typer.Argument(metavar="HALF_ID", help="As listed by pending, quarantined and conflicts.")]
+HalfId = Annotated[
+    str,
+    typer.Argument(
+        metavar="HALF_ID", help="As listed by pending, quarantined and conflicts.", autocompletion=of_argument
+    ),
+]
 Group = Annotated[str | None, typer.Option("--group", help="Only those of this producer group.")]
 
 
@@ -130,7 +136,7 @@ def conflict_rows(log: CommitLog, group: str | None = None) -> list[dict[str, An
 def resolve(
     path: LogPath,
     half_id: HalfId,
-    verdict: Annotated[str, typer.Argument(metavar="COMMIT|ROLLBACK")],
+    verdict: Annotated[str, typer.Argument(metavar="COMMIT|ROLLBACK", autocompletion=of_argument)],
     reason: Annotated[str, typer.Option(help="Kept with the op marker, for those who ask later.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Needed where there is no terminal.")] = False,
     as_json: AsJson = False,
@@ -161,7 +167,12 @@ def resolve(
 @plainly
 def resume(
     path: LogPath,
-    half_id: Annotated[str, typer.Argument(metavar="HALF_ID|all", help="As listed by quarantined; or all of them.")],
+    half_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="HALF_ID|all", help="As listed by quarantined; or all of them.", autocompletion=of_argument
+        ),
+    ],
     reason: Annotated[str, typer.Option(help="Kept with the op marker.")] = "resumed",
     group: Annotated[str | None, typer.Option("--group", help="With all: those of this producer group.")] = None,
     as_json: AsJson = False,

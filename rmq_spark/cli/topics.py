@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rmq_spark.cli.command import FAILED, App, fail, typed_path
+from rmq_spark.cli.completing import of_argument
 from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, say, show
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.errors import OptionError
@@ -21,7 +22,8 @@ FOREVER = "forever"
 
 topic_app = App(no_args_is_help=True, help="Topics of a commit log.")
 
-Name = Annotated[str, typer.Argument(metavar="NAME")]
+NewTopic = Annotated[str, typer.Argument(metavar="NAME")]
+Name = Annotated[str, typer.Argument(metavar="TOPIC", autocompletion=of_argument)]
 
 
 def register(app: Any) -> None:
@@ -34,7 +36,7 @@ def register(app: Any) -> None:
 @plainly
 def create_topic(
     path: LogPath,
-    name: Name,
+    name: NewTopic,
     queues: Annotated[int | None, typer.Option(help="The log's own number when not given.")] = None,
     fifo: Annotated[bool, typer.Option("--fifo", help="Messages of one sharding key keep their order.")] = False,
     exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Leave a topic that is there as it is.")] = False,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rmq_spark.cli.command import typed_path
+from rmq_spark.cli.completing import of_argument
 from rmq_spark.cli.output import AsJson, LogPath, Storage, block, one_line, open_log, plainly, rendered
 from rmq_spark.cli.text import short_age, short_time
 from rmq_spark.cli.words import as_commands
@@ -43,7 +44,12 @@ def register(app: Any) -> None:
 def trace(
     path: LogPath,
     name: Annotated[
-        str, typer.Argument(metavar="ID", help="A transaction id, a half id, or a message id, as query shows them.")
+        str,
+        typer.Argument(
+            metavar="ID",
+            help="A transaction id, a half id, or a message id, as query shows them.",
+            autocompletion=of_argument,
+        ),
     ],
     as_json: AsJson = False,
     storage: Storage = None,

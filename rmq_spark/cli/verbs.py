@@ -6,11 +6,14 @@ The words here are those that ``txmq --help`` lists; a test holds them beside ea
 from __future__ import annotations
 
 import functools
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from rmq_spark.cli.completing import join_words_at_colons
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,6 +129,11 @@ class Verbs(TyperGroup):
             for name, (module, said) in verbs.items()
         }
         super().__init__(**settings)
+
+    def main(self, *args: Any, **settings: Any) -> Any:
+        if os.environ.get("_TXMQ_COMPLETE") == "complete_bash":
+            join_words_at_colons()
+        return super().main(*args, **settings)
 
 
 def whole(app: typer.Typer) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import rmq_spark as txmq_package
-from rmq_spark.cli import app, messages, top, watching
+from rmq_spark.cli import app, completing, messages, top, watching
 from rmq_spark.cli.bodies import BodyForm, shown
 from rmq_spark.cli.overview import committed_since, look
 from rmq_spark.cli.text import escaped, short_age, size
@@ -483,3 +485,64 @@ def test_completion_knows_the_verbs() -> None:
     environment = {"_TXMQ_COMPLETE": "complete_bash", "COMP_WORDS": "txmq qua", "COMP_CWORD": "1"}
     result = CliRunner().invoke(app, [], prog_name="txmq", env=environment)
     assert "quarantined" in result.output
+
+
+def completed(*words: str) -> list[str]:
+    """What a shell is offered for the last of these words."""
+    environment = {"_TXMQ_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(["txmq", *words]),
+                   "COMP_CWORD": str(len(words))}  # fmt: skip
+    result = CliRunner().invoke(app, [], prog_name="txmq", env=environment)
+    assert (result.exit_code, result.stderr) == (0, "")
+    return result.stdout.split()
+
+
+def test_completion_knows_what_is_in_the_log(log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log.create_topic("bills")
+    assert completed("group", "lag", "") == []
+    assert not (Path(log.path) / "groups").exists(), "completing writes nothing"
+    ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    open_one = orders(log, 7, 1).half_id
+    given_up, late = quarantine(log, 0), conflict(log)
+
+    assert completed("read", "") == completed("topic", "status", "") == ["bills", "orders"]
+    assert completed("read", "or") == completed("query", "--topic", "or") == ["orders"]
+    assert completed("group", "reset", "points", "--topic", "") == ["bills", "orders"]
+    assert completed("group", "lag", "p") == completed("dlq", "list", "") == ["points"]
+    assert completed("group", "clone", "points", "") == []
+    assert completed("topic", "create", "") == []
+    assert completed("resolve", "") == completed("trace", "") == [open_one, late, given_up]
+    assert completed("resolve", late, "") == ["COMMIT", "ROLLBACK"]
+    assert completed("resume", "") == ["all", given_up]
+
+    monkeypatch.delenv("TXMQ_PATH")
+    assert completed("read", "") == []
+    assert completed("read", log.path, "o") == completed("read", "log", "o") == ["orders"]
+    assert completed("group", "reset", log.path, "points", "--topic", "b") == ["bills"]
+    (tmp_path / "txmq.toml").write_text(f'path = "{log.path}"\n')
+    assert completed("read", "b") == ["bills"]
+    (tmp_path / "txmq.toml").write_text("path = [")
+    assert completed("read", "b") == []
+
+
+def test_completion_in_bash_goes_on_behind_a_colon(log: CommitLog) -> None:
+    for batch_id in (7, 70):
+        orders(log, batch_id, batch_id)
+    assert completed("resolve", "shop", ":") == ["7", "70"]
+    assert completed("resolve", "shop", ":", "70") == ["70"]
+    assert completed("resolve", "shop", ":", "7", "CO") == ["COMMIT"]
+    assert completed("read", "file", ":", f"//{log.path}", "") == ["orders"]
+
+
+def test_completion_does_not_wait_for_a_log_that_does_not_answer(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    def slowly(_: CommitLog) -> Iterator[str]:
+        answers.wait()
+        yield "orders"
+
+    monkeypatch.setattr(completing, "SECONDS_MAX", 0.01)
+    monkeypatch.setitem(completing.KINDS, "TOPIC", slowly)  # type: ignore[arg-type]
+    assert completed("read", "") == []
+    answers.set()
