@@ -8,10 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from rmq_spark.cli.text import escaped
+from rmq_spark.cli.text import escaped, short
 
 BYTES_SHOWN = 4096
 HEX_WIDTH = 16
+PEEKED_BYTES = 24
+"""Of a body that is not text, in a line."""
 
 
 class BodyForm(str, Enum):
@@ -54,6 +56,18 @@ def shown(body: bytes | None, form: BodyForm, bytes_max: int = BYTES_SHOWN) -> s
     if len(part) < len(body):
         text += f"\n… {len(part):,} of {len(body):,} bytes are shown (--body-bytes shows more)"
     return text
+
+
+def peek(body: bytes | None) -> str:
+    """Return the beginning of a body on one line, without anything that could control the terminal: text where it is
+    UTF-8, else the first bytes as numbers."""
+    if body is None:
+        return ""
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return body[:PEEKED_BYTES].hex(" ") + ("…" if len(body) > PEEKED_BYTES else "")
+    return escaped(short(body))
 
 
 def _form_of(body: bytes) -> BodyForm:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.bodies import BYTES_SHOWN, BodyBytes, BodyForm, Form, shown
+from rmq_spark.cli.bodies import BYTES_SHOWN, PEEKED_BYTES, BodyBytes, BodyForm, Form, shown
 from rmq_spark.cli.command import FAILED
 from rmq_spark.cli.completing import of_argument, topics_of_option
 from rmq_spark.cli.output import AsJson, LogPath, Storage, block, open_log, plainly, show
@@ -238,7 +238,7 @@ def _cell(body: bytes | None, form: BodyForm) -> str | None:
     if body is None or form is BodyForm.NONE:
         return None
     if form is BodyForm.HEX:
-        return body[:24].hex(" ") + ("…" if len(body) > 24 else "")
+        return body[:PEEKED_BYTES].hex(" ") + ("…" if len(body) > PEEKED_BYTES else "")
     return short(body)
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from rmq_spark.cli.text import age_in_words, count_of, one_line, short_time
+from rmq_spark.cli.bodies import peek
+from rmq_spark.cli.command import sentence_of, typed_path
+from rmq_spark.cli.text import age_in_words, count_of, escaped, one_line, short_text, short_time
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState
+from rmq_spark.errors import TxmqError
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
+OPEN = (RowState.PENDING, RowState.QUARANTINED)
+SHOWN = 3
+"""Messages that a person sees before the question."""
 ROLLED_BACK = (RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK, RowState.ROLLED_BACK_BY_DISCARD)
 
 
@@ -26,7 +32,7 @@ class Resolving:
         self._commits = verdict == "COMMIT"
         self._record = log.get(half_id)
         self._state = log.state_of(self._record)
-        self._open = self._state.count(RowState.PENDING, RowState.QUARANTINED)
+        self._open = self._state.count(*OPEN)
         self._in_conflict = self._state.conflicting().count
         self.acts = bool(self._open or self._in_conflict)
         """False when nothing is left to be decided."""
@@ -52,6 +58,25 @@ class Resolving:
         if not self._in_conflict:
             del lines["in conflict"]
         return "\n".join(f"{name:<16}{one_line(value)}" for name, value in lines.items())
+
+    def messages(self) -> str:
+        """Return the first messages that the verdict is about, a line for each: topic, keys, the body's beginning."""
+        chosen = self._state.rows_in(OPEN) or self._state.conflicting()
+        try:
+            found = self._log.half.read(self._record, chosen.first(SHOWN), ["topic", "keys", "body"])
+        except TxmqError as problem:  # a person may still decide
+            return f"its messages cannot be shown: {sentence_of(problem)}"
+        rows = [
+            (one_line(row["topic"]), escaped(short_text(row["keys"] or "")), peek(row["body"]))
+            for row in found.to_pylist()
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        more = chosen.count - len(rows)
+        if more:
+            at = f"{typed_path()} " if typed_path() else ""
+            lines.append(f"and {count_of(more, 'more message')}: txmq query {at}--half-id {self._record.half_id}")
+        return "\n".join(f"  {line.rstrip()}" for line in lines)
 
     def question(self) -> str:
         """Return what a person has to say yes to."""

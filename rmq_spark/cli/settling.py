@@ -142,7 +142,8 @@ def resolve(
     as_json: AsJson = False,
     storage: Storage = None,
 ) -> None:
-    """Decide on what is pending, quarantined or in conflict in a half batch. Shows it, and asks before it acts."""
+    """Decide on what is pending, quarantined or in conflict in a half batch. Shows it and its first messages, and asks
+    before it acts."""
     from rmq_spark.cli.resolving import Resolving
 
     wanted = verdict.upper().removesuffix("_MESSAGE")
@@ -152,11 +153,10 @@ def resolve(
         raise typer.BadParameter("it is empty: a reason is kept with the op marker", param_hint="--reason")
     resolving = Resolving(open_log(path, storage), half_id, wanted)
     if resolving.acts and not yes:
+        typer.echo(f"{resolving.description()}\n{resolving.messages()}", err=True)
         if not sys.stdin.isatty():
-            typer.echo(resolving.description(), err=True)
             typer.echo(f"there is no terminal to ask on: pass --yes to {wanted} it unasked", err=True)
             raise typer.Exit(2)
-        typer.echo(resolving.description(), err=True)
         if not typer.confirm(resolving.question(), err=True):
             typer.echo("nothing was changed", err=True)
             raise typer.Exit(1)

@@ -26,7 +26,11 @@ def escaped(text: str) -> str:
 
 def short(body: bytes) -> str:
     """Return the beginning of a body, as text."""
-    text = body[: BODY_CHARS_SHOWN * 4].decode(errors="replace")
+    return short_text(body[: BODY_CHARS_SHOWN * 4].decode(errors="replace"))
+
+
+def short_text(text: str) -> str:
+    """Return the beginning of a text."""
     return text if len(text) <= BODY_CHARS_SHOWN else text[: BODY_CHARS_SHOWN - 1] + "…"
 
 

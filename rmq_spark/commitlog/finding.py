@@ -15,7 +15,6 @@ from rmq_spark.commitlog.messages import SOURCE_SCHEMA
 from rmq_spark.commitlog.op import RowState
 from rmq_spark.commitlog.placements import Placements
 from rmq_spark.commitlog.reading import read_ranges
-from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.trace import Trace, TracePlace
 from rmq_spark.commitlog.tracing import COUNTED, chosen_rows, trace
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError
@@ -190,7 +189,7 @@ def _held(log: ProtocolSteps, found: Trace, limit: int) -> pa.Table:
         return FOUND_SCHEMA.empty_table()
     state = log.state_of(record)
     traced = chosen_rows(log, found, record)
-    rows = _first_rows(state.rows_in(NOT_COMMITTED) & traced, limit)
+    rows = (state.rows_in(NOT_COMMITTED) & traced).first(limit)
     columns = [*HELD, "file_no", "row_no", "transaction_key", "topic", "queue_id"]
     held = log.half.read(record, rows, columns)
     n = held.num_rows
@@ -221,15 +220,3 @@ def _transaction_ids(half_id: str, per: str, attempts: Sequence[int], held: pa.T
         address = (row[name].combine_chunks() for name in ("file_no", "row_no"))
         found.append(transaction_ids(half_id, attempt, per, key, *address)[0].as_py())
     return found
-
-
-def _first_rows(rows: RowSet, limit: int) -> RowSet:
-    """The first rows of a set."""
-    found: dict[int, bytes] = {}
-    for file_no, bits in rows.items():
-        end, left = 0, limit
-        while left and (at := bits.find(1, end)) >= 0:
-            end, left = at + 1, left - 1
-        found[file_no] = bits[:end] + bytes(len(bits) - end)
-        limit = left
-    return RowSet(found)

@@ -72,6 +72,16 @@ class RowSet(Mapping[int, bytes]):
         for file_no, bits in self._files.items():
             yield file_no, runs(bits)
 
+    def first(self, count: int) -> RowSet:
+        """The first so many rows, in send order."""
+        found: dict[int, bytes] = {}
+        for file_no, bits in self._files.items():
+            end = 0
+            while count and (at := bits.find(1, end)) >= 0:
+                end, count = at + 1, count - 1
+            found[file_no] = bits[:end] + bytes(len(bits) - end)
+        return RowSet(found)
+
     def where(self, chosen: pa.BooleanArray | pa.ChunkedArray) -> RowSet:
         """Those rows for which a value is true. ``chosen`` has a value for each row of the set, in send order."""
         flat = chosen.combine_chunks() if isinstance(chosen, pa.ChunkedArray) else chosen

@@ -250,8 +250,36 @@ def test_resolve_shows_the_half_batch_before_it_asks(log: CommitLog) -> None:
         "pending": "0 messages",
         "quarantined": "2 messages",
     }
+    assert sorted(resolving.messages().splitlines()) == ["  orders  k0  one", "  orders  k1  two"]
     assert resolving.question().startswith("Roll them back?")
     assert resolving.run("never paid") == "2 messages were rolled back"
+
+
+def test_resolve_shows_the_first_messages_and_nothing_that_steers_the_terminal(log: CommitLog) -> None:
+    header = HalfHeader("app:0", "app", 0, None, None, NO_LISTENER_FENCE, "message", "shop")
+    bodies = [b'{"order_id": 1,\n "total": 10}', b"\x1b[2Jred", b"\xff" * 30, b"x" * 90, b"last"]
+    table = pa.table({"body": bodies, "keys": ["order-1 all", "k\x07", None, "k" * 90, "o"],
+                      "queue_id": pa.array([0] * 5, pa.int32())})  # fmt: skip
+    record = log.prepare(header, log.stage(HalfWriter(header, log.topics(), "orders", None), table.to_batches()))
+    _, err = txmq("resolve", log.path, "app:0", "COMMIT", "--reason", "paid", code=2)
+    shown = err.splitlines()[-5:-1]
+    assert [re.split(r" {2,}", line.strip()) for line in shown[:3]] == [
+        ["orders", "order-1 all", '{"order_id": 1,\\n "total": 10}'],
+        ["orders", "k\\x07", "\\x1b[2Jred"],
+        ["orders", " ".join(["ff"] * 24) + "…"],
+    ]
+    assert shown[3] == f"  and 2 more messages: txmq query {log.path} --half-id app:0"
+    # Of a half batch that is decided in part, those that are not; of one in conflict, those in conflict.
+    log.decide(record, 1, commit=log.state_of(record).rows_in((RowState.PENDING,)).first(3), who=Who.EXECUTE)
+    assert len(Resolving(log, "app:0", "COMMIT").messages().splitlines()) == 2
+    assert "k" * 79 + "…" in Resolving(log, "app:0", "COMMIT").messages()
+    log.decide(record, 1, rollback=rows(log, record), who=Who.CHECK)
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit=log.state_of(record).rows_in((RowState.ROLLED_BACK_BY_CHECK,)), who=Who.EXECUTE)
+    assert "last" in Resolving(log, "app:0", "ROLLBACK").messages()
+    resolving = Resolving(log, "app:0", "ROLLBACK")
+    (Path(log.path) / "half" / next(iter(record.files.values())).path).unlink()
+    assert resolving.messages().startswith("its messages cannot be shown: ")
 
 
 def test_a_message_that_is_committed_and_waits_is_not_called_visible(log: CommitLog) -> None:

@@ -66,6 +66,8 @@ def test_masks_of_files_behave_as_sets_of_addresses(a: dict[int, bytes], b: dict
     assert addresses(rows - b) == addresses(a) - addresses(b)
     assert rows.count == len(addresses(a))
     assert bool(rows) == bool(addresses(a))
+    for count in range(4):
+        assert addresses(rows.first(count)) == set(sorted(addresses(a))[:count])
     assert {(n, i) for n, ranges in rows.ranges() for x, y in ranges for i in range(x, y + 1)} == addresses(a)
     assert all(b"\x01" in m for m in [*rows.values(), *(rows & b).values(), *(rows - b).values()])
 
