@@ -12,9 +12,10 @@ from rmq_spark.cli.completing import of_argument, topics_of_option
 from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, rendered, say, show
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age
+from rmq_spark.cli.times import time_of
 from rmq_spark.cli.watching import Watch, watched
 from rmq_spark.errors import GroupNotFoundError, OptionError
-from rmq_spark.source.offsets import EARLIEST, LATEST, CountedPositions, parse_offsets, parse_timestamp, to_json
+from rmq_spark.source.offsets import EARLIEST, LATEST, CountedPositions, parse_offsets, to_json
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
@@ -42,14 +43,29 @@ def register(app: Any) -> None:
 @group_app.command("list")
 @plainly
 def list_groups(path: LogPath, watch: Watch = None, as_json: AsJson = False, storage: Storage = None) -> None:
-    """List consumer groups, and how far they are behind, in messages and in seconds."""
+    """List consumer groups, and how far they are behind, in messages and in time."""
     log = open_log(path, storage)
     nothing = "no consumer group has read from this log: set the option consumerGroup of a stream"
     watched(watch, lambda: _listed(group_rows(log), as_json, nothing))
 
 
 def _listed(rows: list[dict[str, Any]], as_json: bool, nothing: str, *spare: str) -> str:
-    return "".join(f"{json_of(row)}\n" for row in rows) if as_json else rendered(rows, nothing, spare)
+    if as_json:
+        return "".join(f"{json_of(row)}\n" for row in rows)
+    return rendered([in_words(row) for row in rows], nothing, spare)
+
+
+def in_words(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row for people: durations as ages, which JSON has in seconds."""
+    shown: dict[str, Any] = {}
+    for name, value in row.items():
+        if name == "lag_seconds":
+            shown["behind"] = short_age(value)
+        elif name == "heartbeat_seconds":
+            shown["heartbeat"] = None if value is None else f"{short_age(value)} ago"
+        else:
+            shown[name] = value
+    return shown
 
 
 def group_rows(log: CommitLog) -> list[dict[str, Any]]:
@@ -142,8 +158,8 @@ def reset(
     to: Annotated[
         str,
         typer.Option(
-            help='earliest, latest, a time such as 2025-03-01T08:00:00Z, or offsets: {"orders": {"0": 23}} moves '
-            "queue 0 alone."
+            help="earliest, latest, a time such as 2025-03-01T08:00:00Z, a time ago such as 2h, or offsets: "
+            '{"orders": {"0": 23}} moves queue 0 alone.'
         ),
     ],
     topic: Topics = None,
@@ -164,7 +180,7 @@ def reset(
         positions = found.reset(to_json(given, log_id=given.log_id), topic, others_stay=True)
     else:
         try:
-            when = parse_timestamp(text, "--to")
+            when = time_of(text, found.log.machine.now(), "--to")
         except OptionError:
             if text[:1].isdigit():  # meant as a time
                 raise
@@ -178,8 +194,8 @@ def _not_a_place(to: str) -> str:
             "last": LATEST, "end": LATEST, "newest": LATEST, "now": LATEST}.get(to.strip().lower())  # fmt: skip
     hint = "" if near is None else f" (did you mean {near}?)"
     return (
-        f"--to {to!r} is no place{hint}: earliest, latest, a time such as 2025-03-01T08:00:00Z, or offsets such as "
-        '{"orders": {"0": 23}} are expected'
+        f"--to {to!r} is no place{hint}: earliest, latest, a time such as 2025-03-01T08:00:00Z, a time ago such as 2h, "
+        'or offsets such as {"orders": {"0": 23}} are expected'
     )
 
 

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,8 +15,8 @@ from rmq_spark.cli.command import FAILED
 from rmq_spark.cli.completing import of_argument, topics_of_option
 from rmq_spark.cli.output import AsJson, LogPath, Storage, block, open_log, plainly, show
 from rmq_spark.cli.text import escaped, json_message, one_line, short, short_time
+from rmq_spark.cli.times import time_of
 from rmq_spark.cli.watching import interval_of, wait
-from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -207,8 +206,8 @@ def query(
             None if tags is None else parse_tags(tags),
             queue,
             offset,
-            None if since is None else _time(since, now, "since"),
-            None if until is None else _time(until, now, "until"),
+            None if since is None else time_of(since, now, "since"),
+            None if until is None else time_of(until, now, "until"),
         )
         table = find(log, wanted, limit + 1)
     more = table.num_rows > limit
@@ -273,20 +272,3 @@ def _refuse_contradicting_query(
         raise typer.BadParameter("it needs --topic: which topic's queue?", param_hint="--queue")
     if offset is not None and queue is None:
         raise typer.BadParameter("it needs --queue: which queue's offset?", param_hint="--offset")
-
-
-def _time(text: str, now: datetime, option: str) -> datetime:
-    """Return a time: a point in time, or a duration before now."""
-    from datetime import timedelta
-
-    from rmq_spark.config import parse_duration
-    from rmq_spark.source.offsets import parse_timestamp
-
-    try:
-        return now - timedelta(seconds=parse_duration(text, option))
-    except OptionError:
-        pass
-    try:
-        return parse_timestamp(text, option)
-    except OptionError as problem:
-        raise OptionError(f"{problem}; or as a time ago, such as 2h") from None

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, rendered
+from rmq_spark.cli.groups import in_words
+from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, rendered
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
 
@@ -69,7 +70,7 @@ def _tables(rows: list[dict[str, Any]]) -> Iterator[str]:
 
     yield rendered(of("topic"), "no topics: make one with txmq topic create")
     if groups := of("group"):
-        yield rendered(groups, "", ["updated", "topics"])
+        yield rendered([in_words(group) for group in groups], "", ["updated", "topics"])
     yield rendered([{**row, "bytes": size(row["bytes"])} for row in of("table")], "")
     (totals,) = of("transactions")
     oldest = f", the oldest for {short_age(totals['oldest_pending_seconds'])}" if totals["pending"] else ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark.cli.groups import in_words
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, rendered
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import one_line, short_age, short_time, size
@@ -149,7 +150,7 @@ def text(title: str, now: Overview, before: Overview) -> str:
     parts = [f"{title}   {short_time(now.at)}\n" + "; ".join(words for words, _ in headline(now)) + "\n"]
     parts.append(rendered(topic_rows(now, before)[:ROWS], "no topics"))
     if groups := consumer_rows(now, before)[:ROWS]:
-        parts.append(rendered(groups, ""))
+        parts.append(rendered([in_words(group) for group in groups], ""))
     if waiting := open_half_batches(now)[:ROWS]:
         parts.append(rendered(waiting, ""))
     return "\n".join(parts)
@@ -165,18 +166,13 @@ def screen(title: str, now: Overview, before: Overview) -> RenderableType:
     panels: list[RenderableType] = [Text(f"{one_line(title)}   {short_time(now.at)}", style="bold"), head]
     for name, rows in (
         ("topics", topic_rows(now, before)),
-        ("consumer groups", [_behind(row) for row in consumer_rows(now, before)]),
+        ("consumer groups", [in_words(row) for row in consumer_rows(now, before)]),
         ("waiting for a verdict", open_half_batches(now)),
     ):
         if rows:
             panels.append(Panel(_grid(rows[:ROWS]), title=name, title_align="left", border_style="dim"))
     panels.append(Text("Ctrl-C ends", style="dim"))
     return Group(*panels)
-
-
-def _behind(row: dict[str, Any]) -> dict[str, Any]:
-    """A consumer group's row with its lag as an age."""
-    return {("behind" if k == "lag_seconds" else k): short_age(v) if k == "lag_seconds" else v for k, v in row.items()}
 
 
 def _grid(rows: list[dict[str, Any]]) -> RenderableType:

@@ -399,6 +399,7 @@ def test_an_unknown_group_or_place_is_an_error_that_says_what_to_do(log: CommitL
     said = txmq("group", "reset", "points", "--to", "first", code=2)[1]
     assert "--to 'first' is no place (did you mean earliest?): earliest, latest, a time such as" in said
     assert "is not a time" in txmq("group", "reset", "points", "--to", "2025-99-01", code=2)[1]
+    assert "or as a time ago, such as 2h" in txmq("group", "reset", "points", "--to", "5 minutes", code=2)[1]
     assert objects("group", "delete", "points") == [{"consumer_group": "points"}]
     txmq("group", "delete", "points", code=1)
 
@@ -443,6 +444,23 @@ def test_looking_makes_no_table(log: CommitLog) -> None:
     assert not (Path(log.path) / "groups").exists()
 
 
+def test_a_group_is_reset_to_a_time_ago_and_tables_show_its_lag_as_a_duration(log: CommitLog) -> None:
+    commit(log, orders(log, 0, 2, 4))
+    group = ConsumerGroup(log, "points")
+    group.reset("latest", ["orders"])
+    (moved, _) = objects("group", "reset", "points", "--to", "5m")
+    assert moved == {"topic": "orders", "queue_id": 0, "next_offset": 0}
+    assert [row["next_offset"] for row in objects("group", "reset", "points", "--to", "0s")] == [2, 0]
+    group.reset("earliest")
+    for verb in (("group", "list"), ("group", "lag", "points"), ("stats",)):
+        out, _ = txmq(*verb)
+        assert "behind" in out
+        assert "lag_seconds" not in out
+        assert re.search(r" \d+(ms|s) ", out)
+    assert isinstance(objects("group", "list")[0]["lag_seconds"], float)
+    assert "heartbeat" not in txmq("group", "lag", "points")[0]
+
+
 def test_top_shows_rates_between_two_looks(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(log, orders(log, 0, 1))
     ConsumerGroup(log, "points").reset("earliest", ["orders"])
@@ -453,6 +471,7 @@ def test_top_shows_rates_between_two_looks(log: CommitLog, monkeypatch: pytest.M
     assert found["topics"][0]["in_per_second"] > 0
     stopping(monkeypatch, lambda: None)
     out, _ = txmq("top")
+    assert "behind" in out
     assert f"{half_id}  quarantined" in out
     assert "1 quarantined; 0 in conflict" in out
 

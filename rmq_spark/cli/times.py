@@ -1,0 +1,28 @@
+"""Times that a person types: a point in time, or how long ago it was."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from rmq_spark.config import parse_duration
+from rmq_spark.errors import OptionError
+
+
+def time_of(text: str, now: datetime, option: str) -> datetime:
+    """Return a time: a point in time, or a duration before now.
+
+    Raises
+    ------
+    OptionError
+        When it is neither.
+    """
+    from rmq_spark.source.offsets import parse_timestamp
+
+    try:
+        return now - timedelta(seconds=parse_duration(text, option))
+    except OptionError:
+        pass
+    try:
+        return parse_timestamp(text, option)
+    except OptionError as problem:
+        raise OptionError(f"{problem}; or as a time ago, such as 2h") from None
