@@ -48,7 +48,8 @@ class TransactionListener(ABC):
         """Return what became of the local transaction(s) of ``batch.transactions``.
 
         ROLLBACK_MESSAGE is a promise: the local transaction did not happen *and never will*. A listener without a fence
-        cannot keep a late driver from committing. It should answer UNKNOWN until it is sure.
+        cannot keep a late driver from committing. It should answer UNKNOWN until it is sure, and may say why in
+        ``batch.reason``: a few words, which ``txmq trace`` shows.
         """
 
 

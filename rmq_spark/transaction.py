@@ -140,6 +140,9 @@ class HalfBatch:
         True in a check by the very query that prepared the half batch, after a restart: whoever ran this attempt is
         dead, or has been replaced. A listener with a fence need not wait for it, because the fence ends its work. One
         without a fence must not answer ROLLBACK for that reason: the run before may still be at work.
+    reason : str or None
+        None at first. A listener may set it in a check that it answers with UNKNOWN: a few words why. They are kept
+        with the check, and ``txmq trace`` shows them.
     """
 
     def __init__(
@@ -170,6 +173,7 @@ class HalfBatch:
         self.log_id = log_id
         self.arg = arg
         self.restarted = False
+        self.reason: str | None = None
         self._rows = rows
         self._transactions: pa.Table | None = None
 

@@ -50,7 +50,7 @@ from rmq_spark.listener import (
 from rmq_spark.logs import of_batch, of_header
 from rmq_spark.machine import Machine
 from rmq_spark.message import require_group_name
-from rmq_spark.redaction import sentence_of, traceback_of
+from rmq_spark.redaction import redacted, sentence_of, traceback_of
 from rmq_spark.tracing import settling
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
@@ -64,6 +64,9 @@ from rmq_spark.transaction import (
 __all__ = ["CheckReport", "CheckService", "Tally"]
 
 logger = logging.getLogger(__name__)
+
+REASON_CHARS_MAX = 200
+"""So much of what a listener says about its UNKNOWN is kept with the check."""
 
 
 class CheckService:
@@ -327,7 +330,7 @@ class CheckService:
         _tally(round_.report, asked.batch, split, answer.verdicts)
         commit, rollback, unknown = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE], split[UNKNOWN]
         if unknown:
-            self.log.record_check(asked.record, asked.attempt, unknown, f"UNKNOWN from {type(listener).__name__}")
+            self.log.record_check(asked.record, asked.attempt, unknown, _why(listener, asked.batch))
         if commit or rollback:
             topics = asked.record.topics
             with settling(
@@ -409,6 +412,15 @@ class CheckService:
         for half_id in self.log.conflicts():
             if half_id not in reported:
                 report.problem(half_id, _IN_CONFLICT)
+
+
+def _why(listener: TransactionListener, batch: HalfBatch) -> str:
+    """Why a check changed nothing, for those who ask later."""
+    said = f"UNKNOWN from {type(listener).__name__}"
+    if not batch.reason:
+        return said
+    why = redacted(batch.reason)  # as a whole: a secret that is cut would not be known again
+    return f"{said}: {why if len(why) <= REASON_CHARS_MAX else f'{why[:REASON_CHARS_MAX]}…'}"
 
 
 _IN_CONFLICT = (

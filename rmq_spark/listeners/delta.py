@@ -257,6 +257,8 @@ class DeltaTransactionListener(TransactionListener):
         if found.state is None:
             young = self.machine.now() - _utc(batch.prepared_at) < timedelta(seconds=self.rollback_after_s)
             if young and not batch.restarted:
+                wait = f"rollback_after ({self.rollback_after_s:g} s) is not over"
+                batch.reason = f"the table has no commit of it yet, and {wait}"
                 return UNKNOWN
             found = self._commit_fence_alone(spark, batch, TOMBSTONE)
         if found.state is None:

@@ -533,7 +533,11 @@ class SqlTransactionListener(TransactionListener):
                 raise
             # Somebody holds the lock, so the local transaction is running, and nobody knows yet how it ends.
             logger.info("%r: another transaction holds its fence rows; the answer is UNKNOWN", batch)
+            batch.reason = "another database transaction holds its fence rows, so its local transaction is running"
             return UNKNOWN
+        if len(recorded) < len(ids):
+            wait = f"rollback_after ({self.rollback_after_s:g} s) is not over"
+            batch.reason = f"the database has no fence row of it yet, and {wait}"
         verdicts = [_verdict(recorded[i], i).value if i in recorded else UNKNOWN.value for i in ids]
         return pa.array(verdicts, pa.string())
 

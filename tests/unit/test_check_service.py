@@ -430,6 +430,26 @@ def test_a_listener_of_another_fence_is_not_believed(
     assert states(log, record) == {RowState.COMMITTED: 4}
 
 
+def test_a_check_keeps_the_listener_s_reason_for_unknown_without_secrets(log: CommitLog) -> None:
+    record = prepare(log)
+
+    def waits(batch: HalfBatch) -> LocalTransactionState:
+        assert batch.reason is None
+        batch.reason = reasons.pop(0)
+        return UNKNOWN
+
+    reasons = [None, "the bank at https://shop:s3cret@bank/ is closed", "x" * 300]
+    service = CheckService(log, {"shop": Says(waits)}, clock=later())
+    for _ in range(3):
+        service.run_once()
+    kept = [event.reason for event in another(log).trace(half_id=record.half_id).events if event.kind == "checked"]
+    assert kept == [
+        "UNKNOWN from Says",
+        "UNKNOWN from Says: the bank at https://***@bank/ is closed",
+        f"UNKNOWN from Says: {'x' * 200}…",
+    ]
+
+
 # ---------------------------------------------------------------- giving up
 def test_past_transaction_check_max_it_is_quarantined_without_being_asked_again(log: CommitLog) -> None:
     record = prepare(log)

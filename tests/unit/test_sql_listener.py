@@ -233,6 +233,7 @@ def test_a_fenced_key_beside_one_that_ran_before_is_left_to_a_check(url: sa.URL,
 def test_a_young_half_batch_without_a_fence_row_is_unknown_and_not_fenced(url: sa.URL, fence: str) -> None:
     batch = half_batch(fence, per="key", age=timedelta(seconds=50))
     assert verdicts(listener(url).check_local_transaction(batch)) == [UNKNOWN] * 3
+    assert batch.reason == "the database has no fence row of it yet, and rollback_after (60 s) is not over"
     assert fence_rows(url) == {}
     assert verdicts(listener(url, rollback_after=40).check_local_transaction(batch)) == [ROLLBACK] * 3
 
@@ -670,6 +671,7 @@ def test_a_check_of_a_running_local_transaction_is_unknown_and_quick(url: sa.URL
         assert running.wait(30)
         started = time.monotonic()
         assert verdicts(listener(url, lock_timeout=0.2).check_local_transaction(batch)) == [UNKNOWN]
+        assert "its local transaction is running" in str(batch.reason)
         took_s = time.monotonic() - started
         finish.set()
         assert verdicts(executed.result()) == [COMMIT] * 3
