@@ -154,7 +154,8 @@ def _columns(types: Mapping[str, str], meanings: Mapping[str, str], what: str) -
 # ---------------------------------------------------------------- configuration
 def configuration() -> str:
     """The settings of conf/txmq.toml: names and defaults from the models, meanings from the file's own comments."""
-    from rmq_spark.check.settings import NAMES, JobSettings
+    from rmq_spark.check.names import NAMES
+    from rmq_spark.check.settings import JobSettings
 
     written = (ROOT / "conf" / "txmq.toml").read_text()
     meanings = _comments(written)

@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from rmq_spark.check.draining import Draining
 from rmq_spark.check.example import NAME
 from rmq_spark.check.maintainer import Maintainer
+from rmq_spark.check.names import CHECK_NAMES, NAMES, unknown_settings
 from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, require_policy
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog.leaving import Graces
@@ -46,24 +47,6 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
-CHECK_NAMES: Mapping[str, str] = {
-    "transactionTimeout": "transaction_timeout",
-    "transactionCheckInterval": "transaction_check_interval",
-    "transactionCheckMax": "transaction_check_max",
-    "discardPolicy": "discard_policy",
-    "fileReservedTime": "file_reserved_time",
-    "roundTimeout": "round_timeout",
-}
-"""The settings of ``[check]``: their names in the file, and in Python and the environment
-(``TXMQ_CHECK__<upper case>``)."""
-MAINTENANCE_NAMES: Mapping[str, str] = {name: name for name in ("interval", "grace", "audit", "idempotency")}
-"""The same of ``[maintenance]`` (``TXMQ_MAINTENANCE__<upper case>``)."""
-DRAIN_NAMES: Mapping[str, str] = {name: name for name in ("every", "bytes", "executors")}
-"""The same of ``[drain]`` (``TXMQ_DRAIN__<upper case>``)."""
-METRICS_NAMES: Mapping[str, str] = {name: name for name in ("port", "address", "cluster", "textfile")}
-"""The same of ``[metrics]`` (``TXMQ_METRICS__<upper case>``)."""
-NAMES = {"check": CHECK_NAMES, "maintenance": MAINTENANCE_NAMES, "drain": DRAIN_NAMES, "metrics": METRICS_NAMES}
-SECTIONS = ("path", "listener_modules", "elsewhere", "listeners", *NAMES, "storage")
 EXECUTORS = ("auto", "true", "false")
 
 
@@ -267,15 +250,11 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {problem}") from problem
     except tomllib.TOMLDecodeError as problem:
         raise ConfigError(f"{file} is not TOML: {problem}") from None
-    for name in values:
-        if name not in SECTIONS:
-            raise ConfigError(f"{file}: unknown setting {name!r}: {nearest(name, SECTIONS)}")
+    for sentence in unknown_settings(values):
+        raise ConfigError(f"{file}: {sentence}")
     for section, names in NAMES.items():
         given = values.get(section, {})
         if isinstance(given, dict):
-            for name in given:
-                if name not in names:
-                    raise ConfigError(f"{file}: unknown setting {name!r} in [{section}]: {nearest(name, names)}")
             values[section] = {names[name]: value for name, value in given.items()}
     return values
 

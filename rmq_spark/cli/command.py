@@ -86,6 +86,9 @@ class LogCommand(TyperCommand):
             found = configured()
         except ConfigError as problem:
             fail(problem, BAD_USAGE)
+        for sentence in found.unknown:
+            colour = None if os.environ.get("NO_COLOR") else "yellow"
+            typer.secho(one_line(f"warning: {sentence}"), fg=colour, err=True)
         if found.path is None:
             wanted = " ".join(str(p.metavar or p.name).upper() for p in self.params if p.name in names)
             _refuse(ctx, wanted, given)

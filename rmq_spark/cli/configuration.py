@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rmq_spark.check.names import unknown_settings
 from rmq_spark.errors import ConfigError
 
 FILE_ENV, PATH_ENV = "TXMQ_CONFIG", "TXMQ_PATH"
@@ -28,12 +29,15 @@ class Configured:
         The file, when there is one.
     check_interval : str or None
         ``transactionCheckInterval``, as the file has it.
+    unknown : tuple of str
+        A sentence for each name in the file that is no setting.
     """
 
     path: str | None = None
     storage: dict[str, str] = field(default_factory=dict)
     file: Path | None = None
     check_interval: str | None = None
+    unknown: tuple[str, ...] = ()
 
 
 def configured() -> Configured:
@@ -61,6 +65,7 @@ def configured() -> Configured:
         {str(name).upper(): str(value) for name, value in storage.items()},
         file if values else None,
         interval if isinstance(interval, str) else None,
+        tuple(f"{file}: {sentence}" for sentence in unknown_settings(values)),
     )
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from rmq_spark.check.job import _by_executors
+from rmq_spark.check.names import NAMES
 from rmq_spark.check.policy import NamedPolicy
-from rmq_spark.check.settings import NAMES, JobSettings
+from rmq_spark.check.settings import JobSettings
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import ConfigError
 from rmq_spark.listener import CommitOncePrepared

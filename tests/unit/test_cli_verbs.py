@@ -390,6 +390,26 @@ def test_a_group_skips_what_it_has_not_read(log: CommitLog) -> None:
     assert out.splitlines()[0].split() == ["topic", "queue_id", "next_offset"]
 
 
+def test_a_misspelt_setting_is_told_once_by_every_verb_that_reads_the_file(
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "txmq.toml"
+    file.write_text(f'path = "{log.path}"\nlisteners_modules = ["shop"]\n[check]\ntransactionTimout = "6s"\n')
+    told = (
+        "warning: txmq.toml: unknown setting 'listeners_modules': did you mean 'listener_modules'?\n"
+        "warning: txmq.toml: unknown setting 'transactionTimout' in [check]: did you mean 'transactionTimeout'?\n"
+    )
+    for verb in (("pending",), ("group", "list"), ("topic", "list"), ("query", "--topic", "orders")):
+        assert txmq(*verb, code=1 if verb[0] == "query" else 0)[1] == told
+    assert txmq("pending", log.path)[1] == "", "the file is not read"
+    monkeypatch.delenv("TXMQ_PATH")
+    file.write_text(f'pth = "{log.path}"\n')
+    assert txmq("pending", code=2)[1].startswith("warning: txmq.toml: unknown setting 'pth': did you mean 'path'?\n")
+    monkeypatch.setenv("TXMQ_CONFIG", "other.toml")
+    file.rename(tmp_path / "other.toml")
+    assert "warning: other.toml: unknown setting 'pth'" in txmq("pending", code=2)[1]
+
+
 def test_an_unknown_group_or_place_is_an_error_that_says_what_to_do(log: CommitLog) -> None:
     for verb in ("delete", "hand-over"):
         said = txmq("group", verb, "nogroup", code=1)[1]

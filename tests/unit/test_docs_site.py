@@ -16,7 +16,7 @@ import pytest
 import rmq_spark
 from docs.building import docstrings, reference, repository
 from docs.building.repository import DeadLinkError
-from rmq_spark.check.settings import CHECK_NAMES, DRAIN_NAMES, MAINTENANCE_NAMES, SECTIONS
+from rmq_spark.check.names import CHECK_NAMES, DRAIN_NAMES, MAINTENANCE_NAMES, SECTIONS
 from rmq_spark.cli import app
 from rmq_spark.cli.verbs import whole
 from rmq_spark.metrics.names import METRICS
