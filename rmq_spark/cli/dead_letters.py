@@ -33,14 +33,14 @@ def list_letters(
     as_json: AsJson = False,
     storage: Storage = None,
 ) -> None:
-    """List dead letters, and why they were given up."""
+    """List dead letters, why they were given up, and when they were sent again."""
     from rmq_spark.consumer.dead_letters import DeadLetters
 
     rows = []
     for row in DeadLetters(open_log(path, storage), group).list(limit).to_pylist():
-        kept = ("queue_offset", "topic", "msg_id", "keys", "reconsume_times", "reason", "died")
+        kept = ("queue_offset", "topic", "msg_id", "keys", "reconsume_times", "reason", "died", "resent")
         rows.append({**{name: row[name] for name in kept}, "body": short(row["body"])})
-    show(rows, as_json, "there are no dead letters")
+    show(rows, as_json, "there are no dead letters", spare=["resent", "died", "reconsume_times"])
 
 
 @dlq_app.command()
@@ -59,5 +59,5 @@ def resend(
     if everything == bool(offset):
         raise OptionError("say which letters: --offset N (may be repeated), or --all")
     sent = DeadLetters(open_log(path, storage), group).resend(None if everything else offset)
-    text = f"{sent} dead letter{'' if sent == 1 else 's'} sent again to {group}"
+    text = f"{count_of(sent, 'dead letter')} sent again to {group}"
     say(as_json, {"consumer_group": group, "sent": sent}, text)

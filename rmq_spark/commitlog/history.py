@@ -73,10 +73,22 @@ def told(log: ProtocolSteps, since: datetime) -> Told:
         With a time zone.
     """
     log.refresh()
-    counted = log.half.counted()
+    counted = log.half.counted()  # before op: what leaves half meanwhile is archived there
     archived = _archived(log)
     events = [_decisions(archived), _events(log, since, archived["half_id"])]
     happened = pa.concat_tables(events)
+    late = pc.greater_equal(happened["at"], pa.scalar(since, TIMESTAMP))
+    return Told(happened.filter(late), _batches(counted, archived))
+
+
+def kept_batches(log: ProtocolSteps) -> pa.Table:
+    """Every half batch that is kept, as :class:`Told` has them: those in ``half``, and archived ones."""
+    log.refresh()
+    counted = log.half.counted()
+    return _batches(counted, _archived(log))
+
+
+def _batches(counted: pa.Table, archived: pa.Table) -> pa.Table:
     in_half = pa.table(
         {
             "half_id": counted["half_id"],
@@ -96,8 +108,7 @@ def told(log: ProtocolSteps, since: datetime) -> Told:
         },
         schema=BATCH_SCHEMA,
     )
-    batches = pa.concat_tables([in_half.filter(pc.invert(gone)), left])
-    return Told(happened.filter(pc.greater_equal(happened["at"], pa.scalar(since, TIMESTAMP))), batches)
+    return pa.concat_tables([in_half.filter(pc.invert(gone)), left])
 
 
 def _times(ms: pa.ChunkedArray) -> pa.ChunkedArray:

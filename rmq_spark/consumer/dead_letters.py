@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from datetime import datetime
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark.commitlog.half import half_id_of
+from rmq_spark.commitlog.history import kept_batches
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import SOURCE_SCHEMA
 from rmq_spark.config import nearest, whole_number
@@ -23,7 +26,7 @@ from rmq_spark.consumer.retry import (
 )
 from rmq_spark.consumer.sending import send_once
 from rmq_spark.errors import GroupNotFoundError, OffsetError
-from rmq_spark.message import DLQ_PREFIX, PROPERTIES, RETRY_PREFIX, require_group_name
+from rmq_spark.message import DLQ_PREFIX, PROPERTIES, RETRY_PREFIX, TIMESTAMP, require_group_name
 
 
 class DeadLetters:
@@ -47,8 +50,9 @@ class DeadLetters:
         -------
         pyarrow.Table
             ``queue_offset`` (identifies the letter), ``topic`` and ``msg_id`` of the original message, ``tags, keys,
-            sharding_key, properties, body, born_timestamp``, ``reconsume_times``, ``reason`` and ``died`` (when the
-            group gave it up).
+            sharding_key, properties, body, born_timestamp``, ``reconsume_times``, ``reason``, ``died`` (when the group
+            gave it up) and ``resent`` (when somebody sent it again; null also when the log has forgotten that, after
+            upkeep's ``idempotency``).
         """
         read = self._read(limit)
         maps = [dict(m or ()) for m in read["properties"].to_pylist()]
@@ -65,8 +69,22 @@ class DeadLetters:
             "reconsume_times": pa.array([int(m[RECONSUME_TIME] or 0) for m in own], pa.int32()),
             "reason": pa.array([m[REASON] for m in own], pa.string()),
             "died": read["commit_timestamp"],
+            "resent": pa.array(self._resent(read["queue_offset"].to_pylist()), TIMESTAMP),
         }
         return pa.table(columns)
+
+    def _resent(self, offsets: Sequence[int]) -> Sequence[datetime | None]:
+        """When each letter was sent again, as far as the log knows it."""
+        if not offsets:
+            return []
+        kept = kept_batches(self.log)
+        mine = kept.filter(pc.starts_with(kept["half_id"], self._resend_app("")))
+        at = dict(zip(mine["half_id"].to_pylist(), mine["prepared_at"].to_pylist(), strict=True))
+        return [at.get(half_id_of(self._resend_app(offset), 0)) for offset in offsets]
+
+    def _resend_app(self, offset: int | str) -> str:
+        """The application that sends a letter again: its half batch is there once."""
+        return f"resend.{self.group}.{offset}"
 
     def resend(self, offsets: Iterable[int] | None = None) -> int:
         """Send dead letters to the group again. No other group gets them, and their count of retries begins anew.
@@ -106,7 +124,7 @@ class DeadLetters:
         again = letter.select(["tags", "keys", "sharding_key", "body", "born_timestamp"])
         for name, column in own.items():
             again = again.append_column(name, column)
-        return send_once(self.log, self.group, f"resend.{self.group}.{offset}", again)
+        return send_once(self.log, self.group, self._resend_app(offset), again)
 
     def _read(self, limit: int | None) -> pa.Table:
         topics = self.log.topics()

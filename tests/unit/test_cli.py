@@ -30,6 +30,7 @@ from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import OptionError, VerdictConflictError
 from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared
 from tests.commands import objects, txmq
+from tests.half_batches import let_leave
 
 SECRET = "s3cr3t-value"
 
@@ -467,7 +468,14 @@ def test_dead_letters_are_listed_and_sent_again(log: CommitLog) -> None:
     assert "one" in out
     assert "\x1b" not in out
     assert [r["reconsume_times"] for r in objects("dlq", "list", log.path, "points")] == [16, 16]
+    assert "resent" not in out, "none was"
     assert "1 dead letter sent again" in txmq("dlq", "resend", log.path, "points", "--offset", "1")[0]
+    first, second = (r["resent"] for r in objects("dlq", "list", log.path, "points"))
+    assert first is None
+    assert second.endswith("+00:00")
+    let_leave(log)
+    assert [r["resent"] for r in objects("dlq", "list", log.path, "points")] == [None, second], "it has left half"
+    assert "resent" in txmq("dlq", "list", log.path, "points")[0]
     assert "1 dead letter sent again" in txmq("dlq", "resend", log.path, "points", "--all")[0]
     assert "0 dead letters sent again" in txmq("dlq", "resend", log.path, "points", "--all")[0]
     assert log.read(retry_topic("points")).num_rows == 2
