@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import nearest, require_time
-from rmq_spark.consumer.members import heartbeats
+from rmq_spark.consumer.members import forget, heartbeats
 from rmq_spark.errors import GroupNotFoundError, OptionError
 from rmq_spark.message import TIMESTAMP, require_group_name, require_topic_name
 from rmq_spark.source.offsets import EARLIEST, LATEST, LATEST_OFFSET, JsonOffsets, Positions, Queue, given_positions
@@ -258,8 +258,10 @@ class ConsumerGroup:
         return self.log.groups.hand_over(self.name, "handed over")
 
     def delete(self) -> bool:
-        """Forget the group's progress, and return False when it had none."""
-        return self.log.groups.delete(self.name)
+        """Forget the group: its progress, and its members' heartbeats. Returns False when it had no progress."""
+        known = self.log.groups.delete(self.name)
+        forget(self.log.groups.table, self.name)
+        return known
 
 
 def waiting_since(log: CommitLog, behind: Mapping[Queue, int]) -> dict[Queue, datetime]:

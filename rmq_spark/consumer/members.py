@@ -196,3 +196,11 @@ def heartbeats(table: Table, group: str, now: datetime) -> dict[str, datetime]:
         for member, (content, written) in _read(table, _listed(table), group).items()
         if written is not None and not _is_forgotten(content, written, now)
     }
+
+
+def forget(table: Table, group: str) -> None:
+    """Remove the heartbeats of a group. A member that lives puts its own again, within one heartbeat's interval."""
+    for info in _listed(table):
+        if info.path.startswith(f"{table.folder}/{FOLDER}/{group}/"):
+            with suppress(FileNotFoundError):
+                table.fs.delete_file(info.path)

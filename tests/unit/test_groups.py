@@ -273,7 +273,10 @@ def test_the_command(tmp_path: Path) -> None:
     assert "points is free" in run("hand-over", log.path, "points")
     assert "owner" not in run("lag", log.path, "points")
     assert "points-2 stands where points stands" in run("clone", log.path, "points", "points-2")
+    Members(log.groups.table, "points-2", "host@2.def", ["orders"], 30, 10).beat()
     assert "points is forgotten" in run("delete", log.path, "points")
+    beats = [file.name for file in (Path(log.path) / "groups" / "_members").rglob("*") if file.is_file()]
+    assert beats == ["host@2.def"], "the heartbeats of the group are gone with it"
     assert "did you mean 'points-2'" in run("lag", log.path, "points-3", code=1)
     assert "--to 'yesterday' is no place: earliest, latest, a time" in run(
         "reset", log.path, "points-2", "--to", "yesterday", code=2
