@@ -344,7 +344,8 @@ class CheckService:
         """Leave what was checked too often to the discard policy."""
         record, attempt, rows, batch = question.record, question.attempt, question.rows, question.batch
         limit = self.transaction_check_max
-        reason = f"{batch.check_times} checks were answered with UNKNOWN; transactionCheckMax is {limit}"
+        checks = "1 check was" if batch.check_times == 1 else f"{batch.check_times} checks were"
+        reason = f"{checks} answered with UNKNOWN; transactionCheckMax is {limit}"
         try:
             answer = self.discard_policy.resolve_discarded(batch, reason)
             verdict = UNKNOWN if answer is None else LocalTransactionState(answer)

@@ -208,7 +208,7 @@ class LogDoctor:
         count = len({row["half_id"] for row in rows})
         what = (
             f"{count_of(count, 'half batch')} pending, the oldest for {short_age(oldest['age_seconds'])} "
-            f"({one_line(oldest['half_id'])} of {oldest['producer_group']}, {oldest['check_times']} checks)"
+            f"({one_line(oldest['half_id'])} of {oldest['producer_group']}, {count_of(oldest['check_times'], 'check')})"
         )
         overdue = [row for row in rows if row["age_seconds"] > limit_s and not self._is_leased(row)]
         level = Level.OK if not overdue else Level.CRITICAL if oldest["age_seconds"] > OLD_S else Level.WARNING
@@ -321,7 +321,7 @@ class LogDoctor:
                 )
         if not bad:
             worst = max(rows, key=lambda row: int(row["lag"]))
-            lag = f"{worst['lag']:,} messages, {short_age(worst['lag_seconds'])}"
+            lag = f"{count_of(int(worst['lag']), 'message')}, {short_age(worst['lag_seconds'])}"
             what = f"{count_of(len(rows), 'group')}; furthest behind {worst['consumer_group']}: {lag}"
             yield Finding("groups", Level.OK, what)
 

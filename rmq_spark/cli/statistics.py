@@ -77,5 +77,5 @@ def _tables(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield (
         f"half batches: {totals['pending']:,} pending{oldest}; {totals['quarantined']:,} quarantined; "
         f"{totals['conflicts']:,} in conflict\n"
-        f"not drained yet: {totals['undrained_messages']:,} messages, {size(totals['undrained_bytes'])}\n"
+        f"not drained yet: {count_of(totals['undrained_messages'], 'message')}, {size(totals['undrained_bytes'])}\n"
     )

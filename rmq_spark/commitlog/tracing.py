@@ -23,7 +23,7 @@ from rmq_spark.commitlog.half import Segment
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
-from rmq_spark.commitlog.trace import Trace, TraceEvent, TraceKind, TracePlace
+from rmq_spark.commitlog.trace import Trace, TraceEvent, TraceKind, TracePlace, messages_in_words
 from rmq_spark.config import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import HalfBatchLeftError, HalfBatchNotFoundError, OptionError
 from rmq_spark.transaction import BATCH, KEY, MESSAGE, parse_message_id, parse_transaction_id
@@ -266,7 +266,8 @@ def _of_archived(log: ProtocolSteps, asked: _Asked, record: HalfRecord | None, k
         events = [*_of_archive(kept), *_placed_events(visible), *_events(rows, chosen, kept.rows)]
         unknown.append("checks and leases are forgotten: upkeep pruned what op said of it, but for the decisions")
         if chosen is not None:
-            unknown.append(f"the decisions are those on its half batch as a whole, which had {kept.rows} messages")
+            whole = messages_in_words(kept.rows)
+            unknown.append(f"the decisions are those on its half batch as a whole, which had {whole}")
     else:
         events = list(_events(rows, chosen, kept.rows))
     messages, outcome = kept.rows, {name: getattr(kept, name) for name in OUTCOMES if getattr(kept, name)}
@@ -277,12 +278,14 @@ def _of_archived(log: ProtocolSteps, asked: _Asked, record: HalfRecord | None, k
         )
         messages = messages or sum(outcome.values())
     if chosen is not None and not messages:
+        were = "was" if kept.committed == 1 else "were"
         unknown.append(
-            f"table messages does not have it. Of the {kept.rows} messages of its half batch {kept.committed} were "
-            "committed: it was rolled back, or has expired, or there never was such a one"
+            f"table messages does not have it. Of the {messages_in_words(kept.rows)} of its half batch "
+            f"{kept.committed} {were} committed: it was rolled back, or has expired, or there never was such a one"
         )
     elif chosen is None and visible.num_rows < kept.committed:
-        unknown.append(f"{kept.committed - visible.num_rows} of its {kept.committed} committed messages have expired")
+        gone = kept.committed - visible.num_rows
+        unknown.append(f"of its {kept.committed} committed messages {gone} {'has' if gone == 1 else 'have'} expired")
     found = _headed(asked, record or HalfRecord.of_archived(kept))
     prepared = TraceEvent(found.prepared_at or kept.at or EPOCH, TraceKind.PREPARED, messages)
     places = {p.topic for event in events for p in event.places}

@@ -26,7 +26,7 @@ from rmq_spark.report.over_time import (
 )
 from rmq_spark.report.span import Span
 from rmq_spark.report.standing import EVERY_AGE
-from rmq_spark.report.words import amount, duration, exact, size
+from rmq_spark.report.words import amount, duration, exact, plural, size
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.trace import Trace
@@ -76,21 +76,21 @@ def throughput(figures: pa.Table, span: Span) -> Drawn:
     named = [topic for topic in largest if topic not in OF_WORDS]
     legend = [*zip(named, OF_TOPICS, strict=False), *((w, c) for w, c in OF_WORDS.items() if w in largest)]
     description = f"Messages that appeared, by topic and {period(span)}"
-    return _columns(figures, "topic", "messages", legend, span, "messages", description)
+    return _columns(figures, "topic", "messages", legend, span, "message", description)
 
 
 def verdicts(figures: pa.Table, span: Span) -> Drawn:
     """Messages that got a verdict."""
     legend = _legend(figures, VERDICTS)
     description = f"Messages that got a verdict, by verdict and {period(span)}"
-    return _columns(figures, "verdict", "messages", legend, span, "messages", description)
+    return _columns(figures, "verdict", "messages", legend, span, "message", description)
 
 
 def checks(figures: pa.Table, span: Span) -> Drawn:
     """What checks made of half batches."""
     legend = _legend(figures, ANSWERS)
     description = f"Half batches that a check asked about, by answer and {period(span)}"
-    return _columns(figures, "verdict", "batches", legend, span, "half batches", description)
+    return _columns(figures, "verdict", "batches", legend, span, "half batch", description)
 
 
 def period(span: Span) -> str:
@@ -116,10 +116,11 @@ def _columns(
     value: str,
     legend: Sequence[tuple[str, str]],
     span: Span,
-    unit: str,
+    noun: str,
     description: str,
 ) -> Drawn:
     alt = altair()
+    unit = plural(noun)
     names = [name for name, _ in legend]
     rows = []
     heights: dict[datetime, int] = {}
@@ -136,8 +137,8 @@ def _columns(
                 "low": low,
                 "high": heights[at],
                 "when": f"{at:%Y-%m-%d %H:%M:%S} to {end:%H:%M:%S}",
-                "amount": f"{row[value]:,} {unit}",
-                "said": f"{row[by]}, {at:%Y-%m-%d %H:%M:%S}: {row[value]:,} {unit}",
+                "amount": exact(row[value], noun),
+                "said": f"{row[by]}, {at:%Y-%m-%d %H:%M:%S}: {exact(row[value], noun)}",
             }
         )
     # Columns without height make the axis span the whole time, also the part in which nothing happened.
@@ -145,7 +146,7 @@ def _columns(
     rows += [{"at": at, "end": at, "what": name, "low": 0, "high": 0} for at in ends for name in names[:1]]
     most = max(heights.values(), default=0)
     chart = (
-        alt.Chart(alt.Data(values=rows), description=description, width=WIDTH, height=HEIGHT)
+        alt.Chart(alt.Data(values=rows), title=description, description=description, width=WIDTH, height=HEIGHT)
         .mark_rect(xOffset=0.5, x2Offset=-0.5)
         .encode(
             x=alt.X("at:T", title=None, scale=alt.Scale(type="utc", nice=False), axis=_time_axis(alt)),
@@ -286,7 +287,7 @@ def _bars(
     )
     labels = base.mark_text(align="left", dx=6, baseline="middle").encode(text="label:N")
     chart = alt.layer(bars, labels).properties(
-        description=description, width=WIDTH, height=max(1, len(rows)) * BAR_HEIGHT
+        title=description, description=description, width=WIDTH, height=max(1, len(rows)) * BAR_HEIGHT
     )
     return Drawn(chart)
 
@@ -371,8 +372,10 @@ def timeline(trace: Trace) -> Drawn:
     points = base.mark_circle(size=130, opacity=1).encode(x=at, color=colour)
     labels = base.mark_text(align="left", dx=11, baseline="middle").encode(x=at, text="after:N")
     more = f"; {left_out} events between are left out" if left_out else ""
+    title = f"Timeline of {trace.transaction_id or trace.message_id or trace.half_id}{more}"
     chart = alt.layer(waits, points, labels, room).properties(
-        description=f"Timeline of {trace.transaction_id or trace.half_id}{more}",
+        title=title,
+        description=title,
         width=WIDTH,
         height=max(1, len(rows)) * BAR_HEIGHT + 10,
     )

@@ -408,9 +408,9 @@ def _topics_table(topics: pa.Table) -> str:
 
 # ---------------------------------------------------------------- what is inlined
 def _spec(drawn: Drawn) -> dict[str, Any]:
-    """A chart for the page: as wide as its card, in the page's colours."""
+    """A chart for the page: as wide as its card, in the page's colours, without the title that its card has."""
     spec: dict[str, Any] = drawn.chart.to_dict()
-    for name in ("config", "$schema"):
+    for name in ("config", "$schema", "title"):
         spec.pop(name, None)
     if drawn.legend:  # the page has its own, which folds on a phone
         spec["encoding"]["color"]["legend"] = None

@@ -54,8 +54,12 @@ def rate(count: float, seconds: float) -> str:
 
 def exact(count: int, noun: str) -> str:
     """``1 message``, ``1,234 messages``, ``2 half batches``."""
-    plural = "" if count == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{count:,} {noun}{plural}"
+    return f"{count:,} {noun if count == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """``messages``, ``half batches``."""
+    return f"{noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def have(count: int) -> str:

@@ -562,7 +562,7 @@ def test_a_users_own_policy_decides(log: CommitLog, answer: LocalTransactionStat
     assert told == []
     service.run_once()
     assert told[0][0].half_id == record.half_id
-    assert "1 checks" in told[0][1]
+    assert "1 check was answered" in told[0][1]
     assert states(log, record) == {state: 4}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -267,12 +268,27 @@ OF_A_LOG: list[Callable[[Any], Any]] = [
 @pytest.mark.parametrize("plot", OF_A_LOG, ids=lambda plot: plot.__name__)
 def test_a_plot_is_a_chart_of_altair_of_any_log(plot: Callable[[Any], Any], shop: InMemoryCommitLog) -> None:
     drawn = plot(shop).to_dict()  # altair validates it
-    assert drawn["description"]
+    assert drawn["title"] == drawn["description"] != ""
     rows = (
         [row for data in drawn["datasets"].values() for row in data] if "datasets" in drawn else drawn["data"]["values"]
     )
     assert rows
     plot(InMemoryCommitLog()).to_dict()
+
+
+def test_a_tooltip_counts_one_message_as_one() -> None:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    commit(log, prepare(log, 1, 1))
+    roll_back(log, prepare(log, 2, 2))
+    rows = [r for r in plots.verdicts(log).to_dict()["data"]["values"] if "amount" in r]
+    assert sorted(r["amount"] for r in rows) == ["1 message", "2 messages"]
+    assert any(r["said"].endswith(": 1 message") for r in rows)
+
+
+def test_a_chart_on_the_page_has_the_title_of_its_card(figures: Figures) -> None:
+    (drawn,) = re.findall(r'id="charts">(.*?)</script>', page(figures))
+    assert len(json.loads(drawn)) == 8
+    assert not any("title" in spec for spec in json.loads(drawn).values())
 
 
 def test_the_timeline_is_of_the_slowest_or_of_a_named_one(shop: InMemoryCommitLog, figures: Figures) -> None:

@@ -58,7 +58,7 @@ def test_a_half_batch_tells_everything_while_it_is_in_half(log: CommitLog) -> No
     drained = another(log).trace(half_id="app:1")
     assert (kinds(drained)[-1], drained.events[-1].messages) == ("drained", 3)
     assert json.loads(json.dumps(drained.to_dict()))["events"][2]["places"][0]["last_offset"] == 2
-    assert "rolled_back by execute, 1 messages: 2 has no total" in str(drained)
+    assert "rolled_back by execute, 1 message: 2 has no total" in str(drained)
 
 
 def test_a_transaction_and_a_message_tell_only_their_own_story(log: CommitLog) -> None:
