@@ -33,8 +33,13 @@ _OF_ENVIRONMENT = re.compile(
     r"TXMQ_STORAGE__.+|(AWS|AZURE|GOOGLE|GCP)_.*(KEY|TOKEN|SECRET|PASSWORD|SAS|CREDENTIAL).*", re.IGNORECASE
 )
 _URI = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30}://)([^\s'\"<>]+)", re.IGNORECASE)
+_HTTP = re.compile(r"https?://$", re.IGNORECASE)
 _URI_WITH_PASSWORD = re.compile(r"(://[^\s/@:'\"]*:)(?!\d+\b)(?:(?!://)[^\n@]){1,200}@")
 """A password may have quotes and spaces in it. A port is no password."""
+_ORACLE = re.compile(
+    r"(jdbc:oracle:\w{1,10}:)[^\s@/'\"]{0,128}/(?:\"[^\"\n]{0,200}\"|[^\s@'\"]{1,200})@", re.IGNORECASE
+)
+"""Oracle's JDBC driver takes ``user/password@`` before the host."""
 _NAMED = re.compile(
     r"\b(sig|signature|\w{0,40}(?:password|passwd|passphrase|pwd|secret|token|api_?key)|authorization"
     r"|x-amz-(?:signature|credential|security-token)|(?:aws|azure|google)_\w{0,40}(?:key|token|secret|sas)\w{0,20})"
@@ -69,14 +74,16 @@ def _spellings(secret: str) -> Iterator[str]:
 def redacted(text: object) -> str:
     """Return the text for an error, a log or a ``repr``, with ``***`` for everything in it that may be secret.
 
-    It hides a URI's query part and ``user:password@``, the values of storage options (those given to this process, and
-    those that delta-rs takes from the environment), and what looks like a signature or an access key.
+    It hides a URI's query part, ``user:password@``, and the user of an http URI, who may be a token; the values of
+    storage options (those given to this process, and those that delta-rs takes from the environment); and what looks
+    like a signature or an access key.
     """
     shown = str(text)
     environment = {v for k, v in os.environ.items() if _OF_ENVIRONMENT.fullmatch(k) and is_secret(k, v)}
     for spelling in sorted({s for secret in _seen | environment for s in _spellings(secret)}, key=len, reverse=True):
         shown = shown.replace(spelling, HIDDEN)
     shown = _URI.sub(_redacted_uri, shown)
+    shown = _ORACLE.sub(rf"\1{HIDDEN}@", shown)
     shown = _URI_WITH_PASSWORD.sub(rf"\1{HIDDEN}@", shown)
     shown = _NAMED.sub(rf"\1\2{HIDDEN}", shown)
     return _ACCESS_KEY.sub(HIDDEN, shown)
@@ -89,6 +96,8 @@ def _redacted_uri(found: re.Match[str]) -> str:
     user, at, place = rest.rpartition("@")
     if ":" in user:  # abfss://container@account has none
         rest = f"{HIDDEN}{at}{place}"
+    elif _HTTP.search(found[1]) and "@" in (host := re.match(r"[^/]*", rest)[0]):  # type: ignore[index]
+        rest = f"{HIDDEN}{rest[host.rindex('@') :]}"  # a token in the place of a user
     return f"{found[1]}{rest}{query}{HIDDEN if query else ''}"
 
 

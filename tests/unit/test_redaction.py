@@ -197,6 +197,12 @@ def test_no_line_of_the_check_job_shows_a_secret(
         ("postgresql+psycopg://u:p@host/db?password=p", "postgresql+psycopg://***@host/db?***"),
         ("http://u:p?y@host:9", "http://***@***"),
         ("https://host:80/p?from=a@b", "https://host:80/p?***"),
+        ("clone https://t0ken@host/a.git now", "clone https://***@host/a.git now"),
+        ("git+https://t0ken@host:80/p", "git+https://***@host:80/p"),
+        ("https://host/users/a@b", "https://host/users/a@b"),
+        ("'jdbc:oracle:thin:shop/s3cret@//db:1521/orders'", "'jdbc:oracle:thin:***@//db:1521/orders'"),
+        ('jdbc:oracle:oci:shop/"s3/cr@t"@db', "jdbc:oracle:oci:***@db"),
+        ("jdbc:oracle:thin:@db:1521/orders", "jdbc:oracle:thin:@db:1521/orders"),
         ("PGPASSWORD=p db_password=p", "PGPASSWORD=*** db_password=***"),
         ("password: p", "password: ***"),
         ("Authorization: Token p", "Authorization: ***"),
@@ -213,7 +219,8 @@ def test_a_secret_is_hidden_and_the_rest_is_kept(text: str, shown: str) -> None:
     assert redacted(shown) == shown
 
 
-@pytest.mark.parametrize("text", ["a://", "a:", "://@:", "x", "aws_", "password=", "file://x?", "a_aws_key"])
+@pytest.mark.parametrize("text", ["a://", "a:", "://@:", "x", "aws_", "password=", "file://x?", "a_aws_key",
+                                  "http://", "jdbc:oracle:x:", "jdbc:oracle:x:/"])  # fmt: skip
 def test_a_long_text_is_looked_through_in_one_pass(text: str) -> None:
     assert redacted(text * (2**20 // len(text)))  # with the square of the length it would take minutes
     assert len(str(OptionError(text * 2**18))) <= TEXT_CHARS_MAX + 50
