@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from urllib.parse import unquote, urlsplit
@@ -37,7 +38,8 @@ def location(path: object) -> str:
     Raises
     ------
     OptionError
-        When it is no path, has credentials in it, or does not mean the same folder to delta-rs, pyarrow and Spark.
+        When it is no path, has credentials in it, does not mean the same folder to delta-rs, pyarrow and Spark, or
+        leads into a loop of symbolic links.
     """
     try:
         text = os.fspath(path)  # type: ignore[call-overload]
@@ -60,7 +62,19 @@ def location(path: object) -> str:
     require_no_tilde("path", text)
     absolute = os.path.abspath(text)
     _require_characters(absolute, text)
+    _require_no_loop(absolute, text)
     return absolute
+
+
+def _require_no_loop(path: str, given: str) -> None:
+    try:
+        os.stat(path)
+    except OSError as problem:  # all others are told by whoever needs the folder
+        if problem.errno == errno.ELOOP:
+            raise OptionError(
+                f"path {given!r} leads nowhere: a symbolic link on it leads back to itself (ls -l shows where it "
+                "points); remove the link, or name another folder"
+            ) from None
 
 
 def require_no_tilde(name: str, path: str) -> None:

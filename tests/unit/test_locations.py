@@ -11,7 +11,7 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark.commitlog import maintenance
 from rmq_spark.consumer.groups import ConsumerGroup
-from rmq_spark.errors import OptionError
+from rmq_spark.errors import NotACommitLogError, OptionError
 from rmq_spark.source.options import read_options
 from rmq_spark.storage.files import filesystem
 from rmq_spark.storage.location import location
@@ -93,6 +93,18 @@ def test_every_kind_of_path_leads_to_one_folder(kind: str, tmp_path: Path, monke
     }
     whole_cycle(paths[kind], folder, monkeypatch)
     assert {p.name for p in tmp_path.iterdir()} == {"a b", "link"}
+
+
+@pytest.mark.parametrize("inside", ["", "/log"])
+def test_a_loop_of_symbolic_links_is_refused_in_one_sentence(inside: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("other")
+    (tmp_path / "other").symlink_to("loop")
+    for make in (txmq.CommitLog.open, txmq.CommitLog.create):
+        with pytest.raises(OptionError, match=r"loop.* leads nowhere: a symbolic link on it leads back to itself"):
+            make(f"{tmp_path}/loop{inside}")
+    (tmp_path / "dangling").symlink_to("nobody")
+    with pytest.raises(NotACommitLogError):
+        txmq.CommitLog.open(tmp_path / "dangling")
 
 
 def test_a_file_uri_is_decoded_and_a_plain_path_is_not(tmp_path: Path) -> None:
