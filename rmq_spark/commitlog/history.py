@@ -7,18 +7,26 @@ column at a time, and no message is read: the number of messages that were place
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.follow import of_kind, settled_rows
-from rmq_spark.commitlog.op import Kind
+from rmq_spark.commitlog.ledger import ROLLED_BACK_STATES
+from rmq_spark.commitlog.op import Kind, Who
+from rmq_spark.errors import TxmqError
 from rmq_spark.message import TIMESTAMP
 
 if TYPE_CHECKING:
+    from rmq_spark.commitlog.half_store import HalfRecord
+    from rmq_spark.commitlog.op import BatchState
+    from rmq_spark.commitlog.rows import RowSet
     from rmq_spark.commitlog.steps import ProtocolSteps
 
 TOLD = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE, Kind.REOPEN, Kind.CHECK)
@@ -53,7 +61,8 @@ class Told(NamedTuple):
     ----------
     events : pyarrow.Table
         ``half_id, at, kind, decided_by, messages``: verdicts, quarantines, reopenings and answered checks. A verdict
-        on messages of several queues may have several rows with one time.
+        on messages of several queues may have several rows with one time. A rollback that a person confirms has
+        no messages: they were counted when they were rolled back.
     batches : pyarrow.Table
         ``half_id, producer_group, prepared_at, messages`` of every half batch that is kept: those in ``half``, of which
         the group is null here (it stands in their files), and archived ones.
@@ -78,7 +87,7 @@ def told(log: ProtocolSteps, since: datetime) -> Told:
     events = [_decisions(archived), _events(log, since, archived["half_id"])]
     happened = pa.concat_tables(events)
     late = pc.greater_equal(happened["at"], pa.scalar(since, TIMESTAMP))
-    return Told(happened.filter(late), _batches(counted, archived))
+    return Told(_counted_once(log, happened.filter(late), archived), _batches(counted, archived))
 
 
 def kept_batches(log: ProtocolSteps) -> pa.Table:
@@ -150,6 +159,74 @@ def _events(log: ProtocolSteps, since: datetime, archived: pa.ChunkedArray) -> p
     gone = pc.is_in(rows["half_id"], value_set=archived.combine_chunks())
     rows = rows.filter(pc.and_(told, pc.invert(gone)))
     return pa.table([rows[name] for name in _OF_EVENT], schema=EVENT_SCHEMA)
+
+
+# ---------------------------------------------------------------- what a person confirms
+def confirmed(record: HalfRecord, state: BatchState) -> Iterator[tuple[datetime, RowSet]]:
+    """When a person, to end a conflict, rolled back what was rolled back already, and which rows.
+
+    ``op`` has such rows twice: the first rollback may have been a check's, which is not final.
+    """
+    by_admin = {kind: {r.op_time for r in state.history if r.kind is kind and r.decided_by is Who.ADMIN}
+                for kind in (Kind.REOPEN, Kind.ROLLBACK)}  # fmt: skip
+    for at in sorted(t for t in by_admin[Kind.REOPEN] & by_admin[Kind.ROLLBACK] if t is not None):
+        before = record.fresh_state()
+        for row in state.history:
+            if row.op_time is not None and row.op_time < at:
+                before.fold(row)
+        reopened = {n: bytearray(file.rows) for n, file in state.files.items()}
+        for file_no, file in state.files.items():
+            for first, end, when in file.reopened:
+                if when == at:
+                    reopened[file_no][first:end] = b"\x01" * (end - first)
+        if found := before.rows_in(ROLLED_BACK_STATES) & reopened:
+            yield at, found
+
+
+def _counted_once(log: ProtocolSteps, events: pa.Table, archived: pa.Table) -> pa.Table:
+    """Events in which rollbacks that a person only confirmed have no messages."""
+    by_admin = pc.fill_null(pc.equal(events["decided_by"], Who.ADMIN.value), False)
+    reopened = pc.unique(events.filter(pc.and_(by_admin, of_kind(events, Kind.REOPEN)))["half_id"])
+    again: dict[tuple[str, datetime], int] = {}
+    left = archived.filter(pc.is_in(archived["half_id"], value_set=reopened))
+    for row in left.to_pylist():
+        again.update({(row["half_id"], at): n for at, n in _confirmed_of_archived(row["archived"]["decisions"])})
+    for half_id in set(reopened.to_pylist()).difference(left["half_id"].to_pylist()):
+        with suppress(TxmqError):  # it has left meanwhile, or cannot be read: a check reports that
+            record = log.get(half_id)
+            again.update({(half_id, at): rows.count for at, rows in confirmed(record, log.state_of(record))})
+    again = {place: count for place, count in again.items() if count}
+    if not again:
+        return events
+    mine = pc.is_in(events["half_id"], value_set=pa.array(sorted({half_id for half_id, _ in again}), pa.string()))
+    mine = pc.and_(pc.and_(mine, by_admin), of_kind(events, Kind.ROLLBACK))
+    rows = events.filter(mine).to_pylist()
+    for row in rows:
+        place = (row["half_id"], row["at"])
+        less = min(row["messages"], again.get(place, 0))
+        row["messages"] -= less
+        again[place] = again.get(place, 0) - less
+    return pa.concat_tables([events.filter(pc.invert(mine)), pa.Table.from_pylist(rows, schema=EVENT_SCHEMA)])
+
+
+def _confirmed_of_archived(decisions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[datetime, int]]:
+    """The same of the decisions that are kept of a half batch that has left: how many messages. A person's verdict is
+    on all that is quarantined, and on what is in conflict; so what it reopens beyond the quarantined was rolled back.
+    """
+    quarantined: Counter[int] = Counter()
+    for at, together in groupby(decisions, key=lambda d: d["at"]):
+        sums: Counter[tuple[str, str | None, int]] = Counter()
+        for d in together:
+            sums[(d["kind"], d["decided_by"], d["attempt"])] += d["count"]
+        confirms = 0
+        for (kind, by, attempt), count in sums.items():
+            if kind == Kind.REOPEN.value:
+                ends = (Kind.ROLLBACK.value, Who.ADMIN.value, attempt) in sums and by == Who.ADMIN.value
+                confirms += max(0, count - quarantined[attempt]) if ends else 0
+                quarantined[attempt] = max(0, quarantined[attempt] - count)
+            elif kind == Kind.QUARANTINE.value:
+                quarantined[attempt] += count
+        yield at, confirms
 
 
 # ---------------------------------------------------------------- messages that appeared

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark.commitlog.history import confirmed
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Kind, RowState, Who, ranges_of
 from rmq_spark.commitlog.undrained import Undrained
@@ -282,6 +283,7 @@ class LogWatch:
         sums = deciding.group_by(["kind", "decided_by"], use_threads=False).aggregate([("count", "sum")])
         decided = Counter({(r["kind"], r["decided_by"] or ""): int(r["count_sum"]) for r in sums.to_pylist()})
         rolled_back = self._topics_of(seen.log, rows.filter(pc.equal(rows["kind"], Kind.ROLLBACK.value)))
+        rolled_back -= _topics_confirmed(seen.log, rows)
         # Both move together: what is read twice after an exception would be counted twice.
         seen.position = self._position = end
         self._decided += decided
@@ -389,6 +391,22 @@ class LogWatch:
             for queue, time in waiting_since(seen.log, round_).items():
                 seen.times[(queue, round_[queue])] = time
             new = later
+
+
+def _topics_confirmed(log: CommitLog, rows: pa.Table) -> Counter[str]:
+    """By topic, how many messages these op rows roll back again, because a person confirmed it to end a conflict."""
+    by_admin = pc.fill_null(pc.equal(rows["decided_by"], Who.ADMIN.value), False)
+    reopened = rows.filter(pc.and_(by_admin, pc.equal(rows["kind"], Kind.REOPEN.value)))
+    found: Counter[str] = Counter()
+    for half_id in pc.unique(reopened["half_id"]).to_pylist()[:LOOKS_MAX]:
+        with suppress(TxmqError):  # it has left
+            record = log.get(half_id)
+            times = set(reopened.filter(pc.equal(reopened["half_id"], half_id))["op_time"].to_pylist())
+            for at, again in confirmed(record, log.state_of(record, refresh=False)):
+                for file_no, bits in again.items() if at in times else ():
+                    for segment in record.files[file_no].segments:
+                        found[segment.topic] += bits.count(1, segment.first, segment.last + 1)
+    return +found
 
 
 def _half_batch(log: CommitLog, half_id: str) -> _HalfBatch | None:

@@ -48,7 +48,7 @@ def throughput(log: CommitLog, span: Span) -> pa.Table:
 
 def verdicts(happened: Told, span: Span) -> pa.Table:
     """Messages and half batches that got a verdict, by period."""
-    events = happened.events
+    events = happened.events.filter(pc.greater(happened.events["messages"], 0))
     rolled_back = pc.equal(events["kind"], Kind.ROLLBACK.value)
     label = case(
         [

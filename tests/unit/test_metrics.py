@@ -135,6 +135,21 @@ def test_totals_from_offsets_are_for_ever_and_the_others_since_the_watch_began(t
     assert before.look().rolled_back == {"orders": 2}
 
 
+@pytest.mark.parametrize("who", [Who.CHECK, Who.EXECUTE])
+def test_a_rollback_that_a_person_confirms_is_counted_once(log: CommitLog, who: Who) -> None:
+    watch = LogWatch(log)
+    record = prepare(log, 0, 5, per="message")
+    wrong, hidden = split(pending(log, record), every=2)
+    log.decide(record, 1, rollback=wrong, who=who)
+    watch.look()
+    with pytest.raises(txmq.VerdictConflictError):
+        log.decide(record, 1, commit=wrong, who=Who.EXECUTE)
+    log.quarantine(record, 1, hidden, Who.DISCARD, "too often")
+    log.resolve(record.half_id, txmq.ROLLBACK_MESSAGE, "it never happened")
+    assert log.conflicts() == []
+    assert watch.look().rolled_back == {"orders": 5}
+
+
 def test_a_quarantine_and_an_answer_from_before_are_found(log: CommitLog) -> None:
     record = prepare(log, 0, 3, group="shop")
     assert LogWatch(log).look().last_check is None

@@ -22,7 +22,7 @@ from rmq_spark.commitlog.half_store import HalfStore
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.trace import Trace, TraceEvent, TraceKind
-from rmq_spark.errors import HalfBatchNotFoundError, OptionError
+from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.report import charts, over_time, standing
 from rmq_spark.report.figures import Figures, figures_of
@@ -32,9 +32,10 @@ from rmq_spark.report.page import page
 from rmq_spark.report.span import PERIODS_MAX, Span
 from rmq_spark.report.words import duration, rate, size
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import COMMIT_MESSAGE
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from tests import report_logs
-from tests.half_batches import commit, prepare, roll_back
+from tests.half_batches import commit, let_leave, prepare, roll_back, split
+from tests.half_batches import pending as pending_rows
 from tests.report_logs import NOW_S, Shop
 
 NOW = datetime.fromtimestamp(NOW_S, timezone.utc)
@@ -80,6 +81,28 @@ def test_figures_are_the_same_before_and_after_upkeep() -> None:
         assert getattr(before, name).to_pylist() == getattr(after, name).to_pylist(), name
     assert before.settled == after.settled == 12
     assert before.undrained_s > 0 == after.undrained_s
+
+
+def test_a_rollback_that_a_person_confirms_is_counted_once_before_and_after_upkeep() -> None:
+    log = InMemoryCommitLog(topics={"orders": 2})
+    late, mixed, hidden = (prepare(log, n, 5, per="message") for n in (1, 2, 3))
+    for record, rows in ((late, pending_rows(log, late)), (mixed, split(pending_rows(log, mixed), every=2)[0])):
+        log.decide(record, 1, rollback=rows, who=Who.CHECK)
+        with pytest.raises(VerdictConflictError):
+            log.decide(record, 1, commit=rows, who=Who.EXECUTE)
+    for record in (mixed, hidden):
+        log.quarantine(record, 1, pending_rows(log, record), Who.DISCARD, "too often")
+    for record in (late, mixed, hidden):
+        log.resolve(record.half_id, ROLLBACK_MESSAGE, "it never happened")
+    prepare(log, 4, 1)  # so that none is the last one of its application
+    before = figures_of(log)
+    assert before.rolled_back == 5 + 5 + 5
+    assert by(before.verdicts, "verdict", "messages")[over_time.BY_CHECK] == 5 + 2
+    let_leave(log)
+    assert log.another().half.counted().num_rows == 1
+    after = figures_of(log)
+    assert after.verdicts.to_pylist() == before.verdicts.to_pylist()
+    assert after.settled == before.settled == 3
 
 
 def test_verdicts_are_told_apart() -> None:
