@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import Who
 from rmq_spark.config import seconds
 from rmq_spark.errors import OptionError, TxmqError
 from rmq_spark.machine import MACHINE
@@ -25,6 +26,18 @@ CLUSTER = "DefaultCluster"
 CACHE_S = 5.0
 NORMAL, TRANSACTION, FIFO = "normal", "transaction", "fifo"
 """RocketMQ's words for the kinds of messages (``message_type``)."""
+
+DECISIONS = {
+    (verdict, by.value): 0
+    for verdict, those in {
+        "commit": Who,
+        "rollback": Who,
+        "quarantine": (Who.DISCARD,),
+        "reopen": (Who.EXECUTE, Who.ADMIN),
+    }.items()
+    for by in those
+}
+"""Every decision that there may be, and by whom: shown as 0 before the first one, or a rate would miss it."""
 
 Sample = tuple[str, Mapping[str, str], float]
 """A metric's name, its labels besides the common ones, and its value."""
@@ -158,7 +171,7 @@ def _of_open(figures: LogFigures) -> Iterator[Sample]:
     yield "txmq_conflicts", {}, figures.conflicts
     yield "txmq_waiting_messages", {"reason": "delayed"}, figures.delayed
     yield "txmq_waiting_messages", {"reason": "ordered"}, figures.ordered
-    for (verdict, by), messages in figures.decided.items():
+    for (verdict, by), messages in {**DECISIONS, **figures.decided}.items():
         yield "txmq_decided_messages_total", {"verdict": verdict, "decided_by": by}, messages
     if figures.last_check is not None:
         yield "txmq_last_check_timestamp_seconds", {}, figures.last_check.timestamp()
@@ -175,7 +188,8 @@ def _of_groups(figures: LogFigures) -> Iterator[Sample]:
         labels = group_labels(group, topic)
         yield "rocketmq_consumer_lag_messages", labels, lag.messages
         yield "rocketmq_consumer_lag_latency", labels, lag.seconds * 1_000
-    for group, letters in figures.dead_letters().items():
+    letters_of = {**dict.fromkeys((group for group, _ in figures.lags), 0), **figures.dead_letters()}
+    for group, letters in letters_of.items():
         labels = {"consumer_group": group, "topic": f"{DLQ_PREFIX}{group}", "is_system": "false"}
         yield "rocketmq_send_to_dlq_messages_total", labels, letters
         kept = letters - figures.expired.get(f"{DLQ_PREFIX}{group}", 0)

@@ -12,6 +12,12 @@ EVER, START = "since the log was made", "since the exporter started"
 
 COMMON = ("cluster", "node_id")
 """Labels of every metric: a name that the user gives, and the path of the commit log."""
+TABLES = ("half", "op", "messages", "topics", "groups")
+"""Values of the label ``table``."""
+ANSWERS = ("committed", "rolled_back", "unknown", "discarded", "quarantined")
+"""Values of the label ``verdict`` of what checks did, which are names of tallies in a report of checks."""
+ROUNDS = ("ok", "problems")
+"""Values of the label ``result``."""
 _OF_GROUP = ("consumer_group", "topic", "is_retry", "is_system")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rmq_spark import observer
 from rmq_spark.metrics.client import prometheus
 from rmq_spark.metrics.log_collector import CLUSTER, families, family, group_labels
-from rmq_spark.metrics.names import BY_NAME, COMMON, METRICS, PROCESS
+from rmq_spark.metrics.names import ANSWERS, BY_NAME, COMMON, METRICS, PROCESS, ROUNDS, TABLES
 from rmq_spark.redaction import redacted
 
 FINISH_MS = (10, 25, 50, 100, 250, 500, 1_000, 3_000, 10_000, 30_000, 60_000, 300_000)
@@ -89,6 +89,9 @@ class _Counting(observer.Observer):
     def __init__(self, metrics: dict[str, Any], cluster: str) -> None:
         self._metrics = metrics
         self._cluster = cluster
+        for table in TABLES:  # 0 until the first one, or a rate would miss it
+            self._of("txmq_process_commits_total", "", table)
+            self._of("txmq_commit_retries_total", "", table)
 
     def _of(self, name: str, log: str, *labels: str) -> Any:
         return self._metrics[name].labels(self._cluster, redacted(log), *labels)
@@ -111,13 +114,12 @@ class _Counting(observer.Observer):
         self._of("txmq_process_seconds", log, group, topic).observe(consumed.seconds)
 
     def checked(self, log: str, checker: str, report: Any) -> None:
-        self._of("txmq_check_rounds_total", log, checker, "ok" if report.ok else "problems").inc()
+        for result in ROUNDS:
+            self._of("txmq_check_rounds_total", log, checker, result).inc(result == ROUNDS[0 if report.ok else 1])
         self._of("txmq_check_round_seconds", log, checker).observe(report.seconds)
         self._of("txmq_check_last_round_timestamp_seconds", log, checker).set_to_current_time()
-        for verdict in ("committed", "rolled_back", "unknown", "discarded", "quarantined"):
-            count = getattr(report, verdict).transactions
-            if count:
-                self._of("txmq_checked_transactions_total", log, verdict).inc(count)
+        for verdict in ANSWERS:
+            self._of("txmq_checked_transactions_total", log, verdict).inc(getattr(report, verdict).transactions)
 
     def committed(self, table: str) -> None:
         self._of("txmq_process_commits_total", "", table).inc()

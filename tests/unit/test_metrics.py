@@ -25,8 +25,8 @@ from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.metrics import figures as figures_module
 from rmq_spark.metrics.figures import Lag, LogWatch
-from rmq_spark.metrics.log_collector import LogCollector
-from rmq_spark.metrics.names import BY_NAME, LOG, METRICS, PROCESS
+from rmq_spark.metrics.log_collector import DECISIONS, LogCollector
+from rmq_spark.metrics.names import ANSWERS, BY_NAME, LOG, METRICS, PROCESS, TABLES
 from rmq_spark.metrics.process import ProcessMetrics
 from rmq_spark.metrics.serving import showing
 from rmq_spark.testing import InMemoryCommitLog
@@ -285,6 +285,31 @@ def test_every_metric_in_the_list_is_shown_and_no_other(
     assert not shown
     assert {metric.origin for metric in METRICS} == {LOG, PROCESS}
     assert all(name.endswith("_total") == (metric.kind == "counter") for name, metric in BY_NAME.items())
+
+
+def test_a_counter_with_known_labels_is_0_before_it_counts(registry: Any, counted: Any) -> None:
+    log = memory_log(orders=1)
+    registry.register(LogCollector(log, cache_seconds=0))
+    for verdict, by in (("commit", "check"), ("rollback", "admin"), ("quarantine", "discard"), ("reopen", "execute")):
+        assert value(registry, "txmq_decided_messages_total", verdict=verdict, decided_by=by) == 0
+    assert value(registry, "rocketmq_send_to_dlq_messages_total") is None, "there is no group yet"
+    txmq.ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    assert value(registry, "rocketmq_send_to_dlq_messages_total", consumer_group="points", topic="%DLQ%points") == 0
+    assert value(registry, "txmq_dead_letters", consumer_group="points") == 0
+    assert {t.name for t in log.tables()} <= set(TABLES)
+    assert [value(counted, "txmq_commit_retries_total", table=table) for table in TABLES] == [0] * len(TABLES)
+    txmq.CheckService(log, {}, transaction_timeout=0).run_once()
+    assert value(counted, "txmq_check_rounds_total", result="ok") == 1
+    assert value(counted, "txmq_check_rounds_total", result="problems") == 0
+    assert [value(counted, "txmq_checked_transactions_total", verdict=answer) for answer in ANSWERS] == [0] * 5
+
+
+def test_every_decision_that_there_may_be_is_known(log: CommitLog) -> None:
+    watch = LogWatch(log)
+    scenario(log)
+    log.resolve("app:0", txmq.ROLLBACK_MESSAGE, "no")
+    found = watch.look().decided
+    assert {("commit", "execute"), ("quarantine", "discard"), ("rollback", "admin")} <= set(found) <= set(DECISIONS)
 
 
 def test_rocketmq_s_names_show_rocketmq_s_figures(log: CommitLog, registry: Any) -> None:
