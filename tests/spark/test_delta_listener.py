@@ -139,7 +139,9 @@ def test_what_was_executed_before_marks_named_the_log_is_known(spark: Any, table
 @pytest.mark.parametrize("work", [append, pytest.param(merge, marks=pytest.mark.long)])
 def test_a_tombstone_fences_a_late_execute_but_not_the_next_attempt(spark: Any, table: str, work: Any) -> None:
     gold = listener(spark, table, work)
-    assert gold.check_local_transaction(half_batch(gold.fence_id)) == UNKNOWN
+    young = half_batch(gold.fence_id)
+    assert gold.check_local_transaction(young) == UNKNOWN
+    assert young.reason == "the table has no commit of it yet, and rollback_after (60 s) is not over"
     assert len(log_actions(table, "commitInfo")) == 1, "a young half batch gets no tombstone"
 
     old = half_batch(gold.fence_id, age=OLD)
