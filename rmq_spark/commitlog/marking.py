@@ -136,7 +136,7 @@ class Marker:
             0 if place is None else place.first_ms,
             pending,
             (*older, *_versions_that_count(rows)),
-            still_waiting({half_id: waiting}, rows).get(half_id, {}) if rows.num_rows else waiting,
+            still_waiting({half_id: waiting}, rows).get(half_id, {}) if waiting or rows.num_rows else {},
         )
 
     def _older_versions(self, half_id: str) -> Sequence[int]:

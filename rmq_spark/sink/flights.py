@@ -12,6 +12,7 @@ such as a check that was faster, goes on in a thread that may wait.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,11 +31,14 @@ from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.errors import HalfBatchLeftError
 from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.machine import Machine
+from rmq_spark.redaction import traceback_of
 from rmq_spark.sink.sent import TransactionSendResult, result_of
 from rmq_spark.sink.told import tell_not_sent, tell_sent
 from rmq_spark.sink.turns import Turns
 from rmq_spark.sink.two_phase import Answered, Outcome, Run, TwoPhase, held_by
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
+
+logger = logging.getLogger(__name__)
 
 
 class SendFuture(Future[TransactionSendResult]):
@@ -44,10 +48,10 @@ class SendFuture(Future[TransactionSendResult]):
     Parameters
     ----------
     leave : callable
-        Called once when the send has come to its end, or is cancelled.
+        Gives up the room of a future, when the send has come to its end or is cancelled.
     """
 
-    def __init__(self, leave: Callable[[], None]) -> None:
+    def __init__(self, leave: Callable[[SendFuture], None]) -> None:
         super().__init__()
         self._leave = leave
         self._left: deque[Callable[[Future[TransactionSendResult]], object]] = deque()
@@ -79,15 +83,24 @@ class SendFuture(Future[TransactionSendResult]):
 
     def end(self) -> bool:
         """Give up the room among those in flight. True when there are callbacks to be called."""
-        self._leave()
+        self._leave(self)
         self._is_over = True
         return bool(self._left)
 
     def call_back(self) -> None:
-        """Call the callbacks."""
-        with suppress(IndexError):
-            while True:
-                super().add_done_callback(self._left.popleft())  # it is done, so this calls, and logs what that raises
+        """Call the callbacks, all of them whatever one of them raises."""
+        interrupt: KeyboardInterrupt | None = None
+        while self._left:
+            try:
+                super().add_done_callback(self._left.popleft())  # it is done, so this calls, and logs an Exception
+            except IndexError:  # another thread calls it
+                break
+            except KeyboardInterrupt as problem:
+                interrupt = problem
+            except BaseException as problem:
+                logger.error("a callback of a send raised: %s", traceback_of(problem))
+        if interrupt is not None:
+            raise interrupt
 
 
 class Flight:
@@ -155,8 +168,12 @@ class Flights:
         """Send a message, and wait for nothing."""
         if flight.asks_nobody:
             self._begin(flight)
-        else:
-            self._turns.admit(partial(self._begin, flight), flight.future.cancel)
+            return
+        try:
+            self._turns.admit(flight, partial(self._begin, flight), flight.future.cancel)
+        except BaseException:  # an interrupt
+            self._turns.leave(flight)
+            raise
 
     # ------------------------------------------------------------------ the way
     def _begin(self, flight: Flight) -> bool:
@@ -177,7 +194,7 @@ class Flights:
                 self._in_thread(self._listeners, partial(self._execute, flight, run))
         except BaseException as found:
             if not flight.asks_nobody:
-                self._turns.leave()
+                self._turns.leave(flight)
             self._fail(flight, found)
 
     def _execute(self, flight: Flight, run: Run) -> None:
@@ -186,7 +203,7 @@ class Flights:
                 with self._turns.running():
                     answered = flight.context.run(_ask, flight, run)
             finally:
-                self._turns.leave()
+                self._turns.leave(flight)
             self._go_on(flight, run, answered)
         except BaseException as found:
             self._fail(flight, found)
@@ -222,7 +239,9 @@ class Flights:
     def _settle(self, flight: Flight, run: Run) -> None:
         """Find out what became of it. This may wait, and run the local transaction again."""
         try:
-            self._land(flight, flight.two_phase.bring_on(run))
+            with self._turns.running():
+                outcome = flight.context.run(flight.two_phase.bring_on, run)
+            self._land(flight, outcome)
         except BaseException as found:
             self._fail(flight, found)
 

@@ -13,6 +13,7 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.errors import MessageError
 from rmq_spark.message import Message, to_table
+from rmq_spark.redaction import cause_of
 
 SHARED_ROWS_MAX = 100
 SHARED_BYTES_MAX = 64 * 1024
@@ -67,7 +68,11 @@ def is_small(given: list[Message]) -> bool:
 
 def _size_of(message: Message) -> int:
     """The bytes that a message has at most."""
-    properties = message.properties or {}
-    characters = sum(len(name) + len(value) for name, value in properties.items())
-    characters += sum(len(str(label)) for label in (message.tags, message.keys, message.sharding_key) if label)
-    return len(message.body) + UTF8_BYTES_MAX * characters
+    try:
+        properties = message.properties or {}
+        characters = sum(len(name) + len(value) for name, value in properties.items())
+        characters += sum(len(str(label)) for label in (message.tags, message.keys, message.sharding_key) if label)
+        return len(message.body) + UTF8_BYTES_MAX * characters
+    except Exception as problem:  # its properties were changed after it was made
+        said = f"the message cannot be sent as it is now ({type(problem).__name__}: {problem})"
+        raise MessageError(said) from cause_of(problem)

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -37,7 +38,7 @@ from rmq_spark.sink.flights import Flight, Flights, SendFuture
 from rmq_spark.sink.given import is_small, message_list, require_message, stage, topics_in
 from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
 from rmq_spark.sink.sent import TransactionSendResult, result_of
-from rmq_spark.sink.turns import Keys, Turns, UnderWay
+from rmq_spark.sink.turns import InFlight, Keys, Turns, UnderWay
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.tracing import tracing
 from rmq_spark.transaction import BATCH, KEY, MESSAGE
@@ -207,7 +208,7 @@ class TransactionMQProducer:
     def _forget_others(self) -> None:
         """Sends that an earlier shutdown left under way keep no room, and no key."""
         self._turns = Turns(self._listener_threads, self.transaction_timeout)
-        self._in_flight = threading.BoundedSemaphore(self._in_flight_max)
+        self._in_flight = InFlight(self._in_flight_max)
         self._keys = Keys(self.log.machine)
         name = f"txmq-{self.producer_group}"
         self._senders = ThreadPoolExecutor(self._in_flight_max, name, _mark_own_thread)
@@ -408,7 +409,13 @@ class TransactionMQProducer:
         )
 
     def _fly(self, two_phase: TwoPhase, message: Message, arg: Any, topic: str | None) -> Future[TransactionSendResult]:
-        sent = SendFuture(self._take_room())
+        in_flight = self._in_flight
+        sent = SendFuture(partial(self._leave, in_flight))
+        try:
+            self._take_room(in_flight, sent)
+        except BaseException:
+            sent.end()
+            raise
         try:
             writer = self._writer(two_phase, [message], topic, None, BATCH, None)
             one = OneMessage(writer, message)
@@ -422,45 +429,32 @@ class TransactionMQProducer:
         return sent
 
     def _in_pool(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
-        leave = self._take_room()
+        in_flight, waiting, place = self._in_flight, self._in_pool_now, object()
+        leave = partial(self._leave, in_flight)
         try:
+            self._take_room(in_flight, place)
             sent = self._senders.submit(copy_context().run, send)  # a trace goes on there
+            waiting.add(sent)
+            sent.add_done_callback(waiting.discard)
+            sent.add_done_callback(lambda _: leave(place))
         except BaseException as problem:
-            leave()
+            leave(place)
             if isinstance(problem, RuntimeError):  # the pool is shut down
                 raise OptionError("the producer is being closed: nothing was sent") from problem
             raise
-
-        waiting = self._in_pool_now
-        waiting.add(sent)
-
-        def end(_: object) -> None:
-            waiting.discard(sent)
-            leave()
-
-        sent.add_done_callback(end)
         return sent
 
-    def _take_room(self) -> Callable[[], None]:
-        """Take a place among those in flight, and return what gives it up."""
-        self._enter()
+    def _take_room(self, in_flight: InFlight, who: object) -> None:
+        """Take a place among those in flight."""
+        self._enter(who)
         # The sends that are under way may need an event loop, or this very thread, in which a listener or a callback
         # runs. Neither may wait for room, so more are accepted.
-        must_not_wait = _event_loop() is not None or _in_own_thread()
-        in_flight = None if must_not_wait else self._in_flight
-        try:
-            if in_flight is not None:
-                in_flight.acquire()
-        except BaseException:
-            self._under_way.leave()
-            raise
+        if _event_loop() is None and not _in_own_thread():
+            in_flight.enter(who)
 
-        def leave() -> None:
-            if in_flight is not None:
-                in_flight.release()
-            self._under_way.leave()
-
-        return leave
+    def _leave(self, in_flight: InFlight, who: object) -> None:
+        in_flight.leave(who)
+        self._under_way.leave(who)
 
     # ------------------------------------------------------------------ with a session
     @named
@@ -529,12 +523,13 @@ class TransactionMQProducer:
         per: str,
         idempotency_key: str | None,
     ) -> TransactionSendResult:
-        self._enter()
+        place = object()
         try:
+            self._enter(place)
             given = messages if isinstance(messages, pa.Table) else message_list(messages)
             return self._send_admitted(two_phase, given, arg, topic, transaction_key, per, idempotency_key)
         finally:
-            self._under_way.leave()
+            self._under_way.leave(place)
 
     def _send_admitted(
         self,
@@ -592,9 +587,9 @@ class TransactionMQProducer:
         topics = self.log.topics_with(topics_in(given, topic))
         return HalfWriter(header, topics, topic, transaction_key, self.log.fifo_topics(), machine=self.log.machine)
 
-    def _enter(self) -> None:
+    def _enter(self, who: object) -> None:
         self._require_own_process()
-        if not self._under_way.enter():
+        if not self._under_way.enter(who):
             raise OptionError("the producer is closed: use it in a with statement, or call start()")
 
     def _require_own_process(self) -> None:

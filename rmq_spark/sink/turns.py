@@ -25,7 +25,8 @@ LOOP_LOOKED_AT_S = 1.0
 
 
 class UnderWay:
-    """Counts what is under way while the door is open, and waits for its end when it is closed.
+    """Knows what is under way while the door is open, and waits for its end when it is closed. Whoever was interrupted
+    while it entered leaves all the same.
 
     Parameters
     ----------
@@ -35,7 +36,7 @@ class UnderWay:
     def __init__(self, machine: Machine) -> None:
         self._lock = machine.lock()
         self._over = machine.event()  # set when the door is closed and nothing is under way
-        self._count = 0
+        self._inside: set[object] = set()
         self.is_open = False
 
     def open(self) -> None:
@@ -43,16 +44,17 @@ class UnderWay:
         self._over.clear()
         self.is_open = True
 
-    def enter(self) -> bool:
+    def enter(self, who: object) -> bool:
         """One more is under way; False when the door is closed."""
         with self._lock:
-            self._count += self.is_open
+            if self.is_open:
+                self._inside.add(who)
             return self.is_open
 
-    def leave(self) -> None:
-        """One has come to its end."""
+    def leave(self, who: object) -> None:
+        """One has come to its end, or has not entered."""
         with self._lock:
-            self._count -= 1
+            self._inside.discard(who)
             self._tell()
 
     def close(self, seconds: float) -> int:
@@ -61,11 +63,37 @@ class UnderWay:
             self.is_open = False
             self._tell()
         self._over.wait(seconds)
-        return self._count
+        return len(self._inside)
 
     def _tell(self) -> None:
-        if not (self._count or self.is_open):
+        if not (self._inside or self.is_open):
             self._over.set()
+
+
+class InFlight:
+    """Lets in so many at once; the others wait.
+
+    Parameters
+    ----------
+    most : int
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._inside: set[object] = set()
+        self._changed = threading.Condition()
+
+    def enter(self, who: object) -> None:
+        """Wait for room, and take it."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._inside) < self._most)
+            self._inside.add(who)
+
+    def leave(self, who: object) -> None:
+        """Give up the room, if there is any to give up."""
+        with self._changed:
+            self._inside.discard(who)
+            self._changed.notify()
 
 
 class Keys:
@@ -120,8 +148,8 @@ class Turns:
         self._within_s = transaction_timeout_s * WAITING_PART
         self._free = threading.BoundedSemaphore(threads)
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Callable[[], bool], Callable[[], object] | None]] = deque()
-        self._admitted = 0
+        self._waiting: deque[tuple[object, Callable[[], bool], Callable[[], object] | None]] = deque()
+        self._admitted: set[object] = set()
         self._mean_s: float | None = None  # how long a local transaction takes
         self._is_over = False  # nobody waits for those that still run
 
@@ -132,30 +160,41 @@ class Turns:
             return self._threads
         return max(self._threads, int(self._threads * self._within_s / max(self._mean_s, 1e-6)))
 
-    def admit(self, begin: Callable[[], bool], give_up: Callable[[], object] | None = None) -> None:
+    def admit(self, who: object, begin: Callable[[], bool], give_up: Callable[[], object] | None = None) -> None:
         """Call ``begin`` when one more send may be prepared; ``give_up`` when it comes to that no more. When ``begin``
-        returns False, the next one may begin in its place."""
+        returns False, the next one may begin in its place. Whoever is interrupted in here leaves."""
         with self._lock:
-            self._waiting.append((begin, give_up))
-        self._let_begin()
+            is_full = len(self._admitted) >= self.room
+            gives_up = is_full and self._is_over and give_up is not None
+            if not is_full:
+                self._admitted.add(who)
+            elif not gives_up:  # who leaves lets others begin
+                self._waiting.append((who, begin, give_up))
+        if gives_up and give_up is not None:
+            give_up()
+        elif not is_full and not begin():
+            self.leave(who)
 
-    def _let_begin(self) -> None:
+    def leave(self, who: object) -> None:
+        """One that was admitted has ended its local transaction, or will have none. Others may begin."""
+        with self._lock:
+            self._admitted.discard(who)
         while True:
             with self._lock:
-                if not self._waiting or self._admitted >= self.room:
+                if not self._waiting or len(self._admitted) >= self.room:
                     return
-                self._admitted += 1
-                begin, _ = self._waiting.popleft()
+                other, begin, _ = self._waiting.popleft()
+                self._admitted.add(other)
             if not begin():
                 with self._lock:
-                    self._admitted -= 1
+                    self._admitted.discard(other)
 
     def close(self) -> None:
         """Nobody waits any more for those that still run: those that can give up do so."""
         with self._lock:
             self._is_over = True
-            left, self._waiting = self._waiting, deque(w for w in self._waiting if w[1] is None)
-        for _, give_up in left:
+            left, self._waiting = self._waiting, deque(w for w in self._waiting if w[2] is None)
+        for _, _, give_up in left:
             if give_up is not None:
                 give_up()
 
@@ -181,9 +220,9 @@ class Turns:
             may_begin.set()
             return True
 
-        self.admit(begin)
-        may_begin.wait()
         in_turn = _InTurn(listener, self, loop)
+        self.admit(in_turn, begin)
+        may_begin.wait()
         try:
             yield in_turn
         finally:
@@ -198,12 +237,6 @@ class Turns:
                 "the event loop ended while the local transaction ran in it: let the loop run until its sends are "
                 "done, or close the producer first"
             )
-
-    def leave(self) -> None:
-        """One that was admitted has ended its local transaction, or will have none."""
-        with self._lock:
-            self._admitted -= 1
-        self._let_begin()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -254,4 +287,4 @@ class _InTurn(TransactionListener):
     def leave(self) -> None:
         if self._is_admitted:
             self._is_admitted = False
-            self._turns.leave()
+            self._turns.leave(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -532,7 +533,7 @@ def test_a_local_transaction_that_raises_leaves_its_turn_to_the_next() -> None:
         assert [type(s.exception(DEADLINE_S)).__name__ for s in sent] == [
             "LocalTransactionError", "LocalTransactionError", "NoneType", "TopicNotFoundError",
         ]  # fmt: skip
-        assert producer._turns._admitted == 0
+        assert not producer._turns._admitted
 
 
 def test_a_producer_is_closed_in_time_although_a_local_transaction_hangs(caplog: pytest.LogCaptureFixture) -> None:
@@ -666,7 +667,7 @@ def test_thousands_that_are_cancelled_at_once_hold_up_nobody() -> None:
 def test_a_send_that_several_threads_cancel_gives_up_its_room_once() -> None:
     left: list[None] = []
     for _ in range(200):
-        sent = SendFuture(lambda: left.append(None))
+        sent = SendFuture(lambda _: left.append(None))
         barrier = threading.Barrier(3)
 
         def cancel(sent: SendFuture = sent, barrier: threading.Barrier = barrier) -> None:
@@ -724,6 +725,72 @@ def test_callbacks_may_all_wait_for_other_sends(answer: Any, key: str | None) ->
     assert heard == [answer, answer]
 
 
+@pytest.mark.parametrize("key", [None, "k"])
+def test_a_send_that_is_interrupted_in_any_call_keeps_no_room(key: str | None) -> None:
+    """It stayed among those under way, and each shutdown waited 30 seconds for it. Python looks for an interrupt when a
+    function begins."""
+    log = make_log("memory", Path(), orders=2)
+    interrupted = 0
+    with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None, max_in_flight=3) as producer:
+        for at in range(1, 500):
+            calls = 0
+
+            def trace(frame: Any, event: str, _: object) -> None:
+                nonlocal calls
+                if frame.f_code.co_filename.endswith(("sink/producer.py", "sink/turns.py", "sink/flights.py")):
+                    calls += 1
+                    if calls == at:  # noqa: B023
+                        raise KeyboardInterrupt
+
+            before = sys.gettrace()
+            try:
+                sys.settrace(trace)
+                producer.send_message_in_transaction_async(message(at), idempotency_key=key and f"{key}{at}")
+            except KeyboardInterrupt:
+                interrupted += 1
+            else:
+                break
+            finally:
+                sys.settrace(before)
+        assert interrupted > 8
+        wait_for(lambda: not producer._under_way._inside and not producer._in_flight._inside)
+        assert not producer._turns._admitted
+    assert log.pending().num_rows == 0
+
+
+@pytest.mark.parametrize("raised", [RuntimeError, SystemExit])
+def test_a_callback_that_raises_keeps_nobody_from_hearing_of_the_end(raised: type[BaseException]) -> None:
+    log = make_log("memory", Path(), orders=2)
+    go_on, called = threading.Event(), []
+    shop = Shop({b"0": lambda: go_on.wait(DEADLINE_S) and COMMIT_MESSAGE})
+    settings: dict[str, Any] = {"check_interval": None, "listener_threads": 1, "await_termination": 0.1}
+
+    def fails(_: object) -> None:
+        raise raised
+
+    with txmq.TransactionMQProducer(log, "shop", shop, **settings) as producer:
+        sent = [producer.send_message_in_transaction_async(message(i)) for i in range(5)]
+        for n, send in enumerate(sent):
+            send.add_done_callback(fails)
+            send.add_done_callback(lambda _, n=n: called.append(n))
+        wait_for(lambda: shop.seen == [b"0"])
+    assert sorted(called) == [1, 2, 3, 4]
+    assert all(send.cancelled() for send in sent[1:])
+    go_on.set()
+    wait_for(lambda: 0 in called)
+
+
+def test_a_send_that_comes_while_the_producer_is_closed_is_cancelled_too() -> None:
+    """It waited for ever behind those that were left."""
+    turns = Turns(threads=1, transaction_timeout_s=6.0)
+    begun, given_up = [], []
+    turns.admit("first", lambda: not begun.append("first"))
+    turns.close()
+    turns.admit("late", lambda: not begun.append("late"), lambda: given_up.append("late"))
+    turns.leave("first")
+    assert (begun, given_up) == (["first"], ["late"])
+
+
 def test_sends_that_have_not_begun_when_the_producer_is_closed_are_cancelled() -> None:
     log = make_log("memory", Path(), orders=2)
     go_on = threading.Event()
@@ -750,11 +817,16 @@ def test_a_check_that_is_faster_than_an_asynchronous_send_lets_it_go_on_under_th
                 self.checked = ROLLBACK_MESSAGE
                 CheckService(another(log), {"shop": self}, transaction_timeout=0.0).run_once()
                 raise FencedError("a check was here")
+            tenants.append(tenant.get(None))
             return super().execute_local_transaction(batch)
 
+    tenant: ContextVar[str] = ContextVar("tenant")
+    tenants: list[str | None] = []
     with txmq.TransactionMQProducer(log, "shop", Slow(), check_interval=None) as producer:
+        tenant.set("of the caller")
         result = producer.send_message_in_transaction_async(message(0)).result(DEADLINE_S)
     assert (result.local_transaction_state, result.transaction_id[-1]) == (COMMIT_MESSAGE, "2")
+    assert tenants == ["of the caller"]
     assert bodies(log) == [b"0"]
 
 
