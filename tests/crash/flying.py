@@ -14,7 +14,7 @@ from rmq_spark.sink.flights import Flights
 from tests.crash import shop
 
 STREAM = "message"
-STEPS = ("_prepare", "_prepared", "_ask", "_go_on", "_decided")
+STEPS = ("_begin", "_prepared", "_execute", "_go_on", "_decided")
 """Of a flight, each with the call before which a program ends."""
 
 

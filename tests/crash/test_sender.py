@@ -138,7 +138,7 @@ def test_a_checker_at_an_empty_or_another_database_decides_nothing_and_says_why(
 
 
 @pytest.mark.parametrize(
-    "step", [s if s in ("_ask", "_decided") else pytest.param(s, marks=pytest.mark.long) for s in STEPS]
+    "step", [s if s in ("_execute", "_decided") else pytest.param(s, marks=pytest.mark.long) for s in STEPS]
 )
 def test_asynchronous_sends_that_were_under_way_when_their_program_was_killed_agree(tmp_path: Path, step: str) -> None:
     open_shop(tmp_path, [STREAM])
