@@ -13,7 +13,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -157,13 +157,19 @@ def _listed(table: Table) -> list[pafs.FileInfo]:
 
 def _read(table: Table, infos: Iterable[pafs.FileInfo], group: str) -> dict[str, tuple[bytes, datetime | None]]:
     """Return what the heartbeats of a group's members say, and when each was put by the store's clock."""
-    mine = f"{table.folder}/{FOLDER}/{group}/"
     found: dict[str, tuple[bytes, datetime | None]] = {}
+    for member, info in _of_group(table, infos, group):
+        with suppress(FileNotFoundError), table.fs.open_input_file(info.path) as stream:
+            found[member] = bytes(stream.read()), info.mtime
+    return found
+
+
+def _of_group(table: Table, infos: Iterable[pafs.FileInfo], group: str) -> Iterator[tuple[str, pafs.FileInfo]]:
+    """Yield the members of a group, and their heartbeats."""
+    mine = f"{table.folder}/{FOLDER}/{group}/"
     for info in infos:
         if info.path.startswith(mine):
-            with suppress(FileNotFoundError), table.fs.open_input_file(info.path) as stream:
-                found[info.path.removeprefix(mine)] = bytes(stream.read()), info.mtime
-    return found
+            yield info.path.removeprefix(mine), info
 
 
 def _topics(content: bytes) -> frozenset[str]:
@@ -200,7 +206,6 @@ def heartbeats(table: Table, group: str, now: datetime) -> dict[str, datetime]:
 
 def forget(table: Table, group: str) -> None:
     """Remove the heartbeats of a group. A member that lives puts its own again, within one heartbeat's interval."""
-    for info in _listed(table):
-        if info.path.startswith(f"{table.folder}/{FOLDER}/{group}/"):
-            with suppress(FileNotFoundError):
-                table.fs.delete_file(info.path)
+    for _, info in _of_group(table, _listed(table), group):
+        with suppress(FileNotFoundError):
+            table.fs.delete_file(info.path)

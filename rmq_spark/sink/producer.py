@@ -351,7 +351,7 @@ class TransactionMQProducer:
     def send_message_in_transaction_async(
         self, message: Message, arg: Any = None, *, idempotency_key: str | None = None
     ) -> Future[TransactionSendResult]:
-        """:meth:`send_message_in_transaction` in another thread.
+        """:meth:`send_message_in_transaction`, and the caller does not wait.
 
         Returns
         -------
@@ -387,7 +387,7 @@ class TransactionMQProducer:
     def send_async(
         self, messages: Message | Iterable[Message], *, topic: str | None = None, idempotency_key: str | None = None
     ) -> Future[TransactionSendResult]:
-        """:meth:`send` in another thread; see :meth:`send_message_in_transaction_async`."""
+        """:meth:`send`, and the caller does not wait; see :meth:`send_message_in_transaction_async`."""
         # A copy: the caller may fill its list anew before the thread reads it.
         given = [messages] if isinstance(messages, Message) else messages
         given = given if isinstance(given, pa.Table) else message_list(given)

@@ -25,8 +25,8 @@ LOOP_LOOKED_AT_S = 1.0
 
 
 class UnderWay:
-    """Knows what is under way while the door is open, and waits for its end when it is closed. Whoever was interrupted
-    while it entered leaves all the same.
+    """Knows what is under way while the door is open, and waits for its end when it is closed. :meth:`leave` is right
+    after an interrupted :meth:`enter`, too.
 
     Parameters
     ----------
@@ -161,18 +161,18 @@ class Turns:
         return max(self._threads, int(self._threads * self._within_s / max(self._mean_s, 1e-6)))
 
     def admit(self, who: object, begin: Callable[[], bool], give_up: Callable[[], object] | None = None) -> None:
-        """Call ``begin`` when one more send may be prepared; ``give_up`` when it comes to that no more. When ``begin``
-        returns False, the next one may begin in its place. Whoever is interrupted in here leaves."""
+        """Call ``begin`` when one more send may be prepared, and ``give_up`` when that will never be. When ``begin``
+        returns False, the next one may begin in its place. After an interrupt in here, call :meth:`leave`."""
         with self._lock:
-            is_full = len(self._admitted) >= self.room
-            gives_up = is_full and self._is_over and give_up is not None
-            if not is_full:
+            has_room = len(self._admitted) < self.room
+            if has_room:
                 self._admitted.add(who)
-            elif not gives_up:  # who leaves lets others begin
+            elif give_up is None or not self._is_over:  # the next one that leaves lets it begin
                 self._waiting.append((who, begin, give_up))
-        if gives_up and give_up is not None:
+                return
+        if not has_room and give_up is not None:
             give_up()
-        elif not is_full and not begin():
+        elif not begin():
             self.leave(who)
 
     def leave(self, who: object) -> None:

@@ -15,7 +15,7 @@ from tests.crash import shop
 
 STREAM = "message"
 STEPS = ("_begin", "_prepared", "_execute", "_go_on", "_decided")
-"""Of a flight, each with the call before which a program ends."""
+"""Of a flight. The program ends before one of them."""
 
 
 def send_all(root: Path) -> None:
@@ -27,7 +27,7 @@ def send_all(root: Path) -> None:
 
 
 def end_before(step: str, times: int) -> None:
-    """Kill this program before a step is made for the so manieth time."""
+    """Kill this program when it is about to make a step for the ``times``-th time."""
     made, calls = getattr(Flights, step), count(1)
 
     def counted(*arguments: Any) -> Any:
