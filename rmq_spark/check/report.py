@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from rmq_spark.plurals import count_of
+
 LEASED = "leased"
 YOUNG = "young"
 IMMUNE = "immune"
@@ -105,7 +107,7 @@ class CheckReport:
         if self.without_listener:
             parts.append("groups without a listener: " + ", ".join(sorted(self.without_listener)))
         if self.placed:
-            parts.append(f"{self.placed:,} delayed message{'' if self.placed == 1 else 's'} became visible")
+            parts.append(f"{count_of(self.placed, 'delayed message')} became visible")
         parts.append(f"{self.pending} half {'batch is' if self.pending == 1 else 'batches are'} pending")
         for half_id, sentence in self.problems:
             parts.append(f"problem with {half_id}: {sentence}" if half_id else f"problem: {sentence}")
@@ -130,5 +132,4 @@ class CheckReport:
 
 
 def _words(tally: Tally) -> str:
-    t, m = tally.transactions, tally.messages
-    return f"{t:,} transaction{'' if t == 1 else 's'} ({m:,} message{'' if m == 1 else 's'})"
+    return f"{count_of(tally.transactions, 'transaction')} ({count_of(tally.messages, 'message')})"

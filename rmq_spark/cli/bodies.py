@@ -66,8 +66,13 @@ def peek(body: bytes | None) -> str:
     try:
         body.decode()
     except UnicodeDecodeError:
-        return body[:PEEKED_BYTES].hex(" ") + ("…" if len(body) > PEEKED_BYTES else "")
+        return short_hex(body)
     return escaped(short(body))
+
+
+def short_hex(body: bytes) -> str:
+    """Return the first bytes of a body as numbers."""
+    return body[:PEEKED_BYTES].hex(" ") + ("…" if len(body) > PEEKED_BYTES else "")
 
 
 def _form_of(body: bytes) -> BodyForm:

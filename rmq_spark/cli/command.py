@@ -55,6 +55,8 @@ Storage = Annotated[
         f"{STORAGE_ENV}AWS_SECRET_ACCESS_KEY and so on in the environment.",
     ),
 ]
+TopicName = Annotated[str, typer.Argument(metavar="TOPIC", autocompletion=of_argument)]
+GroupName = Annotated[str, typer.Argument(metavar="GROUP", autocompletion=of_argument)]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table: an object a line.")]
 
 

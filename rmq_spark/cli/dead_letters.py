@@ -7,16 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from rmq_spark.cli.command import App
-from rmq_spark.cli.completing import of_argument
-from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, say, show
+from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, open_log, plainly, say, show
 from rmq_spark.cli.text import short
 from rmq_spark.errors import OptionError
+from rmq_spark.plurals import count_of
 
 LIMIT = 100
 
 dlq_app = App(no_args_is_help=True, help="Dead letters: messages that a consumer group gave up.")
-
-Group = Annotated[str, typer.Argument(metavar="GROUP", autocompletion=of_argument)]
 
 
 def register(app: Any) -> None:
@@ -28,7 +26,7 @@ def register(app: Any) -> None:
 @plainly
 def list_letters(
     path: LogPath,
-    group: Group,
+    group: GroupName,
     limit: Annotated[int, typer.Option(help="At most so many, the oldest first.")] = LIMIT,
     as_json: AsJson = False,
     storage: Storage = None,
@@ -47,7 +45,7 @@ def list_letters(
 @plainly
 def resend(
     path: LogPath,
-    group: Group,
+    group: GroupName,
     offset: Annotated[list[int] | None, typer.Option(help="A letter's queue_offset; may be repeated.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All that were not sent again yet.")] = False,
     as_json: AsJson = False,

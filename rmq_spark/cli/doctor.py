@@ -12,6 +12,7 @@ from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import one_line
 from rmq_spark.errors import ConfigError
+from rmq_spark.plurals import count_of
 from rmq_spark.report.finding import Finding, Level, worst
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def doctor(
     if not as_json:
         bad = [sum(f.level is found for f in findings) for found in (Level.CRITICAL, Level.WARNING)]
         if not quiet or any(bad):
-            typer.echo(f"{bad[0]} critical, {bad[1]} warning{'' if bad[1] == 1 else 's'}")
+            typer.echo(f"{bad[0]} critical, {count_of(bad[1], 'warning')}")
     raise typer.Exit({Level.CRITICAL: CRITICAL, Level.WARNING: WARNINGS}.get(level, 0))
 
 

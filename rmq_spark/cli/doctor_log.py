@@ -12,10 +12,11 @@ import pyarrow.compute as pc
 from rmq_spark.cli.command import sentence_of
 from rmq_spark.cli.groups import group_rows
 from rmq_spark.cli.settling import conflict_rows, open_rows
-from rmq_spark.cli.text import count_of, one_line, short_age, size
+from rmq_spark.cli.text import one_line, short_age, size
 from rmq_spark.config import CLOCK_SKEW_S_MAX, DRAIN_EVERY_S, INT64_MAX, TRANSACTION_TIMEOUT_S
 from rmq_spark.listener import NO_LISTENER_FENCE
 from rmq_spark.message import DLQ_PREFIX
+from rmq_spark.plurals import count_of
 from rmq_spark.report.finding import Finding, Level
 from rmq_spark.storage.answers import is_denied
 from rmq_spark.storage.location import is_uri

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rmq_spark.cli.command import App
-from rmq_spark.cli.completing import of_argument, topics_of_option
-from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, rendered, say, show
+from rmq_spark.cli.completing import topics_of_option
+from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, open_log, plainly, rendered, say, show
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age
 from rmq_spark.cli.times import time_of
 from rmq_spark.cli.watching import Watch, watched
 from rmq_spark.errors import GroupNotFoundError, OptionError
+from rmq_spark.plurals import count_of
 from rmq_spark.source.offsets import EARLIEST, LATEST, CountedPositions, parse_offsets, to_json
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 group_app = App(no_args_is_help=True, help="Consumer groups of a commit log.")
 
-Group = Annotated[str, typer.Argument(metavar="GROUP", autocompletion=of_argument)]
 Topics = Annotated[
     list[str] | None,
     typer.Option(
@@ -91,7 +91,7 @@ def group_rows(log: CommitLog) -> list[dict[str, Any]]:
 
 @group_app.command()
 @plainly
-def lag(path: LogPath, group: Group, watch: Watch = None, as_json: AsJson = False, storage: Storage = None) -> None:
+def lag(path: LogPath, group: GroupName, watch: Watch = None, as_json: AsJson = False, storage: Storage = None) -> None:
     """Show how far a group is behind, queue by queue; and which member reads each queue."""
     from rmq_spark.consumer.groups import ConsumerGroup
 
@@ -114,7 +114,9 @@ def _lag_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
 
 @group_app.command()
 @plainly
-def members(path: LogPath, group: Group, watch: Watch = None, as_json: AsJson = False, storage: Storage = None) -> None:
+def members(
+    path: LogPath, group: GroupName, watch: Watch = None, as_json: AsJson = False, storage: Storage = None
+) -> None:
     """List the members of a group: which queues each one owns, under which generation, and the age of its heartbeat.
 
     A member without a heartbeat is dead or gone; others claim its queues after their lease.
@@ -154,7 +156,7 @@ def member_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
 @plainly
 def reset(
     path: LogPath,
-    group: Group,
+    group: GroupName,
     to: Annotated[
         str,
         typer.Option(
@@ -210,7 +212,9 @@ def _show_positions(group: ConsumerGroup, positions: Mapping[tuple[str, int], in
 
 @group_app.command()
 @plainly
-def skip(path: LogPath, group: Group, topic: Topics = None, as_json: AsJson = False, storage: Storage = None) -> None:
+def skip(
+    path: LogPath, group: GroupName, topic: Topics = None, as_json: AsJson = False, storage: Storage = None
+) -> None:
     """Skip all that a group has not read yet: it goes on with what is committed from now on."""
     from rmq_spark.consumer.groups import ConsumerGroup
 
@@ -227,7 +231,7 @@ def skip(path: LogPath, group: Group, topic: Topics = None, as_json: AsJson = Fa
 @plainly
 def clone(
     path: LogPath,
-    group: Group,
+    group: GroupName,
     other: Annotated[str, typer.Argument(metavar="NEW_GROUP")],
     as_json: AsJson = False,
     storage: Storage = None,
@@ -242,7 +246,7 @@ def clone(
 
 @group_app.command("hand-over")
 @plainly
-def hand_over(path: LogPath, group: Group, as_json: AsJson = False, storage: Storage = None) -> None:
+def hand_over(path: LogPath, group: GroupName, as_json: AsJson = False, storage: Storage = None) -> None:
     """Let others read for a group: Spark after PushConsumer, or the other way round. Stop the old ones first."""
     found = _known(open_log(path, storage), group)
     found.hand_over()
@@ -251,7 +255,7 @@ def hand_over(path: LogPath, group: Group, as_json: AsJson = False, storage: Sto
 
 @group_app.command()
 @plainly
-def delete(path: LogPath, group: Group, as_json: AsJson = False, storage: Storage = None) -> None:
+def delete(path: LogPath, group: GroupName, as_json: AsJson = False, storage: Storage = None) -> None:
     """Forget a group's progress. Members that still read for it notice, and begin anew."""
     found = _known(open_log(path, storage), group)
     if not found.delete():

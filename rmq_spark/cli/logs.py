@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, say, storage_options
+from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, say, storage_options
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.config import QUEUES_DEFAULT, byte_count, parse_duration
 from rmq_spark.errors import OptionError
+from rmq_spark.plurals import count_of
 
 if TYPE_CHECKING:
     from rmq_spark.check.draining import Draining

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.bodies import BYTES_SHOWN, PEEKED_BYTES, BodyBytes, BodyForm, Form, shown
+from rmq_spark.cli.bodies import BYTES_SHOWN, BodyBytes, BodyForm, Form, short_hex, shown
 from rmq_spark.cli.command import FAILED
-from rmq_spark.cli.completing import of_argument, topics_of_option
-from rmq_spark.cli.output import AsJson, LogPath, Storage, block, open_log, plainly, show
+from rmq_spark.cli.completing import topics_of_option
+from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, block, open_log, plainly, show
 from rmq_spark.cli.text import escaped, json_message, one_line, short, short_time
 from rmq_spark.cli.times import time_of
 from rmq_spark.cli.watching import interval_of, wait
@@ -39,7 +39,7 @@ Tags = Annotated[str | None, typer.Option(help='Only messages with one of these 
 @plainly
 def read(
     path: LogPath,
-    topic: Annotated[str, typer.Argument(metavar="TOPIC", autocompletion=of_argument)],
+    topic: TopicName,
     limit: Annotated[
         int | None, typer.Option(min=1, help=f"At most so many messages; {READ_LIMIT} by default.")
     ] = None,
@@ -237,7 +237,7 @@ def _cell(body: bytes | None, form: BodyForm) -> str | None:
     if body is None or form is BodyForm.NONE:
         return None
     if form is BodyForm.HEX:
-        return body[:PEEKED_BYTES].hex(" ") + ("…" if len(body) > PEEKED_BYTES else "")
+        return short_hex(body)
     return short(body)
 
 

@@ -9,15 +9,16 @@ from typing import Any
 import typer
 
 from rmq_spark.cli.command import AsJson as AsJson
+from rmq_spark.cli.command import GroupName as GroupName
 from rmq_spark.cli.command import LogPath as LogPath
 from rmq_spark.cli.command import Storage as Storage
+from rmq_spark.cli.command import TopicName as TopicName
 from rmq_spark.cli.command import fail as fail
 from rmq_spark.cli.command import hide as hide
 from rmq_spark.cli.command import open_log as open_log
 from rmq_spark.cli.command import plainly as plainly
 from rmq_spark.cli.command import storage_options as storage_options
 from rmq_spark.cli.text import as_json as json_of
-from rmq_spark.cli.text import count_of as count_of
 from rmq_spark.cli.text import one_line as one_line
 from rmq_spark.cli.text import short_time as short_time
 

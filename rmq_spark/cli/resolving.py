@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from rmq_spark.cli.bodies import peek
 from rmq_spark.cli.command import sentence_of, typed_path
-from rmq_spark.cli.text import age_in_words, count_of, escaped, one_line, short_text, short_time
+from rmq_spark.cli.text import age_in_words, escaped, one_line, short_text, short_time
+from rmq_spark.commitlog.ledger import OPEN_STATES, ROLLED_BACK_STATES
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState
 from rmq_spark.errors import TxmqError
+from rmq_spark.plurals import count_of
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
-OPEN = (RowState.PENDING, RowState.QUARANTINED)
 SHOWN = 3
 """Messages that a person sees before the question."""
-ROLLED_BACK = (RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK, RowState.ROLLED_BACK_BY_DISCARD)
 
 
 class Resolving:
@@ -32,7 +32,7 @@ class Resolving:
         self._commits = verdict == "COMMIT"
         self._record = log.get(half_id)
         self._state = log.state_of(self._record)
-        self._open = self._state.count(*OPEN)
+        self._open = self._state.count(*OPEN_STATES)
         self._in_conflict = self._state.conflicting().count
         self.acts = bool(self._open or self._in_conflict)
         """False when nothing is left to be decided."""
@@ -61,7 +61,7 @@ class Resolving:
 
     def messages(self) -> str:
         """Return the first messages that the verdict is about, a line for each: topic, keys, the body's beginning."""
-        chosen = self._state.rows_in(OPEN) or self._state.conflicting()
+        chosen = self._state.rows_in(OPEN_STATES) or self._state.conflicting()
         try:
             found = self._log.half.read(self._record, chosen.first(SHOWN), ["topic", "keys", "body"])
         except TxmqError as problem:  # a person may still decide
@@ -104,7 +104,7 @@ class Resolving:
                     f"{'s' if waiting == 1 else ''} for a time or for an earlier message"
                 )
             return "; ".join(said)
-        count = after.count(*ROLLED_BACK) - self._state.count(*ROLLED_BACK)
+        count = after.count(*ROLLED_BACK_STATES) - self._state.count(*ROLLED_BACK_STATES)
         if count <= 0 and after.count(RowState.ROLLED_BACK_BY_CHECK):
             return (
                 "nothing was changed. A check has rolled it back already, which is not final: a restart of its query "

@@ -14,7 +14,6 @@ from rmq_spark.cli.output import (
     AsJson,
     LogPath,
     Storage,
-    count_of,
     one_line,
     open_log,
     plainly,
@@ -26,6 +25,7 @@ from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.cli.watching import Watch, watched
 from rmq_spark.errors import OptionError
+from rmq_spark.plurals import count_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

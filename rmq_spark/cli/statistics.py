@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rmq_spark.cli.groups import in_words
-from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, rendered
+from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, rendered
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
+from rmq_spark.plurals import count_of
 
 if TYPE_CHECKING:
     from rmq_spark.cli.overview import Overview

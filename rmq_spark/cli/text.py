@@ -7,6 +7,8 @@ import json
 from datetime import datetime, timedelta
 from typing import Any
 
+from rmq_spark.plurals import count_of
+
 BODY_CHARS_SHOWN = 80
 _UNITS = (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1))
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -62,12 +64,6 @@ def json_message(row: dict[str, Any]) -> dict[str, Any]:
 def as_json(row: dict[str, Any]) -> str:
     """Return an object on one line."""
     return json.dumps({k: plain(v) for k, v in row.items()})
-
-
-def count_of(number: int, noun: str) -> str:
-    """Return ``1 message``, ``2 messages``: the noun's plural ends in s, or in es after ch."""
-    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{plural}"
 
 
 def age_in_words(seconds: float) -> str:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rmq_spark.cli.command import FAILED, App, fail, typed_path
-from rmq_spark.cli.completing import of_argument
-from rmq_spark.cli.output import AsJson, LogPath, Storage, count_of, open_log, plainly, say, show
+from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, open_log, plainly, say, show
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.errors import OptionError
+from rmq_spark.plurals import count_of
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
@@ -23,7 +23,6 @@ FOREVER = "forever"
 topic_app = App(no_args_is_help=True, help="Topics of a commit log.")
 
 NewTopic = Annotated[str, typer.Argument(metavar="NAME")]
-Name = Annotated[str, typer.Argument(metavar="TOPIC", autocompletion=of_argument)]
 
 
 def register(app: Any) -> None:
@@ -57,7 +56,7 @@ def create_topic(
 @plainly
 def set_topic(
     path: LogPath,
-    name: Name,
+    name: TopicName,
     retention: Annotated[str, typer.Option(help=f'How long messages are kept, such as "7d", or "{FOREVER}".')],
     as_json: AsJson = False,
     storage: Storage = None,
@@ -101,7 +100,7 @@ def list_topics(path: LogPath, as_json: AsJson = False, storage: Storage = None)
 
 @topic_app.command("status")
 @plainly
-def topic_status(path: LogPath, name: Name, as_json: AsJson = False, storage: Storage = None) -> None:
+def topic_status(path: LogPath, name: TopicName, as_json: AsJson = False, storage: Storage = None) -> None:
     """Show the queues of a topic: the first offset that is kept, the next one, what is pending, and the last commit.
 
     bytes is what the messages take in the table messages: the share of each queue, by its number of messages.
@@ -114,7 +113,7 @@ def topic_status(path: LogPath, name: Name, as_json: AsJson = False, storage: St
 
 @topic_app.command("delete")
 @plainly
-def delete_topic(path: LogPath, name: Name, storage: Storage = None) -> None:
+def delete_topic(path: LogPath, name: TopicName, storage: Storage = None) -> None:
     """Is refused: a topic is for good. Says how to be rid of its messages."""
     log = open_log(path, storage)
     log.require_topic(name)

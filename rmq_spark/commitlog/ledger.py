@@ -21,6 +21,7 @@ from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, ranges_count, runs
 from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.config import ATTEMPTS_MAX
 from rmq_spark.errors import HalfBatchLeftError, StaleAttemptError, VerdictConflictError
+from rmq_spark.plurals import message_count
 from rmq_spark.storage.table import Change, Table
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 
@@ -493,15 +494,11 @@ def _too_late(state: BatchState, against: RowSet, attempt: int, verdict: LocalTr
     kind = Kind.ROLLBACK if verdict is COMMIT_MESSAGE else Kind.COMMIT
     first = next((row for row in state.history if row.kind is kind and (row.attempt or 1) == attempt), OpRow(kind))
     return VerdictConflictError(
-        f"{verdict} for {_messages(against.count)} of half batch {state.half_id!r}, attempt {attempt}, comes too "
+        f"{verdict} for {message_count(against.count)} of half batch {state.half_id!r}, attempt {attempt}, comes too "
         f"late: {first.kind} by {first.decided_by} at {first.op_time} is final. "
         "Find out which is true, then log.resolve(half_id, verdict, reason=…)",
         verdict=str(verdict),
     )
-
-
-def _messages(count: int) -> str:
-    return f"{count} message{'' if count == 1 else 's'}"
 
 
 def _after_leaving(decision: Decision, left: HalfBatchLeftError) -> DecisionError | None:
@@ -528,8 +525,8 @@ def _undecided(state: BatchState, rows: RowSet, attempt: int, verdict: LocalTran
     rest = rows.count - waiting.count - decided.count
     if rest:
         raise StaleAttemptError(
-            f"{verdict} under attempt {attempt} for {_messages(rest)} of half batch {state.half_id!r} does not count: "
-            f"{'it was' if rest == 1 else 'they were'} reopened under another attempt, or quarantined"
+            f"{verdict} under attempt {attempt} for {message_count(rest)} of half batch {state.half_id!r} does not "
+            f"count: {'it was' if rest == 1 else 'they were'} reopened under another attempt, or quarantined"
         )
     return waiting
 

@@ -8,10 +8,7 @@ from datetime import datetime
 from enum import Enum
 from typing import Any, NamedTuple
 
-
-def messages_in_words(count: int) -> str:
-    """``1 message``, ``2 messages``."""
-    return f"{count} message{'' if count == 1 else 's'}"
+from rmq_spark.plurals import message_count
 
 
 class TraceKind(str, Enum):
@@ -165,9 +162,9 @@ class Trace:
     def __str__(self) -> str:
         name = self.message_id or self.transaction_id or self.half_id
         outcome = ", ".join(f"{count} {what}" for what, count in self.outcome.items()) or "not known any more"
-        lines = [f"{name}: {messages_in_words(self.messages)} of {self.producer_group}, {outcome}"]
+        lines = [f"{name}: {message_count(self.messages)} of {self.producer_group}, {outcome}"]
         for event in self.events:
             by = f" by {event.decided_by}" if event.decided_by else ""
             why = f": {event.reason}" if event.reason else ""
-            lines.append(f"  {event.at:%Y-%m-%d %H:%M:%S} {event.kind}{by}, {messages_in_words(event.messages)}{why}")
+            lines.append(f"  {event.at:%Y-%m-%d %H:%M:%S} {event.kind}{by}, {message_count(event.messages)}{why}")
         return "\n".join([*lines, *(f"  ({sentence})" for sentence in self.unknown)])

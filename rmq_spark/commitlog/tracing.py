@@ -23,9 +23,10 @@ from rmq_spark.commitlog.half import Segment
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
-from rmq_spark.commitlog.trace import Trace, TraceEvent, TraceKind, TracePlace, messages_in_words
+from rmq_spark.commitlog.trace import Trace, TraceEvent, TraceKind, TracePlace
 from rmq_spark.config import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import HalfBatchLeftError, HalfBatchNotFoundError, OptionError
+from rmq_spark.plurals import message_count
 from rmq_spark.transaction import BATCH, KEY, MESSAGE, parse_message_id, parse_transaction_id
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def _of_archived(log: ProtocolSteps, asked: _Asked, record: HalfRecord | None, k
         events = [*_of_archive(kept), *_placed_events(visible), *_events(rows, chosen, kept.rows)]
         unknown.append("checks and leases are forgotten: upkeep pruned what op said of it, but for the decisions")
         if chosen is not None:
-            whole = messages_in_words(kept.rows)
+            whole = message_count(kept.rows)
             unknown.append(f"the decisions are those on its half batch as a whole, which had {whole}")
     else:
         events = list(_events(rows, chosen, kept.rows))
@@ -280,7 +281,7 @@ def _of_archived(log: ProtocolSteps, asked: _Asked, record: HalfRecord | None, k
     if chosen is not None and not messages:
         were = "was" if kept.committed == 1 else "were"
         unknown.append(
-            f"table messages does not have it. Of the {messages_in_words(kept.rows)} of its half batch "
+            f"table messages does not have it. Of the {message_count(kept.rows)} of its half batch "
             f"{kept.committed} {were} committed: it was rolled back, or has expired, or there never was such a one"
         )
     elif chosen is None and visible.num_rows < kept.committed:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rmq_spark.plurals import count_of
+
 
 @dataclass
 class RelayReport:
@@ -40,16 +42,12 @@ class RelayReport:
 
     def __str__(self) -> str:
         topics = ", ".join(f"{topic} {count:,}" for topic, count in sorted(self.by_topic.items()))
-        words = [f"{_count(self.messages, 'message')} handed over{f' ({topics})' if topics else ''}"]
-        words += [f"{_count(self.parked, 'message')} parked"] if self.parked else []
-        words += [f"{_count(self.skipped, 'expired message')} skipped"] if self.skipped else []
-        words.append(f"in {_count(self.transactions, 'transaction')} and {self.seconds:.1f} s")
+        words = [f"{count_of(self.messages, 'message')} handed over{f' ({topics})' if topics else ''}"]
+        words += [f"{count_of(self.parked, 'message')} parked"] if self.parked else []
+        words += [f"{count_of(self.skipped, 'expired message')} skipped"] if self.skipped else []
+        words.append(f"in {count_of(self.transactions, 'transaction')} and {self.seconds:.1f} s")
         return ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
         return asdict(self)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark.plurals import count_of, plural
 from rmq_spark.report.drawing import altair
 from rmq_spark.report.over_time import (
     ANSWERS,
@@ -26,7 +27,7 @@ from rmq_spark.report.over_time import (
 )
 from rmq_spark.report.span import Span
 from rmq_spark.report.standing import EVERY_AGE
-from rmq_spark.report.words import amount, duration, exact, plural, size
+from rmq_spark.report.words import amount, duration, size
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.trace import Trace
@@ -137,8 +138,8 @@ def _columns(
                 "low": low,
                 "high": heights[at],
                 "when": f"{at:%Y-%m-%d %H:%M:%S} to {end:%H:%M:%S}",
-                "amount": exact(row[value], noun),
-                "said": f"{row[by]}, {at:%Y-%m-%d %H:%M:%S}: {exact(row[value], noun)}",
+                "amount": count_of(row[value], noun),
+                "said": f"{row[by]}, {at:%Y-%m-%d %H:%M:%S}: {count_of(row[value], noun)}",
             }
         )
     # Columns without height make the axis span the whole time, also the part in which nothing happened.
@@ -197,9 +198,9 @@ def pending(ages: pa.Table) -> Drawn:
         {
             "name": row["age"],
             "value": row["messages"],
-            "label": exact(row["messages"], "message") if row["messages"] else "0",
+            "label": count_of(row["messages"], "message") if row["messages"] else "0",
             "colour": colour,
-            "more": exact(row["batches"], "half batch"),
+            "more": count_of(row["batches"], "half batch"),
         }
         for row, colour in zip(ages.to_pylist(), AGE_COLOURS, strict=True)
     ]
@@ -214,7 +215,7 @@ def lag(figures: pa.Table) -> Drawn:
             "value": row["messages"],
             "label": f"{amount(row['messages'])}, {duration(row['seconds'])}" if row["messages"] else "up to date",
             "colour": BLUE,
-            "more": f"{exact(row['messages'], 'message')}; the oldest was committed {duration(row['seconds'])} ago",
+            "more": f"{count_of(row['messages'], 'message')}; the oldest was committed {duration(row['seconds'])} ago",
         }
         for row in figures.slice(0, BARS_MAX).to_pylist()
     ]
@@ -241,7 +242,7 @@ def topics(figures: pa.Table) -> Drawn:
             "value": row["bytes"],
             "label": size(row["bytes"]),
             "colour": BLUE,
-            "more": f"{exact(row['drained'], 'message')}, {size(row['bytes'])}",
+            "more": f"{count_of(row['drained'], 'message')}, {size(row['bytes'])}",
         }
         for row in figures.slice(0, BARS_MAX).to_pylist()
     ]
@@ -254,8 +255,8 @@ def _of_batch(row: Mapping[str, Any], value: float, label: str) -> dict[str, Any
         "value": value,
         "label": label,
         "colour": BLUE,
-        "more": f"{exact(row['messages'], 'message')} of {row['producer_group'] or 'an unknown group'}, settled after "
-        f"{duration(row['seconds'])}, on {row['settled_at']:%Y-%m-%d %H:%M:%S} UTC",
+        "more": f"{count_of(row['messages'], 'message')} of {row['producer_group'] or 'an unknown group'}, settled "
+        f"after {duration(row['seconds'])}, on {row['settled_at']:%Y-%m-%d %H:%M:%S} UTC",
     }
 
 
@@ -339,7 +340,7 @@ def timeline(trace: Trace) -> Drawn:
                 "label": f"{event.kind.value.replace('_', ' ')}{by}",
                 "colour": EVENT_COLOURS.get(event.kind.value, GREY),
                 "after": f"+{duration((event.at - before).total_seconds())}" if number else "",
-                "what": f"{exact(event.messages, 'message')}{f', attempt {event.attempt}' if event.attempt else ''}",
+                "what": f"{count_of(event.messages, 'message')}{f', attempt {event.attempt}' if event.attempt else ''}",
                 "why": event.reason or "",
                 "when": f"{event.at:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC",
                 "said": f"{event.at:%Y-%m-%d %H:%M:%S}: {event.kind.value.replace('_', ' ')}{by}",

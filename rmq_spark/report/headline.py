@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pyarrow.compute as pc
 
 from rmq_spark.config import GRACE_S, TRANSACTION_CHECK_INTERVAL_S
+from rmq_spark.plurals import count_of
 from rmq_spark.report.figures import Figures
 from rmq_spark.report.finding import Finding, Level
-from rmq_spark.report.words import are, duration, exact, have
+from rmq_spark.report.words import are, duration, have
 
 PENDING_S_MAX = 10 * TRANSACTION_CHECK_INTERVAL_S
 """What is pending for longer should have been settled by a check."""
@@ -30,15 +31,15 @@ def _to_act(figures: Figures) -> Iterator[Finding]:
         yield Finding(
             "conflicts",
             Level.CRITICAL,
-            f"{exact(count, 'half batch').capitalize()} {have(count)} two verdicts that contradict each other.",
+            f"{count_of(count, 'half batch').capitalize()} {have(count)} two verdicts that contradict each other.",
             "Look at them with txmq conflicts, find out which verdict is true, and settle each with txmq resolve.",
         )
     if count := len(figures.quarantined):
         yield Finding(
             "quarantined",
             Level.CRITICAL,
-            f"{exact(count, 'half batch').capitalize()} {are(count)} quarantined: checks gave up, and nobody sees the "
-            "messages.",
+            f"{count_of(count, 'half batch').capitalize()} {are(count)} quarantined: checks gave up, and nobody sees "
+            "the messages.",
             "Look at them with txmq quarantined; then txmq resume lets checks go on, and txmq resolve decides.",
         )
     yield from _old_pending(figures)
@@ -74,7 +75,7 @@ def _to_watch(figures: Figures) -> Iterator[Finding]:
         yield Finding(
             "dead letters",
             Level.WARNING,
-            f"{exact(count, 'message').capitalize()} became dead letters in this time.",
+            f"{count_of(count, 'message').capitalize()} became dead letters in this time.",
             "Look at them with txmq dlq list, and send them again with txmq dlq resend when the cause is gone.",
         )
     behind = figures.lag.sort_by([("seconds", "descending")]).slice(0, 1).to_pylist()
@@ -83,8 +84,8 @@ def _to_watch(figures: Figures) -> Iterator[Finding]:
         yield Finding(
             "lag",
             Level.WARNING,
-            f"Consumer group {group['group']} is behind by {exact(group['messages'], 'message')}, the oldest of them "
-            f"committed {duration(group['seconds'])} ago.",
+            f"Consumer group {group['group']} is behind by {count_of(group['messages'], 'message')}, the oldest of "
+            f"them committed {duration(group['seconds'])} ago.",
             "See that its consumers run and keep up: txmq group lag shows each queue.",
         )
     if figures.undrained_s > UNDRAINED_S_MAX:
@@ -104,11 +105,11 @@ def _well(figures: Figures) -> Finding:
     if figures.is_empty:
         return Finding("log", Level.OK, "Nothing was sent in this time, and nothing is pending.")
     if figures.pending_messages:
-        rest = f"{exact(figures.pending_messages, 'message')} {are(figures.pending_messages)} pending, none for long"
+        rest = f"{count_of(figures.pending_messages, 'message')} {are(figures.pending_messages)} pending, none for long"
     else:
         rest = "nothing is pending"
     return Finding(
         "log",
         Level.OK,
-        f"All is well: {exact(figures.committed, 'message')} appeared, {rest}, and nothing waits for a person.",
+        f"All is well: {count_of(figures.committed, 'message')} appeared, {rest}, and nothing waits for a person.",
     )

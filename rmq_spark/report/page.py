@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from rmq_spark import __version__
+from rmq_spark.plurals import count_of
 from rmq_spark.redaction import redacted
 from rmq_spark.report import charts
 from rmq_spark.report.charts import Drawn
@@ -22,7 +23,7 @@ from rmq_spark.report.drawing import scripts
 from rmq_spark.report.figures import Figures
 from rmq_spark.report.finding import Finding, Level
 from rmq_spark.report.headline import findings_of
-from rmq_spark.report.words import amount, duration, exact, rate, size
+from rmq_spark.report.words import amount, duration, rate, size
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.trace import Trace
@@ -328,9 +329,8 @@ def _timeline(trace: Trace) -> Card:
         {**{n: getattr(e, n) for n in ("at", "messages", "attempt", "decided_by", "reason")}, "kind": str(e.kind)}
         for e in trace.events[:ROWS_MAX]
     ]
-    said = (
-        f"{exact(trace.messages, 'message')} of {trace.producer_group or 'an unknown group'}: {outcome or 'not known'}."
-    )
+    group = trace.producer_group or "an unknown group"
+    said = f"{count_of(trace.messages, 'message')} of {group}: {outcome or 'not known'}."
     return Card(
         "timeline",
         f"Timeline of {name}",

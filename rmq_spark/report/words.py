@@ -52,16 +52,6 @@ def rate(count: float, seconds: float) -> str:
     return ""
 
 
-def exact(count: int, noun: str) -> str:
-    """``1 message``, ``1,234 messages``, ``2 half batches``."""
-    return f"{count:,} {noun if count == 1 else plural(noun)}"
-
-
-def plural(noun: str) -> str:
-    """``messages``, ``half batches``."""
-    return f"{noun}{'es' if noun.endswith('ch') else 's'}"
-
-
 def have(count: int) -> str:
     """The verb of so many."""
     return "has" if count == 1 else "have"
