@@ -52,7 +52,6 @@ def message_list(messages: object) -> list[Message]:
 
 def stage(log: CommitLog, writer: HalfWriter, given: list[Message] | pa.Table) -> Sequence[Stageable]:
     """Check the messages. Few of them wait for those of other threads, to share a file; many are written now."""
-    writer = log.with_machine(writer)
     if isinstance(given, list) and writer.transaction_key is None and is_small(given):
         return [OneMessage(writer, given[0])]
     table = given if isinstance(given, pa.Table) else to_table(given)

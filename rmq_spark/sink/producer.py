@@ -585,7 +585,8 @@ class TransactionMQProducer:
     ) -> HalfWriter:
         header = self._header(per, idempotency_key, two_phase.listener.fence_id)
         topics = self.log.topics_with(topics_in(given, topic))
-        return HalfWriter(header, topics, topic, transaction_key, self.log.fifo_topics(), machine=self.log.machine)
+        writer = HalfWriter(header, topics, topic, transaction_key, self.log.fifo_topics())
+        return self.log.with_machine(writer)
 
     def _enter(self, who: object) -> None:
         self._require_own_process()
