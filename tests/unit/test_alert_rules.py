@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -30,14 +31,16 @@ RULES = CONF / "prometheus" / "txmq.rules.yml"
 TESTS = CONF / "prometheus" / "txmq.rules.test.yml"
 DASHBOARD = CONF / "grafana" / "txmq.json"
 PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not on the PATH (Debian: package prometheus)")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None and not os.environ.get("CI"), reason="promtool is not on the PATH (Debian: package prometheus)"
+)
 ALERTS: list[dict[str, Any]] = [
     rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
 ]
 
 
 def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([PROMTOOL or "", *map(str, arguments)], capture_output=True, text=True, check=False)
+    return subprocess.run([PROMTOOL or "promtool", *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
 # ---------------------------------------------------------------- Prometheus' own tool
