@@ -303,19 +303,32 @@ class Lane(Generic[Request, Result]):
         return waits.result()
 
     def put(self, request: Request, half_id: str, then: Then[Result]) -> None:
-        """Hand in a request. ``then`` is called with what became of it, in the thread that commits."""
+        """Hand in a request. ``then`` is called with what became of it, in the thread that commits.
+
+        That is the caller's when there is no other one to be had.
+        """
         asked: _Asked[Request, Result] = _Asked(request, half_id, then)
+        has_thread = True
         with self._lock:
             try:
                 self._waiting.append(asked)
                 if not self._runs:
                     self._runs = True
-                    self._machine.start_thread(self._work, self._name)
-            except BaseException:  # an interrupt, or no thread to be had. Two threads at work do no harm
+                    has_thread = self._starts()
+            except BaseException:  # an interrupt. Two threads at work do no harm
                 self._runs = False
                 with suppress(ValueError):
                     self._waiting.remove(asked)
                 raise
+        if not has_thread:
+            self._work()
+
+    def _starts(self) -> bool:
+        try:
+            self._machine.start_thread(self._work, self._name)
+        except RuntimeError:
+            return False
+        return True
 
     def _work(self) -> None:
         try:

@@ -151,7 +151,10 @@ class Maintenance:
     def after_commit(self) -> None:
         """Begin, when ``op`` has many small files and nothing is under way."""
         if self._log.upkeep and is_due(self._log.op) and (self._thread is None or not self._thread.is_alive()):
-            self._thread = self._log.in_background(self.run)
+            try:
+                self._thread = self._log.in_background(self.run)
+            except RuntimeError as problem:  # no thread to be had; the next commit tries again
+                logger.info("upkeep waits for a later commit: %s", problem)
 
     def wait(self) -> None:
         """Wait for what is under way."""

@@ -36,6 +36,7 @@ from rmq_spark.sink.sent import TransactionSendResult, result_of
 from rmq_spark.sink.told import tell_not_sent, tell_sent
 from rmq_spark.sink.turns import Turns
 from rmq_spark.sink.two_phase import Answered, Outcome, Run, TwoPhase, held_by
+from rmq_spark.storage.pools import Once
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
 logger = logging.getLogger(__name__)
@@ -280,14 +281,22 @@ class Flights:
                 one_more = bool(self._done) and not self._comes
                 self._comes |= one_more
             if one_more:
-                self._in_thread(self._callers, self._call_back)
+                self._starts(self._callers, Once(self._call_back))
             future.call_back()
 
     def _in_thread(self, pool: ThreadPoolExecutor, work: Callable[[], object]) -> None:
-        try:
-            pool.submit(work)
-        except RuntimeError:  # the producer was closed while this flight was under way
-            self._machine.start_thread(work, "txmq-left")
+        once = Once(work)
+        if not self._starts(pool, once):
+            once.now()
+
+    def _starts(self, pool: ThreadPoolExecutor, once: Once[object]) -> bool:
+        with suppress(RuntimeError):
+            pool.submit(once)
+            return True
+        with suppress(RuntimeError):  # the producer was closed while this flight was under way
+            self._machine.start_thread(once, "txmq-left")
+            return True
+        return False
 
 
 def _ask(flight: Flight, run: Run) -> Answered | None:

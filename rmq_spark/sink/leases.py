@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import AbstractContextManager
 
 from rmq_spark.commitlog.half_store import HalfRecord
@@ -60,7 +61,11 @@ class LeaseKeeper:
                 self._is_at_work = True
                 try:
                     self._log.machine.start_thread(self._work, "txmq-lease", daemon=True)
-                except BaseException:  # an interrupt, or no thread to be had. Two threads at work do no harm
+                except RuntimeError as problem:  # no thread to be had. A check may ask early; the fence keeps that safe
+                    self._is_at_work = False
+                    is_ending = not threading.main_thread().is_alive()
+                    logger.log(logging.INFO if is_ending else logging.WARNING, "no leases: %s", problem)
+                except BaseException:  # an interrupt. Two threads at work do no harm
                     self._is_at_work = False
                     raise
 

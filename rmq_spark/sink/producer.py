@@ -14,7 +14,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 
@@ -40,6 +40,7 @@ from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
 from rmq_spark.sink.sent import TransactionSendResult, result_of
 from rmq_spark.sink.turns import InFlight, Keys, Turns, UnderWay
 from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.storage.pools import Once
 from rmq_spark.tracing import tracing
 from rmq_spark.transaction import BATCH, KEY, MESSAGE
 
@@ -433,16 +434,23 @@ class TransactionMQProducer:
         leave = partial(self._leave, in_flight)
         try:
             self._take_room(in_flight, place)
-            sent = self._senders.submit(copy_context().run, send)  # a trace goes on there
+            sent = self._in_thread(partial(copy_context().run, send))  # a trace goes on there
             waiting.add(sent)
             sent.add_done_callback(waiting.discard)
             sent.add_done_callback(lambda _: leave(place))
-        except BaseException as problem:
+        except BaseException:
             leave(place)
-            if isinstance(problem, RuntimeError):  # the pool is shut down
-                raise OptionError("the producer is being closed: nothing was sent") from problem
             raise
         return sent
+
+    def _in_thread(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
+        once = Once(send)
+        try:
+            return cast("Future[TransactionSendResult]", self._senders.submit(once))
+        except RuntimeError as problem:
+            if not self._under_way.is_open:
+                raise OptionError("the producer is being closed: nothing was sent") from problem
+            return once.now()
 
     def _take_room(self, in_flight: InFlight, who: object) -> None:
         """Take a place among those in flight."""
