@@ -71,7 +71,8 @@ def book(message):
 books = table.option("startingOffsets", "earliest").option("consumerGroup", "books").option("ordered", "true").load()
 where = folder + "/cp5"
 query = txmq.consume(books, "books", txmq.EachMessage(book), "orderly", suspend_s=0.1, checkpoint_location=where)
-query.option("checkpointLocation", where).trigger(availableNow=True).start().awaitTermination(120)
+for _ in range(1 if spark.version >= "4.2" else 2):  # before, a suspended queue goes on in the next run
+    query.option("checkpointLocation", where).trigger(availableNow=True).start().awaitTermination(120)
 print("booked", len(open(folder + "/booked").readlines()), sum(txmq.ConsumerGroup(log, "books").positions().values()))
 drained = txmq.drain(spark, log)
 log.messages_table.refresh()
