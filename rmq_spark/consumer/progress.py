@@ -103,11 +103,16 @@ class ProcessQueue:
         return take
 
     def give_back(self, take: Take, at: int) -> None:
-        """A take is finished up to a row. The messages from there on come again, before all others that wait."""
+        """A take is finished up to a row. The messages from there on come again, before later ones that wait."""
         self._out.remove(take)
-        rest = take.messages.slice(at)
+        self._wait_again(take.messages.slice(at))
+
+    def _wait_again(self, rest: pa.Table) -> None:
         if rest.num_rows and self.is_open:
-            self._waiting.appendleft(rest)
+            # Takes come back in any order, and the first that waits must stay the lowest.
+            first = _first(rest)
+            at = next((n for n, other in enumerate(self._waiting) if _first(other) > first), len(self._waiting))
+            self._waiting.insert(at, rest)
             self.rows += rest.num_rows
         elif rest.num_rows:  # nobody takes them here any more, and the progress stays below them
             self.fetched_to = min(self.fetched_to, _first(rest))

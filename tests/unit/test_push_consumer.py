@@ -214,6 +214,37 @@ def test_progress_is_the_lowest_unfinished_offset() -> None:
     assert progress == [0, 4, 6]
 
 
+def test_progress_stays_below_takes_that_came_back_in_their_order() -> None:
+    log = memory_log(orders=1)
+    send(log, "abcdef")
+    found: list[str] = []
+    consumer = push(log, seen_by(found), consume_message_batch_max_size=2)
+    consumer.member.join()
+    consumer.member.fetch()
+    with consumer.member.changed:
+        takes = [consumer._take() for _ in range(3)]
+    for take in takes:
+        consumer._give_back(take, 0)
+    consumer.member.persist()
+    assert log.groups.positions("points")[QUEUE] == 0
+    go_on(consumer)
+    assert found == list("abcdef")
+
+
+def test_what_several_threads_gave_back_is_not_lost_by_a_shutdown() -> None:
+    log = memory_log(orders=1)
+    send(log, "abcdef")
+    consumer = push(log, seen_by([]), consume_message_batch_max_size=2)
+    consumer.member.join()
+    consumer.member.fetch()
+    with consumer.member.changed:
+        takes = [consumer._take() for _ in range(3)]
+    for take in takes:
+        consumer._give_back(take, 1)
+    consumer.member.leave()
+    assert log.groups.positions("points")[QUEUE] == 1
+
+
 def test_progress_is_written_at_most_once_a_second_and_not_at_all_when_nothing_moved() -> None:
     machine = Steps()
     log = memory_log(machine, orders=1)
