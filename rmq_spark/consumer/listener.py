@@ -191,7 +191,12 @@ def _answer(status: Status | None, kind: type[Enum], reason: str | None = None) 
 
 def reason_of(problem: Exception) -> str:
     """Return an exception as text that fits into a property, without secrets."""
-    return redacted(f"{type(problem).__name__}: {problem}")[:REASON_CHARS_MAX]
+    try:
+        said = str(problem)
+    except Exception as unsaid:  # somebody's own __str__
+        said = f"(its text cannot be had: {type(unsaid).__name__})"
+    text = f"{type(problem).__name__}: {said}".encode(errors="backslashreplace").decode()  # no half of a pair
+    return redacted(text)[:REASON_CHARS_MAX]
 
 
 _FIELDS = (

@@ -422,6 +422,33 @@ def test_an_exception_sends_all_of_its_call_back_with_the_reason(log: CommitLog)
     assert log.groups.positions("points")[QUEUE] == 2
 
 
+class Unsayable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (ValueError("half of a pair: \ud800"), r"ValueError: half of a pair: \ud800"),
+        (Unsayable(), "Unsayable: (its text cannot be had: RuntimeError)"),
+    ],
+)
+def test_a_reason_that_is_no_text_holds_no_message_up(log: CommitLog, problem: Exception, reason: str) -> None:
+    send(log, "a")
+
+    def fails(message: txmq.MessageExt) -> Any:
+        raise problem
+
+    consumer = push(log, txmq.EachMessage(fails), max_reconsume_times=0)
+    consumer.member.note = lambda unsent, what: consumer.member.stopping.set()  # else it would be tried for ever
+    consumer.member.join()
+    while consumer.member.fetch() or (consumer.work() and not consumer.member.stopping.is_set()):
+        pass
+    letters = txmq.DeadLetters(log.another(), "points").list().to_pylist()
+    assert [letter["reason"] for letter in letters] == [reason]
+
+
 def test_what_failed_before_a_crash_is_not_sent_back_twice_and_what_fails_after_it_is_sent(log: CommitLog) -> None:
     send(log, "abcdef", queue_id=[0] * 6)
 
