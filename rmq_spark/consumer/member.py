@@ -265,8 +265,9 @@ class GroupMember:
         self.stopping.set()
         with self.changed:
             self.changed.notify_all()
+        end_s = self.machine.monotonic() + AT_EXIT_S_MAX
         for thread in self._threads:
-            thread.join(AT_EXIT_S_MAX)
+            thread.join(max(0.0, end_s - self.machine.monotonic()))
 
     def _keep_on(self) -> None:
         while not self.stopping.wait(min(KEEP_S, self.settings.heartbeat_interval_s / 4)):

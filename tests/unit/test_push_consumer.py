@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import DELAY_LEVELS_S
+from rmq_spark.consumer import member as member_module
 from rmq_spark.consumer import push as push_module
 from rmq_spark.consumer.retry import restored, sent_back
+from rmq_spark.machine import Machine
 from tests.consumers import DONE, LATER, NEXT, STOP, Steps, go_on, memory_log, pass_time, push, seen_by, send
 from tests.half_batches import let_leave, make_log
 from tests.inboxes import inbox_of, make_database, results
@@ -676,6 +679,28 @@ def test_a_listener_that_breaks_its_contract_ends_the_consumer(log: CommitLog) -
         push(log, lambda messages: 7) as consumer,
     ):
         assert consumer.member.stopping.wait(60)
+
+
+def test_the_end_of_the_process_waits_once_for_all_calls_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_module, "AT_EXIT_S_MAX", 0.3)
+    log = memory_log(Machine(), orders=1)
+    send(log, "abcdefgh")
+    hang, running = threading.Event(), threading.Semaphore(0)
+
+    def listen(message: txmq.MessageExt) -> Any:
+        running.release()
+        hang.wait(60)
+        return DONE
+
+    consumer = push(log, txmq.EachMessage(listen), consume_thread_max=8).start()
+    try:
+        assert all(running.acquire(timeout=30) for _ in range(8))
+        began_s = time.monotonic()
+        consumer.member._at_exit()
+        assert time.monotonic() - began_s < 1.5  # and not 0.3 s for each of eight
+    finally:
+        hang.set()
+        consumer.shutdown()
 
 
 def test_run_ends_at_sigterm(log: CommitLog) -> None:
