@@ -107,6 +107,11 @@ class ProcessQueue:
         self._out.remove(take)
         self._wait_again(take.messages.slice(at))
 
+    def cut(self, take: Take, at: int) -> None:
+        """A take ends before a row. The messages from there on come again, and those before it are still out."""
+        rest, take.messages = take.messages.slice(at), take.messages.slice(0, at)
+        self._wait_again(rest)
+
     def _wait_again(self, rest: pa.Table) -> None:
         if rest.num_rows and self.is_open:
             # Takes come back in any order, and the first that waits must stay the lowest.

@@ -110,6 +110,8 @@ class PullConsumer:
         self.member = GroupMember(opened, settings, reads_retries=False)
         self._machine = opened.machine
         self._given: list[Take] = []  # given out, and not committed
+        self._handing: tuple[Take, int] | None = None  # given out one by one, and the offset after the last given
+        self._dropped = False
         self._ends: dict[Queue, int] = {}
         self._others: dict[Queue, int] = {}  # how far the group is, when it was looked at last
         self._others_at_s = 0.0
@@ -146,7 +148,8 @@ class PullConsumer:
             with self.member.changed:
                 for take in self._given:
                     take.queue.give_back(take, take.finished)
-                self._given = []
+                self._dropped = bool(self._given)
+                self._given, self._handing = [], None
             self.member.stop(0.0)
 
     def __enter__(self) -> PullConsumer:
@@ -200,10 +203,18 @@ class PullConsumer:
 
         Raises
         ------
+        ConsumeError
+            After :meth:`shutdown`, when something was given out and not committed before. The end of an iteration shuts
+            down, too.
         TxmqError
             When the progress could not be written; the messages may come again.
         """
         self.member.require_own_process()
+        if self._dropped and not self._open:
+            raise ConsumeError(
+                "this consumer was shut down, as at the end of an iteration: what was given out and not committed "
+                "comes again. Call commit() within the loop, or poll() in place of iterating"
+            )
         self._finish_given()
         self.member.persist()
 
@@ -217,19 +228,31 @@ class PullConsumer:
         if self._tables:
             yield take.messages
         else:
-            for message in messages_of(take.messages):
+            for count, message in enumerate(messages_of(take.messages)):
+                if count and not (take.queue.is_open and self.member.may_start()):
+                    with self.member.changed:  # another member has the queue, or waits for it
+                        if take in self._given:
+                            take.queue.cut(take, count)
+                    break
+                self._handing = take, (message.queue_offset or 0) + 1
                 yield message
-                if self._auto_commit and message.queue_offset is not None:
+                if self._auto_commit:
                     with self.member.changed:
-                        take.first = message.queue_offset + 1
+                        take.first = (message.queue_offset or 0) + 1
+            self._handing = None
         if self._auto_commit:
             self._finish_given()
 
     def _finish_given(self) -> None:
         with self.member.changed:
+            left = []
             for take in self._given:
-                take.queue.give_back(take, take.messages.num_rows)
-            self._given = []
+                if self._handing is not None and self._handing[0] is take:  # the script has not seen all of it
+                    take.first = self._handing[1]
+                    left.append(take)
+                else:
+                    take.queue.give_back(take, take.messages.num_rows)
+            self._given = left
 
     def _next_before(self, end_s: float) -> Take | None:
         """The next messages; None when none come until a time, or the end is reached."""

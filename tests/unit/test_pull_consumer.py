@@ -71,6 +71,69 @@ def test_what_is_not_committed_comes_again(log: CommitLog) -> None:
     assert log.groups.positions("report")[QUEUE] == 4
 
 
+def test_a_commit_between_messages_counts_those_that_were_given_out_alone(log: CommitLog) -> None:
+    send(log, "abcd", queue_id=[0] * 4)
+    consumer = txmq.PullConsumer(log, "report", "orders", auto_commit=False, stop_at_end=True)
+    for message in consumer:
+        consumer.commit()
+        if message.body == b"b":
+            break
+    assert log.groups.positions("report")[QUEUE] == 2
+    seen = []
+    with txmq.PullConsumer(log, "report", "orders", auto_commit=False, stop_at_end=True) as consumer:
+        for message in consumer:
+            seen.append(message)
+            consumer.commit()
+    assert bodies(seen) == ["c", "d"]
+    assert log.groups.positions("report")[QUEUE] == 4
+
+
+def test_a_commit_after_the_end_of_an_iteration_is_an_error(log: CommitLog) -> None:
+    send(log, "abcd")
+    consumer = txmq.PullConsumer(log, "report", "orders", auto_commit=False, stop_at_end=True)
+    assert len(list(consumer)) == 4
+    with pytest.raises(txmq.ConsumeError, match=r"was shut down.*comes again.*within the loop"):
+        consumer.commit()
+    assert sum(log.groups.positions("report").values()) == 0
+
+
+@pytest.mark.parametrize("auto_commit", [True, False])
+def test_a_script_that_iterates_lets_a_queue_go_before_it_has_seen_all_that_it_fetched(auto_commit: bool) -> None:
+    machine = Steps()
+    log = memory_log(machine)
+    send(log, "abcdefgh", queue_id=[0, 1] * 4)
+    first = txmq.PullConsumer(log.another(), "report", "orders", stop_at_end=True, auto_commit=auto_commit)
+    messages = iter(first)
+    seen = [next(messages)]
+    second = txmq.PullConsumer(log.another(), "report", "orders").start()
+    pass_time(machine, [first, second], LEASE_S)
+    seen.append(next(messages))
+    first.commit()
+    pass_time(machine, [first, second], LEASE_S)
+    others = second.poll(0)
+    second.commit()
+    seen += [next(messages), next(messages), next(messages)]
+    first.commit()
+    assert sorted(bodies(seen + others)) == list("abcdefgh")
+    first.shutdown()
+    second.shutdown()
+
+
+def test_a_script_whose_lease_is_over_gets_no_more_of_what_it_fetched() -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=1)
+    send(log, "abcd")
+    first = txmq.PullConsumer(log.another(), "report", "orders", stop_at_end=True)
+    messages = iter(first)
+    assert next(messages).body == b"a"
+    with txmq.PullConsumer(log.another(), "report", "orders") as second:
+        pass_time(machine, [second], 2 * LEASE_S)  # the first one sleeps
+        assert bodies(second.poll(0)) == list("abcd")
+        second.commit()
+        first.member.keep()
+    assert list(messages) == []
+
+
 def test_who_never_commits_is_told() -> None:
     log = memory_log(orders=1)
     send(log, [str(n) for n in range(20)])
