@@ -201,6 +201,7 @@ class GroupMember:
         self._claims = 0  # nothing is known of a queue that was claimed since the last fetch
         self._take_over = settings.take_over
         self._pid = os.getpid()
+        self._persisting = log.machine.lock()
         self._threads: list[threading.Thread] = []
 
     def require_own_process(self) -> None:
@@ -368,7 +369,8 @@ class GroupMember:
             return
         # The lease was over. Somebody may have the queues by now, so the member looks before it goes on.
         if self.queues:
-            self._drop_lost(self.log.groups.places(self.group))
+            with self._persisting:
+                self._drop_lost(self.log.groups.places(self.group))
         self._members.renew(began_s)
         with self.changed:
             self.changed.notify_all()
@@ -387,8 +389,9 @@ class GroupMember:
         self._members.look()
         topics = self.log.topics()
         queues = {topic: topics[topic] for topic in self.topics if topic in topics}
-        places = self.log.groups.places(self.group)
-        self._drop_lost(places)
+        with self._persisting:  # else a queue that is released just now would look lost
+            places = self.log.groups.places(self.group)
+            self._drop_lost(places)
         with self.changed:
             owned = [queue for queue, known in self.queues.items() if known.is_open]
         todo = moves(self.name, owned, queues, places, self._members.live, self._members.is_dead)
@@ -445,7 +448,14 @@ class GroupMember:
             self.persist()
 
     def persist(self) -> None:
-        """Write how far each queue is finished, and release those that have come to their end."""
+        """Write how far each queue is finished, and release those that have come to their end.
+
+        A script's commit and the member's own thread take turns: the second one would find what is released lost.
+        """
+        with self._persisting:
+            self._persist()
+
+    def _persist(self) -> None:
         with self.changed:
             told = [(q, Report(q.lowest, q.generation, q.releasing and not q.running)) for q in self.queues.values()]
         reports = {q.queue: report for q, report in told if report.release or report.next_offset > q.written}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.consumer.member import GroupMember
 from tests.consumers import LEASE_S, Steps, memory_log, pass_time, send
 from tests.half_batches import make_log
 
@@ -98,7 +101,10 @@ def test_a_commit_after_the_end_of_an_iteration_is_an_error(log: CommitLog) -> N
 
 
 @pytest.mark.parametrize("auto_commit", [True, False])
-def test_a_script_that_iterates_lets_a_queue_go_before_it_has_seen_all_that_it_fetched(auto_commit: bool) -> None:
+def test_a_script_that_iterates_lets_a_queue_go_before_it_has_seen_all_that_it_fetched(
+    auto_commit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GroupMember, "_keep_on", lambda self: None)  # the test does what is due
     machine = Steps()
     log = memory_log(machine)
     send(log, "abcdefgh", queue_id=[0, 1] * 4)
@@ -119,7 +125,8 @@ def test_a_script_that_iterates_lets_a_queue_go_before_it_has_seen_all_that_it_f
     second.shutdown()
 
 
-def test_a_script_whose_lease_is_over_gets_no_more_of_what_it_fetched() -> None:
+def test_a_script_whose_lease_is_over_gets_no_more_of_what_it_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupMember, "_keep_on", lambda self: None)  # the test does what is due
     machine = Steps()
     log = memory_log(machine, orders=1)
     send(log, "abcd")
@@ -132,6 +139,34 @@ def test_a_script_whose_lease_is_over_gets_no_more_of_what_it_fetched() -> None:
         second.commit()
         first.member.keep()
     assert list(messages) == []
+
+
+def test_a_commit_beside_the_members_own_progress_finds_no_released_queue_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = memory_log(orders=1)
+    send(log, "ab")
+    consumer = txmq.PullConsumer(log, "report", "orders", auto_commit=False)
+    consumer.member.join()
+    consumer.member.fetch()
+    with consumer.member.changed:
+        consumer._take()
+        for queue in consumer.member.queues.values():
+            queue.releasing = True
+    written, beside = log.groups.report, threading.Thread(target=consumer.member.persist)
+
+    def report(*told: Any) -> Any:
+        refused = written(*told)
+        monkeypatch.setattr(log.groups, "report", written)
+        beside.start()
+        beside.join(0.2)
+        return refused
+
+    monkeypatch.setattr(log.groups, "report", report)
+    consumer.commit()
+    beside.join()
+    assert log.groups.positions("report")[QUEUE] == 2
+    assert "was claimed by another member" not in caplog.text
 
 
 def test_who_never_commits_is_told() -> None:
