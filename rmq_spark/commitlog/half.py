@@ -26,6 +26,7 @@ from rmq_spark.config import LABEL_BYTES_MAX, TRANSACTION_KEY_CHARS_MAX
 from rmq_spark.errors import MessageError
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.message import PROPERTIES, TIMESTAMP, require_topic_name
+from rmq_spark.plurals import message_count
 from rmq_spark.storage.files import DataFile, arange, rows_of_half_file, write_table
 
 HEADER_COLUMNS = [
@@ -314,8 +315,8 @@ class HalfWriter:
             ) from problem
         if key.null_count:
             raise MessageError(
-                f"{key.null_count} messages have a null {self.transaction_key!r}, which is the transactionKey "
-                f"({first_of(table, pc.is_null(key))}): fill it, or filter them out"
+                f"{self.transaction_key!r}, the transactionKey, is null in {message_count(key.null_count)} "
+                f"({first_of(table, pc.is_null(key))}): fill it, or filter such rows out"
             )
         longest = pc.max(pc.utf8_length(key)).as_py() or 0
         if longest > TRANSACTION_KEY_CHARS_MAX:

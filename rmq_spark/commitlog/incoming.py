@@ -30,6 +30,7 @@ from rmq_spark.message import (
     RETRY_PREFIX,
     TIMESTAMP,
 )
+from rmq_spark.plurals import message_count
 
 
 def require_known_topic(name: str, topics: Mapping[str, int]) -> None:
@@ -151,8 +152,8 @@ def body_of(table: pa.Table) -> pa.ChunkedArray:
     body = column_of(table, "body", pa.binary())
     if body.null_count:
         raise MessageError(
-            f"{body.null_count} messages have a null body ({first_of(table, pc.is_null(body))}): filter them out, or "
-            "send an empty string"
+            f"the body is null in {message_count(body.null_count)} ({first_of(table, pc.is_null(body))}): filter such "
+            "rows out, or send an empty string"
         )
     longest = pc.max(pc.binary_length(body)).as_py() or 0
     if longest > BODY_BYTES_MAX:

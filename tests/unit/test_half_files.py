@@ -67,8 +67,8 @@ def nested_nulls() -> pa.Array:
     ("columns", "words"),
     [
         pytest.param({"tags": ["a"]}, "'body'.*missing", id="no body"),
-        pytest.param({"body": [b"x", None]}, "1 messages have a null body", id="null body"),
-        pytest.param({"body": pa.nulls(2)}, "2 messages have a null body", id="only null bodies"),
+        pytest.param({"body": [b"x", None]}, "the body is null in 1 message ", id="null body"),
+        pytest.param({"body": pa.nulls(2)}, "the body is null in 2 messages ", id="only null bodies"),
         pytest.param({"body": [b"x" * (4 * MIB + 1)]}, f"{4 * MIB + 1} bytes", id="4 MiB and 1"),
         pytest.param({"body": ["é" * (2 * MIB) + "x"]}, f"{4 * MIB + 1} bytes", id="4 MiB and 1 in UTF-8"),
         pytest.param({"body": [1]}, "'body' has type int64", id="body is a number"),
@@ -155,7 +155,7 @@ def test_a_body_of_exactly_4_mib_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (pa.array(["a", None]), "1 messages have a null 'k'"),
+        (pa.array(["a", None]), "'k', the transactionKey, is null in 1 message "),
         (pa.array(["x" * 256, "a"]), "256 characters"),
         (pa.array([["a"], ["b"]]), "'k' has type list"),
         (pa.array([b"\xff", b"a"]), "'k'"),
