@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from urllib.parse import unquote, urlsplit
 
 from rmq_spark.errors import OptionError
@@ -38,8 +39,8 @@ def location(path: object) -> str:
     Raises
     ------
     OptionError
-        When it is no path, has credentials in it, does not mean the same folder to delta-rs, pyarrow and Spark, or
-        leads into a loop of symbolic links.
+        When it is no path, has credentials in it, does not mean the same folder to delta-rs, pyarrow and Spark, leads
+        into a loop of symbolic links, or is a file.
     """
     try:
         text = os.fspath(path)  # type: ignore[call-overload]
@@ -62,19 +63,22 @@ def location(path: object) -> str:
     require_no_tilde("path", text)
     absolute = os.path.abspath(text)
     _require_characters(absolute, text)
-    _require_no_loop(absolute, text)
+    _require_no_file(absolute, text)
     return absolute
 
 
-def _require_no_loop(path: str, given: str) -> None:
+def _require_no_file(path: str, given: str) -> None:
     try:
-        os.stat(path)
+        is_file = stat.S_ISREG(os.stat(path).st_mode)
     except OSError as problem:  # all others are told by whoever needs the folder
         if problem.errno == errno.ELOOP:
             raise OptionError(
                 f"path {given!r} leads nowhere: a symbolic link on it leads back to itself (ls -l shows where it "
                 "points); remove the link, or name another folder"
             ) from None
+        is_file = problem.errno == errno.ENOTDIR
+    if is_file:
+        raise OptionError(f"path {given!r} is a file, or leads through one: a commit log is a folder; name another")
 
 
 def require_no_tilde(name: str, path: str) -> None:

@@ -107,6 +107,14 @@ def test_a_loop_of_symbolic_links_is_refused_in_one_sentence(inside: str, tmp_pa
         txmq.CommitLog.open(tmp_path / "dangling")
 
 
+@pytest.mark.parametrize("inside", ["", "/log"])
+def test_a_path_that_is_a_file_is_refused_in_one_sentence(inside: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("path = 'shop/log'")
+    for make in (txmq.CommitLog.open, txmq.CommitLog.create):
+        with pytest.raises(OptionError, match=r"is a file, or leads through one: a commit log is a folder"):
+            make(f"{tmp_path}/log{inside}")
+
+
 def test_a_file_uri_is_decoded_and_a_plain_path_is_not(tmp_path: Path) -> None:
     assert location("file:///a%20b/c/") == location("file:/a%20b/c") == "/a b/c"
     assert location("/100%/a b") == "/100%/a b"
