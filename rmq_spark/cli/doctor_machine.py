@@ -36,7 +36,7 @@ def look_at_machine() -> Iterator[Finding]:
     has_spark = found["pyspark"] is not None
     yield _java(has_spark)
     if has_spark:
-        yield _jars()
+        yield _jars(found["delta-spark"])
         yield _workers()
 
 
@@ -114,7 +114,7 @@ def java_version(home: Path) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _jars() -> Finding:
+def _jars(delta_spark: str | None) -> Finding:
     folders = [Path.home() / folder for folder in IVY]
     if home := os.environ.get("SPARK_HOME"):
         folders.insert(0, Path(home) / "jars")
@@ -122,6 +122,10 @@ def _jars() -> Finding:
     if spec is not None and spec.submodule_search_locations:
         folders.insert(0, Path(next(iter(spec.submodule_search_locations))) / "jars")
     found = sorted(jar.name for folder in folders if folder.is_dir() for jar in folder.glob("*delta-spark_*.jar"))
+    if found and delta_spark is not None and not any(jar.endswith(f"-{delta_spark}.jar") for jar in found):
+        others = ", ".join(dict.fromkeys(found))
+        what = f"no jar of Delta {delta_spark} is here yet ({others}): configure_spark_with_delta_pip fetches it once"
+        return Finding("jars", Level.NOTE, what)
     if found:
         return Finding("jars", Level.OK, ", ".join(dict.fromkeys(found)))
     return Finding("jars", Level.NOTE, "no jar of Delta is here yet: configure_spark_with_delta_pip fetches it once")

@@ -244,6 +244,19 @@ def test_versions_are_found_without_starting_anything(monkeypatch: pytest.Monkey
     assert (findings["pyspark"].level, findings["delta-spark"].level) == (Level.WARNING, Level.NOTE)
 
 
+def test_a_jar_of_another_delta_than_the_package_is_no_jar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jars = tmp_path / ".ivy2" / "jars"
+    jars.mkdir(parents=True)
+    (jars / "io.delta_delta-spark_4.2_2.13-4.4.0.jar").touch()
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.delenv("SPARK_HOME", raising=False)
+    for version, level in (("4.4.0", Level.OK), ("4.4.1", Level.NOTE), (None, Level.OK)):
+        versions = {"pyarrow": "26.0.1", "deltalake": "1.6.6", "pyspark": "4.2.0", "delta-spark": version}
+        monkeypatch.setattr(doctor_machine, "_version", versions.get)
+        found = {f.check: f for f in look_at_machine()}["jars"]
+        assert (found.level, "4.4.0.jar" in found.what) == (level, True)
+
+
 @pytest.mark.parametrize(
     ("release", "version"),
     [('JAVA_VERSION="17.0.9"\n', 17), ('A="1"\nJAVA_VERSION="1.8.0_392"\n', 8), ('JAVA_VERSION="21"', 21), ("", None)],
