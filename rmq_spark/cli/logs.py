@@ -36,7 +36,8 @@ def init(
         "txmq.toml"
     ),
 ) -> None:
-    """Write a configuration with a comment for every setting: the commit log's path, and the check job's settings."""
+    """Write a configuration with a comment for every setting: the commit log's path, and the check job's settings.
+    The commit log itself is made by txmq create."""
     if not str(file).isprintable():
         raise OptionError(f"{str(file)!r} has characters that cannot be printed: name another file")
     try:
