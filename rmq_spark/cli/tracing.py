@@ -14,12 +14,14 @@ from rmq_spark.cli.completing import of_argument
 from rmq_spark.cli.output import AsJson, LogPath, Storage, block, one_line, open_log, plainly, rendered
 from rmq_spark.cli.text import short_age, short_time
 from rmq_spark.cli.words import as_commands
+from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.trace import Trace, TraceEvent
 
 _MESSAGE_ID = re.compile(r"[^:]+:\d+:\d+\.\d+")
 _HALF_ID = re.compile(r"[^:]+:\d+")
+_TRANSACTION_ID = re.compile(r"[^:]+:\d+:.+", re.DOTALL)
 PLACES_SHOWN = 4
 WHERE = {
     "half": "in half, with its messages",
@@ -62,10 +64,23 @@ def trace(
 
 
 def argument_of(name: str) -> dict[str, str]:
-    """Return what kind of id this is: an attempt has no dot, an address has one."""
+    """Return what kind of id this is: an attempt has no dot, an address has one.
+
+    Raises
+    ------
+    OptionError
+        When it is none, such as a key.
+    """
     if _HALF_ID.fullmatch(name):
         return {"half_id": name}
-    return {"message_id": name} if _MESSAGE_ID.fullmatch(name) else {"transaction_id": name}
+    if _MESSAGE_ID.fullmatch(name):
+        return {"message_id": name}
+    if _TRANSACTION_ID.fullmatch(name):
+        return {"transaction_id": name}
+    raise OptionError(
+        f"{name!r} is not an id: a transaction id, a half id or a message id is expected, as txmq query shows them "
+        "(txmq query --key finds messages by a key)"
+    )
 
 
 def _told(found: Trace, advice: str | None) -> str:

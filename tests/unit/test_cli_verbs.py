@@ -260,16 +260,21 @@ def test_a_trace_is_told_with_what_can_be_done(log: CommitLog) -> None:
     half_id = conflict(log)
     assert "a verdict came too late" in txmq("trace", half_id)[0]
     assert "log.resolve" not in txmq("trace", half_id)[0]
-    assert "'x' is not a transaction id" in txmq("trace", "x", code=2)[1]
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("a:1", "half_id"), ("a:1:0.7", "message_id"), ("a:1:2", "transaction_id"), ("a:1:2:0.7", "transaction_id"),
-     ("a:1:2:k:e.y", "transaction_id"), ("nonsense", "transaction_id")],
+     ("a:1:2:k:e.y", "transaction_id"), ("a:1:nonsense", "transaction_id")],
 )  # fmt: skip
 def test_an_id_says_itself_what_it_is(name: str, kind: str) -> None:
     assert argument_of(name) == {kind: name}
+
+
+def test_trace_of_a_key_says_which_ids_there_are_and_who_finds_keys(log: CommitLog) -> None:
+    _, err = txmq("trace", "order-7", code=2)
+    assert "'order-7' is not an id: a transaction id, a half id or a message id is expected" in err
+    assert "txmq query --key finds messages by a key" in err
 
 
 # ---------------------------------------------------------------- topics
