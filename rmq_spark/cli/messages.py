@@ -17,6 +17,7 @@ from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, block, ope
 from rmq_spark.cli.text import escaped, json_message, one_line, short, short_time
 from rmq_spark.cli.times import time_of
 from rmq_spark.cli.watching import interval_of, wait
+from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -200,14 +201,18 @@ def query(
         table = find_by_id(log, limit + 1, **named)
     else:
         now = log.machine.now()
+        first = None if since is None else time_of(since, now, "since")
+        end = None if until is None else time_of(until, now, "until")
+        if first is not None and end is not None and first >= end:
+            raise OptionError(f"--since {since!r} is not before --until {until!r}: no message can be between them")
         wanted = Wanted(
             topic,
             key,
             None if tags is None else parse_tags(tags),
             queue,
             offset,
-            None if since is None else time_of(since, now, "since"),
-            None if until is None else time_of(until, now, "until"),
+            first,
+            end,
         )
         table = find(log, wanted, limit + 1)
     more = table.num_rows > limit

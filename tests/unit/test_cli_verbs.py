@@ -164,6 +164,8 @@ def test_messages_are_found_by_a_key_a_place_and_a_time(log: CommitLog) -> None:
     assert "stopped at 1: --limit N shows more" in txmq("query", "--key", "all", "--limit", 1)[1]
     assert "topic 'orders' has no queue 2" in txmq("query", "--topic", "orders", "--queue", 2, code=2)[1]
     assert "or as a time ago, such as 2h" in txmq("query", "--since", "yesterday", code=2)[1]
+    _, err = txmq("query", "--since", "2h", "--until", "3h", code=2)
+    assert err == "--since '2h' is not before --until '3h': no message can be between them\n"
 
 
 def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
