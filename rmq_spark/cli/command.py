@@ -18,7 +18,7 @@ from rmq_spark.cli.completing import of_argument
 from rmq_spark.cli.configuration import WHERE, configured
 from rmq_spark.cli.text import one_line
 from rmq_spark.cli.words import in_words_of_the_command
-from rmq_spark.errors import ConfigError, OptionError, TxmqError
+from rmq_spark.errors import ConfigError, MessageError, OptionError, TxmqError
 from rmq_spark.redaction import redacted
 
 if TYPE_CHECKING:
@@ -146,7 +146,8 @@ def plainly(command: Callable[P, None]) -> Callable[P, None]:
         except Exception as problem:
             if isinstance(problem, BrokenPipeError) and _nobody_reads():
                 raise typer.Exit(OK) from None
-            fail(problem, BAD_USAGE if isinstance(problem, OptionError) else FAILED)
+            wrong = (OptionError, MessageError)  # the latter of a name that no topic or group can have
+            fail(problem, BAD_USAGE if isinstance(problem, wrong) else FAILED)
 
     return run
 

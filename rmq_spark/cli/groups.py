@@ -14,7 +14,7 @@ from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age
 from rmq_spark.cli.times import time_of
 from rmq_spark.cli.watching import Watch, watched
-from rmq_spark.errors import GroupNotFoundError, OptionError
+from rmq_spark.errors import GroupNotFoundError, OffsetError, OptionError
 from rmq_spark.plurals import count_of
 from rmq_spark.source.offsets import EARLIEST, LATEST, CountedPositions, parse_offsets, to_json
 
@@ -177,7 +177,10 @@ def reset(
     if text in (EARLIEST, LATEST):
         positions = found.reset(text, topic)
     elif text.startswith("{"):
-        given = parse_offsets(text, "--to", (EARLIEST, LATEST), ())
+        try:
+            given = parse_offsets(text, "--to", (EARLIEST, LATEST), ())
+        except OffsetError as problem:  # whatever the log has
+            raise OptionError(str(problem)) from None
         assert isinstance(given, CountedPositions)  # JSON
         positions = found.reset(to_json(given, log_id=given.log_id), topic, others_stay=True)
     else:

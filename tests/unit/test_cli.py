@@ -506,6 +506,8 @@ def test_a_reset_to_offsets_moves_the_queues_that_they_name(log: CommitLog) -> N
         ({"orders": {"2": 0}}, "--to names queue 2 of topic 'orders', which has the queues 0 to 1"),
     ):
         assert words in txmq("group", "reset", log.path, "points", "--to", json.dumps(to), code=1)[1]
+    for to in ({"orders": 2}, {"orders": {"first": 0}}, {"orders": {"0": -1}}):
+        assert "--to " in txmq("group", "reset", log.path, "points", "--to", json.dumps(to), code=2)[1]
     given = ("--topic", "orders", "--topic", "bills", "--to", '{"orders": {"1": 1}}')
     log.create_topic("bills")
     assert "--to names no queue of topic 'bills'" in txmq("group", "reset", log.path, "points", *given, code=2)[1]

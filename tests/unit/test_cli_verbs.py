@@ -168,6 +168,11 @@ def test_messages_are_found_by_a_key_a_place_and_a_time(log: CommitLog) -> None:
     assert err == "--since '2h' is not before --until '3h': no message can be between them\n"
 
 
+def test_a_name_that_no_topic_or_group_can_have_is_wrong_usage(log: CommitLog) -> None:
+    assert "topic 'my orders' has characters outside" in txmq("topic", "create", "my orders", code=2)[1]
+    assert "'my group' has characters outside" in txmq("group", "lag", "my group", code=2)[1]
+
+
 def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
     record = orders(log, 0, 1, 2, 3, 3)
     rows = pending(log, record)
