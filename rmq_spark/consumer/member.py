@@ -203,6 +203,7 @@ class GroupMember:
         self._pid = os.getpid()
         self._persisting = log.machine.lock()
         self._threads: list[threading.Thread] = []
+        self._in_this_thread = threading.local()
 
     def require_own_process(self) -> None:
         """Raise ConsumeError in a forked child: threads, and the engine of delta-rs, do not live on in it."""
@@ -224,12 +225,17 @@ class GroupMember:
 
     def _or_fail(self, work: Callable[[], object]) -> Callable[[], None]:
         def run() -> None:
+            self._in_this_thread.is_own = True
             try:
                 work()
             except BaseException as problem:  # a panic of delta-rs is no Exception
                 self.fail(problem)
 
         return run
+
+    def is_own_thread(self) -> bool:
+        """Whether this is one of the member's threads, in which listeners are called."""
+        return getattr(self._in_this_thread, "is_own", False)
 
     def stop(self, timeout_s: float) -> None:
         """End: wait for what runs, write progress, release the queues and leave the group.

@@ -238,9 +238,16 @@ class PushConsumer:
 
         Raises
         ------
+        ConsumeError
+            In a call of the listener, for which it would wait.
         TxmqError
             What ended the consumer before, unless it was raised already.
         """
+        if self.member.is_own_thread():
+            raise ConsumeError(
+                "shutdown() waits for running calls of the listener, so it cannot be called in one of them: call "
+                "stop() there, which lets run() come to its end, or tell the thread that started the consumer"
+            )
         self._end()
         problem, self.member.problem = self.member.problem, None
         if problem is not None:

@@ -650,6 +650,26 @@ def test_a_shutdown_waits_for_a_running_call_and_starts_no_other(log: CommitLog)
     assert log.groups.positions("points")[QUEUE] == 1
 
 
+def test_a_shutdown_within_a_call_is_refused_at_once_and_does_not_wait_for_itself(log: CommitLog) -> None:
+    send(log, "a", queue_id=[0])
+    said: list[str] = []
+    told = threading.Event()
+
+    def listen(message: txmq.MessageExt) -> Any:
+        try:
+            consumer.shutdown()
+        except txmq.ConsumeError as problem:
+            said.append(str(problem))
+        told.set()
+        return DONE
+
+    consumer = push(log, txmq.EachMessage(listen))
+    with consumer:
+        assert told.wait(60)
+    assert "call stop() there" in said[0]
+    assert log.groups.positions("points")[QUEUE] == 1
+
+
 def test_a_call_that_does_not_end_keeps_its_queue_until_the_lease_is_over(log: CommitLog) -> None:
     send(log, "a", queue_id=[0])
     began, may_end = threading.Event(), threading.Event()
