@@ -8,7 +8,7 @@ import re
 import stat
 from urllib.parse import unquote, urlsplit
 
-from rmq_spark.errors import OptionError
+from rmq_spark.errors import NotACommitLogError, OptionError
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
@@ -39,8 +39,10 @@ def location(path: object) -> str:
     Raises
     ------
     OptionError
-        When it is no path, has credentials in it, does not mean the same folder to delta-rs, pyarrow and Spark, leads
-        into a loop of symbolic links, or is a file.
+        When it is no path, has credentials in it, does not mean the same folder to delta-rs, pyarrow and Spark, or
+        leads into a loop of symbolic links.
+    NotACommitLogError
+        When it is a file.
     """
     try:
         text = os.fspath(path)  # type: ignore[call-overload]
@@ -78,7 +80,10 @@ def _require_no_file(path: str, given: str) -> None:
             ) from None
         is_file = problem.errno == errno.ENOTDIR
     if is_file:
-        raise OptionError(f"path {given!r} is a file, or leads through one: a commit log is a folder; name another")
+        raise NotACommitLogError(
+            f"no commit log is at {given!r}, and one cannot be created there: this is a file, or leads through one. "
+            "A commit log is a folder: name another"
+        )
 
 
 def require_no_tilde(name: str, path: str) -> None:

@@ -111,7 +111,7 @@ def test_a_loop_of_symbolic_links_is_refused_in_one_sentence(inside: str, tmp_pa
 def test_a_path_that_is_a_file_is_refused_in_one_sentence(inside: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text("path = 'shop/log'")
     for make in (txmq.CommitLog.open, txmq.CommitLog.create):
-        with pytest.raises(OptionError, match=r"is a file, or leads through one: a commit log is a folder"):
+        with pytest.raises(txmq.errors.NotACommitLogError, match="this is a file, or leads through one"):
             make(f"{tmp_path}/log{inside}")
 
 
