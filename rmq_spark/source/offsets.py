@@ -208,7 +208,7 @@ def parse_offsets(text: str, option: str, keywords: tuple[str, ...], special: tu
     except (ValueError, RecursionError) as problem:
         raise OffsetError(
             f"{option}={text[:200]!r} is neither {' nor '.join(map(repr, keywords))} nor JSON such as {_EXAMPLE}: "
-            f"{problem}"
+            f"{nearest(word[:40], keywords) if word.isalpha() else problem}"
         ) from problem
     if value is None:
         raise OffsetError(f"{option} is null, as the start of a stream's first batch is: use {keywords[0]!r}")

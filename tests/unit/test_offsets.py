@@ -47,7 +47,7 @@ def test_json_offsets_are_read_as_spark_writes_them() -> None:
     ("text", "words"),
     [
         ("", "neither 'earliest' nor 'latest' nor JSON"),
-        ("latests", "neither 'earliest' nor 'latest' nor JSON"),
+        ("latests", "did you mean 'latest'"),
         ('{"orders": {"0": 23}', "nor JSON"),
         ("[1]", "is not of the form"),
         ("3", "is not of the form"),
