@@ -125,7 +125,7 @@ class ProcessQueue:
     def drop_waiting(self) -> None:
         """Forget what nobody has taken: the queue is read from there again, by whoever has it then."""
         if self._waiting:
-            self.fetched_to = _first(self._waiting[0])
+            self.fetched_to = min(self.fetched_to, _first(self._waiting[0]))
         self._waiting.clear()
         self.rows = 0
 
