@@ -81,7 +81,7 @@ def _require_no_file(path: str, given: str) -> None:
         is_file = problem.errno == errno.ENOTDIR
     if is_file:
         raise NotACommitLogError(
-            f"no commit log is at {given!r}, and one cannot be created there: this is a file, or leads through one. "
+            f"path {given!r} has no commit log, and one cannot be created there: this is a file, or leads through one. "
             "A commit log is a folder: name another"
         )
 
