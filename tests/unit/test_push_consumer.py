@@ -201,14 +201,19 @@ def test_drained_messages_and_the_tail_come_in_order(log: CommitLog) -> None:
 
 
 # ---------------------------------------------------------------- progress
+def three_takes(consumer: Any) -> list[Any]:
+    """What three threads would take of what the member fetches first."""
+    consumer.member.join()
+    consumer.member.fetch()
+    with consumer.member.changed:
+        return [consumer._take() for _ in range(3)]
+
+
 def test_progress_is_the_lowest_unfinished_offset() -> None:
     log = memory_log(orders=1)
     send(log, "abcdef")
     consumer = push(log, seen_by([]), consume_message_batch_max_size=2)
-    consumer.member.join()
-    consumer.member.fetch()
-    with consumer.member.changed:
-        takes = [consumer._take() for _ in range(3)]
+    takes = three_takes(consumer)
     progress = []
     for take in (takes[1], takes[0], takes[2]):
         consumer.consume(take)
@@ -222,10 +227,7 @@ def test_progress_stays_below_takes_that_came_back_in_their_order() -> None:
     send(log, "abcdef")
     found: list[str] = []
     consumer = push(log, seen_by(found), consume_message_batch_max_size=2)
-    consumer.member.join()
-    consumer.member.fetch()
-    with consumer.member.changed:
-        takes = [consumer._take() for _ in range(3)]
+    takes = three_takes(consumer)
     for take in takes:
         consumer._give_back(take, 0)
     consumer.member.persist()
@@ -238,10 +240,7 @@ def test_what_several_threads_gave_back_is_not_lost_by_a_shutdown() -> None:
     log = memory_log(orders=1)
     send(log, "abcdef")
     consumer = push(log, seen_by([]), consume_message_batch_max_size=2)
-    consumer.member.join()
-    consumer.member.fetch()
-    with consumer.member.changed:
-        takes = [consumer._take() for _ in range(3)]
+    takes = three_takes(consumer)
     for take in takes:
         consumer._give_back(take, 1)
     consumer.member.leave()
@@ -521,10 +520,7 @@ def test_one_call_at_a_time_for_an_orderly_queue() -> None:
     log = memory_log()
     send(log, "abcdef", queue_id=[0, 1] * 3)
     consumer = push(log, seen_by([], NEXT), mode="orderly", consume_message_batch_max_size=1)
-    consumer.member.join()
-    consumer.member.fetch()
-    with consumer.member.changed:
-        takes = [consumer._take() for _ in range(3)]
+    takes = three_takes(consumer)
     assert {take.queue.queue for take in takes[:2]} == {("orders", 0), ("orders", 1)}
     assert takes[2] is None
     consumer.consume(takes[0])
