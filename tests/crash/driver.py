@@ -49,6 +49,8 @@ def main(root: Path, tries: int, names: list[str]) -> None:
             "spark.sql.leafNodeDefaultParallelism": "2",
         },
     )
+    # On Python 3.13 Spark's own search ends with an error where a sitecustomize imports pyspark, as our points' does.
+    txmq.register(spark)
     source = spark.readStream.option("maxFilesPerTrigger", shop.FILES).text(str(root / "in"))
     queries = []
     for name in names:
