@@ -30,9 +30,8 @@ back."""
 
 OF_REPLACED_FILES = {
     # Of op and groups, which replace their own files all the time: their tombstones would make every checkpoint long
-    # for a week. And with few live files a checkpoint is cheap, where a cold start reads every entry after it.
+    # for a week.
     "delta.deletedFileRetentionDuration": "interval 5 minutes",
-    "delta.checkpointInterval": "25",
 }
 
 

@@ -24,7 +24,7 @@ import pyarrow.fs as pafs
 from deltalake import CommitProperties, DeltaTable, Schema, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.fs import DeltaStorageHandler
-from deltalake.transaction import AddAction, RemoveAction
+from deltalake.transaction import AddAction, PostCommitHookProperties, RemoveAction
 
 from rmq_spark import observer
 from rmq_spark.errors import (
@@ -79,7 +79,12 @@ BACKOFF_S_MIN = 0.002
 BACKOFF_S_MAX = 0.25
 REFRESHED_S_MAX = 10.0
 """After so many seconds delta-rs itself looks for new entries, whatever two looks at the disk say."""
-CHECKPOINT_INTERVAL = 100
+CHECKPOINT_INTERVAL = 25
+"""Commits from one checkpoint to the next. At each commit and each refresh, delta-rs reads every entry since the last
+one. With 100 that cost more than the checkpoints it saved, at any number of live files up to 100,000."""
+CLEANED_EVERY = 25
+"""Commits from one clean-up of old entries to the next. It lists all entries, of which there are as many as the last
+minute had commits."""
 ROW_GROUP_ROWS = 4_096
 """Rows of a row group of ``op``, which is sorted by version. A reader of the newest rows skips the row groups before
 them."""
@@ -737,7 +742,9 @@ class DeltaLogTable:
         said = [added(f.path, f.size_bytes, written_ms, f.stats) for f in change.add]
         said += [removed(p) for p in change.remove]
         said += [transaction(app_id, batch_id) for app_id, batch_id in change.transactions.items()]
-        seal = {ENTRY_SEAL: entry_seal(self.version + 1, said)}
+        version = self.version + 1
+        seal = {ENTRY_SEAL: entry_seal(version, said)}
+        cleans = version % CLEANED_EVERY == 0
         try:
             self._table.create_write_transaction(
                 actions,
@@ -746,9 +753,11 @@ class DeltaLogTable:
                 commit_properties=CommitProperties(
                     max_commit_retries=0, app_transactions=transactions or None, custom_metadata=seal
                 ),
+                # None: as the table's property says.
+                post_commithook_properties=PostCommitHookProperties(cleanup_expired_logs=None if cleans else False),
             )
         except CommitFailedError as problem:
-            logger.debug("commit to %s at version %d: %s", self.name, self.version + 1, redacted(problem))
+            logger.debug("commit to %s at version %d: %s", self.name, version, redacted(problem))
             return False
         return True
 
