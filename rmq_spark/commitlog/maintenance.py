@@ -165,9 +165,10 @@ class Maintenance:
         """Do both now. A failure is logged: upkeep is tried again later, and must not stop a sink."""
         try:
             log = self._log.another()
-            log.refresh()
+            # Merged first, op has few files when the mark reads it. And a cold start then reads the mark's own small
+            # file, and what came after it.
             compact_op(log.op)
-            log.move_mark()  # last: a cold start then reads the mark's own small file, and what came after it
+            log.move_mark()
         except Exception as problem:
             logger.warning("upkeep of %s failed: %s", redacted(self._log.path), traceback_of(problem))
 

@@ -74,7 +74,8 @@ def require_seal(schema: pa.Schema, path: str, table: str, columns: Iterable[str
     found = said.get(_NAME, b"").decode(errors="replace")
     if found and found != name and _is_ours(name, table):
         raise CorruptLogError(f"file {path} of table {table} holds what was written as {found}: {_RESTORE}")
-    missing = [c for c in columns if c not in schema.names]
+    there = set(schema.names)
+    missing = [c for c in columns if c not in there]
     as_written = found == name and said.get(_COLUMNS) == _checksum_of(schema)
     # What an older version wrote may lack a column, and its seal says so.
     if not as_written and (missing or found == name):
