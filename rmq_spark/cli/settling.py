@@ -57,7 +57,7 @@ def pending(
 ) -> None:
     """List half batches with messages that have no verdict yet: their age, checks, group and size."""
     log = open_log(path, storage)
-    watched(watch, lambda: _listed(open_rows(log, log.pending(), group), as_json, "nothing is pending"))
+    watched(watch, lambda: _open_listed(log, log.pending(), group, as_json, "pending"))
 
 
 @plainly
@@ -66,7 +66,7 @@ def quarantined(
 ) -> None:
     """List half batches that checks gave up; see resume and resolve."""
     log = open_log(path, storage)
-    watched(watch, lambda: _listed(open_rows(log, log.quarantined(), group), as_json, "nothing is quarantined"))
+    watched(watch, lambda: _open_listed(log, log.quarantined(), group, as_json, "quarantined"))
 
 
 @plainly
@@ -76,6 +76,13 @@ def conflicts(
     """List half batches with two verdicts that contradict each other; see resolve."""
     log = open_log(path, storage)
     watched(watch, lambda: _listed(conflict_rows(log, group), as_json, "there are no conflicts"))
+
+
+def _open_listed(log: CommitLog, table: pa.Table, group: str | None, as_json: bool, what: str) -> str:
+    others = sorted(set(table["producer_group"].to_pylist()))
+    whose = "" if group is None else f" of group {group!r}"
+    hint = f" ({what} are half batches of {', '.join(map(repr, others))})" if whose and others else ""
+    return _listed(open_rows(log, table, group), as_json, f"nothing{whose} is {what}{hint}")
 
 
 def _listed(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> str:

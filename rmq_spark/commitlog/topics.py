@@ -101,9 +101,11 @@ class TopicStore:
                         )
                     return None
                 advice = "takes it only as it is; use another name" if exist_ok else "takes it as it is"
+                as_asked = queues in (None, there.queues) and there.fifo == bool(fifo)
+                asked = "" if as_asked else f" (asked for: {_kind(wanted, bool(fifo))})"
                 raise TopicExistsError(
-                    f"topic {name!r} is there already, with {_kind(there.queues, there.fifo)} (asked for: "
-                    f"{_kind(wanted, bool(fifo))}): exist_ok=True {advice}"
+                    f"topic {name!r} is there already, with {_kind(there.queues, there.fifo)}{asked}: exist_ok=True "
+                    f"{advice}"
                 )
             return Change(add=[self.table.write(pa.table(row, schema=TOPICS_SCHEMA), "topics", ("name",))])
 

@@ -204,8 +204,9 @@ class PullConsumer:
         Raises
         ------
         ConsumeError
-            After :meth:`shutdown`, when something was given out and not committed before. The end of an iteration shuts
-            down, too.
+            When the group was reset, or another member has claimed a queue of which something was given out: the
+            messages of that queue come again, and the progress of the others is written. Also after :meth:`shutdown`,
+            when something was given out and not committed before. The end of an iteration shuts down, too.
         TxmqError
             When the progress could not be written; the messages may come again.
         """
@@ -215,8 +216,17 @@ class PullConsumer:
                 "this consumer was shut down, as at the end of an iteration: what was given out and not committed "
                 "comes again. Call commit() within the loop, or poll() in place of iterating"
             )
+        with self.member.changed:
+            given = [take.queue for take in self._given]
         self._finish_given()
         self.member.persist()
+        lost = sorted({queue.queue for queue in given if queue.lost})
+        if lost:
+            names = ", ".join(f"queue {queue_id} of topic {topic!r}" for topic, queue_id in lost)
+            raise ConsumeError(
+                f"{names}: claimed by another member of group {self.member.group!r}, or the group was reset. What was "
+                "given of it since the last commit comes again; go on with poll()"
+            )
 
     # ------------------------------------------------------------------ inside
     def _begin(self) -> None:

@@ -91,6 +91,18 @@ def test_a_commit_between_messages_counts_those_that_were_given_out_alone(log: C
     assert log.groups.positions("report")[QUEUE] == 4
 
 
+def test_a_commit_of_messages_whose_queue_is_lost_is_an_error_and_the_next_one_is_none(log: CommitLog) -> None:
+    send(log, "abcd", queue_id=[0] * 4)
+    with txmq.PullConsumer(log, "report", "orders", auto_commit=False, pull_batch_size=2) as script:
+        assert bodies(script.poll() or []) == ["a", "b"]
+        txmq.ConsumerGroup(log, "report").reset("earliest")
+        with pytest.raises(txmq.ConsumeError, match=r"queue 0 of topic 'orders': claimed .* 'report', or .* reset"):
+            script.commit()
+        assert bodies(script.poll() or []) == ["a", "b"]
+        script.commit()
+    assert log.groups.positions("report")[QUEUE] == 2
+
+
 def test_a_commit_after_the_end_of_an_iteration_is_an_error(log: CommitLog) -> None:
     send(log, "abcd")
     consumer = txmq.PullConsumer(log, "report", "orders", auto_commit=False, stop_at_end=True)
