@@ -184,6 +184,7 @@ class PushConsumer:
         self._two_phase = TwoPhase(opened, CommitOncePrepared(), commits=GroupCommit(opened))
         self._each_s: float | None = None  # what a message has cost lately
         self._open = self._stop_asked = False
+        self._opening = opened.machine.lock()
         self._turn = 0
         self._took_s = 0.0  # when a thread has taken messages last
 
@@ -222,13 +223,14 @@ class PushConsumer:
             In a fork of the process that made the consumer, or after :meth:`shutdown`.
         """
         self.member.require_own_process()
-        if self.member.stopping.is_set():
-            raise ConsumeError("this consumer was shut down: make a new one")
-        if not self._open:
-            workers = {f"consume-{n}": self.consume_on for n in range(self._threads)}
-            self.member.start(fetch=self.member.fetch_on, **workers)
-            self._open = True
-            observer.CONSUMERS.add(self)
+        with self._opening:
+            if self.member.stopping.is_set():
+                raise ConsumeError("this consumer was shut down: make a new one")
+            if not self._open:
+                workers = {f"consume-{n}": self.consume_on for n in range(self._threads)}
+                self.member.start(fetch=self.member.fetch_on, **workers)
+                self._open = True
+                observer.CONSUMERS.add(self)
         return self
 
     def shutdown(self) -> None:
@@ -254,10 +256,11 @@ class PushConsumer:
             raise problem
 
     def _end(self) -> None:
-        if self._open:
-            self._open = False
-            observer.CONSUMERS.discard(self)
-            self.member.stop(self._await_s)
+        with self._opening:
+            if self._open:
+                self._open = False
+                observer.CONSUMERS.discard(self)
+                self.member.stop(self._await_s)
 
     def __enter__(self) -> PushConsumer:
         return self.start()

@@ -187,6 +187,7 @@ class TransactionMQProducer:
         self._pid = os.getpid()
         self._started = self.log.machine.unique_id()
         self._sends = count(1)  # ids that follow each other lie close together in a file, and are found by its bounds
+        self._opening = self.log.machine.lock()
         self._closing = self.log.machine.event()
         self._threads: list[threading.Thread] = []
 
@@ -194,16 +195,17 @@ class TransactionMQProducer:
     def start(self) -> TransactionMQProducer:
         """Open the producer (``with`` does it)."""
         self._require_own_process()
-        if not self._under_way.is_open:
-            self._closing.clear()
-            atexit.register(self._end)
-            self._forget_others()
-            start = self.log.machine.start_thread
-            if self.check_interval is not None:
-                self._threads.append(start(self._answer_checks, "txmq-checks", daemon=True))
-            if self.maintenance_interval is not None:
-                self._threads.append(start(self._keep_up, "txmq-maintainer", daemon=True))
-            self._under_way.open()
+        with self._opening:
+            if not self._under_way.is_open:
+                self._closing.clear()
+                atexit.register(self._end)
+                self._forget_others()
+                start = self.log.machine.start_thread
+                if self.check_interval is not None:
+                    self._threads.append(start(self._answer_checks, "txmq-checks", daemon=True))
+                if self.maintenance_interval is not None:
+                    self._threads.append(start(self._keep_up, "txmq-maintainer", daemon=True))
+                self._under_way.open()
         return self
 
     def _forget_others(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
@@ -261,6 +263,21 @@ def test_an_open_producer_answers_its_own_checks_and_leaves_those_of_others_alon
     assert visible(log) == [b"one"]
     assert log.pending()["producer_group"].to_pylist() == ["another"]
     assert not [t for t in threading.enumerate() if t.name == "txmq-checks"]
+
+
+def test_two_threads_that_open_a_producer_start_its_checks_once(log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget = txmq.TransactionMQProducer._forget_others
+
+    def slowly(opened: txmq.TransactionMQProducer) -> None:
+        time.sleep(0.2)  # so that the other thread begins to open it, too
+        forget(opened)
+
+    closed = producer(log, Told(None, COMMIT), check_interval=60.0)
+    monkeypatch.setattr(txmq.TransactionMQProducer, "_forget_others", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: closed.start(), range(2)))
+    assert len([t for t in threading.enumerate() if t.name == "txmq-checks"]) == 1
+    closed.shutdown()
 
 
 def test_a_producer_can_be_opened_again(log: Any) -> None:

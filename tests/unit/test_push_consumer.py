@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import DELAY_LEVELS_S
 from rmq_spark.consumer import member as member_module
 from rmq_spark.consumer import push as push_module
+from rmq_spark.consumer.member import GroupMember
 from rmq_spark.consumer.retry import restored, sent_back
 from rmq_spark.machine import Machine
 from tests.consumers import DONE, LATER, NEXT, STOP, Steps, go_on, memory_log, pass_time, push, seen_by, send
@@ -643,6 +645,36 @@ def test_a_shutdown_waits_for_a_running_call_and_starts_no_other(log: CommitLog)
     may_end.set()
     ends.join(60)
     assert found == ["a"]
+    assert log.groups.positions("points")[QUEUE] == 1
+
+
+def test_two_threads_that_start_and_shut_down_a_consumer_make_one_member_and_both_wait_for_its_end(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joins: list[str] = []
+    join, began, may_end = GroupMember.join, threading.Event(), threading.Event()
+
+    def slowly(member: GroupMember) -> None:
+        joins.append(member.name)
+        time.sleep(0.2)  # so that the other thread begins to start it, too
+        join(member)
+
+    def listen(messages: pa.Table) -> Any:
+        began.set()
+        assert may_end.wait(60)
+        return DONE
+
+    monkeypatch.setattr(GroupMember, "join", slowly)
+    send(log, "a", queue_id=[0])
+    consumer = push(log, listen)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: consumer.start(), range(2)))
+        assert len(joins) == 1
+        assert began.wait(60)
+        ends = [pool.submit(consumer.shutdown) for _ in range(2)]
+        assert not wait(ends, 0.3).done
+        may_end.set()
+        assert not wait(ends, 60).not_done
     assert log.groups.positions("points")[QUEUE] == 1
 
 
