@@ -99,7 +99,7 @@ def test_damage_gives_the_right_answer_or_a_clear_failure(folder: Path, part: in
 @pytest.mark.parametrize("table", TABLES)
 def test_a_flipped_bit_of_a_file_is_never_a_wrong_value(folder: Path, tmp_path: Path, table: str) -> None:
     file = files_by_kind(folder / "log")[f"{table} parquet"][0]
-    counts, failures = flip_bits(file, table, tmp_path / "bits", step=9, first=3)
+    counts, failures = flip_bits(file, table, tmp_path / "bits", step=7, first=3)
     assert not failures
     assert counts["columns elsewhere"] <= 1
     assert counts["right"] + counts["clear failures"] + counts["columns elsewhere"] == counts["cases"] > 100
