@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,6 +99,8 @@ def _settings(found: Configured) -> tuple[list[str] | None, float, Finding]:
 
 
 def _told(finding: Finding) -> str:
-    level = typer.style(f"{finding.level.value:<10}", fg=COLOURS[finding.level])
+    level = f"{finding.level.value:<10}"
+    if not os.environ.get("NO_COLOR"):
+        level = typer.style(level, fg=COLOURS[finding.level])
     text = f"{level}{finding.check:<15}{one_line(finding.what)}"
     return text if finding.remedy is None else f"{text}\n{'':<25}→ {one_line(finding.remedy)}"

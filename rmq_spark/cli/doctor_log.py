@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
+from pyarrow.fs import FileSelector, LocalFileSystem
 
 from rmq_spark.cli.command import sentence_of
 from rmq_spark.cli.groups import group_rows
@@ -23,6 +25,7 @@ from rmq_spark.storage.location import is_uri
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark.storage.table import Table
 
 INTERVALS = 3
 """A checker that has said nothing for so many of its intervals is silent."""
@@ -162,8 +165,14 @@ class LogDoctor:
         if odd is not None:
             bad = True
             yield Finding("tables", Level.CRITICAL, odd, "docs/backup.md says how to restore it")
+        lost = [f"{table.name}/{file}" for table in tables for file in _lost_files(table)]
+        if lost:
+            bad = True
+            what = f"{count_of(len(lost), 'file')} of the tables cannot be read, or not as written: "
+            remedy = "docs/backup.md says how to restore them"
+            yield Finding("tables", Level.CRITICAL, f"{what}{', '.join(lost[:NAMED])}", remedy)
         if not bad:
-            yield Finding("tables", Level.OK, f"can be read, and agree; at versions {versions}")
+            yield Finding("tables", Level.OK, f"all files are there, and agree; at versions {versions}")
 
     def _files(self) -> Iterator[Finding]:
         log = self._log
@@ -336,3 +345,26 @@ class LogDoctor:
             if count:
                 what = f"{group}: {count_of(count, 'dead letter')}"
                 yield Finding("dead letters", Level.NOTE, what, self._command("dlq list", group))
+
+
+def _lost_files(table: Table) -> list[str]:
+    """Live files that are gone, have another size than their table says, or may not be read."""
+
+    def live() -> dict[str, int]:
+        table.refresh()
+        actions = table.actions()
+        return dict(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
+
+    # The table first: what is written while the folder is listed is in no one's way.
+    said = live()
+    found = {info.base_name: info for info in table.fs.get_file_info(FileSelector(table.folder))}
+
+    def is_lost(path: str) -> bool:
+        info = found.get(path)
+        if info is None or info.size != said[path]:
+            return True
+        return isinstance(table.fs, LocalFileSystem) and not os.access(info.path, os.R_OK)
+
+    # A path with a slash or an escape is of somebody else's files, which lie elsewhere.
+    lost = [path for path in said if not re.search("[/%]", path) and is_lost(path)]
+    return sorted(set(lost) & live().keys()) if lost else []

@@ -27,6 +27,7 @@ from rmq_spark.commitlog.opening import (
     open_groups,
     open_messages,
     open_tables,
+    require_no_rest,
     upgrade_tables,
 )
 from rmq_spark.commitlog.reading import read_messages
@@ -98,6 +99,8 @@ class CommitLog(ProtocolSteps):
         ------
         CommitLogExistsError
             When there is one and ``exist_ok`` is false.
+        CorruptLogError
+            When there is one that has lost its table ``topics``.
         StorageError
             When the store cannot be reached, or would let two writers overwrite each other's commits.
         """
@@ -110,6 +113,7 @@ class CommitLog(ProtocolSteps):
                 if exist_ok:
                     return cls.open(where, storage_options)
                 raise CommitLogExistsError(f"{where} is a commit log already: open it, or pass exist_ok=True")
+            require_no_rest(where, storage_options)
             require_put_if_absent(where, storage_options)
             create_tables(where, queues, storage_options, retention_s)
         return cls.open(where, storage_options)

@@ -15,7 +15,7 @@ from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
 from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.config import QUEUES_DEFAULT
-from rmq_spark.errors import LogFormatError, NotACommitLogError, StorageError
+from rmq_spark.errors import CorruptLogError, LogFormatError, NotACommitLogError, StorageError
 from rmq_spark.storage.location import is_uri
 from rmq_spark.storage.table import DeltaLogTable, Table
 
@@ -104,9 +104,25 @@ def _require_log(where: str, storage_options: Mapping[str, str] | None) -> None:
     if not DeltaLogTable.exists(f"{where}/topics", storage_options):
         if not is_uri(where) and os.path.isdir(where) and not os.access(where, os.R_OK | os.X_OK):
             raise StorageError(f"{where} cannot be read (permission denied): give this program the right to read it")
+        require_no_rest(where, storage_options)
         raise NotACommitLogError(
             f"{where} is not a commit log (it has no table 'topics'); make one with CommitLog.create({where!r})"
         )
+
+
+def require_no_rest(where: str, storage_options: Mapping[str, str] | None) -> None:
+    """Raise CorruptLogError for a place without the table ``topics`` where others have been written to. A log that a
+    crash left half-made has empty ones."""
+    for name, schema in (("op", OP_SCHEMA), ("half", HALF_SCHEMA), ("messages", MESSAGES_SCHEMA)):
+        if (
+            DeltaLogTable.exists(f"{where}/{name}", storage_options)
+            and DeltaLogTable(f"{where}/{name}", name, schema, storage_options).version > 0
+        ):
+            raise CorruptLogError(
+                f"{where} has no table 'topics', and its table {name!r} has been written to: the log has lost it, or "
+                "is a copy that is not finished. Restore 'topics' from a copy (docs/backup.md); without it no new log "
+                "can be made here"
+            )
 
 
 def _format_of(where: str, topics: DeltaLogTable) -> int:

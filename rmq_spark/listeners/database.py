@@ -200,6 +200,15 @@ def alike(prefix: str) -> list[str]:
     return [f"{prefix}a", f"{prefix}A", f"{prefix}a ", f"{prefix}\u00e4"]
 
 
+_TELLS_NO_PLACE = frozenset({"42501", "42883", "0A000", None})
+"""SQLSTATEs of a user who may not call a function, of a server that does not have it, or has it and does not support it;
+None from a driver that does not tell."""
+
+
+def _sqlstate_of(problem: sa.exc.DBAPIError) -> str | None:
+    return getattr(problem.orig, "sqlstate", None) or getattr(problem.orig, "pgcode", None)
+
+
 def place_of(connection: sa.Connection) -> str | None:
     """Return what distinguishes a database from a copy of it, or None when the database does not tell.
 
@@ -216,7 +225,9 @@ def place_of(connection: sa.Connection) -> str | None:
         savepoint = connection.begin_nested()
         try:
             cluster, database = connection.exec_driver_sql(query).one()
-        except sa.exc.DBAPIError:  # this user may not call the function, or the server does not have it
+        except sa.exc.DBAPIError as problem:
+            if _sqlstate_of(problem) not in _TELLS_NO_PLACE:
+                raise  # a fence that was made without its place would not notice a copy of its database
             savepoint.rollback()
             return None
         savepoint.commit()

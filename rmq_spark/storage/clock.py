@@ -6,8 +6,10 @@ from datetime import datetime, timezone
 from typing import Any
 
 from rmq_spark.config import CLOCK_SKEW_S_MAX
-from rmq_spark.errors import ClockError
+from rmq_spark.errors import ClockError, CorruptLogError, StorageError
 from rmq_spark.machine import Machine
+from rmq_spark.redaction import cause_of
+from rmq_spark.storage.answers import is_denied
 
 PROBE = "_clock"
 """A small file in a table's folder, which each comparison writes anew. Delta ignores names that begin with ``_``."""
@@ -47,10 +49,29 @@ class StoreClock:
         """Write the probe file and return the store's time of it, in seconds since the epoch.
 
         A store that tells no time is believed to have this machine's.
+
+        Raises
+        ------
+        CorruptLogError
+            When the folder is gone.
+        StorageError
+            When it cannot be written to.
         """
         path = f"{self._folder}/{PROBE}"
-        with self._fs.open_output_stream(path) as stream:
-            stream.write(b"txmq")
+        try:
+            with self._fs.open_output_stream(path) as stream:
+                stream.write(b"txmq")
+        except FileNotFoundError:
+            raise CorruptLogError(
+                f"the folder {self._folder} is not there: the commit log has lost a table. Restore it from a copy "
+                "(docs/backup.md)"
+            ) from None
+        except OSError as problem:
+            if not is_denied(problem):
+                raise
+            raise StorageError(
+                f"{self._folder} cannot be written to (permission denied): give this program the right to write"
+            ) from cause_of(problem)
         written = self._fs.get_file_info(path).mtime
         return self._machine.time() if written is None else float(written.timestamp())
 

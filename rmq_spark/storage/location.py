@@ -12,6 +12,9 @@ from rmq_spark.errors import NotACommitLogError, OptionError
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
+_NO_SLASH = re.compile(r"(file|dbfs|hdfs|s3a?|gc?s|az|abfss?|wasbs?):(?!/)", re.IGNORECASE)
+_OF_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+"""Schemes of stores that keep everything in buckets or containers, whose name follows the scheme."""
 _CREDENTIALS = re.compile(r"s3a?://[^/]*@|[A-Za-z][A-Za-z0-9+.-]*://[^@]*:[^@]*@")
 _READ_OTHERWISE = re.compile(r"%[0-9A-Fa-f]{2}|[\\\[\]^|*?{}\x00-\x1f\x7f]")
 """What delta-rs, pyarrow and Spark read differently. delta-rs decodes percent escapes once more than pyarrow, and takes
@@ -47,8 +50,10 @@ def location(path: object) -> str:
     try:
         text = os.fspath(path)  # type: ignore[call-overload]
     except TypeError:
-        raise OptionError(f"path is {type(path).__name__}: a string or a pathlib.Path is expected") from None
-    if not isinstance(text, str) or not text.strip():
+        text = None
+    if not isinstance(text, str):
+        raise OptionError(f"path is {type(path).__name__}: a string or a pathlib.Path is expected")
+    if not text.strip():
         raise OptionError("path is empty: give the folder or the URI of a commit log")
     try:
         text.encode()
@@ -56,6 +61,13 @@ def location(path: object) -> str:
         raise OptionError(f"path {text!r} has characters that UTF-8 cannot write: use another folder") from None
     if text.startswith("file:/"):
         text = _local_of(text)
+    elif text.startswith("dbfs://"):  # Spark alone knows it
+        raise OptionError(f"path {text!r} is not a folder; write /dbfs/{text.removeprefix('dbfs://').lstrip('/')}")
+    elif _NO_SLASH.match(text):
+        raise OptionError(
+            f"path {text!r} is neither a folder nor a URI, which has ://; write {'./' + text!r} if a folder of that "
+            "name is meant"
+        )
     elif is_uri(text):
         return _plain_uri(text)
     elif _ONE_SLASH.match(text):
@@ -122,6 +134,8 @@ def _plain_uri(uri: str) -> str:
         parts = urlsplit(uri)
     except ValueError as problem:
         raise OptionError(f"path {uri!r} is not a URI: {problem}") from problem
+    if parts.scheme.lower() in _OF_BUCKETS and not parts.netloc:
+        raise OptionError(f"path {uri!r} names no bucket: {parts.scheme}://<bucket>/<folder> is expected")
     _require_characters(unquote(parts.netloc + parts.path), uri)
     return uri.rstrip("/")
 

@@ -102,13 +102,15 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
     """
     for _ in range(ROUNDS_MAX):
         probe = f"{where}/{PROBE}{uuid4().hex}"
+        claims: list[bool | None] = []
         try:
-            claims = _claims(probe, storage_options)
+            claims += _claims(probe, storage_options)
         finally:
             try:
                 remove_table(probe, storage_options)
             except Exception as problem:  # what is left of the probe is in nobody's way
-                logger.warning("%s could not be removed, delete it by hand: %s", probe, traceback_of(problem))
+                if claims:  # else it was never made, and another problem is on its way
+                    logger.warning("%s could not be removed, delete it by hand: %s", probe, traceback_of(problem))
         if claims.count(True) > 1:
             raise StorageError(
                 f"{where} is on a store without put-if-absent: {claims.count(True)} of {CLAIMANTS} writers that "

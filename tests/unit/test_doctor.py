@@ -118,7 +118,7 @@ def test_a_store_a_clock_and_rights_that_are_wrong_are_told(log: CommitLog, monk
         assert bad(log) == {"store": "critical", "permissions": "warning"}
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda path, mode: False)
-        assert bad(log) == {"store": "critical", "permissions": "critical"}
+        assert bad(log) == {"store": "critical", "permissions": "critical", "tables": "critical"}
     assert found(log)["store"].what == "it is on a store without put-if-absent"
 
     def deny(*_: object) -> None:
@@ -289,3 +289,24 @@ def test_java_and_the_workers_python_are_looked_for_where_spark_does(
     findings = {f.check: f for f in look_at_machine()}
     assert findings["workers"].level is Level.OK
     assert "no java is on the PATH" in findings["java"].what
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut"])
+def test_a_lost_or_cut_file_is_critical_and_named(log: CommitLog, harm: str) -> None:
+    commit(log, prepare(log, 0))
+    assert "all files are there" in found(log)["tables"].what
+    (file,) = Path(log.path, "half").glob("*.parquet")
+    if harm == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    finding = found(log)["tables"]
+    assert (finding.level, finding.remedy) == (Level.CRITICAL, "docs/backup.md says how to restore them")
+    assert f"half/{file.name}" in finding.what
+
+
+def test_no_color_is_obeyed(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = Finding("clock", Level.CRITICAL, "wrong")
+    assert "\x1b" in doctor._told(finding)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in doctor._told(finding)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,27 @@ def test_a_half_made_log_is_completed_by_making_it_again(
     log.create_topic("orders", 2)
     commit(log, prepare(log, 0))
     assert len(bodies(CommitLog.open(tmp_path / "log"))) == 5
+
+
+def test_a_log_that_has_lost_its_topics_is_not_made_anew_over_what_it_holds(tmp_path: Path) -> None:
+    log = CommitLog.create(tmp_path / "log")
+    log.create_topic("orders", 2)
+    commit(log, prepare(log, 0))
+    (tmp_path / "log" / "topics").rename(tmp_path / "topics")
+    for use in (CommitLog.open, CommitLog.create, partial(CommitLog.create, exist_ok=True), CommitLog.upgrade):
+        with pytest.raises(CorruptLogError, match=r"no table 'topics', and its table 'op' has been written to: "):
+            use(tmp_path / "log")
+    (tmp_path / "topics").rename(tmp_path / "log" / "topics")
+    assert len(bodies(CommitLog.open(tmp_path / "log"))) == 5
+
+
+def test_a_log_that_has_lost_half_takes_no_sends_and_says_so(tmp_path: Path) -> None:
+    CommitLog.create(tmp_path / "log")
+    log = CommitLog.open(tmp_path / "log")
+    log.half.table.refresh()
+    shutil.rmtree(tmp_path / "log" / "half")
+    with pytest.raises(CorruptLogError, match="half is not there: the commit log has lost a table"):
+        log.half.table.clock.require_near()
 
 
 @pytest.mark.parametrize("found", [str(opening.FORMAT + 1), "99", "next", "-1"])

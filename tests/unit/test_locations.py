@@ -141,6 +141,12 @@ def test_a_file_uri_is_decoded_and_a_plain_path_is_not(tmp_path: Path) -> None:
         ("~/log", "expanduser"),
         ("~", "expanduser"),
         ("dbfs:/log", "/dbfs/log"),
+        ("dbfs:///log", "/dbfs/log"),
+        ("dbfs://log", "/dbfs/log"),
+        ("file:log", r"'\./file:log' if a folder"),
+        ("s3:log", r"'\./s3:log' if a folder"),
+        ("s3://", "names no bucket: s3://<bucket>"),
+        ("s3:///log", "names no bucket"),
         ("file://elsewhere/log", "machine 'elsewhere'"),
         ("file:///log?x=1", "query part"),
         ("s3://bucket/log?x=1", "query part"),
@@ -151,7 +157,7 @@ def test_a_file_uri_is_decoded_and_a_plain_path_is_not(tmp_path: Path) -> None:
         (" ", "empty"),
         (None, "NoneType"),
         (5, "int"),
-        (b"log", "empty"),
+        (b"log", "bytes: a string"),
     ],
 )
 def test_a_path_that_not_all_read_alike_is_refused_and_nothing_is_made(
