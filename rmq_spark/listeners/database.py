@@ -201,8 +201,8 @@ def alike(prefix: str) -> list[str]:
 
 
 _TELLS_NO_PLACE = frozenset({"42501", "42883", "0A000", None})
-"""SQLSTATEs of a user who may not call a function, of a server that does not have it, or has it and does not support it;
-None from a driver that does not tell."""
+"""SQLSTATEs: the user may not call the function, or the server does not have or support it. None: the driver does not
+tell."""
 
 
 def _sqlstate_of(problem: sa.exc.DBAPIError) -> str | None:

@@ -54,6 +54,7 @@ from rmq_spark.listener import (
     require_same_fence,
 )
 from rmq_spark.logs import of_batch, of_header
+from rmq_spark.plurals import count_of
 from rmq_spark.redaction import cause_of, line_of, traceback_of
 from rmq_spark.sink.leases import LeaseKeeper
 from rmq_spark.sink.limits import NO_LIMITS, PendingGuard, PendingLimits
@@ -486,7 +487,7 @@ class TwoPhase:
             ends += f"; it rolls back what did not happen once the batch is {after_s:g} s old (rollback_after)"
         return (
             f"half batch {run.record.half_id!r} was prepared {age_s:.0f} s ago by an earlier run, and its listener "
-            f"does not know yet what became of {messages} messages. Asking again for up to "
+            f"does not know yet what became of {count_of(messages, 'message')}. Asking again for up to "
             f"{self.replay_check_timeout_s:g} s (replayCheckTimeout). {ends}; so does txmq resolve"
         )
 
