@@ -117,6 +117,7 @@ def require_no_rest(where: str, storage_options: Mapping[str, str] | None) -> No
         if (
             DeltaLogTable.exists(f"{where}/{name}", storage_options)
             and DeltaLogTable(f"{where}/{name}", name, schema, storage_options).version > 0
+            and not DeltaLogTable.exists(f"{where}/topics", storage_options)  # another process has just made it
         ):
             raise CorruptLogError(
                 f"{where} has no table 'topics', and its table {name!r} has been written to: the log has lost it, or "

@@ -130,6 +130,26 @@ def test_a_log_that_has_lost_its_topics_is_not_made_anew_over_what_it_holds(tmp_
     assert len(bodies(CommitLog.open(tmp_path / "log"))) == 5
 
 
+def test_two_who_make_a_log_at_once_are_not_told_that_it_lost_its_topics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = DeltaLogTable.exists, []
+
+    def meanwhile(uri: str, *more: Any) -> bool:
+        there = real(uri, *more)
+        asked.append(uri)
+        if len(asked) == 1:  # it is not there yet, and the other one makes it now, and sends
+            with monkeypatch.context() as patch:
+                patch.setattr(DeltaLogTable, "exists", staticmethod(real))
+                log = CommitLog.create(tmp_path / "log")
+                log.create_topic("orders", 2)
+                commit(log, prepare(log, 0))
+        return there
+
+    monkeypatch.setattr(DeltaLogTable, "exists", staticmethod(meanwhile))
+    assert len(bodies(CommitLog.create(tmp_path / "log", exist_ok=True))) == 5
+
+
 def test_a_log_that_has_lost_half_takes_no_sends_and_says_so(tmp_path: Path) -> None:
     CommitLog.create(tmp_path / "log")
     log = CommitLog.open(tmp_path / "log")
