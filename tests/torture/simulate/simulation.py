@@ -359,8 +359,7 @@ class Simulation:
                 log, GROUP, self.listener(), on_listener_error=s.on_listener_error, check_interval=None
             )
             known.two_phase.replay_check_timeout_s = 8.0
-            known.start()
-        return known
+        return known.start()  # whoever comes while another thread starts it waits for that
 
     # ------------------------------------------------------------------ repair, and the end
     def _repair(self) -> None:
