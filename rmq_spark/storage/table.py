@@ -80,11 +80,10 @@ BACKOFF_S_MAX = 0.25
 REFRESHED_S_MAX = 10.0
 """After so many seconds delta-rs itself looks for new entries, whatever two looks at the disk say."""
 CHECKPOINT_INTERVAL = 25
-"""Commits from one checkpoint to the next. At each commit and each refresh, delta-rs reads every entry since the last
-one. With 100 that cost more than the checkpoints it saved, at any number of live files up to 100,000."""
-CLEANED_EVERY = 25
-"""Commits from one clean-up of old entries to the next. It lists all entries, of which there are as many as the last
-minute had commits."""
+"""Commits from one checkpoint to the next, and from one clean-up of old entries to the next. At each commit and each
+refresh, delta-rs reads every entry since the last checkpoint: with 100 that cost more than the checkpoints it saved, at
+any number of live files up to 100,000. A clean-up lists all entries, of which the last minute may have left thousands.
+"""
 ROW_GROUP_ROWS = 4_096
 """Rows of a row group of ``op``, which is sorted by version. A reader of the newest rows skips the row groups before
 them."""
@@ -744,7 +743,7 @@ class DeltaLogTable:
         said += [transaction(app_id, batch_id) for app_id, batch_id in change.transactions.items()]
         version = self.version + 1
         seal = {ENTRY_SEAL: entry_seal(version, said)}
-        cleans = version % CLEANED_EVERY == 0
+        cleans = version % CHECKPOINT_INTERVAL == 0
         try:
             self._table.create_write_transaction(
                 actions,
