@@ -205,8 +205,9 @@ _TELLS_NO_PLACE = frozenset({"42501", "42883", "0A000", None})
 tell."""
 
 
-def _sqlstate_of(problem: sa.exc.DBAPIError) -> str | None:
-    return getattr(problem.orig, "sqlstate", None) or getattr(problem.orig, "pgcode", None)
+def _sqlstate_of(cause: BaseException | None) -> str | None:
+    """Return the SQLSTATE of a driver's exception: psycopg and psycopg2 name it otherwise."""
+    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
 
 
 def place_of(connection: sa.Connection) -> str | None:
@@ -226,7 +227,7 @@ def place_of(connection: sa.Connection) -> str | None:
         try:
             cluster, database = connection.exec_driver_sql(query).one()
         except sa.exc.DBAPIError as problem:
-            if _sqlstate_of(problem) not in _TELLS_NO_PLACE:
+            if _sqlstate_of(problem.orig) not in _TELLS_NO_PLACE:
                 raise  # a fence that was made without its place would not notice a copy of its database
             savepoint.rollback()
             return None
@@ -366,8 +367,7 @@ def end_savepoint(connection: sa.Connection, *, keep: bool) -> None:
 
 def _is_savepoint_gone(problem: sa.exc.DBAPIError) -> bool:
     cause = problem.orig
-    states = {getattr(cause, "sqlstate", None), getattr(cause, "pgcode", None)}
-    if states & _NO_SAVEPOINT_STATES or _error_number(cause) == _NO_SAVEPOINT_NUMBER:
+    if _sqlstate_of(cause) in _NO_SAVEPOINT_STATES or _error_number(cause) == _NO_SAVEPOINT_NUMBER:
         return True
     return type(cause).__module__.startswith("sqlite3") and "no such savepoint" in str(cause)
 
@@ -433,9 +433,7 @@ def _make_engine(url: sa.URL) -> sa.Engine:
 def is_lock_problem(problem: sa.exc.DBAPIError) -> bool:
     """Return True when the database ended a statement because another transaction holds a lock or was faster."""
     cause = problem.orig
-    if getattr(cause, "sqlstate", None) in _LOCK_STATES or getattr(cause, "pgcode", None) in _LOCK_STATES:
-        return True
-    if _error_number(cause) in _LOCK_NUMBERS:
+    if _sqlstate_of(cause) in _LOCK_STATES or _error_number(cause) in _LOCK_NUMBERS:
         return True
     # SQLite: "database is locked", "database table is locked: ...". Error codes came with Python 3.11.
     return type(cause).__module__.startswith("sqlite3") and "is locked" in str(cause)
