@@ -208,11 +208,12 @@ def write_table(
     """
     path = f"{prefix}-{uuid4().hex}.parquet"
     flat = [f.name for f in table.schema if not pa.types.is_nested(f.type)]
-    dictionary = [c for c in flat if c not in plain_columns] if table.num_rows > FEW_ROWS else []
+    has_few = table.num_rows <= FEW_ROWS
+    dictionary = [] if has_few else [c for c in flat if c not in plain_columns]
     statistics = [c for c in flat if c in stats_columns or c in footer_columns]
     encoded = table
     first_value = pa.repeat(pa.scalar(0, pa.int32()), table.num_rows)
-    for name in constant_columns:
+    for name in () if has_few else constant_columns:
         if table[name].null_count == 0:
             value = table[name][0]
             constant = pa.DictionaryArray.from_arrays(first_value, pa.array([value], value.type), safe=False)

@@ -61,8 +61,8 @@ def location(path: object) -> str:
         raise OptionError(f"path {text!r} has characters that UTF-8 cannot write: use another folder") from None
     if text.startswith("file:/"):
         text = _local_of(text)
-    elif text.startswith("dbfs://"):  # Spark alone knows it
-        raise OptionError(f"path {text!r} is not a folder; write /dbfs/{text.removeprefix('dbfs://').lstrip('/')}")
+    elif text.startswith("dbfs:/"):  # Spark alone knows it
+        raise OptionError(f"path {text!r} is not a folder; write /dbfs/{text.removeprefix('dbfs:').lstrip('/')}")
     elif _NO_SLASH.match(text):
         raise OptionError(
             f"path {text!r} is neither a folder nor a URI, which has ://; write {'./' + text!r} if a folder of that "
@@ -72,8 +72,7 @@ def location(path: object) -> str:
         return _plain_uri(text)
     elif _ONE_SLASH.match(text):
         scheme, _, rest = text.partition(":/")
-        right = f"/dbfs/{rest}" if scheme == "dbfs" else f"{scheme}://{rest}"
-        raise OptionError(f"path {text!r} is neither a folder nor a URI, which has ://; write {right}")
+        raise OptionError(f"path {text!r} is neither a folder nor a URI, which has ://; write {scheme}://{rest}")
     require_no_tilde("path", text)
     absolute = os.path.abspath(text)
     _require_characters(absolute, text)

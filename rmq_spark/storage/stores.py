@@ -104,7 +104,7 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
         probe = f"{where}/{PROBE}{uuid4().hex}"
         claims: list[bool | None] = []
         try:
-            claims += _claims(probe, storage_options)
+            _claim_at_once(probe, storage_options, claims)
         finally:
             try:
                 remove_table(probe, storage_options)
@@ -126,9 +126,9 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
     )
 
 
-def _claims(probe: str, storage_options: Mapping[str, str] | None) -> list[bool | None]:
+def _claim_at_once(probe: str, storage_options: Mapping[str, str] | None, claims: list[bool | None]) -> None:
+    """Let several writers create one table, and add what each was told. Raises what the first of them raised."""
     start = threading.Barrier(CLAIMANTS)
-    claims: list[bool | None] = []
     problems: list[Exception] = []
 
     def claim() -> None:
@@ -145,4 +145,3 @@ def _claims(probe: str, storage_options: Mapping[str, str] | None) -> list[bool 
         thread.join()
     if problems:
         raise problems[0]
-    return claims

@@ -44,7 +44,9 @@ class Told(txmq.TransactionListener):
 
 # ---------------------------------------------------------------- what the server must be like
 def test_of_writers_that_come_at_once_the_server_lets_one_create_a_table(s3: S3Server, uri: str) -> None:
-    claims = [stores._claims(f"{uri}/{i}", s3.storage_options()) for i in range(20)]
+    claims: list[list[bool | None]] = [[] for _ in range(20)]
+    for i, told in enumerate(claims):
+        stores._claim_at_once(f"{uri}/{i}", s3.storage_options(), told)
     assert [c.count(True) for c in claims] == [1] * len(claims)
     assert any(False in c for c in claims), "no two came to the same put"
 
