@@ -168,9 +168,8 @@ class LogDoctor:
         lost = [f"{table.name}/{file}" for table in tables for file in _lost_files(table)]
         if lost:
             bad = True
-            what = f"{count_of(len(lost), 'file')} of the tables cannot be read, or not as written: "
-            remedy = "docs/backup.md says how to restore them"
-            yield Finding("tables", Level.CRITICAL, f"{what}{', '.join(lost[:NAMED])}", remedy)
+            what = f"{count_of(len(lost), 'file')} of the tables gone, cut or unreadable: {', '.join(lost[:NAMED])}"
+            yield Finding("tables", Level.CRITICAL, what, "docs/backup.md says how to restore them")
         if not bad:
             yield Finding("tables", Level.OK, f"all files are there, and agree; at versions {versions}")
 
@@ -355,7 +354,7 @@ def _lost_files(table: Table) -> list[str]:
         actions = table.actions()
         return dict(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
 
-    # The table first: what is written while the folder is listed is in no one's way.
+    # The table is read before the folder: so a file that comes meanwhile is not missed.
     said = live()
     found = {info.base_name: info for info in table.fs.get_file_info(FileSelector(table.folder))}
 
