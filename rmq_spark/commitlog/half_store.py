@@ -316,6 +316,10 @@ class HalfStore:
         later = pc.or_(pc.greater(files["modification_time"], ms), pc.invert(self._ours(files)))
         return bool(pc.any(later).as_py())
 
+    def may_have(self, half_id: str) -> bool:
+        """Whether a file of the table can hold a half batch. It does not refresh, and reads no half file."""
+        return bool(self._candidates(half_id).num_rows)
+
     def newest_ms(self) -> int:
         """When the newest file was prepared (or rewritten, by somebody's clock)."""
         self.table.refresh()

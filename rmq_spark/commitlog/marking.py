@@ -14,6 +14,7 @@ So what stays open for long costs its own rows, and nothing that came after it.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,8 @@ from rmq_spark.commitlog.op import NO_OPS, Kind, OpenBelow, OpRow, RowState
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.follower import Follower
+
+logger = logging.getLogger(__name__)
 
 NAMED_MAX = 10_000
 """Half batches, versions and due times that a mark names. Where more is open, the mark stops before it."""
@@ -52,8 +55,12 @@ class Marker:
     def next_mark(self) -> list[OpRow]:
         """The row of the next mark, and the conflict rows that it repeats; none when it would say nothing new."""
         before = self._follower.followed
-        # half after op: so it has every half batch that the op rows name.
         prepared = self._follower.prepared()
+        if not all(map(self._half.may_have, self._told_of(prepared))):
+            # half was read after op, but the store showed an older version of it. This mark would let go of op rows of
+            # half batches that it does not know, and a cold start would take these for pending.
+            logger.info("op names half batches that half does not show yet: the low-water mark waits")
+            return []
         unsettled = {*self._follower.open_among(prepared), *before.waiting}
         low_water = self._low_water(prepared, unsettled)
         named = {h for h in unsettled if h not in prepared or prepared[h].first_ms <= low_water}
@@ -78,6 +85,13 @@ class Marker:
             below=self._all_below(sorted(named), prepared, since),
         )
         return [mark, *self._open_conflicts(since)]
+
+    def _told_of(self, prepared: Collection[str]) -> set[str]:
+        """Half batches that op rows since the last mark name, beside those that are known or have left."""
+        before = self._follower.followed
+        rows = before.rows.filter(pc.greater(before.rows["version"], before.marked_at))
+        left = rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"].to_pylist()
+        return set(pc.unique(rows["half_id"].drop_null()).to_pylist()).difference(prepared, before.below, left)
 
     def _low_water(self, prepared: Mapping[str, Prepared], unsettled: Collection[str]) -> int:
         """The newest prepare, unless more is open than a mark can name."""

@@ -729,6 +729,16 @@ def _mark_past_open() -> Iterator[None]:
 
 
 @mutant(
+    "a mark is made from an older version of half than op speaks of",
+    A.DUPLICATE, A.CHECKED_AFTER_RESOLUTION, A.OUTCOME_CHANGED, A.INCONSISTENT_OFFSETS,
+    streams=2, batches=3, upkeep=10, checkers=2, weather_stale=0.5, crash=0.0,
+)  # fmt: skip
+def _mark_of_stale_half() -> Iterator[None]:
+    with replaced((HalfStore, "may_have", lambda self, half_id: True)):
+        yield
+
+
+@mutant(
     "times in the future are believed", A.STUCK_HALF, streams=2, wrong_clocks=0.5, clock_steps=False,
     weather_on_own_disk=True, temper_says_unknown=0.6, on_listener_error="unknown",
 )  # fmt: skip
