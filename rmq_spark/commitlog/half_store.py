@@ -316,9 +316,10 @@ class HalfStore:
         later = pc.or_(pc.greater(files["modification_time"], ms), pc.invert(self._ours(files)))
         return bool(pc.any(later).as_py())
 
-    def may_have(self, half_id: str) -> bool:
-        """Whether a file of the table can hold a half batch. It does not refresh, and reads no half file."""
-        return bool(self._candidates(half_id).num_rows)
+    def has(self, half_id: str) -> bool:
+        """Whether a half batch is in the table. It does not refresh, and reads only what somebody rewrote."""
+        files = self._candidates(half_id)
+        return bool(pc.any(self._ours(files)).as_py()) or self._find(half_id) is not None
 
     def newest_ms(self) -> int:
         """When the newest file was prepared (or rewritten, by somebody's clock)."""

@@ -56,7 +56,7 @@ class Marker:
         """The row of the next mark, and the conflict rows that it repeats; none when it would say nothing new."""
         before = self._follower.followed
         prepared = self._follower.prepared()
-        if not all(map(self._half.may_have, self._told_of(prepared))):
+        if not all(map(self._half.has, self._told_of(prepared))):
             # half was read after op, but the store showed an older version of it. This mark would let go of op rows of
             # half batches that it does not know, and a cold start would take these for pending.
             logger.info("op names half batches that half does not show yet: the low-water mark waits")

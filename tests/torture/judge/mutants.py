@@ -734,7 +734,7 @@ def _mark_past_open() -> Iterator[None]:
     streams=2, batches=3, upkeep=10, checkers=2, weather_stale=0.5, crash=0.0,
 )  # fmt: skip
 def _mark_of_stale_half() -> Iterator[None]:
-    with replaced((HalfStore, "may_have", lambda self, half_id: True)):
+    with replaced((HalfStore, "has", lambda self, half_id: True)):
         yield
 
 
