@@ -175,7 +175,7 @@ def write_table(
     prefix: str,
     stats_columns: Sequence[str],
     footer_columns: Sequence[str] = (),
-    plain_columns: Sequence[str] = (),
+    plain_columns: Sequence[str] | None = None,
     constant_columns: Sequence[str] = (),
     row_group_rows: int | None = None,
     holds: str = "",
@@ -191,8 +191,8 @@ def write_table(
         Columns with statistics in the Delta log and in the file's footer.
     footer_columns : sequence of str
         Columns with statistics in the footer alone. Statistics in the Delta log take memory in every writer.
-    plain_columns : sequence of str
-        Columns whose values hardly repeat. They get no dictionary.
+    plain_columns : sequence of str, optional
+        Columns whose values hardly repeat. They get no dictionary. The first rows tell them when not given.
     constant_columns : sequence of str
         Columns with the same value in all rows. Their text is hashed and compared once, not for each row.
     row_group_rows : int, optional
@@ -209,7 +209,12 @@ def write_table(
     path = f"{prefix}-{uuid4().hex}.parquet"
     flat = [f.name for f in table.schema if not pa.types.is_nested(f.type)]
     has_few = table.num_rows <= FEW_ROWS
-    dictionary = [] if has_few else [c for c in flat if c not in plain_columns]
+    if has_few:
+        dictionary = []
+    elif plain_columns is None:
+        dictionary = [c for c in flat if _repeats(table[c].slice(0, FEW_ROWS))]
+    else:
+        dictionary = [c for c in flat if c not in plain_columns]
     statistics = [c for c in flat if c in stats_columns or c in footer_columns]
     encoded = table
     first_value = pa.repeat(pa.scalar(0, pa.int32()), table.num_rows)
@@ -243,6 +248,12 @@ def write_table(
         else:
             size = write_to(stream)
     return DataFile(path, size, table.num_rows, column_stats(table, stats_columns), content)
+
+
+def _repeats(values: pa.ChunkedArray) -> bool:
+    """Whether a dictionary of values like these is of use. One that is not costs a reader in Spark a fifth of its time,
+    and a tenth of the space."""
+    return 2 * len(pc.unique(values)) <= len(values)
 
 
 def _codecs(schema: pa.Schema, codec: str, raw_columns: Sequence[str]) -> str | dict[str, str]:
