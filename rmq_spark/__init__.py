@@ -94,9 +94,19 @@ _MODULES = ("errors", "logs", "metrics", "plots", "testing")
 __all__ = sorted([*_WHERE, "__version__", *_MODULES])
 
 
+_EXTRAS = {"pyspark": "spark", "sqlalchemy": "sql"}
+
+
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        return getattr(importlib.import_module(f"rmq_spark.{_WHERE[name]}"), name)
+        try:
+            return getattr(importlib.import_module(f"rmq_spark.{_WHERE[name]}"), name)
+        except ModuleNotFoundError as missing:
+            package = (missing.name or "").partition(".")[0]
+            if package not in _EXTRAS:
+                raise
+            text = f"rmq_spark.{name} needs {package}: install rmq_spark with its extra {_EXTRAS[package]}"
+            raise ModuleNotFoundError(text, name=package) from None
     if name in _MODULES:
         return importlib.import_module(f"rmq_spark.{name}")
     errors = importlib.import_module("rmq_spark.errors")

@@ -226,11 +226,19 @@ def _short(value: object) -> str:
     return shown if len(shown) <= 200 else f"{shown[:200]}…"
 
 
+PART_CHARS_MIN = 4
+"""A part of a name that is as long as this may stand for the name."""
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return ``did you mean 'topic'?`` for a name close to a known one, else a list of the known names."""
+    """Return ``did you mean 'topic'?`` for a name close to a known one, or part of it alone, else a list of the known
+    names."""
     by_lower = {k.lower(): k for k in known}
-    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
-    if close:
+    lower = str(name).lower()
+    close = difflib.get_close_matches(lower, by_lower, n=1, cutoff=0.6) or [
+        k for k in by_lower if len(lower) >= PART_CHARS_MIN and lower in k
+    ]
+    if len(close) == 1:
         return f"did you mean {by_lower[close[0]]!r}?"
     return "known are " + ", ".join(sorted(by_lower.values()))
 
@@ -260,6 +268,10 @@ def named(function: Callable[Taken, Made]) -> Callable[Taken, Made]:
     return call
 
 
+WORDS_OF_THE_OTHER_SIDE = {"topic": "subscribe", "topics": "subscribe", "subscribe": "topic"}
+"""What a sink calls by one name, a source calls by another."""
+
+
 class Options:
     """The options of one ``format("txmq")`` call, by their documented names.
 
@@ -287,7 +299,8 @@ class Options:
             elif lower in names:
                 self._values[names[lower]] = value
             else:
-                raise OptionError(f"unknown option {key!r} for format('txmq'): {nearest(key, names.values())}")
+                hint = nearest(WORDS_OF_THE_OTHER_SIDE.get(lower, key), names.values())
+                raise OptionError(f"unknown option {key!r} for format('txmq'): {hint}")
 
     def __contains__(self, name: str) -> bool:
         return name in self._values

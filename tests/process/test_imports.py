@@ -100,6 +100,19 @@ def test_the_public_names_are_listed_and_each_of_them_is_there() -> None:
     assert not {"importlib", "Any", "TYPE_CHECKING", "_WHERE"} & set(said.split())
 
 
+@pytest.mark.parametrize(
+    ("name", "package", "extra"), [("register", "pyspark", "spark"), ("SqlInbox", "sqlalchemy", "sql")]
+)
+def test_a_name_whose_package_is_missing_says_which_extra_has_it(name: str, package: str, extra: str) -> None:
+    said = python(
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "import rmq_spark\n"
+        f"try:\n    rmq_spark.{name}\n"
+        "except ImportError as problem:\n    print(problem)\n"
+    )
+    assert said.strip() == f"rmq_spark.{name} needs {package}: install rmq_spark with its extra {extra}"
+
+
 def test_without_sqlalchemy_the_extra_is_named() -> None:
     said = python(
         "import sys; sys.modules['sqlalchemy'] = None\n"

@@ -420,6 +420,8 @@ def test_no_block_of_row_groups_is_read_by_two_partitions(ranges: list[PlacedRan
         ({**OPTIONS, "subscribePattern": "o.*"}, False, "'subscribe' and 'subscribePattern' contradict"),
         ({"path": "log", "subscribePattern": "o("}, False, "not a regular expression"),
         ({**OPTIONS, "startingOffset": "earliest"}, False, "did you mean 'startingOffsets'"),
+        ({**OPTIONS, "topic": "orders"}, True, r"unknown option 'topic'.*did you mean 'subscribe'\?"),
+        ({**OPTIONS, "group": "points"}, True, "did you mean 'consumerGroup'"),
         ({**OPTIONS, "startingOffsets": "earliest", "startingTimestamp": "1740816000000"}, True, "contradict"),
         ({**OPTIONS, "endingOffsets": "latest", "endingTimestamp": "1740816000000"}, False, "contradict"),
         ({**OPTIONS, "endingOffsets": "latest"}, True, "endingOffsets is for batch reads"),
