@@ -27,6 +27,8 @@ ROW_GROUP_ROWS = 65_536
 """Rows of a Parquet row group. A reader reads at least one row group, however short its offset range is."""
 FEW_ROWS = 2_000
 """A file of up to so many rows has no dictionaries: it is smaller, and faster to write and to read."""
+MAP_ENTRY = "key_value"
+"""Parquet's name of a pair in a map."""
 COMPRESSION = "zstd"
 """On JSON bodies zstd takes half the space of snappy. It is written as fast, and read in two thirds of the time."""
 
@@ -212,7 +214,7 @@ def write_table(
     if has_few:
         dictionary = []
     elif plain_columns is None:
-        dictionary = [c for c in flat if _repeats(table[c].slice(0, FEW_ROWS))]
+        dictionary = [path for path, values in _leaves(table.slice(0, FEW_ROWS)) if _repeats(values)]
     else:
         dictionary = [c for c in flat if c not in plain_columns]
     statistics = [c for c in flat if c in stats_columns or c in footer_columns]
@@ -250,7 +252,20 @@ def write_table(
     return DataFile(path, size, table.num_rows, column_stats(table, stats_columns), content)
 
 
-def _repeats(values: pa.ChunkedArray) -> bool:
+def _leaves(rows: pa.Table) -> Iterator[tuple[str, pa.Array | pa.ChunkedArray]]:
+    """Columns that may have a dictionary, by their path in Parquet: flat ones, and both of a map."""
+    for field_ in rows.schema:
+        column = rows[field_.name]
+        if pa.types.is_map(field_.type):
+            entries = column.combine_chunks()
+            first, stop = entries.offsets[0].as_py(), entries.offsets[-1].as_py()
+            for part, values in (("key", entries.keys), ("value", entries.items)):
+                yield f"{field_.name}.{MAP_ENTRY}.{part}", values[first:stop]
+        elif not pa.types.is_nested(field_.type):
+            yield field_.name, column
+
+
+def _repeats(values: pa.Array | pa.ChunkedArray) -> bool:
     """Whether a dictionary of values like these is of use. One that is not costs a reader in Spark a fifth of its time,
     and a tenth of the space."""
     return 2 * len(pc.unique(values)) <= len(values)
@@ -263,7 +278,7 @@ def _codecs(schema: pa.Schema, codec: str, raw_columns: Sequence[str]) -> str | 
     columns: list[str] = []
     for field_ in schema:
         is_map = pa.types.is_map(field_.type)
-        columns += [f"{field_.name}.key_value.{part}" for part in ("key", "value")] if is_map else [field_.name]
+        columns += [f"{field_.name}.{MAP_ENTRY}.{part}" for part in ("key", "value")] if is_map else [field_.name]
     return {name: codec for name in columns if name not in raw_columns}
 
 

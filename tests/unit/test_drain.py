@@ -21,6 +21,7 @@ from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.reading import SOURCE_SCHEMA
 from rmq_spark.errors import CorruptLogError
+from rmq_spark.message import PROPERTIES
 from rmq_spark.storage.files import FEW_ROWS, DataFile, RowRange
 from rmq_spark.storage.table import Change, Table
 from tests.half_batches import (
@@ -100,14 +101,15 @@ def test_columns_that_hardly_repeat_have_no_dictionary_in_a_large_file(tmp_path:
         "body": [f"{i}" for i in range(n)],
         "keys": [f"k{i}" for i in range(n)],
         "tags": ["a", "b", "a"] * (n // 3),
+        "properties": pa.array([[("region", f"{i}")] for i in range(n)], PROPERTIES),
     }
     commit(log, prepare(log, 0, columns))
     log.drain()
     (path,) = (tmp_path / "log" / "messages").glob("*.parquet")
     group = pq.ParquetFile(path).metadata.row_group(0)
     chunks = [group.column(i) for i in range(group.num_columns)]
-    plain = {c.path_in_schema for c in chunks if not c.has_dictionary_page} & set(MESSAGES_SCHEMA.names)
-    assert plain == {"body", "keys", "queue_offset", "msg_id", "row_no"}
+    plain = {chunk.path_in_schema for chunk in chunks if not chunk.has_dictionary_page}
+    assert plain == {"body", "keys", "properties.key_value.value", "queue_offset", "msg_id", "row_no"}
 
 
 def test_a_drain_goes_on_where_the_last_one_ended(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
