@@ -231,6 +231,13 @@ def test_a_pattern_finds_topics_that_come_later_from_their_start(log: CommitLog)
     assert {placed.topic for placed in plans.ranges(at, latest)} == {"later"}
 
 
+def test_a_pattern_that_matches_no_topic_is_told(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
+    assert planner(log, Subscription(pattern="order")).queues() == {}
+    (said,) = caplog.messages
+    assert said.startswith("subscribePattern='order' matches no topic (there are: ")
+    assert "orders" in said
+
+
 def test_a_topic_that_is_not_in_the_log_is_named(log: CommitLog) -> None:
     with pytest.raises(TopicNotFoundError, match="did you mean 'orders'"):
         planner(log, Subscription(("order",))).queues()
