@@ -17,6 +17,7 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.errors import OffsetOutOfRangeError
 from rmq_spark.message import PROPERTIES
+from rmq_spark.source import native
 from tests.half_batches import another, commit, let_leave, pending, prepare, rewrite_half, roll_back, send, split
 
 if TYPE_CHECKING:
@@ -116,6 +117,27 @@ def test_what_was_visible_once_is_a_filter(spark: SparkSession, log: CommitLog) 
         txmq.messages(spark, log, as_of=9999)
     with pytest.raises(txmq.errors.OptionError, match="no time zone"):
         txmq.messages(spark, log, as_of=datetime(2020, 1, 1))
+
+
+def test_of_many_files_the_folder_is_listed_and_a_lost_one_is_missed(
+    spark: SparkSession, log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        fill(log, number)
+        log.drain()
+    rewrite_half(log)
+    fill(log, 3)
+    whole = rows(of_source(spark, log))
+    for of in ("HALF_PATHS_MAX", "DRAINED_PATHS_MAX"):
+        monkeypatch.setattr(native, of, 1)
+    assert rows(txmq.messages(spark, log)) == whole
+    monkeypatch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    assert maintenance.compact_messages(another(log).messages_table) > 0
+    assert rows(txmq.messages(spark, log)) == whole, "files that were replaced lie in the folder, too"
+    record = log.get("app:3")
+    Path(log.path, "half", record.files[0].path).unlink()
+    with pytest.raises(Exception, match="PATH_NOT_FOUND"):
+        rows(txmq.messages(spark, log))
 
 
 @pytest.mark.timeout(300)
