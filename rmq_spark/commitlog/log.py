@@ -27,6 +27,7 @@ from rmq_spark.commitlog.opening import (
     open_groups,
     open_messages,
     open_tables,
+    require_no_log_around,
     require_no_rest,
     upgrade_tables,
 )
@@ -98,7 +99,7 @@ class CommitLog(ProtocolSteps):
         Raises
         ------
         CommitLogExistsError
-            When there is one and ``exist_ok`` is false.
+            When there is one and ``exist_ok`` is false, or when the place lies inside one.
         CorruptLogError
             When there is one that has lost its table ``topics``.
         StorageError
@@ -113,6 +114,7 @@ class CommitLog(ProtocolSteps):
                 if exist_ok:
                     return cls.open(where, storage_options)
                 raise CommitLogExistsError(f"{where} is a commit log already: open it, or pass exist_ok=True")
+            require_no_log_around(where, storage_options)
             require_no_rest(where, storage_options)
             require_put_if_absent(where, storage_options)
             create_tables(where, queues, storage_options, retention_s)

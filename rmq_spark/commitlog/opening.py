@@ -15,7 +15,7 @@ from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
 from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.config import QUEUES_DEFAULT
-from rmq_spark.errors import CorruptLogError, LogFormatError, NotACommitLogError, StorageError
+from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LogFormatError, NotACommitLogError, StorageError
 from rmq_spark.storage.location import is_uri
 from rmq_spark.storage.table import DeltaLogTable, Table
 
@@ -108,6 +108,18 @@ def _require_log(where: str, storage_options: Mapping[str, str] | None) -> None:
         raise NotACommitLogError(
             f"{where} is not a commit log (it has no table 'topics'); make one with CommitLog.create({where!r})"
         )
+
+
+def require_no_log_around(where: str, storage_options: Mapping[str, str] | None) -> None:
+    """Raise CommitLogExistsError for a place inside a commit log, or inside one of its tables: upkeep and VACUUM would
+    take the files of a log there for their own."""
+    outer = where
+    for _ in range(2):
+        outer = outer.rpartition("/")[0]
+        if not outer or outer.endswith(("/", ":")):
+            return
+        if all(DeltaLogTable.exists(f"{outer}/{name}", storage_options) for name in ("topics", "op")):
+            raise CommitLogExistsError(f"{where} lies inside the commit log {outer}: choose a place beside it")
 
 
 def require_no_rest(where: str, storage_options: Mapping[str, str] | None) -> None:

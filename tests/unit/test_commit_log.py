@@ -557,6 +557,15 @@ def test_a_log_is_created_once(tmp_path: Path) -> None:
     assert again.topics() == {"t": 7}
 
 
+@pytest.mark.parametrize("inside", ["inner", "half/inner"])
+def test_a_log_inside_another_log_is_refused(tmp_path: Path, inside: str) -> None:
+    CommitLog.create(tmp_path / "log")
+    with pytest.raises(CommitLogExistsError, match=f"{inside} lies inside the commit log .*log: choose a place beside"):
+        CommitLog.create(tmp_path / "log" / inside)
+    assert not (tmp_path / "log" / inside).exists()
+    CommitLog.create(tmp_path / "log2" / inside)
+
+
 # ---------------------------------------------------------------- the mark, and upkeep
 def test_the_mark_moves_over_what_is_settled_and_names_what_is_open(log: CommitLog) -> None:
     records = [prepare(log, i) for i in range(3)]
