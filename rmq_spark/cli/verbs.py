@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -133,7 +134,12 @@ class Verbs(TyperGroup):
     def main(self, *args: Any, **settings: Any) -> Any:
         if os.environ.get("_TXMQ_COMPLETE") == "complete_bash":
             join_words_at_colons()
-        return super().main(*args, **settings)
+        try:
+            return super().main(*args, **settings)
+        except SystemExit as end:
+            if end.code == 1 and "--help" in (settings.get("args") or sys.argv):  # the reader of the pipe has enough
+                raise SystemExit(0) from None
+            raise
 
 
 def whole(app: typer.Typer) -> Any:

@@ -52,7 +52,8 @@ def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
     log.create_topic("orders", queues=1)
     record = half_batches.prepare(log, 0, 2, fence_id="none")
     log.resolve(record.half_id, COMMIT_MESSAGE, "for the test")
-    for arguments in (("read", log.path, "orders", "--json"), ("read", log.path, "orders"), ("topics", log.path)):
+    of_log = (("read", log.path, "orders", "--json"), ("read", log.path, "orders"), ("topics", log.path))
+    for arguments in (*of_log, ("--help",), ("read", "--help")):
         ours, theirs = os.pipe()
         os.close(ours)
         done = subprocess.run(
