@@ -8,6 +8,7 @@ import os
 import re
 import select
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 
@@ -144,7 +145,7 @@ def plainly(command: Callable[P, None]) -> Callable[P, None]:
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except Exception as problem:
-            if isinstance(problem, BrokenPipeError) and _nobody_reads():
+            if isinstance(problem, BrokenPipeError) and nobody_reads():
                 raise typer.Exit(OK) from None
             wrong = (OptionError, MessageError)  # the latter of a name that no topic or group can have
             fail(problem, BAD_USAGE if isinstance(problem, wrong) else FAILED)
@@ -183,13 +184,19 @@ def typed_path() -> str | None:
     return _typed[0] if _typed else None
 
 
-def _nobody_reads() -> bool:
-    """Return True when standard output is a pipe that its reader has closed, and drop what is left to be written."""
+def nobody_reads(seconds: float = 0.0) -> bool:
+    """Return True as soon as standard output is a pipe that its reader has closed, within a time. What is left to be
+    written is dropped then."""
+    try:
+        stdout = sys.stdout.fileno()
+    except OSError:  # it is no file
+        time.sleep(seconds)
+        return False
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), select.POLLOUT)
-    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
-        return False  # the pipe that broke is another one
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+    poll.register(stdout, 0)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(1000 * seconds)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # or Python complains when it ends
     return True
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Annotated
 
 import typer
 
+from rmq_spark.cli.command import nobody_reads
 from rmq_spark.config import parse_duration
 
 Watch = Annotated[
@@ -40,9 +40,8 @@ def interval_of(every: str, option: str = "watch") -> float:
 
 
 def wait(seconds: float) -> bool:
-    """Wait; False when a person has stopped it."""
+    """Wait; False when a person has stopped it, or when nobody reads what is printed any more."""
     try:
-        time.sleep(seconds)
+        return not nobody_reads(seconds)
     except KeyboardInterrupt:
         return False
-    return True

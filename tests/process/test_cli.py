@@ -9,6 +9,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.transaction import COMMIT_MESSAGE
 from tests import half_batches
@@ -53,7 +55,7 @@ def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
     record = half_batches.prepare(log, 0, 2, fence_id="none")
     log.resolve(record.half_id, COMMIT_MESSAGE, "for the test")
     of_log = (("read", log.path, "orders", "--json"), ("read", log.path, "orders"), ("topics", log.path))
-    for arguments in (*of_log, ("--help",), ("read", "--help")):
+    for arguments in (*of_log, (*of_log[1], "--follow"), ("--help",), ("read", "--help")):
         ours, theirs = os.pipe()
         os.close(ours)
         done = subprocess.run(
@@ -66,6 +68,20 @@ def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
         )
         os.close(theirs)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_to_follow_ends_when_the_reader_has_enough(tmp_path: Path) -> None:
+    CommitLog.create(tmp_path / "log").create_topic("orders")
+    ours, theirs = os.pipe()
+    command = [sys.executable, "-m", "rmq_spark.cli", "read", str(tmp_path / "log"), "orders", "--follow"]
+    following = subprocess.Popen(
+        [*command, "--every", "1h"], stdout=theirs, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    os.close(theirs)
+    with pytest.raises(subprocess.TimeoutExpired):
+        following.wait(3)
+    os.close(ours)
+    assert following.wait(60) == 0
 
 
 def in_a_terminal(answer: str, *arguments: object) -> tuple[int, str]:
