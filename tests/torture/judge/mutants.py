@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -953,25 +952,14 @@ def _stripped_undrained() -> Iterator[None]:
     streams=2, per="message",
 )  # fmt: skip
 def _stripped_open() -> Iterator[None]:
-    real, drained_rows = BatchState.rows_in, Stripper._drained_rows
-    asks = threading.local()  # a task may be switched off within the call, and others ask too
+    drained_rows = Stripper._drained_rows
 
-    def rows_in(state: BatchState, states: Any, attempt: int | None = None) -> Any:
-        return real(state, list(RowState)) if getattr(asks, "every", False) else real(state, states, attempt)
+    def every(self: Stripper, file: Any, placed: Any, left: Any) -> pa.Table | None:
+        going = drained_rows(self, file, placed, left)
+        some = going is not None and going.column_names == ["row_no"]
+        return self._log.half.table.read([file.path], ["row_no"]) if some else going
 
-    def every(self: Stripper, file: Any, placed: Any, left: Any) -> Any:
-        asks.every = True
-        try:
-            return drained_rows(self, file, placed, left)
-        finally:
-            asks.every = False
-
-    with (
-        _often_leaving(),
-        replaced(
-            (Stripper, "_drained_rows", every), (BatchState, "rows_in", rows_in), (stripping, "STRIPPED_SHARE_MIN", 0.0)
-        ),
-    ):
+    with _often_leaving(), replaced((Stripper, "_drained_rows", every), (stripping, "STRIPPED_SHARE_MIN", 0.01)):
         yield
 
 
@@ -1046,7 +1034,7 @@ def _half_compaction(careful: bool) -> Patch:
         kept = rows.filter(pc.invert(pc.is_in(rows["half_id"], value_set=pa.array(sorted(droppable), pa.string()))))
         if not droppable or not kept.num_rows:
             return
-        change = Change(add=[table.write(kept, "half", ("half_id",))], remove=old, data_change=False)
+        change = Change(add=[table.write(kept, "part", ("half_id",))], remove=old, data_change=False)
 
         def propose(_: int) -> Change | None:
             return change if set(table.actions()["path"].to_pylist()).issuperset(old) else None
