@@ -77,6 +77,14 @@ def _require_name(value: object, what: str, chars_max: int) -> str:
     return value
 
 
+def distinct(topics: pa.ChunkedArray) -> list[object]:
+    """What a column of topics holds. Somebody may have given one that holds no text: it is refused later, in words."""
+    try:
+        return list(topics.unique().to_pylist())
+    except pa.ArrowNotImplementedError:  # of lists and maps
+        return list(topics.to_pylist())
+
+
 def require_topic_name(name: object, own: bool = False) -> str:
     """Return a topic's name, or raise MessageError when it breaks RocketMQ's rules (``TopicValidator.validateTopic``).
 

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.errors import MessageError
-from rmq_spark.message import PROPERTIES, Message
+from rmq_spark.message import PROPERTIES, Message, distinct
 from rmq_spark.redaction import redacted, sentence_of
 
 if TYPE_CHECKING:
@@ -394,7 +394,7 @@ def _of_message(message: Message, transactional: bool | None, fifo: frozenset[st
 def _topics(given: list[Message] | pa.Table, topic: str | None) -> list[str]:
     if isinstance(given, list):
         return sorted({message.topic for message in given})
-    named = pc.unique(given["topic"]).to_pylist() if "topic" in given.column_names else [topic]
+    named = distinct(given["topic"]) if "topic" in given.column_names else [topic]
     return sorted({name if isinstance(name, str) else str(topic) for name in named if name or topic})
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rmq_spark.commitlog.group_commit import Stageable
 from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.errors import MessageError
-from rmq_spark.message import Message, to_table
+from rmq_spark.message import Message, distinct, to_table
 from rmq_spark.redaction import cause_of
 
 SHARED_ROWS_MAX = 100
@@ -31,7 +30,7 @@ def require_message(message: object) -> None:
 def topics_in(given: list[Message] | pa.Table, default: str | None) -> set[str]:
     """The topics that messages name, and the one of those that name none."""
     if isinstance(given, pa.Table):
-        named = pc.unique(given["topic"]).to_pylist() if "topic" in given.column_names else []
+        named = distinct(given["topic"]) if "topic" in given.column_names else []
     else:
         named = [message.topic for message in given]
     return {name for name in [*named, default] if isinstance(name, str)}

@@ -74,6 +74,7 @@ def test_input_is_accepted_and_kept_or_refused_in_words(door: str) -> None:
         (11, "edited op rows", 156),
         (778, "edited half rows", 16),
         (110754601, "edited half rows", 4),
+        (238055324, "sends", 12),
     ],
 )
 def test_a_case_that_failed_once_is_played_again_from_its_number(seed: int, door: str, number: int) -> None:
