@@ -90,6 +90,12 @@ class MemberSettings:
     max_span: int
     take_over: bool
 
+    @property
+    def chooses(self) -> str:
+        """The tags, in the order of the alphabet, or the selector; empty when all messages are wanted."""
+        text = "" if self.selector is None else self.selector.text
+        return " || ".join(sorted(part.strip() for part in text.split("||")))
+
     @classmethod
     def of(
         cls,
@@ -193,7 +199,8 @@ class GroupMember:
         table = log.groups.table
         self._is_remote = isinstance(table.fs, pafs.FileSystem) and not isinstance(table.fs, pafs.LocalFileSystem)
         margin_s = min(settings.heartbeat_interval_s, settings.lease_s / 3)
-        self._members = Members(table, self.group, self.name, self.topics, settings.lease_s, margin_s)
+        self._members = Members(table, self.group, self.name, self.topics, settings.lease_s, margin_s, settings.chooses)
+        self._unlike: dict[str, tuple[frozenset[str], str]] = {}  # members that subscribe otherwise, as far as told
         remote_s = PULL_INTERVAL_REMOTE_S if self._is_remote else PULL_INTERVAL_S
         self.pull_interval_s = remote_s if settings.pull_interval_s is None else settings.pull_interval_s
         self._beat_at_s = self._balance_at_s = self._persist_at_s = self._place_at_s = 0.0
@@ -393,6 +400,7 @@ class GroupMember:
     def _balance(self) -> None:
         """Have the share that the living members leave to this one."""
         self._members.look()
+        self._tell_unlike()
         topics = self.log.topics()
         queues = {topic: topics[topic] for topic in self.topics if topic in topics}
         with self._persisting:  # else a queue that is released just now would look lost
@@ -411,6 +419,22 @@ class GroupMember:
             self._claim(todo, new)
         every_s = self.settings.heartbeat_interval_s
         self._balance_at_s = self.machine.monotonic() + (every_s / 10 if todo.is_short else every_s)
+
+    def _tell_unlike(self) -> None:
+        """Warn of members that subscribe otherwise, once of each."""
+        own = {retry_topic(self.group)}  # a pull consumer has none
+        mine = _subscribed(self._members.topics - own, self._members.chooses)
+        unlike = self._members.unlike()
+        for member, subscribed in unlike.items():
+            theirs = _subscribed(subscribed[0] - own, subscribed[1])
+            if theirs != mine and self._unlike.get(member) != subscribed:
+                logger.warning(
+                    "consumer group %r: this member reads %s, and member %r reads %s. Members share the queues and the "
+                    "retries, so what the one that gets a message does not choose is read by none, and a retry may "
+                    "come to one that does not expect it: give all members the same topics, tags and selector, or "
+                    "groups of their own", self.group, mine, member, theirs, extra=self._fields,
+                )  # fmt: skip
+        self._unlike = unlike
 
     def _claim(self, todo: Moves, new: list[Queue]) -> None:
         if any(len(self._members.live(topic)) > 1 for topic in self.topics):
@@ -531,3 +555,9 @@ class GroupMember:
             if found:
                 self.changed.notify(sum(new.messages.num_rows for new in found.values()))
         return bool(found)
+
+
+def _subscribed(topics: Iterable[str], chooses: str) -> str:
+    """Topics and a filter, for people."""
+    names = ", ".join(repr(topic) for topic in sorted(topics))
+    return f"{names} (of them {chooses!r})" if chooses else names

@@ -45,6 +45,7 @@ class _Seen:
     content: bytes | None
     since_s: float
     topics: frozenset[str] = frozenset()
+    chooses: str | None = None
 
 
 class Members:
@@ -61,16 +62,26 @@ class Members:
         Seconds without a heartbeat after which a member is dead.
     margin_s : float
         A member starts no listener call in the last so many seconds of its own lease.
+    chooses : str
+        The tags or the selector of this member, empty when it wants all messages.
     """
 
     def __init__(
-        self, table: Table, group: str, member: str, topics: Collection[str], lease_s: float, margin_s: float
+        self,
+        table: Table,
+        group: str,
+        member: str,
+        topics: Collection[str],
+        lease_s: float,
+        margin_s: float,
+        chooses: str = "",
     ) -> None:
         self._table = table
         self._machine = table.machine
         self._folder = f"{table.folder}/{FOLDER}"
         self.group, self.member = group, member
         self.topics = frozenset(topics)
+        self.chooses = chooses
         self._lease_s, self._margin_s = lease_s, margin_s
         self._counter = 0
         self._beat_s: float | None = None  # when the newest heartbeat that arrived was begun
@@ -83,7 +94,9 @@ class Members:
         """Put a heartbeat, and return when that began. It counts only once :meth:`renew` was told so."""
         began_s = self._machine.monotonic()
         self._counter += 1
-        told = {"counter": self._counter, "topics": sorted(self.topics), "lease": self._lease_s}
+        told = {
+            "counter": self._counter, "topics": sorted(self.topics), "chooses": self.chooses, "lease": self._lease_s
+        }  # fmt: skip
         path = self._path(self.member)
         if isinstance(self._table.fs, pafs.LocalFileSystem):
             self._table.fs.create_dir(path.rpartition("/")[0], recursive=True)
@@ -116,9 +129,9 @@ class Members:
         for member, (content, written) in found.items():
             known = self._seen.get(member)
             if known is None and _is_forgotten(content, written, own):
-                self._seen[member] = _Seen(content, -math.inf, _topics(content))
+                self._seen[member] = _seen(content, -math.inf)
             elif known is None or known.content != content:
-                self._seen[member] = _Seen(content, now_s, _topics(content))
+                self._seen[member] = _seen(content, now_s)
             elif now_s - known.since_s > FORGOTTEN_LEASES * self._lease_s and member != self.member:
                 with suppress(FileNotFoundError):
                     self._table.fs.delete_file(self._path(member))
@@ -130,8 +143,20 @@ class Members:
 
     def live(self, topic: str) -> list[str]:
         """Return the living members that read a topic, this one among them, in the order that all of them see."""
-        others = {m for m, s in self._seen.items() if s.content is not None and topic in s.topics and not self._old(s)}
+        others = {member for member, seen in self._living() if topic in seen.topics}
         return sorted({self.member, *others} if topic in self.topics else others)
+
+    def unlike(self) -> dict[str, tuple[frozenset[str], str]]:
+        """Return the topics and the filter of each living member that subscribes to something else than this one."""
+        mine = self.topics, self.chooses
+        return {
+            member: (seen.topics, seen.chooses)
+            for member, seen in self._living()
+            if seen.chooses is not None and (seen.topics, seen.chooses) != mine
+        }
+
+    def _living(self) -> Iterator[tuple[str, _Seen]]:
+        return ((m, seen) for m, seen in self._seen.items() if seen.content is not None and not self._old(seen))
 
     def is_dead(self, owner: str) -> bool:
         """Return True when the owner of a queue has not moved its counter for the lease. One without a heartbeat has
@@ -172,12 +197,15 @@ def _of_group(table: Table, infos: Iterable[pafs.FileInfo], group: str) -> Itera
             yield info.path.removeprefix(mine), info
 
 
-def _topics(content: bytes) -> frozenset[str]:
+def _seen(content: bytes, since_s: float) -> _Seen:
     """Return what a heartbeat says, or nothing of one that was read while it was written."""
     try:
-        return frozenset(str(topic) for topic in json.loads(content)["topics"])
-    except (ValueError, KeyError, TypeError):
-        return frozenset()
+        told = json.loads(content)
+        chooses = told.get("chooses")  # none of a member of an older version
+        topics = frozenset(str(topic) for topic in told["topics"])
+        return _Seen(content, since_s, topics, None if chooses is None else str(chooses))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return _Seen(content, since_s)
 
 
 def _lease(content: bytes) -> float:

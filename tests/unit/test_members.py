@@ -376,6 +376,34 @@ def test_members_that_read_other_topics_have_no_share_of_a_queue() -> None:
     assert sum(topic == "%RETRY%points" for topic, _ in all_of([one, two])) == 1
 
 
+def test_members_that_subscribe_otherwise_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=2)
+    consumers = [push(log, seen_by([]), tags=tags) for tags in ("paid || late", "late||paid", "paid", "*")]
+    asks = txmq.PullConsumer(log.another(), "points", "orders", "late || paid")
+    for consumer in [*consumers, asks]:
+        consumer.member.join()
+    pass_time(machine, consumers, 45)
+    names = [consumer.member.name for consumer in consumers]
+    first = [r.getMessage() for r in caplog.records if r.member == names[0] and "this member reads" in r.getMessage()]
+    assert len(first) == 2, "one of another order of tags, and one without retries, choose the same"
+    assert "this member reads 'orders' (of them 'late || paid'), and" in first[0]
+    assert f"and member '{names[2]}' reads 'orders' (of them 'paid'). Members share" in first[0]
+    assert f"and member '{names[3]}' reads 'orders'. Members share the queues" in first[1]
+
+
+def test_a_heartbeat_that_says_nothing_of_a_filter_is_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:
+    """It is of an older version, or was read while it was written."""
+    log = memory_log(Steps(), orders=2)
+    one, old, cut = push(log, seen_by([]), tags="paid"), members_of(log, "old"), members_of(log, "cut")
+    for member, content in ((old, b'{"counter": 1, "topics": ["orders"], "lease": 30}'), (cut, b'{"counter"')):
+        member.beat()
+        with log.groups.table.fs.open_output_stream(f"{log.groups.table.folder}/_members/points/{member.member}") as f:
+            f.write(content)
+    one.member.join()
+    assert not [r for r in caplog.records if "this member reads" in r.getMessage()]
+
+
 def test_a_group_that_spark_reads_is_refused_unless_taken_over(log: CommitLog) -> None:
     log.groups.publish("points", {QUEUE: 0})
     with pytest.raises(txmq.GroupInUseError, match="is read by Spark"):
