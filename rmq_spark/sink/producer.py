@@ -86,7 +86,7 @@ class SessionTransaction:
 
 
 class TransactionMQProducer:
-    """Sends transactional messages from any Python program, and answers its own checks while it is open.
+    """Sends messages from any Python program, transactional ones too, and answers its own checks while it is open.
 
     Mirrors RocketMQ's ``org.apache.rocketmq.client.producer.TransactionMQProducer``.
 
@@ -94,7 +94,9 @@ class TransactionMQProducer:
     ----------
     log_or_path : CommitLog or str
     producer_group : str
-    listener : TransactionListener
+    listener : TransactionListener, optional
+        Runs local transactions and answers checks. A producer without one has :meth:`send` and :meth:`send_async` alone
+        (RocketMQ: ``DefaultMQProducer``).
     on_listener_error : {"unknown", "fail"}
         An exception of the listener counts as UNKNOWN, as in RocketMQ (default), or is raised.
     check_interval : float or None
@@ -135,7 +137,7 @@ class TransactionMQProducer:
         self,
         log_or_path: CommitLog | str | os.PathLike[str],
         producer_group: str,
-        listener: TransactionListener,
+        listener: TransactionListener | None = None,
         *,
         on_listener_error: str = "unknown",
         check_interval: float | None = TRANSACTION_CHECK_INTERVAL_S,
@@ -151,11 +153,12 @@ class TransactionMQProducer:
         await_termination: float = AWAIT_TERMINATION_S,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        if listener is None:
-            raise ListenerError("TransactionMQProducer needs a listener: who else could answer its checks?")
         self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
         self.producer_group = require_group_name(producer_group)
-        self.listener = require_listener(listener, "TransactionMQProducer")
+        self._has_listener = listener is not None
+        self.listener = (
+            CommitOncePrepared() if listener is None else require_listener(listener, "TransactionMQProducer")
+        )
         self._needs_loop = is_coroutine(self.listener)
         if self.listener.requires_spark:
             raise ListenerError("TransactionMQProducer has no Spark session: use a listener that needs none")
@@ -273,7 +276,7 @@ class TransactionMQProducer:
 
         service = CheckService(
             self.log,
-            {self.producer_group: self.listener},
+            {self.producer_group: self.listener} if self._has_listener else {},  # what send() left, anybody may settle
             transaction_timeout=self.transaction_timeout,
             transaction_check_interval=self.check_interval or TRANSACTION_CHECK_INTERVAL_S,
             only_groups=True,
@@ -298,6 +301,11 @@ class TransactionMQProducer:
             Handed to ``execute_local_transaction`` as ``batch.arg``.
         idempotency_key : str, optional
             A retry with the same key (characters of a group name) sends nothing twice.
+
+        Raises
+        ------
+        ListenerError
+            When the producer has no listener.
         """
         require_message(message)
         return self.send_messages_in_transaction([message], arg, idempotency_key=idempotency_key)
@@ -324,6 +332,7 @@ class TransactionMQProducer:
             A column of the table.
         transaction_per : {"batch", "message"}, optional
         """
+        self._require_listener()
         per = transaction_per or (KEY if transaction_key else BATCH)
         if per not in (BATCH, MESSAGE, KEY) or (per == KEY) != (transaction_key is not None):
             raise OptionError(f"transaction_per={per!r} and transaction_key={transaction_key!r} contradict each other")
@@ -365,9 +374,10 @@ class TransactionMQProducer:
         Raises
         ------
         ListenerError
-            When ``execute_local_transaction`` is a coroutine function, which runs in the caller's event loop, and none
-            is running here.
+            When the producer has no listener, or when ``execute_local_transaction`` is a coroutine function, which runs
+            in the caller's event loop, and none is running here.
         """
+        self._require_listener()
         require_message(message)
         loop = _event_loop()
         if loop is None and self._needs_loop:
@@ -498,9 +508,10 @@ class TransactionMQProducer:
         """
         enlist = getattr(self.listener, "enlist", None)
         if enlist is None:
+            found = type(self.listener).__name__ if self._has_listener else "no listener"
             raise ListenerError(
                 f"transaction() needs a SqlTransactionListener, whose fence row joins the session: this producer has "
-                f"{type(self.listener).__name__}"
+                f"{found}"
             )
         enlisted = enlist(session)
         enlisted.begin()
@@ -608,6 +619,13 @@ class TransactionMQProducer:
             raise OptionError(
                 "the producer was made in another process, of which this one is a copy (os.fork): its threads and "
                 "connections did not come along. Make a producer in each worker, after the fork"
+            )
+
+    def _require_listener(self) -> None:
+        if not self._has_listener:
+            raise ListenerError(
+                f"producer {self.producer_group!r} has no listener, which would run the local transaction and answer "
+                "checks: give TransactionMQProducer one, or send messages that have no local transaction with send()"
             )
 
     def _header(self, per: str, idempotency_key: str | None, fence_id: str | None) -> HalfHeader:

@@ -22,7 +22,7 @@ from rmq_spark.errors import (
     TopicNotFoundError,
 )
 from rmq_spark.listener import CommitOncePrepared, PerMessageListener
-from rmq_spark.message import MessageExt
+from rmq_spark.message import MessageExt, to_table
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
 from tests.half_batches import header_of
@@ -349,10 +349,41 @@ def test_an_idempotency_key_has_the_characters_of_a_group_name(log: Any, key: st
         open_producer.send_message_in_transaction(ORDER, idempotency_key=key)
 
 
-@pytest.mark.parametrize("wrong", [None, Told, object(), "shop.orders:listener"])
-def test_a_producer_needs_a_listener(log: Any, wrong: Any) -> None:
+@pytest.mark.parametrize("wrong", [Told, object(), "shop.orders:listener", "", False])
+def test_what_is_no_listener_is_refused(log: Any, wrong: Any) -> None:
     with pytest.raises(ListenerError):
         producer(log, wrong)
+
+
+def test_a_producer_without_a_listener_sends_what_has_no_local_transaction(log: Any) -> None:
+    with producer(log, None) as plain:
+        assert plain.send(ORDER).queue_offset == 0
+        assert plain.send_async(ORDER).result(DEADLINE_S).queue_offset == 1
+        assert plain.send(ORDER, idempotency_key="once").queue_offset == 2
+        assert plain.send(ORDER, idempotency_key="once").replayed
+        for send in (
+            plain.send_message_in_transaction,
+            plain.send_message_in_transaction_async,
+            lambda message: plain.send_messages_in_transaction([message]),
+        ):
+            with pytest.raises(ListenerError, match=r"producer 'shop' has no listener.*send\(\)"):
+                send(ORDER)
+        with pytest.raises(ListenerError, match="this producer has no listener"), plain.transaction(object()):
+            pass
+    assert visible(log) == [b"one"] * 3
+
+
+def test_a_producer_without_a_listener_settles_what_plain_sends_left_and_no_transaction(log: Any) -> None:
+    with producer(log, Told(None)) as first:
+        first.send_message_in_transaction(ORDER)
+    writer = HalfWriter(header_of(0, fence_id=CommitOncePrepared().fence_id, group="shop"), log.topics(), None, None)
+    log.prepare(writer.header, [writer.rows_of(to_table([ORDER]))])
+    with producer(log, None, check_interval=0.02, transaction_timeout=0.0):
+        end_s = time.monotonic() + DEADLINE_S
+        while not visible(log) and time.monotonic() < end_s:
+            time.sleep(0.02)
+    assert visible(log) == [b"one"]
+    assert log.pending().num_rows == 1
 
 
 def test_a_listener_that_needs_spark_is_refused(log: Any) -> None:
