@@ -168,8 +168,8 @@ def reset(
     as_json: AsJson = False,
     storage: Storage = None,
 ) -> None:
-    """Move a group's positions. Offsets move the queues that they name, and the others stay where they are.
-    A query follows its checkpoint, so start it again with a new one."""
+    """Move a group's positions, or say with --topic where a new group begins. Offsets move the queues that they name,
+    and the others stay where they are. A query follows its checkpoint, so start it again with a new one."""
     from rmq_spark.consumer.groups import ConsumerGroup
 
     found = ConsumerGroup(open_log(path, storage), group)

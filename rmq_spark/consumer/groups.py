@@ -155,6 +155,12 @@ class ConsumerGroup:
             raise GroupNotFoundError(f"consumer group {self.name!r} has no progress ({hint})")
         return rows
 
+    def _topics_read(self) -> set[str]:
+        try:
+            return set(self._rows()["topic"].to_pylist())
+        except GroupNotFoundError as problem:
+            raise GroupNotFoundError(f"{problem}. Name its topics to say where a new group begins") from None
+
     # ------------------------------------------------------------------ moving
     def reset(
         self, to: str | datetime | JsonOffsets, topics: Iterable[str] | None = None, others_stay: bool = False
@@ -199,7 +205,7 @@ class ConsumerGroup:
         if isinstance(given, dict) and topics is None:
             names: Sequence[str] = sorted({topic for topic, _ in given})
         else:
-            names = sorted(set(topics)) if topics is not None else sorted(set(self._rows()["topic"].to_pylist()))
+            names = sorted(set(topics) if topics is not None else self._topics_read())
         if not names:
             raise OptionError("no topic is named: there is nothing to reset")
         subscription = Subscription(tuple(require_topic_name(name, own=True) for name in names))

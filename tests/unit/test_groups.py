@@ -184,6 +184,7 @@ def test_a_clone_stands_where_the_first_stands(log: CommitLog) -> None:
     ("work", "error", "sentence"),
     [
         (lambda g: g.lag(), txmq.GroupNotFoundError, "'points' has no progress"),
+        (lambda g: g.reset("earliest"), txmq.GroupNotFoundError, "Name its topics to say where a new group begins"),
         (lambda g: g.reset("latest"), txmq.GroupNotFoundError, "no progress"),
         (lambda g: g.clone("other"), txmq.GroupNotFoundError, "no progress"),
         (lambda g: g.reset("newest", ["orders"]), txmq.OptionError, "neither 'earliest' nor 'latest'"),
