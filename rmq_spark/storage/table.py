@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -35,6 +36,7 @@ from rmq_spark.errors import (
     LostFileError,
     LostStagedFileError,
     NotACommitLogError,
+    OptionError,
     TxmqError,
 )
 from rmq_spark.machine import MACHINE, Machine
@@ -386,6 +388,24 @@ def bounds_of(table: str, stats: str) -> dict[str, Any]:
     return found
 
 
+_engine_pid: int | None = None
+"""The process in which delta-rs was used first. Its threads do not come along into a fork."""
+
+
+def require_no_fork() -> None:
+    """Raise OptionError in a fork of a process that has used delta-rs: its calls end in a panic there, or hang."""
+    global _engine_pid
+    pid = os.getpid()
+    if _engine_pid is None:
+        _engine_pid = pid
+    elif _engine_pid != pid:
+        raise OptionError(
+            f"this process is a fork (os.fork) of process {_engine_pid}, which had opened a commit log, and Delta's "
+            "engine does not survive a fork: open commit logs after it, or start processes by multiprocessing's "
+            "'spawn' or 'forkserver'"
+        )
+
+
 class DeltaLogTable:
     """A Delta table of a commit log, through delta-rs."""
 
@@ -425,6 +445,7 @@ class DeltaLogTable:
         configuration: Mapping[str, str],
     ) -> None:
         """Make the empty table. A table that is there already is left as it is."""
+        require_no_fork()
         settings: dict[str, str | None] = {
             "delta.appendOnly": "true",
             "delta.checkpointInterval": str(CHECKPOINT_INTERVAL),
@@ -451,6 +472,7 @@ class DeltaLogTable:
     def add_missing_columns(uri: str, schema: pa.Schema, storage_options: Mapping[str, str] | None) -> list[str]:
         """Add the columns that an older version of rmq_spark did not make, and return their names. They are null in the
         rows that are there."""
+        require_no_fork()
         table = DeltaTable(uri, storage_options=dict(storage_options or {}) or None)
         have = set(pa.schema(table.schema().to_arrow()).names)
         new = [field for field in Schema.from_arrow(schema).fields if field.name not in have]
@@ -461,12 +483,14 @@ class DeltaLogTable:
     @staticmethod
     def set_properties(uri: str, properties: Mapping[str, str], storage_options: Mapping[str, str] | None) -> None:
         """Change properties of a table."""
+        require_no_fork()
         table = DeltaTable(uri, storage_options=dict(storage_options or {}) or None)
         table.alter.set_table_properties(dict(properties), raise_if_not_exists=False)
 
     @staticmethod
     def exists(uri: str, storage_options: Mapping[str, str] | None) -> bool:
         """Return True when the folder holds a Delta table."""
+        require_no_fork()
         return bool(DeltaTable.is_deltatable(uri, dict(storage_options or {}) or None))
 
     @property
@@ -478,6 +502,7 @@ class DeltaLogTable:
 
         A table that cannot be opened raises its error here. The next use tries to open it again.
         """
+        require_no_fork()
         opening = self._opening
         if opening is None:
             with self.lock:
@@ -499,6 +524,7 @@ class DeltaLogTable:
         return submitted(ThreadPoolExecutor(1, f"txmq-open-{self.name}"), self._open)
 
     def _open(self) -> DeltaTable:
+        require_no_fork()
         try:
             with asking(self._uri, self._storage_options):
                 table = DeltaTable(self._uri, storage_options=self._storage_options or None)
@@ -770,6 +796,7 @@ def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | N
         True when it was created. False when the store refused the put of its first entry, because another writer's
         entry is there. None when delta-rs saw another writer's table first, and did not try the put.
     """
+    require_no_fork()
     options = dict(storage_options or {}) or None
     schema = Schema.from_arrow(pa.schema([("version", pa.int64())]))
     try:
