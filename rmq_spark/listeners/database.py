@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from rmq_spark.errors import ListenerError, TransactionEndedError
@@ -144,14 +145,19 @@ def insert_absent(connection: sa.Connection, key: sa.Column[Any], rows: Sequence
     if not rows:
         return []
     if dialect.insert_executemany_returning and dialect.name in ("postgresql", "sqlite"):
-        make = postgresql.insert if dialect.name == "postgresql" else sqlite.insert
-        statement = make(table).on_conflict_do_nothing(index_elements=[key]).returning(key)
-        inserted = set(connection.execute(statement, rows).scalars())
+        inserted = set(connection.execute(_insert_absent(key, dialect.name), rows).scalars())
         return [row[key.name] for row in rows if row[key.name] not in inserted]
     # Try all rows at once. Only when some keys are taken, find out which.
     if _inserts(connection, table, rows):
         return []
     return [row[key.name] for row in rows if not _inserts(connection, table, [row])]
+
+
+@lru_cache(maxsize=64)
+def _insert_absent(key: sa.Column[Any], dialect: str) -> sa.Insert:
+    """Made once: SQLAlchemy then looks up its compiled form at once."""
+    make = postgresql.insert if dialect == "postgresql" else sqlite.insert
+    return make(key.table).on_conflict_do_nothing(index_elements=[key]).returning(key)
 
 
 def _inserts(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> bool:

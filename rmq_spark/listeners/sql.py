@@ -846,6 +846,13 @@ class _Fence(Database):
             sa.Column("created_at", sa.DateTime, nullable=False),
             **IN_INNODB,
         )
+        # Statements are made once: SQLAlchemy then looks up its compiled form at once.
+        key = self._rows.c.transaction_id
+        self._read_ids = sa.select(self._id.c.one, self._id.c.fence_id)
+        self._states: sa.Select[Any] = sa.select(key, self._rows.c.state, self._rows.c.half_id)
+        some = key.in_(sa.bindparam("ids", expanding=True))
+        self._states_of_some = self._states.where(some)
+        self._set_state = self._rows.update().where(some).values(state=sa.bindparam("to"))
         self._in_place = False  # the database is known to be the one where the fence was made
         self._tried = False  # the table of rows is known to compare ids exactly and to undo what is rolled back
 
@@ -891,7 +898,7 @@ class _Fence(Database):
         With ``anywhere`` the connection may be of another database than this fence's.
         """
         try:
-            rows = connection.execute(sa.select(self._id.c.one, self._id.c.fence_id)).all()
+            rows = connection.execute(self._read_ids).all()
         except sa.exc.DBAPIError as problem:
             if anywhere or is_lock_problem(problem) or self._exists():
                 raise
@@ -958,19 +965,15 @@ class _Fence(Database):
         # SELECT that locks reads the newest row. It takes one id at a time: for a list the server may scan the table,
         # and lock all of it.
         key = self._rows.c.transaction_id
-        query = self._states().where(key == sa.bindparam("id")).with_for_update(read=True)
+        query = self._states.where(key == sa.bindparam("id")).with_for_update(read=True)
         return self._of_one_log([row for i in ids for row in connection.execute(query, {"id": i})], batch)
 
     def read(self, connection: sa.Connection, ids: Sequence[str], batch: HalfBatch) -> dict[str, str]:
         """Return the states of the ids that have a row, or raise FenceError for a row of another log."""
         rows: list[sa.Row[Any]] = []
-        query = self._states().where(self._rows.c.transaction_id.in_(sa.bindparam("ids", expanding=True)))
         for start in range(0, len(ids), _IDS_PER_SELECT):
-            rows += connection.execute(query, {"ids": list(ids[start : start + _IDS_PER_SELECT])})
+            rows += connection.execute(self._states_of_some, {"ids": list(ids[start : start + _IDS_PER_SELECT])})
         return self._of_one_log(rows, batch)
-
-    def _states(self) -> sa.Select[Any]:
-        return sa.select(self._rows.c.transaction_id, self._rows.c.state, self._rows.c.half_id)
 
     def _of_one_log(self, rows: Sequence[sa.Row[Any]], batch: HalfBatch) -> dict[str, str]:
         for row in rows:
@@ -985,10 +988,8 @@ class _Fence(Database):
 
     def set_state(self, connection: sa.Connection, ids: Sequence[str], state: str) -> None:
         """Set the state of rows that this database transaction has claimed."""
-        key = self._rows.c.transaction_id
-        change = self._rows.update().where(key.in_(sa.bindparam("ids", expanding=True))).values(state=state)
         for start in range(0, len(ids), _IDS_PER_SELECT):
-            connection.execute(change, {"ids": list(ids[start : start + _IDS_PER_SELECT])})
+            connection.execute(self._set_state, {"ids": list(ids[start : start + _IDS_PER_SELECT]), "to": state})
 
     def older_than(self, moment: datetime) -> dict[str, str]:
         """Return the half ids of rows older than ``moment``, by transaction id."""
