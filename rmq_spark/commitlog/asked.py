@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.half import HALF_SCHEMA
+from rmq_spark.commitlog.half import HALF_SCHEMA, HalfRows
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import BatchState
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
@@ -31,7 +31,7 @@ def half_batch_of(
     attempt: int,
     rows: RowSet,
     arg: Any = None,
-    held: pa.Table | None = None,
+    held: HalfRows | None = None,
 ) -> HalfBatch:
     """The half batch as a listener sees it: these rows, which are under one attempt. ``held`` are all rows of it, where
     the caller has them."""
@@ -81,12 +81,12 @@ def split_by_verdict(
 class _LogRows:
     """The rows of one half batch for a listener."""
 
-    def __init__(self, log: ProtocolSteps, record: HalfRecord, rows: RowSet, held: pa.Table | None) -> None:
+    def __init__(self, log: ProtocolSteps, record: HalfRecord, rows: RowSet, held: HalfRows | None) -> None:
         self._log, self._record, self._rows, self._held = log, record, rows, held
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         if self._held is not None:
-            return self._held.select(list(columns))
+            return self._held.table.select(list(columns))
         return self._log.half.read(self._record, self._rows, columns)
 
     def to_spark(self, spark: SparkSession) -> DataFrame:

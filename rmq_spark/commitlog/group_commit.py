@@ -129,18 +129,12 @@ class GroupCommit:
             return found
         raise found
 
-    def prepare_and_go_on(self, message: OneMessage, then: Then[HalfRecord]) -> None:
+    def prepare_and_go_on(self, message: OneMessage, then: Then[HalfRecord | TxmqError]) -> None:
         """As :meth:`prepare` for one message, and nobody waits: ``then`` is called with what became of it.
 
         It is called in the thread that commits, so it must not wait for anything, and must not raise.
         """
-
-        def answered(found: HalfRecord | TxmqError | None, problem: BaseException | None) -> None:
-            if isinstance(found, TxmqError):
-                found, problem = None, found
-            then(found, problem)
-
-        self._prepares.put(_Waiting(message.writer.header, [message]), message.half_id, answered)
+        self._prepares.put(_Waiting(message.writer.header, (message,)), message.half_id, then)
 
     def decide(
         self, record: HalfRecord, attempt: int, *, commit: Mapping[int, bytes], rollback: Mapping[int, bytes], who: Who
@@ -158,16 +152,9 @@ class GroupCommit:
             raise decided.problem
         return list(decided.placed)
 
-    def decide_and_go_on(self, decision: Decision, then: Then[Sequence[Placed]]) -> None:
+    def decide_and_go_on(self, decision: Decision, then: Then[Decided]) -> None:
         """As :meth:`decide`, and nobody waits; see :meth:`prepare_and_go_on`."""
-
-        def answered(decided: Decided | None, problem: BaseException | None) -> None:
-            if decided is not None and decided.problem is None:
-                then(decided.placed, None)
-            else:
-                then(None, problem if decided is None else decided.problem)
-
-        self._decides.put(decision, decision.record.half_id, answered)
+        self._decides.put(decision, decision.record.half_id, then)
 
     def _prepare_many(self, waiting: Sequence[_Waiting]) -> list[HalfRecord | TxmqError]:
         wrong = arrange([f for one in waiting for f in one.files if isinstance(f, OneMessage)])
@@ -205,7 +192,7 @@ def _arranged(file: Stageable) -> HalfFile | HalfRows:
     return file.rows or file.writer.rows_of(to_table([file.message]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Waiting:
     """A half batch that waits to be prepared."""
 

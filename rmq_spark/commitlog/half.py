@@ -138,25 +138,39 @@ class HalfFile:
 
 @dataclass(frozen=True)
 class HalfRows:
-    """What will be a half file: checked messages in their order. Several small ones may share a file."""
+    """What will be a half file: checked messages in their order. Several small ones may share a file.
+
+    Attributes
+    ----------
+    writer : HalfWriter
+    source : pyarrow.Table
+        These rows, from row ``at`` on, and maybe those of other half batches.
+    """
 
     writer: HalfWriter
-    table: pa.Table
+    source: pa.Table
     file_no: int
     segments: tuple[Segment, ...]
+    staged_at: float
+    delayed: bool
+    at: int = 0
 
     @property
     def half_id(self) -> str:
         return self.writer.header.half_id
 
     @property
-    def staged_at(self) -> float:
-        return float(self.table["store_timestamp"][0].value / 1_000_000)
+    def count(self) -> int:
+        return self.segments[-1].last + 1
+
+    @property
+    def table(self) -> pa.Table:
+        """These rows alone."""
+        return self.source.slice(self.at, self.count)
 
     def in_file(self, data: DataFile) -> HalfFile:
         """The half file, when the rows are written."""
-        delayed = self.table["deliver_at"].null_count < self.table.num_rows
-        return HalfFile(data, self.file_no, self.segments, self.staged_at, self.half_id, delayed)
+        return HalfFile(data, self.file_no, self.segments, self.staged_at, self.half_id, self.delayed)
 
     def write(self, fs: pafs.FileSystem, folder: str) -> HalfFile:
         """Write them to a file of their own."""
@@ -373,7 +387,9 @@ class HalfWriter:
             For the first message that breaks a rule.
         """
         arranged, segments = self.arrange(self.normalize(table), file_no)
-        return HalfRows(self, arranged, file_no, segments)
+        staged_at = arranged["store_timestamp"][0].value / 1_000_000
+        delayed = arranged["deliver_at"].null_count < arranged.num_rows
+        return HalfRows(self, arranged, file_no, segments, staged_at, delayed)
 
     def arrange(self, messages: pa.Table, file_no: int) -> tuple[pa.Table, tuple[Segment, ...]]:
         """Rows of ``half`` in (topic, queue, arrival) order, and where each queue's rows stand."""

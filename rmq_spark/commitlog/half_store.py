@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -165,7 +166,7 @@ class HalfStore:
 
     def write_shared(self, several: Sequence[HalfRows]) -> list[HalfFile]:
         """Write the rows of several half batches to one file."""
-        rows = pa.concat_tables([one.table for one in several]).combine_chunks()
+        rows = _together(several)
         data = self.table.write(rows, self.table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
         self._shared.keep(data.path, counted(rows["half_id"]))
         return [one.in_file(data) for one in several]
@@ -557,6 +558,17 @@ class HalfStore:
         return self._files.read(wanted, columns, where)
 
 
+def _together(several: Sequence[HalfRows]) -> pa.Table:
+    """Their rows, one after the other. Those that were arranged together lie so already."""
+    source, first = several[0].source, several[0].at
+    at = first
+    for one in several:
+        if one.source is not source or one.at != at:
+            return pa.concat_tables([each.table for each in several]).combine_chunks()
+        at += one.count
+    return source.slice(first, at - first)
+
+
 def _record(
     header: HalfHeader, files: Sequence[HalfFile], prepared_ms: int, landed_ms: Mapping[str, int]
 ) -> HalfRecord:
@@ -626,8 +638,8 @@ def _of_one(actions: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
 def _require_each_once(staged: Sequence[Staged]) -> None:
     names = [f"half batch {batch.header.half_id!r}" for batch in staged]
     names += [f"a numbered half batch of app {b.header.app_id!r}" for b in staged if b.header.numbered]
-    for name in names:
-        if names.count(name) > 1:
+    for name, times in Counter(names).items():
+        if times > 1:
             raise ValueError(f"{name} is to be prepared twice in one commit: the second one needs a commit of its own")
 
 

@@ -227,7 +227,8 @@ class Ledger(Follower):
         """
         if not rows:
             return rows
-        if not (self.waiting or any(o.record.delayed or self._placer.keys.fifo_of(o.record) for o in opened)):
+        records = [o.record for o in opened]
+        if not (self.waiting or any(r.delayed for r in records) or self._placer.keys.any_fifo(records)):
             return _with_offsets(rows, self.tails)
         now = self.machine.now()
         states = {o.record.half_id: o.state for o in opened}
@@ -445,7 +446,7 @@ def _with_offsets(rows: Sequence[OpRow], tails: Tails) -> list[OpRow]:
             queue = (row.topic, row.queue_id)
             offset = next_offsets.get(queue, 0)
             next_offsets[queue] = offset + row.count
-            row = replace(row, queue_offset=offset)
+            row = row.at(offset)
         found.append(row)
     return found
 

@@ -15,6 +15,7 @@ from rmq_spark.commitlog import repair as repair_module
 from rmq_spark.commitlog.asked import half_batch_of
 from rmq_spark.commitlog.drain import Drainer, LocalWriter, Writer
 from rmq_spark.commitlog.group_store import GroupStore
+from rmq_spark.commitlog.half import HalfRows
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.leaving import Graces
@@ -228,14 +229,14 @@ class CommitLog(ProtocolSteps):
         """Topics and their number of queues."""
         return {name: topic.queues for name, topic in self.topic_store.all().items()}
 
-    def topics_with(self, names: Collection[str]) -> dict[str, int]:
+    def topics_with(self, names: Collection[str]) -> Mapping[str, int]:
         """The topics that this handle knows and their number of queues. It looks at the table only when one of these
         names is not among them: a topic never changes once it is made."""
-        return {name: topic.queues for name, topic in self.topic_store.with_names(names).items()}
+        return self.topic_store.with_names(names).queues
 
     def fifo_topics(self) -> frozenset[str]:
         """The FIFO topics among those that this handle knows: all there were when it last looked (:meth:`topics`)."""
-        return frozenset(name for name, topic in self.topic_store.known().items() if topic.fifo)
+        return self.topic_store.seen().fifo
 
     def require_topic(self, name: str) -> int:
         """The number of queues of a topic; TopicNotFoundError names the nearest one that is there."""
@@ -284,7 +285,7 @@ class CommitLog(ProtocolSteps):
         attempt: int,
         rows: RowSet,
         arg: Any = None,
-        held: pa.Table | None = None,
+        held: HalfRows | None = None,
     ) -> HalfBatch:
         """The half batch as a listener sees it: these rows, which are under one attempt. ``held`` are all rows of it,
         where the caller has them."""

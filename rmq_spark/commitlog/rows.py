@@ -29,11 +29,12 @@ class RowSet(Mapping[int, bytes]):
         By file number.
     """
 
-    __slots__ = ("_files",)
+    __slots__ = ("_count", "_files")
 
     def __init__(self, files: Mapping[int, bytes | bytearray] | None = None) -> None:
         given = (files or {}).items()
         self._files = {n: bytes(b) for n, b in (given if len(given) < 2 else sorted(given)) if b"\x01" in b}
+        self._count = -1
 
     def __getitem__(self, file_no: int) -> bytes:
         return self._files[file_no]
@@ -50,8 +51,11 @@ class RowSet(Mapping[int, bytes]):
 
     def __and__(self, other: Mapping[int, bytes | bytearray]) -> RowSet:
         """Rows that are in both."""
+        other = other._files if isinstance(other, RowSet) else other
         if not (self._files and other):
             return NO_ROWS
+        if self._files == other:
+            return self
         return RowSet({n: both(bits, other[n]) for n, bits in self._files.items() if n in other})
 
     def __sub__(self, other: Mapping[int, bytes | bytearray]) -> RowSet:
@@ -65,7 +69,9 @@ class RowSet(Mapping[int, bytes]):
     @property
     def count(self) -> int:
         """How many rows there are."""
-        return sum(bits.count(1) for bits in self._files.values())
+        if self._count < 0:
+            self._count = sum([bits.count(1) for bits in self._files.values()])
+        return self._count
 
     def ranges(self) -> Iterator[tuple[int, Ranges]]:
         """The runs of rows of each half file, by file number."""

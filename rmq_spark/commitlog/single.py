@@ -71,8 +71,11 @@ def _arrange_together(ones: Sequence[OneMessage]) -> None:
     }
     zeros = pa.repeat(pa.scalar(0, pa.int64()), len(ones))
     made |= {"file_no": zeros, "row_no": zeros, "queue_id": pa.array(queues, pa.int32())}
-    made["store_timestamp"] = pa.repeat(writer.now(), len(ones))
+    now = writer.now()
+    made["store_timestamp"] = pa.repeat(now, len(ones))
     columns = {f.name: made[f.name] if f.name in made else messages[f.name] for f in HALF_SCHEMA}
     table = pa.table(columns, schema=HALF_SCHEMA)
+    staged_at = now.value / 1_000_000
+    waits = messages["deliver_at"].is_valid().to_pylist()
     for i, (one, (topic, _), queue) in enumerate(zip(ones, places, queues, strict=True)):
-        one.rows = HalfRows(one.writer, table.slice(i, 1), 0, (Segment(topic, queue, 0, 0),))
+        one.rows = HalfRows(one.writer, table, 0, (Segment(topic, queue, 0, 0),), staged_at, waits[i], i)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -33,13 +33,22 @@ class Topic(NamedTuple):
     retention_s: float | None = None
 
 
+class Known(NamedTuple):
+    """The topics as of a version of the table, their queues, and the names of FIFO topics."""
+
+    version: int
+    topics: dict[str, Topic]
+    queues: Mapping[str, int]
+    fifo: frozenset[str]
+
+
 class TopicStore:
     """The ``topics`` table of a commit log."""
 
     def __init__(self, table: Table, default_queues: int) -> None:
         self.table = table
         self.default_queues = default_queues
-        self._known: tuple[int, dict[str, Topic]] | None = None  # as of a version of the table
+        self._known: Known | None = None
 
     def all(self) -> dict[str, Topic]:
         """The topics by name, as the table has them now."""
@@ -47,33 +56,38 @@ class TopicStore:
             self.table.refresh()
             return self.known()
 
-    def with_names(self, names: Collection[str]) -> dict[str, Topic]:
+    def with_names(self, names: Collection[str]) -> Known:
         """The topics that this handle knows. It looks at the table when one of these names is not among them."""
-        wanted, known = set(names), self._seen()
-        if known is not None and known.keys() >= wanted:
-            return known
+        wanted, seen = set(names), self._seen()
+        if seen is not None and seen.topics.keys() >= wanted:
+            return seen
         with self.table.lock:
             if self._known is None or not self.known().keys() >= wanted:
                 self.table.refresh()
-            return self.known()
+            return self.seen()
 
     def known(self) -> dict[str, Topic]:
         """The topics that this handle has seen when it last looked."""
-        if (known := self._seen()) is not None:
-            return known
+        return self.seen().topics
+
+    def seen(self) -> Known:
+        """What this handle has seen of the topics when it last looked."""
+        if (seen := self._seen()) is not None:
+            return seen
         with self.table.lock:
             version = self.table.version
-            if self._known is None or self._known[0] != version:
+            if self._known is None or self._known.version != version:
                 paths = self.table.actions()["path"].to_pylist()
                 rows = self.table.read(paths, ["name", *Topic._fields]).sort_by("name").to_pylist()
                 topics = {r["name"]: Topic(r["queues"], bool(r["fifo"]), r["retention_s"]) for r in rows}
-                self._known = (version, topics)
-            return self._known[1]
+                queues = {name: topic.queues for name, topic in topics.items()}
+                self._known = Known(version, topics, queues, frozenset(n for n, t in topics.items() if t.fifo))
+            return self._known
 
-    def _seen(self) -> dict[str, Topic] | None:
+    def _seen(self) -> Known | None:
         """What this handle has read already, without a wait for a commit that is under way."""
         known = self._known
-        return None if known is None or known[0] != self.table.version else known[1]
+        return None if known is None or known.version != self.table.version else known
 
     def create(
         self, name: str, queues: int | None, fifo: bool, exist_ok: bool, retention_s: float | None = None

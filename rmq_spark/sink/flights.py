@@ -15,20 +15,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from functools import partial
 from typing import Any
 
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.group_commit import GroupCommit
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.ledger import Decision, Placed
+from rmq_spark.commitlog.ledger import Decided, Decision
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.single import OneMessage
-from rmq_spark.errors import HalfBatchLeftError
+from rmq_spark.errors import HalfBatchLeftError, TxmqError
 from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.machine import Machine
 from rmq_spark.redaction import traceback_of
@@ -42,6 +41,41 @@ from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 logger = logging.getLogger(__name__)
 
 
+class _Quiet:
+    """The condition of a future for which nobody waits yet: a lock and nothing more.
+
+    Python's look for cycles goes through all objects of the thousands of futures that may be under way, and a
+    ``threading.Condition`` is eight of them.
+    """
+
+    __slots__ = ("_condition", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._condition: threading.Condition | None = None
+
+    def __enter__(self) -> bool:
+        return self._lock.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._lock.release()
+
+    def acquire(self) -> bool:
+        return self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._condition is None:
+            self._condition = threading.Condition(self._lock)
+        return self._condition.wait(timeout)
+
+    def notify_all(self) -> None:
+        if self._condition is not None:
+            self._condition.notify_all()
+
+
 class SendFuture(Future[TransactionSendResult]):
     """The future of a send. Who waits for it hears of the result at once. Its callbacks are called in a thread in which
     they may wait, once :meth:`call_back` is.
@@ -52,15 +86,20 @@ class SendFuture(Future[TransactionSendResult]):
         Gives up the room of a future, when the send has come to its end or is cancelled.
     """
 
+    _condition: Any
+
     def __init__(self, leave: Callable[[SendFuture], None]) -> None:
         super().__init__()
+        self._condition = _Quiet()
         self._leave = leave
-        self._left: deque[Callable[[Future[TransactionSendResult]], object]] = deque()
+        self._left: deque[Callable[[Future[TransactionSendResult]], object]] | None = None
         self._is_over = False
-        self._beginning = threading.Lock()
 
     def add_done_callback(self, fn: Callable[[Future[TransactionSendResult]], object]) -> None:
         """Call a function when the send has come to its end; at once when it has."""
+        with self._condition:
+            if self._left is None:
+                self._left = deque()
         self._left.append(fn)
         if self._is_over:
             with suppress(ValueError):  # when it is being called already
@@ -69,12 +108,12 @@ class SendFuture(Future[TransactionSendResult]):
 
     def begin(self) -> bool:
         """Begin the send; False when it is cancelled."""
-        with self._beginning:
+        with self._condition:
             return not self.cancelled() and self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
         """Cancel the send, unless it has begun."""
-        with self._beginning:
+        with self._condition:
             if self.cancelled() or not super().cancel():
                 return self.cancelled()
             self.set_running_or_notify_cancel()  # nobody else would tell those who wait for it
@@ -104,37 +143,8 @@ class SendFuture(Future[TransactionSendResult]):
             raise interrupt
 
 
-class Flight:
-    """One asynchronous send of one message.
-
-    Parameters
-    ----------
-    two_phase : TwoPhase
-        With the listener to be asked.
-    message : OneMessage
-    arg : object
-        Handed to the local transaction.
-    future : SendFuture
-    """
-
-    __slots__ = ("arg", "began_s", "context", "future", "message", "two_phase")
-
-    def __init__(self, two_phase: TwoPhase, message: OneMessage, arg: Any, future: SendFuture) -> None:
-        self.two_phase = two_phase
-        self.message = message
-        self.arg = arg
-        self.future = future
-        self.context = copy_context()  # what the caller has set, its listener sees
-        self.began_s = two_phase.log.machine.monotonic()
-
-    @property
-    def asks_nobody(self) -> bool:
-        """Whether there is no local transaction."""
-        return type(self.two_phase.listener) is CommitOncePrepared
-
-
 class Flights:
-    """Brings flights to their ends.
+    """What the flights of a producer share.
 
     Parameters
     ----------
@@ -156,8 +166,8 @@ class Flights:
         listeners: ThreadPoolExecutor,
         callers: ThreadPoolExecutor,
     ) -> None:
-        self._commits = commits
-        self._turns = turns
+        self.commits = commits
+        self.turns = turns
         self._listeners = listeners
         self._callers = callers
         self._machine = machine
@@ -165,102 +175,34 @@ class Flights:
         self._done: deque[SendFuture] = deque()  # with callbacks to be called
         self._comes = False  # a thread that calls them is on its way
 
-    def start(self, flight: Flight) -> None:
-        """Send a message, and wait for nothing."""
+    def start(self, two_phase: TwoPhase, message: OneMessage, arg: Any, future: SendFuture) -> None:
+        """Send a message, and wait for nothing.
+
+        Parameters
+        ----------
+        two_phase : TwoPhase
+            With the listener to be asked.
+        message : OneMessage
+        arg : object
+            Handed to the local transaction.
+        future : SendFuture
+        """
+        flight = Flight(self, two_phase, message, arg, future)
         if flight.asks_nobody:
-            self._begin(flight)
+            flight.begin()
             return
         try:
-            self._turns.admit(flight, partial(self._begin, flight), flight.future.cancel)
+            self.turns.admit(flight, flight.begin, future.cancel)
         except BaseException:  # an interrupt
-            self._turns.leave(flight)
+            self.turns.leave(flight)
             raise
 
-    # ------------------------------------------------------------------ the way
-    def _begin(self, flight: Flight) -> bool:
-        begins = flight.future.begin()
-        if begins:
-            self._commits.prepare_and_go_on(flight.message, partial(self._prepared, flight))
-        return begins
+    def in_thread(self, work: Callable[[], object]) -> None:
+        """Do it in a thread that may wait; in this one when there is none to be had."""
+        self._in_thread(self._listeners, work)
 
-    def _prepared(self, flight: Flight, record: HalfRecord | None, problem: BaseException | None) -> None:
-        try:
-            if record is None:
-                raise problem or AssertionError
-            header = flight.message.writer.header
-            run = Run(record, header.fence_id, flight.arg, Outcome(record), held=held_by([flight.message]))
-            if flight.asks_nobody:
-                self._go_on(flight, run, _ask(flight, run))
-            else:
-                self._in_thread(self._listeners, partial(self._execute, flight, run))
-        except BaseException as found:
-            if not flight.asks_nobody:
-                self._turns.leave(flight)
-            self._fail(flight, found)
-
-    def _execute(self, flight: Flight, run: Run) -> None:
-        try:
-            try:
-                with self._turns.running():
-                    answered = flight.context.run(_ask, flight, run)
-            finally:
-                self._turns.leave(flight)
-            self._go_on(flight, run, answered)
-        except BaseException as found:
-            self._fail(flight, found)
-
-    def _go_on(self, flight: Flight, run: Run, answered: Answered | None) -> None:
-        """Decide what a listener has answered."""
-        if answered is None:  # there is nothing to decide
-            self._in_thread(self._listeners, partial(self._settle, flight, run))
-            return
-        batch, rows, verdicts = answered
-        split = split_by_verdict(flight.two_phase.log, run.record, rows, batch, verdicts)
-        commit, rollback = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE]
-        if commit or rollback:
-            decision = Decision(run.record, batch.attempt, commit, rollback, Who.EXECUTE)
-            self._commits.decide_and_go_on(decision, partial(self._decided, flight, run, batch.attempt))
-        else:
-            self._in_thread(self._listeners, partial(self._settle, flight, run))
-
-    def _decided(
-        self, flight: Flight, run: Run, attempt: int, placed: Sequence[Placed] | None, problem: BaseException | None
-    ) -> None:
-        try:
-            if placed is None:
-                raise problem or AssertionError
-            run.keep(attempt, placed)
-            if run.outcome.messages or flight.two_phase.is_settled(run):
-                self._land(flight, run.outcome)
-            else:
-                self._in_thread(self._listeners, partial(self._settle, flight, run))
-        except BaseException as found:
-            self._fail(flight, found)
-
-    def _settle(self, flight: Flight, run: Run) -> None:
-        """Find out what became of it. This may wait, and run the local transaction again."""
-        try:
-            with self._turns.running():
-                outcome = flight.context.run(flight.two_phase.bring_on, run)
-            self._land(flight, outcome)
-        except BaseException as found:
-            self._fail(flight, found)
-
-    # ------------------------------------------------------------------ the end
-    def _land(self, flight: Flight, outcome: Outcome) -> None:
-        header, log = flight.message.writer.header, flight.two_phase.log
-        result = result_of(header, outcome, 1)
-        tell_sent(log, header.producer_group, outcome, flight.began_s)
-        flight.future.set_result(result)
-        self._end(flight.future)
-
-    def _fail(self, flight: Flight, problem: BaseException) -> None:
-        if isinstance(problem, Exception):
-            tell_not_sent(flight.two_phase.log, flight.message.writer.header.producer_group, problem)
-        flight.future.set_exception(problem)
-        self._end(flight.future)
-
-    def _end(self, future: SendFuture) -> None:
+    def end(self, future: SendFuture) -> None:
+        """The send has come to its end: see to its callbacks."""
         if not future.end():
             return
         with self._lock:
@@ -299,9 +241,119 @@ class Flights:
         return False
 
 
-def _ask(flight: Flight, run: Run) -> Answered | None:
-    """Run the local transaction; None when there is nothing to decide."""
-    try:
-        return flight.two_phase.ask(run, 1, run.record.all_rows)
-    except HalfBatchLeftError:  # we slept, and others settled it meanwhile
-        return None
+class Flight:
+    """One send, on its way to its end."""
+
+    __slots__ = ("_arg", "_attempt", "_began_s", "_context", "_flights", "_future", "_message", "_run", "_two_phase")
+
+    _run: Run
+    _attempt: int
+
+    def __init__(
+        self, flights: Flights, two_phase: TwoPhase, message: OneMessage, arg: Any, future: SendFuture
+    ) -> None:
+        self._flights = flights
+        self._two_phase = two_phase
+        self._message = message
+        self._arg = arg
+        self._future = future
+        self._context = copy_context()  # what the caller has set, its listener sees
+        self._began_s = two_phase.log.machine.monotonic()
+
+    @property
+    def asks_nobody(self) -> bool:
+        """Whether there is no local transaction."""
+        return type(self._two_phase.listener) is CommitOncePrepared
+
+    # ------------------------------------------------------------------ the way
+    def begin(self) -> bool:
+        """Begin to prepare; False when the send is cancelled."""
+        begins = self._future.begin()
+        if begins:
+            self._flights.commits.prepare_and_go_on(self._message, self._prepared)
+        return begins
+
+    def _prepared(self, found: HalfRecord | TxmqError | None, problem: BaseException | None) -> None:
+        try:
+            if not isinstance(found, HalfRecord):
+                raise problem or found or AssertionError
+            header = self._message.writer.header
+            self._run = Run(found, header.fence_id, self._arg, Outcome(found), held=held_by([self._message]))
+            if self.asks_nobody:
+                self._go_on(self._ask())
+            else:
+                self._flights.in_thread(self._execute)
+        except BaseException as raised:
+            if not self.asks_nobody:
+                self._flights.turns.leave(self)
+            self._fail(raised)
+
+    def _execute(self) -> None:
+        try:
+            try:
+                with self._flights.turns.running():
+                    answered = self._context.run(self._ask)
+            finally:
+                self._flights.turns.leave(self)
+            self._go_on(answered)
+        except BaseException as raised:
+            self._fail(raised)
+
+    def _ask(self) -> Answered | None:
+        """Run the local transaction; None when there is nothing to decide."""
+        try:
+            return self._two_phase.ask(self._run, 1, self._run.record.all_rows)
+        except HalfBatchLeftError:  # we slept, and others settled it meanwhile
+            return None
+
+    def _go_on(self, answered: Answered | None) -> None:
+        """Decide what a listener has answered."""
+        if answered is None:  # there is nothing to decide
+            self._flights.in_thread(self._settle)
+            return
+        record = self._run.record
+        batch, rows, verdicts = answered
+        split = split_by_verdict(self._two_phase.log, record, rows, batch, verdicts)
+        commit, rollback = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE]
+        if commit or rollback:
+            self._attempt = batch.attempt
+            decision = Decision(record, batch.attempt, commit, rollback, Who.EXECUTE)
+            self._flights.commits.decide_and_go_on(decision, self._decided)
+        else:
+            self._flights.in_thread(self._settle)
+
+    def _decided(self, decided: Decided | None, problem: BaseException | None) -> None:
+        try:
+            if decided is None or decided.problem is not None:
+                raise problem or (decided and decided.problem) or AssertionError
+            run = self._run
+            run.keep(self._attempt, decided.placed)
+            if run.outcome.messages or self._two_phase.is_settled(run):
+                self._land(run.outcome)
+            else:
+                self._flights.in_thread(self._settle)
+        except BaseException as raised:
+            self._fail(raised)
+
+    def _settle(self) -> None:
+        """Find out what became of it. This may wait, and run the local transaction again."""
+        try:
+            with self._flights.turns.running():
+                outcome = self._context.run(self._two_phase.bring_on, self._run)
+            self._land(outcome)
+        except BaseException as raised:
+            self._fail(raised)
+
+    # ------------------------------------------------------------------ the end
+    def _land(self, outcome: Outcome) -> None:
+        header = self._message.writer.header
+        result = result_of(header, outcome, 1)
+        tell_sent(self._two_phase.log, header.producer_group, outcome, self._began_s)
+        self._future.set_result(result)
+        self._flights.end(self._future)
+
+    def _fail(self, problem: BaseException) -> None:
+        if isinstance(problem, Exception):
+            tell_not_sent(self._two_phase.log, self._message.writer.header.producer_group, problem)
+        self._future.set_exception(problem)
+        self._flights.end(self._future)

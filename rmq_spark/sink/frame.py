@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rmq_spark.commitlog.incoming import require_known_topic, require_message_columns
@@ -46,7 +46,7 @@ def require_message_types(schema: StructType, topic: str | None, transaction_key
             )
 
 
-def topics_for(log: CommitLog, columns: Sequence[str], topic: str | None) -> dict[str, int]:
+def topics_for(log: CommitLog, columns: Sequence[str], topic: str | None) -> Mapping[str, int]:
     """Return the topics to which rows with these columns can go, with their number of queues.
 
     It raises TopicNotFoundError when the log does not have ``topic``.

@@ -34,7 +34,7 @@ from rmq_spark.config import (
 from rmq_spark.errors import ListenerError, MessageError, OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, is_coroutine, require_listener
 from rmq_spark.message import Message, require_app_id, require_group_name
-from rmq_spark.sink.flights import Flight, Flights, SendFuture
+from rmq_spark.sink.flights import Flights, SendFuture
 from rmq_spark.sink.given import is_small, message_list, require_message, stage, topics_in
 from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
 from rmq_spark.sink.sent import TransactionSendResult, result_of
@@ -215,6 +215,7 @@ class TransactionMQProducer:
         """Sends that an earlier shutdown left under way keep no room, and no key."""
         self._turns = Turns(self._listener_threads, self.transaction_timeout)
         self._in_flight = InFlight(self._in_flight_max)
+        self._leave_flight = partial(self._leave, self._in_flight)
         self._keys = Keys(self.log.machine)
         name = f"txmq-{self.producer_group}"
         self._senders = ThreadPoolExecutor(self._in_flight_max, name, _mark_own_thread)
@@ -423,7 +424,7 @@ class TransactionMQProducer:
 
     def _fly(self, two_phase: TwoPhase, message: Message, arg: Any, topic: str | None) -> Future[TransactionSendResult]:
         in_flight = self._in_flight
-        sent = SendFuture(partial(self._leave, in_flight))
+        sent = SendFuture(self._leave_flight)
         try:
             self._take_room(in_flight, sent)
         except BaseException:
@@ -432,7 +433,7 @@ class TransactionMQProducer:
         try:
             writer = self._writer(two_phase, [message], topic, None, BATCH, None)
             one = OneMessage(writer, message)
-            self._flights.start(Flight(two_phase, one, arg, sent))
+            self._flights.start(two_phase, one, arg, sent)
         except Exception as problem:
             sent.set_exception(problem)
             sent.end()

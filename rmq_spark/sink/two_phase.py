@@ -115,7 +115,7 @@ class Run:
         That of the listener, as it is now.
     executed : list of (attempt, rows)
         What this run executed itself: only its prepare and its own reopens entitle it to. All else it checks.
-    held : pyarrow.Table or None
+    held : HalfRows or None
         All rows of a half batch that this run has prepared: they need not be read from their file.
     """
 
@@ -124,7 +124,7 @@ class Run:
     arg: Any
     outcome: Outcome
     executed: list[tuple[int, RowSet]] = field(default_factory=list)
-    held: pa.Table | None = None
+    held: HalfRows | None = None
 
     def keep(self, attempt: int, placed: Sequence[Placed]) -> None:
         """Add to the outcome what a decision made visible."""
@@ -503,11 +503,11 @@ class TwoPhase:
         )
 
 
-def held_by(files: Sequence[Stageable]) -> pa.Table | None:
+def held_by(files: Sequence[Stageable]) -> HalfRows | None:
     """All rows of what was staged, when they are in memory."""
     one = files[0] if len(files) == 1 else None
     rows = one.rows if isinstance(one, OneMessage) else one
-    return rows.table if isinstance(rows, HalfRows) else None
+    return rows if isinstance(rows, HalfRows) else None
 
 
 def _outcome_of_left(record: HalfRecord, kept: Archived) -> Outcome:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import rmq_spark as txmq
-from rmq_spark.sink.flights import Flights
+from rmq_spark.sink.flights import Flight
 from tests.crash import shop
 
 STREAM = "message"
-STEPS = ("_begin", "_prepared", "_execute", "_go_on", "_decided")
+STEPS = ("begin", "_prepared", "_execute", "_go_on", "_decided")
 """Of a flight. The program ends before one of them."""
 
 
@@ -28,14 +28,14 @@ def send_all(root: Path) -> None:
 
 def end_before(step: str, times: int) -> None:
     """Kill this program when it is about to make a step for the ``times``-th time."""
-    made, calls = getattr(Flights, step), count(1)
+    made, calls = getattr(Flight, step), count(1)
 
     def counted(*arguments: Any) -> Any:
         if next(calls) == times:
             os.kill(os.getpid(), signal.SIGKILL)
         return made(*arguments)
 
-    setattr(Flights, step, counted)
+    setattr(Flight, step, counted)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import TimeoutError as FuturesTimeoutError
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -625,6 +626,37 @@ def test_a_callback_that_comes_late_is_called_at_once_and_each_is_called_once() 
             sent.add_done_callback(lambda _, n=n: called.append(n))
         wait_for(lambda: len(called) == 80)
     assert sorted(called) == sorted([*range(40), *range(40)])
+
+
+def test_a_send_can_be_waited_for_in_every_way_by_several_threads() -> None:
+    log = make_log("memory", Path(), orders=2)
+    go_on = threading.Event()
+    shop = Shop({b"0": lambda: go_on.wait(DEADLINE_S) and COMMIT_MESSAGE})
+    with (
+        txmq.TransactionMQProducer(log, "shop", shop, check_interval=None) as producer,
+        ThreadPoolExecutor(6) as pool,
+    ):
+        slow, fast = (producer.send_message_in_transaction_async(message(i)) for i in range(2))
+        assert wait([slow, fast], DEADLINE_S, FIRST_COMPLETED).done == {fast}
+        for ask in (slow.result, slow.exception):
+            with pytest.raises(FuturesTimeoutError):
+                ask(0.01)
+        with pytest.raises(FuturesTimeoutError):
+            list(as_completed([slow], 0.01))
+        ways = [
+            *(pool.submit(slow.result, DEADLINE_S) for _ in range(3)),
+            pool.submit(lambda: next(as_completed([slow], DEADLINE_S)).result()),
+            pool.submit(lambda: wait([slow], DEADLINE_S).done.pop().result()),
+            pool.submit(asyncio.run, asyncio.wait_for(asyncio_form(slow), DEADLINE_S)),
+        ]
+        assert not wait(ways, 0.05).done
+        go_on.set()
+        assert {way.result(DEADLINE_S).queue_offset for way in ways} == {slow.result().queue_offset}
+        assert slow.exception() is None
+
+
+async def asyncio_form(sent: Any) -> Any:
+    return await asyncio.wrap_future(sent)
 
 
 def test_a_send_that_is_cancelled_before_it_began_leaves_nothing_and_its_room_to_others() -> None:
