@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from rmq_spark.errors import ListenerError, TransactionEndedError
+from rmq_spark.redaction import sentence_of
 
 try:
     import sqlalchemy as sa
@@ -18,6 +20,8 @@ except ImportError as problem:  # pragma: no cover - the test runs this in anoth
     raise ListenerError(
         "a database (SqlTransactionListener, SqlInbox) needs SQLAlchemy 2: install rmq_spark with its extra sql"
     ) from problem
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = ("sqlite", "postgresql", "mariadb", "mysql")
 """Databases that the tests run on, by SQLAlchemy's names (MariaDB has both of the last two)."""
@@ -206,14 +210,16 @@ def alike(prefix: str) -> list[str]:
     return [f"{prefix}a", f"{prefix}A", f"{prefix}a ", f"{prefix}\u00e4"]
 
 
-_TELLS_NO_PLACE = frozenset({"42501", "42883", "0A000", None})
-"""SQLSTATEs: the user may not call the function, or the server does not have or support it. None: the driver does not
-tell."""
+_TELLS_NO_PLACE = frozenset({"42501", "42883", "0A000"})
+"""SQLSTATEs: the user may not call the function, or the server does not have or support it."""
 
 
 def _sqlstate_of(cause: BaseException | None) -> str | None:
-    """Return the SQLSTATE of a driver's exception: psycopg and psycopg2 name it otherwise."""
-    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+    """Return the SQLSTATE of a driver's exception: psycopg, psycopg2 and pg8000 name it otherwise. None: it is not the
+    server's answer."""
+    said = cause.args[0] if cause is not None and cause.args else None
+    of_pg8000 = said.get("C") if isinstance(said, dict) else None
+    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or of_pg8000
 
 
 def place_of(connection: sa.Connection) -> str | None:
@@ -236,6 +242,10 @@ def place_of(connection: sa.Connection) -> str | None:
             if _sqlstate_of(problem.orig) not in _TELLS_NO_PLACE:
                 raise  # a fence that was made without its place would not notice a copy of its database
             savepoint.rollback()
+            logger.warning(
+                "the database does not say which one it is, so a fence in a copy of it would not be noticed: %s",
+                sentence_of(problem),
+            )
             return None
         savepoint.commit()
         return f"cluster {cluster}, database {database}"
