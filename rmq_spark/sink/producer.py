@@ -34,7 +34,8 @@ from rmq_spark.config import (
 from rmq_spark.errors import ListenerError, MessageError, OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, is_coroutine, require_listener
 from rmq_spark.message import Message, require_app_id, require_group_name
-from rmq_spark.sink.flights import Flights, SendFuture
+from rmq_spark.sink.flights import Flights
+from rmq_spark.sink.futures import SendFuture
 from rmq_spark.sink.given import is_small, message_list, require_message, stage, topics_in
 from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
 from rmq_spark.sink.sent import TransactionSendResult, result_of

@@ -30,7 +30,7 @@ from rmq_spark.errors import (
     OptionError,
     VerdictConflictError,
 )
-from rmq_spark.sink.flights import SendFuture
+from rmq_spark.sink.futures import SendFuture
 from rmq_spark.sink.turns import Turns
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
 from tests.half_batches import another, let_leave, make_log
@@ -769,7 +769,9 @@ def test_a_send_that_is_interrupted_in_any_call_keeps_no_room(key: str | None) -
 
             def trace(frame: Any, event: str, _: object) -> None:
                 nonlocal calls
-                if frame.f_code.co_filename.endswith(("sink/producer.py", "sink/turns.py", "sink/flights.py")):
+                if frame.f_code.co_filename.endswith(
+                    ("sink/producer.py", "sink/turns.py", "sink/flights.py", "sink/futures.py")
+                ):
                     calls += 1
                     if calls == at:  # noqa: B023
                         raise KeyboardInterrupt

@@ -1,0 +1,118 @@
+"""The future of a send."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from rmq_spark.redaction import traceback_of
+from rmq_spark.sink.sent import TransactionSendResult
+
+logger = logging.getLogger(__name__)
+
+
+class _Quiet:
+    """The condition of a future for which nobody waits yet: a lock and nothing more.
+
+    Python's look for cycles goes through all objects of the thousands of futures that may be under way, and a
+    ``threading.Condition`` is eight of them.
+    """
+
+    __slots__ = ("_condition", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._condition: threading.Condition | None = None
+
+    def __enter__(self) -> bool:
+        return self._lock.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._lock.release()
+
+    def acquire(self) -> bool:
+        return self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._condition is None:
+            self._condition = threading.Condition(self._lock)
+        return self._condition.wait(timeout)
+
+    def notify_all(self) -> None:
+        if self._condition is not None:
+            self._condition.notify_all()
+
+
+class SendFuture(Future[TransactionSendResult]):
+    """The future of a send. Who waits for it hears of the result at once. Its callbacks are called in a thread in which
+    they may wait, once :meth:`call_back` is.
+
+    Parameters
+    ----------
+    leave : callable
+        Gives up the room of a future, when the send has come to its end or is cancelled.
+    """
+
+    _condition: Any
+
+    def __init__(self, leave: Callable[[SendFuture], None]) -> None:
+        super().__init__()
+        self._condition = _Quiet()
+        self._leave = leave
+        self._left: deque[Callable[[Future[TransactionSendResult]], object]] | None = None
+        self._is_over = False
+
+    def add_done_callback(self, fn: Callable[[Future[TransactionSendResult]], object]) -> None:
+        """Call a function when the send has come to its end; at once when it has."""
+        with self._condition:
+            if self._left is None:
+                self._left = deque()
+        self._left.append(fn)
+        if self._is_over:
+            with suppress(ValueError):  # when it is being called already
+                self._left.remove(fn)
+                super().add_done_callback(fn)
+
+    def begin(self) -> bool:
+        """Begin the send; False when it is cancelled."""
+        with self._condition:
+            return not self.cancelled() and self.set_running_or_notify_cancel()
+
+    def cancel(self) -> bool:
+        """Cancel the send, unless it has begun."""
+        with self._condition:
+            if self.cancelled() or not super().cancel():
+                return self.cancelled()
+            self.set_running_or_notify_cancel()  # nobody else would tell those who wait for it
+        self.end()
+        self.call_back()
+        return True
+
+    def end(self) -> bool:
+        """Give up the room among those in flight. True when there are callbacks to be called."""
+        self._leave(self)
+        self._is_over = True
+        return bool(self._left)
+
+    def call_back(self) -> None:
+        """Call the callbacks, all of them whatever one of them raises."""
+        interrupt: KeyboardInterrupt | None = None
+        while self._left:
+            try:
+                super().add_done_callback(self._left.popleft())  # it is done, so this calls, and logs an Exception
+            except IndexError:  # another thread calls it
+                break
+            except KeyboardInterrupt as problem:
+                interrupt = problem
+            except BaseException as problem:
+                logger.error("a callback of a send raised: %s", traceback_of(problem))
+        if interrupt is not None:
+            raise interrupt
