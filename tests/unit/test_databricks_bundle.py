@@ -64,6 +64,19 @@ def test_the_bundle_follows_databricks_own_schema() -> None:
     jsonschema.validate(bundle(), json.loads(text))
 
 
+def test_the_page_names_each_variable_and_sets_those_that_are_required() -> None:
+    page = (ROOT / "docs" / "databricks.md").read_text()
+    rows = re.findall(r"^\| (`.*`) \| .* \| (.*) \|$", page.partition("| variable |")[2].partition("\n\n")[0], re.M)
+    told = [(name, default) for names, defaults in rows for name, default in zip(
+        names.split(", "), defaults.split(", ") if "," in names else [defaults], strict=True)]  # fmt: skip
+    variables = bundle()["variables"]
+    assert {n.strip("`"): d.strip("`") for n, d in told} == {
+        n: v.get("default", "required") for n, v in variables.items()
+    }
+    required = {name for name, variable in variables.items() if "default" not in variable}
+    assert set(re.findall(r"^export BUNDLE_VAR_(\w+)=\S+$", page, re.M)) == required
+
+
 def _misspelt(b: dict[str, Any]) -> None:
     b["resources"]["jobs"]["txmq_check"]["shedule"] = b["resources"]["jobs"]["txmq_check"].pop("schedule")
 
