@@ -255,7 +255,7 @@ def named(function: Callable[Taken, Made]) -> Callable[Taken, Made]:
     OptionError
         From a call with such an argument, in the place of Python's TypeError.
     """
-    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
     what = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(function)

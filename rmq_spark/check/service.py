@@ -36,6 +36,7 @@ from rmq_spark.config import (
     TRANSACTION_CHECK_INTERVAL_S,
     TRANSACTION_CHECK_MAX,
     TRANSACTION_TIMEOUT_S,
+    named,
     seconds,
     whole_number,
 )
@@ -114,6 +115,7 @@ class CheckService:
     belongs to a thread.
     """
 
+    @named
     def __init__(
         self,
         log_or_path: CommitLog | str | os.PathLike[str],

@@ -43,6 +43,7 @@ from rmq_spark.config import (
     QUEUES_DEFAULT,
     QUEUES_MAX,
     RETENTION_S_MIN,
+    named,
     parse_duration,
     whole_number,
 )
@@ -73,6 +74,7 @@ class CommitLog(ProtocolSteps):
 
     # ------------------------------------------------------------------ making and opening
     @classmethod
+    @named
     def create(
         cls,
         path: str | os.PathLike[str],
@@ -122,6 +124,7 @@ class CommitLog(ProtocolSteps):
         return cls.open(where, storage_options)
 
     @classmethod
+    @named
     def open(cls, path: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None) -> CommitLog:
         """Open a commit log. ``half`` opens in the background: what is wrong with it shows at its first use.
 
@@ -163,6 +166,7 @@ class CommitLog(ProtocolSteps):
             return upgrade_tables(where, storage_options)
 
     # ------------------------------------------------------------------ topics
+    @named
     def create_topic(
         self,
         name: str,
@@ -199,6 +203,7 @@ class CommitLog(ProtocolSteps):
         require_topic_name(name)
         self.topic_store.create(name, queues, fifo, exist_ok, _retention_s(retention))
 
+    @named
     def set_retention(self, name: str, retention: str | None) -> None:
         """Change how long messages of a topic are kept after their commit (RocketMQ: ``fileReservedTime``).
 
@@ -323,6 +328,7 @@ class CommitLog(ProtocolSteps):
         """Half batches with a verdict that came too late and that no person has resolved yet."""
         return overview.conflicts(self)
 
+    @named
     def resolve(self, half_id: str, verdict: LocalTransactionState, reason: str) -> list[Placed]:
         """A person's verdict on what is pending, quarantined or in conflict in a half batch.
 
@@ -345,6 +351,7 @@ class CommitLog(ProtocolSteps):
             raise OptionError("resolve needs a reason: it is kept with the op marker")
         return self.ledger.overrule(self.get(half_id), verdict, reason)
 
+    @named
     def resume(self, half_id: str, reason: str = "resumed") -> int:
         """Make quarantined messages pending again, so that checks go on; returns how many."""
         record = self.get(half_id)
@@ -380,6 +387,7 @@ class CommitLog(ProtocolSteps):
         return tracing.trace(self, transaction_id, half_id, message_id)
 
     # ------------------------------------------------------------------ reading
+    @named
     def read(
         self,
         topic: str,
@@ -431,6 +439,7 @@ class CommitLog(ProtocolSteps):
                     raise
 
     # ------------------------------------------------------------------ upkeep
+    @named
     def vacuum(self, older_than: str | None = None, dry_run: bool = False) -> list[str]:
         """Remove files that no table names (orphans of crashes, leftovers of compaction) and return their paths.
 
@@ -457,6 +466,7 @@ class CommitLog(ProtocolSteps):
         tables = [self.half.table, self.op, self.topics_table, self.messages_table]
         return [*tables, self.groups.table] if self._has_groups() else tables
 
+    @named
     def maintain(
         self,
         dry_run: bool = False,

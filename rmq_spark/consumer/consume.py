@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from rmq_spark.commitlog.half import HalfFile, HalfWriter
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.config import DELAY_LEVELS_S, seconds, whole_number
+from rmq_spark.config import DELAY_LEVELS_S, named, seconds, whole_number
 from rmq_spark.consumer.in_order import RESULT, Queue, QueueResult, by_queue, consume_queue
 from rmq_spark.consumer.listener import EachMessage, Listen, answers, require_table_listener, tell_failed
 from rmq_spark.consumer.retry import MAX_RECONSUME_TIMES, NEEDED_COLUMNS, dlq_topic, restored, retry_topic, sent_back
@@ -44,6 +44,7 @@ RECONSUME_TIMES_MAX = 2**31 - 1
 """The count of a message's retries is an int32, as in RocketMQ."""
 
 
+@named
 def consume(
     stream: DataFrame,
     group: str,

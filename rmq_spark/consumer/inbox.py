@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import sqlalchemy as sa
 
-from rmq_spark.config import GROUP_CHARS_MAX, TOPIC_CHARS_MAX
+from rmq_spark.config import GROUP_CHARS_MAX, TOPIC_CHARS_MAX, named
 from rmq_spark.errors import InboxConflictError, ListenerError, OptionError, TransactionEndedError
 from rmq_spark.listener import require_work
 from rmq_spark.listeners.database import (
@@ -75,6 +75,7 @@ class SqlInbox(Database):
     keeps_positions = True
     """Tells a ``PushConsumer`` that messages of a queue must come in order, and by the queue that they came in."""
 
+    @named
     def __init__(
         self,
         url_or_engine: str | sa.URL | sa.Engine,

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from rmq_spark.config import seconds
+from rmq_spark.config import named, seconds
 from rmq_spark.errors import FencedError, FenceError, ListenerError, LocalTransactionError, VerdictError
 from rmq_spark.listener import TransactionListener, Verdicts, require_work
 from rmq_spark.machine import MACHINE, Machine
@@ -132,6 +132,7 @@ class DeltaTransactionListener(TransactionListener):
     machine: Machine = MACHINE
     """The machine whose clock tells the age of half batches."""
 
+    @named
     def __init__(
         self,
         table: str | DeltaTable,

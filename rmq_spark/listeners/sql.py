@@ -56,7 +56,7 @@ from rmq_spark.listeners.database import (  # isort: skip
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from rmq_spark.config import seconds
+from rmq_spark.config import named, seconds
 from rmq_spark.errors import (
     FencedError,
     FenceError,
@@ -259,6 +259,7 @@ class SqlTransactionListener(TransactionListener):
     Fence rows must outlive their half batches: see :meth:`prune`.
     """
 
+    @named
     def __init__(
         self,
         url_or_engine: str | sa.URL | sa.Engine,

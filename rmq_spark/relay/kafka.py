@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.config import named
 from rmq_spark.errors import (
     LostFileError,
     PoisonMessageError,
@@ -120,6 +121,7 @@ class KafkaRelay:
     ...     print(relay.run_once())
     """
 
+    @named
     def __init__(
         self,
         log_or_path: CommitLog | str | os.PathLike[str],

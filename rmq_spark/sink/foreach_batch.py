@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, parse_duration
+from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, named, parse_duration
 from rmq_spark.errors import OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, require_listener
 from rmq_spark.message import require_app_id, require_group_name
@@ -69,6 +69,7 @@ class TransactionalSink:
     >>> orders.writeStream.foreachBatch(sink)  # doctest: +SKIP
     """
 
+    @named
     def __init__(
         self,
         log_or_path: CommitLog | str | os.PathLike[str],

@@ -134,6 +134,7 @@ class TransactionMQProducer:
     ...     producer.send_message_in_transaction(Message("orders", b"..."), arg=42)
     """
 
+    @named
     def __init__(
         self,
         log_or_path: CommitLog | str | os.PathLike[str],

@@ -27,7 +27,7 @@ from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import wait_until_drained
 from rmq_spark.commitlog.placements import PlacedRange, out_of_range
-from rmq_spark.config import require_time
+from rmq_spark.config import named, require_time
 from rmq_spark.errors import LostFileError, OffsetOutOfRangeError, OptionError
 from rmq_spark.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags
@@ -92,6 +92,7 @@ TAIL_COLUMNS = [f"{_MADE[name]} AS {name}" if name in _MADE else name for name i
 Where = str | datetime | Mapping[str, Mapping[Any, int]]
 
 
+@named
 def messages(
     spark: SparkSession,
     log: CommitLog | str | os.PathLike[str],
