@@ -987,10 +987,7 @@ class Reader:
             self.polls += 1
             operation = f"{simulation.world.process}/{self.polls}"
             if simulation.chance.random() < 0.3:
-                found = log.read(TOPIC, columns=READ_COLUMNS)
-                version = log.read_version
-                note_messages(simulation.history, Kind.READ, simulation.world.process, operation,
-                              simulation.with_expired(log.firsts(), found), version)  # fmt: skip
+                self._note_messages(Kind.READ, log, log.read(TOPIC, columns=READ_COLUMNS), operation)
                 continue
             limit = simulation.chance.choice((None, 1, 2))
             try:
@@ -999,8 +996,7 @@ class Reader:
                 )
             except OffsetOutOfRangeError:
                 found = pa.schema(SCHEMA).empty_table()  # it goes on at the first offset
-            version = log.read_version
-            self._note(simulation.with_expired(log.firsts(), found, self.position), operation, version)
+            self._go_on(self._note_messages(Kind.POLL, log, found, operation, self.position), operation)
 
     def _plan(self, log: SimulatedLog, planner: Planner, limit: int | None) -> pa.Table:
         """As the streaming source does."""
@@ -1011,10 +1007,21 @@ class Reader:
         planner.forget(start)
         return pa.concat_tables(parts)
 
-    def _note(self, found: pa.Table, operation: str, version: int) -> None:
+    def _note_messages(
+        self, kind: Kind, log: SimulatedLog, found: pa.Table, operation: str, start: Mapping[int, int] | None = None
+    ) -> pa.Table:
+        """Note what was read, and before it what has expired, of which ``op`` may tell at a later version."""
+        simulation, version = self.simulation, log.read_version
+        whole = simulation.with_expired(log.firsts(), found, start)
+        expired = whole.slice(0, whole.num_rows - found.num_rows)
+        for part, at in ((expired, log.read_version), (found, version)):
+            note_messages(simulation.history, kind, simulation.world.process, operation, part, at)
+        return whole
+
+    def _go_on(self, found: pa.Table, operation: str) -> None:
+        """Go on after what was read."""
         simulation = self.simulation
         process = simulation.world.process
-        note_messages(simulation.history, Kind.POLL, process, operation, found, version)
         ends = found.group_by(["queue_id"], use_threads=False).aggregate([("queue_offset", "max")]).to_pylist()
         for end in sorted(ends, key=lambda e: e["queue_id"]):
             queue_id, next_offset = end["queue_id"], end["queue_offset_max"] + 1
