@@ -6,7 +6,7 @@ decided once, no verdict counts for a past attempt, and offsets have no gaps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 
@@ -20,7 +20,7 @@ from rmq_spark.commitlog.placing import EPOCH, Piece, Placer
 from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, ranges_count, runs
 from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.config import ATTEMPTS_MAX
-from rmq_spark.errors import HalfBatchLeftError, StaleAttemptError, VerdictConflictError
+from rmq_spark.errors import HalfBatchLeftError, HalfBatchNotFoundError, StaleAttemptError, VerdictConflictError
 from rmq_spark.plurals import message_count
 from rmq_spark.storage.table import Change, Table
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
@@ -76,10 +76,17 @@ DecisionError = VerdictConflictError | StaleAttemptError
 
 
 class Ledger(Follower):
-    """Writes the op markers of a commit log, each from what :class:`Follower` says at that moment."""
+    """Writes the op markers of a commit log, each from what :class:`Follower` says at that moment.
 
-    def __init__(self, table: Table, half: HalfStore, topics: TopicStore) -> None:
+    Parameters
+    ----------
+    has_left : callable
+        Whether a half batch has left the table ``half``, as another handle on the log sees it.
+    """
+
+    def __init__(self, table: Table, half: HalfStore, topics: TopicStore, has_left: Callable[[str], bool]) -> None:
         super().__init__(table, half)
+        self._has_left = has_left
         self._placer = Placer(half, topics)
         self._marker = Marker(self, half)
         self._op_time = EPOCH  # of the rows that are being built
@@ -244,15 +251,27 @@ class Ledger(Follower):
         """Other half batches whose messages may be due, or may wait for those of ``opened``."""
         mine = {o.record.half_id for o in opened}
         due_ids = {h for h, counts in self.waiting.items() if any(d is not None and d <= now for d in counts)} - mine
-        due = [self.open_batch(half_id) for half_id in sorted(due_ids)]
+        due = self._those_there(due_ids)
         keyed = [o for o in [*opened, *due] if self._placer.keys.fifo_of(o.record)]
         if not keyed:
             return due
         prepared = self.prepared()
         ids = {h for h, counts in self.waiting.items() if None in counts}
         ids.update(self.open_of(prepared), self.reopened(prepared))
-        others = [self.open_batch(half_id) for half_id in sorted(ids - mine - due_ids)]
+        others = self._those_there(ids - mine - due_ids)
         return due + self._placer.keys.related(keyed, [o for o in others if self._placer.keys.fifo_of(o.record)])
+
+    def _those_there(self, half_ids: Collection[str]) -> list[Open]:
+        """Half batches, without those that have left meanwhile. That was told by ``op`` at a version which we have not
+        seen: so what is built here will be refused, and built anew."""
+        found: list[Open] = []
+        for half_id in sorted(half_ids):
+            try:
+                found.append(self.open_batch(half_id))
+            except HalfBatchNotFoundError:
+                if not self._has_left(half_id):
+                    raise
+        return found
 
     def place_due(self) -> list[Placed]:
         """Place the delayed messages whose time has come; returns what became visible."""

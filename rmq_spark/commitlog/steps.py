@@ -56,7 +56,7 @@ class ProtocolSteps(ABC):
         self.op = op
         self.topics_table = topics
         self.topic_store = TopicStore(topics, default_queues)
-        self.ledger = Ledger(op, self.half, self.topic_store)
+        self.ledger = Ledger(op, self.half, self.topic_store, self._has_left_elsewhere)
         self.machine = half.machine
         self.drained = Drained(self)
         self.upkeep = True
@@ -126,6 +126,10 @@ class ProtocolSteps(ABC):
 
     def _has_left(self, half_id: str) -> bool:
         return self.archived(half_id) is not None
+
+    def _has_left_elsewhere(self, half_id: str) -> bool:
+        """The same as another handle sees it: this one goes on from what it has read of ``op``."""
+        return self.another()._has_left(half_id)
 
     def prepare(self, header: HalfHeader, files: Sequence[HalfFile | HalfRows]) -> HalfRecord:
         """Commit staged files: see :meth:`HalfStore.prepare`."""

@@ -430,6 +430,62 @@ def test_a_retry_of_what_a_check_rolled_back_and_has_left_is_told_so(
         producer.send_messages_in_transaction(pa.table({"body": ["a"]}), topic="orders", idempotency_key="key")
 
 
+def fifo_sender(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> tuple[CommitLog, list[None]]:
+    """A sender that has prepared a half batch of a FIFO topic, and has old lists of ``op`` and ``half`` for a moment:
+    as of when half batch 0 was open. The list ends the moment when something is taken out of it."""
+    log.create_topic("ordered", 1, fifo=True)
+    prepare(log, 0, {"body": ["first"], "sharding_key": ["k"]}, topic="ordered")
+    sender, old = another(log), [None]
+    prepare(sender, 1, {"body": ["second"], "sharding_key": ["k"]}, topic="ordered")
+    listed, refresh = sender.ledger.prepared(), sender.op.refresh
+    prepared = sender.ledger.prepared
+    monkeypatch.setattr(sender.ledger, "prepared", lambda: listed if old else prepared())
+    monkeypatch.setattr(sender.op, "refresh", lambda: sender.op.version if old else refresh())
+    return sender, old
+
+
+def test_a_decision_made_from_an_old_list_goes_on_when_what_it_lists_has_left(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It raised HalfBatchNotFoundError for another half batch, which was settled and had left."""
+    sender, old = fifo_sender(log, monkeypatch)
+    own = another(log)
+    commit(own, own.get(header_of(0).half_id))
+    log.drain()
+    own.move_mark()
+    let_leave(log)
+    assert header_of(0).half_id not in in_half(log)
+    try_commit = sender.op.try_commit
+
+    def refused_at_first(change: Change) -> bool:
+        landed = try_commit(change)
+        old.clear()
+        return landed
+
+    monkeypatch.setattr(sender.op, "try_commit", refused_at_first)
+    placed = commit(sender, sender.get(header_of(1).half_id))
+    assert [(p.topic, p.queue_offset) for p in placed] == [("ordered", 1)]
+    assert bodies(log, "ordered") == ["first", "second"]
+
+
+def test_a_decision_beside_a_half_batch_that_is_lost_is_refused(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, _ = fifo_sender(log, monkeypatch)
+    record = sender.get(header_of(1).half_id)
+    get = sender.half.get
+
+    def lost(half_id: str) -> object:
+        if half_id == header_of(0).half_id:
+            raise HalfBatchNotFoundError(f"no half batch {half_id!r}")
+        return get(half_id)
+
+    monkeypatch.setattr(sender.half, "get", lost)
+    with pytest.raises(HalfBatchNotFoundError, match=header_of(0).half_id):
+        commit(sender, record)
+    assert bodies(log, "ordered") == []
+
+
 def test_a_sender_that_slept_through_it_all_gets_the_outcome(log: CommitLog) -> None:
     class Sleeps(CommitOncePrepared):
         def execute_local_transaction(self, batch: HalfBatch) -> LocalTransactionState:
