@@ -48,7 +48,7 @@ AT_ONCE_MAX = 1024
 """Half batches in one commit: with those of a shared file, at most 64 MiB of messages."""
 GATHERING_S = 0.002
 """A thread that waits for more to come looks so often."""
-GATHERED_PART = 0.5
+GATHERED_PART = 1.0
 """It waits for no longer than this part of the time that the last commit took."""
 PREPARE_ERRORS = (AlreadyPreparedError, StagedFilesTooOldError)
 DECISION_ERRORS = (VerdictConflictError, StaleAttemptError)
