@@ -54,15 +54,10 @@ class KeyIndex:
         self._topics = topics
         self._keyed: OrderedDict[str, _Keyed] = OrderedDict()
 
-    def fifo_of(self, record: HalfRecord) -> frozenset[str]:
-        """The FIFO topics to which a half batch sends."""
-        names = {segment.topic for file in record.files.values() for segment in file.segments}
+    def fifo_of(self, *records: HalfRecord) -> frozenset[str]:
+        """The FIFO topics to which half batches send."""
+        names = frozenset[str]().union(*(record.topics for record in records))
         return self._topics.with_names(names).fifo & names
-
-    def any_fifo(self, records: Iterable[HalfRecord]) -> bool:
-        """Whether any of these half batches sends to a FIFO topic."""
-        names = {s.topic for record in records for file in record.files.values() for s in file.segments}
-        return not self._topics.with_names(names).fifo.isdisjoint(names)
 
     def related(self, to: Sequence[Open], batches: Sequence[Open]) -> list[Open]:
         """Those half batches that share a key with some others: directly, or through another one that does.

@@ -235,7 +235,7 @@ class Ledger(Follower):
         if not rows:
             return rows
         records = [o.record for o in opened]
-        if not (self.waiting or any(r.delayed for r in records) or self._placer.keys.any_fifo(records)):
+        if not (self.waiting or any(r.delayed for r in records) or self._placer.keys.fifo_of(*records)):
             return _with_offsets(rows, self.tails)
         now = self.machine.now()
         states = {o.record.half_id: o.state for o in opened}
@@ -262,8 +262,8 @@ class Ledger(Follower):
         return due + self._placer.keys.related(keyed, [o for o in others if self._placer.keys.fifo_of(o.record)])
 
     def _those_there(self, half_ids: Collection[str]) -> list[Open]:
-        """Half batches, without those that have left meanwhile. That was told by ``op`` at a version which we have not
-        seen: so what is built here will be refused, and built anew."""
+        """These half batches, without those that have left. ``op`` tells of that at a version that this handle has not
+        read yet. So the commit that is built here is refused, and built anew."""
         found: list[Open] = []
         for half_id in sorted(half_ids):
             try:
