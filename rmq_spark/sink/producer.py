@@ -216,8 +216,7 @@ class TransactionMQProducer:
     def _forget_others(self) -> None:
         """Sends that an earlier shutdown left under way keep no room, and no key."""
         self._turns = Turns(self._listener_threads, self.transaction_timeout)
-        self._in_flight = InFlight(self._in_flight_max)
-        self._leave_flight = partial(self._leave, self._in_flight)
+        self._in_flight = InFlight(self._in_flight_max, self._under_way.leave)
         self._keys = Keys(self.log.machine)
         name = f"txmq-{self.producer_group}"
         self._senders = ThreadPoolExecutor(self._in_flight_max, name, _mark_own_thread)
@@ -426,7 +425,7 @@ class TransactionMQProducer:
 
     def _fly(self, two_phase: TwoPhase, message: Message, arg: Any, topic: str | None) -> Future[TransactionSendResult]:
         in_flight = self._in_flight
-        sent = SendFuture(self._leave_flight)
+        sent = SendFuture(in_flight.leave)
         try:
             self._take_room(in_flight, sent)
         except BaseException:
@@ -446,15 +445,14 @@ class TransactionMQProducer:
 
     def _in_pool(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
         in_flight, waiting, place = self._in_flight, self._in_pool_now, object()
-        leave = partial(self._leave, in_flight)
         try:
             self._take_room(in_flight, place)
             sent = self._in_thread(partial(copy_context().run, send))  # a trace goes on there
             waiting.add(sent)
             sent.add_done_callback(waiting.discard)
-            sent.add_done_callback(lambda _: leave(place))
+            sent.add_done_callback(lambda _: in_flight.leave(place))
         except BaseException:
-            leave(place)
+            in_flight.leave(place)
             raise
         return sent
 
@@ -474,10 +472,6 @@ class TransactionMQProducer:
         # runs. Neither may wait for room, so more are accepted.
         if _event_loop() is None and not _in_own_thread():
             in_flight.enter(who)
-
-    def _leave(self, in_flight: InFlight, who: object) -> None:
-        in_flight.leave(who)
-        self._under_way.leave(who)
 
     # ------------------------------------------------------------------ with a session
     @named

@@ -76,10 +76,13 @@ class InFlight:
     Parameters
     ----------
     most : int
+    left : callable
+        Is told who has left.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, left: Callable[[object], object]) -> None:
         self._most = most
+        self._left = left
         self._inside: set[object] = set()
         self._changed = threading.Condition()
 
@@ -94,6 +97,7 @@ class InFlight:
         with self._changed:
             self._inside.discard(who)
             self._changed.notify()
+        self._left(who)
 
 
 class Keys:
