@@ -90,12 +90,6 @@ class MemberSettings:
     max_span: int
     take_over: bool
 
-    @property
-    def chooses(self) -> str:
-        """The tags, in the order of the alphabet, or the selector; empty when all messages are wanted."""
-        text = "" if self.selector is None else self.selector.text
-        return " || ".join(sorted(part.strip() for part in text.split("||")))
-
     @classmethod
     def of(
         cls,
@@ -145,12 +139,11 @@ class MemberSettings:
                 f"lease={lease!r} is under two heartbeats of {interval_s:g} s: a heartbeat that is late would cost a "
                 "member its queues"
             )
+        wanted = parse_tags(SUB_ALL if tags is None else tags)
         return cls(
             group,
             tuple(dict.fromkeys(require_topic_name(name, own=True) for name in names)),
-            tag_selector(parse_tags(SUB_ALL if tags is None else tags))
-            if selector is None
-            else parse_selector(selector),
+            tag_selector(wanted and tuple(sorted(wanted))) if selector is None else parse_selector(selector),
             where,
             None if consume_timestamp is None else require_time(consume_timestamp, "consume_timestamp"),
             interval_s,
@@ -199,7 +192,8 @@ class GroupMember:
         table = log.groups.table
         self._is_remote = isinstance(table.fs, pafs.FileSystem) and not isinstance(table.fs, pafs.LocalFileSystem)
         margin_s = min(settings.heartbeat_interval_s, settings.lease_s / 3)
-        self._members = Members(table, self.group, self.name, self.topics, settings.lease_s, margin_s, settings.chooses)
+        chooses = "" if settings.selector is None else settings.selector.text
+        self._members = Members(table, self.group, self.name, self.topics, settings.lease_s, margin_s, chooses)
         self._unlike: dict[str, tuple[frozenset[str], str]] = {}  # members that subscribe otherwise, as far as told
         remote_s = PULL_INTERVAL_REMOTE_S if self._is_remote else PULL_INTERVAL_S
         self.pull_interval_s = remote_s if settings.pull_interval_s is None else settings.pull_interval_s
