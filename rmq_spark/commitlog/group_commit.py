@@ -47,9 +47,7 @@ logger = logging.getLogger(__name__)
 AT_ONCE_MAX = 1024
 """Half batches in one commit: with those of a shared file, at most 64 MiB of messages."""
 GATHERING_S = 0.002
-"""A thread that waits for more to come looks so often."""
-GATHERED_PART = 1.0
-"""It waits for no longer than this part of the time that the last commit took."""
+"""A thread that waits for more to come looks so often. It waits for no longer than the last commit took."""
 PREPARE_ERRORS = (AlreadyPreparedError, StagedFilesTooOldError)
 DECISION_ERRORS = (VerdictConflictError, StaleAttemptError)
 OF_ONE = (LostStagedFileError, LostFileError)
@@ -340,7 +338,7 @@ class Lane(Generic[Request, Result]):
         """Wait for as many as came lately. Those of the last group come again soon, one after the other: the first of
         them would have a commit alone, for which all others wait."""
         began_s = self._machine.monotonic()
-        until, linger_until = began_s + self._commit_s * GATHERED_PART, began_s + self._linger_s
+        until, linger_until = began_s + self._commit_s, began_s + self._linger_s
         while 0 < (waiting := len(self._waiting)) < self._at_once_max:
             now = self._machine.monotonic()
             if now >= linger_until and (now >= until or waiting >= max(self._sizes)):

@@ -37,20 +37,9 @@ def seal(schema: pa.Schema, path: str, rows: str) -> dict[bytes, bytes]:
     return {_NAME: path.encode(), _ROWS: rows.encode(), _COLUMNS: _checksum_of(schema)}
 
 
-KNOWN_MAX = 16
-_known: tuple[tuple[pa.Schema, bytes], ...] = ()
-"""Schemas that were met lately, and their checksums: a commit needs two of them."""
-
-
 def _checksum_of(schema: pa.Schema) -> bytes:
-    global _known
-    for known, checksum in _known:
-        if known.equals(schema):
-            return checksum
     text = ",".join(f"{field.name} {_words(field.type)}" for field in schema)
-    found = b"%08x" % zlib.crc32(text.encode())
-    _known = ((schema.remove_metadata(), found), *_known[: KNOWN_MAX - 1])
-    return found
+    return b"%08x" % zlib.crc32(text.encode())
 
 
 def _words(kind: pa.DataType) -> str:
