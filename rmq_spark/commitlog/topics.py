@@ -58,7 +58,7 @@ class TopicStore:
 
     def with_names(self, names: Collection[str]) -> Known:
         """The topics that this handle knows. It looks at the table when one of these names is not among them."""
-        wanted, seen = set(names), self._seen()
+        wanted, seen = set(names), self._current()
         if seen is not None and seen.topics.keys() >= wanted:
             return seen
         with self.table.lock:
@@ -72,7 +72,7 @@ class TopicStore:
 
     def seen(self) -> Known:
         """What this handle has seen of the topics when it last looked."""
-        if (seen := self._seen()) is not None:
+        if (seen := self._current()) is not None:
             return seen
         with self.table.lock:
             version = self.table.version
@@ -84,7 +84,7 @@ class TopicStore:
                 self._known = Known(version, topics, queues, frozenset(n for n, t in topics.items() if t.fifo))
             return self._known
 
-    def _seen(self) -> Known | None:
+    def _current(self) -> Known | None:
         """What this handle has read already, without a wait for a commit that is under way."""
         known = self._known
         return None if known is None or known.version != self.table.version else known

@@ -853,7 +853,7 @@ class _Fence(Database):
         self._states: sa.Select[Any] = sa.select(key, self._rows.c.state, self._rows.c.half_id)
         some = key.in_(sa.bindparam("ids", expanding=True))
         self._states_of_some = self._states.where(some)
-        self._set_state = self._rows.update().where(some).values(state=sa.bindparam("to"))
+        self._update_state = self._rows.update().where(some).values(state=sa.bindparam("to"))
         self._in_place = False  # the database is known to be the one where the fence was made
         self._tried = False  # the table of rows is known to compare ids exactly and to undo what is rolled back
 
@@ -990,7 +990,7 @@ class _Fence(Database):
     def set_state(self, connection: sa.Connection, ids: Sequence[str], state: str) -> None:
         """Set the state of rows that this database transaction has claimed."""
         for start in range(0, len(ids), _IDS_PER_SELECT):
-            connection.execute(self._set_state, {"ids": list(ids[start : start + _IDS_PER_SELECT]), "to": state})
+            connection.execute(self._update_state, {"ids": list(ids[start : start + _IDS_PER_SELECT]), "to": state})
 
     def older_than(self, moment: datetime) -> dict[str, str]:
         """Return the half ids of rows older than ``moment``, by transaction id."""

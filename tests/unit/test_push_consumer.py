@@ -102,7 +102,7 @@ def test_a_table_taken_for_a_message_ends_the_consumer_and_makes_no_dead_letters
          r"PullConsumer\(\) has no argument 'stop_at_the_end': did you mean 'stop_at_end'\?"),
         (lambda log: txmq.TransactionMQProducer.transaction(None, None, idempotency_key="a"),
          r"transaction\(\) has no argument 'idempotency_key': known are session"),
-        (lambda log: txmq.CommitLog.create("log", topic="orders"), r"create\(\) has no argument .topic.: known are"),
+        (lambda log: txmq.CommitLog.create("log", topic="orders"), r"create\(\) has no argument 'topic': known are"),
         (lambda log: log.create_topic("bills", queue=3), r"create_topic\(\) has no argument 'queue': .* 'queues'"),
         (lambda log: log.read("orders", tag="paid"), r"read\(\) has no argument 'tag': did you mean 'tags'"),
         (lambda log: txmq.CheckService(log, listener={}), r"CheckService\(\) .* did you mean 'listeners'"),
