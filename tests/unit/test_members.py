@@ -392,6 +392,15 @@ def test_members_that_subscribe_otherwise_are_told_once(caplog: pytest.LogCaptur
     assert f"and member '{names[3]}' reads 'orders'. Members share the queues" in first[1]
 
 
+def test_a_selector_with_two_bars_in_it_is_told_as_it_was_written(caplog: pytest.LogCaptureFixture) -> None:
+    """It was taken apart at the bars, as tags are."""
+    log = memory_log(Steps(), orders=2)
+    consumers = [push(log, seen_by([]), selector=selector) for selector in ("region = 'eu || asia'", "region = 'us'")]
+    for consumer in consumers:
+        consumer.member.join()
+    assert "reads 'orders' (of them \"region = 'eu || asia'\")" in caplog.text
+
+
 def test_a_heartbeat_that_says_nothing_of_a_filter_is_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:
     """It is of an older version, or was read while it was written."""
     log = memory_log(Steps(), orders=2)
