@@ -28,6 +28,7 @@ from rmq_spark.sink.frame import require_message_types, topics_for
 from rmq_spark.sink.identity import read_checkpoint
 from rmq_spark.sink.limits import PendingGuard
 from rmq_spark.sink.settings import SinkSettings
+from rmq_spark.sink.spark_socket import acknowledge_at_once
 from rmq_spark.spark_versions import DataSourceStreamArrowWriter
 from rmq_spark.storage.files import filesystem
 from rmq_spark.tracing import sending_batch
@@ -103,6 +104,7 @@ class _Writer:
         context = TaskContext.get()
         partition = context.partitionId() if context is not None else 0
         self._require_same_batch(context)
+        acknowledge_at_once()
         if self.replayed:
             for _ in iterator:  # Spark wants its input to be read
                 pass

@@ -1,0 +1,38 @@
+"""The socket through which Spark sends rows to a Python worker."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from contextlib import suppress
+from ipaddress import ip_address
+
+OPEN_FILES = "/proc/self/fd"
+
+
+def acknowledge_at_once() -> None:
+    """Tell Spark at once that what it has sent is here: a small micro-batch ends 25 ms sooner.
+
+    Spark sends a task's command, and then its rows. The kernel on its side holds the rows until the command is
+    acknowledged, and the kernel on ours waits up to 40 ms with that, for an answer that could carry it::
+
+        Spark    command ─▶                      rows ─▶
+        worker             (says nothing, 40 ms) ◀─ got it
+
+    It does nothing where the kernel has no ``TCP_QUICKACK``, and for Unix domain sockets, which do not wait.
+    """
+    if not hasattr(socket, "TCP_QUICKACK") or socket.getdefaulttimeout() is not None:
+        return  # with a default timeout, Python would switch the socket to one that does not block
+    with suppress(OSError):
+        for number in map(int, os.listdir(OPEN_FILES)):
+            with suppress(OSError, ValueError):  # it is not connected, or was closed meanwhile
+                _acknowledge(number)
+
+
+def _acknowledge(number: int) -> None:
+    if not stat.S_ISSOCK(os.fstat(number).st_mode):
+        return
+    with socket.socket(fileno=os.dup(number)) as ours:
+        if ours.family in (socket.AF_INET, socket.AF_INET6) and ip_address(ours.getpeername()[0]).is_loopback:
+            ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
