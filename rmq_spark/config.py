@@ -118,7 +118,7 @@ def parse_duration(text: str, name: str = "duration") -> float:
     match = _DURATION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise OptionError(
-            f"{name}={_short(text)} is not a duration: write a number and a unit, such as '6s', '5m' or '72h'"
+            f"{name}={_short(text)} is not a duration: write a number and a unit, such as '6s', '5m', '72h' or '7d'"
         )
     seconds = float(match[1]) * _SECONDS[match[2]]
     if seconds > DURATION_S_MAX:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rmq_spark.errors import OptionError
@@ -28,10 +29,17 @@ def require_importable(spark: SparkSession) -> None:
         _require_importable_by(context.pythonExec)
 
 
+def is_this_python(program: str) -> bool:
+    """Whether a program is the Python that runs this. In a virtual environment ``python3`` is a link to ``python``
+    beside it; the Python that they both lead to lies elsewhere, and has not the environment's packages."""
+    here, there = Path(sys.executable), Path(os.path.abspath(program))
+    return there == here or (there.parent == here.parent and there.samefile(here))
+
+
 @lru_cache(maxsize=8)
 def _require_importable_by(python: str) -> None:
     found = shutil.which(python)
-    if found is not None and os.path.abspath(found) == sys.executable:
+    if found is not None and is_this_python(found):
         return
     why = "it is not there"
     if found is not None:

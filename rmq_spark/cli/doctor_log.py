@@ -151,13 +151,13 @@ class LogDoctor:
 
     # ------------------------------------------------------------------ the tables
     def _tables(self) -> Iterator[Finding]:
-        from rmq_spark.commitlog.foreign import foreign_files
+        from rmq_spark.commitlog.foreign import foreign_changes
 
         log = self._log
         tables = [log.half.table, log.op, log.topics_table, log.messages_table]
         versions = ", ".join(f"{table.name} {table.refresh()}" for table in tables)
         bad = False
-        for sentence in foreign_files(tables):
+        for sentence in foreign_changes(tables):
             bad = True
             remedy = "let nobody but rmq_spark write to it (docs/messages.md)"
             yield Finding("tables", Level.WARNING, sentence, remedy)

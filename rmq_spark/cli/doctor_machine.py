@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rmq_spark.report.finding import Finding, Level
+from rmq_spark.workers import is_this_python
 
 PYTHON_MIN, PYTHON_TESTED = (3, 10), (3, 13)
 JAVA_MIN = 17
@@ -139,7 +140,7 @@ def _workers() -> Finding:
         return Finding(
             "workers", Level.WARNING, f"Spark's Python workers would run {python!r}, which is not there", remedy
         )
-    if os.path.abspath(found) != sys.executable:
+    if not is_this_python(found):
         return Finding(
             "workers",
             Level.NOTE,

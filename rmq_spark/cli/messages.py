@@ -156,7 +156,7 @@ def _start(given: Sequence[str], queues: Sequence[int]) -> dict[int, int]:
 @plainly
 def query(
     path: LogPath,
-    key: Annotated[str | None, typer.Option("--key", "-k", help="Messages with this key.")] = None,
+    key: Annotated[str | None, typer.Option("--key", "-k", help="Messages with this key, visible or not.")] = None,
     message_id: Annotated[
         str | None, typer.Option("--message-id", "-i", metavar="MSG_ID", help="One message, visible or not.")
     ] = None,
@@ -186,8 +186,11 @@ def query(
     storage: Storage = None,
 ) -> None:
     """Find messages by a key, an id, an offset or a time, and look at them. One message is shown whole, several as a
-    table. By an id those are found, too, that are not committed: pending, quarantined or rolled back ones."""
-    from rmq_spark.commitlog.finding import Wanted, find, find_by_id
+    table. By a key or an id those are found, too, that are not committed: pending, quarantined or rolled back ones.
+    The latter until they leave the log."""
+    import pyarrow as pa
+
+    from rmq_spark.commitlog.finding import Wanted, find, find_by_id, find_not_visible
     from rmq_spark.selector import parse_tags
 
     ids = {"message_id": message_id, "transaction_id": transaction_id, "half_id": half_id}
@@ -215,6 +218,9 @@ def query(
             end,
         )
         table = find(log, wanted, limit + 1)
+        if key is not None and not {"--queue", "--offset", "--since", "--until"} & set(given):
+            not_visible = find_not_visible(log, wanted, max(0, limit + 1 - table.num_rows))
+            table = pa.concat_tables([table, not_visible])
     more = table.num_rows > limit
     rows = table.slice(0, limit).to_pylist()
     if as_json:
@@ -224,17 +230,18 @@ def query(
         typer.echo(_whole(rows[0], body, body_bytes), nl=False)
     else:
         columns = ["topic", "queue_id", "queue_offset", "state", "msg_id", "tags", "keys", "body", "commit_timestamp"]
-        _show_several(rows, columns, body, bool(named))
+        all_visible = all(row["state"] == "committed" for row in rows)
+        if all_visible and not named:
+            columns.remove("state")
+        _show_several(rows, columns, body)
     if more:
         typer.secho(f"stopped at {limit}: --limit N shows more", dim=True, err=True)
     if not rows:
         raise typer.Exit(FAILED)
 
 
-def _show_several(rows: Sequence[dict[str, Any]], columns: Sequence[str], form: BodyForm, by_id: bool) -> None:
+def _show_several(rows: Sequence[dict[str, Any]], columns: Sequence[str], form: BodyForm) -> None:
     table = [{**{c: row[c] for c in columns}, "body": _cell(row["body"], form)} for row in rows]
-    if not by_id:  # all are committed
-        table = [{k: v for k, v in row.items() if k != "state"} for row in table]
     show(table, False, "no such message", spare=["commit_timestamp", "tags", "msg_id"])
 
 

@@ -34,6 +34,7 @@ from rmq_spark.commitlog.op import PRUNED_PLACED, pruned_up_to
 from rmq_spark.commitlog.placements import MessageRange
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.storage.files import RowRange
+from rmq_spark.storage.table import is_ours
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
@@ -77,6 +78,7 @@ class Drained:
         self._asked = (-1, -1)  # the version at which the table's position was asked for, and that position
         self._border = _Border()
         self._runs: OrderedDict[str, tuple[_Run, ...]] = OrderedDict()
+        self._known_others: frozenset[str] = frozenset()  # files of other writers that hold what they should
 
     @property
     def position(self) -> int:
@@ -157,12 +159,33 @@ class Drained:
         rows, most = pc.sum(counts).as_py() or 0, sum(border.values())
         least = most - sum(min(first, border.get(queue, 0)) for queue, first in firsts.items())
         if counts.null_count or least <= rows <= most:
-            return None
+            return self._odd_offsets(border)
         placed = f"{most}" if least == most else f"{most}, of which {least} have not expired"
         return (
             f"table messages has {rows} rows, and op placed {placed}, up to version {self.position}: somebody "
             f"{'wrote to' if rows > most else 'deleted from'} it. Restore it from a copy"
         )
+
+    def _odd_offsets(self, border: Mapping[Queue, int]) -> str | None:
+        """The same when files of other writers hold as many rows, but not each offset once. Files that did so once are
+        not read again."""
+        table = self._log.messages_table
+        others = frozenset(path for path in table.actions()["path"].to_pylist() if not is_ours(table, path))
+        if others <= self._known_others:
+            return None
+        for queue, end in border.items():
+            try:
+                _, missing = self.ranges(queue, self._log.firsts(refresh=False).get(queue, 0), end)
+            except CorruptLogError as twice:
+                return f"table messages was changed by another writer: {twice}. Restore it from a copy"
+            if missing:
+                first, after = missing[0]
+                return (
+                    f"table messages was changed by another writer: it lacks the offsets {first} to {after - 1} of "
+                    f"queue {queue[1]} of topic {queue[0]!r}. Restore it from a copy"
+                )
+        self._known_others = others
+        return None
 
     def is_behind(self) -> bool:
         """True when ``op`` was pruned above the border: the store answered with an older list of ``messages``. The

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.messages import SOURCE_SCHEMA
 from rmq_spark.commitlog.op import RowState
 from rmq_spark.commitlog.placements import Placements
 from rmq_spark.commitlog.reading import read_ranges
+from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.trace import Trace, TracePlace
 from rmq_spark.commitlog.tracing import COUNTED, chosen_rows, trace
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError
@@ -129,6 +132,43 @@ def find(log: ProtocolSteps, wanted: Wanted, limit: int) -> pa.Table:
     return _committed(pa.concat_tables(parts) if parts else SOURCE_SCHEMA.empty_table())
 
 
+def find_not_visible(log: ProtocolSteps, wanted: Wanted, limit: int) -> pa.Table:
+    """The same for messages that are not committed, while ``half`` has them: pending, rolled back and others that
+    nobody sees. They have no offset and no time of a commit, so ``wanted`` names a key, tags or a topic alone.
+
+    The keys of all half messages are read.
+    """
+    condition = wanted.where
+    where = None if condition is None else Filter(condition, log.machine.time_ms())
+    half = log.half.table
+    half.refresh()
+    columns = ["half_id", "file_no", "row_no", "topic", "tags", "keys"]
+    rows = half.read(half.actions()["path"].to_pylist(), columns)
+    topics = pc.unique(rows["topic"]).to_pylist()
+    names = [wanted.topic] if wanted.topic else [t for t in topics if not t.startswith(SYSTEM_PREFIXES)]
+    rows = rows.filter(pc.is_in(rows["topic"], value_set=pa.array(names, pa.string())))
+    if where is not None and rows.num_rows:
+        rows = rows.filter(where.keeps(rows))
+    chosen: dict[str, dict[int, list[int]]] = {}
+    for half_id, file_no, row_no in zip(*(rows[name].to_pylist() for name in columns[:3]), strict=True):
+        chosen.setdefault(half_id, {}).setdefault(file_no, []).append(row_no)
+    parts: list[pa.Table] = []
+    for half_id, numbers in chosen.items():
+        with suppress(HalfBatchNotFoundError):  # it has left meanwhile
+            record = log.half.get(half_id)
+            parts.append(_held(log, record, _rows_of(record, numbers), limit - sum(part.num_rows for part in parts)))
+    return pa.concat_tables(parts).slice(0, limit) if parts else FOUND_SCHEMA.empty_table()
+
+
+def _rows_of(record: HalfRecord, numbers: Mapping[int, Sequence[int]]) -> RowSet:
+    """Rows of a half batch by file number and row number."""
+    found = {file_no: bytearray(record.files[file_no].rows) for file_no in numbers}
+    for file_no, bits in found.items():
+        for row_no in numbers[file_no]:
+            bits[row_no] = 1
+    return RowSet(found)
+
+
 def find_by_id(
     log: ProtocolSteps,
     limit: int,
@@ -148,7 +188,9 @@ def find_by_id(
     parts = list(_at(log, found, limit))
     left = limit - sum(part.num_rows for part in parts)
     if found.where == "half" and left > 0:
-        parts.append(_held(log, found, left))
+        with suppress(HalfBatchNotFoundError):  # it has left meanwhile
+            record = log.half.get(found.half_id)
+            parts.append(_held(log, record, chosen_rows(log, found, record), left))
     return pa.concat_tables(parts).slice(0, limit) if parts else FOUND_SCHEMA.empty_table()
 
 
@@ -181,15 +223,10 @@ def _committed(messages: pa.Table) -> pa.Table:
     return messages.append_column("half_id", half_ids).append_column("state", pa.repeat(pa.scalar("committed"), n))
 
 
-def _held(log: ProtocolSteps, found: Trace, limit: int) -> pa.Table:
-    """Messages of a half batch that are not visible, as ``half`` has them."""
-    try:
-        record = log.half.get(found.half_id)
-    except HalfBatchNotFoundError:  # it has left meanwhile
-        return FOUND_SCHEMA.empty_table()
+def _held(log: ProtocolSteps, record: HalfRecord, chosen: RowSet, limit: int) -> pa.Table:
+    """Those of some rows of a half batch that are not visible, as ``half`` has them."""
     state = log.state_of(record)
-    traced = chosen_rows(log, found, record)
-    rows = (state.rows_in(NOT_COMMITTED) & traced).first(limit)
+    rows = (state.rows_in(NOT_COMMITTED) & chosen).first(limit)
     columns = [*HELD, "file_no", "row_no", "transaction_key", "topic", "queue_id"]
     held = log.half.read(record, rows, columns)
     n = held.num_rows

@@ -1,16 +1,44 @@
-"""Files that other writers added to the tables of a commit log. Only rmq_spark may write to them."""
+"""What other writers did to the tables of a commit log. Only rmq_spark may write to them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import pyarrow.fs as pafs
+
+from rmq_spark.storage.seal import taken_out_by_others
 from rmq_spark.storage.table import Table, is_ours
 
 NAMED_MAX = 3
 """Files that a finding names."""
+ENTRIES_MAX = 100
+"""Entries of a Delta log, the newest ones, in which a finding looks for what other writers took out."""
 
 
-def foreign_files(tables: Sequence[Table]) -> Iterator[str]:
+def foreign_changes(tables: Sequence[Table]) -> Iterator[str]:
+    """A sentence for each table that has files of another writer, and for each change that took rows out."""
+    yield from _foreign_files(tables)
+    for table in tables:
+        yield from _taken_out(table)
+
+
+def _taken_out(table: Table) -> Iterator[str]:
+    if not isinstance(table.fs, pafs.FileSystem):
+        return
+    found = table.fs.get_file_info(pafs.FileSelector(f"{table.folder}/_delta_log"))
+    entries = sorted(i.path for i in found if i.base_name.endswith(".json") and i.base_name[:-5].isdigit())
+    for path in entries[-ENTRIES_MAX:]:
+        try:
+            with table.fs.open_input_stream(path) as stream:
+                entry = stream.readall()
+        except FileNotFoundError:  # it was cleaned up meanwhile
+            continue
+        version = int(path.rpartition("/")[2][:-5])
+        if said := taken_out_by_others(entry, table.name, version):
+            yield said
+
+
+def _foreign_files(tables: Sequence[Table]) -> Iterator[str]:
     """A sentence for each table that has files of another writer."""
     for table in tables:
         table.refresh()

@@ -39,8 +39,10 @@ def require_known_topic(name: str, topics: Mapping[str, int]) -> None:
         known = nearest(name, topics) if topics else "the commit log has none yet"
         if isinstance(name, str) and name.startswith((RETRY_PREFIX, DLQ_PREFIX)):
             remedy = "txmq.consume makes it when it first runs for a consumer group of this name"
-        else:
+        elif isinstance(name, str):
             remedy = f"make it with log.create_topic({name!r})"
+        else:
+            remedy = "the name of one topic is expected"
         raise TopicNotFoundError(f"topic {name!r} is not in the commit log ({known}); {remedy}")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.expiring import Expirer
-from rmq_spark.commitlog.foreign import foreign_files
+from rmq_spark.commitlog.foreign import foreign_changes
 from rmq_spark.commitlog.leaving import Graces, Leaver
 from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.commitlog.pruning import Pruner
@@ -122,7 +122,7 @@ def maintain(
             drained = Drainer(log).run()
         after = sum(log.drained.newest_border().values())
         log.move_mark()
-    foreign = [*foreign_files(tables), *([odd] if odd else [])]
+    foreign = [*foreign_changes(tables), *([odd] if odd else [])]
     leaver = Leaver(log, graces)
     archived = leaver.archive(dry_run)
     left = leaver.remove(dry_run)

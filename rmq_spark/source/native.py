@@ -201,7 +201,9 @@ def _limit(log: CommitLog, as_of: datetime | int | None) -> datetime | int | Non
         return None if as_of is None else require_time(as_of, "as_of")
     head = log.refresh()
     if isinstance(as_of, bool) or not isinstance(as_of, int) or not 0 <= as_of <= head:
-        raise OptionError(f"as_of={as_of!r} is neither a time nor a version of the table op, which are 0 to {head}")
+        raise OptionError(
+            f"as_of={as_of!r} is neither a datetime with a time zone nor a version of the table op (0 to {head})"
+        )
     return as_of
 
 

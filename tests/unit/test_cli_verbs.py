@@ -195,6 +195,23 @@ def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
     assert "no half batch 'shop:7'" in txmq("query", "--half-id", "shop:7", code=1)[1]
 
 
+def test_by_a_key_those_are_found_too_that_nobody_can_see(log: CommitLog) -> None:
+    commit(log, orders(log, 0, 1, 2))
+    orders(log, 1, 2, 3)
+    back = orders(log, 2, 3, 4)
+    log.decide(back, 1, commit={}, rollback=pending(log, back), who=Who.EXECUTE)
+
+    def found(key: str, *options: object) -> set[tuple[str, str]]:
+        return {(m["half_id"], m["state"]) for m in objects("query", "-k", key, *options)}
+
+    assert found("order-2") == {("shop:0", "committed"), ("shop:1", "pending")}
+    assert found("order-3") == {("shop:1", "pending"), ("shop:2", "rolled_back")}
+    assert found("all", "--limit", 3) < found("all") == found("order-2") | found("order-3")
+    assert "rolled_back" in txmq("query", "-k", "all")[0]
+    assert "no such message" in txmq("query", "-k", "order-3", "--since", "1h", code=1)[0]
+    assert "no such message" in txmq("query", "-k", "order-30", code=1)[0]
+
+
 def test_what_left_half_is_found_by_its_id(log: CommitLog) -> None:
     for batch_id in range(2):
         commit(log, orders(log, batch_id, 1, 2))

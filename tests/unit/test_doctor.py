@@ -291,6 +291,20 @@ def test_java_and_the_workers_python_are_looked_for_where_spark_does(
     assert "no java is on the PATH" in findings["java"].what
 
 
+def test_the_python3_of_a_virtual_environment_is_its_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doctor took it for another Python, on every machine where the environment is first on the PATH."""
+    base = Path(sys.executable).resolve()
+    (tmp_path / "env").mkdir()
+    python = tmp_path / "env" / "python"
+    python.symlink_to(base)
+    (tmp_path / "env" / "python3").symlink_to("python")
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
+    for path, level in ((python.parent, Level.OK), (base.parent, Level.NOTE)):
+        monkeypatch.setenv("PATH", str(path))
+        assert {f.check: f.level for f in look_at_machine()}["workers"] is level
+
+
 @pytest.mark.parametrize("harm", ["gone", "cut"])
 def test_a_lost_or_cut_file_is_critical_and_named(log: CommitLog, harm: str) -> None:
     commit(log, prepare(log, 0))

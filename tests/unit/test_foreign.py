@@ -7,6 +7,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
@@ -58,6 +59,40 @@ def test_rows_that_somebody_adds_to_messages_are_told(log: CommitLog) -> None:
     for upkeep in (log.drain, log.maintain):  # nothing is drained, and nothing leaves
         with pytest.raises(CorruptLogError, match="somebody wrote to it"):
             upkeep()
+
+
+@pytest.mark.parametrize("change", ["twice", "moved", "another queue"])
+def test_as_many_rows_with_other_offsets_are_told(log: CommitLog, change: str) -> None:
+    """The number of rows was right, and upkeep let the messages leave that the table had lost."""
+    log.drain()
+    DeltaTable(f"{log.path}/messages").alter.set_table_properties({"delta.appendOnly": "false"})
+    table = DeltaTable(f"{log.path}/messages")
+    rows = table.to_pyarrow_table().to_pylist()
+    row = rows[3]
+    if change == "twice":
+        rows[3] = rows[4]
+    elif change == "moved":
+        row["queue_offset"] += 1_000
+    else:
+        row["queue_id"] = 7
+    write_deltalake(table, pa.Table.from_pylist(rows, pa.schema(table.schema().to_arrow())), mode="overwrite")
+    commit(log, prepare(log, 5, 1))
+    for upkeep in (log.drain, log.maintain):
+        with pytest.raises(CorruptLogError, match=r"table messages was changed by another writer: .*offset"):
+            upkeep()
+    assert any("was changed by another writer" in told for told in log.maintain(dry_run=True).foreign)
+
+
+@pytest.mark.parametrize("name", ["half", "op"])
+def test_a_restore_that_takes_rows_out_is_told(log: CommitLog, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Committed messages became pending again, and pending ones were gone, and nobody said a word."""
+    table = DeltaTable(f"{log.path}/{name}")
+    table.restore(table.version() - 1)
+    told = log.maintain(dry_run=True).foreign
+    restored = f"version {table.version()} of table {name} is another writer's RESTORE, which took out 1 file"
+    assert [said for said in told if said.startswith(restored)]
+    another(log).read("orders")
+    assert any(restored in record.message and record.levelname == "ERROR" for record in caplog.records)
 
 
 def test_an_older_list_of_op_is_no_deletion(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
