@@ -33,10 +33,10 @@ from rmq_spark.message import (
 from rmq_spark.plurals import message_count
 
 
-def require_known_topic(name: str, topics: Mapping[str, int]) -> None:
+def require_known_topic(name: object, topics: Mapping[str, int]) -> None:
     """Raise TopicNotFoundError, which names the nearest topic, unless the commit log has this one."""
     if not isinstance(name, str) or name not in topics:
-        known = nearest(name, topics) if topics else "the commit log has none yet"
+        known = nearest(str(name), topics) if topics else "the commit log has none yet"
         if isinstance(name, str) and name.startswith((RETRY_PREFIX, DLQ_PREFIX)):
             remedy = "txmq.consume makes it when it first runs for a consumer group of this name"
         elif isinstance(name, str):

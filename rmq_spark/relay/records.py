@@ -13,7 +13,7 @@ headers                 each property under its own name; then, where the messag
                         ``txmq.producer_group``, ``txmq.queue_offset`` and ``txmq.commit_timestamp`` (milliseconds)
 ======================  ==============================================================================================
 
-Texts are UTF-8 and numbers are decimal digits.
+Texts are UTF-8 and numbers are decimal digits. A NUL in the name of a property becomes ``\\0``.
 """
 
 from __future__ import annotations
@@ -103,11 +103,16 @@ def to_records(messages: pa.Table, kafka_topic: Callable[[str], str]) -> list[Ha
     )
     found: list[Handed] = []
     for topic, queue_id, offset, msg_id, body, properties, key_bytes, born_ms, values in rows:
-        headers = [(name, value.encode()) for name, value in properties or () if value is not None]
+        headers = [(_header_of(name), value.encode()) for name, value in properties or () if value is not None]
         headers += [(name, value) for name, value in zip(names, values, strict=True) if value is not None]
         record = Record(topics[topic], queue_id, key_bytes, body, tuple(headers), born_ms)
         found.append(Handed(topic, queue_id, offset, msg_id, record))
     return found
+
+
+def _header_of(name: str) -> str:
+    """The name of a property as one of a header: Kafka's client would cut it at a NUL."""
+    return name.replace("\0", r"\0")
 
 
 def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -431,6 +432,7 @@ class DeltaLogTable:
         self._id: str | None = None
         self._seen = -1  # the newest version that this handle knows of
         self._newest: tuple[int, object] | None = None  # a version, and what `_entry` says of it
+        self._newest_sum: int | None = None  # the checksum of that entry, on a local disk
         self._refreshed_s = -math.inf  # when delta-rs last looked for new entries
         # half has at least one file for each transaction and opens slowly. So it opens in the background while op is
         # read, and whoever reads op alone never waits for it.
@@ -544,7 +546,6 @@ class DeltaLogTable:
                 problem
             )
         self._require_entries(-1, int(table.version()))
-        self._newest = (int(table.version()), self._entry(int(table.version())))
         have = set(pa.schema(table.schema().to_arrow()).names)
         missing = [n for n in self.schema.names if n not in have]
         if missing:
@@ -552,6 +553,7 @@ class DeltaLogTable:
                 f"table {self.name} has no column {missing[0]!r}: it was changed by hand, or is no log"
             )
         self._require_same(table)
+        self._note_newest(int(table.version()), self._entry(int(table.version())))
         return table
 
     def _require_same(self, table: DeltaTable) -> None:
@@ -568,6 +570,25 @@ class DeltaLogTable:
                 f"table {self.name} is at version {table.version()}, and this process has seen version {self._seen}: "
                 "entries of its Delta log were removed, or an older copy put in its place. Restore it from a copy"
             )
+        version, entry = self._newest or (0, None)
+        now = self._entry(version)
+        if None not in (entry, now, self._newest_sum) and entry != now and self._checksum(version) != self._newest_sum:
+            raise CorruptLogError(
+                f"version {version} of table {self.name} is another one than this process has seen: an older copy was "
+                "put in its place, and written to since. Restore the newest one"
+            )
+
+    def _note_newest(self, version: int, entry: object) -> None:
+        self._newest, self._newest_sum = (version, entry), self._checksum(version)
+
+    def _checksum(self, version: int) -> int | None:
+        """Return a checksum of an entry of the Delta log on a local disk; None for others, and one that is gone."""
+        if not isinstance(self.fs, pafs.LocalFileSystem):
+            return None
+        try:
+            return zlib.crc32(Path(self.folder, "_delta_log", f"{version:020d}.json").read_bytes())
+        except OSError:
+            return None
 
     @property
     def id(self) -> str:
@@ -625,8 +646,12 @@ class DeltaLogTable:
         entry = self._entry(before)
         if entry is None:
             return version > before
-        known, self._newest = self._newest, (version, self._entry(version) if version > before else entry)
-        return known is None or known[0] != before or known[1] in (None, entry)
+        known = self._newest
+        if known is not None and known[0] == before and known[1] not in (None, entry):
+            return False
+        if known is None or known != (version, entry):
+            self._note_newest(version, self._entry(version) if version > before else entry)
+        return True
 
     def _entry(self, version: int) -> object:
         """Return what tells an entry of the Delta log from another of that version; None when it is not there."""

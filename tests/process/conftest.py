@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import sqlalchemy as sa
@@ -33,9 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sa.URL]:
-    """A PostgreSQL server for all tests."""
-    with postgres_running(tmp_path_factory.mktemp("pg")) as url:
+def postgres() -> Iterator[sa.URL]:
+    """A PostgreSQL server for all tests. It runs as another user, to whom pytest's own folder is closed again whenever
+    some other pytest begins."""
+    with TemporaryDirectory(prefix="txmq-pg-") as folder, postgres_running(Path(folder)) as url:
         yield url
 
 

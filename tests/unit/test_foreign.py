@@ -155,3 +155,36 @@ def test_an_op_that_was_set_back_is_told(
     for ask in (lambda: fresh.read("orders"), fresh.drain, fresh.maintain, lambda: another(fresh).read("orders")):
         with pytest.raises(CorruptLogError, match="set back to an older copy"):
             ask()
+
+
+def test_a_handle_refuses_an_older_copy_that_was_written_to_since(tmp_path: Path) -> None:
+    """A relay that was asleep meanwhile went on, and what was sent first after the copy never reached Kafka."""
+    log = make_log("delta", tmp_path / "log", orders=1)
+    commit(log, prepare(log, 0, 1))
+    shutil.copytree(tmp_path / "log", tmp_path / "copy")
+    sleeper, same = another(log), another(log)
+    for batch_id in (1, 2):
+        commit(log, prepare(log, batch_id, 1))
+    assert sleeper.read("orders").num_rows == 3
+    shutil.rmtree(tmp_path / "log")
+    shutil.copytree(tmp_path / "copy", tmp_path / "log")
+    after = another(log)
+    for batch_id in range(3, 7):
+        commit(after, prepare(after, batch_id, 1))
+    for _ in range(2):
+        with pytest.raises(CorruptLogError, match="an older copy was put in its place, and written to since"):
+            sleeper.refresh()
+    assert same.read("orders").num_rows == after.read("orders").num_rows == 5
+
+
+def test_a_handle_goes_on_with_the_newest_copy(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log", orders=1)
+    commit(log, prepare(log, 0, 1))
+    sleeper = another(log)
+    assert sleeper.read("orders").num_rows == 1
+    shutil.copytree(tmp_path / "log", tmp_path / "copy", copy_function=shutil.copy)
+    shutil.rmtree(tmp_path / "log")
+    shutil.copytree(tmp_path / "copy", tmp_path / "log", copy_function=shutil.copy)  # the same with other times
+    after = another(log)
+    commit(after, prepare(after, 1, 1))
+    assert sleeper.read("orders").num_rows == 2

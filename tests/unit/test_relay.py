@@ -139,6 +139,15 @@ def test_a_record_has_the_sharding_key_or_else_the_keys_or_none() -> None:
     assert [m.record.key for m in found] == [b"", b"k", None]
 
 
+def test_a_nul_in_the_name_of_a_property_does_not_cut_it() -> None:
+    """Kafka's client ended the name there: three properties became three headers of one name."""
+    properties = {"ABC\0DEF": "one", "ABC\0GHI": "two", "ABC": "three"}
+    (found,) = to_records(messages({"properties": properties}), str)
+    assert [h for h in found.record.headers if h[0].startswith("ABC")] == [
+        (r"ABC\0DEF", b"one"), (r"ABC\0GHI", b"two"), ("ABC", b"three"),
+    ]  # fmt: skip
+
+
 def test_a_header_of_the_relay_stands_behind_a_property_of_that_name() -> None:
     properties = [("txmq.msg_id", "forged"), ("region", "eu")]
     (found,) = to_records(messages({"msg_id": "a:0:0.0", "properties": properties}), str)
