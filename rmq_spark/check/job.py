@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -160,7 +161,11 @@ def _log_to_stderr() -> None:
         handler: logging.Handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False)
         logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     else:  # rich would wrap long lines
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+        formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%SZ")
+        formatter.converter = time.gmtime  # as all that txmq prints
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(formatter)
+        logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("rmq_spark").setLevel(logging.INFO)
 
 

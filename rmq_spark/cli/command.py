@@ -16,10 +16,10 @@ import typer
 from typer.core import TyperCommand
 
 from rmq_spark.cli.completing import of_argument
-from rmq_spark.cli.configuration import WHERE, configured
+from rmq_spark.cli.configuration import PATH_ENV, WHERE, configured
 from rmq_spark.cli.text import one_line
 from rmq_spark.cli.words import in_words_of_the_command
-from rmq_spark.errors import ConfigError, MessageError, OptionError, TxmqError
+from rmq_spark.errors import ConfigError, MessageError, NotACommitLogError, OptionError, TxmqError
 from rmq_spark.redaction import redacted
 
 if TYPE_CHECKING:
@@ -205,7 +205,15 @@ def open_log(path: str, storage: Sequence[str] | None) -> CommitLog:
     """Open the commit log of a command."""
     from rmq_spark.commitlog.log import CommitLog
 
-    return CommitLog.open(path, storage_options(storage))
+    try:
+        return CommitLog.open(path, storage_options(storage))
+    except NotACommitLogError as problem:
+        if typed_path() is not None:
+            raise
+        raise NotACommitLogError(
+            f"{problem}. The path {path!r} comes from {PATH_ENV} or a configuration file; a relative one begins in the "
+            "folder where txmq runs"
+        ) from problem
 
 
 def storage_options(given: Sequence[str] | None) -> dict[str, str] | None:

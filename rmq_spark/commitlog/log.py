@@ -482,7 +482,8 @@ class CommitLog(ProtocolSteps):
         Parameters
         ----------
         dry_run : bool
-            Only say what would be done.
+            Only say what would be done now. What a round does after its own drain, such as archiving what it has
+            drained, is not in it.
         grace : str, optional
             How long a half batch stays after its last op row, and its op rows after it has left: readers and producers
             at work may need them. ``"10m"`` (default) or another duration of a minute or more.

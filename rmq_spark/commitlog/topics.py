@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.config import QUEUES_MAX, whole_number
-from rmq_spark.errors import TopicExistsError
+from rmq_spark.errors import LostFileError, TopicExistsError
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.storage.table import Change, Table, has_held
 
@@ -75,14 +75,24 @@ class TopicStore:
         if (seen := self._current()) is not None:
             return seen
         with self.table.lock:
-            version = self.table.version
-            if self._known is None or self._known.version != version:
-                paths = self.table.actions()["path"].to_pylist()
-                rows = self.table.read(paths, ["name", *Topic._fields]).sort_by("name").to_pylist()
+            if self._known is None or self._known.version != self.table.version:
+                rows = self._read().sort_by("name").to_pylist()
+                version = self.table.version
                 topics = {r["name"]: Topic(r["queues"], bool(r["fifo"]), r["retention_s"]) for r in rows}
                 queues = {name: topic.queues for name, topic in topics.items()}
                 self._known = Known(version, topics, queues, frozenset(n for n, t in topics.items() if t.fifo))
             return self._known
+
+    def _read(self) -> pa.Table:
+        """The rows of the version that this handle has seen. Upkeep may have deleted its files long ago, when others
+        have changed topics since; then those of the newest version."""
+        while True:
+            version = self.table.version
+            try:
+                return self.table.read(self.table.actions()["path"].to_pylist(), ["name", *Topic._fields])
+            except (LostFileError, FileNotFoundError):
+                if self.table.refresh() == version:
+                    raise
 
     def _current(self) -> Known | None:
         """What this handle has read already, without a wait for a commit that is under way."""

@@ -306,10 +306,11 @@ class GroupMember:
 
     def fail(self, problem: BaseException) -> None:
         """End the consumer with a problem."""
-        if self.problem is None:
+        with self.changed:  # all threads may come with the same one
+            is_first, self.problem = self.problem is None, self.problem or problem
+        if is_first:
             said = traceback_of(problem)
             logger.error("consumer group %r: the consumer ends: %s", self.group, said, extra=self._fields)
-            self.problem = problem
         self.stopping.set()
         with self.changed:
             self.changed.notify_all()

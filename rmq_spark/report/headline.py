@@ -75,8 +75,10 @@ def _to_watch(figures: Figures) -> Iterator[Finding]:
         yield Finding(
             "dead letters",
             Level.WARNING,
-            f"{count_of(count, 'message').capitalize()} became dead letters in this time.",
-            "Look at them with txmq dlq list, and send them again with txmq dlq resend when the cause is gone.",
+            ("1 message became a dead letter" if count == 1 else f"{count:,} messages became dead letters")
+            + " in this time.",
+            "Look at them with txmq dlq list GROUP, and send them again with txmq dlq resend GROUP when the cause is "
+            "gone.",
         )
     behind = figures.lag.sort_by([("seconds", "descending")]).slice(0, 1).to_pylist()
     if behind and behind[0]["seconds"] > LAG_S_MAX:

@@ -28,11 +28,11 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import wait_until_drained
 from rmq_spark.commitlog.placements import PlacedRange, out_of_range
 from rmq_spark.config import named, require_time
-from rmq_spark.errors import LostFileError, OffsetOutOfRangeError, OptionError
+from rmq_spark.errors import CorruptLogError, LostFileError, OffsetOutOfRangeError, OptionError
 from rmq_spark.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags
 from rmq_spark.source import SOURCE_DDL
-from rmq_spark.source.offsets import EARLIEST, LATEST, Positions, given_positions
+from rmq_spark.source.offsets import EARLIEST, EARLIEST_OFFSET, LATEST, Positions, given_positions
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner
 from rmq_spark.storage.location import spark_path
@@ -120,7 +120,8 @@ def messages(
         Python, as by ``format("txmq")``; a condition of Spark's own is faster. Needs lark.
     starting, ending : str, datetime or mapping
         ``"earliest"``, ``"latest"``, a time with a time zone (each queue's first message that was committed then or
-        later), or offsets: ``{"orders": {0: 23, 1: 7}}``. The end is not included.
+        later), or offsets: ``{"orders": {0: 23, 1: -2}}`` (-2: earliest, -1: latest). The end is not
+        included.
     as_of : datetime or int, optional
         What was visible at that time (with a time zone), or at that version of the table ``op``. Expired messages
         do not come back.
@@ -136,6 +137,8 @@ def messages(
     Raises
     ------
     TopicNotFoundError, OffsetError, OffsetOutOfRangeError, OptionError
+    CorruptLogError
+        When the table ``messages`` has other rows than ``op`` placed: somebody else wrote to it.
     """
     opened = log if isinstance(log, CommitLog) else CommitLog.open(log, storage_options)
     if tags is not None and selector is not None:
@@ -156,6 +159,8 @@ def messages(
                 f"starting is at {offset} of topic {queue[0]!r}, queue {queue[1]}, which is after the {end[queue]} of "
                 "ending"
             )
+    if odd := opened.drained.odd_rows():
+        raise CorruptLogError(odd)
     while True:
         with opened.lock:  # another thread may see a newer list of files
             border, tail = planner.tail(start, end)
@@ -193,7 +198,8 @@ def _given(value: Where, name: str, word: str) -> str | datetime | Positions:
         return value
     if not isinstance(value, Mapping) or not all(isinstance(queues, Mapping) for queues in value.values()):
         raise OptionError(f"{name}={value!r} is no mapping of offsets, such as {{'orders': {{0: 23, 1: 7}}}}")
-    return given_positions({topic: {str(q): n for q, n in queues.items()} for topic, queues in value.items()}, name)
+    offsets = {topic: {str(q): n for q, n in queues.items()} for topic, queues in value.items()}
+    return given_positions(offsets, name, EARLIEST_OFFSET)
 
 
 def _limit(log: CommitLog, as_of: datetime | int | None) -> datetime | int | None:

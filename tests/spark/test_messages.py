@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
+from deltalake import DeltaTable, write_deltalake
 
 import rmq_spark as txmq
 from rmq_spark.commitlog import maintenance
@@ -98,6 +99,10 @@ def test_messages_are_those_of_the_source(spark: SparkSession, log: CommitLog) -
     spans = [(start["orders"][q], end["orders"][q]) for q in (0, 1)]
     assert part == [r for r in whole if r[0] == "orders" and spans[r[1]][0] <= r[2] < spans[r[1]][1]]
     assert txmq.messages(spark, log, starting="latest").count() == 0
+    first_queue = txmq.messages(
+        spark, log, "orders", starting={"orders": {0: -2, 1: -1}}, ending={"orders": {0: -1, 1: -1}}
+    )
+    assert rows(first_queue) == [r for r in whole if r[:2] == ("orders", 0)]
 
 
 @pytest.mark.timeout(300)
@@ -117,6 +122,15 @@ def test_what_was_visible_once_is_a_filter(spark: SparkSession, log: CommitLog) 
         txmq.messages(spark, log, as_of=9999)
     with pytest.raises(txmq.errors.OptionError, match="no time zone"):
         txmq.messages(spark, log, as_of=datetime(2020, 1, 1))
+
+
+def test_what_another_writer_doubled_is_no_answer(spark: SparkSession, log: CommitLog) -> None:
+    fill(log, 0)
+    log.drain()
+    table = DeltaTable(f"{log.path}/messages")
+    write_deltalake(table, table.to_pyarrow_table().slice(0, 1), mode="append")
+    with pytest.raises(txmq.errors.CorruptLogError, match="somebody wrote to it"):
+        txmq.messages(spark, log)
 
 
 def test_of_many_files_the_folder_is_listed_and_a_lost_one_is_missed(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from deltalake import DeltaTable
 
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.asked import split_by_verdict
@@ -797,3 +798,17 @@ def _row(log: CommitLog, record: object, body: str) -> dict[int, bytes]:
 
 def test_the_twin_in_memory_starts_with_topics() -> None:
     assert InMemoryCommitLog(topics={"orders": 2}).topics() == {"orders": 2}
+
+
+def test_topics_that_others_changed_long_ago_do_not_stop_a_sender(tmp_path: Path) -> None:
+    """The file of topics that the sender had seen, and not read, was deleted by upkeep: it could not send any more."""
+    log = CommitLog.create(tmp_path / "log")
+    quiet = another(log)
+    quiet.create_topic("orders", queues=1)
+    another(log).set_retention("orders", "2h")
+    live = {Path(uri).name for uri in DeltaTable(f"{log.path}/topics").file_uris()}
+    for file in Path(log.path, "topics").glob("*.parquet"):
+        if file.name not in live:
+            file.unlink()
+    assert quiet.topics_with(["orders"]) == {"orders": 1}
+    assert quiet.fifo_topics() == frozenset()
