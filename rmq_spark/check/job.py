@@ -50,7 +50,7 @@ APP_NAME = "txmq check"
 logger = logging.getLogger("rmq_spark.check.job")
 
 
-def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> int:
+def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet: bool = False) -> int:
     """Run the job, and return its exit code.
 
     Parameters
@@ -58,11 +58,14 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> in
     config : str or path
         The TOML file.
     once : bool
-        Run one round. Otherwise a round runs every ``transactionCheckInterval``, until SIGTERM or SIGINT.
+        Run one round; the code is 1 when it had a problem, or quarantined something. Otherwise a round runs every
+        ``transactionCheckInterval``, until SIGTERM or SIGINT.
     as_json : bool
         Print each round's report as a line of JSON instead of a sentence.
+    quiet : bool
+        Say nothing while all is well.
     """
-    _log_to_stderr()
+    _log_to_stderr(logging.WARNING if quiet else logging.INFO)
     try:
         settings = JobSettings.load(config)
         _see_working_folder()
@@ -88,7 +91,8 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> in
         write_metrics()
         words = f"{report.started_at:%Y-%m-%d %H:%M:%S}Z {as_commands(str(report))}"
         line = json.dumps(report.to_dict()) if as_json else words
-        print(line, flush=True)
+        if not (quiet and report.ok and not report.quarantined):
+            print(line, flush=True)
         if once:
             stop.set()
 
@@ -110,9 +114,10 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False) -> in
         _say_error(problem)
         return BAD_CONFIGURATION
     service.log.close()
-    if once and not (reports and reports[-1].ok and _all_answered(reports[-1], settings.elsewhere)):
-        return PROBLEMS
-    return OK
+    if not once:
+        return OK
+    well = bool(reports) and reports[-1].ok and not reports[-1].quarantined
+    return OK if well and _all_answered(reports[-1], settings.elsewhere) else PROBLEMS
 
 
 def _metrics(settings: JobSettings, log: CommitLog, once: bool) -> AbstractContextManager[Callable[[], None]]:
@@ -153,7 +158,7 @@ def _work_once(worker: Draining | Maintainer) -> None:
         logger.warning("%s of %r failed: %s", what, worker.log, traceback_of(problem))
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr(level: int) -> None:
     as_json = json_handler()
     if as_json is not None:
         logging.basicConfig(level=logging.WARNING, handlers=[as_json])
@@ -166,7 +171,7 @@ def _log_to_stderr() -> None:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(formatter)
         logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("rmq_spark").setLevel(logging.INFO)
+    logging.getLogger("rmq_spark").setLevel(level)
 
 
 def _see_working_folder() -> None:
@@ -253,9 +258,10 @@ def main(
     ),
     once: Annotated[bool, typer.Option("--once", help="One round, for cron; exit code 1 on problems.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each round.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing while all is well.")] = False,
 ) -> None:
     """Settle the transactions that a crash left open: ask the listeners of their producer groups, and decide."""
-    raise typer.Exit(run_job(config, once, as_json))
+    raise typer.Exit(run_job(config, once, as_json, quiet))
 
 
 if __name__ == "__main__":

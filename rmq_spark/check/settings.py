@@ -48,6 +48,8 @@ else:  # pragma: no cover
     import tomli as tomllib
 
 EXECUTORS = ("auto", "true", "false")
+NEEDED = ("TXMQ_PATH", "TXMQ_LISTENERS")
+"""Variables of the environment with which no file is needed."""
 
 
 def _duration(value: object) -> float:
@@ -171,7 +173,7 @@ class JobSettings(BaseSettings):
         """
         # All may be in the environment, as in a container. A file that is named must be there.
         has_no_file = str(file) == NAME and not Path(file).exists()
-        values = {} if has_no_file and {"TXMQ_PATH", "TXMQ_LISTENERS"} <= os.environ.keys() else _read(Path(file))
+        values = {} if has_no_file and os.environ.keys() >= {*NEEDED} else _read(Path(file))
         try:
             return cls(**values)
         except ValidationError as problem:
@@ -242,9 +244,10 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        missing = [name for name in (*NEEDED, "TXMQ_LISTENER_MODULES") if name not in os.environ]
         raise ConfigError(
-            f"{file} does not exist: name the file with --config, make one with txmq init, or set TXMQ_PATH and "
-            "TXMQ_LISTENERS"
+            f"{file} does not exist: name the file with --config, make one with txmq init, or set "
+            f"{' and '.join(missing)}"
         ) from None
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{file} cannot be read: {problem}") from problem

@@ -168,13 +168,14 @@ def check(
     ),
     once: Annotated[bool, typer.Option("--once", help="One round, for cron; exit code 1 on problems.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each round.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing while all is well.")] = False,
 ) -> None:
     """Ask listeners what became of transactions that a crash left open, and settle them."""
     from rmq_spark.check.job import run_job
 
     if log_path is not None:
         os.environ["TXMQ_PATH"] = log_path
-    raise typer.Exit(run_job(config, once, as_json))
+    raise typer.Exit(run_job(config, once, as_json, quiet))
 
 
 @plainly

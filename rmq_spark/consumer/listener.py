@@ -178,8 +178,8 @@ def _is_success(status: object, kind: type[Enum]) -> bool:
 def tell_failed(group: str, queue: tuple[str, int], failed: int, of: int, reason: str | None) -> None:
     """Log that a message listener failed, with the first reason: who waits for retries must not wait in the dark."""
     logger.warning(
-        "message listener of group %r: %d of %d messages of topic %r, queue %d failed. What has a try left comes again, "
-        "the rest becomes dead letters. The first: %s",
+        "message listener of group %r: %d of %d messages of topic %r, queue %d failed. What has a try left comes "
+        "again, the rest becomes dead letters. The first: %s",
         group, failed, of, *queue, reason,
         extra={"consumer_group": group, "topic": queue[0], "queue_id": queue[1]},
     )  # fmt: skip

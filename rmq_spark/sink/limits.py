@@ -71,7 +71,7 @@ class _Pending(NamedTuple):
 class PendingGuard:
     """Refuses new half batches of a producer group of which too much is pending.
 
-    Programs that send at the same moment may go above the limit together, by one half batch each.
+    Threads and programs that send at the same moment may go above the limit together, by one half batch each.
 
     Parameters
     ----------

@@ -68,6 +68,24 @@ def test_once_settles_what_is_due_and_exits_with_zero(folder: Path) -> None:
     assert log.read("orders").num_rows == 4
 
 
+def test_a_quiet_round_speaks_only_of_what_somebody_should_see(folder: Path) -> None:
+    """Cron mails all that is printed: the line in the page on scripts mailed each minute."""
+    log = CommitLog.open(folder / "log")
+    prepare(log, 0)
+    assert run(folder, "--once", "--quiet") == (0, "", "")
+    assert log.read("orders").num_rows == 2
+    prepare(log, 2)  # its listener does not know
+    rounds = [run(folder, "--once", "--quiet", TXMQ_CHECK__TRANSACTION_CHECK_MAX="1") for _ in range(3)]
+    assert [code for code, _, _ in rounds] == [0, 1, 0]
+    said = [out for _, out, _ in rounds]
+    assert said[0] == said[2] == ""
+    assert "1 transaction (2 messages) quarantined" in said[1]
+    prepare(log, 3, group="billing")
+    code, _, err = run(folder, "--once", "--quiet")
+    assert code == 1
+    assert "nobody answers for billing" in err
+
+
 def test_a_group_that_nobody_answers_for_is_a_problem_and_one_that_another_job_has_is_none(folder: Path) -> None:
     log = CommitLog.open(folder / "log")
     prepare(log, 0, group="billing")

@@ -231,7 +231,8 @@ def test_no_file_is_needed_when_the_environment_names_log_and_listeners(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TXMQ_PATH", "log")
-    with pytest.raises(ConfigError, match=r"txmq\.toml does not exist: .* set TXMQ_PATH and TXMQ_LISTENERS"):
+    missing = "TXMQ_LISTENERS and TXMQ_LISTENER_MODULES"
+    with pytest.raises(ConfigError, match=rf"txmq\.toml does not exist: .* or set {missing}$"):
         JobSettings.load("txmq.toml")
     monkeypatch.setenv("TXMQ_LISTENERS", '{"order-service": "shop_orders:listener"}')
     assert JobSettings.load("txmq.toml").listeners == {"order-service": "shop_orders:listener"}
