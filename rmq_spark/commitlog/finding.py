@@ -154,10 +154,13 @@ def find_not_visible(log: ProtocolSteps, wanted: Wanted, limit: int) -> pa.Table
         chosen.setdefault(half_id, {}).setdefault(file_no, []).append(row_no)
     parts: list[pa.Table] = []
     for half_id, numbers in chosen.items():
+        if limit <= 0:
+            break
         with suppress(HalfBatchNotFoundError):  # it has left meanwhile
             record = log.half.get(half_id)
-            parts.append(_held(log, record, _rows_of(record, numbers), limit - sum(part.num_rows for part in parts)))
-    return pa.concat_tables(parts).slice(0, limit) if parts else FOUND_SCHEMA.empty_table()
+            parts.append(_held(log, record, _rows_of(record, numbers), limit))
+            limit -= parts[-1].num_rows
+    return pa.concat_tables(parts) if parts else FOUND_SCHEMA.empty_table()
 
 
 def _rows_of(record: HalfRecord, numbers: Mapping[int, Sequence[int]]) -> RowSet:

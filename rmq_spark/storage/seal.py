@@ -217,11 +217,14 @@ def taken_out_by_others(entry: bytes, table: str, version: int) -> str | None:
     """Return a sentence when an entry of a Delta log is another writer's, and removes rows: a RESTORE, a DELETE."""
     if ENTRY_SEAL.encode() in entry or b'"remove"' not in entry:
         return None
-    actions = [json.loads(line) for line in entry.splitlines() if line]
-    files = sum(a["remove"].get("dataChange", True) for a in actions if "remove" in a)
+    try:
+        actions = [json.loads(line) for line in entry.splitlines() if line]
+        files = sum(bool(a["remove"].get("dataChange", True)) for a in actions if "remove" in a)
+        does = next((a["commitInfo"].get("operation") for a in actions if "commitInfo" in a), None) or "change"
+    except (ValueError, TypeError, AttributeError, RecursionError):  # it is damaged: who needs it says so
+        return None
     if not files:
         return None
-    does = next((a["commitInfo"].get("operation") for a in actions if "commitInfo" in a), None) or "change"
     return (
         f"version {version} of table {table} is another writer's {does}, which took out {count_of(files, 'file')}: the "
         f"commit log has lost their rows. Nobody but rmq_spark may write to this table; {_RESTORE}"

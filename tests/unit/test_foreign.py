@@ -16,6 +16,7 @@ from rmq_spark.commitlog import drained
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.upkeep import MaintenanceReport
 from rmq_spark.errors import CorruptLogError
+from rmq_spark.storage.seal import taken_out_by_others
 from tests.half_batches import another, commit, let_leave, make_log, prepare, send
 
 
@@ -93,6 +94,24 @@ def test_a_restore_that_takes_rows_out_is_told(log: CommitLog, name: str, caplog
     assert [said for said in told if said.startswith(restored)]
     another(log).read("orders")
     assert any(restored in record.message and record.levelname == "ERROR" for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (b'{"commitInfo":{"operation":"DELETE"}}\n{"remove":{"path":"a"}}\n', "another writer's DELETE"),
+        (b'{"remove":{"path":"a","dataChange":true}}\n', "another writer's change"),
+        (b'{"commitInfo":{"operation":"OPTIMIZE"}}\n{"remove":{"path":"a","dataChange":false}}\n', None),
+        (b'{"commitInfo":{"txmq.seal":"7:0"}}\n{"remove":{"path":"a"}}\n', None),
+        (b'{"remove":{"path', None),
+        (b'{"remove":7}\n', None),
+        (b"7\n[" * 2000 + b'"remove"', None),
+    ],
+)
+def test_only_another_writers_removal_of_rows_is_told(entry: bytes, said: str | None) -> None:
+    told = taken_out_by_others(entry, "op", 7)
+    assert (said is None) == (told is None)
+    assert said is None or (told is not None and said in told)
 
 
 def test_an_older_list_of_op_is_no_deletion(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
