@@ -112,6 +112,7 @@ class PullConsumer:
         self._given: list[Take] = []  # given out, and not committed
         self._handing: tuple[Take, int] | None = None  # given out one by one, and the offset after the last given
         self._dropped = False
+        self._is_iterated = False
         self._ends: dict[Queue, int] = {}
         self._others: dict[Queue, int] = {}  # how far the group is, when it was looked at last
         self._others_at_s = 0.0
@@ -186,9 +187,22 @@ class PullConsumer:
         return found.messages if self._tables else list(messages_of(found.messages))
 
     def __iter__(self) -> Iterator[Any]:
-        """Give messages (``tables=True``: tables) one by one, and shut down at the end."""
-        self._begin()
+        """Give messages (``tables=True``: tables) one by one, and shut down at the end.
+
+        Raises
+        ------
+        ConsumeError
+            For a second iteration beside one that has not ended: each would count as consumed what the other was given.
+        """
+        with self.member.changed:
+            if self._is_iterated:
+                raise ConsumeError(
+                    "this consumer is iterated over already. Let one loop end before the next, and give each thread a "
+                    "consumer of its own"
+                )
+            self._is_iterated = True
         try:
+            self._begin()
             while True:
                 take = self._next_before(self._machine.monotonic() + POLL_TIMEOUT_S)
                 if take is not None:
@@ -196,6 +210,7 @@ class PullConsumer:
                 elif self._stop_at_end and self._is_at_end():
                     return
         finally:
+            self._is_iterated = False
             self.shutdown()
 
     def commit(self) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rmq_spark.errors import CheckpointMismatchError, OptionError
-from rmq_spark.redaction import cause_of
+from rmq_spark.redaction import cause_of, line_of
 from rmq_spark.storage.files import filesystem
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 QUERY_ID_PROPERTY = "sql.streaming.queryId"
 RUN_ID_PROPERTY = "spark.jobGroup.id"
+LOG_FILE = "txmq.log_id"
+"""In a query's checkpoint: the id of the commit log that it sends to."""
+
+_known_logs: set[tuple[str, str]] = set()  # checkpoints, and the ids of the logs that they say
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
         )
     import pyarrow.fs as pafs
 
-    fs, root = filesystem(location.replace("dbfs:/", "/dbfs/", 1), storage_options)
+    fs, root = _checkpoint_folder(location, storage_options)
     try:
         with fs.open_input_stream(f"{root}/metadata") as stream:
             query_id = json.loads(stream.readall())["id"]
@@ -167,6 +171,47 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
             f"checkpointLocation={location!r} cannot be read from Python ({type(problem).__name__}: {problem}): "
             "give the query's checkpointLocation, as a path that both Spark and Python reach"
         ) from cause_of(problem)
+
+
+def require_same_log(location: str, storage_options: Mapping[str, str] | None, log_id: str, log_path: str) -> None:
+    """Require that a query's earlier micro-batches went into this commit log: a file in the checkpoint says so.
+
+    A checkpoint without the file gets it. One that Python may not write to stays without.
+
+    Raises
+    ------
+    CheckpointMismatchError
+        When they went into another one: its messages would be missing here, and these there.
+    """
+    if (location, log_id) in _known_logs:
+        return
+    fs, root = _checkpoint_folder(location, storage_options)
+    file = f"{root}/{LOG_FILE}"
+    try:
+        with fs.open_input_stream(file) as stream:
+            found = stream.readall().decode(errors="replace").strip()
+    except OSError:
+        found = ""
+    if found and found != log_id:
+        raise CheckpointMismatchError(
+            f"the query's earlier batches went into commit log {found}, and {log_path} is commit log {log_id}: give "
+            "the sink the path of that one, or begin with a new checkpoint. If this log stands in that one's place, "
+            f"remove {LOG_FILE} from the checkpoint {location!r}"
+        )
+    if not found:
+        try:
+            with fs.open_output_stream(file) as stream:
+                stream.write(log_id.encode())
+        except OSError as problem:
+            logger.warning(
+                "the checkpoint %r cannot be written to, so nobody will notice when it is used with another commit "
+                "log: %s", location, line_of(problem),
+            )  # fmt: skip
+    _known_logs.add((location, log_id))
+
+
+def _checkpoint_folder(location: str, storage_options: Mapping[str, str] | None) -> tuple[Any, str]:
+    return filesystem(location.replace("dbfs:/", "/dbfs/", 1), storage_options)
 
 
 def _hash(offsets: bytes) -> str:

@@ -25,7 +25,7 @@ from rmq_spark.listener import TransactionListener
 from rmq_spark.logs import of_header
 from rmq_spark.message import require_app_id
 from rmq_spark.sink.frame import require_message_types, topics_for
-from rmq_spark.sink.identity import read_checkpoint
+from rmq_spark.sink.identity import read_checkpoint, require_same_log
 from rmq_spark.sink.limits import PendingGuard
 from rmq_spark.sink.settings import SinkSettings
 from rmq_spark.sink.spark_socket import acknowledge_at_once
@@ -67,6 +67,7 @@ class _Writer:
             listener = self.settings.listener()
             topics = topics_for(log, schema.names, self.settings.topic)
             self.header = self._header(options, listener)
+            self._require_same_log(options, log)
             self.replayed = self._was_prepared(log)
             if not self.replayed:  # here, so that executors write nothing that is refused
                 PendingGuard(log, self.settings.pending_limits).require_room(self.header.producer_group)
@@ -77,6 +78,9 @@ class _Writer:
 
     def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
         raise NotImplementedError
+
+    def _require_same_log(self, options: Options, log: CommitLog) -> None:
+        pass
 
     def _was_prepared(self, log: CommitLog) -> bool:
         """Return True for a replay: the log has its messages, and executors need not write them again."""
@@ -185,6 +189,9 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
         checkpoint = read_checkpoint(options.get("checkpointLocation"), options.storage_options)
         app_id = require_app_id(options.get("appId") or checkpoint.query_id)
         return self._make_header(app_id, checkpoint.batch_id, checkpoint.query_id, checkpoint.input_hash, listener)
+
+    def _require_same_log(self, options: Options, log: CommitLog) -> None:
+        require_same_log(options.get("checkpointLocation") or "", options.storage_options, log.id, log.path)
 
     def _require_same_batch(self, context: Any) -> None:
         running = context.getLocalProperty(BATCH_ID_PROPERTY) if context is not None else None

@@ -141,6 +141,19 @@ def test_a_checkpoint_restored_from_an_older_copy_is_refused(log, numbers, tmp_p
     assert bodies(log) == list(range(20))
 
 
+def test_the_checkpoint_of_another_commit_log_is_refused(log, numbers, tmp_path):
+    """It went on there: what it sent was missing in the first log for ever, and nobody said a word."""
+    other = txmq.CommitLog.create(tmp_path / "other log")
+    other.create_topic("orders")
+    send(numbers(1).drop("k"), log, tmp_path / "cp")
+    with pytest.raises(Exception, match=rf"(?s)CheckpointMismatchError.*went into commit log {log.id}.*is commit log"):
+        send(numbers(1).drop("k"), other, tmp_path / "cp")
+    assert bodies(other) == []
+    (tmp_path / "cp" / "txmq.log_id").unlink()
+    send(numbers(1).drop("k"), other, tmp_path / "cp")
+    assert (bodies(log), bodies(other)) == (list(range(10)), list(range(10, 30)))
+
+
 # ---------------------------------------------------------------- batch writes
 def write(frame: DataFrame, log: txmq.CommitLog, mode: str = "append", **options: str) -> None:
     defaults = {"path": log.path, "topic": "orders", "producerGroup": "shop", "transactionListener": "none"}

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from rmq_spark.errors import CheckpointMismatchError, OptionError
-from rmq_spark.sink.identity import Identity, identity_of
+from rmq_spark.sink import identity
+from rmq_spark.sink.identity import Identity, identity_of, require_same_log
 
 HIDDEN: Any = SimpleNamespace(sparkSession=None)
 """A micro-batch over Spark Connect: its session has no context to ask."""
@@ -53,6 +54,27 @@ def test_the_checkpoint_of_another_query_is_refused(checkpoint: Path) -> None:
 def test_a_checkpoint_that_stands_at_another_batch_is_refused(checkpoint: Path, batch_id: int) -> None:
     with pytest.raises(CheckpointMismatchError, match=rf"runs batch {batch_id}.* is 8.*another query's"):
         identity_of(HIDDEN, batch_id, str(checkpoint), None, "consume")
+
+
+def test_a_checkpoint_belongs_to_one_commit_log(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sink with another path went on there: what it sent was missing in the first log, and nobody said so."""
+    for _ in range(2):
+        require_same_log(str(checkpoint), None, "one", "a/log")
+        monkeypatch.setattr(identity, "_known_logs", set())  # as in another process
+    assert (checkpoint / identity.LOG_FILE).read_text() == "one"
+    with pytest.raises(CheckpointMismatchError, match=r"went into commit log one, and b/log is commit log two"):
+        require_same_log(str(checkpoint), None, "two", "b/log")
+    (checkpoint / identity.LOG_FILE).write_text("")  # a crash while it was written
+    require_same_log(str(checkpoint), None, "two", "b/log")
+    assert (checkpoint / identity.LOG_FILE).read_text() == "two"
+
+
+def test_a_checkpoint_that_cannot_be_written_to_stays_without(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (checkpoint / identity.LOG_FILE).mkdir()
+    require_same_log(str(checkpoint), None, "one", "a/log")
+    assert "cannot be written to" in caplog.text
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:

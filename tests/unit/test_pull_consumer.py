@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,30 @@ def test_the_message_over_which_a_script_dies_comes_again(log: CommitLog) -> Non
         dies()
     assert log.groups.positions("report")[QUEUE] == 2
     assert bodies(list(txmq.PullConsumer(log, "report", "orders", stop_at_end=True))) == ["c", "d"]
+
+
+@pytest.mark.parametrize("beside", ["zip", "nested", "a thread"])
+def test_a_second_iteration_beside_the_first_is_refused_and_nothing_is_lost(log: CommitLog, beside: str) -> None:
+    """Each counted as consumed what the other was given: of 60 messages 20 were given to nobody; a nested loop hung."""
+    send(log, "abcdefgh", queue_id=[0, 1] * 4)
+    consumer = txmq.PullConsumer(log, "report", "orders", stop_at_end=True)
+    seen: list[bytes] = []
+
+    def both() -> None:
+        if beside == "zip":
+            seen.extend(message.body for pair in zip(consumer, consumer, strict=True) for message in pair)
+        for message in consumer:
+            seen.append(message.body)
+            if beside == "nested":
+                list(consumer)
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(list, consumer).result(timeout=30)
+
+    with pytest.raises(txmq.errors.ConsumeError, match="iterated over already"):
+        both()
+    consumer.shutdown()
+    rest = [message.body for message in txmq.PullConsumer(log, "report", "orders", stop_at_end=True)]
+    assert sorted({*seen, *rest}) == [letter.encode() for letter in "abcdefgh"]
 
 
 def test_what_is_not_committed_comes_again(log: CommitLog) -> None:
