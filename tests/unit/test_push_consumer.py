@@ -387,7 +387,7 @@ def test_a_listener_that_raises_is_told_at_once(mode: str, caplog: pytest.LogCap
         go_on(consumer)
     told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("message listener of group 'points'")]
     assert told
-    assert "the first: RuntimeError: postgresql://" in told[0]
+    assert "The first: RuntimeError: postgresql://" in told[0]
     assert "hush" not in caplog.text
 
 

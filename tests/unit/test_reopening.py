@@ -16,7 +16,15 @@ from pyspark.sql.types import StringType, StructField, StructType
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA, Who
 from rmq_spark.config import Options
-from rmq_spark.errors import CorruptLogError, NotACommitLogError, StorageError, TxmqError, UnreachableStoreError
+from rmq_spark.errors import (
+    CheckpointMismatchError,
+    CorruptLogError,
+    NotACommitLogError,
+    StorageError,
+    TxmqError,
+    UnreachableStoreError,
+)
+from rmq_spark.sink.identity import LOG_FILE
 from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
 from rmq_spark.sink.writers import TxmqStreamWriter, kept_log
 from rmq_spark.storage.table import DeltaLogTable
@@ -123,6 +131,9 @@ def test_a_replay_does_not_end_well_in_a_log_that_was_made_anew_meanwhile(folder
         assert log.last_batch_id("a-query") is None
     shutil.rmtree(folder)
     CommitLog.create(folder).create_topic("orders", 1)
+    with pytest.raises(CheckpointMismatchError, match="earlier batches went into commit log"):
+        write()
+    (checkpoint / LOG_FILE).unlink()
     writer, staged = write()  # this process knew the log before
     writer.commit(staged, 0)
     assert CommitLog.open(folder).read("orders").num_rows == 1
