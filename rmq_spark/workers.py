@@ -31,7 +31,7 @@ def require_importable(spark: SparkSession) -> None:
 
 def is_this_python(program: str) -> bool:
     """Whether a program is the Python that runs this. In a virtual environment ``python3`` is a link to ``python``
-    beside it; the Python that they both lead to lies elsewhere, and has not the environment's packages."""
+    beside it. Both lead to a Python elsewhere, which does not have the environment's packages."""
     here, there = Path(sys.executable), Path(os.path.abspath(program))
     return there == here or (there.parent == here.parent and there.samefile(here))
 

@@ -14,8 +14,8 @@ OPEN_FILES = "/proc/self/fd"
 def acknowledge_at_once() -> None:
     """Tell Spark at once that what it has sent is here: a small micro-batch ends 25 ms sooner.
 
-    Spark sends a task's command, and then its rows. The kernel on its side holds the rows until the command is
-    acknowledged, and the kernel on ours waits up to 40 ms with that, for an answer that could carry it::
+    Spark sends a task's command, and then its rows. Spark's kernel holds the rows until the command is acknowledged.
+    The worker's kernel delays that by up to 40 ms, for an answer might carry it::
 
         Spark    command ─▶                      rows ─▶
         worker             (says nothing, 40 ms) ◀─ got it
