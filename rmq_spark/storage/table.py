@@ -72,6 +72,8 @@ COMMIT_TRIES_MAX = 200
 """Lost races before a commit gives up. After each the writer waits for a random time. Its upper limit doubles each
 time, up to BACKOFF_S_MAX."""
 UNEXPECTED_ERRORS_MAX = 3
+LISTS_MAX = 3
+"""How often a Delta log is listed when an entry that it had is gone before it is read."""
 STAGED_UNSEEN_S = 60.0
 """Seconds for which a file counts as there after it was written or looked at. A VACUUM that keeps files of this age
 does not remove it. A VACUUM with a shorter retention can remove it between any look and the commit; the look after the
@@ -528,8 +530,7 @@ class DeltaLogTable:
     def _open(self) -> DeltaTable:
         require_no_fork()
         try:
-            with asking(self._uri, self._storage_options):
-                table = DeltaTable(self._uri, storage_options=self._storage_options or None)
+            table = self._loaded()
         except TableNotFoundError as problem:
             said = f"no Delta table {self.name!r} at {self._uri}: is it a commit log?"
             raise NotACommitLogError(said) from cause_of(problem)
@@ -555,6 +556,19 @@ class DeltaLogTable:
         self._require_same(table)
         self._note_newest(int(table.version()), self._entry(int(table.version())))
         return table
+
+    def _loaded(self) -> DeltaTable:
+        """Read the Delta log. Upkeep removes old entries of it, and may do so after this process listed them and before
+        it read them, when the process was paused in between. Then it lists them again."""
+        for lists in range(LISTS_MAX):
+            try:
+                with asking(self._uri, self._storage_options):
+                    return DeltaTable(self._uri, storage_options=self._storage_options or None)
+            except DeltaError as problem:
+                gone = not isinstance(problem, TableNotFoundError) and "not found" in str(problem).lower()
+                if not gone or lists == LISTS_MAX - 1:
+                    raise
+        raise AssertionError
 
     def _require_same(self, table: DeltaTable) -> None:
         """Raise when the table is not the one that this handle knew: its answers would contradict earlier ones."""

@@ -307,3 +307,31 @@ def test_a_seeded_bug_is_noticed(
     monkeypatch.setattr(DeltaLogTable, method, bug)
     with pytest.raises((AssertionError, TxmqError, pytest.fail.Exception)):
         story(folder)
+
+
+def test_an_entry_that_upkeep_removes_while_a_paused_process_opens_the_table_is_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that slept between listing a Delta log and reading it said once that the log was corrupt."""
+    from deltalake import DeltaTable
+    from deltalake.exceptions import DeltaError
+
+    listed: list[str] = []
+
+    def paused(uri: str, **more: Any) -> DeltaTable:
+        listed.append(uri)
+        if len(listed) < 3:
+            raise DeltaError("Object at location op/_delta_log/00000000000000000001.json not found: No such file")
+        return DeltaTable(uri, **more)
+
+    log = CommitLog.open(folder)
+    before = bodies(log)
+    log.op._lose()
+    monkeypatch.setattr("rmq_spark.storage.table.DeltaTable", paused)
+    assert bodies(log) == before
+    assert listed == [listed[0]] * 3
+    listed.clear()
+    monkeypatch.setattr("rmq_spark.storage.table.LISTS_MAX", 2)
+    log.op._lose()
+    with pytest.raises(CorruptLogError, match="cannot be read any more"):
+        bodies(log)
