@@ -125,7 +125,8 @@ class ConsumerGroup:
         queues = [(t, q) for t in names for q in range(queues_of.get(t, 0))]
         firsts = self.log.firsts()
         start = {queue: known[queue]["next_offset"] if queue in known else firsts.get(queue, 0) for queue in queues}
-        since = waiting_since(self.log, {q: n for q, n in start.items() if n < tails.get(q, 0)})
+        left = {queue: max(offset, firsts.get(queue, 0)) for queue, offset in start.items()}  # what expired is not
+        since = waiting_since(self.log, {q: n for q, n in left.items() if n < tails.get(q, 0)})
         now = self.log.machine.now()
         return [
             {
@@ -134,7 +135,7 @@ class ConsumerGroup:
                 "queue_id": queue[1],
                 "next_offset": start[queue],
                 "end_offset": tails.get(queue, 0),
-                "lag": max(0, tails.get(queue, 0) - start[queue]),
+                "lag": max(0, tails.get(queue, 0) - left[queue]),
                 "lag_seconds": max(0.0, (now - since[queue]).total_seconds()) if queue in since else 0.0,
             }
             for queue in queues

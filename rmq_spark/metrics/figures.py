@@ -360,8 +360,8 @@ class LogWatch:
     ) -> dict[tuple[str, str], Lag]:
         rows = seen.log.groups.rows().select(["consumer_group", "topic", "queue_id", "next_offset"]).to_pylist()
         known = {(r["consumer_group"], r["topic"], r["queue_id"]): int(r["next_offset"]) for r in rows}
-        at = {
-            (group, (topic, queue_id)): known.get((group, topic, queue_id), firsts.get((topic, queue_id), 0))
+        at = {  # what expired is in nobody's lag
+            (group, (topic, queue_id)): max(known.get((group, topic, queue_id), 0), firsts.get((topic, queue_id), 0))
             for group, topic in dict.fromkeys((r["consumer_group"], r["topic"]) for r in rows)
             for queue_id in range(topics.get(topic, 0))
         }

@@ -14,7 +14,9 @@ from rmq_spark.commitlog import log as log_module
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.expiring import Expirer
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import OffsetOutOfRangeError, OptionError, TopicExistsError, TopicNotFoundError
+from rmq_spark.metrics.figures import LogWatch
 from tests.half_batches import another, commit, let_leave, make_log, send
 
 
@@ -176,3 +178,18 @@ def test_a_read_from_an_offset_that_is_gone_is_told(log: CommitLog) -> None:
     assert let_leave(log).files_expired == 1
     with pytest.raises(OffsetOutOfRangeError, match="queue 0"):
         log.read("orders", start={0: 0, 1: 0})
+
+
+def test_what_has_expired_is_in_no_group_s_lag(log: CommitLog) -> None:
+    """A group that stood before the first message that is left was behind by messages that nobody can read."""
+    log.groups.set("points", {("orders", 0): 1, ("orders", 1): 0}, "test")
+    send_and_drain(log, "old")
+    log.topic_store.set_retention("orders", 0.0)
+    assert let_leave(log).files_expired == 1
+    log.set_retention("orders", None)
+    assert ConsumerGroup(log, "points").lag()["lag"].to_pylist() == [0, 0]
+    send_and_drain(log, "new", 2)
+    behind = ConsumerGroup(log, "points").lag()
+    assert behind["lag"].to_pylist() == [1, 1]
+    assert behind["next_offset"].to_pylist() == [1, 0]
+    assert LogWatch(log).look().lags["points", "orders"].messages == 2
