@@ -187,7 +187,12 @@ def tell_failed(group: str, queue: tuple[str, int], failed: int, of: int, reason
 
 def _answer(status: Status | None, kind: type[Enum], reason: str | None = None) -> tuple[bool, str | None]:
     consumed = _is_success(status, kind)
-    return consumed, reason if consumed or reason else f"the listener returned {getattr(status, 'name', status)}"
+    if consumed or reason:
+        return consumed, reason
+    if status is None:
+        success = CONSUME_SUCCESS if kind is ConsumeConcurrentlyStatus else SUCCESS
+        return False, f"the listener returned None: {success.name} is expected of what is done"
+    return False, f"the listener returned {getattr(status, 'name', status)}"
 
 
 def reason_of(problem: Exception) -> str:
