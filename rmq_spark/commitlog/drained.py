@@ -43,6 +43,7 @@ Queue = tuple[str, int]
 
 ODD_LOOKS = 5
 """Looks at the lists of both tables before a row that is too many or too few is told. The pauses take 0.75 s in all."""
+HOW_TO_MEND = "RESTORE it to the version before that (its history says who wrote what), or restore it from a copy"
 RUNS_KEPT = 100_000
 """Runs of offsets in files of ``messages`` that are kept in memory."""
 
@@ -163,7 +164,7 @@ class Drained:
         placed = f"{most}" if least == most else f"{most}, of which {least} have not expired"
         return (
             f"table messages has {rows} rows, and op placed {placed}, up to version {self.position}: somebody "
-            f"{'wrote to' if rows > most else 'deleted from'} it. Restore it from a copy"
+            f"{'wrote to' if rows > most else 'deleted from'} it. {HOW_TO_MEND}"
         )
 
     def _odd_offsets(self, border: Mapping[Queue, int]) -> str | None:
@@ -177,12 +178,12 @@ class Drained:
             try:
                 _, missing = self.ranges(queue, self._log.firsts(refresh=False).get(queue, 0), end)
             except CorruptLogError as twice:
-                return f"table messages was changed by another writer: {twice}. Restore it from a copy"
+                return f"table messages was changed by another writer: {twice}. {HOW_TO_MEND}"
             if missing:
                 first, after = missing[0]
                 return (
                     f"table messages was changed by another writer: it lacks the offsets {first} to {after - 1} of "
-                    f"queue {queue[1]} of topic {queue[0]!r}. Restore it from a copy"
+                    f"queue {queue[1]} of topic {queue[0]!r}. {HOW_TO_MEND}"
                 )
         self._known_others = others
         return None

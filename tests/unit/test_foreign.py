@@ -62,6 +62,27 @@ def test_rows_that_somebody_adds_to_messages_are_told(log: CommitLog) -> None:
             upkeep()
 
 
+def test_an_optimize_that_doubles_what_upkeep_merged_is_told_and_a_restore_mends_it(
+    log: CommitLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    """delta-rs commits a plan of OPTIMIZE although upkeep has merged the same files since."""
+    for key in "abcdefghij":
+        log.drain()
+        commit(log, send(log, key))
+    log.drain()
+    before = log.read("orders")
+    theirs = DeltaTable(f"{log.path}/messages")
+    assert let_leave(log).files_merged
+    theirs.optimize.compact()
+    with pytest.raises(CorruptLogError, match=r"somebody wrote to it\. RESTORE it to the version before that"):
+        log.drain()
+    theirs.restore(DeltaTable(f"{log.path}/messages").version() - 1)
+    log.drain()
+    log.maintain()
+    assert another(log).read("orders").equals(before)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 @pytest.mark.parametrize("change", ["twice", "moved", "another queue"])
 def test_as_many_rows_with_other_offsets_are_told(log: CommitLog, change: str) -> None:
     """The number of rows was right, and upkeep let the messages leave that the table had lost."""
