@@ -22,6 +22,8 @@ from rmq_spark.errors import OptionError
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from rmq_spark.commitlog.log import CommitLog
+
 READ_LIMIT = 20
 FOLLOWED_EVERY = "1s"
 SHOWN_COLUMNS = ["queue_id", "queue_offset", "tags", "keys", "body", "commit_timestamp"]
@@ -90,9 +92,18 @@ def read(
         _print_json(table)
         return
     rows = [{**row, "body": short(row["body"])} for row in table.select(SHOWN_COLUMNS).to_pylist()]
-    show(rows, False, f"topic {topic} has no messages here", spare=["commit_timestamp"])
+    show(rows, False, "" if rows else _nothing(log, topic), spare=["commit_timestamp"])
     if last is None and limit is None and len(rows) == READ_LIMIT:
         typer.secho(f"stopped at {READ_LIMIT}: --limit N shows more, --last N the newest", dim=True, err=True)
+
+
+def _nothing(log: CommitLog, topic: str) -> str:
+    """Say that nothing is to be seen, and what is there and cannot be seen yet."""
+    hidden = [counts for (name, _), counts in log.open_messages().items() if name == topic]
+    pending, waiting = (sum(counts) for counts in zip(*hidden, strict=True)) if hidden else (0, 0)
+    told = [f"{pending:,} pending (txmq pending)"] if pending else []
+    told += [f"{waiting:,} waiting for their time or their turn"] if waiting else []
+    return f"topic {topic} has no messages here{': ' if told else ''}{', '.join(told)}"
 
 
 def _follow(choice: Any, last: int | None, start: dict[int, int] | None, interval: float, as_json: bool) -> None:

@@ -124,6 +124,17 @@ def committed_since(log: CommitLog, now: datetime) -> dict[str, dict[str, int]]:
     return found
 
 
+def expiring(log: CommitLog, topic: str, retention_s: float) -> int:
+    """Return how many messages of a topic go at the next upkeep with this retention: those of whole files that are
+    older."""
+    log.drained.newest_border()
+    actions = log.messages_table.actions()
+    before = log.machine.now() - timedelta(seconds=retention_s)
+    last = actions["max.commit_timestamp"]
+    goes = pc.and_(pc.equal(actions["min.topic"], topic), pc.less(last, pa.scalar(before, last.type)))
+    return int(pc.sum(actions.filter(goes)["num_records"]).as_py() or 0)
+
+
 def _drained_within(log: CommitLog, now: datetime) -> Iterator[tuple[str, str, int]]:
     """Yield names of windows, topics, and how many messages of a file were committed then."""
     table = log.messages_table

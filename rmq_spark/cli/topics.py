@@ -62,10 +62,17 @@ def set_topic(
     storage: Storage = None,
 ) -> None:
     """Change how long messages of a topic are kept."""
+    from rmq_spark.cli.overview import expiring
+
     log = open_log(path, storage)
     log.set_retention(name, None if retention == FOREVER else retention)
     words = "for ever" if retention == FOREVER else f"for {retention}"
-    say(as_json, {"topic": name, "retention_s": log.retentions()[name]}, f"messages of topic {name} are kept {words}")
+    kept_s = log.retentions()[name]
+    going = 0 if kept_s is None else expiring(log, name, kept_s)
+    if going:
+        words += f": {count_of(going, 'message')} older than that will go at the next upkeep"
+    row = {"topic": name, "retention_s": kept_s, "expiring": going}
+    say(as_json, row, f"messages of topic {name} are kept {words}")
 
 
 @topic_app.command("list")

@@ -120,7 +120,11 @@ def _told(found: Trace, advice: str | None) -> str:
 
 
 def _what(found: Trace, event: TraceEvent) -> str:
-    parts = [f"{p.topic} {p.queue_id}={_offsets(p.first_offset, p.last_offset)}" for p in event.places[:PLACES_SHOWN]]
+    if event.kind == "conflict" and event.verdict:
+        return f"{event.verdict} came too late"
+    parts = [
+        f"{p.topic} queue {p.queue_id}, {_offsets(p.first_offset, p.last_offset)}" for p in event.places[:PLACES_SHOWN]
+    ]
     if len(event.places) > PLACES_SHOWN:
         parts.append(f"and {len(event.places) - PLACES_SHOWN} more (--json has all)")
     if event.kind == "prepared":
@@ -136,7 +140,7 @@ def _what(found: Trace, event: TraceEvent) -> str:
 
 
 def _offsets(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
+    return f"offset {first}" if first == last else f"offsets {first}-{last}"
 
 
 def _advice(found: Trace) -> str | None:

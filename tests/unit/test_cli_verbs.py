@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -25,6 +26,8 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import VerdictConflictError
+from rmq_spark.machine import Machine
+from rmq_spark.testing import InMemoryCommitLog
 from tests.commands import objects, txmq, words
 from tests.half_batches import commit, let_leave, pending, prepare, split
 
@@ -302,6 +305,27 @@ def test_trace_of_a_key_says_which_ids_there_are_and_who_finds_keys(log: CommitL
 
 
 # ---------------------------------------------------------------- topics
+def test_a_shorter_retention_says_how_much_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    two_hours_late = Machine()
+    monkeypatch.setattr(two_hours_late, "time", lambda: time.time() - 7_200, raising=False)
+    log = InMemoryCommitLog(topics={"orders": 2, "bills": 1}, machine=two_hours_late)
+    for topic in ("orders", "bills"):
+        commit(log, prepare(log, 0 if topic == "orders" else 1, 3, topic=topic))
+    log.drain()
+    monkeypatch.undo()
+    commit(log, prepare(log, 2, 5))
+    log.drain()
+    monkeypatch.setattr("rmq_spark.cli.topics.open_log", lambda *_: log)
+    said = {kept: txmq("topic", "set", "memory:", "orders", "--retention", kept)[0] for kept in ("1h", "3h", "forever")}
+    assert said == {
+        "1h": "messages of topic orders are kept for 1h: 3 messages older than that will go at the next upkeep\n",
+        "3h": "messages of topic orders are kept for 3h\n",
+        "forever": "messages of topic orders are kept for ever\n",
+    }
+    (row,) = objects("topic", "set", "memory:", "orders", "--retention", "1h")
+    assert row == {"topic": "orders", "retention_s": 3600.0, "expiring": 3}
+
+
 def test_the_status_of_a_topic_has_its_offsets_messages_and_bytes(log: CommitLog) -> None:
     commit(log, orders(log, 0, 1, 2, 3))
     orders(log, 1, 5)
