@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +51,10 @@ else:  # pragma: no cover
 EXECUTORS = ("auto", "true", "false")
 NEEDED = ("TXMQ_PATH", "TXMQ_LISTENERS")
 """Variables of the environment with which no file is needed."""
+OTHER_VARIABLES = ("TXMQ_CONFIG", "TXMQ_DEBUG", "TXMQ_KAFKA", "TXMQ_LOG_FORMAT", "TXMQ_TESTS")
+"""Variables that are no settings of the check job. Those that begin with TXMQ_KAFKA are the relay's."""
+
+logger = logging.getLogger(__name__)
 
 
 def _duration(value: object) -> float:
@@ -124,6 +129,15 @@ class MetricsSettings(BaseModel):
         return self.port > 0 or self.textfile != ""
 
 
+def _warn_of_unknown_variables(known: Iterable[str]) -> None:
+    """Log the variables of the environment that look like a setting and are none: nobody reads them."""
+    names = [f"TXMQ_{name.upper()}" for name in known]
+    for variable in sorted(os.environ):
+        if variable.startswith("TXMQ_") and variable.partition("__")[0] not in (*names, *OTHER_VARIABLES):
+            hint = nearest(variable, names)
+            logger.warning("the environment's %s is no setting, and nobody reads it (%s)", variable, hint)
+
+
 class JobSettings(BaseSettings):
     """All settings of the check job.
 
@@ -173,15 +187,17 @@ class JobSettings(BaseSettings):
         """
         # All may be in the environment, as in a container. A file that is named must be there.
         has_no_file = str(file) == NAME and not Path(file).exists()
+        _warn_of_unknown_variables(cls.model_fields)
         values = {} if has_no_file and os.environ.keys() >= {*NEEDED} else _read(Path(file))
         try:
             return cls(**values)
         except ValidationError as problem:
             raise ConfigError("; ".join(_sentence(e, str(file)) for e in problem.errors(include_input=False))) from None
         except SettingsError as problem:
+            field = re.search(r'field "(\w+)"', str(problem))
             raise ConfigError(
-                f'a TXMQ_… variable of the environment is not JSON, such as TXMQ_LISTENERS=\'{{"group": '
-                f'"module:attribute"}}\': {problem}'
+                f"the environment's {f'TXMQ_{field[1].upper()}' if field else 'TXMQ_…'} is not JSON, such as "
+                'TXMQ_LISTENERS=\'{"group": "module:attribute"}\''
             ) from None
 
     # ------------------------------------------------------------------ what they stand for

@@ -93,7 +93,7 @@ def _settings(found: Configured) -> tuple[list[str] | None, float, Finding]:
         what = sentence_of(problem)
         return None, TRANSACTION_CHECK_INTERVAL_S, Finding("configuration", Level.WARNING, what, f"edit {found.file}")
     answered = [*settings.listeners, *settings.elsewhere]
-    what = f"{found.file}: {len(settings.listeners)} listeners, checks every "
+    what = f"{found.file}: {count_of(len(settings.listeners), 'listener')}, checks every "
     what += f"{settings.check.transaction_check_interval:g} s"
     return answered, settings.check.transaction_check_interval, Finding("configuration", Level.OK, what)
 

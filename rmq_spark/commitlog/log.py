@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 class CommitLog(ProtocolSteps):
     """A commit log. Make one with :meth:`create`, open one with :meth:`open`.
 
-    An object serves one process and any of its threads; processes forked after it was made must open their own.
+    An object serves one process and any of its threads. A fork (os.fork) of the process can use no log, and open none.
     """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:

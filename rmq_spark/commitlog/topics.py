@@ -159,7 +159,10 @@ class TopicStore:
 
 
 def _how_long(retention_s: float | None) -> str:
-    return "for ever" if retention_s is None else f"for {retention_s:g} seconds"
+    if retention_s is None:
+        return "for ever"
+    unit, length = next((u, n) for u, n in (("d", 86_400), ("h", 3_600), ("s", 1)) if retention_s % n == 0 or n == 1)
+    return f"for {retention_s / length:g}{unit}"
 
 
 def _kind(queues: int, fifo: bool) -> str:

@@ -27,7 +27,7 @@ from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import wait_until_drained
 from rmq_spark.commitlog.placements import PlacedRange, out_of_range
-from rmq_spark.config import named, require_time
+from rmq_spark.config import named, nearest, require_time
 from rmq_spark.errors import CorruptLogError, LostFileError, OffsetOutOfRangeError, OptionError
 from rmq_spark.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags
@@ -194,7 +194,11 @@ def _given(value: Where, name: str, word: str) -> str | datetime | Positions:
         return require_time(value, name)
     if isinstance(value, str):
         if value not in (EARLIEST, LATEST):
-            raise OptionError(f"{name}={value!r} is neither 'earliest' nor 'latest', nor a datetime, nor offsets")
+            hint = nearest(value, (EARLIEST, LATEST))
+            meant = f" ({hint})" if hint.startswith("did") else ""
+            raise OptionError(
+                f"{name}={value!r} is neither 'earliest' nor 'latest', nor a datetime, nor offsets{meant}"
+            )
         return value
     if not isinstance(value, Mapping) or not all(isinstance(queues, Mapping) for queues in value.values()):
         raise OptionError(f"{name}={value!r} is no mapping of offsets, such as {{'orders': {{0: 23, 1: 7}}}}")

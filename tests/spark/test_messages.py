@@ -179,7 +179,7 @@ def test_wrong_words_are_refused(spark: SparkSession, log: CommitLog) -> None:
     for wrong, error, words in (
         ({"topics": "order"}, txmq.errors.TopicNotFoundError, "orders"),
         ({"tags": "a", "selector": "b = 1"}, txmq.errors.OptionError, "contradict"),
-        ({"starting": "first"}, txmq.errors.OptionError, "earliest"),
+        ({"starting": "earlist"}, txmq.errors.OptionError, r"nor offsets \(did you mean .earliest.\?\)"),
         ({"starting": {"orders": 3}}, txmq.errors.OptionError, "no mapping"),
         ({"starting": {"orders": {0: 99, 1: 0}}, "topics": "orders"}, txmq.errors.OffsetOutOfRangeError, "99"),
     ):

@@ -209,7 +209,7 @@ def test_the_environment_goes_before_the_file(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("TXMQ_LISTENERS", "{not json", "is not JSON"),
+        ("TXMQ_LISTENERS", "{not json", "the environment's TXMQ_LISTENERS is not JSON, such as"),
         ("TXMQ_CHECK__TRANSACTION_TIMEOUT", "9", "check.transactionTimeout='9' is not a duration"),
         ("TXMQ_CHECK__TRANSACTION_TIMOUT", "9s", "did you mean 'transaction_timeout'?"),
         ("TXMQ_DRAIN__EVRY", "9s", "did you mean 'every'?"),
@@ -224,6 +224,21 @@ def test_an_environment_that_cannot_be_used_is_named(
     with pytest.raises(ConfigError) as problem:
         JobSettings.load(write(tmp_path))
     assert words in str(problem.value)
+
+
+def test_a_variable_that_nobody_reads_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TXMQ_PATHS", "elsewhere")
+    monkeypatch.setenv("TXMQ_STORAGE_AWS_REGION", "eu")
+    monkeypatch.setenv("TXMQ_STORAGE__AWS_REGION", "eu")
+    monkeypatch.setenv("TXMQ_CONFIG", "txmq.toml")
+    monkeypatch.setenv("TXMQ_KAFKA__LINGER_MS", "5")
+    JobSettings.load(write(tmp_path))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the environment's TXMQ_PATHS is no setting, and nobody reads it (did you mean 'TXMQ_PATH'?)",
+        "the environment's TXMQ_STORAGE_AWS_REGION is no setting, and nobody reads it (did you mean 'TXMQ_STORAGE'?)",
+    ]
 
 
 def test_no_file_is_needed_when_the_environment_names_log_and_listeners(
