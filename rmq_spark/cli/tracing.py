@@ -154,8 +154,10 @@ def _advice(found: Trace) -> str | None:
             f"txmq resolve {at}{found.half_id} COMMIT|ROLLBACK --reason …"
         )
     if found.outcome.get("pending") and found.lease_until is None:
+        asked = any(event.kind == "checked" for event in found.events)
+        nobody = "" if asked else "no check has left an answer yet: when one failed, the checker's log says why\n"
         return (
-            f"a check asks the listener of {found.producer_group}: txmq check --once; or decide yourself: "
+            f"{nobody}a check asks the listener of {found.producer_group}: txmq check --once; or decide yourself: "
             f"txmq resolve {at}{found.half_id} COMMIT|ROLLBACK --reason …"
         )
     return None
