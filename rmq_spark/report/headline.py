@@ -34,15 +34,15 @@ def _to_act(figures: Figures) -> Iterator[Finding]:
             f"{count_of(count, 'half batch').capitalize()} {have(count)} two verdicts that contradict each other.",
             "Look at them with txmq conflicts, find out which verdict is true, and settle each with txmq resolve.",
         )
+    yield from _old_pending(figures)
     if count := len(figures.quarantined):
         yield Finding(
             "quarantined",
-            Level.CRITICAL,
+            Level.WARNING,
             f"{count_of(count, 'half batch').capitalize()} {are(count)} quarantined: checks gave up, and nobody sees "
             "the messages.",
             "Look at them with txmq quarantined; then txmq resume lets checks go on, and txmq resolve decides.",
         )
-    yield from _old_pending(figures)
 
 
 def _old_pending(figures: Figures) -> Iterator[Finding]:
@@ -88,7 +88,7 @@ def _to_watch(figures: Figures) -> Iterator[Finding]:
             Level.WARNING,
             f"Consumer group {group['group']} is behind by {count_of(group['messages'], 'message')}, the oldest of "
             f"them committed {duration(group['seconds'])} ago.",
-            "See that its consumers run and keep up: txmq group lag shows each queue.",
+            f"See that its consumers run and keep up: txmq group lag {group['group']} shows each queue.",
         )
     if figures.undrained_s > UNDRAINED_S_MAX:
         yield Finding(

@@ -240,7 +240,7 @@ def behind(seconds: float) -> pa.Table:
     [
         ({}, Level.OK, "This commit log is new: it has no topic yet. Make one with txmq topic create."),
         ({"conflicts": ("a:1", "a:2")}, Level.CRITICAL, "2 half batches have two verdicts"),
-        ({"quarantined": ("a:1",)}, Level.CRITICAL, "1 half batch is quarantined"),
+        ({"quarantined": ("a:1",)}, Level.WARNING, "1 half batch is quarantined"),
         ({"conflicts": ("a:1",), "quarantined": ("a:1",)}, Level.CRITICAL, "1 half batch has two verdicts"),
         (
             {"pending": pending(900)},
