@@ -407,14 +407,21 @@ def _placed_events(visible: pa.Table) -> Iterator[TraceEvent]:
 def _events(rows: pa.Table, chosen: Chosen | None, every: int | None) -> Iterator[TraceEvent]:
     """What op rows say of the chosen messages: an event for those of a commit that say the same."""
     found: dict[tuple[Any, ...], tuple[int, list[TracePlace]]] = {}
+    conflicts: set[OpRow] = set()  # a mark repeats those that are open
     for read in rows.to_pylist():
         row = OpRow.of(read)
         count, places = _named(row, chosen, every)
         if chosen is not None and not count and row.kind not in (Kind.LEASE, Kind.ARCHIVED):
             continue
         kind = _OF_KIND[row.kind]
-        if row.kind is Kind.CONFLICT and row.attempt is None:
-            kind = TraceKind.RESOLVED
+        if row.kind is Kind.CONFLICT:
+            said_once = replace(row, op_time=None)
+            if row.attempt is None:
+                kind = TraceKind.RESOLVED
+                conflicts.clear()
+            elif said_once in conflicts:
+                continue
+            conflicts.add(said_once)
         who = None if row.decided_by is None else str(row.decided_by)
         said = (read["version"], row.op_time, kind, row.attempt, who, row.reason, row.until, row.verdict)
         before, more = found.get(said, (0, []))

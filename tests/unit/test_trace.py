@@ -103,6 +103,10 @@ def test_a_conflict_and_the_person_who_resolved_it_are_told(log: CommitLog) -> N
     found = log.trace("app:1:1")
     assert found.in_conflict
     assert (kinds(found)[-1], found.events[-1].verdict) == ("conflict", str(COMMIT_MESSAGE))
+    for other in (2, 3):  # each mark repeats an open conflict, which was told as one more late verdict
+        commit(log, prepare(log, other))
+        log.move_mark()
+    assert log.trace("app:1:1").events == found.events
     log.resolve("app:1", ROLLBACK_MESSAGE, "the shop says no")
     found = log.trace("app:1:1")
     assert not found.in_conflict
