@@ -1,4 +1,5 @@
-"""Hides secrets in text for people: credentials in URIs, storage options, and what a store's answer quotes."""
+"""Text for people: without secrets (credentials in URIs, storage options, what a store's answer quotes), and without
+characters that control a terminal."""
 
 from __future__ import annotations
 
@@ -41,14 +42,23 @@ _ORACLE = re.compile(
 )
 """Oracle's JDBC driver takes ``user/password@`` before the host."""
 _NAMED = re.compile(
-    r"\b(sig|signature|\w{0,40}(?:password|passwd|passphrase|pwd|secret|token|api_?key)|authorization"
+    r"\b(sig|signature|\w{0,40}(?:password|passwd|passphrase|pwd|secret|token)|authorization|(?:set-)?cookie"
+    r"|(?:\w{0,40}_|x-)?(?:account|api|(?:shared[_-]?)?access|private)[_-]?key|fs\.azure\.account\.key[\w.]{0,80}"
     r"|x-amz-(?:signature|credential|security-token)|(?:aws|azure|google)_\w{0,40}(?:key|token|secret|sas)\w{0,20})"
-    r"(['\"]?\s{0,3}=\s{0,3}|['\"]\s{0,3}:\s{0,3}|(?<=sig):\s{0,3}|(?<=authorization):\s{0,3}"
-    r"|(?<=password):\s{0,3})"
+    r"(['\"]?\s{0,3}=\s{0,3}|['\"]\s{0,3}:\s{0,3}"
+    r"|(?<=sig|pwd|key):\s{0,3}|(?<=token):\s{0,3}|(?<=cookie|passwd|secret):\s{0,3}|(?<=password):\s{0,3}"
+    r"|(?<=passphrase):\s{0,3}|(?<=authorization):\s{0,3})"
     r"('[^'\n]*'|\"[^\"\n]*\"|(?:bearer |basic |token )?[^\s&'\",;<>]+)",
     re.IGNORECASE,
 )
-_ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")
+_UNNAMED = re.compile(
+    r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b(?:[\s:,]{1,3}[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=]))?"
+    r"|\beyJ[\w-]{10,4000}\.[\w-]{10,4000}\.[\w-]{0,4000}"
+    r"|(?<=\b[Bb]asic )[A-Za-z0-9+/]{1,4000}[A-Z0-9][A-Za-z0-9+/]{0,4000}={0,2}|(?<=\b[Bb]earer )[\w.~+/-]{16,4000}=*"
+    r"|\bdapi[0-9a-f]{32}\b|\bgh[pousr]_\w{36,255}|\bgithub_pat_\w{22,255}"
+    r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[^-]{0,10000}(?:-----END [A-Z ]{0,40}PRIVATE KEY-----)?"
+)
+"""What is a secret by its look: AWS' keys, JSON web tokens, credentials of an HTTP header, tokens, private keys."""
 
 _seen: set[str] = set()
 """Secret values in the storage options that this process was given."""
@@ -86,7 +96,7 @@ def redacted(text: object) -> str:
     shown = _ORACLE.sub(rf"\1{HIDDEN}@", shown)
     shown = _URI_WITH_PASSWORD.sub(rf"\1{HIDDEN}@", shown)
     shown = _NAMED.sub(rf"\1\2{HIDDEN}", shown)
-    return _ACCESS_KEY.sub(HIDDEN, shown)
+    return _UNNAMED.sub(HIDDEN, shown)
 
 
 def _redacted_uri(found: re.Match[str]) -> str:
@@ -99,6 +109,11 @@ def _redacted_uri(found: re.Match[str]) -> str:
     elif _HTTP.search(found[1]) and "@" in (host := re.match(r"[^/]*", rest)[0]):  # type: ignore[index]
         rest = f"{HIDDEN}{rest[host.rindex('@') :]}"  # a token in the place of a user
     return f"{found[1]}{rest}{query}{HIDDEN if query else ''}"
+
+
+def one_line(text: str) -> str:
+    """Return the text without line ends and control characters: what others sent must not control the terminal."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "�" for c in text)
 
 
 TEXT_CHARS_MAX = 10_000
@@ -130,10 +145,11 @@ def _is_library(file: str) -> bool:
 
 
 def sentence_of(problem: BaseException) -> str:
-    """The problem's kind and message, for a report."""
-    return f"{type(problem).__name__}: {redacted(problem)}" if str(problem) else type(problem).__name__
+    """The problem's kind and message on one line, for a report."""
+    return f"{type(problem).__name__}: {one_line(redacted(problem))}" if str(problem) else type(problem).__name__
 
 
 def traceback_of(problem: BaseException) -> str:
-    """Return the problem's traceback for a log, without secrets."""
-    return redacted("".join(traceback.format_exception(problem))).rstrip()
+    """Return the problem's traceback for a log, without secrets and control characters."""
+    text = redacted("".join(traceback.format_exception(problem))).rstrip()
+    return "\n".join(one_line(line.expandtabs()) for line in text.splitlines())

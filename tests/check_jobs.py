@@ -16,7 +16,7 @@ class Orders(TransactionListener):
 
     def check_local_transaction(self, batch):
         if batch.batch_id == 1:
-            raise RuntimeError("the bank is closed")
+            raise RuntimeError("the bank\\nis \\x1b[31mclosed")
         return UNKNOWN if batch.batch_id == 2 else COMMIT_MESSAGE
 
 class Mail(TransactionCheckListener):

@@ -42,7 +42,7 @@ from rmq_spark.check.threads import running
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.listener import TransactionListener
 from rmq_spark.logs import json_handler
-from rmq_spark.redaction import redacted, traceback_of
+from rmq_spark.redaction import one_line, redacted, traceback_of
 
 OK, PROBLEMS, BAD_CONFIGURATION = 0, 1, 2
 APP_NAME = "txmq check"
@@ -92,7 +92,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
         words = f"{report.started_at:%Y-%m-%d %H:%M:%S}Z {as_commands(str(report))}"
         line = json.dumps(report.to_dict()) if as_json else words
         if not (quiet and report.ok and not report.quarantined):
-            print(line, flush=True)
+            print(line if as_json else one_line(line), flush=True)
         if once:
             stop.set()
 

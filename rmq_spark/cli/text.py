@@ -8,15 +8,11 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from rmq_spark.plurals import count_of
+from rmq_spark.redaction import one_line as one_line
 
 BODY_CHARS_SHOWN = 80
 _UNITS = (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1))
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def one_line(text: str) -> str:
-    """Return the text without line ends and control characters: what others sent must not control the terminal."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "�" for c in text)
 
 
 def escaped(text: str) -> str:

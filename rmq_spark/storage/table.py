@@ -39,6 +39,7 @@ from rmq_spark.errors import (
     NotACommitLogError,
     OptionError,
     TxmqError,
+    UnreachableStoreError,
 )
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.redaction import cause_of, redacted
@@ -46,6 +47,7 @@ from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.answers import asking, plainly
 from rmq_spark.storage.clock import StoreClock
 from rmq_spark.storage.files import DataFile, RowRange, filesystem, read_range, require_path, write_table
+from rmq_spark.storage.location import is_uri
 from rmq_spark.storage.pools import submitted
 from rmq_spark.storage.seal import (
     ENTRY_SEAL,
@@ -395,6 +397,20 @@ _engine_pid: int | None = None
 """The process in which delta-rs was used first. Its threads do not come along into a fork."""
 
 
+def _require_store(uri: str, storage_options: dict[str, str] | None) -> None:
+    """Raise OptionError when delta-rs has no store for the URI's scheme. It takes such a place for an empty one."""
+    try:
+        DeltaTable(uri, storage_options=storage_options)
+    except TableNotFoundError as problem:
+        if "Unknown scheme" in str(problem):
+            place, scheme = redacted(uri.rpartition("/")[0]), uri.partition("://")[0]
+            raise OptionError(
+                f"path {place!r}: there is no store for {scheme}://. A folder, s3://, abfss:// or gs:// is expected"
+            ) from None
+    except (DeltaError, OSError):
+        pass
+
+
 def require_no_fork() -> None:
     """Raise OptionError in a fork of a process that has used delta-rs: its calls end in a panic there, or hang."""
     global _engine_pid
@@ -493,9 +509,29 @@ class DeltaLogTable:
 
     @staticmethod
     def exists(uri: str, storage_options: Mapping[str, str] | None) -> bool:
-        """Return True when the folder holds a Delta table."""
+        """Return True when the folder holds a Delta table.
+
+        Raises
+        ------
+        OptionError
+            When delta-rs has no store for the URI's scheme.
+        UnreachableStoreError
+            When delta-rs panics, as it does for an endpoint that is no URL.
+        """
         require_no_fork()
-        return bool(DeltaTable.is_deltatable(uri, dict(storage_options or {}) or None))
+        options = dict(storage_options or {}) or None
+        try:
+            found = bool(DeltaTable.is_deltatable(uri, options))
+        except BaseException as problem:
+            if not is_panic(problem):
+                raise
+            raise UnreachableStoreError(
+                f"{redacted(uri)} cannot be read: delta-rs cannot work with these storage options (an endpoint is a "
+                f"URL such as https://host:9000 or http://host): {plainly(str(problem), options)}"
+            ) from None
+        if not found and is_uri(uri):
+            _require_store(uri, options)
+        return found
 
     @property
     def _table(self) -> DeltaTable:

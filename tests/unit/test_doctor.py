@@ -93,7 +93,7 @@ def test_the_configuration_says_how_often_is_checked_and_who_answers(log: Commit
     file.write_text('path = "x"\n[check]\ntransactionCheckInterval = "5s"\n[listeners]\nbank = "a:b"\n')
     prepare(log, 0, group="shop")
     rows = {row["check"]: row for row in objects("doctor", code=doctor.WARNINGS)}
-    assert "1 listeners, checks every 5 s" in rows["configuration"]["what"]
+    assert "1 listener, checks every 5 s" in rows["configuration"]["what"]
     assert "shop has pending half batches, and no listener" in rows["listeners"]["what"]
     file.write_text("[chek]\n")
     rows = {row["check"]: row for row in objects("doctor", code=doctor.WARNINGS)}

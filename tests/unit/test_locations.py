@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark.commitlog import maintenance
 from rmq_spark.consumer.groups import ConsumerGroup
-from rmq_spark.errors import NotACommitLogError, OptionError
+from rmq_spark.errors import NotACommitLogError, OptionError, UnreachableStoreError
 from rmq_spark.source.options import read_options
 from rmq_spark.storage.files import filesystem
 from rmq_spark.storage.location import location
@@ -173,3 +174,17 @@ def test_a_path_that_not_all_read_alike_is_refused_and_nothing_is_made(
 def test_a_container_of_azure_is_no_credential() -> None:
     uri = "abfss://container@account.dfs.core.windows.net/log"
     assert location(uri) == uri
+
+
+@pytest.mark.parametrize("make", [txmq.CommitLog.open, txmq.CommitLog.create])
+def test_a_scheme_that_no_store_has_is_named(make: Callable[[str], txmq.CommitLog]) -> None:
+    """delta-rs took such a place for an empty one, and the advice was to make a log there."""
+    with pytest.raises(OptionError, match=r"path 'foo://bar/log': there is no store for foo://\. A folder, s3://"):
+        make("foo://bar/log")
+
+
+def test_an_endpoint_that_is_no_url_is_refused_in_one_sentence() -> None:
+    """delta-rs panics, which is no Exception."""
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "eu"}
+    with pytest.raises(UnreachableStoreError, match="an endpoint is a URL such as https://host:9000"):
+        txmq.CommitLog.open("s3://bucket/log", {**keys, "AWS_ENDPOINT_URL": "garbage"})

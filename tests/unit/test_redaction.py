@@ -212,6 +212,19 @@ def test_no_line_of_the_check_job_shows_a_secret(
         ("<AWSAccessKeyId>AKIA0123456789ABCDEF</AWSAccessKeyId>", "<AWSAccessKeyId>***</AWSAccessKeyId>"),
         ("/tmp/log?sig=x", "/tmp/log?sig=***"),
         ("is 5 > 3? yes: ask a@b", "is 5 > 3? yes: ask a@b"),
+        ("AccountKey=c2Vj/cmV0==;EndpointSuffix=x", "AccountKey=***;EndpointSuffix=x"),
+        ("SharedAccessKey=p&x-api-key: p, apikey: p", "SharedAccessKey=***&x-api-key: ***, apikey: ***"),
+        ("passwd: p token: p secret: p", "passwd: *** token: *** secret: ***"),
+        ("fs.azure.account.key.shop.dfs=p", "fs.azure.account.key.shop.dfs=***"),
+        ("Set-Cookie: session=p; Path=/", "Set-Cookie: ***; Path=/"),
+        ("sent Basic dXNlcjpw and Bearer 0123456789abcdef", "sent Basic *** and Bearer ***"),
+        ("Basic authentication failed for the bearer of it", "Basic authentication failed for the bearer of it"),
+        ("got eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.SflKxw.", "got ***."),
+        ("AKIA0123456789ABCDEF " + "s3cr/t+890" * 4 + " now", "*** now"),
+        ("dapi" + "0123456789abcdef" * 2, "***"),
+        ("ghp_" + "0123456789" * 4, "***"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY----- found", "*** found"),
+        ("the primary_key: a, and sort_key=b", "the primary_key: a, and sort_key=b"),
     ],
 )
 def test_a_secret_is_hidden_and_the_rest_is_kept(text: str, shown: str) -> None:
@@ -220,7 +233,8 @@ def test_a_secret_is_hidden_and_the_rest_is_kept(text: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["a://", "a:", "://@:", "x", "aws_", "password=", "file://x?", "a_aws_key",
-                                  "http://", "jdbc:oracle:x:", "jdbc:oracle:x:/"])  # fmt: skip
+                                  "http://", "jdbc:oracle:x:", "jdbc:oracle:x:/", "eyJ", "eyJaaaaaaaaaaa.", "Basic a",
+                                  "api_", "-----BEGIN PRIVATE KEY-----", "fs.azure.account.key."])  # fmt: skip
 def test_a_long_text_is_looked_through_in_one_pass(text: str) -> None:
     assert redacted(text * (2**20 // len(text)))  # with the square of the length it would take minutes
     assert len(str(OptionError(text * 2**18))) <= TEXT_CHARS_MAX + 50
