@@ -14,7 +14,8 @@ import sys
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rmq_spark.redaction import redacted
+from rmq_spark.errors import TxmqError
+from rmq_spark.redaction import one_line, redacted, traceback_of
 
 if TYPE_CHECKING:
     from rmq_spark.transaction import HalfBatch
@@ -70,6 +71,11 @@ def of_batch(batch: HalfBatch) -> dict[str, Any]:
 def of_header(header: Header) -> dict[str, Any]:
     """The fields of a record about a half batch where no attempt is meant."""
     return {name: getattr(header, name) for name in ("half_id", "app_id", "batch_id", "producer_group")}
+
+
+def failure(problem: BaseException) -> str:
+    """What a log says of a failure: the sentence of one of our errors, and the traceback of any other."""
+    return one_line(redacted(problem)) if isinstance(problem, TxmqError) else traceback_of(problem)
 
 
 class JsonFormatter(logging.Formatter):

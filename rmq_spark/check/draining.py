@@ -10,7 +10,8 @@ from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.undrained import Amount, Undrained
 from rmq_spark.config import DRAIN_BYTES, DRAIN_EVERY_S, JITTER, byte_count, seconds
-from rmq_spark.redaction import redacted, traceback_of
+from rmq_spark.logs import failure
+from rmq_spark.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Draining:
             try:
                 self.look()
             except Exception as problem:
-                logger.warning("a drain of %r failed: %s", self.log, traceback_of(problem))
+                logger.warning("a drain of %r failed: %s", self.log, failure(problem))
                 self._handle = self._undrained = None
                 pause_s = max(pause_s, AFTER_FAILURE_S)
 

@@ -41,8 +41,9 @@ from rmq_spark.check.report import CheckReport
 from rmq_spark.check.threads import running
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.listener import TransactionListener
-from rmq_spark.logs import json_handler
+from rmq_spark.logs import failure, json_handler
 from rmq_spark.redaction import one_line, redacted, traceback_of
+from rmq_spark.storage.location import location
 
 OK, PROBLEMS, BAD_CONFIGURATION = 0, 1, 2
 APP_NAME = "txmq check"
@@ -66,6 +67,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
         Say nothing while all is well.
     """
     _log_to_stderr(logging.WARNING if quiet else logging.INFO)
+    settings: JobSettings | None = None
     try:
         settings = JobSettings.load(config)
         _see_working_folder()
@@ -75,7 +77,10 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
         draining = settings.draining(service.log, _by_executors(settings.drain.executors, listeners))
     except TxmqError as problem:
         _say_error(problem)
-        return BAD_CONFIGURATION if isinstance(problem, (ConfigError, ListenerError)) else PROBLEMS
+        if isinstance(problem, (ConfigError, ListenerError)):
+            return BAD_CONFIGURATION
+        _show_unreadable(settings)
+        return PROBLEMS
     except Exception as problem:  # the store does not answer
         logger.debug("the job cannot start: %s", traceback_of(problem))
         _say_error(problem)
@@ -116,8 +121,9 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     service.log.close()
     if not once:
         return OK
-    well = bool(reports) and reports[-1].ok and not reports[-1].quarantined
-    return OK if well and _all_answered(reports[-1], settings.elsewhere) else PROBLEMS
+    if not reports or not _all_answered(reports[-1], settings.elsewhere):
+        return PROBLEMS
+    return OK if reports[-1].ok and not reports[-1].quarantined else PROBLEMS
 
 
 def _metrics(settings: JobSettings, log: CommitLog, once: bool) -> AbstractContextManager[Callable[[], None]]:
@@ -134,6 +140,18 @@ def _metrics(settings: JobSettings, log: CommitLog, once: bool) -> AbstractConte
         cluster=wanted.cluster,
         textfile=wanted.textfile,
     )
+
+
+def _show_unreadable(settings: JobSettings | None) -> None:
+    """Write the file of metrics for a log that cannot be opened: what it said before is not true any more."""
+    if settings is None or not settings.metrics.textfile:
+        return
+    from rmq_spark.metrics.serving import write_unreadable
+
+    try:
+        write_unreadable(settings.metrics.textfile, location(settings.path), settings.metrics.cluster)
+    except TxmqError as problem:
+        logger.warning("the metrics were not written: %s", problem)
 
 
 def _all_answered(report: CheckReport, elsewhere: Collection[str]) -> bool:
@@ -155,7 +173,7 @@ def _work_once(worker: Draining | Maintainer) -> None:
         worker.run_once()
     except Exception as problem:
         what = "a drain" if isinstance(worker, Draining) else "upkeep"
-        logger.warning("%s of %r failed: %s", what, worker.log, traceback_of(problem))
+        logger.warning("%s of %r failed: %s", what, worker.log, failure(problem))
 
 
 def _log_to_stderr(level: int) -> None:

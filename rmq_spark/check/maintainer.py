@@ -11,7 +11,7 @@ from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.upkeep import MaintenanceReport
 from rmq_spark.config import JITTER, MAINTENANCE_INTERVAL_S, seconds
-from rmq_spark.redaction import traceback_of
+from rmq_spark.logs import failure
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Maintainer:
             try:
                 report = self.run_once()
             except Exception as problem:
-                logger.warning("upkeep of %r failed: %s", self.log, traceback_of(problem))
+                logger.warning("upkeep of %r failed: %s", self.log, failure(problem))
                 continue
             if on_report is not None:
                 on_report(report)

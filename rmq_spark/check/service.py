@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -48,7 +48,7 @@ from rmq_spark.listener import (
     require_listener,
     require_same_fence,
 )
-from rmq_spark.logs import of_batch, of_header
+from rmq_spark.logs import failure, of_batch, of_header
 from rmq_spark.machine import Machine
 from rmq_spark.message import require_group_name
 from rmq_spark.redaction import redacted, sentence_of, traceback_of
@@ -96,6 +96,8 @@ class CheckService:
     discard_policy : {"quarantine", "rollback", "commit"} or TransactionCheckListener
     only_groups : bool
         Leave half batches of groups without a listener here alone, without a word (a producer's own checks).
+    elsewhere : collection of str
+        Producer groups that another checker answers for: nothing is logged about their half batches.
     storage_options : mapping, optional
         For a path: passed to delta-rs.
     clock : callable, optional
@@ -128,6 +130,7 @@ class CheckService:
         round_timeout: float | None = CHECK_ROUND_TIMEOUT_S,
         discard_policy: str | TransactionCheckListener = "quarantine",
         only_groups: bool = False,
+        elsewhere: Collection[str] = (),
         storage_options: Mapping[str, str] | None = None,
         clock: Callable[[], datetime] | None = None,
     ) -> None:
@@ -147,6 +150,7 @@ class CheckService:
         self.transaction_check_max = whole_number(transaction_check_max, "transaction_check_max", 1, CHECKS_MAX)
         self.discard_policy = require_policy(discard_policy)
         self.only_groups = only_groups
+        self.elsewhere = frozenset(elsewhere)
         self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
         self._clock = clock or self.log.machine.now
         self._without_fence = CommitOncePrepared()
@@ -171,7 +175,7 @@ class CheckService:
             try:
                 report = self._round(stop_event)
             except Exception as problem:
-                logger.error("a round of checks failed: %s", traceback_of(problem))
+                logger.error("a round of checks failed: %s", failure(problem))
                 report = CheckReport(started_at)
                 report.problem(None, f"the round failed with {sentence_of(problem)}")
                 self._tell(report)
@@ -385,6 +389,8 @@ class CheckService:
 
     def _finish(self, report: CheckReport) -> None:
         for group, count in report.without_listener.items():
+            if group in self.elsewhere:
+                continue
             batches = "1 half batch stays" if count == 1 else f"{count} half batches stay"
             extra = {"producer_group": group}
             logger.warning("producer group %r has no listener here: %s pending", group, batches, extra=extra)

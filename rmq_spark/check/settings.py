@@ -238,6 +238,7 @@ class JobSettings(BaseSettings):
             file_reserved_time=check.file_reserved_time,
             round_timeout=check.round_timeout,
             discard_policy=self.load_policy(),
+            elsewhere=self.elsewhere,
             storage_options=self.storage_options(),
         )
 

@@ -14,7 +14,7 @@ import typer
 
 from rmq_spark.cli.output import LogPath, Storage, plainly, storage_options
 from rmq_spark.config import parse_duration
-from rmq_spark.errors import StorageError
+from rmq_spark.errors import OptionError, StorageError, TxmqError
 from rmq_spark.logs import json_handler
 from rmq_spark.redaction import redacted
 
@@ -60,13 +60,16 @@ def exporter(
     if cluster is not None and not cluster.strip():
         raise typer.BadParameter("it is empty: give the label's value, or leave the option out", param_hint="--cluster")
     from rmq_spark.metrics.log_collector import CLUSTER, LogCollector
+    from rmq_spark.metrics.serving import write_unreadable
+    from rmq_spark.storage.location import location
 
-    collector = LogCollector(
-        path,
-        cluster=cluster or CLUSTER,
-        cache_seconds=parse_duration(cache, "cache"),
-        storage_options=storage_options(storage),
-    )
+    cache_s, options = parse_duration(cache, "cache"), storage_options(storage)
+    try:
+        collector = LogCollector(path, cluster=cluster or CLUSTER, cache_seconds=cache_s, storage_options=options)
+    except TxmqError as problem:
+        if textfile is not None and not isinstance(problem, OptionError):
+            write_unreadable(textfile, location(path), cluster or CLUSTER)  # it said before that all was well
+        raise
     if given:
         _show_once(collector, path, push_to, job, textfile)
     else:

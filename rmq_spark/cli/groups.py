@@ -46,7 +46,12 @@ def list_groups(path: LogPath, watch: Watch = None, as_json: AsJson = False, sto
     """List consumer groups, and how far they are behind, in messages and in time."""
     log = open_log(path, storage)
     nothing = "no consumer group has read from this log: set the option consumerGroup of a stream"
-    watched(watch, lambda: _listed(group_rows(log), as_json, nothing))
+
+    def text() -> str:
+        log.refresh()  # which raises when the log is gone
+        return _listed(group_rows(log), as_json, nothing)
+
+    watched(watch, text)
 
 
 def _listed(rows: list[dict[str, Any]], as_json: bool, nothing: str, *spare: str) -> str:

@@ -14,7 +14,8 @@ import pyarrow.fs as pafs
 
 from rmq_spark.commitlog.messages import write_messages
 from rmq_spark.commitlog.op import STATS_COLUMNS
-from rmq_spark.redaction import redacted, traceback_of
+from rmq_spark.logs import failure
+from rmq_spark.redaction import redacted
 from rmq_spark.storage.files import DataFile
 from rmq_spark.storage.table import Change, Table
 
@@ -170,7 +171,7 @@ class Maintenance:
             compact_op(log.op)
             log.move_mark()
         except Exception as problem:
-            logger.warning("upkeep of %s failed: %s", redacted(self._log.path), traceback_of(problem))
+            logger.warning("upkeep of %s failed: %s", redacted(self._log.path), failure(problem))
 
 
 def delete_replaced(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:

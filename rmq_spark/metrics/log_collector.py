@@ -65,7 +65,7 @@ class LogCollector(prometheus.registry.Collector):
     Raises
     ------
     OptionError
-        When prometheus-client is not installed, or no log is given.
+        When prometheus-client is not installed, no log is given, or one of them twice.
     NotACommitLogError, StorageError
         When there is no log to read.
 
@@ -92,6 +92,9 @@ class LogCollector(prometheus.registry.Collector):
                 f"{len(logs)} logs are given: LogCollector needs one or more, and node_id is for one only"
             )
         self._watches = [LogWatch(log, storage_options) for log in logs]
+        paths = [watch.path for watch in self._watches]
+        if twice := next((path for path in paths if paths.count(path) > 1), None):
+            raise OptionError(f"the log {redacted(twice)} is given twice: its figures would be shown twice")
         self._cluster, self._node_id = cluster, node_id
         self._cache_s = seconds(cache_seconds, "cache_seconds")
         self._lock = threading.Lock()
@@ -120,6 +123,19 @@ class LogCollector(prometheus.registry.Collector):
             return self._known
 
 
+class Unreadable(prometheus.registry.Collector):
+    """What is shown of a log that cannot be opened: ``txmq_up 0``."""
+
+    def __init__(self, path: str, cluster: str = CLUSTER) -> None:
+        self._path, self._cluster = path, cluster
+
+    def collect(self) -> Iterator[Any]:
+        yield from families([(self._cluster, redacted(self._path), DOWN)])
+
+
+DOWN: list[Sample] = [("txmq_up", {}, 0.0)]
+
+
 def _look(watch: LogWatch) -> list[Sample]:
     began_s = MACHINE.monotonic()
     try:
@@ -127,7 +143,7 @@ def _look(watch: LogWatch) -> list[Sample]:
     except Exception as problem:
         said = redacted(problem) if isinstance(problem, TxmqError) else traceback_of(problem)
         logger.warning("the figures of %s could not be read: %s", redacted(watch.path), said)
-        return [("txmq_up", {}, 0.0)]
+        return DOWN
     took_s = MACHINE.monotonic() - began_s
     return [("txmq_up", {}, 1.0), ("txmq_collect_seconds", {}, took_s), *samples_of(figures)]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import OptionError, TxmqError
 from rmq_spark.metrics.client import prometheus
-from rmq_spark.metrics.log_collector import CACHE_S, CLUSTER, LogCollector
+from rmq_spark.metrics.log_collector import CACHE_S, CLUSTER, LogCollector, Unreadable
 from rmq_spark.metrics.process import ProcessMetrics
 from rmq_spark.metrics.pushing import write_textfile
 
@@ -36,6 +37,13 @@ def serving(registry: Any, address: str, port: int) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def write_unreadable(textfile: str | Path, path: str, cluster: str = CLUSTER) -> None:
+    """Write the file of metrics for a log that cannot be opened: ``txmq_up`` is 0, and nothing else is said."""
+    registry = prometheus.CollectorRegistry()
+    registry.register(Unreadable(path, cluster))
+    write_textfile(registry, textfile)
 
 
 @contextmanager

@@ -84,6 +84,7 @@ def test_a_quiet_round_speaks_only_of_what_somebody_should_see(folder: Path) -> 
     code, _, err = run(folder, "--once", "--quiet")
     assert code == 1
     assert "nobody answers for billing" in err
+    assert run(folder, "--once", "--quiet", TXMQ_ELSEWHERE='["billing"]') == (0, "", "")
 
 
 def test_a_group_that_nobody_answers_for_is_a_problem_and_one_that_another_job_has_is_none(folder: Path) -> None:
@@ -223,6 +224,11 @@ def test_a_single_round_leaves_its_metrics_in_a_file(folder: Path) -> None:
     assert 'txmq_check_rounds_total{checker="job"' in text
     assert f'rocketmq_commit_messages_total{{cluster="DefaultCluster",node_id="{log.path}",topic="orders"}} 2.0' in text
     assert f'txmq_undrained_messages{{cluster="DefaultCluster",node_id="{log.path}"}} 0.0' in text, "it has drained"
+    (folder / "log").rename(folder / "away")
+    code, _, err = run(folder, "--once")
+    assert (code, "Traceback" in err) == (1, False)
+    up = f'txmq_up{{cluster="DefaultCluster",node_id="{log.path}"}} 0.0'
+    assert (folder / "txmq.prom").read_text().splitlines()[-1] == up
 
 
 def test_a_port_that_is_taken_is_a_configuration_that_cannot_be_used(folder: Path) -> None:

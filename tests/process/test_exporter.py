@@ -130,6 +130,17 @@ def test_the_metrics_are_written_for_a_node_exporter(log: CommitLog, tmp_path: P
     assert "cannot be written" in txmq("exporter", log.path, "--textfile", tmp_path / "no" / "a.prom", code=2)
 
 
+def test_a_file_says_that_a_log_can_no_longer_be_opened(log: CommitLog, tmp_path: Path) -> None:
+    """The file stayed as it was, with txmq_up 1, while nobody could read the log."""
+    file = tmp_path / "shop.prom"
+    txmq("exporter", log.path, "--textfile", file)
+    assert values(file.read_text())["txmq_up"] == 1
+    Path(log.path).rename(tmp_path / "away")
+    assert "is not a commit log" in txmq("exporter", log.path, "--textfile", file, code=1)
+    assert file.read_text().splitlines()[-1] == f'txmq_up{{cluster="DefaultCluster",node_id="{log.path}"}} 0.0'
+    assert len(values(file.read_text())) == 1
+
+
 def test_what_cannot_be_done_is_one_line(log: CommitLog, tmp_path: Path) -> None:
     assert "contradict each other" in txmq("exporter", log.path, "--once", "--push", "http://x", code=2)
     assert "it is empty" in txmq("exporter", log.path, "--once", "--cluster", " ", code=2)

@@ -401,6 +401,8 @@ def test_one_collector_shows_several_logs(registry: Any) -> None:
     for logs, more in (((), {}), ((first, second), {"node_id": "one"})):
         with pytest.raises(txmq.OptionError, match="logs are given"):
             LogCollector(*logs, **more)  # type: ignore[arg-type]
+    with pytest.raises(txmq.OptionError, match="the log first is given twice"):
+        LogCollector(first, second, first)
 
 
 def test_secrets_are_in_no_label(registry: Any) -> None:
