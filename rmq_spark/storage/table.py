@@ -38,13 +38,14 @@ from rmq_spark.errors import (
     LostStagedFileError,
     NotACommitLogError,
     OptionError,
+    StorageError,
     TxmqError,
     UnreachableStoreError,
 )
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.redaction import cause_of, redacted
 from rmq_spark.selector.tree import Filter
-from rmq_spark.storage.answers import asking, plainly
+from rmq_spark.storage.answers import asking, is_denied, plainly
 from rmq_spark.storage.clock import StoreClock
 from rmq_spark.storage.files import DataFile, RowRange, filesystem, read_range, require_path, write_table
 from rmq_spark.storage.location import is_uri
@@ -767,10 +768,18 @@ class DeltaLogTable:
         keep_content: bool = True,
     ) -> DataFile:
         began_s = self.machine.monotonic()
-        file = write_table(
-            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows,
-            keep_content=keep_content,
-        )  # fmt: skip
+        try:
+            file = write_table(
+                self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows,
+                keep_content=keep_content,
+            )  # fmt: skip
+        except OSError as problem:
+            if not is_denied(problem):
+                raise
+            raise StorageError(
+                f"table {self.name} at {redacted(self._uri)} cannot be written to (permission denied): give this "
+                "program the right to write"
+            ) from cause_of(problem)
         return replace(file, written_s=began_s)
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
