@@ -462,7 +462,8 @@ class PushConsumer:
         while not queue.lost:
             try:
                 log, topic, rows = member.log.path, queue.queue[0], messages.num_rows
-                with acknowledging(log, kind, [topic], rows, lambda: messages, group=member.group):
+                ends = min(messages["reconsume_times"].to_pylist()) >= retries_max
+                with acknowledging(log, "dead" if ends else kind, [topic], rows, lambda: messages, group=member.group):
                     send_back(
                         member.log, member.group, queue, messages, reasons, retries_max if kind == "retry" else 0,
                         self._delay_level, self._two_phase, kind,
