@@ -65,7 +65,9 @@ def exporter(
 
     cache_s, options = parse_duration(cache, "cache"), storage_options(storage)
     try:
-        collector = LogCollector(path, cluster=cluster or CLUSTER, cache_seconds=cache_s, storage_options=options)
+        collector = LogCollector(
+            path, cluster=cluster or CLUSTER, cache_seconds=cache_s, storage_options=options, once=bool(given)
+        )
     except TxmqError as problem:
         if textfile is not None and not isinstance(problem, OptionError):
             write_unreadable(textfile, location(path), cluster or CLUSTER)  # it said before that all was well

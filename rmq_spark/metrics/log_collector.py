@@ -16,7 +16,7 @@ from rmq_spark.machine import MACHINE
 from rmq_spark.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark.metrics.client import prometheus
 from rmq_spark.metrics.figures import LogFigures, LogWatch
-from rmq_spark.metrics.names import BY_NAME, COMMON, LOG, METRICS, Metric
+from rmq_spark.metrics.names import BY_NAME, COMMON, LOG, METRICS, OF_A_WATCH, Metric
 from rmq_spark.redaction import redacted, traceback_of
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,9 @@ class LogCollector(prometheus.registry.Collector):
         A scrape within so many seconds of the last look gets its figures. Scrapes at the same time share one look.
     storage_options : mapping, optional
         For paths: passed to delta-rs.
+    once : bool
+        True for a program that ends at once: what is counted since the program started is left out, or it would be
+        near 0 each time.
 
     Raises
     ------
@@ -86,6 +89,7 @@ class LogCollector(prometheus.registry.Collector):
         node_id: str | None = None,
         cache_seconds: float = CACHE_S,
         storage_options: Mapping[str, str] | None = None,
+        once: bool = False,
     ) -> None:
         if not logs or (node_id is not None and len(logs) > 1):
             raise OptionError(
@@ -96,6 +100,7 @@ class LogCollector(prometheus.registry.Collector):
         if twice := next((path for path in paths if paths.count(path) > 1), None):
             raise OptionError(f"the log {redacted(twice)} is given twice: its figures would be shown twice")
         self._cluster, self._node_id = cluster, node_id
+        self._left_out = OF_A_WATCH if once else frozenset[str]()
         self._cache_s = seconds(cache_seconds, "cache_seconds")
         self._lock = threading.Lock()
         self._known: list[tuple[str, list[Sample]]] = []
@@ -118,7 +123,13 @@ class LogCollector(prometheus.registry.Collector):
         """By log, its samples."""
         with self._lock:
             if self._looked_s is None or MACHINE.monotonic() - self._looked_s >= self._cache_s:
-                self._known = [(self._node_id or redacted(watch.path), _look(watch)) for watch in self._watches]
+                self._known = [
+                    (
+                        self._node_id or redacted(watch.path),
+                        [sample for sample in _look(watch) if sample[0] not in self._left_out],
+                    )
+                    for watch in self._watches
+                ]
                 self._looked_s = MACHINE.monotonic()
             return self._known
 

@@ -141,3 +141,5 @@ METRICS: tuple[Metric, ...] = (
     ),
 )  # fmt: skip
 BY_NAME = {metric.name: metric for metric in METRICS}
+OF_A_WATCH = frozenset(metric.name for metric in METRICS if metric.origin == LOG and START in metric.help)
+"""What only a program that stays can count. One that ends at once would say 0 each time."""

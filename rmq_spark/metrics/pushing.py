@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,36 @@ def push(
     limit_s = seconds(timeout, "timeout", above=True)
     if not job.strip():
         raise OptionError("job is empty: name the program whose metrics these are")
+    if not gateway.strip():
+        raise OptionError("gateway is empty: a Pushgateway's host:port or URL is expected")
     try:
-        prometheus.push_to_gateway(gateway, job, registry, dict(grouping_key or {}), timeout=limit_s)
+        _within(limit_s, lambda: prometheus.push_to_gateway(gateway, job, registry, dict(grouping_key or {}), limit_s))
     except HTTPException as problem:  # what it says may be a part of a password
         raise OptionError(f"{redacted(gateway)} is no address of a Pushgateway ({type(problem).__name__})") from None
     except (OSError, ValueError) as problem:
         raise StorageError(
             f"the metrics could not be pushed to {redacted(gateway)}: {redacted(problem)}. Does it run there?"
         ) from None
+
+
+def _within(limit_s: float, work: Callable[[], None]) -> None:
+    """Do it in a thread that is not waited for when the time is over: urllib's limit is for each wait, and a gateway
+    that sends a byte a second would hold a program for ever."""
+    problems: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=run, name="txmq-push", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if problems:
+        raise problems[0]
+    if thread.is_alive():
+        raise TimeoutError(f"it has not answered within {limit_s:g} s")
 
 
 def write_textfile(registry: Any, path: str | os.PathLike[str]) -> None:

@@ -48,7 +48,13 @@ def write_unreadable(textfile: str | Path, path: str, cluster: str = CLUSTER) ->
 
 @contextmanager
 def showing(
-    log: CommitLog, *, port: int | None = None, address: str = "127.0.0.1", cluster: str = CLUSTER, textfile: str = ""
+    log: CommitLog,
+    *,
+    port: int | None = None,
+    address: str = "127.0.0.1",
+    cluster: str = CLUSTER,
+    textfile: str = "",
+    once: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """Show the figures of a log and of this process while a ``with`` statement runs.
 
@@ -60,6 +66,8 @@ def showing(
     address, cluster : str
     textfile : str
         A file that what is yielded writes; none when empty.
+    once : bool
+        Whether the program ends at once.
 
     Yields
     ------
@@ -68,7 +76,7 @@ def showing(
     """
     registry = prometheus.CollectorRegistry()
     cache_s = 0.0 if port is None else CACHE_S  # a file is written when there is news
-    registry.register(LogCollector(log, cluster=cluster, cache_seconds=cache_s))
+    registry.register(LogCollector(log, cluster=cluster, cache_seconds=cache_s, once=once))
     counting = ProcessMetrics(registry, cluster=cluster)
 
     def write() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,9 +21,9 @@ from typer.testing import CliRunner
 
 from rmq_spark.cli import app
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.errors import StorageError
+from rmq_spark.errors import OptionError, StorageError
 from rmq_spark.metrics.pushing import push
-from tests.half_batches import commit, make_log, prepare
+from tests.half_batches import commit, make_log, prepare, roll_back
 
 ROOT = Path(__file__).parents[2]
 
@@ -128,6 +129,40 @@ def test_the_metrics_are_written_for_a_node_exporter(log: CommitLog, tmp_path: P
     assert values(file.read_text())["rocketmq_commit_messages_total"] == 3
     assert "does not end in .prom" in txmq("exporter", log.path, "--textfile", tmp_path / "txmq.txt", code=2)
     assert "cannot be written" in txmq("exporter", log.path, "--textfile", tmp_path / "no" / "a.prom", code=2)
+
+
+def test_what_only_a_program_that_stays_can_count_is_left_out_of_a_single_look(log: CommitLog, tmp_path: Path) -> None:
+    """Rollbacks and decisions were 0 in every file, however many there were between two."""
+    roll_back(log, prepare(log, 2, 4))
+    file = tmp_path / "shop.prom"
+    txmq("exporter", log.path, "--textfile", file)
+    for text in (file.read_text(), txmq("exporter", log.path, "--once")):
+        assert "rocketmq_commit_messages_total{" in text
+        assert "rocketmq_rollback_messages_total{" not in text
+        assert "txmq_decided_messages_total{" not in text
+
+
+def test_a_gateway_that_never_comes_to_its_end_does_not_hold_a_program(log: CommitLog) -> None:
+    """urllib's limit is for each wait: one that sent a byte a second was waited for."""
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            with server.accept()[0] as connection:
+                while not done.wait(0.2):
+                    connection.sendall(b"H")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            registry = prometheus_client.CollectorRegistry()
+            with pytest.raises(StorageError, match="it has not answered within 1 s"):
+                push(registry, f"127.0.0.1:{server.getsockname()[1]}", "shop", timeout=1.0)
+        finally:
+            done.set()
+            thread.join()
+    with pytest.raises(OptionError, match="gateway is empty"):
+        push(registry, " ", "shop")
 
 
 def test_a_file_says_that_a_log_can_no_longer_be_opened(log: CommitLog, tmp_path: Path) -> None:
