@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from rmq_spark.cli.groups import group_rows
 from rmq_spark.cli.settling import conflict_rows, open_rows
 from rmq_spark.cli.text import one_line, short_age, size
 from rmq_spark.config import CLOCK_SKEW_S_MAX, DRAIN_EVERY_S, INT64_MAX, TRANSACTION_TIMEOUT_S
+from rmq_spark.consumer.dead_letters import DeadLetters
 from rmq_spark.listener import NO_LISTENER_FENCE
 from rmq_spark.message import DLQ_PREFIX
 from rmq_spark.plurals import count_of
@@ -247,7 +249,8 @@ class LogDoctor:
             f"{count_of(len(overdue), 'half batch')} should have been checked, and no checker has said a word on that"
             f"{since} (it is due every {self._interval:g} s): it does not run, or has no listener for the group, or "
             "its listener fails",
-            "txmq check --once (its output says why); then see that the check job runs",
+            "txmq check --once (its output says why), then see that the check job runs; when nobody can answer, txmq "
+            "resolve",
         )
 
     def _listeners(self, rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
@@ -263,8 +266,8 @@ class LogDoctor:
             yield Finding(
                 "listeners",
                 Level.WARNING,
-                f"{', '.join(missing[:NAMED])} has pending half batches, and no listener in the configuration",
-                f'name it under [listeners], or write elsewhere = ["{missing[0]}"] when another job answers for it',
+                f"no listener in the configuration for pending half batches of {', '.join(missing[:NAMED])}",
+                f"name one under [listeners], or write elsewhere = {json.dumps(missing[:NAMED])} when another does",
             )
 
     def _delayed(self) -> Iterator[Finding]:
@@ -341,8 +344,9 @@ class LogDoctor:
             if topic.startswith(DLQ_PREFIX)
         }
         for group, count in sorted(counts.items()):
-            if count:
+            if count and (waiting := DeadLetters(self._log, group).waiting()):
                 what = f"{group}: {count_of(count, 'dead letter')}"
+                what += "" if waiting == count else f", {waiting:,} of them not sent again"
                 yield Finding("dead letters", Level.NOTE, what, self._command("dlq list", group))
 
 

@@ -73,6 +73,21 @@ class DeadLetters:
         }
         return pa.table(columns)
 
+    def waiting(self) -> int:
+        """Return how many letters are kept that nobody has sent again, as far as the log knows it. It reads none."""
+        prefix, topic = self._resend_app(""), DLQ_PREFIX + self.group
+        ids = kept_batches(self.log)["half_id"]
+        offsets = [
+            half_id[len(prefix) :].partition(":")[0] for half_id in ids.filter(pc.starts_with(ids, prefix)).to_pylist()
+        ]
+        sent = {int(offset) for offset in offsets if offset.isdecimal()}
+        firsts, left = self.log.firsts(), 0
+        for queue, tail in self.log.tails().items():
+            if queue[0] == topic:
+                first = firsts.get(queue, 0)
+                left += tail - first - sum(first <= offset < tail for offset in sent)
+        return left
+
     def _resent(self, offsets: Sequence[int]) -> Sequence[datetime | None]:
         """When each letter was sent again, as far as the log knows it."""
         if not offsets:

@@ -52,6 +52,7 @@ OF_WORDS: Mapping[str, str] = {
 AGE_COLOURS = (BLUE, BLUE, BLUE, ORANGE, RED, RED)
 BARS_MAX = 12
 """Bars of one chart: consumer groups, topics."""
+TICKS = 5
 EXACT_MAX = 10_000
 """Numbers on an axis are written out up to here."""
 NAME_CHARS_MAX = 18
@@ -155,7 +156,7 @@ def _columns(
             y=alt.Y(
                 "low:Q",
                 title=unit,
-                axis=alt.Axis(tickCount=5, format=",d" if most < EXACT_MAX else "~s", tickMinStep=1),
+                axis=alt.Axis(format=",d" if most < EXACT_MAX else "~s", **_whole_ticks(most)),
             ),
             y2="high:Q",
             color=alt.Color(
@@ -172,6 +173,11 @@ def _columns(
         )
     )
     return Drawn(chart, legend)
+
+
+def _whole_ticks(most: int) -> dict[str, Any]:
+    """Whole numbers on an axis: Vega gives a short one halves, and rounds them to the same number twice."""
+    return {"values": list(range(most + 1))} if most < TICKS else {"tickCount": TICKS}
 
 
 def _time_axis(alt: Any) -> Any:

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.history import Told, first_drained, open_now, told
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.op import SETTLING
+from rmq_spark.commitlog.op import Kind
 from rmq_spark.errors import HalfBatchNotFoundError
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.report import over_time, standing
@@ -63,6 +63,8 @@ class Figures:
         Half batches that wait for a person.
     dead_letters : int
         Messages that became dead letters in the time.
+    dead_letters_waiting : int
+        Dead letters that are kept, and that nobody has sent again.
     undrained_s : float
         For so many seconds the oldest committed message has not been in the table messages.
     """
@@ -82,6 +84,7 @@ class Figures:
     quarantined: tuple[str, ...]
     conflicts: tuple[str, ...]
     dead_letters: int
+    dead_letters_waiting: int
     undrained_s: float
 
     @property
@@ -145,6 +148,7 @@ def figures_of(log: CommitLog, since: str = SINCE) -> Figures:
         quarantined=tuple(dict.fromkeys(log.quarantined()["half_id"].to_pylist())),
         conflicts=tuple(log.conflicts()),
         dead_letters=_sum(appeared.filter(dead)["messages"]),
+        dead_letters_waiting=standing.dead_letters_waiting(log),
         undrained_s=standing.undrained_s(log, span.until),
     )
 
@@ -164,7 +168,7 @@ def settled_in(log: CommitLog, span: Span) -> pa.Table:
 
 
 def _settled(happened: Told) -> pa.Table:
-    kinds = pa.array([kind.value for kind in SETTLING])
+    kinds = pa.array([Kind.COMMIT.value, Kind.ROLLBACK.value])
     decisions = happened.events.filter(pc.is_in(happened.events["kind"], value_set=kinds))
     last = decisions.group_by("half_id", use_threads=False).aggregate([("at", "max")])
     found = last.join(happened.batches, "half_id", join_type="inner", use_threads=False)

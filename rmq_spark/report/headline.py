@@ -16,6 +16,8 @@ PENDING_S_MAX = 10 * TRANSACTION_CHECK_INTERVAL_S
 """What is pending for longer should have been settled by a check."""
 UNDRAINED_S_MAX = 2 * GRACE_S
 """What is not in the table messages after that is waiting for upkeep that nobody does."""
+PENDING_S_CRITICAL = 3600.0
+"""What checks have asked about, and is pending for longer, is critical, as in ``txmq doctor``."""
 LAG_S_MAX = 3600.0
 """A consumer group that is further behind is named."""
 
@@ -57,7 +59,7 @@ def _old_pending(figures: Figures) -> Iterator[Finding]:
         times = "once" if asked == 1 else f"{asked} times"
         yield Finding(
             "pending",
-            Level.CRITICAL,
+            Level.CRITICAL if first["seconds"] > PENDING_S_CRITICAL else Level.WARNING,
             f"{said}: it was asked about {times}, and its listener does not know.",
             "Find out why its listener answers UNKNOWN, or decide with txmq resolve.",
         )
@@ -71,14 +73,15 @@ def _old_pending(figures: Figures) -> Iterator[Finding]:
 
 
 def _to_watch(figures: Figures) -> Iterator[Finding]:
-    if count := figures.dead_letters:
+    if (count := figures.dead_letters) and (waiting := figures.dead_letters_waiting):
+        sent = "nobody has sent it again" if waiting == 1 else f"nobody has sent {waiting:,} of all that are kept again"
         yield Finding(
             "dead letters",
             Level.WARNING,
             ("1 message became a dead letter" if count == 1 else f"{count:,} messages became dead letters")
-            + " in this time.",
-            "Look at them with txmq dlq list GROUP, and send them again with txmq dlq resend GROUP when the cause is "
-            "gone.",
+            + f" in this time, and {sent}.",
+            "Look at them with txmq dlq list GROUP, and send them again with txmq dlq resend GROUP --all when the "
+            "cause is gone.",
         )
     behind = figures.lag.sort_by([("seconds", "descending")]).slice(0, 1).to_pylist()
     if behind and behind[0]["seconds"] > LAG_S_MAX:

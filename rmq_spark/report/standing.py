@@ -10,9 +10,10 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog.history import sizes
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState
+from rmq_spark.consumer.dead_letters import DeadLetters
 from rmq_spark.consumer.groups import ConsumerGroup, groups
 from rmq_spark.errors import GroupNotFoundError, HalfBatchNotFoundError
-from rmq_spark.message import TIMESTAMP
+from rmq_spark.message import DLQ_PREFIX, TIMESTAMP
 from rmq_spark.report.over_time import case
 
 AGES = ((10, "under 10 s"), (60, "under 1 min"), (600, "under 10 min"), (3600, "under 1 h"), (86400, "under 1 day"))
@@ -96,6 +97,12 @@ def pending(log: CommitLog, open_batches: pa.Table, now: datetime) -> pa.Table:
             }
         )
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
+
+
+def dead_letters_waiting(log: CommitLog) -> int:
+    """How many dead letters nobody has sent again, of all groups."""
+    groups = [topic.removeprefix(DLQ_PREFIX) for topic in log.topics() if topic.startswith(DLQ_PREFIX)]
+    return sum(DeadLetters(log, group).waiting() for group in groups)
 
 
 def lag(log: CommitLog) -> pa.Table:

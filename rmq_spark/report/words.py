@@ -41,15 +41,19 @@ def amount(count: float) -> str:
 
 
 def rate(count: float, seconds: float) -> str:
-    """``3.2 a second``, ``150 an hour``: in the smallest unit that gives a number of 1 or more."""
+    """``3.2 a second``, ``150 an hour``: in the smallest unit that gives a number of 1 or more, and is no longer than
+    the time; else ``0.6 a minute``."""
     if count == 0 or seconds <= 0:
         return ""
     for length, unit in ((1.0, "a second"), (60.0, "a minute"), (3600.0, "an hour"), (86400.0, "a day")):
         each = count * length / max(seconds, length)
+        if length > max(seconds, 60.0):
+            break
         if each >= 1:
             number = f"{each:.1f}".removesuffix(".0") if each < 10 else amount(round(each))
             return f"{number} {unit}"
-    return ""
+    each = count * 60 / max(seconds, 60.0)
+    return f"{each:.1f} a minute" if each >= 0.1 else ""
 
 
 def have(count: int) -> str:

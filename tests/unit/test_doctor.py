@@ -94,7 +94,7 @@ def test_the_configuration_says_how_often_is_checked_and_who_answers(log: Commit
     prepare(log, 0, group="shop")
     rows = {row["check"]: row for row in objects("doctor", code=doctor.WARNINGS)}
     assert "1 listener, checks every 5 s" in rows["configuration"]["what"]
-    assert "shop has pending half batches, and no listener" in rows["listeners"]["what"]
+    assert "no listener in the configuration for pending half batches of shop" in rows["listeners"]["what"]
     file.write_text("[chek]\n")
     rows = {row["check"]: row for row in objects("doctor", code=doctor.WARNINGS)}
     assert "did you mean 'check'?" in rows["configuration"]["what"]
@@ -185,7 +185,7 @@ def test_a_group_without_a_listener_is_named_but_not_for_plain_sending(log: Comm
     prepare(log, 0, group="shop")
     prepare(log, 1, group="plain", fence_id="none")
     assert bad(log, answered=["bank"]) == {"listeners": "warning"}
-    assert "shop has pending" in found(log, answered=["bank"])["listeners"].what
+    assert "pending half batches of shop" in found(log, answered=["bank"])["listeners"].what
     assert bad(log, answered=["shop"]) == {}
 
 

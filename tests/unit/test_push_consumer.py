@@ -416,7 +416,9 @@ def test_retries_and_dead_letters_are_those_of_the_spark_consumer() -> None:
     (letter,) = letters.list().to_pylist()
     assert (letter["topic"], letter["body"], letter["reconsume_times"]) == ("orders", b"b", 2)
     assert letter["msg_id"] == b["msg_id"][0].as_py()
+    assert letters.waiting() == 1
     assert letters.resend() == 1
+    assert (letters.waiting(), txmq.DeadLetters(log, "others").waiting()) == (0, 0)
     go_on(consumer)
     assert found.count("b") == 4, "a letter that somebody resends comes to this group again"
 

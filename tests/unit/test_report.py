@@ -130,6 +130,18 @@ def test_verdicts_are_told_apart() -> None:
     assert (found.rolled_back, found.settled, found.pending_messages) == (7, 5, 6)
 
 
+def test_a_quarantined_half_batch_is_not_settled() -> None:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    commit(log, prepare(log, 0, 2))
+    hidden = prepare(log, 1, 3)
+    log.quarantine(hidden, 1, pending_rows(log, hidden), Who.DISCARD, "too often")
+    found = figures_of(log)
+    assert (found.settled, found.quarantined) == (1, (hidden.half_id,))
+    assert [row["half_id"] for row in found.slowest.to_pylist()] == ["app:0"]
+    log.resolve(hidden.half_id, COMMIT_MESSAGE, "the bank says yes")
+    assert figures_of(log).settled == 2
+
+
 def test_what_is_pending_is_told_by_age_and_the_oldest_are_named(figures: Figures) -> None:
     ages = {row["age"]: (row["messages"], row["batches"]) for row in figures.ages.to_pylist() if row["messages"]}
     assert ages == {"under 10 s": (90, 1), "under 1 day": (25, 1)}
@@ -247,10 +259,16 @@ def behind(seconds: float) -> pa.Table:
             Level.CRITICAL,
             "pending for 15 min, and no check has asked about it (or none since it was resumed)",
         ),
-        ({"pending": pending(900, 3)}, Level.CRITICAL, "asked about 3 times, and its listener does not know"),
+        ({"pending": pending(900, 3)}, Level.WARNING, "asked about 3 times, and its listener does not know"),
+        ({"pending": pending(4000, 3)}, Level.CRITICAL, "asked about 3 times, and its listener does not know"),
         ({"pending": pending(900, leased=True)}, Level.OK, "new"),
         ({"pending": pending(500)}, Level.OK, "new"),
-        ({"dead_letters": 4}, Level.WARNING, "4 messages became dead letters"),
+        (
+            {"dead_letters": 4, "dead_letters_waiting": 2},
+            Level.WARNING,
+            "4 messages became dead letters in this time, and nobody has sent 2 of all that are kept again.",
+        ),
+        ({"dead_letters": 4, "dead_letters_waiting": 0}, Level.OK, "new"),
         ({"lag": behind(5000)}, Level.WARNING, "Consumer group points is behind by 7 messages"),
         ({"lag": behind(500)}, Level.OK, "new"),
         ({"undrained_s": 3000.0}, Level.WARNING, "Messages have been committed for 50 min"),
@@ -279,6 +297,7 @@ def test_numbers_are_written_for_people() -> None:
     ]  # fmt: skip
     assert [size(n) for n in (0, 812, 4_200_000, 999_999)] == ["0 B", "812 B", "4.2 MB", "1.0 MB"]
     assert [rate(n, 3600) for n in (0, 2, 7200, 180)] == ["", "2 an hour", "2 a second", "3 a minute"]
+    assert [rate(6, 640), rate(2, 900), rate(2, 30)] == ["0.6 a minute", "0.1 a minute", "2 a minute"]
 
 
 # ---------------------------------------------------------------- charts
