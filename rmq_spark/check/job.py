@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 from rmq_spark.errors import ConfigError, ListenerError, OptionError, TxmqError
@@ -38,7 +36,7 @@ except ModuleNotFoundError as missing:
 from rmq_spark.check.draining import Draining
 from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.check.report import CheckReport
-from rmq_spark.check.threads import running
+from rmq_spark.check.threads import running, stopped_by_signals
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.listener import TransactionListener
 from rmq_spark.logs import failure, json_handler
@@ -95,7 +93,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
         reports[:] = [report]
         write_metrics()
         words = f"{report.started_at:%Y-%m-%d %H:%M:%S}Z {as_commands(str(report))}"
-        line = json.dumps(report.to_dict()) if as_json else words
+        line = as_commands(json.dumps(report.to_dict())) if as_json else words
         if not (quiet and report.ok and not report.quarantined):
             print(line if as_json else one_line(line), flush=True)
         if once:
@@ -105,8 +103,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     workers = {name: worker for name, worker in beside.items() if worker is not None}
     try:
         metrics = _metrics(settings, service.log, once)
-        with metrics as write_metrics:
-            _stop_on_signals(stop)
+        with metrics as write_metrics, stopped_by_signals(stop):
             if once:
                 service.run(stop, show)
                 for worker in workers.values():
@@ -139,6 +136,7 @@ def _metrics(settings: JobSettings, log: CommitLog, once: bool) -> AbstractConte
         address=wanted.address,
         cluster=wanted.cluster,
         textfile=wanted.textfile,
+        once=once,
     )
 
 
@@ -199,6 +197,9 @@ def _see_working_folder() -> None:
 
 
 def _say_error(problem: BaseException) -> None:
+    if json_handler() is not None:
+        logger.error("%s: %s", type(problem).__name__, as_commands(redacted(problem)))
+        return
     Console(stderr=True, soft_wrap=True).print(
         f"[red]{type(problem).__name__}: {escape(as_commands(redacted(problem)))}[/red]"
     )
@@ -252,18 +253,6 @@ def _by_executors(wanted: str, listeners: Mapping[str, TransactionListener]) -> 
         return drain(SparkSession.builder.appName(APP_NAME).getOrCreate(), log)
 
     return by_executors
-
-
-def _stop_on_signals(stop: threading.Event) -> None:
-    if threading.current_thread() is not threading.main_thread():
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        logger.info("stopping after %s", signal.Signals(number).name)
-        stop.set()
-
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
+
+logger = logging.getLogger(__name__)
 
 AT_EXIT_S_MAX = 10.0
 """How long the end waits for what is under way. Then it is left: a crash may interrupt it anywhere, too."""
@@ -33,3 +38,22 @@ def running(stop_event: threading.Event, workers: Mapping[str, Callable[[threadi
         stop_event.set()
         for thread in threads:
             thread.join(AT_EXIT_S_MAX)
+
+
+@contextmanager
+def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
+    """Within the block SIGTERM and SIGINT set the event, so that what is under way comes to its end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        logger.info("stopping after %s", signal.Signals(number).name)
+        stop.set()
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

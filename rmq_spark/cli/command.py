@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import select
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -177,6 +178,11 @@ def sentence_of(problem: Exception) -> str:
     for secret in _secrets:
         said = said.replace(secret, "***")
     return one_line(in_words_of_the_command(said, typed_path()))
+
+
+def path_to_type() -> str:
+    """What a command that is advised has before its other arguments: the path as it was typed, and a space."""
+    return f"{shlex.quote(_typed[0])} " if _typed else ""
 
 
 def typed_path() -> str | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.command import BAD_USAGE, fail, sentence_of, typed_path
+from rmq_spark.cli.command import BAD_USAGE, fail, path_to_type, sentence_of
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import one_line
@@ -74,8 +74,7 @@ def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
     yield Finding(
         "log", Level.OK, f"{one_line(log.path)} is a commit log of format {FORMAT}, which this version writes"
     )
-    typed = typed_path()
-    yield from LogDoctor(log, f"{typed} " if typed else "", interval, answered).look()
+    yield from LogDoctor(log, path_to_type(), interval, answered).look()
 
 
 def _settings(found: Configured) -> tuple[list[str] | None, float, Finding]:

@@ -116,7 +116,7 @@ def maintain(
 ) -> None:
     """Do all the upkeep, so that the log does not grow with its age. Safe beside everything else."""
     from rmq_spark.check.maintainer import Maintainer
-    from rmq_spark.check.threads import running
+    from rmq_spark.check.threads import running, stopped_by_signals
     from rmq_spark.commitlog.leaving import Graces
 
     log = open_log(path, storage)
@@ -137,7 +137,8 @@ def maintain(
     rounds = Maintainer(log, interval, graces, None if draining is None else draining.turn)
     show(log.keep_up(graces))
     stop = threading.Event()
-    with running(stop, {} if draining is None else {"txmq-drains": draining.run}):
+    workers = {} if draining is None else {"txmq-drains": draining.run}
+    with stopped_by_signals(stop), running(stop, workers):
         rounds.run(stop, show)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rmq_spark.cli.bodies import peek
-from rmq_spark.cli.command import sentence_of, typed_path
+from rmq_spark.cli.command import path_to_type, sentence_of
 from rmq_spark.cli.text import age_in_words, escaped, one_line, short_text, short_time
 from rmq_spark.commitlog.ledger import OPEN_STATES, ROLLED_BACK_STATES
 from rmq_spark.commitlog.log import CommitLog
@@ -74,7 +74,7 @@ class Resolving:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         more = chosen.count - len(rows)
         if more:
-            at = f"{typed_path()} " if typed_path() else ""
+            at = path_to_type()
             lines.append(f"and {count_of(more, 'more message')}: txmq query {at}--half-id {self._record.half_id}")
         return "\n".join(f"  {line.rstrip()}" for line in lines)
 

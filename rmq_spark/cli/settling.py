@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.command import FAILED, fail, typed_path
+from rmq_spark.cli.command import FAILED, fail, path_to_type
 from rmq_spark.cli.completing import of_argument
 from rmq_spark.cli.output import (
     AsJson,
@@ -187,7 +187,7 @@ def resume(
 ) -> None:
     """Take a half batch out of quarantine: the next round of checks asks its listener again, and counts anew."""
     log = open_log(path, storage)
-    at = f"{typed_path()} " if typed_path() else ""
+    at = path_to_type()
     if half_id != EVERYTHING:
         if group is not None:
             raise typer.BadParameter("it goes with all: write txmq resume all --group …", param_hint="--group")

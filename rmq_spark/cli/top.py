@@ -38,13 +38,15 @@ def top(
 ) -> None:
     """A live screen: messages a second of each topic and group, lag, what is pending and for how long. Ctrl-C ends it.
     Where there is no terminal it looks twice, so that there are rates, and prints once."""
+    from rich.console import Console
+
     from rmq_spark.cli.overview import look
 
     interval = interval_of(every, "every")
     log = open_log(path, storage)
     before = look(log)
     title = f"txmq top   {redacted(log.path)}"
-    if as_json or not sys.stdout.isatty():
+    if as_json or not sys.stdout.isatty() or Console().is_dumb_terminal:
         if wait(interval):
             now = look(log)
             typer.echo(json_of(figures(now, before)) if as_json else text(title, now, before), nl=as_json)

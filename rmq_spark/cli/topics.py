@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.command import FAILED, App, fail, typed_path
+from rmq_spark.cli.command import FAILED, App, fail, path_to_type
 from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, open_log, plainly, say, show
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.errors import OptionError
@@ -124,7 +124,7 @@ def delete_topic(path: LogPath, name: TopicName, storage: Storage = None) -> Non
     """Is refused: a topic is for good. Says how to be rid of its messages."""
     log = open_log(path, storage)
     log.require_topic(name)
-    at = f"{typed_path()} {name}" if typed_path() else name
+    at = f"{path_to_type()}{name}"
     said = (
         f"topic {name!r} is not deleted, and no topic can be: programs that know it go on writing to it, and its "
         "offsets must never be used again. To be rid of its messages: stop its senders, "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.command import typed_path
+from rmq_spark.cli.command import path_to_type, typed_path
 from rmq_spark.cli.completing import of_argument
 from rmq_spark.cli.output import AsJson, LogPath, Storage, block, one_line, open_log, plainly, rendered
 from rmq_spark.cli.text import short_age, short_time
@@ -145,7 +145,7 @@ def _offsets(first: int, last: int) -> str:
 
 def _advice(found: Trace) -> str | None:
     """Return what a person can do about it; None when nothing need be done."""
-    at = f"{typed_path()} " if typed_path() else ""
+    at = path_to_type()
     if found.in_conflict:
         return f"settle it: txmq resolve {at}{found.half_id} COMMIT|ROLLBACK --reason …"
     if found.outcome.get("quarantined"):

@@ -106,7 +106,8 @@ def _require_log(where: str, storage_options: Mapping[str, str] | None) -> None:
             raise StorageError(f"{where} cannot be read (permission denied): give this program the right to read it")
         require_no_rest(where, storage_options)
         raise NotACommitLogError(
-            f"{where} is not a commit log (it has no table 'topics'); make one with CommitLog.create({where!r})"
+            f"{where} is not a commit log (it has no table 'topics'): see that path and disk are right, or "
+            f"make one with CommitLog.create({where!r})"
         )
 
 

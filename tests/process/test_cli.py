@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -82,6 +84,23 @@ def test_to_follow_ends_when_the_reader_has_enough(tmp_path: Path) -> None:
         following.wait(3)
     os.close(ours)
     assert following.wait(60) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_loop_of_upkeep_ends_well_when_it_is_told_to(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C ended it with 130, and other loops with 0."""
+    CommitLog.create(tmp_path / "log")
+    command = [sys.executable, "-m", "rmq_spark.cli", "maintain", str(tmp_path / "log"), "--every", "1h"]
+    going = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    assert going.stdout is not None
+    assert going.stdout.readline()  # the first round is over
+    time.sleep(0.5)
+    going.send_signal(number)
+    _, err = going.communicate(timeout=60)
+    assert (going.returncode, "Traceback" in err) == (0, False), err
 
 
 def in_a_terminal(answer: str, *arguments: object) -> tuple[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import threading
 import time
 from collections.abc import Iterator
@@ -23,13 +24,13 @@ from rmq_spark.cli.overview import committed_since, look
 from rmq_spark.cli.text import escaped, short_age, size
 from rmq_spark.cli.tracing import argument_of
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.op import Who
+from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
 from tests.commands import objects, txmq, words
-from tests.half_batches import commit, let_leave, pending, prepare, split
+from tests.half_batches import commit, let_leave, make_log, pending, prepare, split
 
 NASTY = "\x1b[31mred\x07\n\u202egnp.exe\x9b2J"
 
@@ -142,6 +143,17 @@ def test_commands_in_errors_name_the_path_when_it_was_typed(log: CommitLog, monk
     assert "make it with txmq topic create bills" in txmq("read", "bills", code=1)[1].replace("'", "")
     assert f"txmq topic create {log.path} bills" in txmq("read", log.path, "bills", code=1)[1].replace("'", "")
     assert "PATH" not in txmq("read", log.path, "bills", code=1)[1]
+
+
+def test_an_advised_command_can_be_copied_when_the_path_has_a_space(tmp_path: Path) -> None:
+    spaced = make_log("delta", tmp_path / "my log", orders=1)
+    hidden = prepare(spaced, 0, 1)
+    spaced.quarantine(hidden, 1, pending(spaced, hidden), Who.DISCARD, "too often")
+    advice = txmq("trace", spaced.path, hidden.half_id)[0].splitlines()[-1]
+    resume = re.search(r"txmq (resume .*?);", advice)
+    assert resume is not None
+    assert txmq(*shlex.split(resume[1]))[0]
+    assert spaced.state_of(hidden).count(RowState.PENDING) == 1
 
 
 # ---------------------------------------------------------------- query
@@ -378,6 +390,17 @@ def test_watch_shows_it_again_until_it_is_stopped(log: CommitLog, monkeypatch: p
     assert [r["half_id"] for r in objects("pending", "--watch", "1m")] == ["shop:0"]
     assert "0s is no time" in words(txmq("pending", "--watch", "0s", code=2)[1])
     assert "--watch '2' is not a duration" in txmq("pending", "--watch", "2", code=2)[1]
+
+
+@pytest.mark.parametrize("verb", [("group", "list"), ("pending",)])
+def test_a_log_that_goes_away_is_told_to_who_watches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: tuple[str, ...]
+) -> None:
+    """It said for ever that no group had read from the log."""
+    made = make_log("delta", tmp_path / "log", orders=1)
+    stopping(monkeypatch, lambda: Path(made.path).rename(tmp_path / "away"), lambda: None)
+    _, err = txmq(*verb, made.path, "--watch", "1s", code=1)
+    assert "commit log" in err
 
 
 def test_ctrl_c_is_the_way_to_stop_and_no_error(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
