@@ -3,8 +3,8 @@
 # MAGIC # A first transaction
 # MAGIC A stream of orders must do two things that agree: write each paid order into a database, and tell others
 # MAGIC about it. This notebook makes a commit log, sends orders through the sink, looks at what is pending, lets a
-# MAGIC check settle it, and reads what was committed. It runs unchanged on Databricks, and with
-# MAGIC `python notebooks/01_first_transaction.py`.
+# MAGIC check settle it, and reads what was committed. It is a Databricks notebook, and runs with
+# MAGIC `python notebooks/01_first_transaction.py`, where it was tried.
 # MAGIC
 # MAGIC On Databricks, install the package first: `%pip install` of its wheel, then restart Python.
 

@@ -3,8 +3,8 @@
 # MAGIC # A crash, and a check
 # MAGIC A program writes an order into a database and tells others about it. This notebook kills it with SIGKILL at
 # MAGIC the two worst moments: after the database's commit and before the verdict, and before the database's commit. A
-# MAGIC check finds out what happened, and the messages agree with the database each time. It needs no Spark, and runs
-# MAGIC unchanged on Databricks, and with `python notebooks/02_crash_and_check.py`.
+# MAGIC check finds out what happened, and the messages agree with the database each time. It needs no Spark. It is
+# MAGIC a Databricks notebook, and runs with `python notebooks/02_crash_and_check.py`, where it was tried.
 # MAGIC
 # MAGIC On Databricks, install the package first: `%pip install` of its wheel with the extra `sql`, then restart
 # MAGIC Python.

@@ -2,8 +2,8 @@
 # MAGIC %md
 # MAGIC # Ordered orders, retries and dead letters
 # MAGIC The messages about one order must arrive in their order, also when one of them is decided late. And a consumer
-# MAGIC must get past a message that it cannot consume. This notebook shows both. It runs unchanged on Databricks, and
-# MAGIC with `python notebooks/03_ordered_orders_and_retries.py`.
+# MAGIC must get past a message that it cannot consume. This notebook shows both. It is a Databricks notebook, and runs
+# MAGIC with `python notebooks/03_ordered_orders_and_retries.py`, where it was tried.
 # MAGIC
 # MAGIC On Databricks, install the package first: `%pip install` of its wheel, then restart Python.
 

@@ -1,8 +1,8 @@
 # Databricks notebook source
 # MAGIC %md
 # MAGIC # Operating a commit log
-# MAGIC What is pending, and since when; who is behind; one page that says whether all is well. It runs unchanged on
-# MAGIC Databricks, and with `python notebooks/04_operating.py`.
+# MAGIC What is pending, and since when; who is behind; one page that says whether all is well. It is a
+# MAGIC Databricks notebook, and runs with `python notebooks/04_operating.py`, where it was tried.
 # MAGIC
 # MAGIC On Databricks, install the package first: `%pip install` of its wheel with the extra `report`, then restart
 # MAGIC Python.

@@ -3,7 +3,7 @@
 # MAGIC # The history is a Delta table
 # MAGIC Committed messages lie in the Delta table `messages`, and what was decided about them in `op`. Any reader of
 # MAGIC Delta can ask them. This notebook asks with SQL, looks back in time, and reads with Polars, without Spark. It
-# MAGIC runs unchanged on Databricks, and with `python notebooks/05_history.py`.
+# MAGIC is a Databricks notebook, and runs with `python notebooks/05_history.py`, where it was tried.
 # MAGIC
 # MAGIC On Databricks, install the package first: `%pip install` of its wheel, and of `polars`; then restart Python.
 
