@@ -69,6 +69,7 @@ STATS_COLUMNS = ("half_id",)
 column slows down a long log: with 5,000 files a commit took 26 ms with seven columns, 15 ms with one."""
 FOOTER_COLUMNS = ("app_id", "batch_id", "file_no", "row_no", "topic", "queue_id")
 PLAIN_COLUMNS = ("row_no", "keys", "transaction_key", "sharding_key", "body", "born_timestamp")
+CLOSE_COLUMNS = ("row_no", "born_timestamp")
 
 COMPRESSION = "lz4"
 """Of half files, which stay for minutes, and which we and Spark alone read: half the processor time of zstd. (Trino
@@ -188,6 +189,7 @@ class HalfRows:
             holds=rows_of_half_file(self.half_id, self.file_no),
             compression=COMPRESSION,
             raw_columns=() if _is_worth_compressing(table["body"]) else ("body",),
+            close_columns=CLOSE_COLUMNS,
         )
         return self.in_file(data)
 

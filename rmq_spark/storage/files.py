@@ -184,6 +184,7 @@ def write_table(
     keep_content: bool = False,
     compression: str = COMPRESSION,
     raw_columns: Sequence[str] = (),
+    close_columns: Sequence[str] = (),
 ) -> DataFile:
     """Write one Parquet file under a new name and return what a commit needs to add it.
 
@@ -207,6 +208,8 @@ def write_table(
         A codec of Parquet, as pyarrow names it.
     raw_columns : sequence of str
         Columns that are not compressed. With these, no column but maps may be nested.
+    close_columns : sequence of str
+        Numbers and times without a dictionary whose neighbours are close. Their differences are stored, uncompressed.
     """
     path = f"{prefix}-{uuid4().hex}.parquet"
     flat = [f.name for f in table.schema if not pa.types.is_nested(f.type)]
@@ -217,6 +220,7 @@ def write_table(
         dictionary = [path for path, values in _leaves(table.slice(0, FEW_ROWS)) if _repeats(values)]
     else:
         dictionary = [c for c in flat if c not in plain_columns]
+    close = () if has_few else close_columns
     statistics = [c for c in flat if c in stats_columns or c in footer_columns]
     encoded = table
     first_value = pa.repeat(pa.scalar(0, pa.int32()), table.num_rows)
@@ -232,7 +236,8 @@ def write_table(
             encoded.schema,
             use_dictionary=dictionary,
             write_statistics=statistics,
-            compression=_codecs(encoded.schema, compression, raw_columns),
+            compression=_codecs(encoded.schema, compression, (*raw_columns, *close)),
+            column_encoding=dict.fromkeys(close, "DELTA_BINARY_PACKED") or None,
             write_page_checksum=True,
             store_schema=False,  # with the Arrow schema, readers would get dictionaries
         ) as writer:

@@ -346,9 +346,10 @@ def test_bodies_are_compressed_where_it_saves_space(
     (file,) = write(tmp_path, columns)
     group = pq.ParquetFile(tmp_path / file.data.path).metadata.row_group(0)
     codecs = {c.path_in_schema: c.compression for c in map(group.column, range(group.num_columns))}
-    assert {name: codec for name, codec in codecs.items() if codec == "UNCOMPRESSED"} == (
-        {} if compressed else {"body": "UNCOMPRESSED"}
-    )
+    raw = {name for name, codec in codecs.items() if codec == "UNCOMPRESSED"}
+    assert raw == {"row_no", "born_timestamp", *(() if compressed else ("body",))}
+    encodings = {c.path_in_schema: c.encodings for c in map(group.column, range(group.num_columns))}
+    assert {name for name, used in encodings.items() if "DELTA_BINARY_PACKED" in used} == {"row_no", "born_timestamp"}
     assert stored(tmp_path, file)["body"].to_pylist() == columns["body"]
 
 
