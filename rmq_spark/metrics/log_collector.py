@@ -123,15 +123,12 @@ class LogCollector(prometheus.registry.Collector):
         """By log, its samples."""
         with self._lock:
             if self._looked_s is None or MACHINE.monotonic() - self._looked_s >= self._cache_s:
-                self._known = [
-                    (
-                        self._node_id or redacted(watch.path),
-                        [sample for sample in _look(watch) if sample[0] not in self._left_out],
-                    )
-                    for watch in self._watches
-                ]
+                self._known = [(self._node_id or redacted(watch.path), self._look(watch)) for watch in self._watches]
                 self._looked_s = MACHINE.monotonic()
             return self._known
+
+    def _look(self, watch: LogWatch) -> list[Sample]:
+        return [sample for sample in _all_of(watch) if sample[0] not in self._left_out]
 
 
 class Unreadable(prometheus.registry.Collector):
@@ -147,7 +144,7 @@ class Unreadable(prometheus.registry.Collector):
 DOWN: list[Sample] = [("txmq_up", {}, 0.0)]
 
 
-def _look(watch: LogWatch) -> list[Sample]:
+def _all_of(watch: LogWatch) -> list[Sample]:
     began_s = MACHINE.monotonic()
     try:
         figures = watch.look()

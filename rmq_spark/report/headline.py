@@ -74,12 +74,12 @@ def _old_pending(figures: Figures) -> Iterator[Finding]:
 
 def _to_watch(figures: Figures) -> Iterator[Finding]:
     if (count := figures.dead_letters) and (waiting := figures.dead_letters_waiting):
-        sent = "nobody has sent it again" if waiting == 1 else f"nobody has sent {waiting:,} of all that are kept again"
+        kept = "1 of those that are kept was" if waiting == 1 else f"{waiting:,} of those that are kept were"
         yield Finding(
             "dead letters",
             Level.WARNING,
             ("1 message became a dead letter" if count == 1 else f"{count:,} messages became dead letters")
-            + f" in this time, and {sent}.",
+            + f" in this time; {kept} not sent again.",
             "Look at them with txmq dlq list GROUP, and send them again with txmq dlq resend GROUP --all when the "
             "cause is gone.",
         )

@@ -266,7 +266,7 @@ def behind(seconds: float) -> pa.Table:
         (
             {"dead_letters": 4, "dead_letters_waiting": 2},
             Level.WARNING,
-            "4 messages became dead letters in this time, and nobody has sent 2 of all that are kept again.",
+            "4 messages became dead letters in this time; 2 of those that are kept were not sent again.",
         ),
         ({"dead_letters": 4, "dead_letters_waiting": 0}, Level.OK, "new"),
         ({"lag": behind(5000)}, Level.WARNING, "Consumer group points is behind by 7 messages"),
