@@ -232,8 +232,8 @@ class Drained:
         if at >= stop:
             return found, missing
         with self._log.lock:
-            runs = [(run.first_offset, path, run) for path, run in self._overlapping(queue, at, stop)]
-        for offset, path, run in sorted(runs):
+            runs = [(run.first_offset, path, run, since) for path, run, since in self._overlapping(queue, at, stop)]
+        for offset, path, run, since in sorted(runs):
             if offset < at and found:
                 raise CorruptLogError(f"offset {offset} of queue {queue[1]} of topic {queue[0]!r} is drained twice")
             if offset > at:
@@ -242,13 +242,14 @@ class Drained:
             end = min(stop, offset + run.length)
             skip = run.first_row + at - offset
             rows = RowRange(path, "", 0, run.file_rows, ((skip, skip + end - at - 1),), NAME)
-            found.append(MessageRange(rows, *queue, at))
+            found.append(MessageRange(rows, *queue, at, since=since))
             at = end
         if at < stop:
             missing.append((at, stop))
         return found, missing
 
-    def _overlapping(self, queue: Queue, first: int, stop: int) -> Iterator[tuple[str, _Run]]:
+    def _overlapping(self, queue: Queue, first: int, stop: int) -> Iterator[tuple[str, _Run, int]]:
+        """Runs that hold some of these offsets, each with its file and the first version of ``op`` there."""
         actions = self._log.messages_table.actions()
         may_hold = pc.and_(
             _between(actions, "topic", queue[0], queue[0]),
@@ -256,10 +257,10 @@ class Drained:
                 _between(actions, "queue_id", queue[1], queue[1]), _between(actions, "queue_offset", first, stop - 1)
             ),
         )
-        for path in actions.filter(may_hold)["path"].to_pylist():
-            for run in self._runs_of(path):
+        for file in actions.filter(may_hold).select(["path", "min.op_version"]).to_pylist():
+            for run in self._runs_of(file["path"]):
                 if run.queue == queue and run.first_offset < stop and run.first_offset + run.length > first:
-                    yield path, run
+                    yield file["path"], run, file["min.op_version"] or 0
 
     def _runs_of(self, path: str) -> tuple[_Run, ...]:
         if path not in self._runs:

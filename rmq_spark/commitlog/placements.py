@@ -8,7 +8,7 @@ its cost follows what is to be read, not the age of the log.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,12 +50,15 @@ class MessageRange:
     queue_id : int
     queue_offset : int
         Of the first row; the others follow in order.
+    since : int
+        Of a file of ``messages``: the version of ``op`` at which its first message was placed.
     """
 
     rows: RowRange
     topic: str
     queue_id: int
     queue_offset: int
+    since: int = field(default=0, compare=False, kw_only=True)
 
     @property
     def count(self) -> int:
@@ -69,7 +72,7 @@ class MessageRange:
     @property
     def file(self) -> tuple[object, ...]:
         """The file of the rows. Files are sorted as readers take them: what was committed first comes first."""
-        return (0, self.rows.path)
+        return (0, self.since, self.rows.path)
 
     def cut(self: _Range, start: int, end: int) -> _Range:
         """The part with offsets from ``start`` (included) to ``end`` (excluded)."""

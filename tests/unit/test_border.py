@@ -246,3 +246,17 @@ def test_an_older_copy_of_messages_is_told(log: CommitLog, monkeypatch: pytest.M
     let_leave(log)
     with pytest.raises(CorruptLogError, match="an older copy of messages was put in its place"):
         reader.read("points")
+
+
+def test_a_task_reads_the_files_of_the_table_in_the_order_of_op(log: CommitLog) -> None:
+    """They were read by their names, which are random: a Spark task gave offset 13 before offset 0."""
+    for batch_id in range(8):
+        commit(log, prepare(log, batch_id, 6))
+        log.drain()
+    planner = Planner(log, Subscription(("orders",)))
+    ranges = planner.ranges({}, planner.latest())
+    assert len({r.rows.path for r in ranges}) > 4
+    (part,) = split(ranges)
+    for queue in {r.queue_id for r in ranges}:
+        offsets = [r.queue_offset for r in part if r.queue_id == queue]
+        assert offsets == sorted(offsets)
