@@ -8,7 +8,7 @@ import typer
 
 from rmq_spark.cli.command import App
 from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, open_log, plainly, say, show
-from rmq_spark.cli.text import short
+from rmq_spark.cli.text import json_message, short
 from rmq_spark.errors import OptionError
 from rmq_spark.plurals import count_of
 
@@ -34,11 +34,11 @@ def list_letters(
     """List dead letters, why they were given up, and when they were sent again."""
     from rmq_spark.consumer.dead_letters import DeadLetters
 
-    rows = []
-    for row in DeadLetters(open_log(path, storage), group).list(limit).to_pylist():
-        kept = ("queue_offset", "topic", "msg_id", "keys", "reconsume_times", "reason", "died", "resent")
-        rows.append({**{name: row[name] for name in kept}, "body": short(row["body"])})
-    show(rows, as_json, "there are no dead letters", spare=["resent", "died", "reconsume_times"])
+    letters = DeadLetters(open_log(path, storage), group).list(limit).to_pylist()
+    kept = ("queue_offset", "topic", "msg_id", "keys", "reconsume_times", "reason", "died", "resent")
+    table = [{**{name: row[name] for name in kept}, "body": short(row["body"])} for row in letters]
+    rows = [json_message(row) for row in letters] if as_json else table
+    show(rows, as_json, "there are no dead letters", spare=["resent", "died", "reconsume_times"], table=table)
 
 
 @dlq_app.command()

@@ -145,8 +145,13 @@ def _offsets(first: int, last: int) -> str:
 
 def _advice(found: Trace) -> str | None:
     """Return what a person can do about it; None when nothing need be done."""
+    from rmq_spark.transaction import ROLLBACK_MESSAGE
+
     at = path_to_type()
     if found.in_conflict:
+        late = {event.verdict for event in found.events if event.kind == "conflict"}
+        if late == {str(ROLLBACK_MESSAGE)}:  # readers may have seen the messages: nothing else can be confirmed
+            return f"confirm what readers have seen: txmq resolve {at}{found.half_id} COMMIT --reason …"
         return f"settle it: txmq resolve {at}{found.half_id} COMMIT|ROLLBACK --reason …"
     if found.outcome.get("quarantined"):
         return (

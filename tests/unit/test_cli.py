@@ -472,6 +472,8 @@ def test_dead_letters_are_listed_and_sent_again(log: CommitLog) -> None:
     assert "\x1b" not in out
     assert [r["reconsume_times"] for r in objects("dlq", "list", log.path, "points")] == [16, 16]
     assert "resent" not in out, "none was"
+    whole = objects("dlq", "list", log.path, "points")[0]
+    assert whole.keys() >= {"tags", "sharding_key", "properties", "born_timestamp", "died", "resent", "body"}
     assert "1 dead letter sent again" in txmq("dlq", "resend", log.path, "points", "--offset", "1")[0]
     first, second = (r["resent"] for r in objects("dlq", "list", log.path, "points"))
     assert first is None

@@ -156,6 +156,17 @@ def test_an_advised_command_can_be_copied_when_the_path_has_a_space(tmp_path: Pa
     assert spaced.state_of(hidden).count(RowState.PENDING) == 1
 
 
+def test_what_readers_have_seen_can_only_be_confirmed(log: CommitLog) -> None:
+    """The advice named ROLLBACK as well, which is refused."""
+    record = prepare(log, 5, 2)
+    rows = pending(log, record)
+    commit(log, record)
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, rollback=rows, who=Who.CHECK)
+    told = txmq("trace", log.path, record.half_id)[0]
+    assert told.splitlines()[-1].endswith(f"txmq resolve {log.path} {record.half_id} COMMIT --reason …")
+
+
 # ---------------------------------------------------------------- query
 def test_messages_are_found_by_a_key_a_place_and_a_time(log: CommitLog) -> None:
     for batch_id, numbers in enumerate([(1, 2, 11), (3, 4, 1)]):

@@ -232,6 +232,8 @@ def test_a_message_is_processed_in_the_trace_that_sent_it(log: CommitLog, spans:
     assert processed.parent is not None
     assert (processed.parent.span_id, processed.context.trace_id) == (sent.span_id, sent.trace_id)
     assert inside == [processed.context.span_id]
+    consumer.shutdown()
+    assert [span.name for span in spans.get_finished_spans() if span.name.startswith("ack")] == ["ack orders"]
     found = attributes(processed)
     assert (
         found.items()
