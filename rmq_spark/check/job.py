@@ -144,9 +144,9 @@ def _show_unreadable(settings: JobSettings | None) -> None:
     """Write the file of metrics for a log that cannot be opened: what it said before is not true any more."""
     if settings is None or not settings.metrics.textfile:
         return
-    from rmq_spark.metrics.serving import write_unreadable
-
     try:
+        from rmq_spark.metrics.serving import write_unreadable
+
         write_unreadable(settings.metrics.textfile, location(settings.path), settings.metrics.cluster)
     except TxmqError as problem:
         logger.warning("the metrics were not written: %s", problem)

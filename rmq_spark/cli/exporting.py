@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -104,6 +102,7 @@ def _show_once(collector: LogCollector, path: str, push_to: str | None, job: str
 
 
 def _serve(collector: LogCollector, path: str, address: str, port: int) -> None:
+    from rmq_spark.check.threads import stopped_by_signals
     from rmq_spark.metrics.serving import serving
 
     as_json = json_handler()
@@ -112,16 +111,7 @@ def _serve(collector: LogCollector, path: str, address: str, port: int) -> None:
     else:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     stop = threading.Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    with serving(_registry(collector), address, port) as url:
+    with serving(_registry(collector), address, port) as url, stopped_by_signals(stop):
         typer.echo(f"the figures of {redacted(path)} are at {url}")
         sys.stdout.flush()
-        before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            stop.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        stop.wait()

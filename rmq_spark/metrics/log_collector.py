@@ -11,13 +11,14 @@ from typing import Any
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.config import seconds
-from rmq_spark.errors import OptionError, TxmqError
+from rmq_spark.errors import OptionError
+from rmq_spark.logs import failure
 from rmq_spark.machine import MACHINE
 from rmq_spark.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark.metrics.client import prometheus
 from rmq_spark.metrics.figures import LogFigures, LogWatch
 from rmq_spark.metrics.names import BY_NAME, COMMON, LOG, METRICS, OF_A_WATCH, Metric
-from rmq_spark.redaction import redacted, traceback_of
+from rmq_spark.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +150,7 @@ def _all_of(watch: LogWatch) -> list[Sample]:
     try:
         figures = watch.look()
     except Exception as problem:
-        said = redacted(problem) if isinstance(problem, TxmqError) else traceback_of(problem)
-        logger.warning("the figures of %s could not be read: %s", redacted(watch.path), said)
+        logger.warning("the figures of %s could not be read: %s", redacted(watch.path), failure(problem))
         return DOWN
     took_s = MACHINE.monotonic() - began_s
     return [("txmq_up", {}, 1.0), ("txmq_collect_seconds", {}, took_s), *samples_of(figures)]
