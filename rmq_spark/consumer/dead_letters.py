@@ -9,7 +9,6 @@ from datetime import datetime
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.half import half_id_of
 from rmq_spark.commitlog.history import kept_batches
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import SOURCE_SCHEMA
@@ -75,27 +74,24 @@ class DeadLetters:
 
     def waiting(self) -> int:
         """Return how many letters are kept that nobody has sent again, as far as the log knows it. It reads none."""
-        prefix, topic = self._resend_app(""), DLQ_PREFIX + self.group
-        ids = kept_batches(self.log)["half_id"]
-        offsets = [
-            half_id[len(prefix) :].partition(":")[0] for half_id in ids.filter(pc.starts_with(ids, prefix)).to_pylist()
-        ]
-        sent = {int(offset) for offset in offsets if offset.isdecimal()}
-        firsts, left = self.log.firsts(), 0
-        for queue, tail in self.log.tails().items():
-            if queue[0] == topic:
-                first = firsts.get(queue, 0)
-                left += tail - first - sum(first <= offset < tail for offset in sent)
-        return left
+        topic, firsts, tails = DLQ_PREFIX + self.group, self.log.firsts(), self.log.tails()
+        kept = [range(firsts.get(queue, 0), tail) for queue, tail in tails.items() if queue[0] == topic]
+        if not any(kept):
+            return 0
+        sent = self._sent_again()
+        return sum(len(offsets) - sum(offset in offsets for offset in sent) for offsets in kept)
 
     def _resent(self, offsets: Sequence[int]) -> Sequence[datetime | None]:
         """When each letter was sent again, as far as the log knows it."""
-        if not offsets:
-            return []
-        kept = kept_batches(self.log)
-        mine = kept.filter(pc.starts_with(kept["half_id"], self._resend_app("")))
-        at = dict(zip(mine["half_id"].to_pylist(), mine["prepared_at"].to_pylist(), strict=True))
-        return [at.get(half_id_of(self._resend_app(offset), 0)) for offset in offsets]
+        at = self._sent_again() if offsets else {}
+        return [at.get(offset) for offset in offsets]
+
+    def _sent_again(self) -> dict[int, datetime]:
+        """The letters that were sent again, by their offsets, and when, as far as the log knows it."""
+        prefix, batches = self._resend_app(""), kept_batches(self.log)
+        mine = batches.filter(pc.starts_with(batches["half_id"], prefix)).select(["half_id", "prepared_at"])
+        rows = ((row["half_id"].removeprefix(prefix).partition(":")[0], row["prepared_at"]) for row in mine.to_pylist())
+        return {int(offset): at for offset, at in rows if offset.isdecimal()}  # another group's name may go on
 
     def _resend_app(self, offset: int | str) -> str:
         """The application that sends a letter again: its half batch is there once."""
