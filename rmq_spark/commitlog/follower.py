@@ -250,7 +250,7 @@ class Follower:
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """What the newest op markers say of one half batch."""
-        if not refresh and self._is_untouched(record):
+        if not refresh and self.is_untouched(record):
             return record.fresh_state()
         with self.table.lock:
             if refresh:
@@ -262,7 +262,7 @@ class Follower:
                 state.fold(OpRow.of(row))
             return state
 
-    def _is_untouched(self, record: HalfRecord) -> bool:
+    def is_untouched(self, record: HalfRecord) -> bool:
         """Whether ``op`` has said nothing of a half batch, as it was last read. This process has prepared it."""
         return self._known_whole.get(record.half_id, False) and record.prepared_ms > self.followed.low_water
 

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE_MAX = 1024
-"""Half batches in one commit: with those of a shared file, at most 64 MiB of messages."""
+AT_ONCE_MAX = 2048
+"""Half batches in one commit: with those of a shared file, at most 128 MiB of messages."""
 GATHERING_S = 0.002
 """A thread that waits for more to come looks so often. It waits for no longer than the last commit took."""
 PREPARE_ERRORS = (AlreadyPreparedError, StagedFilesTooOldError)
@@ -107,7 +107,7 @@ class GroupCommit:
 
     def __init__(self, log: ProtocolSteps, linger_s: float = 0.0, at_once_max: int = AT_ONCE_MAX) -> None:
         self._log = log
-        self._prepares: Lane[_Waiting, HalfRecord | TxmqError] = Lane(
+        self._prepares: Lane[_Waiting | OneMessage, HalfRecord | TxmqError] = Lane(
             log.machine, "txmq-prepare", self._prepare_many, linger_s, at_once_max
         )
         self._decides: Lane[Decision, Decided] = Lane(
@@ -132,7 +132,7 @@ class GroupCommit:
 
         It is called in the thread that commits, so it must not wait for anything, and must not raise.
         """
-        self._prepares.put(_Waiting(message.writer.header, (message,)), message.half_id, then)
+        self._prepares.put(message, message.half_id, then)
 
     def decide(
         self, record: HalfRecord, attempt: int, *, commit: Mapping[int, bytes], rollback: Mapping[int, bytes], who: Who
@@ -154,7 +154,7 @@ class GroupCommit:
         """As :meth:`decide`, and nobody waits; see :meth:`prepare_and_go_on`."""
         self._decides.put(decision, decision.record.half_id, then)
 
-    def _prepare_many(self, waiting: Sequence[_Waiting]) -> list[HalfRecord | TxmqError]:
+    def _prepare_many(self, waiting: Sequence[_Waiting | OneMessage]) -> list[HalfRecord | TxmqError]:
         wrong = arrange([f for one in waiting for f in one.files if isinstance(f, OneMessage)])
         ready = [
             Staged(one.header, [_arranged(f) for f in one.files]) for one in waiting if one.header.half_id not in wrong

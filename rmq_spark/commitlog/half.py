@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -28,6 +28,7 @@ from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.message import PROPERTIES, TIMESTAMP, require_topic_name
 from rmq_spark.plurals import message_count
 from rmq_spark.storage.files import DataFile, arange, rows_of_half_file, write_table
+from rmq_spark.values import value
 
 HEADER_COLUMNS = [
     "half_id",
@@ -87,7 +88,7 @@ FILE_BYTES_MAX = 256 * 1024 * 1024
 FILES_PER_PARTITION_MAX = 1000
 
 
-@dataclass(frozen=True)
+@value
 class HalfHeader:
     """What all rows of a half batch have in common (the first columns of ``half``)."""
 
@@ -109,7 +110,7 @@ class HalfHeader:
     query's id (a consumer's retries). In other streams each checkpoint counts from 0, so ``query_id`` must agree."""
 
 
-@dataclass(frozen=True)
+@value
 class Segment:
     """A run of rows of one queue within a half file (``first`` and ``last`` row_no, both included)."""
 
@@ -119,7 +120,7 @@ class Segment:
     last: int
 
 
-@dataclass(frozen=True)
+@value
 class HalfFile:
     """A staged file: written by an executor, not yet in the log."""
 
@@ -137,7 +138,7 @@ class HalfFile:
         return sum(segment.last - segment.first + 1 for segment in self.segments)
 
 
-@dataclass(frozen=True)
+@value
 class HalfRows:
     """What will be a half file: checked messages in their order. Several small ones may share a file.
 
@@ -199,7 +200,7 @@ def half_id_of(app_id: str, batch_id: int) -> str:
     return f"{app_id}:{batch_id}"
 
 
-@dataclass(frozen=True)
+@value
 class HalfWriter:
     """Turns a partition's Arrow batches into staged half files; pickled to executors.
 

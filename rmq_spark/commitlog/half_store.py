@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import NamedTuple
 
@@ -41,9 +41,10 @@ from rmq_spark.storage.files import ROW_GROUP_ROWS, RowRange, require_path
 from rmq_spark.storage.moved import HalfFiles
 from rmq_spark.storage.seal import require_count
 from rmq_spark.storage.table import Change, Table, is_ours
+from rmq_spark.values import value
 
 
-@dataclass(frozen=True)
+@value
 class StoredFile:
     """A half file of a prepared batch: where its rows lie now, and how they are laid out."""
 
@@ -54,7 +55,7 @@ class StoredFile:
     """True when some of its messages have a time before which they must not appear."""
 
 
-@dataclass(frozen=True)
+@value
 class HalfRecord:
     """A prepared half batch, without its messages."""
 
@@ -144,7 +145,7 @@ class Prepared(NamedTuple):
     rewritten: bool
 
 
-@dataclass(frozen=True)
+@value
 class Staged:
     """A half batch that nobody has prepared yet: its files are written, or its rows are few, and share one."""
 

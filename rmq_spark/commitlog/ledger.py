@@ -7,7 +7,7 @@ decided once, no verdict counts for a past attempt, and offsets have no gaps.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import datetime, timedelta, timezone
 
 from rmq_spark.commitlog.follow import Tails
@@ -24,6 +24,7 @@ from rmq_spark.errors import HalfBatchLeftError, HalfBatchNotFoundError, StaleAt
 from rmq_spark.plurals import message_count
 from rmq_spark.storage.table import Change, Table
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
+from rmq_spark.values import value
 
 MARK_TRIES_MAX = 20
 """A mark that loses so many races is left to the next time: others wait for this handle's lock meanwhile."""
@@ -32,7 +33,7 @@ COMMITTED_STATES = (RowState.COMMITTED, RowState.DECIDED)
 ROLLED_BACK_STATES = (RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK, RowState.ROLLED_BACK_BY_DISCARD)
 
 
-@dataclass(frozen=True)
+@value
 class Placed:
     """Messages of one queue that a decision made visible."""
 
@@ -43,7 +44,7 @@ class Placed:
     half_id: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True)
+@value
 class Decision:
     """Verdicts on rows of one half batch, which are under one attempt.
 
@@ -63,7 +64,7 @@ class Decision:
     checks_min: int = 0
 
 
-@dataclass(frozen=True)
+@value
 class Decided:
     """What became of a decision: what it made visible, or why it does not count."""
 
@@ -145,22 +146,22 @@ class Ledger(Follower):
         def build() -> list[OpRow]:
             problems.clear()
             late.clear()
-            opened: list[Open] = []
+            decided: list[HalfRecord] = []
             rows: list[OpRow] = []
             for decision in decisions:
                 try:
-                    state = self.state_of(decision.record, refresh=False)
-                    rows += self._decided_rows(decision, state)
-                    opened.append(Open(decision.record, state))
+                    rows += self._decided_rows(decision)
+                    decided.append(decision.record)
                 except VerdictConflictError as problem:
                     problems[decision.record.half_id] = problem
+                    state = self.state_of(decision.record, refresh=False)
                     late.append((decision, problem, _against(state, decision, LocalTransactionState(problem.verdict))))
                 except StaleAttemptError as problem:
                     problems[decision.record.half_id] = problem
                 except HalfBatchLeftError as left:
                     if (found := _after_leaving(decision, left)) is not None:
                         problems[decision.record.half_id] = found
-            return self._with_places(opened, rows) + self._conflict_rows(late)
+            return self._with_places(decided, rows) + self._conflict_rows(late)
 
         placed: dict[str, list[Placed]] = {d.record.half_id: [] for d in decisions}
         for found in _placed(self.append(build)):  # of other half batches, too, which waited for these
@@ -168,22 +169,15 @@ class Ledger(Follower):
                 placed[found.half_id].append(found)
         return [Decided(placed[d.record.half_id], problems.get(d.record.half_id)) for d in decisions]
 
-    def _decided_rows(self, decision: Decision, state: BatchState) -> list[OpRow]:
+    def _decided_rows(self, decision: Decision) -> list[OpRow]:
         """The op rows of a decision, commits without their places; raises when it does not count."""
         record, attempt, who, reason = decision.record, decision.attempt, decision.who, decision.reason
-        for verdict in (COMMIT_MESSAGE, ROLLBACK_MESSAGE):
-            if against := _against(state, decision, verdict):
-                raise _too_late(state, against, attempt, verdict)
-        commit = _undecided(state, decision.commit, attempt, COMMIT_MESSAGE)
-        rollback = _undecided(state, decision.rollback, attempt, ROLLBACK_MESSAGE)
-        for undecided in (commit, rollback):
-            if decision.checks_min and state.checked_at_least(undecided, decision.checks_min) != undecided:
-                raise StaleAttemptError(
-                    f"attempt {attempt} of half batch {record.half_id!r} was reopened since it was checked "
-                    f"{decision.checks_min} times: it is asked about again"
-                )
-        found = self._commit_rows(record, state, commit, attempt, who, reason)
-        return found + _rows_for(Kind.ROLLBACK, record, rollback, attempt, who, reason)
+        commit, rollback = decision.commit, decision.rollback
+        decides_all = commit.count + rollback.count == record.rows
+        if not (decides_all and attempt == 1 and not decision.checks_min and self.is_untouched(record)):
+            commit, rollback = _that_count(decision, self.state_of(record, refresh=False))
+        found = self._commit_rows(record, commit, attempt, who, reason) if commit else []
+        return found + _rows_for(Kind.ROLLBACK, record, rollback, attempt, who, reason) if rollback else found
 
     # ------------------------------------------------------------------ places
     def _next_op_time(self, reopens: bool) -> datetime:
@@ -196,7 +190,7 @@ class Ledger(Follower):
         return max(after, datetime.fromtimestamp((sent_ms + 1) / 1000, timezone.utc))
 
     def _commit_rows(
-        self, record: HalfRecord, state: BatchState, chosen: RowSet, attempt: int, who: Who, reason: str | None
+        self, record: HalfRecord, chosen: RowSet, attempt: int, who: Who, reason: str | None
     ) -> list[OpRow]:
         """Commit rows, a queue each, without their places."""
         return [
@@ -219,25 +213,20 @@ class Ledger(Follower):
             )
             for due, due_then in self._placer.by_due(record, chosen, self.machine.now())
             for file_no, bits in due_then.items()
-            for file in [state.files[file_no]]
+            for file in [record.files[file_no]]
             for segment in file.segments
             if (ranges := runs(bits, segment.first, segment.last + 1))
         ]
 
-    def _with_places(self, opened: Sequence[Open], rows: list[OpRow]) -> list[OpRow]:
-        """Settling op rows, with places for messages that they commit or that need not wait any more.
-
-        Parameters
-        ----------
-        opened : sequence of Open
-            The half batches that the rows name, with their states before the rows. It may fold the rows into them.
-        """
+    def _with_places(self, records: Sequence[HalfRecord], rows: list[OpRow]) -> list[OpRow]:
+        """Settling op rows of half batches, with places for messages that they commit or that need not wait any
+        more."""
         if not rows:
             return rows
-        records = [o.record for o in opened]
         if not (self.waiting or any(r.delayed for r in records) or self._placer.keys.fifo_of(*records)):
             return _with_offsets(rows, self.tails)
         now = self.machine.now()
+        opened = [Open(record, self.state_of(record, refresh=False)) for record in records]
         states = {o.record.half_id: o.state for o in opened}
         for row in rows:
             states[row.half_id or ""].fold(replace(row, op_time=self._op_time))
@@ -318,7 +307,7 @@ class Ledger(Follower):
             if checks_min:
                 still = state.checked_at_least(still, checks_min)
             op_rows = _rows_for(kind, record, still, attempt, who, reason)
-            return self._with_places([Open(record, state)], op_rows) if kind is Kind.QUARANTINE else op_rows
+            return self._with_places([record], op_rows) if kind is Kind.QUARANTINE else op_rows
 
         self.append(build)
 
@@ -381,7 +370,7 @@ class Ledger(Follower):
                 closed = chosen - state.rows_in((RowState.PENDING,), attempt)
                 rows += _rows_for(Kind.REOPEN, record, closed, attempt, Who.ADMIN, reason)
                 if verdict is COMMIT_MESSAGE:
-                    rows += self._commit_rows(record, state, chosen, attempt, Who.ADMIN, reason)
+                    rows += self._commit_rows(record, chosen, attempt, Who.ADMIN, reason)
                 else:
                     rows += _rows_for(Kind.ROLLBACK, record, chosen, attempt, Who.ADMIN, reason)
             if conflict:  # ends here: without an attempt the row says so
@@ -393,7 +382,7 @@ class Ledger(Follower):
                     f"and its messages are {'rolled back' if verdict is COMMIT_MESSAGE else 'visible'}",
                     verdict=str(verdict),
                 )
-            return self._with_places([Open(record, state)], rows)
+            return self._with_places([record], rows)
 
         return _placed(self.append(build, reopens=True))
 
@@ -455,19 +444,16 @@ class Ledger(Follower):
         return rows
 
 
-def _with_offsets(rows: Sequence[OpRow], tails: Tails) -> list[OpRow]:
-    """Commit and place rows, in their order, with the next offsets of their queues; those that wait get none."""
+def _with_offsets(rows: list[OpRow], tails: Tails) -> list[OpRow]:
+    """Give commit and place rows, in their order, the next offsets of their queues; those that wait get none."""
     next_offsets = dict(tails)
-    found: list[OpRow] = []
     for row in rows:
         waits = row.kind is Kind.COMMIT and row.until is not None
         if row.topic is not None and row.queue_id is not None and not waits:
             queue = (row.topic, row.queue_id)
-            offset = next_offsets.get(queue, 0)
-            next_offsets[queue] = offset + row.count
-            row = row.at(offset)
-        found.append(row)
-    return found
+            row.queue_offset = next_offsets.get(queue, 0)
+            next_offsets[queue] = row.queue_offset + row.count
+    return rows
 
 
 def _placed(rows: Sequence[OpRow]) -> list[Placed]:
@@ -508,6 +494,24 @@ def _against(state: BatchState, decision: Decision, verdict: LocalTransactionSta
         (decision.commit, ROLLED_BACK_STATES) if verdict is COMMIT_MESSAGE else (decision.rollback, COMMITTED_STATES)
     )
     return rows and rows & state.rows_in(opposite, decision.attempt)
+
+
+def _that_count(decision: Decision, state: BatchState) -> tuple[RowSet, RowSet]:
+    """The rows that a decision commits and rolls back, without those that it has decided before; raises when it does
+    not count."""
+    attempt = decision.attempt
+    for verdict in (COMMIT_MESSAGE, ROLLBACK_MESSAGE):
+        if against := _against(state, decision, verdict):
+            raise _too_late(state, against, attempt, verdict)
+    commit = _undecided(state, decision.commit, attempt, COMMIT_MESSAGE)
+    rollback = _undecided(state, decision.rollback, attempt, ROLLBACK_MESSAGE)
+    for undecided in (commit, rollback):
+        if decision.checks_min and state.checked_at_least(undecided, decision.checks_min) != undecided:
+            raise StaleAttemptError(
+                f"attempt {attempt} of half batch {state.half_id!r} was reopened since it was checked "
+                f"{decision.checks_min} times: it is asked about again"
+            )
+    return commit, rollback
 
 
 def _too_late(state: BatchState, against: RowSet, attempt: int, verdict: LocalTransactionState) -> VerdictConflictError:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from rmq_spark.commitlog.half import HALF_SCHEMA, HEADER_COLUMNS, HalfRows, HalfWriter, Segment
+from rmq_spark.commitlog.half import HALF_SCHEMA, HEADER_COLUMNS, HalfHeader, HalfRows, HalfWriter, Segment
 from rmq_spark.errors import MessageError, TxmqError
 from rmq_spark.message import Message, to_table
 from rmq_spark.redaction import cause_of
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class OneMessage:
     """A half batch of one message that has not been checked and arranged yet.
 
@@ -31,8 +31,17 @@ class OneMessage:
     rows: HalfRows | None = None
 
     @property
+    def header(self) -> HalfHeader:
+        return self.writer.header
+
+    @property
     def half_id(self) -> str:
         return self.writer.header.half_id
+
+    @property
+    def files(self) -> tuple[OneMessage]:
+        """What is to be prepared."""
+        return (self,)
 
 
 def arrange(ones: Sequence[OneMessage]) -> dict[str, TxmqError]:

@@ -94,7 +94,7 @@ class ProtocolSteps(ABC):
 
     def with_machine(self, writer: HalfWriter) -> HalfWriter:
         """A writer with the clock of this log."""
-        return replace(writer, machine=self.machine)
+        return writer if writer.machine is self.machine else replace(writer, machine=self.machine)
 
     def last_batch_id(self, app_id: str) -> int | None:
         """The newest batch id that this application prepared."""
@@ -160,6 +160,10 @@ class ProtocolSteps(ABC):
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """What the newest op markers say of a half batch; without a refresh, those that were read last."""
         return self.ledger.state_of(record, refresh)
+
+    def is_untouched(self, record: HalfRecord) -> bool:
+        """Whether ``op``, as it was last read, has said nothing of a half batch that this process has prepared."""
+        return self.ledger.is_untouched(record)
 
     def decide(
         self,

@@ -18,13 +18,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.group_commit import GroupCommit
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Decided, Decision
 from rmq_spark.commitlog.op import Who
+from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.errors import HalfBatchLeftError, TxmqError
 from rmq_spark.listener import CommitOncePrepared
@@ -36,6 +38,9 @@ from rmq_spark.sink.turns import Turns
 from rmq_spark.sink.two_phase import Answered, Outcome, Run, TwoPhase, held_by
 from rmq_spark.storage.pools import Once
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
+
+FIRST_ATTEMPT = 1
+Done = TypeVar("Done")
 
 
 class Flights:
@@ -152,13 +157,16 @@ class Flight:
         self._message = message
         self._arg = arg
         self._future = future
-        self._context = copy_context()  # what the caller has set, its listener sees
+        self._context = None if self.asks_nobody else copy_context()  # what the caller has set, its listener sees
         self._began_s = two_phase.log.machine.monotonic()
 
     @property
     def asks_nobody(self) -> bool:
         """Whether there is no local transaction."""
         return type(self._two_phase.listener) is CommitOncePrepared
+
+    def _in_context(self, work: Callable[[], Done]) -> Done:
+        return work() if self._context is None else self._context.run(work)
 
     # ------------------------------------------------------------------ the way
     def begin(self) -> bool:
@@ -174,7 +182,9 @@ class Flight:
                 raise problem or found or AssertionError
             header = self._message.writer.header
             self._run = Run(found, header.fence_id, self._arg, Outcome(found), held=held_by([self._message]))
-            if self.asks_nobody:
+            if self.asks_nobody and self._two_phase.log.is_untouched(found):
+                self._commit_all()
+            elif self.asks_nobody:
                 self._go_on(self._ask())
             else:
                 self._flights.in_thread(self._execute)
@@ -183,11 +193,17 @@ class Flight:
                 self._flights.turns.leave(self)
             self._fail(raised)
 
+    def _commit_all(self) -> None:
+        """Decide what has no local transaction, and of which nobody has said anything."""
+        rows = self._run.record.all_rows
+        self._run.executed.append((FIRST_ATTEMPT, rows))
+        self._decide(FIRST_ATTEMPT, rows, NO_ROWS)
+
     def _execute(self) -> None:
         try:
             try:
                 with self._flights.turns.running():
-                    answered = self._context.run(self._ask)
+                    answered = self._in_context(self._ask)
             finally:
                 self._flights.turns.leave(self)
             self._go_on(answered)
@@ -197,7 +213,7 @@ class Flight:
     def _ask(self) -> Answered | None:
         """Run the local transaction; None when there is nothing to decide."""
         try:
-            return self._two_phase.ask(self._run, 1, self._run.record.all_rows)
+            return self._two_phase.ask(self._run, FIRST_ATTEMPT, self._run.record.all_rows)
         except HalfBatchLeftError:  # we slept, and others settled it meanwhile
             return None
 
@@ -211,11 +227,14 @@ class Flight:
         split = split_by_verdict(self._two_phase.log, record, rows, batch, verdicts)
         commit, rollback = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE]
         if commit or rollback:
-            self._attempt = batch.attempt
-            decision = Decision(record, batch.attempt, commit, rollback, Who.EXECUTE)
-            self._flights.commits.decide_and_go_on(decision, self._decided)
+            self._decide(batch.attempt, commit, rollback)
         else:
             self._flights.in_thread(self._settle)
+
+    def _decide(self, attempt: int, commit: RowSet, rollback: RowSet) -> None:
+        self._attempt = attempt
+        decision = Decision(self._run.record, attempt, commit, rollback, Who.EXECUTE)
+        self._flights.commits.decide_and_go_on(decision, self._decided)
 
     def _decided(self, decided: Decided | None, problem: BaseException | None) -> None:
         try:
@@ -234,7 +253,7 @@ class Flight:
         """Find out what became of it. This may wait, and run the local transaction again."""
         try:
             with self._flights.turns.running():
-                outcome = self._context.run(self._two_phase.bring_on, self._run)
+                outcome = self._in_context(partial(self._two_phase.bring_on, self._run))
             self._land(outcome)
         except BaseException as raised:
             self._fail(raised)

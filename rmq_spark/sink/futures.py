@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from rmq_spark.redaction import traceback_of
 from rmq_spark.sink.sent import TransactionSendResult
@@ -51,22 +51,29 @@ class _Quiet:
             self._condition.notify_all()
 
 
+class Room(Protocol):
+    """What a future takes a place in."""
+
+    def leave(self, who: object) -> object:
+        """Give up the place."""
+
+
 class SendFuture(Future[TransactionSendResult]):
     """The future of a send. Who waits for it hears of the result at once. Its callbacks are called in a thread in which
     they may wait, once :meth:`call_back` is.
 
     Parameters
     ----------
-    leave : callable
-        Gives up the room of a future, when the send has come to its end or is cancelled.
+    room : Room
+        Which the future leaves, when the send has come to its end or is cancelled.
     """
 
     _condition: Any
 
-    def __init__(self, leave: Callable[[SendFuture], None]) -> None:
+    def __init__(self, room: Room) -> None:
         super().__init__()
         self._condition = _Quiet()
-        self._leave = leave
+        self._room = room
         self._left: deque[Callable[[Future[TransactionSendResult]], object]] | None = None
         self._is_over = False
 
@@ -98,7 +105,7 @@ class SendFuture(Future[TransactionSendResult]):
 
     def end(self) -> bool:
         """Give up the room among those in flight. True when there are callbacks to be called."""
-        self._leave(self)
+        self._room.leave(self)
         self._is_over = True
         return bool(self._left)
 

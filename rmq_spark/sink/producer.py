@@ -425,7 +425,7 @@ class TransactionMQProducer:
 
     def _fly(self, two_phase: TwoPhase, message: Message, arg: Any, topic: str | None) -> Future[TransactionSendResult]:
         in_flight = self._in_flight
-        sent = SendFuture(in_flight.leave)
+        sent = SendFuture(in_flight)
         try:
             self._take_room(in_flight, sent)
         except BaseException:
@@ -602,8 +602,9 @@ class TransactionMQProducer:
         idempotency_key: str | None,
     ) -> HalfWriter:
         header = self._header(per, idempotency_key, two_phase.listener.fence_id)
-        topics = self.log.topics_with(topics_in(given, topic))
-        writer = HalfWriter(header, topics, topic, transaction_key, self.log.fifo_topics())
+        topics = self.log.topic_store.with_names(topics_in(given, topic))
+        machine = self.log.machine
+        writer = HalfWriter(header, topics.queues, topic, transaction_key, topics.fifo, machine=machine)
         return self.log.with_machine(writer)
 
     def _enter(self, who: object) -> None:

@@ -31,7 +31,7 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from rmq_spark.sink.futures import SendFuture
-from rmq_spark.sink.turns import Turns
+from rmq_spark.sink.turns import InFlight, Turns
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
 from tests.half_batches import another, let_leave, make_log
 
@@ -697,9 +697,9 @@ def test_thousands_that_are_cancelled_at_once_hold_up_nobody() -> None:
 
 
 def test_a_send_that_several_threads_cancel_gives_up_its_room_once() -> None:
-    left: list[None] = []
+    left: list[object] = []
     for _ in range(200):
-        sent = SendFuture(lambda _: left.append(None))
+        sent = SendFuture(InFlight(1, left.append))
         barrier = threading.Barrier(3)
 
         def cancel(sent: SendFuture = sent, barrier: threading.Barrier = barrier) -> None:
