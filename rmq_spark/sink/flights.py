@@ -12,11 +12,8 @@ such as a check that was faster, goes on in a thread that may wait.
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
@@ -36,7 +33,7 @@ from rmq_spark.sink.sent import result_of
 from rmq_spark.sink.told import tell_not_sent, tell_sent
 from rmq_spark.sink.turns import Turns
 from rmq_spark.sink.two_phase import Answered, Outcome, Run, TwoPhase, held_by
-from rmq_spark.storage.pools import Once
+from rmq_spark.storage.pools import Crew
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
 FIRST_ATTEMPT = 1
@@ -68,12 +65,8 @@ class Flights:
     ) -> None:
         self.commits = commits
         self.turns = turns
-        self._listeners = listeners
-        self._callers = callers
-        self._machine = machine
-        self._lock = threading.Lock()
-        self._done: deque[SendFuture] = deque()  # with callbacks to be called
-        self._comes = False  # a thread that calls them is on its way
+        self.listeners = Crew(listeners, machine)
+        self._callers = Crew(callers, machine)
 
     def start(self, two_phase: TwoPhase, message: OneMessage, arg: Any, future: SendFuture) -> None:
         """Send a message, and wait for nothing.
@@ -97,48 +90,10 @@ class Flights:
             self.turns.leave(flight)
             raise
 
-    def in_thread(self, work: Callable[[], object]) -> None:
-        """Do it in a thread that may wait; in this one when there is none to be had."""
-        self._in_thread(self._listeners, work)
-
     def end(self, future: SendFuture) -> None:
         """The send has come to its end: see to its callbacks."""
-        if not future.end():
-            return
-        with self._lock:
-            self._done.append(future)
-            comes, self._comes = self._comes, True
-        if not comes:
-            self._in_thread(self._callers, self._call_back)
-
-    def _call_back(self) -> None:
-        """Call callbacks while there are any. One of them may wait: then the thread that comes next goes on."""
-        with self._lock:
-            self._comes = False
-        while True:
-            with self._lock:
-                if not self._done:
-                    return
-                future = self._done.popleft()
-                one_more = bool(self._done) and not self._comes
-                self._comes |= one_more
-            if one_more:
-                self._starts(self._callers, Once(self._call_back))
-            future.call_back()
-
-    def _in_thread(self, pool: ThreadPoolExecutor, work: Callable[[], object]) -> None:
-        once = Once(work)
-        if not self._starts(pool, once):
-            once.now()
-
-    def _starts(self, pool: ThreadPoolExecutor, once: Once[object]) -> bool:
-        with suppress(RuntimeError):
-            pool.submit(once)
-            return True
-        with suppress(RuntimeError):  # the producer was closed while this flight was under way
-            self._machine.start_thread(once, "txmq-left")
-            return True
-        return False
+        if future.end():
+            self._callers.put(future.call_back)
 
 
 class Flight:
@@ -187,7 +142,7 @@ class Flight:
             elif self.asks_nobody:
                 self._go_on(self._ask())
             else:
-                self._flights.in_thread(self._execute)
+                self._flights.listeners.put(self._execute)
         except BaseException as raised:
             if not self.asks_nobody:
                 self._flights.turns.leave(self)
@@ -220,7 +175,7 @@ class Flight:
     def _go_on(self, answered: Answered | None) -> None:
         """Decide what a listener has answered."""
         if answered is None:  # there is nothing to decide
-            self._flights.in_thread(self._settle)
+            self._flights.listeners.put(self._settle)
             return
         record = self._run.record
         batch, rows, verdicts = answered
@@ -229,7 +184,7 @@ class Flight:
         if commit or rollback:
             self._decide(batch.attempt, commit, rollback)
         else:
-            self._flights.in_thread(self._settle)
+            self._flights.listeners.put(self._settle)
 
     def _decide(self, attempt: int, commit: RowSet, rollback: RowSet) -> None:
         self._attempt = attempt
@@ -245,7 +200,7 @@ class Flight:
             if run.outcome.messages or self._two_phase.is_settled(run):
                 self._land(run.outcome)
             else:
-                self._flights.in_thread(self._settle)
+                self._flights.listeners.put(self._settle)
         except BaseException as raised:
             self._fail(raised)
 

@@ -7,10 +7,13 @@ A machine may have no room for one more. And once the main thread of a program h
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Generic, ParamSpec, TypeVar, cast
+
+from rmq_spark.machine import Machine
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -47,6 +50,74 @@ class Once(Generic[Result]):
         with suppress(BaseException):  # the future has it
             self()
         return self.done
+
+
+class Crew:
+    """Does what comes in the threads of a pool, as many pieces at once as it has threads. A thread goes on with the
+    next piece: to wake one up for each takes longer than a short piece.
+
+    Once the pool is closed, it takes new threads; and the caller's when there are none to be had.
+
+    Parameters
+    ----------
+    pool : ThreadPoolExecutor
+    machine : Machine
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, machine: Machine) -> None:
+        self._pool = pool
+        self._machine = machine
+        self._lock = threading.Lock()
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._comes = False  # a thread is on its way
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Do it in a thread in which it may wait."""
+        with self._lock:
+            self._waiting.append(work)
+            comes, self._comes = self._comes, True
+        if not comes:
+            self._call_one()
+
+    def _call_one(self) -> None:
+        once = Once(self._work)
+        if not self._starts(once):
+            once.now()
+
+    def _work(self) -> None:
+        """Work while there is something to do. A piece may wait: then the thread that comes next goes on."""
+        with self._lock:
+            self._comes = False
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                work = self._waiting.popleft()
+                one_more = self._needs_one_more()
+            if one_more and not self._starts(Once(self._work)):
+                self._comes = False  # who puts something next tries again
+            try:
+                work()
+            except BaseException:
+                with self._lock:
+                    one_more = self._needs_one_more()
+                if one_more:
+                    self._call_one()
+                raise
+
+    def _needs_one_more(self) -> bool:
+        one_more = bool(self._waiting) and not self._comes
+        self._comes |= one_more
+        return one_more
+
+    def _starts(self, once: Once[None]) -> bool:
+        with suppress(RuntimeError):
+            self._pool.submit(once)
+            return True
+        with suppress(RuntimeError):
+            self._machine.start_thread(once, "txmq-left")
+            return True
+        return False
 
 
 def submitted(
