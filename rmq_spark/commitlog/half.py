@@ -27,7 +27,7 @@ from rmq_spark.errors import MessageError
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.message import PROPERTIES, TIMESTAMP, require_topic_name
 from rmq_spark.plurals import message_count
-from rmq_spark.storage.files import DataFile, arange, rows_of_half_file, write_table
+from rmq_spark.storage.files import DataFile, arange, repeated, rows_of_half_file, write_table
 from rmq_spark.values import value
 
 HEADER_COLUMNS = [
@@ -407,7 +407,8 @@ class HalfWriter:
                 first += rows.num_rows
         rows_in_order = pa.concat_tables(parts)
         count = rows_in_order.num_rows
-        constants = {name: _constant(getattr(self.header, name), name, count) for name in HEADER_COLUMNS}
+        kind_of = {name: HALF_SCHEMA.field(name).type for name in HEADER_COLUMNS}
+        constants = {name: repeated(getattr(self.header, name), kind, count) for name, kind in kind_of.items()}
         queue = pa.concat_arrays([pa.repeat(pa.scalar(s.queue_id, pa.int32()), s.last - s.first + 1) for s in segments])
         columns = {
             **constants,
@@ -417,7 +418,8 @@ class HalfWriter:
             "queue_id": queue,
             "store_timestamp": pa.repeat(self.now(), count),
         }
-        return pa.table({f.name: columns[f.name] for f in HALF_SCHEMA}, schema=HALF_SCHEMA), tuple(segments)
+        fields = [f.with_type(constants[f.name].type) if f.name in constants else f for f in HALF_SCHEMA]
+        return pa.table({f.name: columns[f.name] for f in fields}, schema=pa.schema(fields)), tuple(segments)
 
     def first_queue(self, topic: str, file_no: int) -> int:
         """The queue at which messages of a topic begin that choose none."""
@@ -472,7 +474,3 @@ def _is_worth_compressing(body: pa.ChunkedArray) -> bool:
     parts = [body.slice(rows * i // SAMPLES, SAMPLE_ROWS) for i in range(SAMPLES)]
     sample = b"".join(text for part in parts for text in pc.binary_slice(part, 0, SAMPLE_BYTES).to_pylist())
     return len(pa.compress(sample, COMPRESSION, asbytes=True)) <= (1 - SAVED_MIN) * len(sample)
-
-
-def _constant(value: object, name: str, rows: int) -> pa.Array:
-    return pa.repeat(pa.scalar(value, HALF_SCHEMA.field(name).type), rows)

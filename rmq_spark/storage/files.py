@@ -139,6 +139,16 @@ def arange(rows: int, start: int = 0) -> pa.Array:
     return pc.add(positions, start) if start else positions
 
 
+def repeated(value: object, kind: pa.DataType, rows: int) -> pa.Array:
+    """Return an array with the same value in all rows: of many rows one whose dictionary has it once, as
+    :func:`write_table` takes it."""
+    scalar = pa.scalar(value, kind)
+    if value is None or rows <= FEW_ROWS:
+        return pa.repeat(scalar, rows)
+    numbers = pa.repeat(pa.scalar(0, pa.int32()), rows)
+    return pa.DictionaryArray.from_arrays(numbers, pa.array([value], kind), safe=False)
+
+
 def bytes_array(values: bytes | bytearray) -> pa.Array:
     """Return the bytes as a uint8 array, without a copy."""
     return pa.Array.from_buffers(pa.uint8(), len(values), [None, pa.py_buffer(values)])
@@ -153,6 +163,8 @@ def column_stats(table: pa.Table, columns: Iterable[str]) -> str:
         column = table[name]
         nulls[name] = column.null_count
         if column.null_count < table.num_rows:
+            if pa.types.is_dictionary(column.type):  # the same value in all rows
+                column = column.chunk(0).dictionary
             bounds = pc.min_max(column).as_py()
             low[name], high[name] = (_bound(bounds[side], side) for side in ("min", "max"))
     return json.dumps({"numRecords": table.num_rows, "minValues": low, "maxValues": high, "nullCount": nulls})
@@ -197,7 +209,8 @@ def write_table(
     plain_columns : sequence of str, optional
         Columns whose values hardly repeat. They get no dictionary. The first rows tell them when not given.
     constant_columns : sequence of str
-        Columns with the same value in all rows. Their text is hashed and compared once, not for each row.
+        Columns with the same value in all rows, best as :func:`repeated` makes them. Their text is hashed and compared
+        once, not for each row.
     row_group_rows : int, optional
         :data:`ROW_GROUP_ROWS` when not given.
     holds : str
@@ -223,12 +236,11 @@ def write_table(
     close = () if has_few else close_columns
     statistics = [c for c in flat if c in stats_columns or c in footer_columns]
     encoded = table
-    first_value = pa.repeat(pa.scalar(0, pa.int32()), table.num_rows)
     for name in () if has_few else constant_columns:
-        if table[name].null_count == 0:
-            value = table[name][0]
-            constant = pa.DictionaryArray.from_arrays(first_value, pa.array([value], value.type), safe=False)
-            encoded = encoded.set_column(table.schema.get_field_index(name), name, constant)
+        column = table[name]
+        if column.null_count == 0 and not pa.types.is_dictionary(column.type):
+            at = table.schema.get_field_index(name)
+            encoded = encoded.set_column(at, name, repeated(column[0].as_py(), column.type, table.num_rows))
 
     def write_to(sink: Any) -> int:
         with pq.ParquetWriter(
@@ -242,7 +254,7 @@ def write_table(
             store_schema=False,  # with the Arrow schema, readers would get dictionaries
         ) as writer:
             writer.write_table(encoded, row_group_size=row_group_rows or ROW_GROUP_ROWS)
-            writer.add_key_value_metadata(seal(table.schema, path, holds))
+            writer.add_key_value_metadata(seal(_as_read(table.schema), path, holds))
         return int(sink.tell())
 
     content = None
@@ -254,7 +266,12 @@ def write_table(
             stream.write(content)
         else:
             size = write_to(stream)
-    return DataFile(path, size, table.num_rows, column_stats(table, stats_columns), content)
+    return DataFile(path, size, table.num_rows, column_stats(encoded, stats_columns), content)
+
+
+def _as_read(schema: pa.Schema) -> pa.Schema:
+    """The schema that readers see: text where the writer has a dictionary."""
+    return pa.schema([f.with_type(f.type.value_type) if pa.types.is_dictionary(f.type) else f for f in schema])
 
 
 def _leaves(rows: pa.Table) -> Iterator[tuple[str, pa.Array | pa.ChunkedArray]]:
