@@ -64,6 +64,7 @@ from rmq_spark.storage.seal import (
     require_seal,
     transaction,
 )
+from rmq_spark.storage.turns import NO_TURNS, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +208,7 @@ def compare_and_set(
     propose: Callable[[int], Change | None],
     landed: Callable[[Change], bool],
     try_commit: Callable[[Change], bool],
+    turns: Turns = NO_TURNS,
 ) -> Change | None:
     """Commit a change at the next version, and return it; None when there is nothing to commit.
 
@@ -230,6 +232,8 @@ def compare_and_set(
     try_commit : callable
         Returns True when the commit was acknowledged, and False when another writer had the version or nobody knows.
         An exception leaves open whether the commit was made.
+    turns : Turns
+        Of the processes of this machine that write to the table.
 
     Raises
     ------
@@ -254,41 +258,43 @@ def compare_and_set(
         return landed(change)
 
     for tries in range(COMMIT_TRIES_MAX):
-        table.refresh()
-        # Our last try may have landed although it was reported lost.
-        if change is not None and has_landed(change):
-            return change
-        change = propose(table.version + 1)
-        if change is None:
-            return None
-        staged.require(change)
-        try:
-            acknowledged = try_commit(change)
-        except TxmqError:
-            raise
-        except Exception as problem:  # it may have landed: look before trying again
-            failures += 1
-            if failures >= UNEXPECTED_ERRORS_MAX:
-                table.refresh()
-                if has_landed(change):
-                    return change
-                raise CommitError(
-                    f"a commit to table {table.name} failed {failures} times, the last time with "
-                    f"{type(problem).__name__}: {problem}"
-                ) from cause_of(problem)
-            acknowledged = False
-        if acknowledged:
+        with turns.taken():
             table.refresh()
-            if not has_landed(change):
-                raise LostCommitError(
-                    f"a commit to table {table.name} was acknowledged, but version {table.version} does not hold its "
-                    "rows: this process slept past the clean-up of the table's log. Restart it"
-                )
-            if observer.observers():
-                observer.tell(lambda o: o.committed(table.name))
-            return change
+            # Our last try may have landed although it was reported lost.
+            if change is not None and has_landed(change):
+                return change
+            change = propose(table.version + 1)
+            if change is None:
+                return None
+            staged.require(change)
+            try:
+                acknowledged = try_commit(change)
+            except TxmqError:
+                raise
+            except Exception as problem:  # it may have landed: look before trying again
+                failures += 1
+                if failures >= UNEXPECTED_ERRORS_MAX:
+                    table.refresh()
+                    if has_landed(change):
+                        return change
+                    raise CommitError(
+                        f"a commit to table {table.name} failed {failures} times, the last time with "
+                        f"{type(problem).__name__}: {problem}"
+                    ) from cause_of(problem)
+                acknowledged = False
+            if acknowledged:
+                table.refresh()
+                if not has_landed(change):
+                    raise LostCommitError(
+                        f"a commit to table {table.name} was acknowledged, but version {table.version} does not hold "
+                        "its rows: this process slept past the clean-up of the table's log. Restart it"
+                    )
+                if observer.observers():
+                    observer.tell(lambda o: o.committed(table.name))
+                return change
         if observer.observers():
             observer.tell(lambda o: o.lost_race(table.name))
+        turns.lost()
         table.machine.sleep(table.machine.random() * min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** min(tries, 10)))
     table.refresh()
     if change is not None and has_landed(change):
@@ -447,6 +453,7 @@ class DeltaLogTable:
         self.fs, self.folder = filesystem(uri, storage_options)
         self.lock = machine.lock()
         self.clock: Clock = StoreClock(self.fs, self.folder, machine)
+        self._turns = Turns(Path(self.folder) if isinstance(self.fs, pafs.LocalFileSystem) else None, machine)
         self._actions: tuple[int, pa.Table] | None = None
         self._id: str | None = None
         self._seen = -1  # the newest version that this handle knows of
@@ -836,7 +843,7 @@ class DeltaLogTable:
         self, propose: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
         with self.lock:
-            return compare_and_set(self, propose, landed, self.try_commit)
+            return compare_and_set(self, propose, landed, self.try_commit, self._turns)
 
     def try_commit(self, change: Change) -> bool:
         now_ms = self.machine.time_ms()

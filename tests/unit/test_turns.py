@@ -1,0 +1,121 @@
+"""Processes of a machine that commit to a table all the time do so one after the other."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import rmq_spark as txmq
+from rmq_spark.machine import MACHINE, Machine
+from rmq_spark.storage import turns
+from rmq_spark.storage.turns import TAKES_TURNS_S, WAITS_S_MAX, Turns
+from tests.half_batches import another, bodies, check_offsets
+
+DEADLINE_S = 20.0
+
+
+class Clock(Machine):
+    """A machine whose time passes when somebody waits."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_who_has_lost_no_race_waits_for_nobody(tmp_path: Path) -> None:
+    busy, free = Turns(tmp_path, MACHINE), Turns(tmp_path, clock := Clock())
+    busy.lost()
+    with busy.taken(), free.taken():
+        assert clock.now_s == 1000.0
+
+
+def test_who_has_lost_a_race_waits_until_the_other_one_has_committed(tmp_path: Path) -> None:
+    first, second = Turns(tmp_path, MACHINE), Turns(tmp_path, MACHINE)
+    done: list[str] = []
+    second_waits = threading.Event()
+
+    def commit() -> None:
+        second.lost()
+        second_waits.set()
+        with second.taken():
+            done.append("second")
+
+    first.lost()
+    with first.taken():
+        thread = threading.Thread(target=commit)
+        thread.start()
+        assert second_waits.wait(DEADLINE_S)
+        thread.join(0.05)
+        done.append("first")
+    thread.join(DEADLINE_S)
+    assert done == ["first", "second"]
+
+
+def test_one_that_is_stopped_in_its_turn_holds_up_others_once(tmp_path: Path) -> None:
+    stopped, other = Turns(tmp_path, MACHINE), Turns(tmp_path, clock := Clock())
+    stopped.lost()
+    with stopped.taken():
+        for _ in range(5):
+            other.lost()
+            with other.taken():
+                pass
+        assert 1000.0 + WAITS_S_MAX <= clock.now_s < 1000.0 + 1.1 * WAITS_S_MAX
+        clock.now_s += TAKES_TURNS_S
+        other.lost()
+        with other.taken():
+            pass
+        assert clock.now_s > 1000.0 + TAKES_TURNS_S + 2 * WAITS_S_MAX
+
+
+def test_turns_end_some_time_after_the_last_lost_race(tmp_path: Path) -> None:
+    busy, other = Turns(tmp_path, MACHINE), Turns(tmp_path, clock := Clock())
+    busy.lost()
+    other.lost()
+    clock.now_s += TAKES_TURNS_S
+    with busy.taken(), other.taken():
+        assert clock.now_s == 1000.0 + TAKES_TURNS_S
+
+
+def test_without_file_locks_or_a_folder_to_write_to_nobody_takes_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = Turns(tmp_path / "missing", clock := Clock())
+    monkeypatch.setattr(turns, "fcntl", None)
+    elsewhere = Turns(tmp_path, clock)
+    for each in (nowhere, elsewhere, turns.NO_TURNS):
+        each.lost()
+        with each.taken():
+            assert clock.now_s == 1000.0
+    assert not list(tmp_path.iterdir())
+
+
+def test_handles_that_take_turns_commit_what_they_would_without(tmp_path: Path) -> None:
+    log = txmq.CommitLog.create(tmp_path / "log")
+    log.create_topic("orders", queues=2)
+    handles = [another(log) for _ in range(3)]
+    begin = threading.Barrier(len(handles))
+
+    def run(number: int) -> None:
+        log = handles[number]
+        for table in (log.half.table, log.op):
+            table._turns.lost()  # type: ignore[attr-defined]
+        with txmq.TransactionMQProducer(log, "shop", check_interval=None) as producer:
+            begin.wait(DEADLINE_S)
+            for i in range(5):
+                producer.send(txmq.Message("orders", f"{number}-{i}".encode()))
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(handles))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * DEADLINE_S)
+    assert sorted(bodies(log)) == sorted(f"{n}-{i}" for n in range(3) for i in range(5))
+    check_offsets(log)
+    assert {path.parent.name for path in tmp_path.glob("log/*/_turn")} == {"half", "op"}
