@@ -403,6 +403,32 @@ def _late_commit() -> Iterator[None]:
         yield
 
 
+@mutant(
+    "what op has spoken of is taken for untouched",
+    A.OUTCOME_CHANGED,
+    A.DUPLICATE,
+    **CALM,
+    listener="bare",
+    pause=0.0,
+    crash=0.0,
+    zombies=0.0,
+    person=False,
+    stranger=False,
+    immunity=False,
+    checkers=2,
+    rounds=4,
+    check_timeout_s=30.0,
+    temper_slow=0.8,
+    temper_refuses=0.0,
+)
+def _touched() -> Iterator[None]:
+    def untouched(self: Follower, record: HalfRecord) -> bool:
+        return record.half_id in self._known_whole
+
+    with _no_lease(), replaced((Follower, "is_untouched", untouched)):
+        yield
+
+
 @mutant("a second COMMIT makes a second copy", A.DUPLICATE, **BUSY, checkers=2, rounds=4, temper_says_unknown=0.5)
 def _second_copy() -> Iterator[None]:
     with _loose(lambda state, rows, attempt, verdict: rows):
