@@ -11,6 +11,7 @@ Environment: BENCH_ROUNDS (3), BENCH_SECONDS of each (3).
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -18,9 +19,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,6 +60,7 @@ OURS = {n: f"a producer, {n} thread{'s' if n > 1 else ''}" for n in THREADS}
 FLUSHES = {"ASYNC_FLUSH": "RocketMQ, 64 threads, ASYNC_FLUSH", "SYNC_FLUSH": "RocketMQ, 64 threads, SYNC_FLUSH"}
 TOGETHER = f"{PROCESSES} processes of {THREADS_EACH} threads"
 ASYNC = f"send_message_in_transaction_async, {IN_FLIGHT:,} in flight"
+SELDOM = "the same, full collections a tenth as often"
 PLAIN = f"send_async, {IN_FLIGHT:,} in flight"
 ALONE = "PostgreSQL transactions alone, 64 threads"
 FENCED = "a producer with PostgreSQL fences, 64 threads"
@@ -136,6 +138,17 @@ def many_in_flight(folder: Path, plain: bool) -> Counted:
     return found
 
 
+@contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """As docs/services.md advises programs with thousands of sends in flight."""
+    usual = gc.get_threshold()
+    gc.set_threshold(700, 10, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+
+
 def in_processes(folder: Path) -> float:
     """Sends a second of several processes together, on one log."""
     producer_of(folder, CommitOncePrepared()).shutdown()
@@ -177,6 +190,8 @@ class Rounds:
             count[FLUSHES[flush]].append(Counted(*peer.sends(BODY, MANY, WARM_UP_S, SECONDS)))
         self.together.append(in_processes(folder / "processes"))
         count[ASYNC].append(many_in_flight(folder / "async", plain=False))
+        with collecting_seldom():
+            count[SELDOM].append(many_in_flight(folder / "seldom", plain=False))
         count[PLAIN].append(many_in_flight(folder / "plain", plain=True))
         count[ALONE].append(timed(warmed(database.alone()), MANY, SECONDS))
         count[FENCED].append(in_threads(folder / "fenced", MANY, database.listener()))
@@ -244,6 +259,7 @@ class Rounds:
             "producer_64_threads_p99_ms": round(median(c.p99_ms for c in of_64), 1),
             "producer_64_threads_postgresql_vs_alone": round(median(self.beside(FENCED, ALONE)), 3),
             "producer_4096_in_flight_per_s": round(median(self.per_s(ASYNC)), 1),
+            "producer_4096_in_flight_collecting_seldom_per_s": round(median(self.per_s(SELDOM)), 1),
             "producer_processes_vs_threads": round(median(self.of_threads), 3),
             "producer_call_to_listener_ms": round(median(self.to_listener_ms[MANY]), 1),
             "visible_ms": round(median(self.visible_ms), 1),
