@@ -584,8 +584,9 @@ class Simulation:
         table = log.messages_table
         table.refresh()
         # What has expired by now, whatever an old list says: the files may have gone before this log hears of it.
-        rows = self.with_expired(said_last(self.world), table.read(table.actions()["path"].to_pylist()))
-        note_drained(self.history, self.world.process, operation, rows, drained_up_to(table))
+        found, position = table.read(table.actions()["path"].to_pylist()), drained_up_to(table)
+        rows = self.with_expired(said_last(self.world), found, drained=position)
+        note_drained(self.history, self.world.process, operation, rows, position)
 
     def merge(self, log: SimulatedLog) -> None:
         maintenance.compact_op(log.op)
@@ -634,16 +635,23 @@ class Simulation:
             self.scheduler.clock_offset_s += self.chance.choice((-DAY_S, -3600.0, -1.0, 1.0, 3600.0, DAY_S))
 
     def with_expired(
-        self, firsts: Mapping[tuple[str, int], int], found: pa.Table, start: Mapping[int, int] | None = None
+        self,
+        firsts: Mapping[tuple[str, int], int],
+        found: pa.Table,
+        start: Mapping[int, int] | None = None,
+        drained: int | None = None,
     ) -> pa.Table:
         """What was read, and before it what has expired by these first offsets, from a reader's start on. So every rule
-        of the judge sees whole queues."""
+        of the judge sees whole queues. A list of ``messages`` that was drained up to a version of ``op`` has nothing of
+        later ones."""
         if not firsts:
             return found
         below = dict(firsts)
         for topic, queue, offset in zip(*(found[name].to_pylist() for name in PLACE), strict=True):
             below[topic, queue] = min(offset, below.get((topic, queue), 0))  # what has expired since comes after it
         ever = self.world.messages.ever()
+        if drained is not None:
+            ever = ever.filter(pc.less_equal(ever["op_version"], drained))
         places = zip(*(ever[name].to_pylist() for name in PLACE), strict=True)
         gone = [(start or {}).get(queue, 0) <= offset < below.get((topic, queue), 0) for topic, queue, offset in places]
         return pa.concat_tables([ever.filter(pa.array(gone, pa.bool_())).select(found.column_names), found])

@@ -17,7 +17,7 @@ from rmq_spark.storage.table import Change
 from tests.seeds import first_seed, how_many
 from tests.torture.judge.history import History
 from tests.torture.simulate.scheduler import Crash, NoEnd, Process, Scheduler, SimulatedLock
-from tests.torture.simulate.simulation import Scenario, run, simulate
+from tests.torture.simulate.simulation import Scenario, Simulation, run, simulate
 from tests.torture.simulate.store import Files, SimulatedTable, Unanswered, Weather
 from tests.torture.simulate.world import SimulatedMachine
 
@@ -60,6 +60,17 @@ def test_no_seed_shows_an_anomaly(part: int) -> None:
 def test_what_expired_was_not_seen_before_it_was_placed() -> None:
     """The judge noted it for a reader with an older version of ``op`` than the one that told the first offsets."""
     assert simulate(124_915_946).anomalies == []
+
+
+def test_an_old_list_of_messages_has_nothing_of_what_was_drained_later_and_has_expired(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = Simulation(1)
+    ever = pa.table({"topic": ["orders"] * 2, "queue_id": [0, 0], "queue_offset": [0, 1], "op_version": [3, 7]})
+    monkeypatch.setattr(simulation.world.messages, "ever", lambda: ever)
+    for drained, expected in ((-1, []), (3, [0]), (None, [0, 1])):
+        found = simulation.with_expired({("orders", 0): 2}, ever.slice(0, 0), drained=drained)
+        assert found["queue_offset"].to_pylist() == expected
 
 
 def test_the_same_seed_is_the_same_history_in_every_process() -> None:
