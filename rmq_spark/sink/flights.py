@@ -13,7 +13,6 @@ such as a check that was faster, goes on in a thread that may wait.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
@@ -27,7 +26,6 @@ from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.errors import HalfBatchLeftError, TxmqError
 from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.machine import Machine
 from rmq_spark.sink.futures import SendFuture
 from rmq_spark.sink.sent import result_of
 from rmq_spark.sink.told import tell_not_sent, tell_sent
@@ -45,28 +43,20 @@ class Flights:
 
     Parameters
     ----------
-    machine : Machine
     commits : GroupCommit
     turns : Turns
         Of local transactions.
-    listeners : ThreadPoolExecutor
+    listeners : Crew
         Threads for local transactions, and for what is out of the ordinary.
-    callers : ThreadPoolExecutor
+    callers : Crew
         Threads for callbacks, which may wait for other sends: so nothing that a send needs is done in them.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        commits: GroupCommit,
-        turns: Turns,
-        listeners: ThreadPoolExecutor,
-        callers: ThreadPoolExecutor,
-    ) -> None:
+    def __init__(self, commits: GroupCommit, turns: Turns, listeners: Crew, callers: Crew) -> None:
         self.commits = commits
         self.turns = turns
-        self.listeners = Crew(listeners, machine)
-        self._callers = Crew(callers, machine)
+        self.listeners = listeners
+        self.callers = callers
 
     def start(self, two_phase: TwoPhase, message: OneMessage, arg: Any, future: SendFuture) -> None:
         """Send a message, and wait for nothing.
@@ -93,7 +83,7 @@ class Flights:
     def end(self, future: SendFuture) -> None:
         """The send has come to its end: see to its callbacks."""
         if future.end():
-            self._callers.put(future.call_back)
+            self.callers.put(future.call_back)
 
 
 class Flight:

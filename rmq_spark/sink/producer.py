@@ -41,7 +41,7 @@ from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
 from rmq_spark.sink.sent import TransactionSendResult, result_of
 from rmq_spark.sink.turns import InFlight, Keys, Turns, UnderWay
 from rmq_spark.sink.two_phase import TwoPhase
-from rmq_spark.storage.pools import Once
+from rmq_spark.storage.pools import Crew, Once
 from rmq_spark.tracing import tracing
 from rmq_spark.transaction import BATCH, KEY, MESSAGE
 
@@ -220,9 +220,9 @@ class TransactionMQProducer:
         self._keys = Keys(self.log.machine)
         name = f"txmq-{self.producer_group}"
         self._senders = ThreadPoolExecutor(self._in_flight_max, name, _mark_own_thread)
-        self._listeners = ThreadPoolExecutor(self._listener_threads, f"{name}-listener", _mark_own_thread)
-        self._callers = ThreadPoolExecutor(self._in_flight_max, f"{name}-callback", _mark_own_thread)
-        self._flights = Flights(self.log.machine, self._commits, self._turns, self._listeners, self._callers)
+        listeners = Crew(self._listener_threads, f"{name}-listener", self.log.machine, _mark_own_thread)
+        callers = Crew(self._in_flight_max, f"{name}-callback", self.log.machine, _mark_own_thread)
+        self._flights = Flights(self._commits, self._turns, listeners, callers)
         self._in_pool_now: set[Future[TransactionSendResult]] = set()  # sends that have a thread, or wait for one
 
     def shutdown(self) -> None:
@@ -242,8 +242,9 @@ class TransactionMQProducer:
         # A callback may close the producer in one of its threads, which cannot wait for itself.
         wait = not (left or _in_own_thread())
         self._senders.shutdown(wait, cancel_futures=bool(left))
-        self._listeners.shutdown(wait)
-        self._callers.shutdown(wait)
+        if wait:
+            self._flights.listeners.wait()
+            self._flights.callers.wait()
         for sent in waiting:
             if sent.cancelled():
                 sent.set_running_or_notify_cancel()  # the pool does not tell those who wait for it

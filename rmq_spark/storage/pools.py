@@ -6,6 +6,7 @@ A machine may have no room for one more. And once the main thread of a program h
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,9 @@ from contextlib import suppress
 from typing import Generic, ParamSpec, TypeVar, cast
 
 from rmq_spark.machine import Machine
+from rmq_spark.redaction import traceback_of
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -53,71 +57,86 @@ class Once(Generic[Result]):
 
 
 class Crew:
-    """Does what comes in the threads of a pool, as many pieces at once as it has threads. A thread goes on with the
-    next piece: to wake one up for each takes longer than a short piece.
+    """Does what comes in threads of its own. A thread goes on with the next piece, since to wake one up for each takes
+    longer than a short piece, and ends when nothing is left.
 
-    Once the pool is closed, it takes new threads; and the caller's when there are none to be had.
+    The caller's thread does it when there is no other one to be had.
 
     Parameters
     ----------
-    pool : ThreadPoolExecutor
+    most : int
+        Threads at once.
+    name : str
+        Of the threads.
     machine : Machine
+    begin : callable
+        Each thread calls it first.
     """
 
-    def __init__(self, pool: ThreadPoolExecutor, machine: Machine) -> None:
-        self._pool = pool
+    def __init__(self, most: int, name: str, machine: Machine, begin: Callable[[], object] = lambda: None) -> None:
+        self._most = most
+        self._name = name
         self._machine = machine
-        self._lock = threading.Lock()
+        self._begin = begin
+        self._changed = threading.Condition()
         self._waiting: deque[Callable[[], object]] = deque()
-        self._comes = False  # a thread is on its way
+        self._threads = 0  # that are at work, or on their way
+        self._comes = False  # one of them is on its way
 
     def put(self, work: Callable[[], object]) -> None:
         """Do it in a thread in which it may wait."""
-        with self._lock:
+        with self._changed:
             self._waiting.append(work)
-            comes, self._comes = self._comes, True
-        if not comes:
-            self._call_one()
+            try:
+                has_thread = self._one_more()
+            except BaseException:  # an interrupt
+                self._waiting.remove(work)
+                raise
+        if not has_thread:
+            self._work_off()
 
-    def _call_one(self) -> None:
-        once = Once(self._work)
-        if not self._starts(once):
-            once.now()
+    def wait(self) -> None:
+        """Wait until all is done."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._threads or self._waiting))
 
-    def _work(self) -> None:
-        """Work while there is something to do. A piece may wait: then the thread that comes next goes on."""
-        with self._lock:
+    def _one_more(self) -> bool:
+        """Start one more thread when there is something for it to do; False when it cannot start."""
+        if not self._waiting or self._comes or self._threads >= self._most:
+            return True
+        self._comes = True
+        self._threads += 1
+        try:
+            self._machine.start_thread(self._run, self._name)
+        except BaseException as problem:  # there is no room for one, or Python ends
             self._comes = False
+            self._threads -= 1
+            self._changed.notify_all()
+            if not isinstance(problem, RuntimeError):
+                raise
+            return False
+        return True
+
+    def _run(self) -> None:
+        self._begin()
+        with self._changed:
+            self._comes = False
+        self._work_off(own_thread=True)
+
+    def _work_off(self, own_thread: bool = False) -> None:
+        """Work until nothing is left. A piece may wait: the thread that comes next goes on meanwhile."""
         while True:
-            with self._lock:
+            with self._changed:
                 if not self._waiting:
+                    self._threads -= own_thread  # who puts something from now on starts another one
+                    self._changed.notify_all()
                     return
                 work = self._waiting.popleft()
-                one_more = self._needs_one_more()
-            if one_more and not self._starts(Once(self._work)):
-                self._comes = False  # who puts something next tries again
+                self._one_more()
             try:
                 work()
-            except BaseException:
-                with self._lock:
-                    one_more = self._needs_one_more()
-                if one_more:
-                    self._call_one()
-                raise
-
-    def _needs_one_more(self) -> bool:
-        one_more = bool(self._waiting) and not self._comes
-        self._comes |= one_more
-        return one_more
-
-    def _starts(self, once: Once[None]) -> bool:
-        with suppress(RuntimeError):
-            self._pool.submit(once)
-            return True
-        with suppress(RuntimeError):
-            self._machine.start_thread(once, "txmq-left")
-            return True
-        return False
+            except BaseException as problem:  # the others must be done, too
+                logger.error("a piece of work ended: %s", traceback_of(problem))
 
 
 def submitted(

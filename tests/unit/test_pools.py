@@ -33,38 +33,68 @@ def test_what_work_raises_in_the_callers_thread_is_told_by_the_future(monkeypatc
     assert isinstance(submitted(ThreadPoolExecutor(1), int, "no number").exception(), ValueError)
 
 
-def test_a_crew_does_what_waits_in_as_many_threads_as_the_pool_has() -> None:
-    crew, together = Crew(ThreadPoolExecutor(4), MACHINE), threading.Barrier(4)
+def test_a_crew_does_what_waits_in_as_many_threads_as_it_may_have() -> None:
+    crew, together = Crew(4, "crew", MACHINE), threading.Barrier(4)
+    at_work: list[str] = []
+
+    def work() -> None:
+        at_work.append(threading.current_thread().name)
+        together.wait(DEADLINE_S)  # each four are at work at once, or the barrier breaks
+
     for _ in range(8):
-        crew.put(lambda: together.wait(DEADLINE_S))  # each four are at work at once, or the barrier breaks
-    done = threading.Event()
-    crew.put(done.set)
-    assert done.wait(DEADLINE_S)
+        crew.put(work)
+    crew.wait()
     assert not together.broken
+    assert at_work == ["crew"] * 8
 
 
-def test_a_crew_goes_on_after_a_piece_that_raises() -> None:
-    crew, go_on, done = Crew(ThreadPoolExecutor(1), MACHINE), threading.Event(), threading.Event()
+def test_a_crew_goes_on_after_a_piece_that_raises(caplog: pytest.LogCaptureFixture) -> None:
+    crew, done = Crew(1, "crew", MACHINE), threading.Event()
 
     def fails() -> None:
-        go_on.wait(DEADLINE_S)
         raise KeyboardInterrupt
 
     crew.put(fails)
     crew.put(done.set)
-    go_on.set()
-    assert done.wait(DEADLINE_S)
+    crew.wait()
+    assert done.is_set()
+    assert "KeyboardInterrupt" in caplog.text
 
 
-def test_a_crew_of_a_closed_pool_takes_other_threads() -> None:
-    pool = ThreadPoolExecutor(1)
-    crew, done = Crew(pool, MACHINE), threading.Event()
-    pool.shutdown()
+def test_each_thread_of_a_crew_is_told_that_it_begins() -> None:
+    begun: list[int] = []
+    crew = Crew(2, "crew", MACHINE, lambda: begun.append(threading.get_ident()))
+    for _ in range(3):
+        done: list[int] = []
+        crew.put(lambda done=done: done.append(threading.get_ident()))
+        crew.wait()
+        assert done[0] in begun
+
+
+def test_a_crew_that_had_no_thread_for_a_moment_has_as_many_as_before_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew, found = Crew(2, "crew", MACHINE), list[str]()
+    go_on, done = threading.Event(), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _no_thread)
+        for _ in range(3):
+            crew.put(lambda: found.append(threading.current_thread().name))
+    assert found == [threading.current_thread().name] * 3
+    crew.put(lambda: go_on.wait(DEADLINE_S))
     crew.put(done.set)
-    assert done.wait(DEADLINE_S)
+    assert done.wait(DEADLINE_S)  # while the first one waits
+    go_on.set()
+    crew.wait()
 
 
-def test_a_crew_works_in_the_caller_s_thread_when_there_is_no_other() -> None:
+def test_what_comes_when_the_only_thread_of_a_crew_ends_is_done() -> None:
+    crew, done = Crew(1, "crew", MACHINE), threading.Semaphore(0)
+    for _ in range(3000):
+        crew.put(done.release)
+        assert done.acquire(timeout=DEADLINE_S)
+    crew.wait()
+
+
+def test_what_comes_while_a_crew_fails_to_start_a_thread_is_done() -> None:
     found: list[threading.Thread] = []
     late: list[bool] = []
 
@@ -77,9 +107,7 @@ def test_a_crew_works_in_the_caller_s_thread_when_there_is_no_other() -> None:
                 crew.put(note)  # another thread does, and leaves it to the one that is on its way
             raise RuntimeError("can't start new thread")
 
-    pool = ThreadPoolExecutor(1)
-    pool.shutdown()
-    crew = Crew(pool, Crowded())
+    crew = Crew(2, "crew", Crowded())
     for _ in range(2):
         late += [False, False, True]
         crew.put(note)
