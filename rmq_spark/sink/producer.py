@@ -8,13 +8,12 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 
@@ -41,7 +40,7 @@ from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
 from rmq_spark.sink.sent import TransactionSendResult, result_of
 from rmq_spark.sink.turns import InFlight, Keys, Turns, UnderWay
 from rmq_spark.sink.two_phase import TwoPhase
-from rmq_spark.storage.pools import Crew, Once
+from rmq_spark.storage.pools import Crew
 from rmq_spark.tracing import tracing
 from rmq_spark.transaction import BATCH, KEY, MESSAGE
 
@@ -218,12 +217,12 @@ class TransactionMQProducer:
         self._turns = Turns(self._listener_threads, self.transaction_timeout)
         self._in_flight = InFlight(self._in_flight_max, self._under_way.leave)
         self._keys = Keys(self.log.machine)
-        name = f"txmq-{self.producer_group}"
-        self._senders = ThreadPoolExecutor(self._in_flight_max, name, _mark_own_thread)
-        listeners = Crew(self._listener_threads, f"{name}-listener", self.log.machine, _mark_own_thread)
-        callers = Crew(self._in_flight_max, f"{name}-callback", self.log.machine, _mark_own_thread)
+        name, machine = f"txmq-{self.producer_group}", self.log.machine
+        self._senders = Crew(self._in_flight_max, name, machine, _mark_own_thread)
+        listeners = Crew(self._listener_threads, f"{name}-listener", machine, _mark_own_thread)
+        callers = Crew(self._in_flight_max, f"{name}-callback", machine, _mark_own_thread)
         self._flights = Flights(self._commits, self._turns, listeners, callers)
-        self._in_pool_now: set[Future[TransactionSendResult]] = set()  # sends that have a thread, or wait for one
+        self._with_thread: set[SendFuture] = set()  # sends that have a thread of their own, or wait for one
 
     def shutdown(self) -> None:
         """Close the producer: accept no more, and wait for sends, a check, or upkeep, that are under way.
@@ -238,16 +237,12 @@ class TransactionMQProducer:
         left = self._under_way.close(self._await_s)
         if left:
             self._turns.close()
-        waiting, self._in_pool_now = list(self._in_pool_now), set()
+            for sent in list(self._with_thread):
+                sent.cancel()
         # A callback may close the producer in one of its threads, which cannot wait for itself.
-        wait = not (left or _in_own_thread())
-        self._senders.shutdown(wait, cancel_futures=bool(left))
-        if wait:
-            self._flights.listeners.wait()
-            self._flights.callers.wait()
-        for sent in waiting:
-            if sent.cancelled():
-                sent.set_running_or_notify_cancel()  # the pool does not tell those who wait for it
+        elif not _in_own_thread():
+            for crew in (self._senders, self._flights.listeners, self._flights.callers):
+                crew.wait()
         self._closing.set()
         for thread in self._threads:
             thread.join()
@@ -398,7 +393,7 @@ class TransactionMQProducer:
                 two_phase = self.two_phase.with_listener(listener, self.two_phase.on_listener_error)
                 return self._send_admitted(two_phase, [message], arg, None, None, BATCH, idempotency_key)
 
-        return self._in_pool(send)
+        return self._start_thread(send)
 
     def send_async(
         self, messages: Message | Iterable[Message], *, topic: str | None = None, idempotency_key: str | None = None
@@ -409,7 +404,7 @@ class TransactionMQProducer:
         given = given if isinstance(given, pa.Table) else message_list(given)
         if self._may_fly(given, idempotency_key):
             return self._fly(self._plainly, given[0], None, topic)
-        return self._in_pool(
+        return self._start_thread(
             lambda: self._send_admitted(self._plainly, given, None, topic, None, BATCH, idempotency_key)
         )
 
@@ -444,27 +439,33 @@ class TransactionMQProducer:
             raise
         return sent
 
-    def _in_pool(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
-        in_flight, waiting, place = self._in_flight, self._in_pool_now, object()
+    def _start_thread(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
+        """Send in a thread that may wait."""
+        in_flight, with_thread = self._in_flight, self._with_thread
+        sent = SendFuture(in_flight)
+        context, flights = copy_context(), self._flights  # a trace goes on there
+
+        def work() -> None:
+            if not sent.begin():
+                with_thread.discard(sent)
+                return
+            try:
+                sent.set_result(context.run(send))
+            except BaseException as problem:
+                sent.set_exception(problem)
+            finally:
+                with_thread.discard(sent)
+                flights.end(sent)
+
         try:
-            self._take_room(in_flight, place)
-            sent = self._in_thread(partial(copy_context().run, send))  # a trace goes on there
-            waiting.add(sent)
-            sent.add_done_callback(waiting.discard)
-            sent.add_done_callback(lambda _: in_flight.leave(place))
+            self._take_room(in_flight, sent)
+            with_thread.add(sent)
+            self._senders.put(work)
         except BaseException:
-            in_flight.leave(place)
+            with_thread.discard(sent)
+            sent.end()
             raise
         return sent
-
-    def _in_thread(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
-        once = Once(send)
-        try:
-            return cast("Future[TransactionSendResult]", self._senders.submit(once))
-        except RuntimeError as problem:
-            if not self._under_way.is_open:
-                raise OptionError("the producer is being closed: nothing was sent") from problem
-            return once.now()
 
     def _take_room(self, in_flight: InFlight, who: object) -> None:
         """Take a place among those in flight."""

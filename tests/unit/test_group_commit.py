@@ -792,6 +792,25 @@ def test_a_send_that_is_interrupted_in_any_call_keeps_no_room(key: str | None) -
     assert log.pending().num_rows == 0
 
 
+@pytest.mark.parametrize("key", [None, "k"])
+@pytest.mark.parametrize("raised", [RuntimeError, SystemExit, KeyboardInterrupt])
+def test_a_callback_that_raises_takes_no_thread_from_other_sends(raised: type[BaseException], key: str | None) -> None:
+    """One of a send with a key ended a thread of the pool, and as many of them as there were threads stopped all."""
+    log = make_log("memory", Path(), orders=2)
+    called: list[int] = []
+
+    def fails(_: object) -> None:
+        raise raised
+
+    with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None, max_in_flight=2) as producer:
+        for n in range(6):
+            sent = producer.send_message_in_transaction_async(message(n), idempotency_key=key and f"{key}{n}")
+            sent.add_done_callback(fails)
+            sent.add_done_callback(lambda _, n=n: called.append(n))
+            assert sent.result(DEADLINE_S).messages == 1
+        wait_for(lambda: len(called) == 6)
+
+
 @pytest.mark.parametrize("raised", [RuntimeError, SystemExit])
 def test_a_callback_that_raises_keeps_nobody_from_hearing_of_the_end(raised: type[BaseException]) -> None:
     log = make_log("memory", Path(), orders=2)
@@ -972,6 +991,7 @@ def test_a_listener_that_sends_more_does_not_wait_for_its_own_room(log: CommitLo
         sent = producer.send_message_in_transaction_async(message(0))
         sent.add_done_callback(lambda _: audits.append(producer.send_async(message(101))))
         sent.result(DEADLINE_S)
+        wait_for(lambda: len(audits) == 2)
         for audit in list(audits):
             audit.result(DEADLINE_S)
     assert sorted(bodies(log)) == [b"0", b"100", b"101"]
