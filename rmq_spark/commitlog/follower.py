@@ -48,6 +48,7 @@ class Follower:
         # A version, and the op rows before it of half batches that were asked for; they do not change.
         self._older_rows: tuple[int, dict[str, pa.Table]] = (0, {})
         self._awaited: str | None = None  # the commit id that is being written
+        self._written: dict[str, pa.Table] = {}  # the rows of its files, by their paths: they need not be read again
         self._arrived = False  # it was among the rows that were followed
 
     # ------------------------------------------------------------------ following the table
@@ -108,9 +109,11 @@ class Follower:
         if actions.num_rows == 0:
             return NO_OPS
         new = pc.fill_null(pc.greater_equal(actions["max.version"], first), True)
+        paths = actions.filter(new)["path"].to_pylist()
         # The reader does not filter: it would skip rows by a footer's statistics, which no checksum guards from a
         # flipped bit.
-        rows = self.table.read(actions.filter(new)["path"].to_pylist())
+        parts = [self.table.read(others)] if (others := [p for p in paths if p not in self._written]) else []
+        rows = pa.concat_tables([NO_OPS, *parts, *(self._written[p] for p in paths if p in self._written)])
         between = pc.and_(pc.greater_equal(rows["version"], first), pc.less_equal(rows["version"], last))
         return rows.filter(between).sort_by("version")
 

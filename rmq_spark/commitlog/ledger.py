@@ -429,7 +429,9 @@ class Ledger(Follower):
             if not rows:
                 return None
             table = to_table(rows, self.table.version + 1, self._op_time, commit_id)
-            return Change(add=[self.table.write(table, "op", STATS_COLUMNS)])
+            file = self.table.write(table, "op", STATS_COLUMNS)
+            self._written[file.path] = table
+            return Change(add=[file])
 
         def landed(change: Change) -> bool:
             self._catch_up()
@@ -441,6 +443,7 @@ class Ledger(Follower):
                 self.table.compare_and_set(propose, landed)
             finally:
                 self._awaited = None
+                self._written = {}
         return rows
 
 
