@@ -13,6 +13,7 @@ such as a check that was faster, goes on in a thread that may wait.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
@@ -46,15 +47,18 @@ class Flights:
     commits : GroupCommit
     turns : Turns
         Of local transactions.
+    senders : Crew
+        Threads for what is out of the ordinary in a send without a local transaction. There is one for each send.
     listeners : Crew
-        Threads for local transactions, and for what is out of the ordinary.
+        Threads for local transactions, and for what is out of the ordinary in their sends.
     callers : Crew
         Threads for callbacks, which may wait for other sends: so nothing that a send needs is done in them.
     """
 
-    def __init__(self, commits: GroupCommit, turns: Turns, listeners: Crew, callers: Crew) -> None:
+    def __init__(self, commits: GroupCommit, turns: Turns, senders: Crew, listeners: Crew, callers: Crew) -> None:
         self.commits = commits
         self.turns = turns
+        self.senders = senders
         self.listeners = listeners
         self.callers = callers
 
@@ -75,10 +79,15 @@ class Flights:
             flight.begin()
             return
         try:
-            self.turns.admit(flight, flight.begin, future.cancel)
+            self.turns.admit(flight, flight.begin, lambda: self.give_up(future))
         except BaseException:  # an interrupt
             self.turns.leave(flight)
             raise
+
+    def give_up(self, future: SendFuture) -> None:
+        """Cancel a send that has not begun. Who closes the producer must not call its callbacks: one may block."""
+        if future.give_up():
+            self.callers.put(future.call_back)
 
     def end(self, future: SendFuture) -> None:
         """The send has come to its end: see to its callbacks."""
@@ -165,7 +174,7 @@ class Flight:
     def _go_on(self, answered: Answered | None) -> None:
         """Decide what a listener has answered."""
         if answered is None:  # there is nothing to decide
-            self._flights.listeners.put(self._settle)
+            self._find_out()
             return
         record = self._run.record
         batch, rows, verdicts = answered
@@ -174,7 +183,7 @@ class Flight:
         if commit or rollback:
             self._decide(batch.attempt, commit, rollback)
         else:
-            self._flights.listeners.put(self._settle)
+            self._find_out()
 
     def _decide(self, attempt: int, commit: RowSet, rollback: RowSet) -> None:
         self._attempt = attempt
@@ -190,14 +199,19 @@ class Flight:
             if run.outcome.messages or self._two_phase.is_settled(run):
                 self._land(run.outcome)
             else:
-                self._flights.listeners.put(self._settle)
+                self._find_out()
         except BaseException as raised:
             self._fail(raised)
+
+    def _find_out(self) -> None:
+        """Go on in a thread that may wait."""
+        crew = self._flights.senders if self.asks_nobody else self._flights.listeners
+        crew.put(self._settle)
 
     def _settle(self) -> None:
         """Find out what became of it. This may wait, and run the local transaction again."""
         try:
-            with self._flights.turns.running():
+            with nullcontext() if self.asks_nobody else self._flights.turns.running():
                 outcome = self._in_context(partial(self._two_phase.bring_on, self._run))
             self._land(outcome)
         except BaseException as raised:

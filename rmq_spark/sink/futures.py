@@ -95,12 +95,17 @@ class SendFuture(Future[TransactionSendResult]):
 
     def cancel(self) -> bool:
         """Cancel the send, unless it has begun."""
+        if self.give_up():
+            self.call_back()
+        return self.cancelled()
+
+    def give_up(self) -> bool:
+        """Cancel the send, unless it has begun, and leave the callbacks to the caller. True for who has done it."""
         with self._condition:
             if self.cancelled() or not super().cancel():
-                return self.cancelled()
+                return False
             self.set_running_or_notify_cancel()  # nobody else would tell those who wait for it
         self.end()
-        self.call_back()
         return True
 
     def end(self) -> bool:

@@ -221,7 +221,7 @@ class TransactionMQProducer:
         self._senders = Crew(self._in_flight_max, name, machine, _mark_own_thread)
         listeners = Crew(self._listener_threads, f"{name}-listener", machine, _mark_own_thread)
         callers = Crew(self._in_flight_max, f"{name}-callback", machine, _mark_own_thread)
-        self._flights = Flights(self._commits, self._turns, listeners, callers)
+        self._flights = Flights(self._commits, self._turns, self._senders, listeners, callers)
         self._with_thread: set[SendFuture] = set()  # sends that have a thread of their own, or wait for one
 
     def shutdown(self) -> None:
@@ -238,7 +238,7 @@ class TransactionMQProducer:
         if left:
             self._turns.close()
             for sent in list(self._with_thread):
-                sent.cancel()
+                self._flights.give_up(sent)
         # A callback may close the producer in one of its threads, which cannot wait for itself.
         elif not _in_own_thread():
             for crew in (self._senders, self._flights.listeners, self._flights.callers):

@@ -60,6 +60,7 @@ class Turns:
             yield
         finally:
             if held is not None:
+                fcntl.flock(held, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open, too
                 held.close()
 
     def _take(self) -> IO[bytes] | None:
@@ -73,12 +74,16 @@ class Turns:
         while True:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 if self._machine.monotonic() >= began_s + WAITS_S_MAX:
                     held.close()
                     self._until_s, self._not_before_s = -math.inf, self._machine.monotonic() + TAKES_TURNS_S
                     return None
                 self._machine.sleep(LOOKS_S)
+            except OSError:  # a file system without locks
+                held.close()
+                self._file = None
+                return None
             else:
                 return held
 

@@ -30,6 +30,7 @@ from rmq_spark.errors import (
     OptionError,
     VerdictConflictError,
 )
+from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.sink.futures import SendFuture
 from rmq_spark.sink.turns import InFlight, Turns
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
@@ -827,10 +828,72 @@ def test_a_callback_that_raises_keeps_nobody_from_hearing_of_the_end(raised: typ
             send.add_done_callback(fails)
             send.add_done_callback(lambda _, n=n: called.append(n))
         wait_for(lambda: shop.seen == [b"0"])
-    assert sorted(called) == [1, 2, 3, 4]
     assert all(send.cancelled() for send in sent[1:])
+    wait_for(lambda: sorted(called) == [1, 2, 3, 4])
     go_on.set()
     wait_for(lambda: 0 in called)
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+@pytest.mark.parametrize("way", ["raises", "blocks"])
+def test_a_callback_of_a_cancelled_send_does_not_keep_a_producer_from_closing(way: str, key: str | None) -> None:
+    """It was called in the thread that closed: the others were never cancelled, and shutdown never ended."""
+    log = make_log("memory", Path(), orders=2)
+    go_on, called = threading.Event(), []
+
+    def callback(_: object) -> None:
+        if way == "raises":
+            raise KeyboardInterrupt
+        go_on.wait(DEADLINE_S)
+
+    shop = Shop({b"0": lambda: go_on.wait(DEADLINE_S) and COMMIT_MESSAGE})
+    settings: dict[str, Any] = {"listener_threads": 1, "await_termination": 0.1}
+    producer = txmq.TransactionMQProducer(log, "shop", shop, **settings).start()
+    threads = list(producer._threads)
+    sent = [
+        producer.send_message_in_transaction_async(message(i), idempotency_key=key and f"{key}{i}") for i in range(5)
+    ]
+    for send in sent[1:]:
+        send.add_done_callback(callback)
+        send.add_done_callback(called.append)
+    wait_for(lambda: shop.seen == [b"0"])
+    producer.shutdown()
+    assert not any(thread.is_alive() for thread in threads)
+    if key is None:  # the others have a thread, in which they wait for their turn
+        assert all(send.cancelled() for send in sent[1:])
+    go_on.set()
+    assert not wait(sent, DEADLINE_S).not_done
+    wait_for(lambda: len(called) == 4)
+
+
+@pytest.mark.parametrize("settle", ["check", "resolve"])
+def test_a_plain_send_that_others_have_settled_waits_for_no_local_transaction(
+    settle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = make_log("memory", Path(), orders=2)
+    other, go_on, refresh = another(log), threading.Event(), log.refresh
+
+    def settled_meanwhile() -> int:
+        """The sender sleeps between its prepare and its look at what op says."""
+        for half_id in other.open_half_ids():
+            if other.get(half_id).header.fence_id == CommitOncePrepared().fence_id:
+                if settle == "check":
+                    CheckService(other, {}, transaction_timeout=0).run_once()
+                else:
+                    other.resolve(half_id, COMMIT_MESSAGE, "seen to")
+        return refresh()
+
+    shop = Shop({b"%d" % i: lambda: go_on.wait(DEADLINE_S) and COMMIT_MESSAGE for i in range(2)})
+    settings: dict[str, Any] = {"check_interval": None, "listener_threads": 2}
+    with txmq.TransactionMQProducer(log, "shop", shop, **settings) as producer:
+        blocked = [producer.send_message_in_transaction_async(message(i)) for i in range(2)]
+        wait_for(lambda: len(shop.seen) == 2)
+        monkeypatch.setattr(log, "refresh", settled_meanwhile)
+        assert producer.send_async(message("plain")).result(DEADLINE_S).messages == 1
+        monkeypatch.setattr(log, "refresh", refresh)
+        go_on.set()
+        assert [b.result(DEADLINE_S).messages for b in blocked] == [1, 1]
+    assert sorted(bodies(log)) == [b"0", b"1", b"plain"]
 
 
 def test_a_send_that_comes_while_the_producer_is_closed_is_cancelled_too() -> None:

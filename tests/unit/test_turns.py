@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 
@@ -74,6 +76,21 @@ def test_one_that_is_stopped_in_its_turn_holds_up_others_once(tmp_path: Path) ->
         assert clock.now_s > 1000.0 + TAKES_TURNS_S + 2 * WAITS_S_MAX
 
 
+def test_a_process_that_was_forked_in_a_turn_does_not_keep_it(tmp_path: Path) -> None:
+    first, second = Turns(tmp_path, MACHINE), Turns(tmp_path, clock := Clock())
+    first.lost()
+    second.lost()
+    with first.taken():
+        files = [Path(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
+        held = [int(file.name) for file in files if file.exists() and file.readlink().name == "_turn"]
+        forked = [os.dup(number) for number in held]
+    with second.taken():
+        assert clock.now_s == 1000.0
+    for number in forked:
+        os.close(number)
+    assert len(forked) == 1
+
+
 def test_turns_end_some_time_after_the_last_lost_race(tmp_path: Path) -> None:
     busy, other = Turns(tmp_path, MACHINE), Turns(tmp_path, clock := Clock())
     busy.lost()
@@ -87,6 +104,14 @@ def test_without_file_locks_or_a_folder_to_write_to_nobody_takes_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nowhere = Turns(tmp_path / "missing", clock := Clock())
+    with monkeypatch.context() as patch:
+        patch.setattr(turns.fcntl, "flock", _no_locks)
+        unlocked = Turns(tmp_path, clock)
+        for _ in range(2):
+            unlocked.lost()
+            with unlocked.taken():
+                assert clock.now_s == 1000.0
+    (tmp_path / "_turn").unlink()
     monkeypatch.setattr(turns, "fcntl", None)
     elsewhere = Turns(tmp_path, clock)
     for each in (nowhere, elsewhere, turns.NO_TURNS):
@@ -94,6 +119,10 @@ def test_without_file_locks_or_a_folder_to_write_to_nobody_takes_turns(
         with each.taken():
             assert clock.now_s == 1000.0
     assert not list(tmp_path.iterdir())
+
+
+def _no_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
 
 
 def test_handles_that_take_turns_commit_what_they_would_without(tmp_path: Path) -> None:
