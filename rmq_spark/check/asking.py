@@ -74,7 +74,7 @@ class Asker:
 
     def __init__(self, machine: Machine, in_threads: bool) -> None:
         self._machine = machine
-        self._in_threads = in_threads
+        self.in_threads = in_threads
         self._calls: dict[tuple[str, int], _Call] = {}
 
     def ask(
@@ -120,7 +120,7 @@ class Asker:
         if hung >= HUNG_CALLS_MAX:
             raise NoAnswer(f"it was not asked about: {hung} calls of listeners have not come back; restart the checker")
         asked = _Call(question, self._machine.monotonic(), Future())
-        if here or not self._in_threads:
+        if here or not self.in_threads:
             _answer(asked.verdicts, call, Exception)  # an exit or an interrupt of the user ends this thread
         else:  # such a thread has nobody else to tell
             self._machine.start_thread(lambda: _answer(asked.verdicts, call, BaseException), "txmq-check", daemon=True)

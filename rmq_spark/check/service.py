@@ -20,11 +20,13 @@ import pyarrow.compute as pc
 
 from rmq_spark import observer
 from rmq_spark.check.asking import Asker, NoAnswer, Question, Verdicts
+from rmq_spark.check.deciding import TOO_LATE, Decisions
 from rmq_spark.check.immunity import COLUMNS, due_rows
 from rmq_spark.check.policy import TransactionCheckListener, require_policy
 from rmq_spark.check.report import IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport, Tally
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.ledger import Decision
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
@@ -40,7 +42,7 @@ from rmq_spark.config import (
     seconds,
     whole_number,
 )
-from rmq_spark.errors import HalfBatchLeftError, OptionError, StaleAttemptError, VerdictConflictError
+from rmq_spark.errors import HalfBatchLeftError, OptionError
 from rmq_spark.listener import (
     NO_LISTENER_FENCE,
     CommitOncePrepared,
@@ -52,7 +54,7 @@ from rmq_spark.logs import failure, of_batch, of_header
 from rmq_spark.machine import Machine
 from rmq_spark.message import require_group_name
 from rmq_spark.redaction import redacted, sentence_of, traceback_of
-from rmq_spark.tracing import settling
+from rmq_spark.tracing import tracing
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -191,8 +193,9 @@ class CheckService:
         return self._round(self.log.machine.event())
 
     def _round(self, stop: threading.Event) -> CheckReport:
-        round_ = _Round(CheckReport(self._clock()), self.round_timeout, stop, self.log.machine)
-        report = round_.report
+        report = CheckReport(self._clock())
+        decisions = Decisions(self.log, lambda decision, problem: _not_decided(decision, problem, report))
+        round_ = _Round(report, decisions, self.round_timeout, stop, self.log.machine)
         half_ids = self._open_half_ids()
         self._not_reached = []
         for at, half_id in enumerate(half_ids):
@@ -203,9 +206,8 @@ class CheckService:
             try:
                 self._check_half_batch(half_id, round_)
             except Exception as problem:  # unreadable, corrupt: the others must not wait for it
-                said = traceback_of(problem)
-                logger.warning("check of half batch %r failed: %s", half_id, said, extra={"half_id": half_id})
-                report.problem(half_id, f"it cannot be checked: {sentence_of(problem)}")
+                _cannot_check(half_id, problem, report)
+        round_.decisions.make()
         self._finish(report)
         report.seconds = round_.seconds()
         self._tell(report)
@@ -240,12 +242,8 @@ class CheckService:
             pending = state.rows_in((RowState.PENDING,), attempt)
             try:
                 self._check_attempt(self._question(record, state, attempt, pending), listener, round_)
-            except (VerdictConflictError, StaleAttemptError) as problem:  # somebody else was faster
-                logger.warning(
-                    "verdicts for half batch %r came too late: %s", half_id, problem,
-                    extra={**of_header(record.header), "attempt": attempt},
-                )  # fmt: skip
-                round_.report.problem(half_id, str(problem))
+            except TOO_LATE as problem:
+                _came_too_late(record, attempt, problem, round_.report)
 
     def _check_attempt(self, pending: Question, listener: TransactionListener | None, round_: _Round) -> None:
         for todo, rows in self._due(pending, listener, round_.report):
@@ -326,8 +324,14 @@ class CheckService:
                 require_same_fence(record.half_id, record.header.fence_id, listener.fence_id)
             return normalize_verdicts(listener.check_local_transaction(batch), batch)
 
+        def seconds_left() -> float:
+            round_.decisions.make_if_old()  # a listener that hangs holds up nothing that was decided before
+            return round_.seconds_left()
+
+        asks_nobody = listener is self._without_fence
+        here = listener.requires_spark or not self._asker.in_threads
         try:
-            answer = self._asker.ask(question, call, listener.requires_spark, round_.seconds_left)
+            answer = self._asker.ask(question, call, here or asks_nobody, seconds_left)
         except NoAnswer as reason:
             round_.report.problem(record.half_id, str(reason))
             return
@@ -338,13 +342,11 @@ class CheckService:
         if unknown:
             self.log.record_check(asked.record, asked.attempt, unknown, _why(listener, asked.batch))
         if commit or rollback:
-            topics = asked.record.topics
-            with settling(
-                self.log.path, asked.batch, str(Who.CHECK), commit.count, rollback.count, topics, linked=True
-            ):
-                self.log.decide(asked.record, asked.attempt, commit=commit, rollback=rollback, who=Who.CHECK)
-            said = "%r: %d messages are committed, %d rolled back, by %s"
-            logger.debug(said, asked.batch, commit.count, rollback.count, Who.CHECK, extra=of_batch(asked.batch))
+            decision = Decision(asked.record, asked.attempt, commit, rollback, Who.CHECK)
+            # The next call of a listener may hang in this very thread. And each span is one of its own.
+            at_once = (here and not asks_nobody) or tracing() is not None
+            round_.decisions.add(decision, asked.batch, at_once)
+        round_.decisions.make_if_old()
 
     def _discard(self, question: Question, report: CheckReport) -> None:
         """Leave what was checked too often to the discard policy."""
@@ -423,6 +425,27 @@ class CheckService:
                 report.problem(half_id, _IN_CONFLICT)
 
 
+def _not_decided(decision: Decision, problem: Exception, report: CheckReport) -> None:
+    if isinstance(problem, TOO_LATE):
+        _came_too_late(decision.record, decision.attempt, problem, report)
+    elif not isinstance(problem, HalfBatchLeftError):  # that one was settled by somebody else, long ago by now
+        _cannot_check(decision.record.half_id, problem, report)
+
+
+def _came_too_late(record: HalfRecord, attempt: int, problem: Exception, report: CheckReport) -> None:
+    """Somebody else was faster."""
+    logger.warning(
+        "verdicts for half batch %r came too late: %s", record.half_id, problem,
+        extra={**of_header(record.header), "attempt": attempt},
+    )  # fmt: skip
+    report.problem(record.half_id, str(problem))
+
+
+def _cannot_check(half_id: str, problem: Exception, report: CheckReport) -> None:
+    logger.warning("check of half batch %r failed: %s", half_id, traceback_of(problem), extra={"half_id": half_id})
+    report.problem(half_id, f"it cannot be checked: {sentence_of(problem)}")
+
+
 def _why(listener: TransactionListener, batch: HalfBatch) -> str:
     """Why a check changed nothing, for those who ask later."""
     said = f"UNKNOWN from {type(listener).__name__}"
@@ -448,9 +471,10 @@ class _Todo(Enum):
 
 @dataclass
 class _Round:
-    """The report and the time limit of one round."""
+    """The report, the decisions and the time limit of one round."""
 
     report: CheckReport
+    decisions: Decisions
     timeout_s: float | None
     stop: threading.Event
     machine: Machine

@@ -24,7 +24,7 @@ from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.errors import FenceError, ListenerError, OptionError, VerdictConflictError
+from rmq_spark.errors import FenceError, ListenerError, LostFileError, OptionError, VerdictConflictError
 from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener
 from rmq_spark.message import CHECK_IMMUNITY_PROPERTY, PROPERTIES
 from rmq_spark.testing import InMemoryCommitLog
@@ -38,8 +38,10 @@ from rmq_spark.transaction import (
     HalfBatch,
     LocalTransactionState,
 )
+from tests.half_batches import pending, split
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
+AFTER = {COMMIT: RowState.COMMITTED, ROLLBACK: RowState.ROLLED_BACK_BY_CHECK}
 DEADLINE_S = 20.0
 HOUR = 3600.0
 
@@ -747,6 +749,58 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.005)
+
+
+def test_what_a_round_finds_out_shares_commits(log: CommitLog) -> None:
+    """Each half batch had a commit of its own: of thousands that a crash left, a round settled a few hundred."""
+    records = [prepare(log, i) for i in range(40)]
+    before = log.refresh()
+    verdicts = {r.half_id: (COMMIT, ROLLBACK)[i % 2] for i, r in enumerate(records)}
+    report = CheckService(log, {"shop": Says(lambda batch: verdicts[batch.half_id])}, clock=later()).run_once()
+    assert (report.committed.transactions, report.rolled_back.transactions, report.pending) == (20, 20, 0)
+    assert log.refresh() - before < 10  # of which one is the mark
+    assert all(states(log, r) == {AFTER[verdicts[r.half_id]]: 4} for r in records)
+
+
+def test_a_listener_that_hangs_holds_up_nothing_that_was_decided(log: CommitLog) -> None:
+    records = [prepare(log, i) for i in range(4)]
+
+    def answer(batch: HalfBatch) -> Any:
+        if batch.half_id == records[3].half_id:
+            wait_for(lambda: another(log).open_half_ids() == [records[3].half_id])
+        return COMMIT
+
+    assert CheckService(log, {"shop": Says(answer)}, clock=later()).run_once().pending == 0
+
+
+def test_a_decision_that_cannot_be_made_stops_no_other(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [prepare(log, i) for i in range(5)]
+    decide = log.decide
+
+    def fails_for_one(record: HalfRecord, *arguments: Any, **options: Any) -> Any:
+        if record.half_id == records[2].half_id:
+            raise LostFileError("its file is gone")
+        return decide(record, *arguments, **options)
+
+    def fails(_: object) -> Any:
+        raise LostFileError("a file is gone")
+
+    monkeypatch.setattr(log, "decide", fails_for_one)
+    monkeypatch.setattr(log, "decide_many", fails)
+    report = CheckService(log, {"shop": Says(COMMIT)}, clock=later()).run_once()
+    assert [(half_id, "its file is gone" in said) for half_id, said in report.problems] == [(records[2].half_id, True)]
+    assert report.pending == 1
+
+
+def test_two_attempts_of_a_half_batch_are_decided_one_after_the_other(log: CommitLog) -> None:
+    record = prepare(log, per=MESSAGE)
+    half, _ = split(pending(log, record), 2)
+    log.decide(record, 1, rollback=half, who=Who.CHECK)
+    log.reopen(record, 1, [RowState.ROLLED_BACK_BY_CHECK], 2, Who.EXECUTE, "again")
+    listener = Says(COMMIT)
+    assert CheckService(log, {"shop": listener}, clock=later()).run_once().problems == []
+    assert [batch.attempt for batch in listener.asked] == [1, 2]
+    assert states(log, record) == {RowState.COMMITTED: 4}
 
 
 def test_a_hung_listener_ends_the_round_in_time_and_the_next_begins_with_the_rest(log: CommitLog) -> None:
