@@ -19,6 +19,9 @@ from rmq_spark.redaction import traceback_of
 
 logger = logging.getLogger(__name__)
 
+LINGERS_S = 0.05
+"""A thread with nothing to do waits so long for more."""
+
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -58,7 +61,7 @@ class Once(Generic[Result]):
 
 class Crew:
     """Does what comes in threads of its own. A thread goes on with the next piece, since to wake one up for each takes
-    longer than a short piece, and ends when nothing is left.
+    longer than a short piece, and ends soon after nothing is left.
 
     The caller's thread does it when there is no other one to be had.
 
@@ -78,14 +81,17 @@ class Crew:
         self._name = name
         self._machine = machine
         self._begin = begin
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # a signal handler may send, too
+        self._more = threading.Condition(self._lock)
+        self._done = threading.Condition(self._lock)
         self._waiting: deque[Callable[[], object]] = deque()
-        self._threads = 0  # that are at work, or on their way
+        self._threads = 0
         self._comes = False  # one of them is on its way
+        self._idle = 0  # so many of them wait for more
 
     def put(self, work: Callable[[], object]) -> None:
         """Do it in a thread in which it may wait."""
-        with self._changed:
+        with self._lock:
             self._waiting.append(work)
             try:
                 has_thread = self._one_more()
@@ -97,12 +103,17 @@ class Crew:
 
     def wait(self) -> None:
         """Wait until all is done."""
-        with self._changed:
-            self._changed.wait_for(lambda: not (self._threads or self._waiting))
+        with self._lock:
+            self._done.wait_for(lambda: not self._waiting and self._threads == self._idle)
 
     def _one_more(self) -> bool:
-        """Start one more thread when there is something for it to do; False when it cannot start."""
-        if not self._waiting or self._comes or self._threads >= self._most:
+        """Call one more thread when there is something for it to do; False when it cannot start."""
+        if not self._waiting or self._comes:
+            return True
+        if self._idle:
+            self._more.notify()
+            return True
+        if self._threads >= self._most:
             return True
         self._comes = True
         self._threads += 1
@@ -111,7 +122,7 @@ class Crew:
         except BaseException as problem:  # there is no room for one, or Python ends
             self._comes = False
             self._threads -= 1
-            self._changed.notify_all()
+            self._done.notify_all()
             if not isinstance(problem, RuntimeError):
                 raise
             return False
@@ -119,17 +130,26 @@ class Crew:
 
     def _run(self) -> None:
         self._begin()
-        with self._changed:
+        with self._lock:
             self._comes = False
         self._work_off(own_thread=True)
+
+    def _gets_more(self) -> bool:
+        """Wait for more, in a thread of the crew; False when it is to end: who puts something then starts another."""
+        if not self._waiting:
+            self._idle += 1
+            self._done.notify_all()
+            self._more.wait(LINGERS_S)
+            self._idle -= 1
+        self._threads -= not self._waiting
+        return bool(self._waiting)
 
     def _work_off(self, own_thread: bool = False) -> None:
         """Work until nothing is left. A piece may wait: the thread that comes next goes on meanwhile."""
         while True:
-            with self._changed:
-                if not self._waiting:
-                    self._threads -= own_thread  # who puts something from now on starts another one
-                    self._changed.notify_all()
+            with self._lock:
+                if not (self._gets_more() if own_thread else self._waiting):
+                    self._done.notify_all()
                     return
                 work = self._waiting.popleft()
                 self._one_more()
