@@ -89,8 +89,8 @@ class Planner:
         if isinstance(given, CountedPositions):
             if given.log_id not in (None, self.log.id):
                 raise OffsetOutOfRangeError(
-                    f"{option} counts in commit log {given.log_id}, and this is commit log {self.log.id}: it was made "
-                    "anew, or is another one. Use 'earliest', or offsets of this log"
+                    f"{option} counts in commit log {given.log_id!r}, and this is commit log {self.log.id}: it was "
+                    "made anew, or is another one. Use 'earliest', or offsets of this log"
                 )
             # A progress report has a group's retries, too.
             given = {q: n for q, n in given.items() if q[0] in queues or not q[0].startswith(RETRY_PREFIX)}

@@ -195,7 +195,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         if log_id in (None, self.planner.log.id):
             return positions, again
         made_anew = (
-            f"{what} counts in commit log {log_id}, and {redacted(self.options.path)} is commit log "
+            f"{what} counts in commit log {log_id!r}, and {redacted(self.options.path)} is commit log "
             f"{self.planner.log.id}: it was made anew, or is another one"
         )
         if self.options.fail_on_data_loss:

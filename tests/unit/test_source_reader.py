@@ -451,11 +451,11 @@ def test_a_log_made_anew_does_not_go_on_at_the_offsets_of_the_old_one(log: Commi
     anew.create_topic("orders", queues=3)
     send(anew, 0, 9)
 
-    with pytest.raises(OffsetOutOfRangeError, match=f"the checkpoint counts in commit log {old_id}") as told:
+    with pytest.raises(OffsetOutOfRangeError, match=f"the checkpoint counts in commit log '{old_id}'") as told:
         stream(log, consumerGroup="points").latestOffset(old, ReadAllAvailable())
     assert re.search(f"is commit log {anew.id}.*new checkpoint", str(told.value))
 
-    with pytest.raises(OffsetOutOfRangeError, match=f"startingOffsets counts in commit log {old_id}.*'earliest'"):
+    with pytest.raises(OffsetOutOfRangeError, match=f"startingOffsets counts in commit log '{old_id}'.*'earliest'"):
         read(anew, startingOffsets=json.dumps(old))
 
     lenient = stream(log, consumerGroup="points", failOnDataLoss="false")
