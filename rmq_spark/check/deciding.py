@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from rmq_spark.commitlog.ledger import Decided, Decision
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.errors import StaleAttemptError, VerdictConflictError
 from rmq_spark.logs import of_batch
 from rmq_spark.tracing import settling
 from rmq_spark.transaction import HalfBatch
@@ -81,7 +80,3 @@ class Decisions:
             said = "%r: %d messages are committed, %d rolled back, by %s"
             commit, rollback = decision.commit.count, decision.rollback.count
             logger.debug(said, batch, commit, rollback, decision.who, extra=of_batch(batch))
-
-
-TOO_LATE = (VerdictConflictError, StaleAttemptError)
-"""Why a decision was not made when somebody else was faster."""

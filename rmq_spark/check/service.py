@@ -20,13 +20,13 @@ import pyarrow.compute as pc
 
 from rmq_spark import observer
 from rmq_spark.check.asking import Asker, NoAnswer, Question, Verdicts
-from rmq_spark.check.deciding import TOO_LATE, Decisions
+from rmq_spark.check.deciding import Decisions
 from rmq_spark.check.immunity import COLUMNS, due_rows
 from rmq_spark.check.policy import TransactionCheckListener, require_policy
 from rmq_spark.check.report import IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport, Tally
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.ledger import Decision
+from rmq_spark.commitlog.ledger import TOO_LATE, Decision
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet

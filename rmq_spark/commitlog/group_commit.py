@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows
 from rmq_spark.commitlog.half_store import HalfRecord, Staged
-from rmq_spark.commitlog.ledger import Decided, Decision, Placed
+from rmq_spark.commitlog.ledger import TOO_LATE, Decided, Decision, Placed
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.single import OneMessage, arrange
@@ -31,9 +31,7 @@ from rmq_spark.errors import (
     LostFileError,
     LostStagedFileError,
     StagedFilesTooOldError,
-    StaleAttemptError,
     TxmqError,
-    VerdictConflictError,
 )
 from rmq_spark.machine import Machine
 from rmq_spark.message import to_table
@@ -49,7 +47,6 @@ AT_ONCE_MAX = 2048
 GATHERING_S = 0.002
 """A thread that waits for more to come looks so often. It waits for no longer than the last commit took."""
 PREPARE_ERRORS = (AlreadyPreparedError, StagedFilesTooOldError)
-DECISION_ERRORS = (VerdictConflictError, StaleAttemptError)
 OF_ONE = (LostStagedFileError, LostFileError)
 """Problems of one half batch among those of a commit. The others are tried again without it."""
 
@@ -180,7 +177,7 @@ class GroupCommit:
         d = decisions[0]
         try:
             return [Decided(self._log.decide(d.record, d.attempt, commit=d.commit, rollback=d.rollback, who=d.who))]
-        except DECISION_ERRORS as problem:
+        except TOO_LATE as problem:
             return [Decided(problem=problem)]
 
 

@@ -74,6 +74,8 @@ class Decided:
 
 DecisionError = VerdictConflictError | StaleAttemptError
 """Why a decision does not count."""
+TOO_LATE = (VerdictConflictError, StaleAttemptError)
+"""The same, to catch: somebody else was faster."""
 
 
 class Ledger(Follower):

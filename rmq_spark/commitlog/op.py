@@ -231,7 +231,9 @@ def to_table(rows: Sequence[OpRow], version: int, op_time: datetime, commit_id: 
         "op_time": pa.repeat(pa.scalar(op_time, TIMESTAMP), n),
         "commit_id": pa.repeat(pa.scalar(commit_id, pa.string()), n),
         "ranges": _ranges_array([r.ranges for r in rows]),
-        "next_offset": pa.array([None if r.queue_offset is None else r.queue_offset + r.count for r in rows]),
+        "next_offset": pa.array(
+            [None if r.queue_offset is None else r.queue_offset + r.count for r in rows], pa.int64()
+        ),
     }
     return pa.table([made[f.name] if f.name in made else _column(f, rows) for f in OP_SCHEMA], schema=OP_SCHEMA)
 

@@ -141,8 +141,10 @@ class Crew:
             self._done.notify_all()
             self._more.wait(LINGERS_S)
             self._idle -= 1
-        self._threads -= not self._waiting
-        return bool(self._waiting)
+        if self._waiting:
+            return True
+        self._threads -= 1
+        return False
 
     def _work_off(self, own_thread: bool = False) -> None:
         """Work until nothing is left. A piece may wait: the thread that comes next goes on meanwhile."""

@@ -190,6 +190,21 @@ def replaced(*parts: tuple[Any, str, Any]) -> ExitStack:
 
 
 CALM = {"weather": Weather(), "clock_steps": False}
+TWO_CHECKERS = {
+    **CALM,
+    "listener": "bare",
+    "pause": 0.0,
+    "crash": 0.0,
+    "zombies": 0.0,
+    "person": False,
+    "stranger": False,
+    "immunity": False,
+    "checkers": 2,
+    "rounds": 4,
+    "check_timeout_s": 30.0,
+    "temper_slow": 0.8,
+    "temper_refuses": 0.0,
+}
 BUSY = {"crash": 0.03, "pause": 0.02, "switch": 0.6}
 RESTARTS = {"crash": 0.03, "streams": 1, "senders": 0, "restored": None}
 
@@ -381,19 +396,7 @@ def _loose(waiting: Callable[[BatchState, RowSet, int, Any], RowSet]) -> Abstrac
 @mutant(
     "a late commit is accepted after a check's rollback",
     A.OUTCOME_CHANGED,
-    **CALM,
-    listener="bare",
-    pause=0.0,
-    crash=0.0,
-    zombies=0.0,
-    person=False,
-    stranger=False,
-    immunity=False,
-    checkers=2,
-    rounds=4,
-    check_timeout_s=30.0,
-    temper_slow=0.8,
-    temper_refuses=0.0,
+    **TWO_CHECKERS,
 )
 def _late_commit() -> Iterator[None]:
     def waiting(state: BatchState, rows: RowSet, attempt: int, verdict: Any) -> RowSet:
@@ -407,19 +410,7 @@ def _late_commit() -> Iterator[None]:
     "what op has spoken of is taken for untouched",
     A.OUTCOME_CHANGED,
     A.DUPLICATE,
-    **CALM,
-    listener="bare",
-    pause=0.0,
-    crash=0.0,
-    zombies=0.0,
-    person=False,
-    stranger=False,
-    immunity=False,
-    checkers=2,
-    rounds=4,
-    check_timeout_s=30.0,
-    temper_slow=0.8,
-    temper_refuses=0.0,
+    **TWO_CHECKERS,
 )
 def _touched() -> Iterator[None]:
     def untouched(self: Follower, record: HalfRecord) -> bool:
