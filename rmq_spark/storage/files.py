@@ -31,6 +31,9 @@ MAP_ENTRY = "key_value"
 """Parquet's name of a pair in a map."""
 COMPRESSION = "zstd"
 """On JSON bodies zstd takes half the space of snappy. It is written as fast, and read in two thirds of the time."""
+COMPRESSION_OF_SMALL = "snappy"
+SMALL_BYTES = 262_144
+"""A table of up to so many bytes is not compressed by zstd: its start costs more, for each column, than it saves."""
 
 SHARED_ROWS_MAX = 20_000
 """Of a file with no more rows than this, those of several half batches are found in one pass."""
@@ -218,7 +221,7 @@ def write_table(
     keep_content : bool
         Return the file's bytes as well.
     compression : str
-        A codec of Parquet, as pyarrow names it.
+        A codec of Parquet, as pyarrow names it. A small table has :data:`COMPRESSION_OF_SMALL` in place of zstd.
     raw_columns : sequence of str
         Columns that are not compressed. With these, no column but maps may be nested.
     close_columns : sequence of str
@@ -227,6 +230,8 @@ def write_table(
     path = f"{prefix}-{uuid4().hex}.parquet"
     flat = [f.name for f in table.schema if not pa.types.is_nested(f.type)]
     has_few = table.num_rows <= FEW_ROWS
+    if compression == COMPRESSION and table.nbytes <= SMALL_BYTES:
+        compression = COMPRESSION_OF_SMALL
     if has_few:
         dictionary = []
     elif plain_columns is None:

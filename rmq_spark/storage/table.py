@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as pads
 import pyarrow.fs as pafs
+import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Schema, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.fs import DeltaStorageHandler
@@ -71,6 +72,9 @@ logger = logging.getLogger(__name__)
 PARQUET_WITH_CHECKSUMS = pads.ParquetFileFormat(
     default_fragment_scan_options=pads.ParquetFragmentScanOptions(page_checksum_verification=True)
 )
+
+SMALL_ROWS = 8_192
+"""A file of up to so many rows is decoded by the thread that wants it."""
 
 COMMIT_TRIES_MAX = 200
 """Lost races before a commit gives up. After each the writer waits for a random time. Its upper limit doubles each
@@ -811,6 +815,9 @@ class DeltaLogTable:
         if not paths:
             return pa.schema([self.schema.field(n) for n in names]).empty_table()
         full = [f"{self.folder}/{require_path(p, self.name)}" for p in paths]
+        said = self._rows_said(paths)
+        if where is None and self._are_small(said, paths):
+            return pa.concat_tables([self._read_small(path, names, said) for path in paths])
         try:
             dataset = pads.dataset(full, schema=self.schema, format=PARQUET_WITH_CHECKSUMS, filesystem=self.fs)
             self._require_files(dataset, paths)
@@ -828,16 +835,47 @@ class DeltaLogTable:
     ) -> Iterator[tuple[int, pa.Table]]:
         return read_range(self.fs, self.folder, wanted, columns, where)
 
-    def _require_files(self, dataset: pads.Dataset, paths: Sequence[str]) -> None:
-        """Raise CorruptLogError for files that differ from their seal or from what the Delta log says of them."""
+    def _are_small(self, said: Mapping[str, int | None], paths: Sequence[str]) -> bool:
+        """Return True for files that are read one after the other sooner than by the threads of a dataset."""
+        at_once = len(paths) == 1 or isinstance(self.fs, pafs.LocalFileSystem)
+        return at_once and all((said.get(path) or SMALL_ROWS + 1) <= SMALL_ROWS for path in paths)
+
+    def _read_small(self, path: str, names: Sequence[str], said: Mapping[str, int | None]) -> pa.Table:
+        with reading(path, self.name), self.fs.open_input_file(f"{self.folder}/{path}") as source:
+            file = pq.ParquetFile(source, page_checksum_verification=True)
+            schema = file.schema_arrow
+            self._require_file(path, schema, file.metadata, said)
+            there = set(schema.names).intersection(names)
+            found = file.read(list(there), use_threads=False)
+        columns: list[pa.ChunkedArray | pa.Array] = []
+        fields = [self.schema.field(name) for name in names]
+        for field_ in fields:
+            if field_.name in there:
+                column = found[field_.name]
+                columns.append(column if column.type == field_.type else pc.cast(column, field_.type))
+            else:  # an older version wrote the file
+                columns.append(pa.nulls(found.num_rows, field_.type))
+        return pa.table(columns, schema=pa.schema(fields))
+
+    def _rows_said(self, paths: Sequence[str]) -> dict[str, int | None]:
+        """How many rows some files have, as the Delta log says."""
         actions = self.actions()
         named = actions.filter(pc.is_in(actions["path"], value_set=pa.array(paths, pa.string())))
-        rows = dict(zip(named["path"].to_pylist(), named["num_records"].to_pylist(), strict=True))
+        return dict(zip(named["path"].to_pylist(), named["num_records"].to_pylist(), strict=True))
+
+    def _require_files(self, dataset: pads.Dataset, paths: Sequence[str]) -> None:
+        """Raise CorruptLogError for files that differ from their seal or from what the Delta log says of them."""
+        said = self._rows_said(paths)
         for fragment in dataset.get_fragments():
             path = fragment.path.removeprefix(f"{self.folder}/")
-            require_seal(fragment.physical_schema, path, self.name, self.schema.names)
-            require_count(fragment.metadata.num_rows, rows.get(path), path, self.name)
-            require_row_groups(fragment.metadata, path, self.name)
+            self._require_file(path, fragment.physical_schema, fragment.metadata, said)
+
+    def _require_file(
+        self, path: str, schema: pa.Schema, footer: pq.FileMetaData, said: Mapping[str, int | None]
+    ) -> None:
+        require_seal(schema, path, self.name, self.schema.names)
+        require_count(footer.num_rows, said.get(path), path, self.name)
+        require_row_groups(footer, path, self.name)
 
     def compare_and_set(
         self, propose: Callable[[int], Change | None], landed: Callable[[Change], bool]
