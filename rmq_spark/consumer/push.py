@@ -32,6 +32,8 @@ from rmq_spark.consumer.sending_back import send_back
 from rmq_spark.consumer.traced import traced
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.machine import Machine
+from rmq_spark.message import MessageExt
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.tracing import acknowledging, tracing
 
@@ -182,7 +184,7 @@ class PushConsumer:
         self.member = GroupMember(opened, settings, reads_retries=True)
         self._machine = opened.machine
         self._two_phase = TwoPhase(opened, CommitOncePrepared(), commits=GroupCommit(opened))
-        self._each_s: float | None = None  # what a message has cost lately
+        self._each_s: float | None = None  # what a call of the listener has taken lately, for each message
         self._open = self._stop_asked = False
         self._opening = opened.machine.lock()
         self._turn = 0
@@ -385,13 +387,14 @@ class PushConsumer:
 
     def _consume_concurrently(self, take: Take, messages: pa.Table) -> None:
         began_s = self._machine.monotonic()
+        listener = self._listener_of_take()
         found: list[tuple[bool, str | None]] = []
-        for answer in answers(self._traced(), messages, orderly=False):
+        for answer in answers(listener, messages, orderly=False):
             found.append(answer)
             if self._is_each and self._has_enough(take.queue, began_s):
                 break
         failed = [at for at, (consumed, _) in enumerate(found) if not consumed]
-        self._note_cost(take.queue, began_s, len(found), len(found) - len(failed), len(failed))
+        self._note_cost(take.queue, listener, began_s, len(found), len(found) - len(failed), len(failed))
         done = len(found)
         if failed:
             reasons = [found[at][1] for at in failed]
@@ -402,9 +405,10 @@ class PushConsumer:
 
     def _consume_orderly(self, take: Take, messages: pa.Table) -> None:
         queue, began_s = take.queue, self._machine.monotonic()
+        listener = self._listener_of_take()
         offsets = take.messages["queue_offset"].to_pylist()
         done = consumed_ones = failed = 0
-        for consumed, reason in answers(self._traced(), messages, orderly=True):
+        for consumed, reason in answers(listener, messages, orderly=True):
             if not consumed:
                 failed = 1
                 tell_failed(self.member.group, queue.queue, 1, messages.num_rows, reason)
@@ -421,12 +425,14 @@ class PushConsumer:
                 take.first = offsets[done - 1] + 1
                 if self._has_enough(queue, began_s):
                     break
-        self._note_cost(queue, began_s, max(1, done), consumed_ones, failed)
+        self._note_cost(queue, listener, began_s, max(1, done), consumed_ones, failed)
         self._give_back(take, done)
 
-    def _traced(self) -> Listen | EachMessage:
-        here = tracing()
-        return self._listener if here is None else traced(self._listener, here, self.member.log.path, self.member.group)
+    def _listener_of_take(self) -> Listen | EachMessage:
+        here, listener = tracing(), self._listener
+        if here is not None:
+            listener = traced(listener, here, self.member.log.path, self.member.group)
+        return _Timed(listener, self._machine) if isinstance(listener, EachMessage) else listener
 
     def _is_dead(self, tries: int) -> bool:
         return self._reconsume_max is not None and tries > self._reconsume_max
@@ -437,13 +443,21 @@ class PushConsumer:
         slow = self._machine.monotonic() - began_s > TAKE_S_MAX
         return slow or not queue.is_open or not self.member.may_start()
 
-    def _note_cost(self, queue: ProcessQueue, began_s: float, tried: int, consumed: int, failed: int) -> None:
+    def _note_cost(
+        self,
+        queue: ProcessQueue,
+        listener: Listen | EachMessage,
+        began_s: float,
+        tried: int,
+        consumed: int,
+        failed: int,
+    ) -> None:
         took_s = self._machine.monotonic() - began_s
         if observer.observers():
             log, group, topic = self.member.log.path, self.member.group, queue.queue[0]
             what = observer.Consumed(log, group, topic, consumed, failed, took_s)
             observer.tell(lambda o: o.consumed(what))
-        each_s = took_s / tried
+        each_s = (listener.took_s if isinstance(listener, _Timed) else took_s) / tried
         self._each_s = each_s if self._each_s is None else 0.8 * self._each_s + 0.2 * each_s
 
     def _give_back(self, take: Take, done: int) -> None:
@@ -478,3 +492,21 @@ class PushConsumer:
 
 def _with_no_retries(messages: pa.Table) -> pa.Table:
     return messages.append_column("reconsume_times", pa.repeat(pa.scalar(0, pa.int32()), messages.num_rows))
+
+
+class _Timed(EachMessage):
+    """Counts how long the calls of a listener of single messages take. What is done around them does not count: with
+    many threads it is waiting for Python's lock, which would make the quickest listener look slow."""
+
+    def __init__(self, listener: EachMessage, machine: Machine) -> None:
+        super().__init__(self._call)
+        self._called = listener.function
+        self._monotonic = machine.monotonic
+        self.took_s = 0.0
+
+    def _call(self, message: MessageExt) -> Any:
+        began_s = self._monotonic()
+        try:
+            return self._called(message)
+        finally:
+            self.took_s += self._monotonic() - began_s

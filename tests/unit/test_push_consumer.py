@@ -334,6 +334,27 @@ def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_
     assert consumer.member.queues[QUEUE].lowest == before + 3, "for 50 ms, and not for all of its take"
 
 
+def test_a_quick_listener_that_20_threads_call_is_not_taken_for_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=1)
+    send(log, [str(n) for n in range(50)])
+
+    def answers(*arguments: Any, **options: Any) -> Any:
+        machine.since_s += 0.1  # the thread waits for Python's lock, which 19 others want too
+        return answers_of(*arguments, **options)
+
+    answers_of = push_module.answers
+    monkeypatch.setattr(push_module, "answers", answers)
+    consumer = push(log, txmq.EachMessage(lambda message: DONE))
+    consumer.member.join()
+    consumer.member.fetch()
+    assert consumer.work()
+    with consumer.member.changed:
+        take = consumer._take()
+    assert take is not None
+    assert take.messages.num_rows == 49, "all of them, and not one after the other"
+
+
 def test_one_thread_calls_a_quick_listener_unless_its_call_hangs() -> None:
     machine = Steps()
     log = memory_log(machine, orders=1)
