@@ -75,6 +75,8 @@ CLOSE_COLUMNS = ("row_no", "born_timestamp")
 COMPRESSION = "lz4"
 """Of half files, which stay for minutes, and which we and Spark alone read: half the processor time of zstd. (Trino
 cannot read it; the table ``messages`` is for everybody.)"""
+PAGE_BYTES = 131_072
+"""Small pages stay in the processor's cache while they are made: a tenth less processor time than with 1 MiB."""
 SAVED_MIN = 0.2
 """Bodies are compressed when a sample shrinks by so much at least. What is compressed or random already would cost
 processor time for nothing: with bodies that are mostly hashes, lz4 saved 13 % of them and took 3 times as long as
@@ -191,6 +193,7 @@ class HalfRows:
             compression=COMPRESSION,
             raw_columns=() if _is_worth_compressing(table["body"]) else ("body",),
             close_columns=CLOSE_COLUMNS,
+            page_bytes=PAGE_BYTES,
         )
         return self.in_file(data)
 

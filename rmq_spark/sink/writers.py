@@ -25,6 +25,7 @@ from rmq_spark.listener import TransactionListener
 from rmq_spark.logs import of_header
 from rmq_spark.message import require_app_id
 from rmq_spark.sink.frame import require_message_types, topics_for
+from rmq_spark.sink.freed_memory import keep_freed_memory
 from rmq_spark.sink.identity import read_checkpoint, require_same_log
 from rmq_spark.sink.limits import PendingGuard
 from rmq_spark.sink.settings import SinkSettings
@@ -109,6 +110,7 @@ class _Writer:
         partition = context.partitionId() if context is not None else 0
         self._require_same_batch(context)
         acknowledge_at_once()
+        keep_freed_memory()
         if self.replayed:
             for _ in iterator:  # Spark wants its input to be read
                 pass

@@ -25,6 +25,8 @@ from rmq_spark.storage.seal import reading, require_count, require_row_groups, r
 
 ROW_GROUP_ROWS = 65_536
 """Rows of a Parquet row group. A reader reads at least one row group, however short its offset range is."""
+PAGE_BYTES = 1_048_576
+"""Of a column in a Parquet file, as pyarrow has it."""
 FEW_ROWS = 2_000
 """A file of up to so many rows has no dictionaries: it is smaller, and faster to write and to read."""
 MAP_ENTRY = "key_value"
@@ -200,6 +202,7 @@ def write_table(
     compression: str = COMPRESSION,
     raw_columns: Sequence[str] = (),
     close_columns: Sequence[str] = (),
+    page_bytes: int = PAGE_BYTES,
 ) -> DataFile:
     """Write one Parquet file under a new name and return what a commit needs to add it.
 
@@ -226,6 +229,8 @@ def write_table(
         Columns that are not compressed. With these, no column but maps may be nested.
     close_columns : sequence of str
         Numbers and times without a dictionary whose neighbours are close. Their differences are stored, uncompressed.
+    page_bytes : int
+        About so many bytes of a column share a page.
     """
     path = f"{prefix}-{uuid4().hex}.parquet"
     flat = [f.name for f in table.schema if not pa.types.is_nested(f.type)]
@@ -255,6 +260,7 @@ def write_table(
             write_statistics=statistics,
             compression=_codecs(encoded.schema, compression, (*raw_columns, *close)),
             column_encoding=dict.fromkeys(close, "DELTA_BINARY_PACKED") or None,
+            data_page_size=page_bytes,
             write_page_checksum=True,
             store_schema=False,  # with the Arrow schema, readers would get dictionaries
         ) as writer:
