@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import reduce
+from math import ceil
 from operator import or_
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ HALF_PATHS_MAX = 32
 """The most paths that Spark lists without a job (``spark.sql.sources.parallelPartitionDiscovery.threshold``)."""
 DRAINED_PATHS_MAX = 256
 """The same for large files: to ask of each row in which file it is costs more than such a job when they are few."""
+SCANS_MAX = 4
 COLUMNS = [part.split()[0] for part in SOURCE_DDL.split(", ")]
 DRAINED_DDL = f"{SOURCE_DDL}, op_version bigint"
 HALF_DDL = (
@@ -255,7 +257,9 @@ def _drained(
     paths = _files(files, spans)
     if not paths:
         return None
-    found = _of_files(spark, DRAINED_DDL, spark_path(path, "messages"), paths, DRAINED_PATHS_MAX)
+    folder, scans = spark_path(path, "messages"), _scans(spark, files, paths)
+    shares = [_of_files(spark, DRAINED_DDL, folder, paths[at::scans], DRAINED_PATHS_MAX) for at in range(scans)]
+    found = reduce(lambda one, other: one.union(other), shares)
     cut = {topic for topic, q in end if start[topic, q] > 0 or end[topic, q] < border.get((topic, q), 0)}
     if cut or not _of_one_topic(files, paths):
         found = found.where(_within(spans, cut))
@@ -274,6 +278,20 @@ def _files(actions: pa.Table, spans: Mapping[tuple[str, int], tuple[int, int]]) 
     high = max((stop for _, stop in spans.values()), default=0)
     overlaps = pc.and_(pc.greater_equal(actions["max.queue_offset"], low), pc.less(actions["min.queue_offset"], high))
     return [str(path) for path in actions.filter(pc.fill_null(pc.and_(of_topic, overlaps), True))["path"].to_pylist()]
+
+
+def _scans(spark: SparkSession, actions: pa.Table, paths: Sequence[str]) -> int:
+    """How many scans are to share the files: of 300 MB, Spark makes three tasks of 128 MB, and two cores take as long
+    for three as for four. Of what it makes no more than a task a core, it makes tasks of one size. So each scan gets
+    what is a task a core, unless there are so many tasks that the last ones do not matter."""
+    context = getattr(spark, "_sc", None)  # none in Spark Connect
+    if context is None or len(paths) > DRAINED_PATHS_MAX:
+        return 1
+    conf, cores = spark._jsparkSession.sessionState().conf(), context.defaultParallelism
+    mine = actions.filter(pc.is_in(actions["path"], value_set=pa.array(paths, pa.string())))
+    size = pc.sum(mine["size_bytes"]).as_py() + len(paths) * conf.filesOpenCostInBytes()
+    scans = ceil(size / conf.filesMaxPartitionBytes() / cores)
+    return min(scans, len(paths)) if scans <= SCANS_MAX else 1
 
 
 def _of_one_topic(actions: pa.Table, paths: Sequence[str]) -> bool:

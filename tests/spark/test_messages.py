@@ -154,6 +154,25 @@ def test_of_many_files_the_folder_is_listed_and_a_lost_one_is_missed(
         rows(txmq.messages(spark, log))
 
 
+def test_no_core_idles_for_the_last_of_a_few_tasks(spark: SparkSession, log: CommitLog) -> None:
+    for number in range(6):
+        commit(log, send(log, f"drained{number}", 4))
+        log.drain()
+
+    def tasks(file_mb: int) -> int:
+        spark.conf.set("spark.sql.files.openCostInBytes", f"{file_mb}m")
+        read = txmq.messages(spark, log, "orders")
+        assert read.count() == 24
+        return int(read.rdd.getNumPartitions())
+
+    try:
+        assert tasks(4) == 2, "of 24 MB: one for each core"
+        assert tasks(56) == 4, "of 336 MB: two for each core, and not three in all"
+        assert tasks(128) == 6, "of 768 MB: three for each core"
+    finally:
+        spark.conf.unset("spark.sql.files.openCostInBytes")
+
+
 @pytest.mark.timeout(300)
 def test_a_filter_is_pushed_into_the_files(
     spark: SparkSession, log: CommitLog, monkeypatch: pytest.MonkeyPatch
