@@ -54,6 +54,7 @@ HALF_PATHS_MAX = 32
 DRAINED_PATHS_MAX = 256
 """The same for large files: to ask of each row in which file it is costs more than such a job when they are few."""
 SCANS_MAX = 4
+"""Files for more scans than this are read by one: of so many tasks the last ones do not matter."""
 COLUMNS = [part.split()[0] for part in SOURCE_DDL.split(", ")]
 DRAINED_DDL = f"{SOURCE_DDL}, op_version bigint"
 HALF_DDL = (
@@ -281,9 +282,11 @@ def _files(actions: pa.Table, spans: Mapping[tuple[str, int], tuple[int, int]]) 
 
 
 def _scans(spark: SparkSession, actions: pa.Table, paths: Sequence[str]) -> int:
-    """How many scans are to share the files: of 300 MB, Spark makes three tasks of 128 MB, and two cores take as long
-    for three as for four. Of what it makes no more than a task a core, it makes tasks of one size. So each scan gets
-    what is a task a core, unless there are so many tasks that the last ones do not matter."""
+    """How many scans are to share the files, so that no core idles for the last task.
+
+    Spark makes tasks of 128 MB, so 300 MB are three, and two cores take as long for three as for four. A scan of which
+    it makes no more than a task a core has tasks of one size. So each scan gets that much.
+    """
     context = getattr(spark, "_sc", None)  # none in Spark Connect
     if context is None or len(paths) > DRAINED_PATHS_MAX:
         return 1

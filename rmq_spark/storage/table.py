@@ -841,20 +841,20 @@ class DeltaLogTable:
         return at_once and all((said.get(path) or SMALL_ROWS + 1) <= SMALL_ROWS for path in paths)
 
     def _read_small(self, path: str, names: Sequence[str], said: Mapping[str, int | None]) -> pa.Table:
+        fields = [self.schema.field(name) for name in names]
+        columns: list[pa.ChunkedArray | pa.Array] = []
         with reading(path, self.name), self.fs.open_input_file(f"{self.folder}/{path}") as source:
             file = pq.ParquetFile(source, page_checksum_verification=True)
             schema = file.schema_arrow
             self._require_file(path, schema, file.metadata, said)
             there = set(schema.names).intersection(names)
             found = file.read(list(there), use_threads=False)
-        columns: list[pa.ChunkedArray | pa.Array] = []
-        fields = [self.schema.field(name) for name in names]
-        for field_ in fields:
-            if field_.name in there:
-                column = found[field_.name]
-                columns.append(column if column.type == field_.type else pc.cast(column, field_.type))
-            else:  # an older version wrote the file
-                columns.append(pa.nulls(found.num_rows, field_.type))
+            for field_ in fields:
+                if field_.name in there:
+                    column = found[field_.name]
+                    columns.append(column if column.type == field_.type else pc.cast(column, field_.type))
+                else:  # an older version wrote the file
+                    columns.append(pa.nulls(found.num_rows, field_.type))
         return pa.table(columns, schema=pa.schema(fields))
 
     def _rows_said(self, paths: Sequence[str]) -> dict[str, int | None]:

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
@@ -15,7 +16,7 @@ from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.commitlog import drained
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.upkeep import MaintenanceReport
-from rmq_spark.errors import CorruptLogError
+from rmq_spark.errors import CorruptLogError, UnreadableFileError
 from rmq_spark.storage.seal import taken_out_by_others
 from tests.half_batches import another, commit, let_leave, make_log, prepare, send
 
@@ -228,3 +229,12 @@ def test_a_handle_goes_on_with_the_newest_copy(tmp_path: Path) -> None:
     after = another(log)
     commit(after, prepare(after, 1, 1))
     assert sleeper.read("orders").num_rows == 2
+
+
+def test_a_file_with_other_types_is_named(log: CommitLog) -> None:
+    (path, *_) = DeltaTable(f"{log.path}/op").file_uris()
+    rows = pq.read_table(path).replace_schema_metadata(None)  # no seal of ours
+    at = rows.column_names.index("version")
+    pq.write_table(rows.set_column(at, "version", pa.array(["first"] * rows.num_rows)), path)
+    with pytest.raises(UnreadableFileError, match=f"{Path(path).name} of table op cannot be read: .* damaged"):
+        another(log).read("orders")
