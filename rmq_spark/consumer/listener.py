@@ -59,6 +59,7 @@ class EachMessage:
     def __init__(self, function: Callable[[MessageExt], Status | None]) -> None:
         if not callable(function):
             raise ListenerError(f"EachMessage got {type(function).__name__}: a function of one message is expected")
+        _require_no_coroutine(function, "EachMessage")
         self.function = function
 
     def each(self, messages: pa.Table) -> Iterator[tuple[Status | None, str | None]]:
@@ -88,6 +89,7 @@ class EachBatch:
             raise ListenerError(
                 f"EachBatch got {type(function).__name__}: a function of a list of messages is expected"
             )
+        _require_no_coroutine(function, "EachBatch")
         self.function = function
 
     def __call__(self, messages: pa.Table) -> Statuses:
@@ -137,6 +139,7 @@ def require_table_listener(listener: Callable[..., object]) -> None:
     ListenerError
         It names the class that makes a message listener of it.
     """
+    _require_no_coroutine(listener, "the message listener")
     try:
         parameters = list(inspect.signature(listener).parameters.values())
     except (TypeError, ValueError):  # a builtin
@@ -146,6 +149,14 @@ def require_table_listener(listener: Callable[..., object]) -> None:
     if re.search(r"\bMessage(Ext)?\b", text):
         one = re.fullmatch(r"(\w+\.)*Message(Ext)?", text) is not None
         raise _not_wrapped(f"{_name(listener)} takes {text}", EachMessage if one else EachBatch, _name(listener))
+
+
+def _require_no_coroutine(function: Callable[..., object], what: str) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise ListenerError(
+            f"{what} got the coroutine function {_name(function)}: a plain function is expected, which may call "
+            "asyncio.run"
+        )
 
 
 def _require_not_meant_for_one(problem: Exception) -> None:
@@ -175,12 +186,16 @@ def _is_success(status: object, kind: type[Enum]) -> bool:
     return status in (CONSUME_SUCCESS, SUCCESS)
 
 
-def tell_failed(group: str, queue: tuple[str, int], failed: int, of: int, reason: str | None) -> None:
+COMES_AGAIN = "What has a try left comes again, the rest becomes dead letters"
+
+
+def tell_failed(
+    group: str, queue: tuple[str, int], failed: int, of: int, reason: str | None, then: str = COMES_AGAIN
+) -> None:
     """Log that a message listener failed, with the first reason: who waits for retries must not wait in the dark."""
     logger.warning(
-        "message listener of group %r: %d of %d messages of topic %r, queue %d failed. What has a try left comes "
-        "again, the rest becomes dead letters. The first: %s",
-        group, failed, of, *queue, reason,
+        "message listener of group %r: %d of %d messages of topic %r, queue %d failed. %s. The first: %s",
+        group, failed, of, *queue, then, reason,
         extra={"consumer_group": group, "topic": queue[0], "queue_id": queue[1]},
     )  # fmt: skip
 

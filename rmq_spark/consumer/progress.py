@@ -24,11 +24,13 @@ Queue = tuple[str, int]
 
 @dataclass(eq=False)
 class Take:
-    """Messages of one queue that are out, in offset order. They are unfinished from ``first`` on."""
+    """Messages of one queue that are out since a time of the monotonic clock, in offset order. They are unfinished from
+    ``first`` on."""
 
     queue: ProcessQueue
     messages: pa.Table
     first: int
+    since_s: float
 
     @property
     def finished(self) -> int:
@@ -89,7 +91,11 @@ class ProcessQueue:
             self._waiting.append(messages)
             self.rows += messages.num_rows
 
-    def take(self, count: int) -> Take | None:
+    def runs_since(self, since_s: float) -> bool:
+        """Whether a take is not finished that began at this time or later."""
+        return any(take.since_s >= since_s for take in self._out)
+
+    def take(self, count: int, now_s: float = 0.0) -> Take | None:
         """Take at most so many messages; None when none wait."""
         if not self._waiting:
             return None
@@ -98,7 +104,7 @@ class ProcessQueue:
             self._waiting.appendleft(messages.slice(count))
             messages = messages.slice(0, count)
         self.rows -= messages.num_rows
-        take = Take(self, messages, _first(messages))
+        take = Take(self, messages, _first(messages), now_s)
         self._out.append(take)
         return take
 

@@ -53,7 +53,8 @@ QUICK_S = 50e-6
 """While a message costs less, one thread at a time calls a listener of single messages. Such a listener waits for
 nobody, so Python runs one call at a time anyway: 20 threads were four times as slow as one."""
 HANGS_S = 1.0
-"""When the only thread has not come back for so long, a call hangs, and others go on beside it."""
+"""When a thread has not come back for so long, a call hangs, and another thread goes on beside it as if it were not
+there."""
 IDLE_S = 5.0
 """A thread that waits for a notice looks itself after so long."""
 AWAIT_TERMINATION_S = 30.0
@@ -188,7 +189,6 @@ class PushConsumer:
         self._open = self._stop_asked = False
         self._opening = opened.machine.lock()
         self._turn = 0
-        self._took_s = 0.0  # when a thread has taken messages last
 
     def _listener_of(self, listener: Any) -> Listen | EachMessage:
         if self._takes_positions:
@@ -346,13 +346,11 @@ class PushConsumer:
             queues = [q for q in queues if not q.running and q.again_s <= now_s]
         if not queues or not self.member.may_start():
             return None
-        running = any(q.running for q in self.member.queues.values())
-        if self._is_quick() and running and now_s - self._took_s < HANGS_S:
+        if self._is_quick() and any(q.runs_since(now_s - HANGS_S) for q in self.member.queues.values()):
             return None
-        self._took_s = now_s
         self._turn += 1
         queue = queues[self._turn % len(queues)]
-        return queue.take(self._rows(queue))
+        return queue.take(self._rows(queue), now_s)
 
     def _is_quick(self) -> bool:
         return self._is_each and self._each_s is not None and self._each_s < QUICK_S
@@ -367,10 +365,12 @@ class PushConsumer:
         return max(1, min(EACH_ROWS_MAX, int(TAKE_S / max(self._each_s, 1e-9))))
 
     def _until_next(self) -> float:
-        """Seconds until a suspended queue may go on. What else there is to do comes with a notice."""
+        """Seconds until a suspended queue may go on, or the one thread that calls a quick listener may hang. What else
+        there is to do comes with a notice."""
+        most = HANGS_S if self._is_quick() and any(q.rows for q in self.member.queues.values()) else IDLE_S
         again = [q.again_s for q in self.member.queues.values() if q.rows and not q.running] if self.orderly else []
         left = min(again, default=0.0) - self._machine.monotonic()
-        return left if 0 < left < IDLE_S else IDLE_S
+        return left if 0 < left < most else most
 
     def consume(self, take: Take) -> None:
         """Let the listener consume a take, and bring it to its end."""
@@ -411,8 +411,11 @@ class PushConsumer:
         for consumed, reason in answers(listener, messages, orderly=True):
             if not consumed:
                 failed = 1
-                tell_failed(self.member.group, queue.queue, 1, messages.num_rows, reason)
                 queue.tries += 1  # nobody else has the queue meanwhile
+                then = "It becomes a dead letter"
+                if not self._is_dead(queue.tries):
+                    then = f"The queue waits {self._suspend_s:g} s and goes on with this message"
+                tell_failed(self.member.group, queue.queue, 1, messages.num_rows, reason, then)
                 if self._is_dead(queue.tries) and self._send_back(queue, messages.slice(done, 1), [reason], "dead"):
                     queue.tries = 0
                     done += 1

@@ -371,11 +371,17 @@ def test_one_thread_calls_a_quick_listener_unless_its_call_hangs() -> None:
     consumer._each_s = 1e-6
     with consumer.member.changed:
         assert consumer._take() is None
-        machine.sleep(push_module.HANGS_S)
-        send(log, ["more"])
+        assert consumer._until_next() == push_module.HANGS_S
+        machine.sleep(2 * push_module.HANGS_S)
+        beside = consumer._take()
+        assert beside is not None, "two calls hang"
+        assert consumer._take() is None
+    send(log, ["more"])
     consumer.member.fetch()
+    consumer.consume(beside)
+    consumer._each_s = 1e-6
     with consumer.member.changed:
-        assert consumer._take() is not None
+        assert consumer._take() is not None, "it does not wait for those that hang"
 
 
 def test_what_has_expired_is_left_out_and_said(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
@@ -410,6 +416,17 @@ def test_a_listener_that_raises_is_told_at_once(mode: str, caplog: pytest.LogCap
     assert told
     assert "The first: RuntimeError: postgresql://" in told[0]
     assert "hush" not in caplog.text
+    then = {"orderly": "The queue waits 1 s and goes on with this message", "concurrently": "becomes dead letters"}
+    assert then[mode] in told[0]
+
+
+@pytest.mark.parametrize("wrapped", [txmq.EachMessage, txmq.EachBatch, lambda listener: push(memory_log(), listener)])
+def test_a_coroutine_function_is_no_listener_of_messages(wrapped: Any) -> None:
+    async def listen(messages: Any) -> Any:
+        return DONE
+
+    with pytest.raises(txmq.ListenerError, match="got the coroutine function listen: a plain function is expected"):
+        wrapped(listen)
 
 
 def test_retries_and_dead_letters_are_those_of_the_spark_consumer() -> None:
