@@ -53,6 +53,8 @@ HALF_PATHS_MAX = 32
 """The most paths that Spark lists without a job (``spark.sql.sources.parallelPartitionDiscovery.threshold``)."""
 DRAINED_PATHS_MAX = 256
 """The same for large files: to ask of each row in which file it is costs more than such a job when they are few."""
+VERIFIED = {"parquet.page.verify-checksum.enabled": "true"}
+"""Spark compares no page with its checksum unless it is told to. A flipped bit would be a changed message."""
 SCANS_MAX = 4
 """Files for more scans than this are read by one: of so many tasks the last ones do not matter."""
 COLUMNS = [part.split()[0] for part in SOURCE_DDL.split(", ")]
@@ -230,7 +232,7 @@ def _is_within(placed: PlacedRange, limit: datetime | int | None) -> bool:
 def _of_files(spark: SparkSession, ddl: str, folder: str, names: Sequence[str], paths_max: int) -> DataFrame:
     """Rows of some files of a folder. Of many, Spark would list each in a task of its own: 600 took two seconds. So it
     lists the folder instead, and keeps what is in these."""
-    reader = spark.read.schema(ddl)
+    reader = spark.read.schema(ddl).options(**VERIFIED)
     if len(names) > paths_max and all(re.fullmatch(r"[\w.-]+", name) for name in names):
         found = reader.parquet(folder)
         there = {file.rpartition("/")[2] for file in found.inputFiles()}

@@ -9,7 +9,7 @@ from datetime import datetime
 
 from rmq_spark.config import Options
 from rmq_spark.errors import OptionError
-from rmq_spark.message import RETRY_PREFIX, require_group_name, require_topic_name
+from rmq_spark.message import DLQ_PREFIX, RETRY_PREFIX, require_group_name, require_topic_name
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark.selector.tree import Selector
 from rmq_spark.source import SOURCE_OPTIONS
@@ -34,6 +34,7 @@ class Subscription:
     topics : tuple of str
         Empty when there is a pattern.
     pattern : str or None
+        Retries and dead letters are read only when it has their prefix in it, ``%RETRY%`` or ``%DLQ%``.
     retry : str or None
         The topic of a consumer group's retries, which is also read when it exists.
     """
@@ -45,7 +46,11 @@ class Subscription:
     def matches(self, topic: str) -> bool:
         if topic == self.retry:
             return True
-        return topic in self.topics if self.pattern is None else re.fullmatch(self.pattern, topic) is not None
+        if self.pattern is None:
+            return topic in self.topics
+        # ".*" means what users made: with retries and dead letters each message that failed once would come twice.
+        prefix = next((p for p in (RETRY_PREFIX, DLQ_PREFIX) if topic.startswith(p)), "")
+        return prefix in self.pattern and re.fullmatch(self.pattern, topic) is not None
 
 
 @dataclass(frozen=True)

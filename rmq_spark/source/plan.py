@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
@@ -63,7 +62,7 @@ class Planner:
         for name in self._subscription.topics:
             require_known_topic(name, topics)
         pattern = self._subscription.pattern
-        if pattern is not None and not any(re.fullmatch(pattern, name) for name in topics):
+        if pattern is not None and not any(map(self._subscription.matches, topics)):
             known = ", ".join(sorted(topics)) or "none yet"
             logger.warning("subscribePattern=%r matches no topic (there are: %s): nothing is read", pattern, known)
         return {name: count for name, count in topics.items() if self._subscription.matches(name)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -152,6 +153,20 @@ def test_of_many_files_the_folder_is_listed_and_a_lost_one_is_missed(
     Path(log.path, "half", record.files[0].path).unlink()
     with pytest.raises(Exception, match="PATH_NOT_FOUND"):
         rows(txmq.messages(spark, log))
+
+
+@pytest.mark.parametrize("table", ["messages", "half"])
+def test_a_flipped_bit_is_no_changed_message(spark: SparkSession, log: CommitLog, table: str) -> None:
+    body = os.urandom(100)  # which no codec changes
+    commit(log, prepare(log, 1, pa.table({"body": pa.array([body])}), topic="orders"))
+    if table == "messages":
+        log.drain()
+    (path,) = Path(log.path, table).glob("*.parquet")
+    written = path.read_bytes()
+    path.write_bytes(written.replace(body, bytes([body[0] ^ 1, *body[1:]])))
+    assert path.read_bytes() != written
+    with pytest.raises(Exception, match="CRC"):
+        txmq.messages(spark, log, "orders").collect()
 
 
 def test_no_core_idles_for_the_last_of_a_few_tasks(spark: SparkSession, log: CommitLog) -> None:

@@ -231,6 +231,14 @@ def test_a_pattern_finds_topics_that_come_later_from_their_start(log: CommitLog)
     assert {placed.topic for placed in plans.ranges(at, latest)} == {"later"}
 
 
+def test_a_pattern_reads_retries_and_dead_letters_only_when_it_names_them(log: CommitLog) -> None:
+    log.topic_store.create("%RETRY%points", 1, fifo=False, exist_ok=False)
+    assert not Subscription(pattern=".*").matches("%RETRY%points")
+    assert not Subscription(pattern="%DLQ%.*").matches("%RETRY%points")
+    assert Subscription(pattern="%RETRY%.*|or.*").matches("%RETRY%points")
+    assert "%RETRY%points" not in planner(log, Subscription(pattern=".*")).queues()
+
+
 def test_a_pattern_that_matches_no_topic_is_told(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
     assert planner(log, Subscription(pattern="order")).queues() == {}
     (said,) = caplog.messages
