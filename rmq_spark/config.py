@@ -149,9 +149,8 @@ def parse_int(text: str, name: str, minimum: int = 1, maximum: int = INT64_MAX) 
 def whole_number(value: object, name: str, minimum: int, maximum: int = INT64_MAX, of: str = "") -> int:
     """Return an argument that must be an int in this range; raise OptionError for anything else, also True and 4.0."""
     if type(value) is not int or not minimum <= value <= maximum:
-        raise OptionError(
-            f"{name}={_short(value)} is out of range: a whole number{of} from {minimum} to {maximum} is expected"
-        )
+        wrong = "is out of range" if type(value) is int else f"is a {type(value).__name__}"
+        raise OptionError(f"{name}={_short(value)} {wrong}: a whole number{of} from {minimum} to {maximum} is expected")
     return value
 
 

@@ -124,8 +124,8 @@ def require_same_fence(half_id: str, prepared_with: str | None, found: str | Non
 
 def _fence(fence_id: str | None) -> str:
     if fence_id == NO_LISTENER_FENCE:
-        return "no fence (transactionListener=none)"
-    return "no fence" if fence_id is None else f"fence {fence_id}"
+        return "no local transaction (transactionListener=none)"
+    return "a local transaction without a fence" if fence_id is None else f"fence {fence_id}"
 
 
 def _require_methods(listener: object, what: str) -> None:
@@ -225,9 +225,15 @@ def load_object(path: str, allowed_prefixes: Sequence[str] | None = None) -> Any
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as problem:
+        missing = problem.name if isinstance(problem, ModuleNotFoundError) else None
+        remedy = "put its folder on the PYTHONPATH, install it, or hand it over with spark-submit --py-files"
+        if missing is None:
+            remedy = "it is there, and its code raised this: mend it"
+        elif not f"{module_name}.".startswith(f"{missing}."):
+            remedy = f"it is there, and needs the module {missing}: install that"
         raise ListenerError(
             f"listener {path!r}: module {module_name!r} cannot be imported here ({type(problem).__name__}: {problem}); "
-            "put its folder on the PYTHONPATH, install it, or hand it over with spark-submit --py-files"
+            f"{remedy}"
         ) from cause_of(problem)
     for name in attribute.split("."):
         if not hasattr(found, name):

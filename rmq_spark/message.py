@@ -73,7 +73,8 @@ def _require_name(value: object, what: str, chars_max: int) -> str:
     if len(value) > chars_max:
         raise MessageError(f"{what} {value[:40]!r}… has {len(value)} characters: at most {chars_max} are allowed")
     if _NAME.fullmatch(value) is None:
-        raise MessageError(f"{what} {value!r} has characters outside a-z, A-Z, 0-9 and % | _ -: rename it")
+        remedy = "give several as a list" if "," in value else "rename it"
+        raise MessageError(f"{what} {value!r} has characters outside a-z, A-Z, 0-9 and % | _ -: {remedy}")
     return value
 
 

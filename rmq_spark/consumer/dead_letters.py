@@ -118,6 +118,8 @@ class DeadLetters:
         """
         read = self._read(None)
         there = read["queue_offset"].to_pylist()
+        if not (offsets is None or isinstance(offsets, Iterable)):
+            raise OffsetError(f"offsets={offsets!r} is no list: each letter's queue_offset is expected, as in [0, 2]")
         wanted = there if offsets is None else sorted({whole_number(o, "offset", 0) for o in offsets})
         unknown = [o for o in wanted if o not in set(there)]
         if unknown:

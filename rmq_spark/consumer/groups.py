@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.placements import out_of_range
 from rmq_spark.config import nearest, require_time
 from rmq_spark.consumer.members import forget, heartbeats
-from rmq_spark.errors import GroupNotFoundError, OptionError
+from rmq_spark.errors import GroupNotFoundError, OffsetOutOfRangeError, OptionError
 from rmq_spark.message import TIMESTAMP, require_group_name, require_topic_name
 from rmq_spark.source.offsets import EARLIEST, LATEST, LATEST_OFFSET, JsonOffsets, Positions, Queue, given_positions
 from rmq_spark.source.options import Subscription
@@ -215,6 +216,10 @@ class ConsumerGroup:
             positions = self._only_named(planner, given)
         else:
             positions = planner.resolve("to", given)
+        firsts = self.log.firsts(refresh=False)
+        for queue, offset in positions.items():
+            if isinstance(given, dict) and offset < firsts.get(queue, 0):
+                raise OffsetOutOfRangeError(f"{out_of_range(*queue, offset, offset + 1, firsts)} (log.firsts())")
         self.log.groups.set(self.name, positions, f"reset to {to if isinstance(to, (str, datetime)) else 'offsets'}")
         return positions
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pyarrow as pa
 
@@ -38,7 +38,7 @@ def topics_in(given: list[Message] | pa.Table, default: str | None) -> set[str]:
 
 def message_list(messages: object) -> list[Message]:
     """A list of messages, made from one that may be consumed once or filled anew."""
-    if isinstance(messages, Message) or not isinstance(messages, Iterable):
+    if isinstance(messages, (Message, str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise MessageError(
             f"found {type(messages).__name__}: a list of rmq_spark.Message or a pyarrow.Table is expected"
         )

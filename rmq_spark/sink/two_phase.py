@@ -348,7 +348,14 @@ class TwoPhase:
         self, listener: TransactionListener, run: Run, batch: HalfBatch
     ) -> pa.Array | LocalTransactionState:
         try:
-            return normalize_verdicts(listener.execute_local_transaction(batch), batch)
+            answer = listener.execute_local_transaction(batch)
+            if answer is None:
+                said = (
+                    "the listener returned None for %r: that is UNKNOWN, and checks will ask what became of it. A "
+                    "local transaction that is done returns COMMIT_MESSAGE"
+                )
+                logger.warning(said, batch, extra=of_batch(batch))
+            return normalize_verdicts(answer, batch)
         except FencedError:
             raise
         except Exception as problem:

@@ -19,7 +19,8 @@ from rmq_spark.commitlog.group_store import Place, Session
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.consumer.groups import groups
 from rmq_spark.consumer.members import Members
-from tests.half_batches import another, commit, make_log, prepare
+from rmq_spark.errors import OffsetOutOfRangeError
+from tests.half_batches import another, commit, let_leave, make_log, prepare
 
 
 @pytest.fixture(params=["memory", "delta"])
@@ -153,6 +154,17 @@ def test_a_reset_moves_a_group_both_ways(log: CommitLog) -> None:
     group.reset("earliest", ["returns"])
     assert set(group.positions()) == {("orders", 0), ("orders", 1), ("returns", 0)}
     assert lag_of(group) == {("orders", 0): 1, ("orders", 1): 3, ("returns", 0): 0}
+
+
+def test_a_reset_to_what_has_expired_is_refused(log: CommitLog) -> None:
+    commit(log, prepare(log, 0, 4))
+    log.topic_store.set_retention("orders", 0.0)
+    let_leave(log)
+    group = txmq.ConsumerGroup(log, "points")
+    with pytest.raises(OffsetOutOfRangeError, match="offsets 1 to 1 have expired; the queue starts at offset 2 now"):
+        group.reset({"orders": {"0": 2, "1": 1}})
+    assert group.positions() == {}
+    assert group.reset("earliest", ["orders"]) == {("orders", 0): 2, ("orders", 1): 2}
 
 
 def test_a_reset_of_some_queues_leaves_the_others_where_they_are(log: CommitLog) -> None:

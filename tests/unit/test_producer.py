@@ -112,6 +112,13 @@ def test_a_listener_that_raises_counts_as_unknown_as_in_rocketmq(log: Any) -> No
     assert log.pending().num_rows == 1
 
 
+def test_a_listener_that_forgot_to_return_is_told(log: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with producer(log, Told(lambda batch: None)) as open_producer:
+        assert open_producer.send_message_in_transaction(ORDER).local_transaction_state is UNKNOWN
+    (said,) = [m for m in caplog.messages if "returned None" in m]
+    assert said.endswith("A local transaction that is done returns COMMIT_MESSAGE")
+
+
 def test_a_listener_that_raises_fails_the_send_when_asked_for(log: Any) -> None:
     with (
         producer(log, Told(raising(ValueError("no stock"))), on_listener_error="fail") as open_producer,

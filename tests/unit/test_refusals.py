@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +24,7 @@ from rmq_spark.errors import (
 )
 from rmq_spark.listener import load_listener
 from rmq_spark.message import Message, to_table
+from rmq_spark.sink.given import message_list
 from rmq_spark.source.offsets import from_json
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import decode_json, normalize_verdicts
@@ -30,7 +32,32 @@ from tests.half_batches import commit, header_of, pending, prepare
 from tests.torture.hostile.logs import edit_row
 
 
+# ---------------------------------------------------------------- listeners
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("1/0", "it is there, and its code raised this: mend it"),
+        ("import no_such_driver", "it is there, and needs the module no_such_driver: install that"),
+        (None, "put its folder on the PYTHONPATH"),
+    ],
+)
+def test_a_module_that_fails_is_told_from_one_that_is_missing(
+    code: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    if code is not None:
+        Path(tmp_path, "failing_listeners.py").write_text(code)
+    with pytest.raises(ListenerError, match=words):
+        load_listener("failing_listeners:listen")
+
+
 # ---------------------------------------------------------------- messages
+@pytest.mark.parametrize("given", ["hello", {"topic": "orders"}])
+def test_what_is_no_list_of_messages_is_not_taken_for_one(given: Any) -> None:
+    with pytest.raises(MessageError, match=rf"found {type(given).__name__}: a list of rmq_spark\.Message"):
+        message_list(given)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
