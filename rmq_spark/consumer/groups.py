@@ -216,10 +216,11 @@ class ConsumerGroup:
             positions = self._only_named(planner, given)
         else:
             positions = planner.resolve("to", given)
-        firsts = self.log.firsts(refresh=False)
-        for queue, offset in positions.items():
-            if isinstance(given, dict) and offset < firsts.get(queue, 0):
-                raise OffsetOutOfRangeError(f"{out_of_range(*queue, offset, offset + 1, firsts)} (log.firsts())")
+        if isinstance(given, dict):
+            firsts = self.log.firsts(refresh=False)
+            for queue, offset in positions.items():
+                if offset < firsts.get(queue, 0):
+                    raise OffsetOutOfRangeError(f"{out_of_range(*queue, offset, offset + 1, firsts)} (log.firsts())")
         self.log.groups.set(self.name, positions, f"reset to {to if isinstance(to, (str, datetime)) else 'offsets'}")
         return positions
 

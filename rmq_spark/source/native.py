@@ -286,8 +286,8 @@ def _files(actions: pa.Table, spans: Mapping[tuple[str, int], tuple[int, int]]) 
 def _scans(spark: SparkSession, actions: pa.Table, paths: Sequence[str]) -> int:
     """How many scans are to share the files, so that no core idles for the last task.
 
-    Spark makes tasks of 128 MB, so 300 MB are three, and two cores take as long for three as for four. A scan of which
-    it makes no more than a task a core has tasks of one size. So each scan gets that much.
+    Spark makes three tasks of 300 MB, and two cores take as long for three as for four. When a scan has no more tasks
+    than there are cores, Spark makes them equally large. So each scan gets a task for each core.
     """
     context = getattr(spark, "_sc", None)  # none in Spark Connect
     if context is None or len(paths) > DRAINED_PATHS_MAX:

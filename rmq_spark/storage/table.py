@@ -48,7 +48,15 @@ from rmq_spark.redaction import cause_of, redacted
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.answers import asking, is_denied, plainly
 from rmq_spark.storage.clock import StoreClock
-from rmq_spark.storage.files import DataFile, RowRange, filesystem, read_range, require_path, write_table
+from rmq_spark.storage.files import (
+    THREADS_ROWS_MIN,
+    DataFile,
+    RowRange,
+    filesystem,
+    read_range,
+    require_path,
+    write_table,
+)
 from rmq_spark.storage.location import is_uri
 from rmq_spark.storage.pools import submitted
 from rmq_spark.storage.seal import (
@@ -72,9 +80,6 @@ logger = logging.getLogger(__name__)
 PARQUET_WITH_CHECKSUMS = pads.ParquetFileFormat(
     default_fragment_scan_options=pads.ParquetFragmentScanOptions(page_checksum_verification=True)
 )
-
-SMALL_ROWS = 8_192
-"""A file of up to so many rows is decoded by the thread that wants it."""
 
 COMMIT_TRIES_MAX = 200
 """Lost races before a commit gives up. After each the writer waits for a random time. Its upper limit doubles each
@@ -820,13 +825,13 @@ class DeltaLogTable:
             return pa.concat_tables([self._read_small(path, names, said) for path in paths])
         try:
             dataset = pads.dataset(full, schema=self.schema, format=PARQUET_WITH_CHECKSUMS, filesystem=self.fs)
-            self._require_files(dataset, paths)
+            self._require_files(dataset, said)
             return dataset.to_table(columns=names, filter=where)
         except (OSError, pa.ArrowException, ValueError):
             for path, file in zip(paths, full, strict=True):  # find the file that fails
                 with reading(path, self.name):
                     one = pads.dataset([file], schema=self.schema, format=PARQUET_WITH_CHECKSUMS, filesystem=self.fs)
-                    self._require_files(one, [path])
+                    self._require_files(one, said)
                     one.to_table(columns=names, filter=where)
             raise
 
@@ -838,7 +843,7 @@ class DeltaLogTable:
     def _are_small(self, said: Mapping[str, int | None], paths: Sequence[str]) -> bool:
         """Return True for files that are read one after the other sooner than by the threads of a dataset."""
         at_once = len(paths) == 1 or isinstance(self.fs, pafs.LocalFileSystem)
-        return at_once and all((said.get(path) or SMALL_ROWS + 1) <= SMALL_ROWS for path in paths)
+        return at_once and all((said.get(path) or THREADS_ROWS_MIN + 1) <= THREADS_ROWS_MIN for path in paths)
 
     def _read_small(self, path: str, names: Sequence[str], said: Mapping[str, int | None]) -> pa.Table:
         fields = [self.schema.field(name) for name in names]
@@ -863,9 +868,8 @@ class DeltaLogTable:
         named = actions.filter(pc.is_in(actions["path"], value_set=pa.array(paths, pa.string())))
         return dict(zip(named["path"].to_pylist(), named["num_records"].to_pylist(), strict=True))
 
-    def _require_files(self, dataset: pads.Dataset, paths: Sequence[str]) -> None:
+    def _require_files(self, dataset: pads.Dataset, said: Mapping[str, int | None]) -> None:
         """Raise CorruptLogError for files that differ from their seal or from what the Delta log says of them."""
-        said = self._rows_said(paths)
         for fragment in dataset.get_fragments():
             path = fragment.path.removeprefix(f"{self.folder}/")
             self._require_file(path, fragment.physical_schema, fragment.metadata, said)
