@@ -284,7 +284,7 @@ def _require_rows(rows: pa.Table) -> None:
     right = pc.and_(pc.greater_equal(offset, 0), pc.equal(end, pc.add(offset, count)))
     right = pc.and_(right, pc.and_(pc.is_valid(rows["topic"]), pc.is_valid(rows["queue_id"])))
     right = pc.or_kleene(pc.fill_null(right, False), pc.and_(pc.is_null(offset), pc.is_null(end)))
-    right = pc.and_(right, pc.is_valid(count))
+    right = pc.and_(right, pc.fill_null(pc.greater_equal(count, 0), False))
     if not pc.all(right).as_py():
         wrong = rows.filter(pc.invert(right)).select(["half_id", "version", "queue_offset", "next_offset", "count"])
         raise CorruptLogError(

@@ -73,6 +73,7 @@ def test_input_is_accepted_and_kept_or_refused_in_words(door: str) -> None:
         (1, "edited op rows", 22),
         (1, "edited op rows", 46),
         (11, "edited op rows", 156),
+        (210060073, "edited op rows", 9),
         (778, "edited half rows", 16),
         (110754601, "edited half rows", 4),
         (238055324, "sends", 12),
