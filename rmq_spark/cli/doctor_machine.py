@@ -123,12 +123,13 @@ def _jars(delta_spark: str | None) -> Finding:
     if spec is not None and spec.submodule_search_locations:
         folders.insert(0, Path(next(iter(spec.submodule_search_locations))) / "jars")
     found = sorted(jar.name for folder in folders if folder.is_dir() for jar in folder.glob("*delta-spark_*.jar"))
-    if found and delta_spark is not None and not any(jar.endswith(f"-{delta_spark}.jar") for jar in found):
+    right = found if delta_spark is None else [jar for jar in found if jar.endswith(f"-{delta_spark}.jar")]
+    if right:
+        return Finding("jars", Level.OK, ", ".join(dict.fromkeys(right)))
+    if found:
         others = ", ".join(dict.fromkeys(found))
         what = f"no jar of Delta {delta_spark} is here yet ({others}): configure_spark_with_delta_pip fetches it once"
         return Finding("jars", Level.NOTE, what)
-    if found:
-        return Finding("jars", Level.OK, ", ".join(dict.fromkeys(found)))
     return Finding("jars", Level.NOTE, "no jar of Delta is here yet: configure_spark_with_delta_pip fetches it once")
 
 

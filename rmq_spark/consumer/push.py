@@ -167,7 +167,7 @@ class PushConsumer:
         )  # fmt: skip
         self.orderly = mode == ORDERLY
         self._takes_positions = getattr(listener, "keeps_positions", False)
-        self._listener = self._listener_of(listener)
+        self._listener = self._listener_of(listener, group)
         self._is_each = isinstance(listener, EachMessage)
         self._threads = whole_number(consume_thread_max, "consume_thread_max", 1, 1_000)
         if consume_message_batch_max_size is not None:
@@ -190,12 +190,17 @@ class PushConsumer:
         self._opening = opened.machine.lock()
         self._turn = 0
 
-    def _listener_of(self, listener: Any) -> Listen | EachMessage:
+    def _listener_of(self, listener: Any, group: str) -> Listen | EachMessage:
         if self._takes_positions:
             if not self.orderly:
                 raise OptionError(
                     f"{listener!r} keeps a position for each queue, so it needs the messages of a queue one call after "
                     f"the other: use mode={ORDERLY!r}"
+                )
+            if listener.group != group:
+                raise OptionError(
+                    f"{listener!r} keeps the positions of consumer group {listener.group!r}, and this consumer is of "
+                    f"group {group!r}, which would skip what the other one has read: make an inbox for each group"
                 )
 
             def apply(messages: pa.Table) -> Any:

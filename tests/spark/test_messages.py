@@ -119,6 +119,8 @@ def test_what_was_visible_once_is_a_filter(spark: SparkSession, log: CommitLog) 
         assert rows(txmq.messages(spark, log, as_of=version)) == then
         assert rows(txmq.messages(spark, log, as_of=time)) == then
     assert rows(txmq.messages(spark, log, as_of=datetime.now(timezone.utc) + timedelta(days=1))) == moments[-1][2]
+    with pytest.raises(txmq.errors.OptionError, match="takes a SparkSession, and then a commit log"):
+        txmq.messages(log, "orders")
     with pytest.raises(txmq.errors.OptionError, match="as_of=9999"):
         txmq.messages(spark, log, as_of=9999)
     with pytest.raises(txmq.errors.OptionError, match="no time zone"):

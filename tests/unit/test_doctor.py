@@ -255,6 +255,10 @@ def test_a_jar_of_another_delta_than_the_package_is_no_jar(tmp_path: Path, monke
         monkeypatch.setattr(doctor_machine, "_version", versions.get)
         found = {f.check: f for f in look_at_machine()}["jars"]
         assert (found.level, "4.4.0.jar" in found.what) == (level, True)
+    (jars / "io.delta_delta-spark_4.2_2.13-4.4.1.jar").touch()
+    monkeypatch.setattr(doctor_machine, "_version", (versions | {"delta-spark": "4.4.1"}).get)
+    found = {f.check: f for f in look_at_machine()}["jars"]
+    assert (found.level, found.what) == (Level.OK, "io.delta_delta-spark_4.2_2.13-4.4.1.jar")
 
 
 @pytest.mark.parametrize(

@@ -607,6 +607,8 @@ def test_an_inbox_takes_every_message_once_whoever_has_the_queue(tmp_path: Path)
     send(log, "abcdef")
     with pytest.raises(txmq.OptionError, match="use mode='orderly'"):
         push(log, inbox_of(url))
+    with pytest.raises(txmq.OptionError, match="consumer group 'points', and this consumer is of group 'others'"):
+        txmq.PushConsumer(log, "others", inbox_of(url), topics=["orders"], mode="orderly")
     late = push(log, inbox_of(url), mode="orderly", consume_message_batch_max_size=2)
     late.member.join()
     late.member.fetch()
