@@ -12,7 +12,11 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
+from typing import TYPE_CHECKING
 from uuid import uuid4
+
+if TYPE_CHECKING:
+    from rmq_spark.meeting import Meeting
 
 __all__ = ["MACHINE", "Machine"]
 
@@ -63,6 +67,12 @@ class Machine:
         thread = threading.Thread(target=work, name=name, daemon=daemon)
         thread.start()
         return thread
+
+    def meeting(self, name: str, version: str, serve: Callable[[bytes], bytes]) -> Meeting:
+        """Where processes of this machine meet under a name: see :class:`~rmq_spark.meeting.Meeting`."""
+        from rmq_spark.meeting import Meeting
+
+        return Meeting(name, version, serve, self)
 
 
 MACHINE = Machine()

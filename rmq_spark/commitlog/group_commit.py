@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows
 from rmq_spark.commitlog.half_store import HalfRecord, Staged
@@ -45,7 +45,11 @@ logger = logging.getLogger(__name__)
 AT_ONCE_MAX = 2048
 """Half batches in one commit: with those of a shared file, at most 128 MiB of messages."""
 GATHERING_S = 0.002
-"""A thread that waits for more to come looks so often. It waits for no longer than the last commit took."""
+"""A thread that waits for more to come looks so often."""
+GATHERS_FOR = 3
+"""It waits for no longer than so many commits,"""
+GATHERS_S_MAX = 0.25
+"""and for no longer than this. Who comes so long after the last commit does not expect those who were in it."""
 PREPARE_ERRORS = (AlreadyPreparedError, StagedFilesTooOldError)
 OF_ONE = (LostStagedFileError, LostFileError)
 """Problems of one half batch among those of a commit. The others are tried again without it."""
@@ -104,11 +108,11 @@ class GroupCommit:
 
     def __init__(self, log: ProtocolSteps, linger_s: float = 0.0, at_once_max: int = AT_ONCE_MAX) -> None:
         self._log = log
-        self._prepares: Lane[_Waiting | OneMessage, HalfRecord | TxmqError] = Lane(
+        self._prepares: Lane[_Waiting | OneMessage | Staged, HalfRecord | TxmqError] = Lane(
             log.machine, "txmq-prepare", self._prepare_many, linger_s, at_once_max
         )
         self._decides: Lane[Decision, Decided] = Lane(
-            log.machine, "txmq-decide", self._decide_many, at_once_max=at_once_max
+            log.machine, "txmq-decide", self._decide_many, at_once_max=at_once_max, beside=self._prepares
         )
 
     def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
@@ -151,23 +155,26 @@ class GroupCommit:
         """As :meth:`decide`, and nobody waits; see :meth:`prepare_and_go_on`."""
         self._decides.put(decision, decision.record.half_id, then)
 
-    def _prepare_many(self, waiting: Sequence[_Waiting | OneMessage]) -> list[HalfRecord | TxmqError]:
+    def open(self) -> None:
+        """Somebody sends, from now on or again."""
+
+    def close(self) -> None:
+        """Nobody sends any more."""
+
+    def _prepare_many(self, waiting: Sequence[_Waiting | OneMessage | Staged]) -> list[HalfRecord | TxmqError]:
         wrong = arrange([f for one in waiting for f in one.files if isinstance(f, OneMessage)])
         ready = [
-            Staged(one.header, [_arranged(f) for f in one.files]) for one in waiting if one.header.half_id not in wrong
+            one if isinstance(one, Staged) else Staged(one.header, [_arranged(f) for f in one.files])
+            for one in waiting
+            if one.header.half_id not in wrong
         ]
         prepared = iter(self._prepared(ready))
         return [wrong.get(one.header.half_id) or next(prepared) for one in waiting]
 
     def _prepared(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | TxmqError]:
-        found: Sequence[HalfRecord | TxmqError] = ()
-        if len(staged) > 1:
-            found = self._log.prepare_many(staged)
-        elif staged:
-            try:
-                found = [self._log.prepare(staged[0].header, staged[0].files)]
-            except PREPARE_ERRORS as problem:
-                found = [problem]
+        if not staged:
+            return ()
+        found = self._log.prepare_many(staged)
         self._log.refresh()
         return found
 
@@ -232,12 +239,17 @@ class _Wait(Generic[Result]):
         self._answer, self._problem = answer, problem
         self._done.set()
 
+    def outcome(self) -> Result | BaseException:
+        """Wait for the answer, or the problem, and return it."""
+        self._done.wait()
+        return cast(Result, self._answer) if self._problem is None else self._problem
+
     def result(self) -> Result:
         """Wait for the answer and return it, or raise the problem."""
-        self._done.wait()
+        found = self.outcome()
         if self._problem is not None:
             raise self._problem
-        return cast(Result, self._answer)
+        return cast(Result, found)
 
 
 class Lane(Generic[Request, Result]):
@@ -257,6 +269,8 @@ class Lane(Generic[Request, Result]):
         So long the first one waits for others.
     at_once_max : int
         Requests of one commit.
+    beside : Lane, optional
+        Those who have their answer there come here next, and those who have it here go there.
     """
 
     def __init__(
@@ -266,6 +280,7 @@ class Lane(Generic[Request, Result]):
         commit: Callable[[Sequence[Request]], Sequence[Result]],
         linger_s: float = 0.0,
         at_once_max: int = AT_ONCE_MAX,
+        beside: Lane[Any, Any] | None = None,
     ) -> None:
         self._machine = machine
         self._linger_s = linger_s
@@ -274,9 +289,14 @@ class Lane(Generic[Request, Result]):
         self._commit = commit
         self._lock = machine.lock()
         self._waiting: deque[_Asked[Request, Result]] = deque()
+        self._hurry = False  # some that wait are another process's, which has lingered itself
         self._runs = False
-        self._sizes = deque([1], 2)  # of the last groups
+        self._sizes = deque([1], 2)  # of the last groups, with those who were beside this lane
         self._commit_s = 0.0  # how long the last commit took
+        self._ended_s = 0.0
+        self._under_way = 0  # requests of the commit that is made now
+        self._beside: Lane[Any, Any] = self if beside is None else beside
+        self._beside._beside = self
 
     def ask(self, request: Request, half_id: str) -> Result:
         """Wait for the commit that has this request, and return its answer or raise its problem."""
@@ -289,18 +309,29 @@ class Lane(Generic[Request, Result]):
 
         That is the caller's when there is no other one to be had.
         """
-        asked: _Asked[Request, Result] = _Asked(request, half_id, then)
+        self._put([_Asked(request, half_id, then)])
+
+    def ask_all(self, requests: Mapping[str, Request]) -> list[Result | BaseException]:
+        """As :meth:`ask` for several requests, by half id: the answer to each, or its problem."""
+        waits: list[_Wait[Result]] = [_Wait(self._machine.event()) for _ in requests]
+        asked = zip(requests.items(), waits, strict=True)
+        self._put([_Asked(request, half_id, wait.hear) for (half_id, request), wait in asked], hurry=True)
+        return [wait.outcome() for wait in waits]
+
+    def _put(self, asked: Sequence[_Asked[Request, Result]], hurry: bool = False) -> None:
         has_thread = True
         with self._lock:
             try:
-                self._waiting.append(asked)
+                self._hurry |= hurry
+                self._waiting.extend(asked)
                 if not self._runs:
                     self._runs = True
                     has_thread = self._starts()
             except BaseException:  # an interrupt. Two threads at work do no harm
                 self._runs = False
-                with suppress(ValueError):
-                    self._waiting.remove(asked)
+                for one in asked:
+                    with suppress(ValueError):
+                        self._waiting.remove(one)
                 raise
         if not has_thread:
             self._work()
@@ -317,9 +348,12 @@ class Lane(Generic[Request, Result]):
             self._gather()
             while group := self._next():
                 began_s = self._machine.monotonic()
+                self._sizes.append(len(group) + self._beside._under_way)
+                self._under_way = len(group)
                 self._answer(group)
-                self._sizes.append(len(group))
-                self._commit_s = self._machine.monotonic() - began_s
+                self._under_way = 0
+                self._ended_s = self._machine.monotonic()
+                self._commit_s = self._ended_s - began_s
                 self._gather()
         except BaseException as problem:  # a full memory: those who wait must hear of it, and the next one starts anew
             with self._lock:
@@ -333,12 +367,19 @@ class Lane(Generic[Request, Result]):
 
     def _gather(self) -> None:
         """Wait for as many as came lately. Those of the last group come again soon, one after the other: the first of
-        them would have a commit alone, for which all others wait."""
+        them would have a commit alone, for which all others wait. And two halves, of which one prepares while the other
+        decides, would stay apart for ever, with twice as many commits."""
         began_s = self._machine.monotonic()
-        until, linger_until = began_s + self._commit_s, began_s + self._linger_s
+        linger_until = began_s + self._linger_s
+        last = began_s + min(GATHERS_FOR * self._commit_s, GATHERS_S_MAX)
+        if began_s > max(self._ended_s, self._beside._ended_s) + GATHERS_S_MAX and not self._beside._under_way:
+            last = began_s
         while 0 < (waiting := len(self._waiting)) < self._at_once_max:
             now = self._machine.monotonic()
-            if now >= linger_until and (now >= until or waiting >= max(self._sizes)):
+            come_until = max(began_s, self._beside._ended_s) + self._commit_s
+            until = last if self._beside._under_way else min(last, come_until)
+            lingers = now < linger_until and not self._hurry
+            if not lingers and (now >= until or waiting >= max(self._sizes)):
                 return
             self._machine.sleep(GATHERING_S)
 
@@ -352,6 +393,7 @@ class Lane(Generic[Request, Result]):
                 if group.setdefault(asked.half_id, asked) is not asked:
                     later.append(asked)
             self._waiting.extendleft(reversed(later))
+            self._hurry = bool(later)
             self._runs = bool(group)
             return list(group.values())
 

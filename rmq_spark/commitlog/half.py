@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 
 import pyarrow as pa
@@ -196,6 +196,17 @@ class HalfRows:
             page_bytes=PAGE_BYTES,
         )
         return self.in_file(data)
+
+
+def together(several: Sequence[HalfRows]) -> pa.Table:
+    """Their rows, one after the other. Those that were arranged together lie so already."""
+    source, first = several[0].source, several[0].at
+    at = first
+    for one in several:
+        if one.source is not source or one.at != at:
+            return pa.concat_tables([each.table for each in several]).combine_chunks()
+        at += one.count
+    return source.slice(first, at - first)
 
 
 def half_id_of(app_id: str, batch_id: int) -> str:

@@ -22,6 +22,7 @@ from rmq_spark.commitlog.half import (
     HalfRows,
     Segment,
     half_id_of,
+    together,
 )
 from rmq_spark.commitlog.op import BatchState, FileState
 from rmq_spark.commitlog.rows import RowSet
@@ -151,6 +152,10 @@ class Staged:
 
     header: HalfHeader
     files: Sequence[HalfFile | HalfRows]
+    until_s: float | None = None
+    """It must not be prepared after this, by the machine's monotonic clock: then who asked for it does it itself."""
+    may_be_there: bool = False
+    """Another process was asked to prepare it, and nobody knows what came of that."""
 
 
 PrepareError = AlreadyPreparedError | StagedFilesTooOldError
@@ -167,7 +172,7 @@ class HalfStore:
 
     def write_shared(self, several: Sequence[HalfRows]) -> list[HalfFile]:
         """Write the rows of several half batches to one file."""
-        rows = _together(several)
+        rows = together(several)
         data = self.table.write(rows, self.table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
         self._shared.keep(data.path, counted(rows["half_id"]))
         return [one.in_file(data) for one in several]
@@ -263,13 +268,19 @@ class HalfStore:
     def _refusal(self, batch: Staged, has_left: Callable[[str], bool]) -> PrepareError | None:
         """Why a half batch cannot be prepared, as the table is now."""
         header = batch.header
-        last = self.table.transaction_version(header.app_id) if header.numbered else self._batch_id_in_log(header)
-        if last is None and not (header.numbered or header.made_up) and has_left(header.half_id):
+        is_new = header.made_up and not batch.may_be_there
+        if header.numbered:
+            last = self.table.transaction_version(header.app_id)
+        elif not is_new and (self._find(header.half_id) is not None or has_left(header.half_id)):
             last = header.batch_id
+        else:
+            last = None
         if last is not None and last >= header.batch_id:
             return AlreadyPreparedError(
                 f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: batch {last} is in the log"
             )
+        if batch.until_s is not None and self.table.machine.monotonic() >= batch.until_s:
+            return StagedFilesTooOldError(f"half batch {header.half_id!r} is prepared by the process that sends it")
         age_s = self.table.machine.time() - min(f.staged_at for f in batch.files)
         if age_s > ORPHAN_AGE_S / 2 and any(isinstance(f, HalfFile) for f in batch.files):
             return StagedFilesTooOldError(
@@ -327,9 +338,6 @@ class HalfStore:
         """When the newest file was prepared (or rewritten, by somebody's clock)."""
         self.table.refresh()
         return self._last_prepared_ms()
-
-    def _batch_id_in_log(self, header: HalfHeader) -> int | None:
-        return None if header.made_up or self._find(header.half_id) is None else header.batch_id
 
     def _last_prepared_ms(self) -> int:
         return pc.max(self.table.actions()["modification_time"]).as_py() or 0
@@ -559,17 +567,6 @@ class HalfStore:
         return self._files.read(wanted, columns, where)
 
 
-def _together(several: Sequence[HalfRows]) -> pa.Table:
-    """Their rows, one after the other. Those that were arranged together lie so already."""
-    source, first = several[0].source, several[0].at
-    at = first
-    for one in several:
-        if one.source is not source or one.at != at:
-            return pa.concat_tables([each.table for each in several]).combine_chunks()
-        at += one.count
-    return source.slice(first, at - first)
-
-
 def _record(
     header: HalfHeader, files: Sequence[HalfFile], prepared_ms: int, landed_ms: Mapping[str, int]
 ) -> HalfRecord:
@@ -583,8 +580,8 @@ class _Shared:
     """Writes rows that are in no file yet, for one commit: those of several half batches to one file.
 
     One that drops out must not lie in a file with the others, so each choice of them has a file of its own. Half
-    batches with made up ids never drop out and share a file. Their ids follow each other, so that the file's bounds in
-    the Delta log tell which it has; ids that users gave would widen them, and share another one.
+    batches whose ids one producer made up share a file. These ids follow each other, so that the file's bounds in the
+    Delta log tell which it has; ids that users gave would widen them, and share another one.
     """
 
     def __init__(self, half: HalfStore) -> None:
@@ -595,8 +592,7 @@ class _Shared:
         """The half files of half batches, by half id."""
         rows = [f for batch in chosen for f in batch.files if isinstance(f, HalfRows)]
         mine: dict[str, HalfFile] = {}
-        for made_up in (True, False):
-            some = [one for one in rows if one.writer.header.made_up is made_up]
+        for some in _by_series(rows):
             mine.update({file.half_id: file for file in self._in_one_file(some)})
         return {
             batch.header.half_id: [mine[f.half_id] if isinstance(f, HalfRows) else f for f in batch.files]
@@ -610,6 +606,15 @@ class _Shared:
             alone = len(rows) == 1
             self._known[names] = [rows[0].write(table.fs, table.folder)] if alone else self._half.write_shared(rows)
         return self._known[names] if rows else []
+
+
+def _by_series(rows: Sequence[HalfRows]) -> list[list[HalfRows]]:
+    """Those whose made up ids follow each other, and all that have another id."""
+    found: dict[str, list[HalfRows]] = {}
+    for one in rows:
+        header = one.writer.header
+        found.setdefault(header.app_id.rpartition("-")[0] if header.made_up else "", []).append(one)
+    return [*found.values()]
 
 
 def _require_staged(header: HalfHeader, files: Sequence[HalfFile | HalfRows]) -> None:

@@ -28,6 +28,7 @@ from rmq_spark.errors import HalfBatchNotFoundError, LostFileError
 from rmq_spark.redaction import redacted
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import RowRange
+from rmq_spark.storage.location import place_of
 from rmq_spark.storage.table import Table
 
 
@@ -69,6 +70,11 @@ class ProtocolSteps(ABC):
     def id(self) -> str:
         """Made once, with the log: a log that is made anew in its place has another one, and counts from 0 again."""
         return self.topics_table.id
+
+    @property
+    def place(self) -> str:
+        """What tells this log from all others, its copies among them, for processes of this machine."""
+        return f"{self.id} at {place_of(self.path, self.storage_options)}"
 
     @abstractmethod
     def another(self) -> ProtocolSteps:
@@ -142,20 +148,28 @@ class ProtocolSteps(ABC):
         with self._expected(headers):
             prepared = self.half.prepare_many(staged, self.ledger.ms_before_prepare, self._has_left)
             refused = [h.half_id for h, f in zip(headers, prepared, strict=True) if not isinstance(f, HalfRecord)]
-            self.ledger.forget(refused)
+            self.forget(refused)
             return prepared
 
     @contextmanager
     def _expected(self, headers: Sequence[HalfHeader]) -> Iterator[None]:
         """Tell the ledger of half batches that are about to be prepared."""
-        half_ids = [header.half_id for header in headers]
         with self.lock:
-            self.ledger.expect(half_ids, [header.half_id for header in headers if header.made_up])
+            self.expect(headers)
             try:
                 yield
             except BaseException:
-                self.ledger.forget(half_ids)
+                self.forget([header.half_id for header in headers])
                 raise
+
+    def expect(self, headers: Sequence[HalfHeader]) -> None:
+        """Tell the ledger of half batches that are about to be prepared, here or by another process."""
+        half_ids = [header.half_id for header in headers]
+        self.ledger.expect(half_ids, [header.half_id for header in headers if header.made_up])
+
+    def forget(self, half_ids: Sequence[str]) -> None:
+        """Take :meth:`expect` back."""
+        self.ledger.forget(half_ids)
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """What the newest op markers say of a half batch; without a refresh, those that were read last."""

@@ -17,9 +17,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark.commitlog.group_commit import AT_ONCE_MAX, GroupCommit
+from rmq_spark import __version__
+from rmq_spark.commitlog.group_commit import AT_ONCE_MAX
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.sharing import SharedCommits
 from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.config import (
     MAINTENANCE_INTERVAL_S,
@@ -121,6 +123,8 @@ class TransactionMQProducer:
         shares what comes together by itself.
     max_batch_messages : int
         Sends that share a commit, at most.
+    share_commits : bool
+        Let one process of this machine and user commit what the others send, once two of them have raced for a commit.
     replay_check_timeout : float
         Seconds for which a repeated send (``idempotency_key``) asks the listener what became of the first one, before
         UnresolvedTransactionError.
@@ -150,6 +154,7 @@ class TransactionMQProducer:
         max_in_flight: int = IN_FLIGHT_MAX,
         linger: float = 0.0,
         max_batch_messages: int = AT_ONCE_MAX,
+        share_commits: bool = True,
         replay_check_timeout: float = REPLAY_CHECK_TIMEOUT_S,
         await_termination: float = AWAIT_TERMINATION_S,
         storage_options: Mapping[str, str] | None = None,
@@ -169,10 +174,11 @@ class TransactionMQProducer:
             None if maintenance_interval is None else seconds(maintenance_interval, "maintenance_interval", above=True)
         )
         limits = PendingLimits.of(max_pending_batches, max_pending_bytes)
-        self._commits = GroupCommit(
+        self._commits = SharedCommits(
             self.log,
             seconds(linger, "linger"),
             whole_number(max_batch_messages, "max_batch_messages", 1, AT_ONCE_MAX),
+            version=__version__ if share_commits else None,
         )
         self.two_phase = TwoPhase(
             self.log,
@@ -203,6 +209,7 @@ class TransactionMQProducer:
             if not self._under_way.is_open:
                 self._closing.clear()
                 atexit.register(self._end)
+                self._commits.open()
                 self._forget_others()
                 start = self.log.machine.start_thread
                 if self.check_interval is not None:
@@ -243,6 +250,7 @@ class TransactionMQProducer:
         elif not _in_own_thread():
             for crew in (self._senders, self._flights.listeners, self._flights.callers):
                 crew.wait()
+        self._commits.close()
         self._closing.set()
         for thread in self._threads:
             thread.join()
@@ -259,6 +267,9 @@ class TransactionMQProducer:
     def _end(self) -> None:
         """Python ends, and the producer was not closed: a thread that is within delta-rs would end it with a crash."""
         self._under_way.is_open = False
+        if os.getpid() != self._pid:  # a forked copy has none of the threads
+            return
+        self._commits.close()
         self._closing.set()
         for thread in self._threads:
             thread.join(AT_EXIT_S_MAX)

@@ -165,6 +165,10 @@ class Table(Protocol):
     def version(self) -> int:
         """The version that the last refresh saw."""
 
+    @property
+    def is_contended(self) -> bool:
+        """Whether another writer was faster than this handle lately."""
+
     def refresh(self) -> int:
         """Move to the newest version and return it."""
 
@@ -665,6 +669,10 @@ class DeltaLogTable:
     @property
     def version(self) -> int:
         return int(self._table.version())
+
+    @property
+    def is_contended(self) -> bool:
+        return self._turns.lost_lately
 
     @property
     def configuration(self) -> dict[str, str]:
