@@ -58,6 +58,7 @@ from rmq_spark.commitlog.pruning import Pruner
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.stripping import Stripper
 from rmq_spark.errors import HalfBatchLeftError
+from rmq_spark.meeting import NoAnswerError
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.sink import two_phase
 from rmq_spark.sink.two_phase import TwoPhase
@@ -75,7 +76,7 @@ from tests.torture.simulate.shop import TOMBSTONE, Broken, Database, FencedListe
 from tests.torture.simulate.simulation import Scenario, Simulation, StreamSource
 from tests.torture.simulate.sleeper_play import play_sleepers
 from tests.torture.simulate.store import SimulatedTable, Weather
-from tests.torture.simulate.world import SimulatedLog
+from tests.torture.simulate.world import SimulatedLog, SimulatedMeeting
 
 SEEDS_MAX = 400
 """So many seeds are played before a mutant counts as not caught."""
@@ -894,6 +895,42 @@ def _decides_what_left() -> Iterator[None]:
 )  # fmt: skip
 def _key_is_free() -> Iterator[None]:
     with _often_leaving(), replaced((Follower, "archived", lambda *_: None)):
+        yield
+
+
+SHARES: dict[str, Any] = {
+    "streams": 0, "senders": 3, "rivals": False, "unkeyed": True, "lost_answers": 0.3, "threads": 1, "batches": 4,
+    "rows": 1, "checkers": 1, "upkeep": 0, "fifo": False, "crash": 0.0, "pause": 0.02, "switch": 0.6,
+    "weather.false_race": 0.1,
+}  # fmt: skip
+"""Processes that commit for each other, of which some stand still, and answers that are lost."""
+
+
+@mutant("a prepare for another process is made after its deadline", A.DUPLICATE, **SHARES)
+def _after_the_deadline() -> Iterator[None]:
+    refusal = HalfStore._refusal
+    with replaced((HalfStore, "_refusal", lambda self, b, left: refusal(self, replace(b, until_s=None), left))):
+        yield
+
+
+@mutant("who got no answer does not look whether its half batch is there", A.DUPLICATE, **SHARES)
+def _does_not_look() -> Iterator[None]:
+    refusal = HalfStore._refusal
+    with replaced((HalfStore, "_refusal", lambda self, b, left: refusal(self, replace(b, may_be_there=False), left))):
+        yield
+
+
+@mutant("who got no answer does not wait for the deadline", A.DUPLICATE, **SHARES)
+def _does_not_wait() -> Iterator[None]:
+    ask = SimulatedMeeting.ask
+
+    def ended(self: SimulatedMeeting, request: bytes, until_s: float) -> bytes | None:
+        try:
+            return ask(self, request, until_s)
+        except NoAnswerError as problem:
+            raise NoAnswerError(has_ended=True) from problem
+
+    with replaced((SimulatedMeeting, "ask", ended)):
         yield
 
 

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -108,6 +108,8 @@ class Scenario:
     streams: int = 1
     senders: int = 0
     rivals: bool = False  # each sender has one more program that sends the same under the same idempotency keys
+    unkeyed: bool = False  # senders send once, without an idempotency key
+    lost_answers: float | None = None  # processes commit for each other, and so many answers are lost
     clerks: int = 0  # programs that make the same topics
     batches: int = 2
     rows: int = 3
@@ -203,6 +205,9 @@ class Scenario:
             scenario.streams, scenario.senders = pick(((1, 0), (1, 0), (0, 1), (1, 1), (0, 3), (1, 3)))
             scenario.clerks = pick((0, 0, 0, 2))
         scenario.rivals = scenario.senders > 0 and often() < 0.6
+        if scenario.senders > 0 and often() < 0.7:
+            scenario.lost_answers = pick((0.0, 0.1, 0.4))
+            scenario.unkeyed = not scenario.rivals and often() < 0.6
         scenario.changed = scenario.stranger
         if scenario.restored == "query" and scenario.planner:
             scenario.restored = "hidden"
@@ -277,6 +282,7 @@ class Simulation:
         self.scheduler = Scheduler(self.chance, s.switch, s.crash, s.pause, s.tick)
         self.world = World(self.chance, self.scheduler, s.weather)
         self.world.wrong_clocks = s.wrong_clocks
+        self.world.machine.place.lost_answers = s.lost_answers
         self.history = self.world.history
         self.database = Database(self.scheduler, self.history, "fence")
         self.wrong_database = Database(self.scheduler, self.history, "another fence")
@@ -311,6 +317,7 @@ class Simulation:
         anomalies = find_anomalies(self.history, rules)
         self.counts["shared handles"] += self.scenario.threads > 1
         self.counts["shared commits"] += self.world.grouped
+        self.counts["commits for other processes"] += self.world.machine.place.asked
         self.counts["steps"] += self.scheduler.steps
         self.counts["crashes"] += self.scheduler.crashes
         self.counts["pauses"] += self.scheduler.pauses
@@ -343,7 +350,8 @@ class Simulation:
         if self.scenario.threads == 1:
             return [(role.name, [role]) for role in roles]
         senders = {source.role for source in self.sources if isinstance(source, SendSource)}
-        together = [role for role in roles if role.name in senders] if self.scenario.senders > 1 else []
+        apart = self.scenario.lost_answers is not None and self.chance.random() < 0.7
+        together = [role for role in roles if role.name in senders] if self.scenario.senders > 1 and not apart else []
         others = [role for role in roles if role not in together]
         self.chance.shuffle(others)
         count = -(-len(others) // self.scenario.threads)
@@ -359,6 +367,9 @@ class Simulation:
                 log, GROUP, self.listener(), on_listener_error=s.on_listener_error, check_interval=None
             )
             known.two_phase.replay_check_timeout_s = 8.0
+            if s.unkeyed:
+                header_of = known._header
+                known._header = lambda *given: replace(header_of(*given), made_up=True)  # type: ignore[method-assign]
         return known.start()  # whoever comes while another thread starts it waits for that
 
     # ------------------------------------------------------------------ repair, and the end
@@ -943,6 +954,9 @@ class SendSource(Source):
             batch_id = self.done
             columns = self.columns(batch_id)
             idempotency_key = f"{self.name}-{batch_id}"
+            if s.unkeyed:  # each has a name of its own, which nothing can have had before, and is not sent again
+                idempotency_key += f"-{simulation.world.machine.unique_id()}"
+                self.done = max(self.done, batch_id + 1)
             half_id = half_id_of(f"send.{GROUP}.{idempotency_key}", 0)
             self._know_keys(half_id, columns)
             begun = self.events(columns, batch_id, half_id)

@@ -18,6 +18,7 @@ from rmq_spark.errors import ClockError, CorruptLogError, StrippedError
 from rmq_spark.machine import Machine
 from rmq_spark.storage.files import PAYLOAD_COLUMNS, DataFile, RowRange, column_stats
 from rmq_spark.storage.table import Change, Clock, actions_schema, bounds_of, compare_and_set
+from rmq_spark.storage.turns import Turns
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.simulate.scheduler import Scheduler
 
@@ -198,6 +199,7 @@ class SimulatedTable:
         self._seen = self._state.version  # a refresh never shows less
         self._acknowledged: int | None = None
         self._tried: list[Change] = []
+        self._turns = Turns(None, machine)
 
     def another(self) -> SimulatedTable:
         """The handle of another process."""
@@ -213,6 +215,10 @@ class SimulatedTable:
     def version(self) -> int:
         self._scheduler.interleave()
         return self._state.version
+
+    @property
+    def is_contended(self) -> bool:
+        return self._turns.lost_lately
 
     def refresh(self) -> int:
         with self.lock:
@@ -303,7 +309,7 @@ class SimulatedTable:
         self, propose: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
         self._acknowledged, self._tried = None, []
-        change = compare_and_set(self, propose, landed, self.try_commit)
+        change = compare_and_set(self, propose, landed, self.try_commit, self._turns)
         # A merge is content when somebody else has merged the same files: nobody is told whose commit it was. And one
         # that went below the head is no version, but an earlier try with the same rows may have landed.
         if change is not None and self._acknowledged is not None and not change.remove and not self._landed_before():
