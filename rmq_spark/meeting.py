@@ -199,6 +199,11 @@ class Meeting:
             line.close()
         self._idle.clear()
 
+    def part(self, seconds: float) -> None:
+        """Ask nobody for some time."""
+        with self._lock:
+            self._stay_apart(seconds)
+
     def open(self) -> None:
         """Meet again after :meth:`close`."""
         self._is_closed = False

@@ -21,6 +21,7 @@ take any step. So nothing depends on who commits, or on an answer:
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -48,6 +49,13 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S_MAX = 5.0
 """Another process has so long for a commit. It is less than the time for which one that closes waits."""
+SLOW_S_MIN = 0.25
+"""An answer that takes longer than this is slow,"""
+SLOW_TIMES = 8
+"""and longer than so many commits of this process: the other one computes, and its threads get no turn."""
+SLOW_ANSWERS_MAX = 3
+"""After so many in a row this process asks nobody for a while: twice as long each time, up to PARTS_S_MAX."""
+PARTS_S, PARTS_S_MAX = 10.0, 640.0
 PREPARES, DECISIONS = b"p", b"d"
 FORMAT = 1
 """Of requests and answers: one more with each change of :mod:`rmq_spark.commitlog.carried`."""
@@ -71,6 +79,9 @@ class SharedCommits(GroupCommit):
         super().__init__(log, linger_s, at_once_max)
         self._version = None if version is None else f"{version} {FORMAT}"
         self._meeting: Meeting | None = None
+        self._own_s = math.inf  # the quickest of the prepares that this process made by itself
+        self._slow_answers = 0
+        self._parts_s = PARTS_S
         self._is_open = True
         self._opening = log.machine.lock()
 
@@ -111,8 +122,11 @@ class SharedCommits(GroupCommit):
                 found = {half_id: record for half_id, record in answers.items() if record is not None}
                 doubtful = answers.keys() - found.keys()
         left = [replace(b, may_be_there=b.header.half_id in doubtful) for b in staged if b.header.half_id not in found]
-        for batch, one in zip(left, super()._prepared(left), strict=True):
-            found[batch.header.half_id] = self._own(batch, one)
+        if left:
+            began_s = self._log.machine.monotonic()
+            for batch, one in zip(left, super()._prepared(left), strict=True):
+                found[batch.header.half_id] = self._own(batch, one)
+            self._own_s = min(self._own_s, self._log.machine.monotonic() - began_s)
         return [found[batch.header.half_id] for batch in staged]
 
     def _prepared_by(self, meeting: Meeting, asked: Sequence[Staged]) -> dict[str, HalfRecord | None]:
@@ -120,7 +134,8 @@ class SharedCommits(GroupCommit):
         log = self._log
         half_ids = [batch.header.half_id for batch in asked]
         log.expect([batch.header for batch in asked])
-        until_s = log.machine.monotonic() + ANSWER_S_MAX
+        began_s = log.machine.monotonic()
+        until_s = began_s + ANSWER_S_MAX
         answers: Sequence[Answer | None] = [None] * len(asked)
         try:
             data = meeting.ask(PREPARES + pack_prepares(asked, until_s), until_s)
@@ -128,6 +143,7 @@ class SharedCommits(GroupCommit):
                 log.forget(half_ids)
                 return {}
             answers = unpack_prepared(data, asked)
+            self._judge(meeting, log.machine.monotonic() - began_s)
         except Exception as problem:  # no answer, or one that cannot be read
             if not (isinstance(problem, NoAnswerError) and problem.has_ended):
                 log.machine.sleep(max(0.0, until_s - log.machine.monotonic()))
@@ -136,6 +152,15 @@ class SharedCommits(GroupCommit):
         if not all(answer.untouched and answer.record.header.made_up for answer in prepared):
             log.refresh()  # a check was faster, or may have been
         return {h: None if answer is None else answer.record for h, answer in zip(half_ids, answers, strict=True)}
+
+    def _judge(self, meeting: Meeting, answer_s: float) -> None:
+        """Part from a process that is slow."""
+        is_slow = answer_s > max(SLOW_S_MIN, SLOW_TIMES * self._own_s)
+        self._slow_answers = self._slow_answers + 1 if is_slow else 0
+        if self._slow_answers >= SLOW_ANSWERS_MAX:
+            logger.info("the process that commits for this one is slow: this one commits for %g s", self._parts_s)
+            meeting.part(self._parts_s)
+            self._slow_answers, self._parts_s = 0, min(2 * self._parts_s, PARTS_S_MAX)
 
     def _own(self, batch: Staged, found: HalfRecord | TxmqError) -> HalfRecord | TxmqError:
         """Of a half batch that is there already because the other process has prepared it: the record."""

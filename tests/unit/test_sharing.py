@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -348,6 +349,27 @@ def test_who_waits_in_vain_prepares_after_the_deadline_and_the_other_one_does_no
     assert log.another().get(result.half_id).rows == 1  # a file twice would be an error
     assert bodies(log) == ["afterwards", "once"]
     assert not meeting_of(both.second).follows
+
+
+def test_who_is_answered_slowly_commits_by_itself_for_a_while(
+    log: CommitLog, pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process computes, and its threads for commits get no turn."""
+    monkeypatch.setattr(sharing, "SLOW_S_MIN", 0.0)
+    both = pair()
+    commit = both.first._commits._prepares._commit
+
+    def slow(requests: Any) -> Any:
+        time.sleep(9 * both.second._commits._own_s)
+        return commit(requests)
+
+    both.second._commits._own_s = 0.05
+    monkeypatch.setattr(both.first._commits._prepares, "_commit", slow)
+    for i in range(5):
+        both.second.send(message(str(i)))
+    assert [name for name, _ in both.prepares] == ["first"] * 3 + ["second"] * 2
+    assert not meeting_of(both.second).follows
+    assert bodies(log) == names(5)
 
 
 def test_a_commit_that_fails_there_is_made_by_who_sends(

@@ -287,6 +287,9 @@ class SimulatedMeeting:
         self._asks = None
         raise NoAnswerError(server._process.dead)
 
+    def part(self, seconds: float) -> None:
+        self._asks = None
+
     def open(self) -> None:
         pass
 
