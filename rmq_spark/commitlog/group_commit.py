@@ -172,10 +172,16 @@ class GroupCommit:
         return [wrong.get(one.header.half_id) or next(prepared) for one in waiting]
 
     def _prepared(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | TxmqError]:
-        if not staged:
-            return ()
-        found = self._log.prepare_many(staged)
-        self._log.refresh()
+        found: Sequence[HalfRecord | TxmqError] = ()
+        if len(staged) == 1 and staged[0].is_here:
+            try:
+                found = [self._log.prepare(staged[0].header, staged[0].files)]
+            except PREPARE_ERRORS as problem:
+                found = [problem]
+        elif staged:
+            found = self._log.prepare_many(staged)
+        if staged:
+            self._log.refresh()
         return found
 
     def _decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:

@@ -157,6 +157,11 @@ class Staged:
     may_be_there: bool = False
     """Another process was asked to prepare it, and nobody knows what came of that."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether no other process has a part in it."""
+        return self.until_s is None and not self.may_be_there
+
 
 PrepareError = AlreadyPreparedError | StagedFilesTooOldError
 """Why a half batch could not be prepared."""
@@ -271,10 +276,10 @@ class HalfStore:
         is_new = header.made_up and not batch.may_be_there
         if header.numbered:
             last = self.table.transaction_version(header.app_id)
-        elif not is_new and (self._find(header.half_id) is not None or has_left(header.half_id)):
-            last = header.batch_id
         else:
-            last = None
+            last = None if is_new else self._batch_id_in_log(header)
+        if last is None and not (header.numbered or is_new) and has_left(header.half_id):
+            last = header.batch_id
         if last is not None and last >= header.batch_id:
             return AlreadyPreparedError(
                 f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: batch {last} is in the log"
@@ -338,6 +343,9 @@ class HalfStore:
         """When the newest file was prepared (or rewritten, by somebody's clock)."""
         self.table.refresh()
         return self._last_prepared_ms()
+
+    def _batch_id_in_log(self, header: HalfHeader) -> int | None:
+        return None if self._find(header.half_id) is None else header.batch_id
 
     def _last_prepared_ms(self) -> int:
         return pc.max(self.table.actions()["modification_time"]).as_py() or 0

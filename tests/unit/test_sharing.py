@@ -82,6 +82,7 @@ class Pair:
         self.decisions: list[tuple[str, int]] = []
         for name, handle in self.logs.items():
             self._watch(name, handle, "prepare_many", self.prepares)
+            self._watch(name, handle, "prepare", self.prepares)
             self._watch(name, handle, "decide_many", self.decisions)
             self._watch(name, handle, "decide", self.decisions)
         for producer in (self.first, self.second):
@@ -499,15 +500,14 @@ def test_what_is_carried_arrives_as_it_left(log: CommitLog, pair: Callable[..., 
     both = pair()
     seen: list[Staged] = []
     prepared: list[Any] = []
-    prepare_many = both.logs["first"].prepare_many
+    prepare = both.logs["first"].prepare
 
-    def noting(staged: Any) -> Any:
-        found = prepare_many(staged)
-        seen.extend(staged)
-        prepared.extend(found)
-        return found
+    def noting(header: Any, files: Any) -> Any:
+        seen.append(Staged(header, files))
+        prepared.append(prepare(header, files))
+        return prepared[-1]
 
-    both.logs["first"].prepare_many = noting  # type: ignore[method-assign]
+    both.logs["first"].prepare = noting  # type: ignore[method-assign]
     both.first.send([message("a"), message("b", "bills"), message("c", delay_level=1)], idempotency_key="k")
     both.first.send(message("d"))
     again = carried.unpack_prepares(carried.pack_prepares(seen, 7.5), log.with_machine)
