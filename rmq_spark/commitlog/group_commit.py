@@ -47,9 +47,9 @@ AT_ONCE_MAX = 2048
 GATHERING_S = 0.002
 """A thread that waits for more to come looks so often."""
 GATHERS_FOR = 3
-"""It waits for no longer than so many commits,"""
+"""It waits as long as so many commits take, at most."""
 GATHERS_S_MAX = 0.25
-"""and for no longer than this. Who comes so long after the last commit does not expect those who were in it."""
+"""It waits for so long, at most. Whoever comes later than this after a commit expects none of those who were in it."""
 PREPARE_ERRORS = (AlreadyPreparedError, StagedFilesTooOldError)
 OF_ONE = (LostStagedFileError, LostFileError)
 """Problems of one half batch among those of a commit. The others are tried again without it."""
@@ -154,12 +154,6 @@ class GroupCommit:
     def decide_and_go_on(self, decision: Decision, then: Then[Decided]) -> None:
         """As :meth:`decide`, and nobody waits; see :meth:`prepare_and_go_on`."""
         self._decides.put(decision, decision.record.half_id, then)
-
-    def open(self) -> None:
-        """Somebody sends, from now on or again."""
-
-    def close(self) -> None:
-        """Nobody sends any more."""
 
     def _prepare_many(self, waiting: Sequence[_Waiting | OneMessage | Staged]) -> list[HalfRecord | TxmqError]:
         wrong = arrange([f for one in waiting for f in one.files if isinstance(f, OneMessage)])

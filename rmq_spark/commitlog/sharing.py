@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 ANSWER_S_MAX = 5.0
 """Another process has so long for a commit. It is less than the time for which one that closes waits."""
 SLOW_S_MIN = 0.25
-"""An answer that takes longer than this is slow,"""
+"""An answer that takes no longer than this is not slow."""
 SLOW_TIMES = 8
-"""and longer than so many commits of this process: the other one computes, and its threads get no turn."""
+"""A slow answer takes longer than so many commits of this process. The other one computes then: its threads wait."""
 SLOW_ANSWERS_MAX = 3
 """After so many in a row this process asks nobody for a while: twice as long each time, up to PARTS_S_MAX."""
 PARTS_S, PARTS_S_MAX = 10.0, 640.0
@@ -86,12 +86,14 @@ class SharedCommits(GroupCommit):
         self._opening = log.machine.lock()
 
     def open(self) -> None:
+        """Share commits, from now on or again."""
         with self._opening:
             self._is_open = True
             if self._meeting is not None:
                 self._meeting.open()
 
     def close(self) -> None:
+        """Commit for no other process any more, and ask none."""
         with self._opening:
             self._is_open = False
         if self._meeting is not None:
@@ -121,7 +123,9 @@ class SharedCommits(GroupCommit):
                 answers = self._prepared_by(meeting, asked)
                 found = {half_id: record for half_id, record in answers.items() if record is not None}
                 doubtful = answers.keys() - found.keys()
-        left = [replace(b, may_be_there=b.header.half_id in doubtful) for b in staged if b.header.half_id not in found]
+        left = [batch for batch in staged if batch.header.half_id not in found]
+        if doubtful:
+            left = [replace(b, may_be_there=True) if b.header.half_id in doubtful else b for b in left]
         if left:
             began_s = self._log.machine.monotonic()
             for batch, one in zip(left, super()._prepared(left), strict=True):
@@ -179,11 +183,13 @@ class SharedCommits(GroupCommit):
 
     def _decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
         meeting = self._met()
-        found = {} if meeting is None else self._decided_by(meeting, decisions)
+        if meeting is None:
+            return super()._decide_many(decisions)
+        found = self._decided_by(meeting, decisions)
         left = [d for d in decisions if d.record.half_id not in found]
         for decision, decided in zip(left, super()._decide_many(left) if left else (), strict=True):
             is_told = decided.problem is not None or decided.placed or not decision.commit
-            found[decision.record.half_id] = decided if is_told or meeting is None else self._placed(decision)
+            found[decision.record.half_id] = decided if is_told else self._placed(decision)
         return [found[d.record.half_id] for d in decisions]
 
     def _placed(self, decision: Decision) -> Decided:

@@ -56,6 +56,16 @@ def place() -> Path:
     return lock
 
 
+def program(then: str) -> subprocess.Popen[str]:
+    """Another process, which serves without ever answering, and goes on as it is told."""
+    code = (
+        "import os, sys, tempfile, time; tempfile.tempdir = sys.argv[1]\n"
+        "from rmq_spark.meeting import Meeting; from rmq_spark.machine import MACHINE\n"
+        f"one = Meeting('a-log', '1', lambda request: time.sleep(60), MACHINE); one.join()\n{then}"
+    )
+    return subprocess.Popen([sys.executable, "-c", code, tempfile.gettempdir()], stdout=subprocess.PIPE, text=True)
+
+
 def ask(one: Meeting, request: bytes = b"hello", within_s: float = SOON_S) -> bytes | None:
     return one.ask(request, MACHINE.monotonic() + within_s)
 
@@ -136,14 +146,7 @@ def test_who_gets_no_answer_hears_of_it_in_time_and_asks_nobody_for_a_while(meet
 
 
 def test_a_server_that_was_killed_is_noticed_and_followed_by_another_one(meet: Callable[..., Meeting]) -> None:
-    program = (
-        "import sys, tempfile, time; tempfile.tempdir = sys.argv[1]\n"
-        "from rmq_spark.meeting import Meeting; from rmq_spark.machine import MACHINE\n"
-        "one = Meeting('a-log', '1', lambda request: time.sleep(60), MACHINE); one.join(); print('there', flush=True)\n"
-        "time.sleep(60)"
-    )
-    command = [sys.executable, "-c", program, str(tempfile.gettempdir())]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
+    with program("print('there', flush=True); time.sleep(60)") as killed:
         assert killed.stdout is not None
         assert killed.stdout.readline() == "there\n"
         second = meet()
@@ -157,15 +160,7 @@ def test_a_server_that_was_killed_is_noticed_and_followed_by_another_one(meet: C
 
 
 def test_a_forked_child_does_not_serve_and_keeps_nobody_from_it(meet: Callable[..., Meeting]) -> None:
-    program = (
-        "import os, sys, tempfile, time; tempfile.tempdir = sys.argv[1]\n"
-        "from rmq_spark.meeting import Meeting; from rmq_spark.machine import MACHINE\n"
-        "one = Meeting('a-log', '1', bytes.upper, MACHINE); one.join()\n"
-        "if os.fork(): os._exit(0)\n"
-        "print(os.getpid(), flush=True); time.sleep(60)"
-    )
-    command = [sys.executable, "-c", program, str(tempfile.gettempdir())]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+    with program("if os.fork(): os._exit(0)\nprint(os.getpid(), flush=True); time.sleep(60)") as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.wait()
