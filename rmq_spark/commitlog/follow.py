@@ -154,13 +154,19 @@ def _is_mark(rows: pa.Table) -> pa.ChunkedArray:
 
 def settled_rows(rows: pa.Table) -> dict[str, int]:
     """By half id: rows that op markers settled, less those that were reopened."""
+    found = settled(rows)
+    return dict(zip(found["half_id"].to_pylist(), found["rows"].to_pylist(), strict=True))
+
+
+def settled(rows: pa.Table) -> pa.Table:
+    """``half_id, rows``: how many rows op markers settled, less those that were reopened."""
     settling = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in SETTLING]))
     reopening = of_kind(rows, Kind.REOPEN)
     sign = pc.subtract(pc.cast(settling, pa.int64()), pc.cast(reopening, pa.int64()))
     signed = pa.table({"half_id": rows["half_id"], "n": pc.multiply(sign, rows["count"])})
     signed = signed.filter(pc.is_valid(signed["half_id"]))
     sums = signed.group_by("half_id", use_threads=False).aggregate([("n", "sum")])
-    return dict(zip(sums["half_id"].to_pylist(), sums["n_sum"].to_pylist(), strict=True))
+    return pa.table({"half_id": sums["half_id"], "rows": sums["n_sum"]})
 
 
 def _moved(tails: Tails, placed: pa.Table) -> Tails:

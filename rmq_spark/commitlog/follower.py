@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.archived import Archived
-from rmq_spark.commitlog.follow import Followed, Tails, Waiting, of_kind, settled_rows
-from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Prepared
+from rmq_spark.commitlog.follow import Followed, Tails, Waiting, of_kind, settled, settled_rows
+from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.keyed import Open
 from rmq_spark.commitlog.op import NO_OPS, SETTLING, BatchState, Kind, OpRow, pruned_up_to
+from rmq_spark.commitlog.prepared import Prepared, PreparedBatches
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 from rmq_spark.storage.table import Table
 
@@ -43,6 +45,7 @@ class Follower:
         self._half = half
         self.followed = Followed()
         self._open: dict[str, Open] = {}  # of which nothing new has been said; nobody changes these states
+        self._open_rows = 0  # at most so many lie in them: what op speaks of is let go and still counted
         # Half batches with no op rows before the kept ones, oldest first; True while op has said nothing of them.
         self._known_whole: dict[str, bool] = {}
         # A version, and the op rows before it of half batches that were asked for; they do not change.
@@ -234,8 +237,8 @@ class Follower:
 
     def _remember_whole(self, half_ids: Iterable[str]) -> None:
         self._known_whole.update(dict.fromkeys(half_ids, False))
-        while len(self._known_whole) > HALF_IDS_KEPT:
-            del self._known_whole[next(iter(self._known_whole))]
+        for half_id in list(islice(self._known_whole, max(0, len(self._known_whole) - HALF_IDS_KEPT))):
+            del self._known_whole[half_id]
 
     def scan(self, half_ids: Sequence[str], before: int | None = None) -> pa.Table:
         """The op rows of half batches, read from the table; with ``before`` those below this version."""
@@ -328,15 +331,25 @@ class Follower:
     def open_batch(self, half_id: str) -> Open:
         """A half batch and what op says of it as it was last read. The same object until op says something new; it must
         not be changed."""
-        if half_id not in self._open:
+        found = self._open.get(half_id)
+        if found is None:
             record = self._half.get(half_id)
-            found = Open(record, self.state_of(record, refresh=False))
-            while sum(o.record.rows for o in self._open.values()) > OPEN_ROWS_KEPT:
-                del self._open[next(iter(self._open))]
-            self._open[half_id] = found
-        return self._open[half_id]
+            found = self._open[half_id] = Open(record, self.state_of(record, refresh=False))
+            self._open_rows += record.rows
+            if self._open_rows > OPEN_ROWS_KEPT:
+                self._keep_the_newest_open()
+        return found
 
-    def prepared(self) -> dict[str, Prepared]:
+    def _keep_the_newest_open(self) -> None:
+        """Let go of the older ones. As many rows may come again before the next time."""
+        rows = 0
+        for half_id, kept in reversed(list(self._open.items())):
+            if rows > OPEN_ROWS_KEPT // 2:
+                del self._open[half_id]
+            rows += kept.record.rows
+        self._open_rows = sum(kept.record.rows for kept in self._open.values())
+
+    def prepared(self) -> PreparedBatches:
         """Half batches that may be open, by half id: all above the low-water mark, or all when it may hide some; and
         those that the mark names, with their pending rows."""
         low_water = self.low_water_ms
@@ -344,7 +357,7 @@ class Follower:
         if self.may_hide(self._half.rewritten_below(low_water)):
             found = self._half.prepared_after(-1)
         named = self.followed.below
-        return {**found, **{h: Prepared(b.ms, b.first_ms, b.pending, rewritten=False) for h, b in named.items()}}
+        return found.updated({h: Prepared(b.ms, b.first_ms, b.pending, rewritten=False) for h, b in named.items()})
 
     def open_half_ids(self) -> list[str]:
         """Half batches that may have pending rows, oldest first."""
@@ -357,11 +370,12 @@ class Follower:
         # What was reopened below the mark is older than all above it.
         return sorted(found, key=lambda half_id: prepared[half_id].ms if half_id in prepared else 0)
 
-    def open_among(self, prepared: Mapping[str, Prepared]) -> list[str]:
+    def open_among(self, prepared: PreparedBatches) -> list[str]:
         """Those with pending rows, and those below the mark that were reopened and are still open."""
         opened = dict.fromkeys(self.open_of(prepared))
-        pending = self.followed.reopened_rows()
-        for half_id in self.reopened(prepared):
+        reopened = self.reopened(prepared)
+        pending = self.followed.reopened_rows() if reopened else {}
+        for half_id in reopened:
             # One that is neither above the mark nor named by it was settled when the mark was made.
             is_open = self._is_open(half_id) if half_id in prepared else pending.get(half_id, 0) > 0
             if is_open:
@@ -374,10 +388,9 @@ class Follower:
         except Exception:
             return True  # it is looked at again, alone, and reported
 
-    def open_of(self, prepared: Mapping[str, Prepared]) -> list[str]:
+    def open_of(self, prepared: PreparedBatches) -> list[str]:
         """Those of ``prepared`` of which some rows are not settled."""
-        net = settled_rows(self.followed.rows)
-        opened = [half_id for half_id, p in prepared.items() if p.rows > net.get(half_id, 0)]
+        opened = prepared.left_open(settled(self.followed.rows))
         sure = self.followed.below.keys() | self._known_whole.keys()
         unsure = [half_id for half_id in opened if half_id not in sure]
         # A mark keeps all op rows of what was prepared above it. So only what lies in a file below it, or in one that
@@ -386,9 +399,9 @@ class Follower:
         doubtful = [h for h in unsure if prepared[h].rewritten or prepared[h].first_ms <= low_water]
         older = settled_rows(self.older(doubtful)) if doubtful else {}
         self._remember_whole(h for h in unsure if h not in older)
-        return [h for h in opened if prepared[h].rows > net.get(h, 0) + older.get(h, 0)]
+        return [h for h, rows in opened.items() if rows > older.get(h, 0)]
 
-    def reopened(self, prepared: Mapping[str, Prepared]) -> list[str]:
+    def reopened(self, prepared: PreparedBatches) -> list[str]:
         """Half batches that were reopened and of which ``prepared`` may not know all rows."""
         rows = self.followed.rows
         ids = pc.unique(rows.filter(of_kind(rows, Kind.REOPEN))["half_id"]).to_pylist()

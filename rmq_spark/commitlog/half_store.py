@@ -25,6 +25,7 @@ from rmq_spark.commitlog.half import (
     together,
 )
 from rmq_spark.commitlog.op import BatchState, FileState
+from rmq_spark.commitlog.prepared import Prepared, PreparedBatches
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.shared_files import SharedFiles, counted
 from rmq_spark.config import ORPHAN_AGE_S
@@ -123,27 +124,6 @@ class LargeFile(NamedTuple):
     path: str
     ms: int
     inside: pa.Table
-
-
-class Prepared(NamedTuple):
-    """What the Delta log says of a prepared half batch.
-
-    Attributes
-    ----------
-    ms : int
-        When its newest file was prepared, or rewritten.
-    first_ms : int
-        The same of its oldest file.
-    rows : int
-        Those in the files that were looked at.
-    rewritten : bool
-        True when some lie in a file that somebody rewrote: other rows of it may lie elsewhere.
-    """
-
-    ms: int
-    first_ms: int
-    rows: int
-    rewritten: bool
 
 
 @value
@@ -460,14 +440,13 @@ class HalfStore:
     def _ours(self, actions: pa.Table) -> pa.ChunkedArray:
         return pc.starts_with(actions["path"], f"{self.table.name}-")
 
-    def prepared_after(self, low_water_ms: int) -> dict[str, Prepared]:
+    def prepared_after(self, low_water_ms: int) -> PreparedBatches:
         """Half batches in files that were prepared or rewritten after a time, by half id."""
         self.table.refresh()
         actions = self.table.actions()
         actions = actions.filter(pc.greater(actions["modification_time"], low_water_ms))
-        sums = self._counted(actions)
-        columns = [sums[name].to_pylist() for name in ("half_id", "ms_max", "ms_min", "rows_sum", "rewritten_any")]
-        return {half_id: Prepared(*values) for half_id, *values in zip(*columns, strict=True)}
+        sums = self._counted(actions).select(["half_id", "ms_max", "ms_min", "rows_sum", "rewritten_any"])
+        return PreparedBatches(sums.rename_columns(["half_id", *Prepared._fields]))
 
     def counted(self) -> pa.Table:
         """All half batches of the table: ``half_id, ms, rows``. The time is that of the newest file."""

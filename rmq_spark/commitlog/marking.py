@@ -24,8 +24,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.follow import of_kind, settled_rows, still_waiting
-from rmq_spark.commitlog.half_store import HalfStore, Prepared
+from rmq_spark.commitlog.half_store import HalfStore
 from rmq_spark.commitlog.op import NO_OPS, Kind, OpenBelow, OpRow, RowState
+from rmq_spark.commitlog.prepared import Prepared, PreparedBatches
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.follower import Follower
@@ -64,7 +65,7 @@ class Marker:
         unsettled = {*self._follower.open_among(prepared), *before.waiting}
         low_water = self._low_water(prepared, unsettled)
         named = {h for h in unsettled if h not in prepared or prepared[h].first_ms <= low_water}
-        since = self._since({h for h, p in prepared.items() if p.ms > low_water} - named)
+        since = self._since(set(prepared.after(low_water)) - named)
         rewritten = self._half.rewritten_below(low_water)
         let_go = pc.sum(pc.less(before.rows["version"], since)).as_py() or 0
         if not (
@@ -86,14 +87,14 @@ class Marker:
         )
         return [mark, *self._open_conflicts(since)]
 
-    def _told_of(self, prepared: Collection[str]) -> set[str]:
+    def _told_of(self, prepared: PreparedBatches) -> set[str]:
         """Half batches that op rows since the last mark name, beside those that are known or have left."""
         before = self._follower.followed
         rows = before.rows.filter(pc.greater(before.rows["version"], before.marked_at))
         left = rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"].to_pylist()
-        return set(pc.unique(rows["half_id"].drop_null()).to_pylist()).difference(prepared, before.below, left)
+        return set(prepared.lacks(pc.unique(rows["half_id"].drop_null()))).difference(before.below, left)
 
-    def _low_water(self, prepared: Mapping[str, Prepared], unsettled: Collection[str]) -> int:
+    def _low_water(self, prepared: PreparedBatches, unsettled: Collection[str]) -> int:
         """The newest prepare, unless more is open than a mark can name."""
         before = self._follower.followed
         weights = self._weights(unsettled)
@@ -104,11 +105,8 @@ class Marker:
             room -= weights[half_id]
             if room < 0:
                 # No file of it may fall below the mark: the others could look settled.
-                passed = [p.ms for p in prepared.values() if p.ms < above[half_id]]
-                break
-        else:
-            passed = [p.ms for p in prepared.values()]
-        return max([before.low_water, *passed])
+                return max(before.low_water, prepared.newest_ms(before=above[half_id]))
+        return max(before.low_water, prepared.newest_ms())
 
     def _weights(self, half_ids: Collection[str]) -> Mapping[str, int]:
         """How much a mark says of each of these half batches."""
@@ -124,7 +122,7 @@ class Marker:
         return int(pc.min(kept["version"]).as_py()) if kept.num_rows else self._follower.table.version + 1
 
     # ------------------------------------------------------------------ what a mark names
-    def _all_below(self, named: Sequence[str], prepared: Mapping[str, Prepared], since: int) -> Mapping[str, OpenBelow]:
+    def _all_below(self, named: Sequence[str], prepared: PreparedBatches, since: int) -> Mapping[str, OpenBelow]:
         """By half id. Of thousands that are under way most have no op rows yet, so these are looked for once."""
         rows = _of_batches(self._follower.followed.rows, named)
         rows = rows.filter(pc.less(rows["version"], since))
@@ -133,7 +131,7 @@ class Marker:
             places.setdefault(half_id, []).append(i)
         return {h: self._open_below(h, prepared, rows.take(places[h]) if h in places else NO_OPS, since) for h in named}
 
-    def _open_below(self, half_id: str, prepared: Mapping[str, Prepared], rows: pa.Table, since: int) -> OpenBelow:
+    def _open_below(self, half_id: str, prepared: PreparedBatches, rows: pa.Table, since: int) -> OpenBelow:
         """What a mark says of a half batch, of which these op rows are kept that stand before a version."""
         before = self._follower.followed
         known = before.below.get(half_id)
@@ -203,6 +201,8 @@ def _settled(rows: pa.Table) -> int:
 def _versions_that_count(rows: pa.Table) -> list[int]:
     """The versions of op rows that say what a half batch is now. Of leases the newest says it; conflicts that are open
     are repeated by the mark."""
+    if not rows.num_rows:
+        return []
     kinds, versions = rows["kind"].to_pylist(), rows["version"].to_pylist()
     leases = [v for k, v in zip(kinds, versions, strict=True) if k == Kind.LEASE.value]
     others = {v for k, v in zip(kinds, versions, strict=True) if k not in (Kind.LEASE.value, Kind.CONFLICT.value)}

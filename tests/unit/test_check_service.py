@@ -24,6 +24,7 @@ from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.commitlog.prepared import PreparedBatches
 from rmq_spark.errors import FenceError, ListenerError, LostFileError, OptionError, VerdictConflictError
 from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener
 from rmq_spark.message import CHECK_IMMUNITY_PROPERTY, PROPERTIES
@@ -920,7 +921,7 @@ def test_a_round_that_fails_as_a_whole_is_reported_and_tried_again(
         if len(reports) == 2:
             stop.set()
 
-    def broken(low_water_ms: int) -> dict[str, tuple[int, int]]:
+    def broken(low_water_ms: int) -> PreparedBatches:
         raise OSError("the storage is away")
 
     monkeypatch.setattr(log.half, "prepared_after", broken)

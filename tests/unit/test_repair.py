@@ -14,6 +14,7 @@ from rmq_spark.commitlog.half import HalfHeader, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.commitlog.prepared import PreparedBatches
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.storage.table import Change
 from rmq_spark.transaction import COMMIT_MESSAGE
@@ -125,7 +126,7 @@ def test_the_copy_that_op_names_is_kept_also_when_it_was_prepared_later(
 ) -> None:
     first, second = prepare_twice(log, monkeypatch, lambda other: send(other, TWICE, ["1", "2", "3", "4"]))
     with monkeypatch.context() as patch:  # as long as it was the only one that a process knew of
-        patch.setattr(HalfStore, "prepared_after", lambda self, low_water_ms: {})
+        patch.setattr(HalfStore, "prepared_after", lambda self, low_water_ms: PreparedBatches.of({}))
         decide(log, second)
     before = visible(log)
     assert [m["body"] for m in before] == [b"a", b"b", b"1", b"2", b"3", b"4"]
@@ -150,7 +151,7 @@ def test_copies_that_differ_and_are_both_committed_in_part_are_left_to_a_person(
 ) -> None:
     first, second = prepare_twice(log, monkeypatch, lambda other: send(other, TWICE, ["1", "2", "3"], parts=2))
     with monkeypatch.context() as patch:
-        patch.setattr(HalfStore, "prepared_after", lambda self, low_water_ms: {})
+        patch.setattr(HalfStore, "prepared_after", lambda self, low_water_ms: PreparedBatches.of({}))
         for record, file_no in ((first, 0), (second, 1000)):
             mask = {file_no: log.state_of(record).rows_in((RowState.PENDING,))[file_no]}
             log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)

@@ -1,0 +1,123 @@
+"""Which half batches are prepared, as the Delta log of ``half`` says it.
+
+A log under load has tens of thousands of them above the mark, and nearly all are settled. So they stay in columns, and
+only those that somebody asks for become objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+SCHEMA = pa.schema([
+    ("half_id", pa.string()), ("ms", pa.int64()), ("first_ms", pa.int64()), ("rows", pa.int64()),
+    ("rewritten", pa.bool_()),
+])  # fmt: skip
+
+
+class Prepared(NamedTuple):
+    """What the Delta log says of a prepared half batch.
+
+    Attributes
+    ----------
+    ms : int
+        When its newest file was prepared, or rewritten.
+    first_ms : int
+        The same of its oldest file.
+    rows : int
+        Those in the files that were looked at.
+    rewritten : bool
+        True when some lie in a file that somebody rewrote: other rows of it may lie elsewhere.
+    """
+
+    ms: int
+    first_ms: int
+    rows: int
+    rewritten: bool
+
+
+class PreparedBatches(Mapping[str, Prepared]):
+    """Prepared half batches by half id.
+
+    Parameters
+    ----------
+    table : pyarrow.Table
+        ``half_id`` (each once)``, ms, first_ms, rows, rewritten``.
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table.cast(SCHEMA).combine_chunks()
+
+    @classmethod
+    def of(cls, batches: Mapping[str, Prepared]) -> PreparedBatches:
+        """These half batches."""
+        columns = list(zip(*batches.values(), strict=True)) or [()] * len(Prepared._fields)
+        return cls(pa.table([list(batches), *columns], schema=SCHEMA))
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {half_id: i for i, half_id in enumerate(self.table["half_id"].to_pylist())}
+
+    @cached_property
+    def _columns(self) -> tuple[list[int], list[int], list[int], list[bool]]:
+        ms, first_ms, rows, rewritten = (self.table[name].to_pylist() for name in Prepared._fields)
+        return ms, first_ms, rows, rewritten
+
+    def __getitem__(self, half_id: str) -> Prepared:
+        i = self._places[half_id]
+        ms, first_ms, rows, rewritten = self._columns
+        return Prepared(ms[i], first_ms[i], rows[i], rewritten[i])
+
+    def __contains__(self, half_id: object) -> bool:
+        return half_id in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def updated(self, others: Mapping[str, Prepared]) -> PreparedBatches:
+        """These and others, of which what they say counts."""
+        if not others:
+            return self
+        added = PreparedBatches.of(others).table
+        mine = self.table.filter(pc.invert(pc.is_in(self.table["half_id"], value_set=_values(added["half_id"]))))
+        return PreparedBatches(pa.concat_tables([mine, added]))
+
+    def left_open(self, settled: pa.Table) -> dict[str, int]:
+        """How many rows are left of each when so many are settled; without those of which none is left.
+
+        Parameters
+        ----------
+        settled : pyarrow.Table
+            ``half_id`` (each once)``, rows``.
+        """
+        places = pc.index_in(self.table["half_id"], value_set=_values(settled["half_id"]))
+        gone = pc.fill_null(settled["rows"].combine_chunks().take(places.combine_chunks()), 0)
+        left = pc.subtract(self.table["rows"], gone)
+        is_open = pc.greater(left, 0)
+        ids = self.table["half_id"].filter(is_open).to_pylist()
+        return dict(zip(ids, left.filter(is_open).to_pylist(), strict=True))
+
+    def lacks(self, half_ids: pa.Array) -> list[str]:
+        """Those of some half ids that are not among these."""
+        known = pc.is_in(half_ids, value_set=_values(self.table["half_id"]))
+        return [str(half_id) for half_id in half_ids.filter(pc.invert(known)).to_pylist()]
+
+    def after(self, ms: int) -> list[str]:
+        """Those of which a file was prepared after a time."""
+        return [str(h) for h in self.table["half_id"].filter(pc.greater(self.table["ms"], ms)).to_pylist()]
+
+    def newest_ms(self, before: int | None = None) -> int:
+        """The newest time at which one of them was prepared, of those before a time; 0 when there is none."""
+        times = self.table["ms"] if before is None else self.table["ms"].filter(pc.less(self.table["ms"], before))
+        return int(pc.max(times).as_py() or 0)
+
+
+def _values(ids: pa.ChunkedArray) -> pa.Array:
+    return ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids
