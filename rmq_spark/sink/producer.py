@@ -33,6 +33,7 @@ from rmq_spark.config import (
     whole_number,
 )
 from rmq_spark.errors import ListenerError, MessageError, OptionError
+from rmq_spark.forks import forks
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, is_coroutine, require_listener
 from rmq_spark.message import Message, require_app_id, require_group_name
 from rmq_spark.sink.flights import Flights
@@ -194,7 +195,7 @@ class TransactionMQProducer:
         self._under_way = UnderWay(self.log.machine)
         self._plainly = self.two_phase.with_listener(CommitOncePrepared())
         self._forget_others()
-        self._pid = os.getpid()
+        self._forks = forks()
         self._started = self.log.machine.unique_id()
         self._sends = count(1)  # ids that follow each other lie close together in a file, and are found by its bounds
         self._opening = self.log.machine.lock()
@@ -237,7 +238,7 @@ class TransactionMQProducer:
         It waits for sends for ``await_termination`` seconds at most. Those that have not begun by then are cancelled
         and leave nothing; a check settles what the others leave.
         """
-        if os.getpid() != self._pid:  # a forked copy has none of the threads
+        if forks() != self._forks:  # a forked copy has none of the threads
             self._under_way.is_open = False
             return
         atexit.unregister(self._end)
@@ -267,7 +268,7 @@ class TransactionMQProducer:
     def _end(self) -> None:
         """Python ends, and the producer was not closed: a thread that is within delta-rs would end it with a crash."""
         self._under_way.is_open = False
-        if os.getpid() != self._pid:  # a forked copy has none of the threads
+        if forks() != self._forks:  # a forked copy has none of the threads
             return
         self._commits.close()
         self._closing.set()
@@ -626,7 +627,7 @@ class TransactionMQProducer:
             raise OptionError("the producer is closed: use it in a with statement, or call start()")
 
     def _require_own_process(self) -> None:
-        if os.getpid() != self._pid:
+        if forks() != self._forks:
             raise OptionError(
                 "the producer was made in another process, of which this one is a copy (os.fork): its threads and "
                 "connections did not come along. Make a producer in each worker, after the fork"

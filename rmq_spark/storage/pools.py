@@ -86,7 +86,7 @@ class Crew:
         self._done = threading.Condition(self._lock)
         self._waiting: deque[Callable[[], object]] = deque()
         self._threads = 0
-        self._comes = False  # one of them is on its way
+        self._comes = False  # one of them is on its way: it was started, or woken up
         self._idle = 0  # so many of them wait for more
 
     def put(self, work: Callable[[], object]) -> None:
@@ -111,6 +111,7 @@ class Crew:
         if not self._waiting or self._comes:
             return True
         if self._idle:
+            self._comes = True  # to wake up all of them takes longer than many a piece
             self._more.notify()
             return True
         if self._threads >= self._most:
@@ -141,6 +142,7 @@ class Crew:
             self._done.notify_all()
             self._more.wait(LINGERS_S)
             self._idle -= 1
+            self._comes = False
         if self._waiting:
             return True
         self._threads -= 1

@@ -43,6 +43,7 @@ from rmq_spark.errors import (
     TxmqError,
     UnreachableStoreError,
 )
+from rmq_spark.forks import forks
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.redaction import cause_of, redacted
 from rmq_spark.selector.tree import Filter
@@ -413,8 +414,9 @@ def bounds_of(table: str, stats: str) -> dict[str, Any]:
     return found
 
 
-_engine_pid: int | None = None
-"""The process in which delta-rs was used first. Its threads do not come along into a fork."""
+_engine_process: tuple[int, int] | None = None
+"""The process in which delta-rs was used first, as :func:`forks` counts it, and its id. Its threads do not come along
+into a fork."""
 
 
 def _require_store(uri: str, storage_options: dict[str, str] | None) -> None:
@@ -433,15 +435,14 @@ def _require_store(uri: str, storage_options: dict[str, str] | None) -> None:
 
 def require_no_fork() -> None:
     """Raise OptionError in a fork of a process that has used delta-rs: its calls end in a panic there, or hang."""
-    global _engine_pid
-    pid = os.getpid()
-    if _engine_pid is None:
-        _engine_pid = pid
-    elif _engine_pid != pid:
+    global _engine_process
+    if _engine_process is None:
+        _engine_process = (forks(), os.getpid())
+    elif _engine_process[0] != forks():
         raise OptionError(
-            f"this process is a fork (os.fork) of process {_engine_pid}, which had opened a commit log, and Delta's "
-            "engine does not survive a fork: open commit logs after it, or start processes by multiprocessing's "
-            "'spawn' or 'forkserver'"
+            f"this process is a fork (os.fork) of process {_engine_process[1]}, which had opened a commit log, and "
+            "Delta's engine does not survive a fork: open commit logs after it, or start processes by "
+            "multiprocessing's 'spawn' or 'forkserver'"
         )
 
 

@@ -1127,7 +1127,7 @@ def test_a_check_that_is_a_coroutine_is_refused() -> None:
 
 def test_a_forked_process_is_refused(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None) as producer:
-        monkeypatch.setattr("os.getpid", lambda: -1)
+        monkeypatch.setattr("rmq_spark.forks._forks", -1)
         with pytest.raises(OptionError, match="Make a producer in each worker, after the fork"):
             producer.send_message_in_transaction(message("x"))
         producer.shutdown()
