@@ -56,6 +56,9 @@ SLOW_TIMES = 8
 SLOW_ANSWERS_MAX = 3
 """After so many in a row this process asks nobody for a while: twice as long each time, up to PARTS_S_MAX."""
 PARTS_S, PARTS_S_MAX = 10.0, 640.0
+SHARED_MAX = 256
+"""A process that has so many half batches to commit at once commits them itself. A commit costs it little a message
+then, and one process that does the work of all would use one core."""
 PREPARES, DECISIONS = b"p", b"d"
 FORMAT = 1
 """Of requests and answers: one more with each change of :mod:`rmq_spark.commitlog.carried`."""
@@ -99,8 +102,10 @@ class SharedCommits(GroupCommit):
         if self._meeting is not None:
             self._meeting.close()
 
-    def _met(self) -> Meeting | None:
-        """Where the process is asked that commits for others, if there is one."""
+    def _met(self, wanted: int) -> Meeting | None:
+        """Where the process is asked that commits for others, if there is one, and so few are wanted."""
+        if wanted >= SHARED_MAX:
+            return None
         if self._version is not None and self._is_contended():
             with self._opening, suppress(OSError):  # when the log has gone: whoever commits hears of it
                 if self._is_open:
@@ -117,7 +122,7 @@ class SharedCommits(GroupCommit):
     def _prepared(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | TxmqError]:
         found: dict[str, HalfRecord | TxmqError] = {}
         doubtful: set[str] = set()
-        if (meeting := self._met()) is not None:
+        if (meeting := self._met(len(staged))) is not None:
             asked = [batch for batch in staged if _can_be_carried(batch)]
             if asked:
                 answers = self._prepared_by(meeting, asked)
@@ -182,7 +187,7 @@ class SharedCommits(GroupCommit):
         return bool(self._log.half.read(record, record.all_rows, HALF_SCHEMA.names).equals(rows))
 
     def _decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
-        meeting = self._met()
+        meeting = self._met(len(decisions))
         if meeting is None:
             return super()._decide_many(decisions)
         found = self._decided_by(meeting, decisions)

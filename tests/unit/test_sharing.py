@@ -193,6 +193,21 @@ def test_asynchronous_sends_are_shared_too(log: CommitLog, pair: Callable[..., P
     assert {name for name, _ in both.prepares + both.decisions} == {"first"}
 
 
+def test_a_process_with_much_to_commit_does_it_itself(
+    log: CommitLog, pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes with 2,048 sends in flight each sent less together than one: it had the work of both."""
+    both = pair()
+    monkeypatch.setattr(sharing, "SHARED_MAX", 3)
+    with both.logs["second"].op.lock:  # all but the first come meanwhile
+        sent = [both.second.send_message_in_transaction_async(message(str(i))) for i in range(MANY)]
+    assert {one.result().local_transaction_state for one in sent} == {COMMIT_MESSAGE}
+    assert bodies(log) == names(MANY)
+    groups = both.prepares + both.decisions
+    assert all(size < sharing.SHARED_MAX for name, size in groups if name == "first")
+    assert max(size for name, size in groups if name == "second") >= sharing.SHARED_MAX
+
+
 def test_a_retry_with_its_key_sends_nothing_twice(log: CommitLog, pair: Callable[..., Pair]) -> None:
     both = pair()
     sends = [(both.second, "a"), (both.second, "a"), (both.first, "a"), (both.first, "b"), (both.second, "b")]
