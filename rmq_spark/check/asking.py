@@ -76,6 +76,7 @@ class Asker:
         self._machine = machine
         self.in_threads = in_threads
         self._calls: dict[tuple[str, int], _Call] = {}
+        self._told: set[str] = set()  # half batches of which a warning was logged
 
     def ask(
         self, question: Question, call: Callable[[], Verdicts], here: bool, seconds_left: Callable[[], float]
@@ -101,16 +102,19 @@ class Asker:
             waited_s = self._machine.monotonic() - asked.began
             raise NoAnswer(f"its listener has not answered for {waited_s:.1f} s; a later round uses its answer")
         if (problem := asked.verdicts.exception()) is not None:
-            said = traceback_of(problem)
-            logger.info(
-                "the listener of half batch %r did not answer: %s", question.key[0], said,
-                extra=of_batch(question.batch),
-            )  # fmt: skip
+            half_id, said = question.key[0], traceback_of(problem)
+            # A producer's own checks have nobody who reads their report.
+            level = logging.INFO if half_id in self._told else logging.WARNING
+            self._told.add(half_id)
+            logger.log(
+                level, "the listener of half batch %r did not answer: %s", half_id, said, extra=of_batch(question.batch)
+            )
             raise NoAnswer(f"its listener did not answer: {sentence_of(problem)}")
         return Answer(asked.question, asked.verdicts.result())
 
     def forget_all_but(self, half_ids: Collection[str]) -> None:
         """Drop answers about half batches that somebody else has settled."""
+        self._told.intersection_update(half_ids)
         self._calls = {key: c for key, c in self._calls.items() if key[0] in half_ids or not c.verdicts.done()}
 
     def _begin(

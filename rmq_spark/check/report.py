@@ -11,12 +11,14 @@ from rmq_spark.plurals import count_of
 LEASED = "leased"
 YOUNG = "young"
 IMMUNE = "immune"
+CHECKED = "checked"
 NO_LISTENER = "no_listener"
 LEFT_OVER = "left_over"
 SKIP_REASONS: Mapping[str, str] = {
     LEASED: "whose local transaction is running",
     YOUNG: "younger than transactionTimeout",
     IMMUNE: "with messages under CHECK_IMMUNITY_TIME_IN_SECONDS",
+    CHECKED: "about which another process has asked lately",
     NO_LISTENER: "of a group without a listener here",
     LEFT_OVER: "left for the next round",
 }

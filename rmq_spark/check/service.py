@@ -23,7 +23,7 @@ from rmq_spark.check.asking import Asker, NoAnswer, Question, Verdicts
 from rmq_spark.check.deciding import Decisions
 from rmq_spark.check.immunity import COLUMNS, due_rows
 from rmq_spark.check.policy import TransactionCheckListener, require_policy
-from rmq_spark.check.report import IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport, Tally
+from rmq_spark.check.report import CHECKED, IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport, Tally
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import TOO_LATE, Decision
@@ -68,6 +68,10 @@ __all__ = ["CheckReport", "CheckService", "Tally"]
 
 logger = logging.getLogger(__name__)
 
+OWN_CHECK_PAUSE = 0.9
+"""Each process of a service checks what its group left open. For so much of an interval one check of any of them is
+enough: together they use up ``transaction_check_max`` no faster than one, however many they are, and however often
+they start."""
 REASON_CHARS_MAX = 200
 """So much of what a listener says about its UNKNOWN is kept with the check."""
 
@@ -152,6 +156,7 @@ class CheckService:
         self.transaction_check_max = whole_number(transaction_check_max, "transaction_check_max", 1, CHECKS_MAX)
         self.discard_policy = require_policy(discard_policy)
         self.only_groups = only_groups
+        self._pause_s = OWN_CHECK_PAUSE * self.transaction_check_interval if only_groups else 0.0
         self.elsewhere = frozenset(elsewhere)
         self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
         self._clock = clock or self.log.machine.now
@@ -237,6 +242,9 @@ class CheckService:
             return
         if state.leased(self._clock()):
             round_.report.skip(LEASED)
+            return
+        if state.checked_lately(self._clock(), self._pause_s):
+            round_.report.skip(CHECKED)
             return
         for attempt in state.attempts(RowState.PENDING):
             pending = state.rows_in((RowState.PENDING,), attempt)
@@ -340,7 +348,7 @@ class CheckService:
         _tally(round_.report, asked.batch, split, answer.verdicts)
         commit, rollback, unknown = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE], split[UNKNOWN]
         if unknown:
-            self.log.record_check(asked.record, asked.attempt, unknown, _why(listener, asked.batch))
+            self.log.record_check(asked.record, asked.attempt, unknown, _why(listener, asked.batch), self._pause_s)
         if commit or rollback:
             decision = Decision(asked.record, asked.attempt, commit, rollback, Who.CHECK)
             # The next call of a listener may hang in this very thread. And each span is one of its own.

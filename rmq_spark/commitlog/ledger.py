@@ -289,9 +289,16 @@ class Ledger(Follower):
         """Hide pending rows until somebody resumes or resolves them; those that have so many answered checks."""
         self._change(Kind.QUARANTINE, record, attempt, rows, who, reason, checks_min)
 
-    def record_check(self, record: HalfRecord, attempt: int, rows: Mapping[int, bytes], reason: str | None) -> None:
-        """Count an answered check that left these rows pending."""
-        self._change(Kind.CHECK, record, attempt, rows, Who.CHECK, reason)
+    def record_check(
+        self,
+        record: HalfRecord,
+        attempt: int,
+        rows: Mapping[int, bytes],
+        reason: str | None,
+        pause_s: float = 0.0,
+    ) -> None:
+        """Count an answered check that left these rows pending, unless one was counted in the last seconds."""
+        self._change(Kind.CHECK, record, attempt, rows, Who.CHECK, reason, pause_s=pause_s)
 
     def _change(
         self,
@@ -302,9 +309,12 @@ class Ledger(Follower):
         who: Who,
         reason: str | None,
         checks_min: int = 0,
+        pause_s: float = 0.0,
     ) -> None:
         def build() -> list[OpRow]:
             state = self.state_of(record, refresh=False)
+            if state.checked_lately(self.machine.now(), pause_s):
+                return []
             still = state.rows_in((RowState.PENDING,), attempt) & rows
             if checks_min:
                 still = state.checked_at_least(still, checks_min)

@@ -362,12 +362,17 @@ class BatchState:
         self.half_id = half_id
         self.files = dict(sorted(files.items()))
         self.lease_until: datetime | None = None
+        self.checked_at: datetime | None = None
         self.opened_at: dict[int, datetime] = {}  # attempt → when it was reopened
         self.history: list[OpRow] = []  # what settled or reopened rows, in its order
 
     def leased(self, now: datetime) -> bool:
         """True while a local transaction is known to run. A lease that ends far ahead (wrong clock) is ignored."""
         return self.lease_until is not None and now < self.lease_until <= now + timedelta(seconds=LEASE_S_MAX)
+
+    def checked_lately(self, now: datetime, seconds: float) -> bool:
+        """True when a check was counted in the last seconds. One that lies far ahead (wrong clock) is ignored."""
+        return self.checked_at is not None and abs((now - self.checked_at).total_seconds()) < seconds
 
     def fold(self, row: OpRow) -> None:
         """Apply one op row of this half batch (rows come in version order).
@@ -397,7 +402,9 @@ class BatchState:
             raise CorruptLogError(
                 f"an op row of half batch {self.half_id!r} names {named} rows, but counts {row.count}"
             )
-        if row.kind is not Kind.CHECK:
+        if row.kind is Kind.CHECK:
+            self.checked_at = when
+        else:
             self.history.append(row)
         if row.kind is Kind.REOPEN:
             self.opened_at[attempt] = when

@@ -215,9 +215,11 @@ class ProtocolSteps(ABC):
         """Hide pending rows: see :meth:`Ledger.quarantine`."""
         self.ledger.quarantine(record, attempt, rows, who, reason, checks_min)
 
-    def record_check(self, record: HalfRecord, attempt: int, rows: RowSet, reason: str | None) -> None:
-        """Count an answered check that left these rows pending."""
-        self.ledger.record_check(record, attempt, rows, reason)
+    def record_check(
+        self, record: HalfRecord, attempt: int, rows: RowSet, reason: str | None, pause_s: float = 0.0
+    ) -> None:
+        """Count an answered check: see :meth:`Ledger.record_check`."""
+        self.ledger.record_check(record, attempt, rows, reason, pause_s)
 
     def lease(self, record: HalfRecord, seconds: float) -> datetime:
         """Keep checkers away while a local transaction runs; returns until when."""

@@ -18,6 +18,7 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark.check import asking
 from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, require_policy
+from rmq_spark.check.report import CHECKED
 from rmq_spark.check.service import CheckReport, CheckService
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
@@ -39,6 +40,7 @@ from rmq_spark.transaction import (
     HalfBatch,
     LocalTransactionState,
 )
+from tests.consumers import Steps
 from tests.half_batches import pending, split
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
@@ -387,6 +389,65 @@ def test_a_producers_own_checks_say_nothing_of_other_groups(log: CommitLog, capl
         assert not any("no listener" in r.message for r in caplog.records)
     assert states(log, mine) == {RowState.COMMITTED: 4}
     assert log.pending()["producer_group"].to_pylist() == ["billing"]
+
+
+def own_checks(machine: Steps, records: int = 1) -> list[CheckService]:
+    """Those of four processes of a service that has left half batches open."""
+    log = InMemoryCommitLog(topics={"orders": 1}, machine=machine)
+    for i in range(records):
+        prepare(log, i)
+    machine.sleep(10)
+    handles = [log.another() for _ in range(4)]
+    return [CheckService(h, {"shop": Says(UNKNOWN)}, only_groups=True, transaction_check_interval=60) for h in handles]
+
+
+def test_the_processes_of_a_service_use_up_their_checks_as_one() -> None:
+    """Four of them had asked 15 times in 13 s where one would have asked 4 times, and their half batch was given up.
+    So did a restart of 16, at once."""
+    machine = Steps()
+    services = own_checks(machine)
+    for minute in range(1, 4):
+        reports = [service.run_once() for service in services]
+        assert [r.checked.transactions for r in reports] == [1, 0, 0, 0]
+        assert [r.skipped.get(CHECKED, 0) for r in reports] == [0, 1, 1, 1]
+        assert services[0].log.another().pending()["check_times"].to_pylist() == [minute]
+        machine.sleep(15)
+        assert not any(service.run_once().checked for service in services)
+        machine.sleep(45)
+
+
+def test_two_processes_that_ask_at_the_same_moment_count_one_check() -> None:
+    first, second, *_ = own_checks(Steps())
+    asks = first.listeners["shop"]
+
+    def meanwhile(batch: HalfBatch) -> Any:
+        assert second.run_once().checked.transactions == 1
+        return UNKNOWN
+
+    asks.answer = meanwhile  # type: ignore[attr-defined]
+    first.run_once()
+    assert first.log.another().pending()["check_times"].to_pylist() == [1]
+
+
+def test_a_check_that_was_counted_by_a_clock_far_ahead_stops_no_other() -> None:
+    machine = Steps()
+    services = own_checks(machine)
+    machine.wall_s += 7200
+    services[0].run_once()
+    machine.wall_s -= 7200
+    assert services[1].run_once().checked.transactions == 1
+
+
+def test_what_keeps_a_listener_from_answering_is_a_warning_once(
+    log: CommitLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a producer's own checks nobody reads the report: its message stayed pending without a word."""
+    prepare(log)
+    service = CheckService(log, {"shop": Says(OSError("away"))}, only_groups=True, clock=later())
+    for _ in range(3):
+        service.run_once()
+    told = [r.levelname for r in caplog.records if "did not answer" in r.message]
+    assert told.count("WARNING") == 1
 
 
 def test_plain_sending_is_settled_by_any_checker(log: CommitLog) -> None:
