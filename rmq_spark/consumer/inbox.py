@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ class SqlInbox(Database):
         Name of the table of positions. The table ``<table>_log`` keeps the id of the log that they belong to.
     schema : str, optional
         The database schema of both tables.
-    log : CommitLog, optional
+    log : CommitLog or path, optional
         The log that the messages come from. With it, positions of another log are an error. A log that was made anew
         counts its offsets from 0 again; without ``log`` its messages would be taken for old ones.
 
@@ -84,7 +85,7 @@ class SqlInbox(Database):
         *,
         table: str = INBOX_TABLE,
         schema: str | None = None,
-        log: CommitLog | None = None,
+        log: CommitLog | str | os.PathLike[str] | None = None,
     ) -> None:
         require_work(work, "work(connection, messages)")
         if not isinstance(table, str) or not table.isidentifier() or not table.isascii():
@@ -93,7 +94,7 @@ class SqlInbox(Database):
         self.machine: Machine = MACHINE
         self.group = require_group_name(group, "consumerGroup")
         self._work = work
-        self._log_id = None if log is None else log.id
+        self._log_id = None if log is None else _opened(log).id
         self._tried = False  # the table is known to compare names exactly and to undo what is rolled back
         metadata = sa.MetaData(schema=schema)
         self._table = sa.Table(
@@ -118,6 +119,13 @@ class SqlInbox(Database):
 
     def create(self) -> None:
         """Make the two tables. Tables that are there already are left as they are."""
+        try:
+            self._create()
+        except sa.exc.DBAPIError:
+            # When two processes create a table at once, one of them may fail, even with IF NOT EXISTS.
+            self._create()
+
+    def _create(self) -> None:
         with self.transaction() as connection:
             for table in (self._table, self._log_table):
                 connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
@@ -285,6 +293,12 @@ class SqlInbox(Database):
 def _under_way(offset: int) -> int:
     """Return the number below 0 that stands for a position while work runs, or the position for such a number."""
     return -1 - offset
+
+
+def _opened(log: CommitLog | str | os.PathLike[str]) -> CommitLog:
+    from rmq_spark.commitlog.log import CommitLog
+
+    return log if isinstance(log, CommitLog) else CommitLog.open(log)
 
 
 def _each_once(messages: pa.Table) -> pa.Table:

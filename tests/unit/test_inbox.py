@@ -152,3 +152,30 @@ def test_an_inbox_whose_table_takes_topics_for_equal_is_refused(url: str, log: C
     with pytest.raises(txmq.ListenerError, match="collation is wrong"):
         txmq.SqlInbox(url, "points", count_each).apply(log.read("orders"))
     assert results(url) == []
+
+
+def test_an_inbox_takes_the_path_of_its_log(tmp_path: Path, url: str) -> None:
+    log = make_log("delta", tmp_path / "log", orders=1)
+    commit(log, prepare(log, 0, 2))
+    inbox = txmq.SqlInbox(url, "points", count_each, log=log.path)
+    inbox.create()
+    assert inbox.apply(log.read("orders")) == 2
+    assert txmq.SqlInbox(url, "points", count_each, log=log).apply(log.read("orders")) == 0
+
+
+def test_processes_that_make_an_inbox_at_once_do_not_disturb_each_other(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On PostgreSQL 9 of 12 ended with an IntegrityError of a system table, IF NOT EXISTS or not."""
+    inbox = txmq.SqlInbox(url, "points", count_each)
+    create, tries = inbox._create, []
+
+    def races() -> None:
+        tries.append(None)
+        if len(tries) == 1:
+            raise sa.exc.IntegrityError("CREATE TABLE", None, Exception("pg_type_typname_nsp_index"))
+        create()
+
+    monkeypatch.setattr(inbox, "_create", races)
+    inbox.create()
+    assert inbox.positions() == {}
