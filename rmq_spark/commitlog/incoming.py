@@ -94,6 +94,11 @@ def times_of(table: pa.Table, name: str) -> pa.ChunkedArray:
         column = pc.cast(column, column.type.value_type)
     if column is None or not pa.types.is_timestamp(column.type):
         return column_of(table, name, TIMESTAMP)
+    if column.type.tz is None and column.null_count < len(column):
+        raise MessageError(
+            f"column {name!r} has times without a time zone ({column.type}), so their hour is a guess: give them one "
+            "with pyarrow.compute.assume_timezone, or in Spark with the type TIMESTAMP"
+        )
     unit = column.type.unit
     least, most = (_as_unit(time, unit) for time in (TIME_MIN, TIME_MAX))
     numbers = pc.cast(column, pa.int64())

@@ -203,6 +203,16 @@ def test_an_empty_partition_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["deliver_at", "born_timestamp"])
+def test_times_without_a_time_zone_are_refused(tmp_path: Path, name: str) -> None:
+    """They were taken for UTC: a reminder came nine hours late in Tokyo. A message was refused for the same."""
+    times = {"body": ["a", "b"], name: pa.array([None, datetime(2026, 1, 2, 3)], pa.timestamp("us"))}
+    with pytest.raises(MessageError, match=f"column '{name}' has times without a time zone .*assume_timezone"):
+        write(tmp_path, pa.table(times))
+    (file,) = write(tmp_path, pa.table({"body": ["a"], name: pa.array([None], pa.timestamp("us"))}))
+    assert file.rows == 1
+
+
 def test_every_column_is_stored_as_it_was_given(tmp_path: Path) -> None:
     born = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone.utc)
     columns = {
