@@ -144,9 +144,18 @@ def _is_library(file: str) -> bool:
     return file.startswith("<frozen") or "/pyspark/" in file or any(file.startswith(f"{f}{os.sep}") for f in libraries)
 
 
+def text_of(problem: BaseException) -> str:
+    """The problem's message, also when its own ``__str__`` raises."""
+    try:
+        return str(problem)
+    except Exception as unsaid:
+        return f"(its text cannot be had: {type(unsaid).__name__})"
+
+
 def sentence_of(problem: BaseException) -> str:
     """The problem's kind and message on one line, for a report."""
-    return f"{type(problem).__name__}: {one_line(redacted(problem))}" if str(problem) else type(problem).__name__
+    said = text_of(problem)
+    return f"{type(problem).__name__}: {one_line(redacted(said))}" if said else type(problem).__name__
 
 
 def traceback_of(problem: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from enum import Enum
@@ -15,9 +16,12 @@ import pyarrow.compute as pc
 
 from rmq_spark.errors import ListenerError
 from rmq_spark.message import MessageExt
-from rmq_spark.redaction import redacted
+from rmq_spark.redaction import redacted, text_of
 
 REASON_CHARS_MAX = 1024
+FAILURES = (Exception, CancelledError, SystemExit, GeneratorExit)
+"""What a listener may raise that is a failure of its messages, and no end of the program. RocketMQ counts every
+``Throwable`` so: what one message causes must not end the consumers of all others."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +69,12 @@ class EachMessage:
     def each(self, messages: pa.Table) -> Iterator[tuple[Status | None, str | None]]:
         """Yield status and reason of one message after the other, lazily: a consumer can stop at a failure."""
         for message in messages_of(messages):
+            status, reason = None, None
             try:
-                yield self.function(message), None
-            except Exception as problem:
-                yield None, reason_of(problem)
+                status = self.function(message)
+            except FAILURES as problem:
+                reason = reason_of(problem)
+            yield status, reason
 
 
 class EachBatch:
@@ -99,10 +105,12 @@ class EachBatch:
 def answers(listener: Listen | EachMessage, messages: pa.Table, orderly: bool) -> Iterator[tuple[bool, str | None]]:
     """Yield for one message after the other whether it was consumed, and the reason when it was not.
 
+    A listener that returns anything else, or not as many statuses as there are messages, has failed.
+
     Raises
     ------
     ListenerError
-        When the listener returns anything but statuses of the mode, or not as many as there are messages.
+        When the listener takes the table for one message.
     """
     kind = ConsumeOrderlyStatus if orderly else ConsumeConcurrentlyStatus
     if isinstance(listener, EachMessage):
@@ -111,24 +119,18 @@ def answers(listener: Listen | EachMessage, messages: pa.Table, orderly: bool) -
         return
     try:
         found = listener(messages)
-    except Exception as problem:
+    except FAILURES as problem:
         _require_not_meant_for_one(problem)
-        for _ in range(messages.num_rows):
-            yield False, reason_of(problem)
+        yield from [(False, reason_of(problem))] * messages.num_rows
         return
-    if found is None or isinstance(found, Enum):
-        statuses: Sequence[Status | None] = [found] * messages.num_rows
+    if not isinstance(found, list | tuple):
+        yield from [_answer(found, kind)] * messages.num_rows
+    elif len(found) != messages.num_rows:
+        said = f"the listener returned {len(found)} statuses for {messages.num_rows} messages: return one for each"
+        yield from [(False, said)] * messages.num_rows
     else:
-        if not isinstance(found, Sequence):
-            raise ListenerError(f"the message listener returned {found!r}: a status is expected, or one for each row")
-        statuses = found
-        if len(statuses) != messages.num_rows:
-            raise ListenerError(
-                f"the message listener returned {len(statuses)} statuses for {messages.num_rows} messages: "
-                "return one for all, or one for each"
-            )
-    for status in statuses:
-        yield _answer(status, kind)
+        for status in found:
+            yield _answer(status, kind)
 
 
 def require_table_listener(listener: Callable[..., object]) -> None:
@@ -159,7 +161,7 @@ def _require_no_coroutine(function: Callable[..., object], what: str) -> None:
         )
 
 
-def _require_not_meant_for_one(problem: Exception) -> None:
+def _require_not_meant_for_one(problem: BaseException) -> None:
     """Raise ListenerError for what a function does with a table that it takes for one message: ``table.body``. All of
     its messages would fail, one retry after the other, up to the dead letters."""
     if isinstance(problem, AttributeError) and isinstance(problem.obj, pa.Table) and problem.name in _DEFAULTS:
@@ -177,15 +179,6 @@ def _name(listener: object) -> str:
     return str(getattr(listener, "__name__", type(listener).__name__))
 
 
-def _is_success(status: object, kind: type[Enum]) -> bool:
-    if status is None:
-        return False
-    if not isinstance(status, kind):
-        names = " or ".join(str(s) for s in kind)
-        raise ListenerError(f"the message listener returned {status!r}: {names} is expected")
-    return status in (CONSUME_SUCCESS, SUCCESS)
-
-
 COMES_AGAIN = "What has a try left comes again, the rest becomes dead letters"
 
 
@@ -200,23 +193,21 @@ def tell_failed(
     )  # fmt: skip
 
 
-def _answer(status: Status | None, kind: type[Enum], reason: str | None = None) -> tuple[bool, str | None]:
-    consumed = _is_success(status, kind)
-    if consumed or reason:
-        return consumed, reason
-    if status is None:
-        success = CONSUME_SUCCESS if kind is ConsumeConcurrentlyStatus else SUCCESS
-        return False, f"the listener returned None: {success.name} is expected of what is done"
-    return False, f"the listener returned {getattr(status, 'name', status)}"
+def _answer(status: object, kind: type[Enum], reason: str | None = None) -> tuple[bool, str | None]:
+    if status in (CONSUME_SUCCESS, SUCCESS) and isinstance(status, kind):
+        return True, None
+    if reason is not None:
+        return False, reason
+    if isinstance(status, kind):
+        return False, f"the listener returned {status.name}"
+    success = CONSUME_SUCCESS if kind is ConsumeConcurrentlyStatus else SUCCESS
+    said = "None" if status is None else f"something of the type {type(status).__name__}"
+    return False, f"the listener returned {said}: {success.name} is expected of what is done"
 
 
-def reason_of(problem: Exception) -> str:
+def reason_of(problem: BaseException) -> str:
     """Return an exception as text that fits into a property, without secrets."""
-    try:
-        said = str(problem)
-    except Exception as unsaid:  # somebody's own __str__
-        said = f"(its text cannot be had: {type(unsaid).__name__})"
-    text = f"{type(problem).__name__}: {said}".encode(errors="backslashreplace").decode()  # no half of a pair
+    text = f"{type(problem).__name__}: {text_of(problem)}".encode(errors="backslashreplace").decode()  # no half pair
     return redacted(text)[:REASON_CHARS_MAX]
 
 

@@ -307,6 +307,17 @@ class PushConsumer:
         """Let :meth:`run` come to its end, from another thread or a signal handler."""
         self._stop_asked = True  # an event has a lock, which a signal handler may find taken by its own thread
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it consumes. False before :meth:`start`, after :meth:`shutdown`, and when a problem has ended it:
+        what a health check asks."""
+        return self._open and not self.member.stopping.is_set()
+
+    @property
+    def problem(self) -> BaseException | None:
+        """What has ended the consumer, until :meth:`shutdown` or :meth:`run` has raised it; None when nothing has."""
+        return self.member.problem
+
     def queues(self) -> dict[tuple[str, int], int]:
         """Return the queues that this member has now, and the next offset of each that is not finished."""
         with self.member.changed:

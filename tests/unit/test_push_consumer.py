@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
@@ -767,16 +770,69 @@ def test_a_call_that_does_not_end_keeps_its_queue_until_the_lease_is_over(log: C
     may_end.set()
 
 
-def test_a_listener_that_breaks_its_contract_ends_the_consumer(log: CommitLog) -> None:
-    send(log, "a", queue_id=[0])
-    with pytest.raises(txmq.ListenerError, match="returned 7: a status is expected"):
-        push(log, lambda messages: 7).run()
-    assert log.groups.positions("points")[QUEUE] == 0
-    with (
-        pytest.raises(txmq.ListenerError, match="returned 7: a status is expected"),
-        push(log, lambda messages: 7) as consumer,
-    ):
-        assert consumer.member.stopping.wait(60)
+class Unsaid(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def raises(problem: BaseException) -> Any:
+    raise problem
+
+
+@pytest.mark.parametrize("mode", ["concurrently", "orderly"])
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        (lambda: 7, "the listener returned something of the type int: "),
+        (lambda: True, "the listener returned something of the type bool: "),
+        (lambda: sys.exit(1), "SystemExit: 1"),
+        (lambda: raises(asyncio.CancelledError()), "CancelledError: "),
+        (lambda: raises(GeneratorExit()), "GeneratorExit: "),
+        (lambda: raises(Unsaid()), "Unsaid: (its text cannot be had: KeyError)"),
+    ],
+)
+def test_a_message_that_breaks_the_listener_ends_no_consumer(mode: str, does: Callable[[], Any], reason: str) -> None:
+    """It ended one member of the group after the other, each successor too, and nothing after it was consumed."""
+    log = memory_log(Steps(), orders=1)
+    send(log, "apb")
+    seen: list[str] = []
+    done = NEXT if mode == "orderly" else DONE
+
+    def listen(message: txmq.MessageExt) -> Any:
+        seen.append(bytes(message.body).decode())  # type: ignore[arg-type]
+        return does() if message.body == b"p" else done
+
+    consumer = push(log, txmq.EachMessage(listen), mode=mode, max_reconsume_times=0)
+    consumer.member.join()
+    go_on(consumer)
+    assert seen == ["a", "p", "b"]
+    (dead,) = txmq.DeadLetters(log, "points").list().to_pylist()
+    assert dead["body"] == b"p"
+    assert dead["reason"].startswith(reason)
+
+
+def test_a_wrong_number_of_statuses_is_a_failure_of_the_messages() -> None:
+    log = memory_log(Steps(), orders=1)
+    send(log, "abc")
+    consumer = push(log, lambda messages: [DONE] * 7, max_reconsume_times=0)
+    consumer.member.join()
+    go_on(consumer)
+    said = "the listener returned 7 statuses for 3 messages: return one for each"
+    assert txmq.DeadLetters(log, "points").list()["reason"].to_pylist() == [said] * 3
+
+
+def test_what_ended_a_consumer_is_told_to_who_asks(log: CommitLog) -> None:
+    """A health check of a service: the program goes on, and consumes nothing."""
+    send(log, "a")
+    consumer = push(log, lambda message: message.body)
+    assert not consumer.is_running
+    consumer.start()
+    assert consumer.member.stopping.wait(60)
+    assert not consumer.is_running
+    assert isinstance(consumer.problem, txmq.ListenerError)
+    with pytest.raises(txmq.ListenerError):
+        consumer.shutdown()
+    assert consumer.problem is None
 
 
 def test_the_end_of_the_process_waits_once_for_all_calls_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
