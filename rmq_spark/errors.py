@@ -242,9 +242,9 @@ class ClockError(TxmqError):
 
 
 class UnreachableStoreError(StorageError, OSError):
-    """The store failed while an open commit log was read. It may answer next time.
+    """The store failed while an open commit log was read or written. It may answer next time.
 
-    Try again. When permission is denied, give the program the right to read.
+    Try again. When permission is denied, give the program the right to read. When a disk is full, make room.
     """
 
 
@@ -344,9 +344,11 @@ class LocalTransactionError(TxmqError):
 
 
 class UnresolvedTransactionError(TxmqError):
-    """A replayed half batch could not be settled within replayCheckTimeout.
+    """A half batch is prepared and could not be settled: its verdict could not be written, or its listener answered
+    UNKNOWN for as long as replayCheckTimeout.
 
-    Find out why the listener answers UNKNOWN, then start again, or settle the half batch with ``log.resolve``.
+    Mend what the message names. A check settles the half batch then, or send it again under the same idempotency key,
+    or start the query again, or settle it with ``log.resolve``. Sent anew, its messages would come twice.
     """
 
 

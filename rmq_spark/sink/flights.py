@@ -31,7 +31,7 @@ from rmq_spark.sink.futures import SendFuture
 from rmq_spark.sink.sent import result_of
 from rmq_spark.sink.told import tell_not_sent, tell_sent
 from rmq_spark.sink.turns import Turns
-from rmq_spark.sink.two_phase import Answered, Outcome, Run, TwoPhase, held_by
+from rmq_spark.sink.two_phase import Answered, Outcome, Run, TwoPhase, held_by, require_decided
 from rmq_spark.storage.pools import Crew
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
@@ -132,8 +132,11 @@ class Flight:
 
     def _prepared(self, found: HalfRecord | TxmqError | None, problem: BaseException | None) -> None:
         try:
+            if problem is not None:
+                self._flights.senders.put(partial(self._fail_to_prepare, problem))  # it looks what there is
+                return
             if not isinstance(found, HalfRecord):
-                raise problem or found or AssertionError
+                raise found or AssertionError
             header = self._message.writer.header
             self._run = Run(found, header.fence_id, self._arg, Outcome(found), held=held_by([self._message]))
             if self.asks_nobody and self._two_phase.log.is_untouched(found):
@@ -145,6 +148,15 @@ class Flight:
         except BaseException as raised:
             if not self.asks_nobody:
                 self._flights.turns.leave(self)
+            self._fail(raised)
+
+    def _fail_to_prepare(self, problem: BaseException) -> None:
+        try:
+            if not self.asks_nobody:
+                self._flights.turns.leave(self)
+            self._two_phase.require_not_prepared(self._message.writer.header, problem)
+            raise problem
+        except BaseException as raised:
             self._fail(raised)
 
     def _commit_all(self) -> None:
@@ -193,7 +205,9 @@ class Flight:
     def _decided(self, decided: Decided | None, problem: BaseException | None) -> None:
         try:
             if decided is None or decided.problem is not None:
-                raise problem or (decided and decided.problem) or AssertionError
+                found = problem or (decided and decided.problem) or AssertionError()
+                require_decided(self._run.record, found)
+                raise found
             run = self._run
             run.keep(self._attempt, decided.placed)
             if run.outcome.messages or self._two_phase.is_settled(run):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,12 +38,15 @@ from rmq_spark.config import LEASE_S, LEASE_S_MAX, REPLAY_CHECK_TIMEOUT_S, secon
 from rmq_spark.errors import (
     AlreadyPreparedError,
     CheckpointMismatchError,
+    CommitError,
+    CorruptLogError,
     FencedError,
     HalfBatchLeftError,
     ListenerError,
     LocalTransactionError,
     OptionError,
     StaleAttemptError,
+    StorageError,
     UnresolvedTransactionError,
     VerdictConflictError,
 )
@@ -55,7 +59,7 @@ from rmq_spark.listener import (
 )
 from rmq_spark.logs import of_batch, of_header
 from rmq_spark.plurals import count_of
-from rmq_spark.redaction import cause_of, line_of, traceback_of
+from rmq_spark.redaction import cause_of, line_of, sentence_of, text_of, traceback_of
 from rmq_spark.sink.leases import LeaseKeeper
 from rmq_spark.sink.limits import NO_LIMITS, PendingGuard, PendingLimits
 from rmq_spark.sink.told import told
@@ -93,7 +97,7 @@ class Outcome:
         Messages in each state at the end.
     placed : list of Placed
         What this run made visible.
-    error : Exception or None
+    error : BaseException or None
         The listener's exception, with ``onListenerError=unknown``.
     """
 
@@ -102,7 +106,7 @@ class Outcome:
     attempt: int = 1
     messages: dict[RowState, int] = field(default_factory=dict)
     placed: list[Placed] = field(default_factory=list)
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 @dataclass
@@ -217,7 +221,7 @@ class TwoPhase:
         VerdictConflictError
             When two verdicts contradict each other: a person must resolve the half batch.
         UnresolvedTransactionError
-            When a replay's checks stay UNKNOWN.
+            When a replay's checks stay UNKNOWN, or the store failed after the prepare.
         PendingLimitError
             When too much of the producer group is pending; nothing is written then.
         ListenerError
@@ -304,6 +308,26 @@ class TwoPhase:
             return self.commits.prepare(header, files)
         except AlreadyPreparedError:
             return None
+        except Exception as problem:
+            self.require_not_prepared(header, problem)
+            raise
+
+    def require_not_prepared(self, header: HalfHeader, problem: BaseException) -> None:
+        """Look what there is after a prepare that failed. Its commit may have been made.
+
+        Raises
+        ------
+        UnresolvedTransactionError
+            When it was made, or nobody can say: a check brings the half batch to its end.
+        """
+        if not _leaves_open(problem):
+            return
+        with suppress(Exception):
+            if self.log.find(header.app_id, header.batch_id) is None:
+                return
+        raise UnresolvedTransactionError(
+            f"half batch {header.half_id!r} may be prepared ({sentence_of(problem)}). {_stays_open(header)}"
+        ) from cause_of(problem)
 
     # ------------------------------------------------------------------ 3 execute
     def execute(self, run: Run, attempt: int, rows: RowSet) -> None:
@@ -358,7 +382,7 @@ class TwoPhase:
             return normalize_verdicts(answer, batch)
         except FencedError:
             raise
-        except Exception as problem:
+        except (Exception, CancelledError) as problem:
             if self.on_listener_error == "unknown":
                 said = traceback_of(problem)
                 logger.warning(
@@ -368,8 +392,8 @@ class TwoPhase:
                 return UNKNOWN
             raise LocalTransactionError(
                 f"the local transaction of half batch {batch.half_id!r} (attempt {batch.attempt}) raised "
-                f"{type(problem).__name__}: {problem}{line_of(problem)}. Its messages stay pending; a check or a "
-                "restart settles them"
+                f"{type(problem).__name__}: {text_of(problem)}{line_of(problem)}. Its messages stay pending; a check "
+                "or a restart settles them"
             ) from cause_of(problem)
 
     def _end_fenced(self, run: Run, batch: HalfBatch, rows: RowSet) -> None:
@@ -392,7 +416,11 @@ class TwoPhase:
         commit, rollback = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE]
         if commit or rollback:
             with settling(self.log.path, batch, str(who), commit.count, rollback.count, run.record.topics):
-                placed = self.commits.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
+                try:
+                    placed = self.commits.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
+                except Exception as problem:
+                    require_decided(run.record, problem)
+                    raise
             said = "%r: %d messages are committed, %d rolled back, by %s"
             logger.debug(said, batch, commit.count, rollback.count, who, extra=of_batch(batch))
             run.keep(batch.attempt, placed)
@@ -500,7 +528,7 @@ class TwoPhase:
 
     def _unresolved(self, run: Run) -> str:
         error = run.outcome.error
-        why = f"the last check raised {type(error).__name__}: {error}" if error else "UNKNOWN"
+        why = f"the last check raised {type(error).__name__}: {text_of(error)}" if error else "UNKNOWN"
         header = run.record.header
         again = "start the query again later, raise replayCheckTimeout" if header.numbered else "send it again later"
         return (
@@ -508,6 +536,33 @@ class TwoPhase:
             f"{self.replay_check_timeout_s:g}s what became of it ({why}). Nothing is lost: {again}, let a CheckService "
             f"settle it, or log.resolve({run.record.half_id!r}, verdict, reason=…)"
         )
+
+
+def require_decided(record: HalfRecord, problem: BaseException) -> None:
+    """Raise UnresolvedTransactionError when this problem with a decision leaves the half batch pending."""
+    if _leaves_open(problem):
+        did = "" if record.header.fence_id == NO_LISTENER_FENCE else "What the local transaction did stands. "
+        raise UnresolvedTransactionError(
+            f"the verdict on half batch {record.half_id!r} could not be written ({sentence_of(problem)}). "
+            f"{did}{_stays_open(record.header)}"
+        ) from cause_of(problem)
+
+
+def _leaves_open(problem: BaseException) -> bool:
+    """Whether a failed step may leave a half batch pending, and the error says nothing of it: the store failed."""
+    return isinstance(problem, StorageError | CommitError | OSError | MemoryError) and not isinstance(
+        problem, CorruptLogError
+    )
+
+
+def _stays_open(header: HalfHeader) -> str:
+    """What becomes of it."""
+    if header.numbered:
+        return "It stays pending: start the query again, or let a CheckService settle it"
+    return (
+        "It stays pending until a check settles it, and then its messages may become visible: do not send them anew, "
+        "except under the same idempotency key"
+    )
 
 
 def held_by(files: Sequence[Stageable]) -> HalfRows | None:

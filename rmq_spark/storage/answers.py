@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from rmq_spark.errors import TxmqError, UnreachableStoreError
+from rmq_spark.errors import StorageError, TxmqError, UnreachableStoreError
 from rmq_spark.redaction import is_secret, redacted
 
 SECRET_CHARS_MIN = 4
@@ -28,6 +28,14 @@ _DENIED = re.compile(r"permission denied|access[ _]?denied|403 forbidden", re.IG
 def is_denied(problem: BaseException) -> bool:
     """Return True when permission is missing, as the operating system or an object store says it."""
     return isinstance(problem, PermissionError) or _DENIED.search(str(problem)) is not None
+
+
+def unwritable(where: str, problem: OSError, storage_options: Mapping[str, str] | None = None) -> StorageError:
+    """The error to raise when something could not be written there."""
+    if is_denied(problem):
+        return StorageError(f"{where} cannot be written to (permission denied): give this program the right to write")
+    said = plainly(str(problem), storage_options)
+    return UnreachableStoreError(f"{where} cannot be written to, its store fails: {said}; mend that and try again")
 
 
 @contextmanager

@@ -6,10 +6,10 @@ from datetime import datetime, timezone
 from typing import Any
 
 from rmq_spark.config import CLOCK_SKEW_S_MAX
-from rmq_spark.errors import ClockError, CorruptLogError, StorageError
+from rmq_spark.errors import ClockError, CorruptLogError
 from rmq_spark.machine import Machine
 from rmq_spark.redaction import cause_of
-from rmq_spark.storage.answers import is_denied
+from rmq_spark.storage.answers import unwritable
 
 PROBE = "_clock"
 """A small file in a table's folder, which each comparison writes anew. Delta ignores names that begin with ``_``."""
@@ -67,11 +67,7 @@ class StoreClock:
                 "(docs/backup.md)"
             ) from None
         except OSError as problem:
-            if not is_denied(problem):
-                raise
-            raise StorageError(
-                f"{self._folder} cannot be written to (permission denied): give this program the right to write"
-            ) from cause_of(problem)
+            raise unwritable(self._folder, problem) from cause_of(problem)
         written = self._fs.get_file_info(path).mtime
         return self._machine.time() if written is None else float(written.timestamp())
 

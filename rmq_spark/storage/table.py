@@ -39,7 +39,6 @@ from rmq_spark.errors import (
     LostStagedFileError,
     NotACommitLogError,
     OptionError,
-    StorageError,
     TxmqError,
     UnreachableStoreError,
 )
@@ -47,7 +46,7 @@ from rmq_spark.forks import forks
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.redaction import cause_of, redacted
 from rmq_spark.selector.tree import Filter
-from rmq_spark.storage.answers import asking, is_denied, plainly
+from rmq_spark.storage.answers import asking, plainly
 from rmq_spark.storage.clock import StoreClock
 from rmq_spark.storage.files import (
     THREADS_ROWS_MIN,
@@ -293,7 +292,7 @@ def compare_and_set(
                         return change
                     raise CommitError(
                         f"a commit to table {table.name} failed {failures} times, the last time with "
-                        f"{type(problem).__name__}: {problem}"
+                        f"{type(problem).__name__}: {plainly(str(problem), None)}"
                     ) from cause_of(problem)
                 acknowledged = False
             if acknowledged:
@@ -793,18 +792,10 @@ class DeltaLogTable:
         keep_content: bool = True,
     ) -> DataFile:
         began_s = self.machine.monotonic()
-        try:
-            file = write_table(
-                self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows,
-                keep_content=keep_content,
-            )  # fmt: skip
-        except OSError as problem:
-            if not is_denied(problem):
-                raise
-            raise StorageError(
-                f"table {self.name} at {redacted(self._uri)} cannot be written to (permission denied): give this "
-                "program the right to write"
-            ) from cause_of(problem)
+        file = write_table(
+            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows,
+            keep_content=keep_content,
+        )  # fmt: skip
         return replace(file, written_s=began_s)
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
