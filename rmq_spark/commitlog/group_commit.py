@@ -30,6 +30,7 @@ from rmq_spark.errors import (
     AlreadyPreparedError,
     LostFileError,
     LostStagedFileError,
+    OptionError,
     StagedFilesTooOldError,
     TxmqError,
 )
@@ -108,12 +109,31 @@ class GroupCommit:
 
     def __init__(self, log: ProtocolSteps, linger_s: float = 0.0, at_once_max: int = AT_ONCE_MAX) -> None:
         self._log = log
+        machine, needs = log.machine, log.lock
         self._prepares: Lane[_Waiting | OneMessage | Staged, HalfRecord | TxmqError] = Lane(
-            log.machine, "txmq-prepare", self._prepare_many, linger_s, at_once_max
+            machine, "txmq-prepare", self._prepare_many, linger_s, at_once_max, needs=needs
         )
         self._decides: Lane[Decision, Decided] = Lane(
-            log.machine, "txmq-decide", self._decide_many, at_once_max=at_once_max, beside=self._prepares
+            machine, "txmq-decide", self._decide_many, at_once_max=at_once_max, beside=self._prepares, needs=needs
         )
+
+    def hurry(self, hurries: bool = True) -> None:
+        """Linger no more, or again."""
+        self._prepares.hurries = hurries
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether this thread may wait for a commit. One that commits may not, and one that holds a lock which a commit
+        needs: what Python calls in its midst (a signal handler, ``__del__``, a log handler) would wait for itself."""
+        return self._prepares.may_wait and self._decides.may_wait
+
+    def _require_may_wait(self) -> None:
+        if not self.may_wait:
+            raise OptionError(
+                "a send waits for a commit, and this call came in the midst of one, from a signal handler, a log "
+                "handler or __del__: it would wait for itself for ever. Send with send_async there, or hand the "
+                "message to another thread"
+            )
 
     def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
         """Commit staged files together with those of other threads. What is in no file yet is written first.
@@ -123,6 +143,7 @@ class GroupCommit:
         AlreadyPreparedError, StagedFilesTooOldError, LostStagedFileError, MessageError
             For this half batch alone.
         """
+        self._require_may_wait()
         found = self._prepares.ask(_Waiting(header, files), header.half_id)
         if isinstance(found, HalfRecord):
             return found
@@ -271,6 +292,8 @@ class Lane(Generic[Request, Result]):
         Requests of one commit.
     beside : Lane, optional
         Those who have their answer there come here next, and those who have it here go there.
+    needs : lock, optional
+        A commit takes it.
     """
 
     def __init__(
@@ -281,8 +304,12 @@ class Lane(Generic[Request, Result]):
         linger_s: float = 0.0,
         at_once_max: int = AT_ONCE_MAX,
         beside: Lane[Any, Any] | None = None,
+        needs: object = None,
     ) -> None:
         self._machine = machine
+        self.hurries = False
+        self._needs = needs
+        self._worker = 0  # the thread that commits now
         self._linger_s = linger_s
         self._at_once_max = at_once_max
         self._name = name
@@ -297,6 +324,11 @@ class Lane(Generic[Request, Result]):
         self._under_way = 0  # requests of the commit that is made now
         self._beside: Lane[Any, Any] = self if beside is None else beside
         self._beside._beside = self
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether this thread may wait for an answer."""
+        return threading.get_ident() != self._worker and not (_is_held(self._lock) or _is_held(self._needs))
 
     def ask(self, request: Request, half_id: str) -> Result:
         """Wait for the commit that has this request, and return its answer or raise its problem."""
@@ -345,6 +377,7 @@ class Lane(Generic[Request, Result]):
 
     def _work(self) -> None:
         try:
+            self._worker = threading.get_ident()
             self._gather()
             while group := self._next():
                 began_s = self._machine.monotonic()
@@ -364,6 +397,8 @@ class Lane(Generic[Request, Result]):
                 asked.problem = _one_more(problem)
                 asked.tell()
             logger.error("%s ended, and the next request starts it anew: %s", self._name, traceback_of(problem))
+        finally:
+            self._worker = 0
 
     def _gather(self) -> None:
         """Wait for as many as came lately. Those of the last group come again soon, one after the other: the first of
@@ -378,7 +413,7 @@ class Lane(Generic[Request, Result]):
             now = self._machine.monotonic()
             come_until = max(began_s, self._beside._ended_s) + self._commit_s
             until = last if self._beside._under_way else min(last, come_until)
-            lingers = now < linger_until and not self._hurry
+            lingers = now < linger_until and not (self._hurry or self.hurries)
             if not lingers and (now >= until or waiting >= max(self._sizes)):
                 return
             self._machine.sleep(GATHERING_S)
@@ -413,6 +448,12 @@ class Lane(Generic[Request, Result]):
                 asked.problem = problem if len(group) == 1 else _one_more(problem)
         for asked in group:
             asked.tell()
+
+
+def _is_held(lock: object) -> bool:
+    """Whether this thread holds a lock, as far as that can be known."""
+    is_owned = getattr(lock, "_is_owned", None)
+    return is_owned is not None and bool(is_owned())
 
 
 def _one_more(problem: BaseException) -> BaseException:

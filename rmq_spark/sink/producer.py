@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from itertools import count
@@ -210,6 +210,7 @@ class TransactionMQProducer:
             if not self._under_way.is_open:
                 self._closing.clear()
                 atexit.register(self._end)
+                self._commits.hurry(False)
                 self._commits.open()
                 self._forget_others()
                 start = self.log.machine.start_thread
@@ -242,6 +243,7 @@ class TransactionMQProducer:
             self._under_way.is_open = False
             return
         atexit.unregister(self._end)
+        self._commits.hurry()
         left = self._under_way.close(self._await_s)
         if left:
             self._turns.close()
@@ -483,8 +485,8 @@ class TransactionMQProducer:
         """Take a place among those in flight."""
         self._enter(who)
         # The sends that are under way may need an event loop, or this very thread, in which a listener or a callback
-        # runs. Neither may wait for room, so more are accepted.
-        if _event_loop() is None and not _in_own_thread():
+        # runs, or a commit. None of these may wait for room, so more are accepted.
+        if _event_loop() is None and not _in_own_thread() and self._commits.may_wait:
             in_flight.enter(who)
 
     # ------------------------------------------------------------------ with a session
@@ -540,7 +542,8 @@ class TransactionMQProducer:
                 enlisted.let_commit()
                 session.commit()
         except BaseException:
-            session.rollback()
+            with suppress(Exception):  # after a commit there is nothing to undo; what was raised says more
+                session.rollback()
             raise
         finally:
             enlisted.end()

@@ -1,0 +1,120 @@
+"""Sends in the midst of a commit, from what Python calls there: a signal handler, ``__del__``, a log handler."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rmq_spark as txmq
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.errors import OptionError
+from tests.half_batches import make_log
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> CommitLog:
+    return make_log("delta", tmp_path / "log", orders=1)
+
+
+@pytest.fixture
+def producer(log: CommitLog) -> Iterator[txmq.TransactionMQProducer]:
+    with txmq.TransactionMQProducer(log, "shop", check_interval=None) as found:
+        yield found
+
+
+def message(body: str) -> txmq.Message:
+    return txmq.Message("orders", body.encode())
+
+
+def bodies(log: CommitLog) -> list[str]:
+    return sorted(body.decode() for body in log.another().read("orders")["body"].to_pylist())
+
+
+class Within:
+    """Sends in the midst of what calls it: waiting, which is refused, and without waiting."""
+
+    def __init__(self, producer: txmq.TransactionMQProducer) -> None:
+        self.producer = producer
+        self.refusals = 0
+        self.sent: list[Any] = []
+
+    def __call__(self) -> None:
+        if not self.sent:
+            self.sent.append(self.producer.send_async(message("later")))
+            with pytest.raises(OptionError, match="it would wait for itself for ever"):
+                self.producer.send(message("never"))
+            self.refusals += 1
+
+
+def test_a_send_of_who_holds_the_lock_that_its_commit_needs(
+    log: CommitLog, producer: txmq.TransactionMQProducer
+) -> None:
+    """As from ``__del__`` while Python collects garbage within ``log.read``: it waited for ever."""
+    within = Within(producer)
+    with log.lock:
+        within()
+    assert within.sent[0].result(60).send_status
+    producer.send(message("first"))
+    assert bodies(log) == ["first", "later"]
+    assert within.refusals == 1
+
+
+def test_a_send_of_a_log_handler_in_the_thread_that_commits(
+    log: CommitLog, producer: txmq.TransactionMQProducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    within, prepare = Within(producer), log.prepare
+    logger = logging.getLogger("rmq_spark.commitlog.group_commit")
+
+    class Ships(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            within()
+
+    def tells(*given: Any, **more: Any) -> Any:
+        logger.warning("a commit is made")
+        return prepare(*given, **more)
+
+    monkeypatch.setattr(log, "prepare", tells)
+    logger.addHandler(handler := Ships())
+    try:
+        producer.send(message("first"))
+    finally:
+        logger.removeHandler(handler)
+    assert within.sent[0].result(60).send_status
+    assert within.refusals == 1
+    assert bodies(log) == ["first", "later"]
+
+
+def test_a_signal_that_comes_while_the_thread_of_a_commit_starts(
+    log: CommitLog, producer: txmq.TransactionMQProducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    within, start = Within(producer), log.machine.start_thread
+
+    def and_a_signal_comes(work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
+        if name == "txmq-prepare":
+            signal.raise_signal(signal.SIGUSR1)
+        return start(work, name, daemon=daemon)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: within())
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(log.machine, "start_thread", and_a_signal_comes)
+            producer.send(message("first"))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert within.sent[0].result(60).send_status
+    assert within.refusals == 1
+    assert bodies(log) == ["first", "later"]
+
+
+def test_a_producer_that_lingers_closes_at_once(log: CommitLog) -> None:
+    """It let its sends wait for the whole hour, and the end of Python with them."""
+    with txmq.TransactionMQProducer(log, "shop", check_interval=None, linger=3600) as producer:
+        sent = producer.send_async(message("a"))
+    assert sent.result(60).send_status
+    assert bodies(log) == ["a"]
