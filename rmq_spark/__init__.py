@@ -94,6 +94,14 @@ _MODULES = ("errors", "logs", "metrics", "plots", "testing")
 __all__ = sorted([*_WHERE, "__version__", *_MODULES])
 
 
+_OF_ROCKETMQ = {
+    "DefaultMQProducer": "TransactionMQProducer, whose send() needs no listener,",
+    "DefaultMQPushConsumer": "PushConsumer",
+    "DefaultLitePullConsumer": "PullConsumer",
+    "MessageListenerConcurrently": 'a function for PushConsumer(..., mode="concurrently")',
+    "MessageListenerOrderly": 'a function for PushConsumer(..., mode="orderly")',
+    "UNKNOW": "UNKNOWN",
+}
 _EXTRAS = {"pyspark": "spark", "sqlalchemy": "sql"}
 
 
@@ -112,7 +120,8 @@ def __getattr__(name: str) -> Any:
     errors = importlib.import_module("rmq_spark.errors")
     if name.endswith("Error") and hasattr(errors, name):
         return getattr(errors, name)
-    raise AttributeError(f"module 'rmq_spark' has no attribute {name!r}")
+    said = f"module 'rmq_spark' has no attribute {name!r}"
+    raise AttributeError(f"{said}: RocketMQ's {name} is {_OF_ROCKETMQ[name]} here" if name in _OF_ROCKETMQ else said)
 
 
 def __dir__() -> list[str]:

@@ -235,7 +235,7 @@ class Meeting:
             line.close()
             raise
         line.server = hello["id"]
-        if self._followed is None:
+        if self._followed is None and hello["pid"] != os.getpid():
             logger.info("process %d makes the commits of this one with its own", hello["pid"])
         return line
 

@@ -74,6 +74,8 @@ def _require_name(value: object, what: str, chars_max: int) -> str:
         raise MessageError(f"{what} {value[:40]!r}… has {len(value)} characters: at most {chars_max} are allowed")
     if _NAME.fullmatch(value) is None:
         remedy = "give several as a list" if "," in value else "rename it"
+        if what == "idempotency_key":
+            remedy = "take a hash of it, such as hashlib.sha256(key.encode()).hexdigest()"
         raise MessageError(f"{what} {value!r} has characters outside a-z, A-Z, 0-9 and % | _ -: {remedy}")
     return value
 

@@ -1,4 +1,4 @@
-"""``python -m rmq_spark.cli`` runs the ``txmq`` command when its script is not on the path."""
+"""``python -m rmq_spark.cli``: as ``python -m rmq_spark``."""
 
 from rmq_spark.cli import app
 

@@ -249,8 +249,8 @@ class LogDoctor:
             f"{count_of(len(overdue), 'half batch')} should have been checked, and no checker has said a word on that"
             f"{since} (it is due every {self._interval:g} s): it does not run, or has no listener for the group, or "
             "its listener fails",
-            "txmq check --once (its output says why), then see that the check job runs; when nobody can answer, txmq "
-            "resolve",
+            f"{self._command('check', '--once')} (its output says why), then see that the check job runs; when nobody "
+            "can answer, txmq resolve",
         )
 
     def _listeners(self, rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
@@ -284,7 +284,7 @@ class LogDoctor:
                 "delayed",
                 Level.CRITICAL,
                 f"{count_of(late, 'delayed message')} should have appeared by now: no checker and no sender runs",
-                "txmq check --once",
+                self._command("check", "--once"),
             )
 
     def _quarantined(self) -> Iterator[Finding]:

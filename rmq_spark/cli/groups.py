@@ -45,7 +45,9 @@ def register(app: Any) -> None:
 def list_groups(path: LogPath, watch: Watch = None, as_json: AsJson = False, storage: Storage = None) -> None:
     """List consumer groups, and how far they are behind, in messages and in time."""
     log = open_log(path, storage)
-    nothing = "no consumer group has read from this log: set the option consumerGroup of a stream"
+    nothing = (
+        "no consumer group has read from this log: start a PushConsumer, or set the option consumerGroup of a stream"
+    )
 
     def text() -> str:
         log.refresh()  # which raises when the log is gone

@@ -162,7 +162,7 @@ def _advice(found: Trace) -> str | None:
         asked = any(event.kind == "checked" for event in found.events)
         nobody = "" if asked else "no check has left an answer yet: when one failed, the checker's log says why\n"
         return (
-            f"{nobody}a check asks the listener of {found.producer_group}: txmq check --once; or decide yourself: "
+            f"{nobody}a check asks the listener of {found.producer_group}: txmq check {at}--once; or decide yourself: "
             f"txmq resolve {at}{found.half_id} COMMIT|ROLLBACK --reason …"
         )
     return None

@@ -79,6 +79,7 @@ def sent_back(
         Delay level of every retry. When not given, it rises with each retry.
     """
     columns = ["tags", "keys", "sharding_key", "body"]
+    columns += [name for name in ("born_timestamp",) if name in messages.column_names]
     rows: list[dict[str, Any]] = []
     for row, reason in zip(messages.to_pylist(), reasons, strict=True):
         times = row["reconsume_times"]

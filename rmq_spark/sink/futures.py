@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
@@ -87,6 +88,10 @@ class SendFuture(Future[TransactionSendResult]):
             with suppress(ValueError):  # when it is being called already
                 self._left.remove(fn)
                 super().add_done_callback(fn)
+
+    def __await__(self) -> Generator[Any, None, TransactionSendResult]:
+        """In a coroutine: ``await producer.send_async(message)``. Who is cancelled ends its waiting, not the send."""
+        return asyncio.shield(asyncio.wrap_future(self)).__await__()
 
     def begin(self) -> bool:
         """Begin the send; False when it is cancelled."""

@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -374,14 +373,14 @@ class TransactionMQProducer:
     # ------------------------------------------------------------------ sending, and not waiting
     def send_message_in_transaction_async(
         self, message: Message, arg: Any = None, *, idempotency_key: str | None = None
-    ) -> Future[TransactionSendResult]:
+    ) -> SendFuture:
         """:meth:`send_message_in_transaction`, and the caller does not wait.
 
         Returns
         -------
         concurrent.futures.Future
-            Of the result. In a coroutine: ``await asyncio.wrap_future(...)``. A send that is cancelled before it began
-            leaves nothing; one that has begun goes on.
+            Of the result, which a coroutine may await. A send that is cancelled before it began leaves nothing; one
+            that has begun goes on.
 
         Raises
         ------
@@ -411,7 +410,7 @@ class TransactionMQProducer:
 
     def send_async(
         self, messages: Message | Iterable[Message], *, topic: str | None = None, idempotency_key: str | None = None
-    ) -> Future[TransactionSendResult]:
+    ) -> SendFuture:
         """:meth:`send`, and the caller does not wait; see :meth:`send_message_in_transaction_async`."""
         # A copy: the caller may fill its list anew before the thread reads it.
         given = [messages] if isinstance(messages, Message) else messages
@@ -433,7 +432,7 @@ class TransactionMQProducer:
             and is_small(given)
         )
 
-    def _fly(self, two_phase: TwoPhase, message: Message, arg: Any, topic: str | None) -> Future[TransactionSendResult]:
+    def _fly(self, two_phase: TwoPhase, message: Message, arg: Any, topic: str | None) -> SendFuture:
         in_flight = self._in_flight
         sent = SendFuture(in_flight)
         try:
@@ -453,7 +452,7 @@ class TransactionMQProducer:
             raise
         return sent
 
-    def _start_thread(self, send: Callable[[], TransactionSendResult]) -> Future[TransactionSendResult]:
+    def _start_thread(self, send: Callable[[], TransactionSendResult]) -> SendFuture:
         """Send in a thread that may wait."""
         in_flight, with_thread = self._in_flight, self._with_thread
         sent = SendFuture(in_flight)
@@ -627,7 +626,7 @@ class TransactionMQProducer:
     def _enter(self, who: object) -> None:
         self._require_own_process()
         if not self._under_way.enter(who):
-            raise OptionError("the producer is closed: use it in a with statement, or call start()")
+            raise OptionError("the producer is not open: use it in a with statement, or call start()")
 
     def _require_own_process(self) -> None:
         if forks() != self._forks:

@@ -520,10 +520,12 @@ class TwoPhase:
         ends = "An answer of the listener ends the wait"
         if after_s is not None:
             ends += f"; it rolls back what did not happen once the batch is {after_s:g} s old (rollback_after)"
+        is_stream = run.record.header.numbered
+        earlier, limit = ("run", "replayCheckTimeout") if is_stream else ("send", "replay_check_timeout")
         return (
-            f"half batch {run.record.half_id!r} was prepared {age_s:.0f} s ago by an earlier run, and its listener "
-            f"does not know yet what became of {count_of(messages, 'message')}. Asking again for up to "
-            f"{self.replay_check_timeout_s:g} s (replayCheckTimeout). {ends}; so does txmq resolve"
+            f"half batch {run.record.half_id!r} was prepared {age_s:.0f} s ago by an earlier {earlier}, and its "
+            f"listener does not know yet what became of {count_of(messages, 'message')}. Asking again for up to "
+            f"{self.replay_check_timeout_s:g} s ({limit}). {ends}; so does txmq resolve"
         )
 
     def _unresolved(self, run: Run) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import rmq_spark as txmq
 from rmq_spark import errors
 from rmq_spark.datasource import TxmqDataSource
 from rmq_spark.errors import OptionError, TopicNotFoundError, find_cause
@@ -161,3 +163,32 @@ def test_options_that_no_read_could_use_are_refused_when_they_are_loaded(options
 )
 def test_options_of_a_stream_and_of_a_batch_may_be_loaded(options: dict[str, str]) -> None:
     assert TxmqDataSource({"path": "log", "subscribe": "orders", **options}).schema()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_here"),
+    [
+        ("UNKNOW", "UNKNOWN"),
+        ("DefaultMQPushConsumer", "PushConsumer"),
+        ("DefaultMQProducer", "TransactionMQProducer"),
+    ],
+)
+def test_a_name_of_rocketmq_is_told_where_it_is_here(name: str, is_here: str) -> None:
+    with pytest.raises(AttributeError, match=f"RocketMQ's {name} is {is_here}"):
+        getattr(txmq, name)
+    assert not hasattr(txmq, "Nothing")
+
+
+def test_a_key_that_a_client_chose_is_to_be_hashed(tmp_path: Path) -> None:
+    log = txmq.CommitLog.create(tmp_path / "log")
+    log.create_topic("orders", queues=1)
+    with (
+        txmq.TransactionMQProducer(log, "shop", check_interval=None) as producer,
+        pytest.raises(txmq.MessageError, match=r"idempotency_key 'order/42 é' .*take a hash of it"),
+    ):
+        producer.send(txmq.Message("orders", b"x"), idempotency_key="order/42 é")
+
+
+def test_the_command_runs_as_a_module() -> None:
+    said = subprocess.run([sys.executable, "-m", "rmq_spark", "--help"], capture_output=True, text=True, check=True)
+    assert "doctor" in said.stdout

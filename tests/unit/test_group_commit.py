@@ -472,7 +472,7 @@ def test_asynchronous_sends_share_commits_and_come_to_their_end_when_the_produce
     assert bodies(log) == sorted(str(i).encode() for i in range(40))
     assert {send.result(0).local_transaction_state for send in sent} == {COMMIT_MESSAGE}
     assert log.refresh() - before < 40
-    with pytest.raises(OptionError, match="closed"):
+    with pytest.raises(OptionError, match="not open"):
         producer.send_async(message("late"))
 
 
@@ -548,7 +548,7 @@ def test_a_producer_is_closed_in_time_although_a_local_transaction_hangs(caplog:
         wait_for(lambda: shop.seen == [b"0"])
     assert "closed with 1 under way" in caplog.text
     assert log.pending().num_rows == 1
-    with pytest.raises(OptionError, match="closed"):
+    with pytest.raises(OptionError, match="not open"):
         producer.send(message(1))
     go_on.set()
     assert hangs.result(DEADLINE_S).local_transaction_state is COMMIT_MESSAGE
@@ -979,6 +979,29 @@ class Awaits(Shop):
     async def execute_local_transaction(self, batch: HalfBatch) -> Any:
         await asyncio.sleep(0)
         return super().execute_local_transaction(batch)
+
+
+def test_a_coroutine_awaits_the_future_itself() -> None:
+    """Who is cancelled ends its waiting, and not the send, also when that has not begun."""
+    log = make_log("memory", Path(), orders=2)
+    may_end = threading.Event()
+
+    def slow() -> Any:
+        return COMMIT_MESSAGE if may_end.wait(DEADLINE_S) else UNKNOWN
+
+    async def gives_up(producer: txmq.TransactionMQProducer) -> list[Any]:
+        sent = [producer.send_message_in_transaction_async(message("slow")) for _ in range(3)]
+        for one in sent:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(one, 0.05)
+        may_end.set()
+        return [await one for one in sent]
+
+    with txmq.TransactionMQProducer(
+        log, "shop", Shop({b"slow": slow}), check_interval=None, listener_threads=1
+    ) as producer:
+        assert [r.local_transaction_state for r in asyncio.run(gives_up(producer))] == [COMMIT_MESSAGE] * 3
+    assert log.read("orders").num_rows == 3
 
 
 def test_a_local_transaction_that_is_a_coroutine_runs_in_the_loop_of_its_caller() -> None:

@@ -299,11 +299,11 @@ def test_a_producer_can_be_opened_again(log: Any) -> None:
 # ---------------------------------------------------------------- bad input
 def test_a_closed_producer_sends_nothing(log: Any) -> None:
     closed = producer(log, Told())
-    with pytest.raises(OptionError, match="closed"):
+    with pytest.raises(OptionError, match="not open"):
         closed.send_message_in_transaction(ORDER)
     with closed:
         pass
-    with pytest.raises(OptionError, match="closed"):
+    with pytest.raises(OptionError, match="not open"):
         closed.send_message_in_transaction(ORDER)
 
 

@@ -445,6 +445,7 @@ def test_retries_and_dead_letters_are_those_of_the_spark_consumer() -> None:
     pass_time(machine, [consumer], DELAY_LEVELS_S[2] + 1)
     retry = log.another().read("%RETRY%points")
     b = read.filter(pc.equal(read["body"], b"b"))
+    assert retry["born_timestamp"].to_pylist() == b["born_timestamp"].to_pylist()
     expected = sent_back(restored(b), ["the listener returned RECONSUME_LATER"], "points", 2, None).drop_columns(
         ["delay_level"]
     )
