@@ -211,7 +211,7 @@ def test_the_log_can_be_lines_of_json(folder: Path) -> None:
     assert code == 1
     lines = [json.loads(text) for text in err.splitlines()]
     closed = next(line for line in lines if "closed" in line["message"])
-    assert (closed["half_id"], closed["producer_group"], closed["level"]) == ("app:1", "order-service", "INFO")
+    assert (closed["half_id"], closed["producer_group"], closed["level"]) == ("app:1", "order-service", "WARNING")
 
 
 def test_a_single_round_leaves_its_metrics_in_a_file(folder: Path) -> None:

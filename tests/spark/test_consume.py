@@ -365,11 +365,12 @@ def test_a_stream_without_its_columns_is_refused(spark: SparkSession, log: Commi
 
 
 @pytest.mark.parametrize("answer", [True, [CONSUME_SUCCESS], [SUCCESS, SUCCESS]])
-def test_an_answer_that_is_none_ends_the_query_and_loses_nothing(
+def test_an_answer_that_is_none_is_a_failure_of_the_messages_and_ends_no_query(
     spark: SparkSession, log: CommitLog, tmp_path: Path, answer: Any
 ) -> None:
     send(log, 0, ["a", "b"], queue_id=[0, 0])
-    writer = txmq.consume(stream(spark, log), GROUP, lambda messages: answer, log=log)
-    with pytest.raises(StreamingQueryException, match="the message listener returned"):
-        run(writer, tmp_path / "cp")
-    assert txmq.ConsumerGroup(log, GROUP).positions().get(("orders", 0), 0) == 0
+    writer = txmq.consume(stream(spark, log), GROUP, lambda messages: answer, log=log, max_reconsume_times=0)
+    run(writer, tmp_path / "cp")
+    assert txmq.ConsumerGroup(log, GROUP).positions()["orders", 0] == 2
+    dead = txmq.DeadLetters(log, GROUP).list()
+    assert [reason.startswith("the listener returned") for reason in dead["reason"].to_pylist()] == [True, True]
