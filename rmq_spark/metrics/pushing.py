@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FuturesTimeoutError
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -64,21 +66,20 @@ def push(
 def _within(limit_s: float, work: Callable[[], None]) -> None:
     """Do it in a thread that is not waited for when the time is over: urllib's limit is for each wait, and a gateway
     that sends a byte a second would hold a program for ever."""
-    problems: list[Exception] = []
+    done: Future[None] = Future()
 
     def run() -> None:
         try:
             work()
+            done.set_result(None)
         except Exception as problem:
-            problems.append(problem)
+            done.set_exception(problem)
 
-    thread = threading.Thread(target=run, name="txmq-push", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if problems:
-        raise problems[0]
-    if thread.is_alive():
-        raise TimeoutError(f"it has not answered within {limit_s:g} s")
+    threading.Thread(target=run, name="txmq-push", daemon=True).start()
+    try:
+        done.result(limit_s)
+    except FuturesTimeoutError:
+        raise TimeoutError(f"it has not answered within {limit_s:g} s") from None
 
 
 def write_textfile(registry: Any, path: str | os.PathLike[str]) -> None:

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from rmq_spark.cli import app
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import OptionError, StorageError
+from rmq_spark.metrics import pushing
 from rmq_spark.metrics.pushing import push
 from tests.half_batches import commit, make_log, prepare, roll_back
 
@@ -121,6 +122,29 @@ def test_a_push_ends_when_nobody_answers() -> None:
         silent.listen()
         with pytest.raises(StorageError, match="could not be pushed to 127"):
             push(prometheus_client.CollectorRegistry(), f"127.0.0.1:{silent.getsockname()[1]}", "job", timeout=0.2)
+
+
+def test_a_push_that_fails_as_its_time_ends_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks at its thread it could fail unseen."""
+    may_end = threading.Event()
+
+    class EndsBetween(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            """Its time is over, and it still runs."""
+
+        def is_alive(self) -> bool:
+            may_end.set()
+            super().join()
+            return False
+
+    def fails() -> None:
+        may_end.wait(60)
+        raise OSError("refused")
+
+    monkeypatch.setattr(pushing.threading, "Thread", EndsBetween)  # type: ignore[attr-defined]
+    with pytest.raises((TimeoutError, OSError)):
+        pushing._within(0.05, fails)
+    may_end.set()
 
 
 def test_the_metrics_are_written_for_a_node_exporter(log: CommitLog, tmp_path: Path) -> None:
