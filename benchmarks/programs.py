@@ -48,7 +48,7 @@ SECONDS = float(os.environ.get("BENCH_SECONDS", "3"))
 THREADS = (1, 8, 64)
 MANY = 64
 PROCESSES, THREADS_EACH = 4, 16
-IN_FLIGHT = 4096
+IN_FLIGHT, PAIR = 4096, 2
 BODY = b'{"order_id": 12345, "item": "tea", "quantity": 3}'
 SCHEMA = pa.schema([("half_id", pa.string()), ("body", pa.binary())])
 WARM_UP = 20
@@ -62,6 +62,7 @@ TOGETHER = f"{PROCESSES} processes of {THREADS_EACH} threads"
 ASYNC = f"send_message_in_transaction_async, {IN_FLIGHT:,} in flight"
 SELDOM = "the same, full collections a tenth as often"
 PLAIN = f"send_async, {IN_FLIGHT:,} in flight"
+IN_PAIR = f"{PAIR} processes with {IN_FLIGHT // PAIR:,} in flight each, full collections a tenth as often"
 ALONE = "PostgreSQL transactions alone, 64 threads"
 FENCED = "a producer with PostgreSQL fences, 64 threads"
 
@@ -124,16 +125,17 @@ def in_threads(folder: Path, threads: int, listener: txmq.TransactionListener) -
     return found
 
 
-def many_in_flight(folder: Path, plain: bool) -> Counted:
-    """The producer itself waits while it has ``max_in_flight`` sends under way."""
-    producer = producer_of(folder, CommitOncePrepared(), max_in_flight=IN_FLIGHT)
+def many_in_flight(folder: Path, plain: bool = False, most: int = IN_FLIGHT, at: float = 0.0) -> Counted:
+    """The producer itself waits while it has ``max_in_flight`` sends under way. They begin at a time."""
+    producer = producer_of(folder, CommitOncePrepared(), max_in_flight=most)
     message = txmq.Message("orders", BODY, keys="12345")
     warmed(lambda: producer.send(message))
 
     def send() -> Future[Any]:
         return producer.send_async(message) if plain else producer.send_message_in_transaction_async(message)
 
-    found = in_flight(send, IN_FLIGHT, SECONDS)
+    time.sleep(max(0.0, at - time.time()))
+    found = in_flight(send, most, SECONDS)
     producer.shutdown()
     return found
 
@@ -149,16 +151,21 @@ def collecting_seldom() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
-def in_processes(folder: Path) -> float:
-    """Sends a second of several processes together, on one log."""
+def in_processes(folder: Path, processes: int) -> float:
+    """Sends a second of several processes together, on one log: of threads, or of many sends in flight in a pair."""
     producer_of(folder, CommitOncePrepared()).shutdown()
-    command = [sys.executable, "-m", "benchmarks.programs", str(folder), str(time.time() + 6)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(PROCESSES)]
+    most = IN_FLIGHT // processes if processes == PAIR else 0
+    command = [sys.executable, "-m", "benchmarks.programs", str(folder), str(time.time() + 6), str(most)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
     return sum(float(process.communicate()[0]) for process in running)
 
 
-def one_process(folder: Path, at: float) -> None:
+def one_process(folder: Path, at: float, most: int) -> None:
     """A process of :func:`in_processes`: it starts at a time, and prints what it has sent a second."""
+    if most:
+        with collecting_seldom():
+            print(many_in_flight(folder, most=most, at=at).per_s)
+        return
     producer = producer_of(folder, CommitOncePrepared())
     send = send_with(producer)
     send()
@@ -173,6 +180,7 @@ class Rounds:
     def __init__(self) -> None:
         self.counted: dict[str, list[Counted]] = defaultdict(list)
         self.together: list[float] = []
+        self.in_pair: list[float] = []
         self.to_listener_ms: dict[int, list[float]] = defaultdict(list)
         self.visible_ms: list[float] = []
         self.loads: list[float] = []
@@ -188,10 +196,11 @@ class Rounds:
             self.to_listener_ms[threads].append(median(listener.since_call_s[WARM_UP:]) * 1000)
         for flush, peer in peers.items():
             count[FLUSHES[flush]].append(Counted(*peer.sends(BODY, MANY, WARM_UP_S, SECONDS)))
-        self.together.append(in_processes(folder / "processes"))
-        count[ASYNC].append(many_in_flight(folder / "async", plain=False))
+        self.together.append(in_processes(folder / "processes", PROCESSES))
+        count[ASYNC].append(many_in_flight(folder / "async"))
         with collecting_seldom():
-            count[SELDOM].append(many_in_flight(folder / "seldom", plain=False))
+            count[SELDOM].append(many_in_flight(folder / "seldom"))
+        self.in_pair.append(in_processes(folder / "pair", PAIR))
         count[PLAIN].append(many_in_flight(folder / "plain", plain=True))
         count[ALONE].append(timed(warmed(database.alone()), MANY, SECONDS))
         count[FENCED].append(in_threads(folder / "fenced", MANY, database.listener()))
@@ -227,7 +236,8 @@ class Rounds:
         for who, found in self.counted.items():
             times = f"{median(c.median_ms for c in found):.1f}", f"{median(c.p99_ms for c in found):.1f}"
             table.add_row(who, f"{median(self.per_s(who)):,.0f}", spread(self.per_s(who), 0), *times)
-        table.add_row(TOGETHER, f"{median(self.together):,.0f}", spread(self.together, 0), "", "")
+        for who, per_s in ((TOGETHER, self.together), (IN_PAIR, self.in_pair)):
+            table.add_row(who, f"{median(per_s):,.0f}", spread(per_s, 0), "", "")
         console = Console(width=120)
         console.print(table)
         lines = {
@@ -260,6 +270,7 @@ class Rounds:
             "producer_64_threads_postgresql_vs_alone": round(median(self.beside(FENCED, ALONE)), 3),
             "producer_4096_in_flight_per_s": round(median(self.per_s(ASYNC)), 1),
             "producer_4096_in_flight_collecting_seldom_per_s": round(median(self.per_s(SELDOM)), 1),
+            "producer_4096_in_flight_2_processes_per_s": round(median(self.in_pair), 1),
             "producer_processes_vs_threads": round(median(self.of_threads), 3),
             "producer_call_to_listener_ms": round(median(self.to_listener_ms[MANY]), 1),
             "visible_ms": round(median(self.visible_ms), 1),
@@ -303,6 +314,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        one_process(Path(sys.argv[1]), float(sys.argv[2]))
+        one_process(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
     else:
         main()

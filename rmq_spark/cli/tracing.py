@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,6 +96,7 @@ def _told(found: Trace, advice: str | None) -> str:
         "where": WHERE[found.where],
         "conflict": "yes: a verdict came too late, and nobody has resolved it" if found.in_conflict else None,
         "lease_until": found.lease_until,
+        "waits_for": _named(found.waits_for),
     }
     text = block(head)
     previous: datetime | None = None
@@ -117,6 +119,12 @@ def _told(found: Trace, advice: str | None) -> str:
     for sentence in found.unknown:
         text += f"not known: {one_line(sentence)}\n"
     return text + (f"\n{advice}\n" if advice else "")
+
+
+def _named(half_ids: Sequence[str]) -> str | None:
+    more = len(half_ids) - PLACES_SHOWN
+    shown = ", ".join(half_ids[:PLACES_SHOWN])
+    return f"{shown}, and {more} more (--json has all)" if more > 0 else shown or None
 
 
 def _what(found: Trace, event: TraceEvent) -> str:
@@ -165,4 +173,6 @@ def _advice(found: Trace) -> str | None:
             f"{nobody}a check asks the listener of {found.producer_group}: txmq check {at}--once; or decide yourself: "
             f"txmq resolve {at}{found.half_id} COMMIT|ROLLBACK --reason …"
         )
+    if found.waits_for:
+        return f"see what holds it up: txmq trace {at}{found.waits_for[0]}"
     return None

@@ -16,7 +16,7 @@ from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.keyed import Open
 from rmq_spark.commitlog.marking import Marker
 from rmq_spark.commitlog.op import STATS_COLUMNS, BatchState, Kind, OpRow, RowState, Who, to_table
-from rmq_spark.commitlog.placing import EPOCH, Piece, Placer
+from rmq_spark.commitlog.placing import EPOCH, Piece, Placer, in_send_order
 from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, ranges_count, runs
 from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.config import ATTEMPTS_MAX
@@ -237,6 +237,18 @@ class Ledger(Follower):
         if [(p.record.half_id, p.file_no, p.ranges, p.attempt) for p in pieces] == commits:  # nobody waits: a row each
             return _with_offsets(rows, self.tails)
         return rows + _with_offsets([_place_row(piece) for piece in pieces], self.tails)
+
+    def holding_up(self, record: HalfRecord) -> list[str]:
+        """Half batches with pending messages for which committed ones of this half batch wait, in the order in which
+        they were sent."""
+        if None not in self.waiting.get(record.half_id, {}):
+            return []
+        with self.table.lock:
+            mine = self.open_batch(record.half_id)
+            units = in_send_order([mine, *self._others([mine], EPOCH)])
+        sent = list(dict.fromkeys(batch.record.half_id for batch, _ in units))
+        before = sent[: sent.index(record.half_id)]
+        return [h for h in before if self.open_batch(h).state.count(RowState.PENDING)]
 
     def _others(self, opened: Sequence[Open], now: datetime) -> list[Open]:
         """Other half batches whose messages may be due, or may wait for those of ``opened``."""

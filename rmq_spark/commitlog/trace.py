@@ -120,6 +120,8 @@ class Trace:
         True when a verdict came too late, and no person has resolved that.
     lease_until : datetime or None
         Set while its local transaction is known to run.
+    waits_for : tuple of str
+        Half batches that hold committed messages up: pending ones, sent before with the same sharding key.
     events : tuple of TraceEvent
         In their order.
     unknown : tuple of str
@@ -143,6 +145,7 @@ class Trace:
     topics: tuple[str, ...] = ()
     in_conflict: bool = False
     lease_until: datetime | None = None
+    waits_for: tuple[str, ...] = ()
     events: tuple[TraceEvent, ...] = ()
     unknown: tuple[str, ...] = ()
 
@@ -155,6 +158,7 @@ class Trace:
             **shown,
             "outcome": dict(self.outcome),
             "topics": list(self.topics),
+            "waits_for": list(self.waits_for),
             "events": [event.to_dict() for event in self.events],
             "unknown": list(self.unknown),
         }

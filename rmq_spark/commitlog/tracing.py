@@ -176,6 +176,7 @@ def _of_half(log: ProtocolSteps, asked: _Asked, record: HalfRecord, rows: pa.Tab
         attempt=attempt,
         in_conflict=bool(state.conflicting() & traced),
         lease_until=state.lease_until if state.leased(log.machine.now()) else None,
+        waits_for=tuple(log.ledger.holding_up(record)),
         topics=tuple(sorted({s.topic for n in traced for s in record.files[n].segments if _has(traced[n], s)})),
         events=_in_order([*events, *_drained_event(log, events)]),
     )

@@ -312,6 +312,15 @@ def test_a_trace_is_told_with_what_can_be_done(log: CommitLog) -> None:
     assert "log.resolve" not in txmq("trace", half_id)[0]
 
 
+def test_the_trace_of_a_message_that_waits_names_what_holds_it_up(log: CommitLog) -> None:
+    log.create_topic("steps", 1, fifo=True)
+    first, second = (prepare(log, i, {"body": ["x"], "sharding_key": ["k"]}, topic="steps") for i in (90, 91))
+    commit(log, second)
+    out, _ = txmq("trace", log.path, second.half_id)
+    assert re.search(rf"waits.for +{first.half_id}\n", out)
+    assert f"see what holds it up: txmq trace {log.path} {first.half_id}" in out
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("a:1", "half_id"), ("a:1:0.7", "message_id"), ("a:1:2", "transaction_id"), ("a:1:2:0.7", "transaction_id"),

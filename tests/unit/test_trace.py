@@ -189,3 +189,21 @@ def test_a_trace_names_the_one_thing_that_it_needs(log: CommitLog) -> None:
         log.trace("nonsense")
     with pytest.raises(OptionError, match="'a:1:1' is not a message id"):
         log.trace(message_id="a:1:1")
+
+
+def test_a_message_that_waits_says_for_whom(log: CommitLog) -> None:
+    """It said that it waits for an earlier message, and not for which."""
+    log.create_topic("ordered", 1, fifo=True)
+    first, other, second, third = (
+        prepare(log, i, {"body": ["x"], "sharding_key": [key]}, topic="ordered")
+        for i, key in enumerate(("k", "other", "k", "k"))
+    )
+    for record in (second, third):
+        commit(log, record)
+    handle = another(log)
+    assert handle.trace(half_id=second.half_id).waits_for == (first.half_id,)
+    assert handle.trace(half_id=third.half_id).waits_for == (first.half_id,)
+    assert handle.trace(half_id=first.half_id).waits_for == ()
+    commit(log, first)
+    assert another(log).trace(half_id=third.half_id).waits_for == ()
+    assert other.half_id in log.open_half_ids()
