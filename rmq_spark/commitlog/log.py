@@ -138,8 +138,8 @@ class CommitLog(ProtocolSteps):
             When the store cannot be reached.
         """
         where = location(path)
-        remember(storage_options)
         require_storage_options(where, storage_options)
+        remember(storage_options)
         with reaching(where, storage_options):
             opened = open_tables(where, storage_options)
         *tables, queues = opened
@@ -160,8 +160,8 @@ class CommitLog(ProtocolSteps):
         NotACommitLogError, LogFormatError, StorageError
         """
         where = location(path)
-        remember(storage_options)
         require_storage_options(where, storage_options)
+        remember(storage_options)
         with reaching(where, storage_options):
             return upgrade_tables(where, storage_options)
 

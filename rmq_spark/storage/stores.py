@@ -38,6 +38,17 @@ def require_storage_options(where: str, storage_options: Mapping[str, str] | Non
     ------
     OptionError
     """
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise OptionError(
+            f"storage_options is {type(storage_options).__name__}: a mapping of names to texts is expected, such as "
+            "{'AWS_REGION': 'eu-west-1'}"
+        )
+    for name, value in (storage_options or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise OptionError(
+                f"storage_options has {name!r} with a value of the type {type(value).__name__}: names and values are "
+                "texts, such as 'true' or '10'"
+            )
     given = {name.lower(): str(value).strip().lower() for name, value in _settings(storage_options)}
     for name, value in given.items():
         if name.endswith("allow_unsafe_rename") and value in _YES:

@@ -188,3 +188,17 @@ def test_an_endpoint_that_is_no_url_is_refused_in_one_sentence() -> None:
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "eu"}
     with pytest.raises(UnreachableStoreError, match="an endpoint is a URL such as https://host:9000"):
         txmq.CommitLog.open("s3://bucket/log", {**keys, "AWS_ENDPOINT_URL": "garbage"})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["k"], "storage_options is list: a mapping of names to texts is expected"),
+        ({"timeout": 5}, "storage_options has 'timeout' with a value of the type int: names and values are texts"),
+    ],
+)
+def test_storage_options_that_are_none_are_refused(tmp_path: Path, options: Any, words: str) -> None:
+    doors: tuple[Any, ...] = (txmq.CommitLog.create, txmq.CommitLog.open, txmq.CommitLog.upgrade)
+    for door in doors:
+        with pytest.raises(OptionError, match=words):
+            door(tmp_path / "log", storage_options=options)
