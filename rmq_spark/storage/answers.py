@@ -30,11 +30,11 @@ def is_denied(problem: BaseException) -> bool:
     return isinstance(problem, PermissionError) or _DENIED.search(str(problem)) is not None
 
 
-def unwritable(where: str, problem: OSError, storage_options: Mapping[str, str] | None = None) -> StorageError:
+def unwritable(where: str, problem: OSError) -> StorageError:
     """The error to raise when something could not be written there."""
     if is_denied(problem):
         return StorageError(f"{where} cannot be written to (permission denied): give this program the right to write")
-    said = plainly(str(problem), storage_options)
+    said = plainly(str(problem), None)
     return UnreachableStoreError(f"{where} cannot be written to, its store fails: {said}; mend that and try again")
 
 
