@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import sqlalchemy as sa
 
-from rmq_spark.config import GROUP_CHARS_MAX, TOPIC_CHARS_MAX, named
+from rmq_spark.config import GROUP_CHARS_MAX, TOPIC_CHARS_MAX, named, whole_number
 from rmq_spark.errors import InboxConflictError, ListenerError, OptionError, TransactionEndedError
 from rmq_spark.listener import require_work
 from rmq_spark.listeners.database import (
@@ -27,7 +27,7 @@ from rmq_spark.listeners.database import (
     require_exact,
 )
 from rmq_spark.machine import MACHINE, Machine
-from rmq_spark.message import require_group_name
+from rmq_spark.message import require_group_name, require_topic_name
 from rmq_spark.redaction import cause_of, traceback_of
 
 if TYPE_CHECKING:
@@ -136,6 +136,32 @@ class SqlInbox(Database):
         with self.transaction(write=False) as connection:
             return self._positions(connection)
 
+    def set_position(self, topic: str, queue_id: int, next_offset: int) -> None:
+        """Say from which offset on results of a queue are to be written: messages below it count as written.
+
+        ``txmq group reset`` moves the group and not its inbox, which takes what comes again for what it has written
+        already. A position that was marked, because ``work`` ended its transaction, is set anew, too.
+
+        Parameters
+        ----------
+        topic : str
+        queue_id : int
+        next_offset : int
+            Of the first message whose result is still to be written.
+
+        Raises
+        ------
+        InboxConflictError
+            When a consumer moved it at the same moment.
+        """
+        queue = (require_topic_name(topic, own=True), whole_number(queue_id, "queue_id", 0))
+        with self.transaction() as connection:
+            same = (self._table.c.consumer_group == self.group, self._table.c.topic == queue[0])
+            now = sa.select(self._table.c.next_offset).where(*same, self._table.c.queue_id == queue[1])
+            before = connection.execute(now).scalar()
+            known = {} if before is None else {queue: int(before)}
+            self._move(connection, known, {queue: whole_number(next_offset, "next_offset", 0)})
+
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         """Write the results of one micro-batch. ``foreachBatch`` calls this."""
         self.apply(batch.toArrow())
@@ -180,7 +206,7 @@ class SqlInbox(Database):
             self._keep_started(before, new)
             raise TransactionEndedError(
                 f"{problem}. The positions of group {self.group!r} are marked (below 0), and no later call goes on: "
-                f"look what is there, undo or finish it, and set them by hand in table {self._table.fullname!r}"
+                "look what is there, undo or finish it, and call set_position(topic, queue_id, next_offset)"
             ) from cause_of(problem)
 
     def _run(self, connection: sa.Connection, before: Mapping[tuple[str, int], int], new: pa.Table) -> None:
@@ -258,8 +284,8 @@ class SqlInbox(Database):
                 raise ListenerError(
                     f"work ended the database transaction of group {self.group!r}, topic {topic!r}, queue {queue_id} "
                     f"in its middle: a part of the results from offset {_under_way(next_offset)} on may be in "
-                    f"{self.where}. Look there, undo or finish that part, and set next_offset in table "
-                    f"{self._table.fullname!r} to the first offset to go on with"
+                    f"{self.where}. Look there, undo or finish that part, and call set_position({topic!r}, {queue_id}, "
+                    "next_offset) with the first offset to go on with"
                 )
         return {(topic, queue_id): next_offset for topic, queue_id, next_offset in rows}
 

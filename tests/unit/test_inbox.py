@@ -140,6 +140,35 @@ def test_an_inbox_whose_work_ended_its_transaction_does_not_go_on(url: str, log:
     assert len(results(url)) == (2 if way == "COMMIT" else 0)
 
 
+def test_a_position_can_be_set_to_write_results_anew(url: str, log: CommitLog) -> None:
+    """A reset of the group came to nothing: the inbox took each message for one that it had written."""
+    commit(log, prepare(log, 0, 4))
+    messages = log.read("orders")
+    inbox = inbox_of(url)
+    assert (inbox.apply(messages), inbox.apply(messages)) == (4, 0)
+    for topic, queue_id in inbox.positions():
+        inbox.set_position(topic, queue_id, 0)
+    inbox.set_position("bills", 7, 3)
+    assert inbox.apply(messages) == 4
+    assert inbox.positions()["bills", 7] == 3
+    assert txmq.SqlInbox(url, "other", count_each).positions() == {}
+    with pytest.raises(txmq.OptionError, match="next_offset=-1"):
+        inbox.set_position("orders", 0, -1)
+
+
+def test_a_marked_position_is_set_by_a_person(url: str, log: CommitLog) -> None:
+    commit(log, prepare(log, 0, 1))
+    with pytest.raises(txmq.TransactionEndedError, match="set_position"):
+        inbox_of(url, lambda connection, messages: connection.connection.driver_connection.execute("COMMIT")).apply(
+            log.read("orders")
+        )
+    with pytest.raises(txmq.ListenerError, match=r"call set_position\('orders', \d, next_offset\)"):
+        inbox_of(url).positions()
+    (queue_id,) = log.read("orders")["queue_id"].to_pylist()
+    inbox_of(url).set_position("orders", queue_id, 0)
+    assert inbox_of(url).apply(log.read("orders")) == 1
+
+
 def test_an_inbox_whose_table_takes_topics_for_equal_is_refused(url: str, log: CommitLog) -> None:
     commit(log, prepare(log, 0, 4))
     inbox_of(url)
