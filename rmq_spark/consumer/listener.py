@@ -194,12 +194,10 @@ def tell_failed(
 
 
 def _answer(status: object, kind: type[Enum], reason: str | None = None) -> tuple[bool, str | None]:
-    if status in (CONSUME_SUCCESS, SUCCESS) and isinstance(status, kind):
-        return True, None
     if reason is not None:
         return False, reason
     if isinstance(status, kind):
-        return False, f"the listener returned {status.name}"
+        return status in (CONSUME_SUCCESS, SUCCESS), f"the listener returned {status.name}"
     success = CONSUME_SUCCESS if kind is ConsumeConcurrentlyStatus else SUCCESS
     said = "None" if status is None else f"something of the type {type(status).__name__}"
     return False, f"the listener returned {said}: {success.name} is expected of what is done"

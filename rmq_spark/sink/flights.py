@@ -27,11 +27,12 @@ from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.errors import HalfBatchLeftError, TxmqError
 from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.redaction import cause_of
 from rmq_spark.sink.futures import SendFuture
 from rmq_spark.sink.sent import result_of
 from rmq_spark.sink.told import tell_not_sent, tell_sent
 from rmq_spark.sink.turns import Turns
-from rmq_spark.sink.two_phase import Answered, Outcome, Run, TwoPhase, held_by, require_decided
+from rmq_spark.sink.two_phase import OF_THE_LOG, Answered, Outcome, Run, TwoPhase, held_by, left_open
 from rmq_spark.storage.pools import Crew
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
@@ -205,9 +206,7 @@ class Flight:
     def _decided(self, decided: Decided | None, problem: BaseException | None) -> None:
         try:
             if decided is None or decided.problem is not None:
-                found = problem or (decided and decided.problem) or AssertionError()
-                require_decided(self._run.record, found)
-                raise found
+                raise problem or (decided and decided.problem) or AssertionError
             run = self._run
             run.keep(self._attempt, decided.placed)
             if run.outcome.messages or self._two_phase.is_settled(run):
@@ -240,6 +239,10 @@ class Flight:
         self._flights.end(self._future)
 
     def _fail(self, problem: BaseException) -> None:
+        if hasattr(self, "_run") and isinstance(problem, OF_THE_LOG):
+            found = left_open(self._run, problem)
+            found.__cause__ = cause_of(problem)
+            problem = found
         if isinstance(problem, Exception):
             tell_not_sent(self._two_phase.log, self._message.writer.header.producer_group, problem)
         self._future.set_exception(problem)

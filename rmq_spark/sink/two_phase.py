@@ -38,12 +38,15 @@ from rmq_spark.config import LEASE_S, LEASE_S_MAX, REPLAY_CHECK_TIMEOUT_S, secon
 from rmq_spark.errors import (
     AlreadyPreparedError,
     CheckpointMismatchError,
+    ClockError,
     CommitError,
     CorruptLogError,
     FencedError,
     HalfBatchLeftError,
     ListenerError,
     LocalTransactionError,
+    LogFormatError,
+    NotACommitLogError,
     OptionError,
     StaleAttemptError,
     StorageError,
@@ -77,6 +80,10 @@ logger = logging.getLogger(__name__)
 
 ON_LISTENER_ERROR = ("fail", "unknown")
 FINAL_STATES = (RowState.COMMITTED, RowState.DECIDED, RowState.ROLLED_BACK)
+OF_THE_LOG = (
+    StorageError, CommitError, ClockError, CorruptLogError, NotACommitLogError, LogFormatError, OSError, MemoryError,
+)  # fmt: skip
+"""Problems of the log and its store. After the prepare they leave a half batch pending, and say nothing of it."""
 REPLAY_BACKOFF_S_MIN = 0.2
 REPLAY_BACKOFF_S_MAX = 5.0
 
@@ -266,6 +273,8 @@ class TwoPhase:
             if left.archived is None:
                 raise
             return _outcome_of_left(record, left.archived)
+        except OF_THE_LOG as problem:
+            raise left_open(run, problem) from cause_of(problem)
         return run.outcome
 
     def find_replayed(self, header: HalfHeader) -> HalfRecord | None:
@@ -320,7 +329,7 @@ class TwoPhase:
         UnresolvedTransactionError
             When it was made, or nobody can say: a check brings the half batch to its end.
         """
-        if not _leaves_open(problem):
+        if not isinstance(problem, OF_THE_LOG):
             return
         with suppress(Exception):
             if self.log.find(header.app_id, header.batch_id) is None:
@@ -416,11 +425,7 @@ class TwoPhase:
         commit, rollback = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE]
         if commit or rollback:
             with settling(self.log.path, batch, str(who), commit.count, rollback.count, run.record.topics):
-                try:
-                    placed = self.commits.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
-                except Exception as problem:
-                    require_decided(run.record, problem)
-                    raise
+                placed = self.commits.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
             said = "%r: %d messages are committed, %d rolled back, by %s"
             logger.debug(said, batch, commit.count, rollback.count, who, extra=of_batch(batch))
             run.keep(batch.attempt, placed)
@@ -540,20 +545,13 @@ class TwoPhase:
         )
 
 
-def require_decided(record: HalfRecord, problem: BaseException) -> None:
-    """Raise UnresolvedTransactionError when this problem with a decision leaves the half batch pending."""
-    if _leaves_open(problem):
-        did = "" if record.header.fence_id == NO_LISTENER_FENCE else "What the local transaction did stands. "
-        raise UnresolvedTransactionError(
-            f"the verdict on half batch {record.half_id!r} could not be written ({sentence_of(problem)}). "
-            f"{did}{_stays_open(record.header)}"
-        ) from cause_of(problem)
-
-
-def _leaves_open(problem: BaseException) -> bool:
-    """Whether a failed step may leave a half batch pending, and the error says nothing of it: the store failed."""
-    return isinstance(problem, StorageError | CommitError | OSError | MemoryError) and not isinstance(
-        problem, CorruptLogError
+def left_open(run: Run, problem: BaseException) -> UnresolvedTransactionError:
+    """What to raise when a problem with the log leaves a half batch pending."""
+    header = run.record.header
+    did = "What the local transaction did stands. " if run.executed and header.fence_id != NO_LISTENER_FENCE else ""
+    return UnresolvedTransactionError(
+        f"half batch {run.record.half_id!r} is prepared, and could not be settled ({sentence_of(problem)}). "
+        f"{did}{_stays_open(header)}"
     )
 
 

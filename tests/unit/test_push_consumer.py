@@ -776,6 +776,15 @@ class Unsaid(Exception):
         raise KeyError("no text")
 
 
+class OddEqual:
+    """As an array of numpy or a table of pandas: it is equal to each thing of many."""
+
+    def __eq__(self, other: object) -> Any:
+        raise ValueError("the truth value is ambiguous")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def raises(problem: BaseException) -> Any:
     raise problem
 
@@ -786,6 +795,8 @@ def raises(problem: BaseException) -> Any:
     [
         (lambda: 7, "the listener returned something of the type int: "),
         (lambda: True, "the listener returned something of the type bool: "),
+        (lambda: pa.table({"a": [1, 2]}), "the listener returned something of the type Table: "),
+        (lambda: OddEqual(), "the listener returned something of the type OddEqual: "),
         (lambda: sys.exit(1), "SystemExit: 1"),
         (lambda: raises(asyncio.CancelledError()), "CancelledError: "),
         (lambda: raises(GeneratorExit()), "GeneratorExit: "),

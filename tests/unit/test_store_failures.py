@@ -13,7 +13,14 @@ import sqlalchemy as sa
 
 import rmq_spark as txmq
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.errors import CommitError, StorageError, UnresolvedTransactionError
+from rmq_spark.errors import (
+    ClockError,
+    CommitError,
+    CorruptLogError,
+    NotACommitLogError,
+    StorageError,
+    UnresolvedTransactionError,
+)
 from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.storage import files
 from tests.half_batches import make_log
@@ -80,7 +87,7 @@ def test_a_send_whose_verdict_cannot_be_written_says_that_it_is_open(
     listener.create_fence()
     with txmq.TransactionMQProducer(log, "shop", listener, check_interval=None) as producer:
         fails(monkeypatch, "op", problem)
-        words = r"the verdict on half batch 'send\.shop\..*' could not be written .*log/op cannot be written to"
+        words = r"half batch 'send\.shop\..*' is prepared, and could not be settled .*log/op cannot be written to"
         with pytest.raises(UnresolvedTransactionError, match=words) as raised:
             DOORS[door](producer, engine)
         assert "It stays pending until a check settles it" in str(raised.value)
@@ -94,6 +101,22 @@ def test_a_send_whose_verdict_cannot_be_written_says_that_it_is_open(
         else:
             txmq.CheckService(log.another(), {"shop": listener}, transaction_timeout=0).run_once()
     assert bodies(log) == [b"once"]
+
+
+@pytest.mark.parametrize("door", ["send", "asynchronously", "in transaction", "with a session"])
+@pytest.mark.parametrize("problem", [ClockError("an hour late"), CorruptLogError("odd"), NotACommitLogError("gone")])
+def test_every_problem_of_the_log_after_the_prepare_says_so(
+    log: CommitLog, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch, door: str, problem: Exception
+) -> None:
+    listener = txmq.SqlTransactionListener(engine, lambda connection, batch: None)
+    listener.create_fence()
+    with txmq.TransactionMQProducer(log, "shop", listener, check_interval=None) as producer:
+        monkeypatch.setattr(log.op, "try_commit", lambda *given: _raise(problem))
+        monkeypatch.setattr(log.op, "write", lambda *given, **more: _raise(problem))
+        with pytest.raises(UnresolvedTransactionError, match="is prepared, and could not be settled") as raised:
+            DOORS[door](producer, engine)
+        assert type(raised.value.__cause__) is type(problem)
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -131,3 +154,7 @@ def test_a_prepare_that_fails_after_its_commit_says_that_it_may_be_open(
         monkeypatch.undo()
     txmq.CheckService(log.another(), {"shop": CommitOncePrepared()}, transaction_timeout=0).run_once()
     assert bodies(log) == [b"once"]
+
+
+def _raise(problem: BaseException) -> Any:
+    raise problem

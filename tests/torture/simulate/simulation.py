@@ -673,6 +673,8 @@ class Simulation:
         try:
             work()
         except EXPECTED as problem:
+            if isinstance(problem.__cause__, CorruptLogError):
+                raise problem.__cause__ from None
             self.counts[type(problem).__name__] += 1
             return False
         return True
