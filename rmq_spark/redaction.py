@@ -148,7 +148,7 @@ def text_of(problem: BaseException) -> str:
     """The problem's message, also when its own ``__str__`` raises."""
     try:
         return str(problem)
-    except Exception as unsaid:
+    except (Exception, SystemExit) as unsaid:
         return f"(its text cannot be had: {type(unsaid).__name__})"
 
 

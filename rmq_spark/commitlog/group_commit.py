@@ -398,7 +398,8 @@ class Lane(Generic[Request, Result]):
                 asked.tell()
             logger.error("%s ended, and the next request starts it anew: %s", self._name, traceback_of(problem))
         finally:
-            self._worker = 0
+            if self._worker == threading.get_ident():
+                self._worker = 0
 
     def _gather(self) -> None:
         """Wait for as many as came lately. Those of the last group come again soon, one after the other: the first of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from enum import Enum
@@ -19,9 +18,6 @@ from rmq_spark.message import MessageExt
 from rmq_spark.redaction import redacted, text_of
 
 REASON_CHARS_MAX = 1024
-FAILURES = (Exception, CancelledError, SystemExit, GeneratorExit)
-"""What a listener may raise that is a failure of its messages, and no end of the program. RocketMQ counts every
-``Throwable`` so: what one message causes must not end the consumers of all others."""
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +68,9 @@ class EachMessage:
             status, reason = None, None
             try:
                 status = self.function(message)
-            except FAILURES as problem:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as problem:  # what one message causes must not end the consumers of all others
                 reason = reason_of(problem)
             yield status, reason
 
@@ -119,7 +117,9 @@ def answers(listener: Listen | EachMessage, messages: pa.Table, orderly: bool) -
         return
     try:
         found = listener(messages)
-    except FAILURES as problem:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:  # RocketMQ counts every Throwable so
         _require_not_meant_for_one(problem)
         yield from [(False, reason_of(problem))] * messages.num_rows
         return

@@ -52,6 +52,12 @@ class _Quiet:
             self._condition.notify_all()
 
 
+def _look_at(waited: asyncio.Future[TransactionSendResult]) -> None:
+    """Who was cancelled does not look any more, and asyncio logs an exception that nobody has looked at."""
+    if not waited.cancelled():
+        waited.exception()
+
+
 class Room(Protocol):
     """What a future takes a place in."""
 
@@ -91,7 +97,9 @@ class SendFuture(Future[TransactionSendResult]):
 
     def __await__(self) -> Generator[Any, None, TransactionSendResult]:
         """In a coroutine: ``await producer.send_async(message)``. Who is cancelled ends its waiting, not the send."""
-        return asyncio.shield(asyncio.wrap_future(self)).__await__()
+        waits = asyncio.wrap_future(self)
+        waits.add_done_callback(_look_at)
+        return asyncio.shield(waits).__await__()
 
     def begin(self) -> bool:
         """Begin the send; False when it is cancelled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
 import time
@@ -386,7 +387,7 @@ def test_a_lost_file_of_one_does_not_stop_the_others() -> None:
             sends = [pool.submit(producer.send_message_in_transaction, message(i)) for i in range(4)]
             problems = [send.exception() for send in sends]
         log.decide, log.decide_many = decide, decide_many  # type: ignore[method-assign]
-    assert [type(p) for p in problems if p is not None] == [LostFileError]
+    assert [type(p.__cause__) for p in problems if p is not None] == [LostFileError]
     assert len(bodies(log)) == 3
 
 
@@ -1002,6 +1003,31 @@ def test_a_coroutine_awaits_the_future_itself() -> None:
     ) as producer:
         assert [r.local_transaction_state for r in asyncio.run(gives_up(producer))] == [COMMIT_MESSAGE] * 3
     assert log.read("orders").num_rows == 3
+
+
+def test_what_a_send_raises_after_its_waiting_was_cancelled_is_not_told_by_asyncio(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = make_log("memory", Path(), orders=2)
+    may_end = threading.Event()
+
+    def fails() -> Any:
+        may_end.wait(DEADLINE_S)
+        raise ValueError("no")
+
+    async def gives_up(producer: txmq.TransactionMQProducer) -> None:
+        sent = producer.send_message_in_transaction_async(message("fails"))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(sent, 0.05)
+        may_end.set()
+        with pytest.raises(LocalTransactionError, match="no"):
+            await sent
+
+    settings: dict[str, Any] = {"check_interval": None, "on_listener_error": "fail"}
+    with txmq.TransactionMQProducer(log, "shop", Shop({b"fails": fails}), **settings) as producer:
+        asyncio.run(gives_up(producer))
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_local_transaction_that_is_a_coroutine_runs_in_the_loop_of_its_caller() -> None:

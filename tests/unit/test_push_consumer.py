@@ -800,6 +800,7 @@ def raises(problem: BaseException) -> Any:
         (lambda: sys.exit(1), "SystemExit: 1"),
         (lambda: raises(asyncio.CancelledError()), "CancelledError: "),
         (lambda: raises(GeneratorExit()), "GeneratorExit: "),
+        (lambda: raises(type("PanicException", (BaseException,), {})("of Rust")), "PanicException: of Rust"),
         (lambda: raises(Unsaid()), "Unsaid: (its text cannot be had: KeyError)"),
     ],
 )
