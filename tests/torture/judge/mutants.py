@@ -290,7 +290,7 @@ def _check_then_rename() -> Iterator[None]:
     **BUSY, **CALM, streams=2, queues=1, checkers=2,
 )  # fmt: skip
 def _no_compare_and_set() -> Iterator[None]:
-    def blind(table: Any, propose: Any, landed: Any, try_commit: Any) -> Change | None:
+    def blind(table: Any, propose: Any, landed: Any, try_commit: Any, turns: Any) -> Change | None:
         table.refresh()
         change: Change | None = propose(table.version + 1)
         while change is not None and not try_commit(change):
@@ -307,8 +307,8 @@ def _acknowledged_is_enough(believes: Callable[[SimulatedTable, Change], bool]) 
     """The loop, with a read-back that believes too much."""
     loop = store.compare_and_set
 
-    def trusting(table: SimulatedTable, propose: Any, landed: Any, try_commit: Any) -> Change | None:
-        return loop(table, propose, lambda change: believes(table, change) or landed(change), try_commit)
+    def trusting(table: SimulatedTable, propose: Any, landed: Any, try_commit: Any, turns: Any) -> Change | None:
+        return loop(table, propose, lambda change: believes(table, change) or landed(change), try_commit, turns)
 
     return trusting
 
@@ -438,7 +438,7 @@ def _second_copy() -> Iterator[None]:
 )  # fmt: skip
 def _discard_decided() -> Iterator[None]:
     def change(
-        self: Any, kind: Kind, record: Any, attempt: int, mask: Any, who: Any, reason: Any, checks_min: int = 0
+        self: Any, kind: Kind, record: Any, attempt: int, mask: Any, who: Any, reason: Any, *limits: Any, **more: Any
     ) -> None:
         self.append(lambda: ledger_module._rows_for(kind, record, mask, attempt, who, reason))
 
