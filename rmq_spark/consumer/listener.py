@@ -197,7 +197,8 @@ def _answer(status: object, kind: type[Enum], reason: str | None = None) -> tupl
     if reason is not None:
         return False, reason
     if isinstance(status, kind):
-        return status in (CONSUME_SUCCESS, SUCCESS), f"the listener returned {status.name}"
+        consumed = status in (CONSUME_SUCCESS, SUCCESS)
+        return consumed, None if consumed else f"the listener returned {status.name}"
     success = CONSUME_SUCCESS if kind is ConsumeConcurrentlyStatus else SUCCESS
     said = "None" if status is None else f"something of the type {type(status).__name__}"
     return False, f"the listener returned {said}: {success.name} is expected of what is done"
