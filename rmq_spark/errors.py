@@ -347,8 +347,8 @@ class UnresolvedTransactionError(TxmqError):
     """A half batch is prepared and could not be settled: its verdict could not be written, or its listener answered
     UNKNOWN for as long as replayCheckTimeout.
 
-    Mend what the message names. A check settles the half batch then, or send it again under the same idempotency key,
-    or start the query again, or settle it with ``log.resolve``. Sent anew, its messages would come twice.
+    Mend what the message names. Then a check settles the half batch. You may also send it again under its idempotency
+    key, start the query again, or call ``log.resolve``. Do not send its messages anew: they could come twice.
     """
 
 

@@ -96,7 +96,7 @@ def _told(found: Trace, advice: str | None) -> str:
         "where": WHERE[found.where],
         "conflict": "yes: a verdict came too late, and nobody has resolved it" if found.in_conflict else None,
         "lease_until": found.lease_until,
-        "waits_for": _named(found.waits_for),
+        "waits_for": ", ".join(_first_of(found.waits_for)) or None,
     }
     text = block(head)
     previous: datetime | None = None
@@ -121,20 +121,17 @@ def _told(found: Trace, advice: str | None) -> str:
     return text + (f"\n{advice}\n" if advice else "")
 
 
-def _named(half_ids: Sequence[str]) -> str | None:
-    more = len(half_ids) - PLACES_SHOWN
-    shown = ", ".join(half_ids[:PLACES_SHOWN])
-    return f"{shown}, and {more} more (--json has all)" if more > 0 else shown or None
+def _first_of(shown: Sequence[str]) -> list[str]:
+    """The first of many, and how many more there are."""
+    more = len(shown) - PLACES_SHOWN
+    return [*shown[:PLACES_SHOWN], *([f"and {more} more (--json has all)"] if more > 0 else [])]
 
 
 def _what(found: Trace, event: TraceEvent) -> str:
     if event.kind == "conflict" and event.verdict:
         return f"{event.verdict} came too late"
-    parts = [
-        f"{p.topic} queue {p.queue_id}, {_offsets(p.first_offset, p.last_offset)}" for p in event.places[:PLACES_SHOWN]
-    ]
-    if len(event.places) > PLACES_SHOWN:
-        parts.append(f"and {len(event.places) - PLACES_SHOWN} more (--json has all)")
+    places = [f"{p.topic} queue {p.queue_id}, {_offsets(p.first_offset, p.last_offset)}" for p in event.places]
+    parts = _first_of(places)
     if event.kind == "prepared":
         parts.append(f"batch {found.batch_id} of {found.app_id}")
     reason = as_commands(event.reason or "", typed_path())

@@ -45,7 +45,7 @@ class Follower:
         self._half = half
         self.followed = Followed()
         self._open: dict[str, Open] = {}  # of which nothing new has been said; nobody changes these states
-        self._open_rows = 0  # at most so many lie in them: what op speaks of is let go and still counted
+        self._open_rows = 0  # their rows; those of what was let go count on until the next count
         # Half batches with no op rows before the kept ones, oldest first; True while op has said nothing of them.
         self._known_whole: dict[str, bool] = {}
         # A version, and the op rows before it of half batches that were asked for; they do not change.

@@ -57,8 +57,8 @@ SLOW_ANSWERS_MAX = 3
 """After so many in a row this process asks nobody for a while: twice as long each time, up to PARTS_S_MAX."""
 PARTS_S, PARTS_S_MAX = 10.0, 640.0
 SHARED_MAX = 256
-"""A process that has so many half batches to commit at once commits them itself. A commit costs it little a message
-then, and one process that does the work of all would use one core."""
+"""A process that has so many half batches for one commit makes it itself. A share in another commit would spare it
+little, and a process that commits for all uses one core only."""
 PREPARES, DECISIONS = b"p", b"d"
 FORMAT = 1
 """Of requests and answers: one more with each change of :mod:`rmq_spark.commitlog.carried`."""
