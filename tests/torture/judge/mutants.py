@@ -68,7 +68,7 @@ from rmq_spark.storage.files import RowRange
 from rmq_spark.storage.table import Change
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
-from tests.torture.simulate import store
+from tests.torture.simulate import scheduler, store
 from tests.torture.simulate.clock_play import play_clocks
 from tests.torture.simulate.fifo_play import play_fifo
 from tests.torture.simulate.rewrite_play import play_rewrites
@@ -80,6 +80,10 @@ from tests.torture.simulate.world import SimulatedLog, SimulatedMeeting
 
 SEEDS_MAX = 400
 """So many seeds are played before a mutant counts as not caught."""
+
+SPOILED_STEPS_MAX = 4_000
+"""So many steps a play with a bug may take; without one they take up to 1,500. A bug that makes a program try for ever
+would cost minutes a seed otherwise."""
 
 COLLECTED_EVERY = 20
 """Seeds after which cyclic garbage is collected: a hunt runs without, and each seed leaves 4 MB of it."""
@@ -115,7 +119,10 @@ class Mutant:
 
     def play(self, seed: int, spoiled: bool) -> tuple[list[Anomaly], list[str]]:
         """The anomalies of a seed, with the bug or without; and what else went wrong."""
-        with self.bad() if spoiled else self.good():
+        with ExitStack() as stack:
+            stack.enter_context(self.bad() if spoiled else self.good())
+            if spoiled:
+                stack.enter_context(patch.object(scheduler, "STEPS_MAX", SPOILED_STEPS_MAX))
             result = Simulation(seed, self.scenario(seed)).run()
         return result.anomalies, result.problems
 
@@ -1312,14 +1319,14 @@ def _reported_early() -> Iterator[None]:
     def later(self: TwoPhase, run: Any, batch: Any, mask: Any, verdicts: Any, who: Who) -> bool:
         log = self.log
         assert isinstance(log, SimulatedLog)
-        scheduler = log.world.scheduler
+        turns = log.world.scheduler
 
         def work() -> None:
-            scheduler.sleep(log.world.chance.choice((0.0, 5.0, 50.0)))
+            turns.sleep(log.world.chance.choice((0.0, 5.0, 50.0)))
             decide(TwoPhase(log.another(), self.listener), run, batch, mask, verdicts, who)
 
-        assert scheduler.current is not None
-        scheduler.spawn(scheduler.current.process, work)
+        assert turns.current is not None
+        turns.spawn(turns.current.process, work)
         return False
 
     def at_once(self: TwoPhase, header: Any, stage: Any, arg: Any = None) -> Any:
