@@ -151,27 +151,33 @@ def collecting_seldom() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
-def in_processes(folder: Path, processes: int) -> float:
-    """Sends a second of several processes together, on one log: of threads, or of many sends in flight in a pair."""
+def in_processes(folder: Path, processes: int) -> Counted:
+    """Several processes together, on one log: of threads, or of many sends in flight in a pair.
+
+    Their sends a second are added. The median and the 99 of 100 are those of the slowest process.
+    """
     producer_of(folder, CommitOncePrepared()).shutdown()
     most = IN_FLIGHT // processes if processes == PAIR else 0
     command = [sys.executable, "-m", "benchmarks.programs", str(folder), str(time.time() + 6), str(most)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
-    return sum(float(process.communicate()[0]) for process in running)
+    found = [[float(figure) for figure in process.communicate()[0].split()] for process in running]
+    per_s, median_ms, p99_ms = zip(*found, strict=True)
+    return Counted(sum(per_s), max(median_ms), max(p99_ms))
 
 
 def one_process(folder: Path, at: float, most: int) -> None:
-    """A process of :func:`in_processes`: it starts at a time, and prints what it has sent a second."""
+    """A process of :func:`in_processes`: it starts at a time, and prints the figures of its sends."""
     if most:
         with collecting_seldom():
-            print(many_in_flight(folder, most=most, at=at).per_s)
-        return
-    producer = producer_of(folder, CommitOncePrepared())
-    send = send_with(producer)
-    send()
-    time.sleep(max(0.0, at - time.time()))
-    print(timed(send, THREADS_EACH, SECONDS).per_s)
-    producer.shutdown()
+            found = many_in_flight(folder, most=most, at=at)
+    else:
+        producer = producer_of(folder, CommitOncePrepared())
+        send = send_with(producer)
+        send()
+        time.sleep(max(0.0, at - time.time()))
+        found = timed(send, THREADS_EACH, SECONDS)
+        producer.shutdown()
+    print(found.per_s, found.median_ms, found.p99_ms)
 
 
 class Rounds:
@@ -179,8 +185,6 @@ class Rounds:
 
     def __init__(self) -> None:
         self.counted: dict[str, list[Counted]] = defaultdict(list)
-        self.together: list[float] = []
-        self.in_pair: list[float] = []
         self.to_listener_ms: dict[int, list[float]] = defaultdict(list)
         self.visible_ms: list[float] = []
         self.loads: list[float] = []
@@ -196,11 +200,11 @@ class Rounds:
             self.to_listener_ms[threads].append(median(listener.since_call_s[WARM_UP:]) * 1000)
         for flush, peer in peers.items():
             count[FLUSHES[flush]].append(Counted(*peer.sends(BODY, MANY, WARM_UP_S, SECONDS)))
-        self.together.append(in_processes(folder / "processes", PROCESSES))
+        count[TOGETHER].append(in_processes(folder / "processes", PROCESSES))
         count[ASYNC].append(many_in_flight(folder / "async"))
         with collecting_seldom():
             count[SELDOM].append(many_in_flight(folder / "seldom"))
-        self.in_pair.append(in_processes(folder / "pair", PAIR))
+        count[IN_PAIR].append(in_processes(folder / "pair", PAIR))
         count[PLAIN].append(many_in_flight(folder / "plain", plain=True))
         count[ALONE].append(timed(warmed(database.alone()), MANY, SECONDS))
         count[FENCED].append(in_threads(folder / "fenced", MANY, database.listener()))
@@ -223,11 +227,6 @@ class Rounds:
         pairs = zip(self.counted[OURS[1]], self.counted[FLOOR], strict=True)
         return [one.median_ms / least.median_ms for one, least in pairs]
 
-    @property
-    def of_threads(self) -> list[float]:
-        """Sends of several processes divided by those of as many threads in one, of each round."""
-        return [several / one for several, one in zip(self.together, self.per_s(OURS[MANY]), strict=True)]
-
     def show(self) -> None:
         """Print what was found."""
         table = Table(title="programs without Spark, one message a send")
@@ -236,18 +235,19 @@ class Rounds:
         for who, found in self.counted.items():
             times = f"{median(c.median_ms for c in found):.1f}", f"{median(c.p99_ms for c in found):.1f}"
             table.add_row(who, f"{median(self.per_s(who)):,.0f}", spread(self.per_s(who), 0), *times)
-        for who, per_s in ((TOGETHER, self.together), (IN_PAIR, self.in_pair)):
-            table.add_row(who, f"{median(per_s):,.0f}", spread(per_s, 0), "", "")
         console = Console(width=120)
         console.print(table)
         lines = {
             "one thread beside the floor, of its time": self.of_floor,
-            f"{TOGETHER} beside 64 threads of one": self.of_threads,
+            f"{TOGETHER} beside 64 threads of one": self.beside(TOGETHER, OURS[MANY]),
             "64 threads with PostgreSQL fences beside the transactions alone": self.beside(FENCED, ALONE),
         }
         for flush, name in FLUSHES.items():
             if name in self.counted:
                 lines[f"64 threads beside RocketMQ's, {flush}"] = self.beside(OURS[MANY], name)
+                lines[f"{IN_FLIGHT:,} in flight in {PAIR} processes beside RocketMQ's, {flush}"] = self.beside(
+                    IN_PAIR, name
+                )
         for what, ratios in lines.items():
             console.print(f"{what}: {median(ratios):.3f} ({spread(ratios, 3)})")
         for threads, found_ms in self.to_listener_ms.items():
@@ -270,14 +270,15 @@ class Rounds:
             "producer_64_threads_postgresql_vs_alone": round(median(self.beside(FENCED, ALONE)), 3),
             "producer_4096_in_flight_per_s": round(median(self.per_s(ASYNC)), 1),
             "producer_4096_in_flight_collecting_seldom_per_s": round(median(self.per_s(SELDOM)), 1),
-            "producer_4096_in_flight_2_processes_per_s": round(median(self.in_pair), 1),
-            "producer_processes_vs_threads": round(median(self.of_threads), 3),
+            "producer_4096_in_flight_2_processes_per_s": round(median(self.per_s(IN_PAIR)), 1),
+            "producer_processes_vs_threads": round(median(self.beside(TOGETHER, OURS[MANY])), 3),
             "producer_call_to_listener_ms": round(median(self.to_listener_ms[MANY]), 1),
             "visible_ms": round(median(self.visible_ms), 1),
         }
         if FLUSHES["ASYNC_FLUSH"] in self.counted:
-            ratios = self.beside(OURS[MANY], FLUSHES["ASYNC_FLUSH"])
-            found["producer_64_threads_vs_rocketmq"] = round(median(ratios), 4)
+            for key, ours in (("64_threads", OURS[MANY]), ("4096_in_flight_2_processes", IN_PAIR)):
+                ratios = self.beside(ours, FLUSHES["ASYNC_FLUSH"])
+                found[f"producer_{key}_vs_rocketmq"] = round(median(ratios), 4)
         return found
 
 
