@@ -158,7 +158,7 @@ class CheckService:
         self.only_groups = only_groups
         self._pause_s = OWN_CHECK_PAUSE * self.transaction_check_interval if only_groups else 0.0
         self.elsewhere = frozenset(elsewhere)
-        self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
+        self.log = CommitLog.of(log_or_path, storage_options)
         self._clock = clock or self.log.machine.now
         self._without_fence = CommitOncePrepared()
         self._asker = Asker(self.log.machine, in_threads=self.round_timeout is not None)

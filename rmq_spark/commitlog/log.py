@@ -145,6 +145,19 @@ class CommitLog(ProtocolSteps):
         *tables, queues = opened
         return cls(where, *tables, default_queues=queues, storage_options=storage_options)
 
+    @classmethod
+    def of(
+        cls, log_or_path: CommitLog | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
+    ) -> CommitLog:
+        """Return a commit log that is given open, or open the one at a path.
+
+        Raises
+        ------
+        NotACommitLogError, LogFormatError, StorageError
+            As :meth:`open` does.
+        """
+        return log_or_path if isinstance(log_or_path, CommitLog) else cls.open(log_or_path, storage_options)
+
     @staticmethod
     def upgrade(path: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None) -> list[str]:
         """Give a commit log that an older version of rmq_spark made what this version needs. Nothing that is in it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 import pyarrow as pa
@@ -36,10 +36,18 @@ class DeadLetters:
     log : CommitLog or path
     group : str
         The consumer group.
+    storage_options : mapping, optional
+        For a path: passed to delta-rs.
     """
 
-    def __init__(self, log: CommitLog | str | os.PathLike[str], group: str) -> None:
-        self.log = log if isinstance(log, CommitLog) else CommitLog.open(log)
+    def __init__(
+        self,
+        log: CommitLog | str | os.PathLike[str],
+        group: str,
+        *,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        self.log = CommitLog.of(log, storage_options)
         self.group = require_group_name(group, "consumerGroup")
 
     def list(self, limit: int | None = None) -> pa.Table:

@@ -58,10 +58,14 @@ class ConsumerGroup:
     log : CommitLog or path
     name : str
         Name of the group. The group need not have read anything yet.
+    storage_options : mapping, optional
+        For a path: passed to delta-rs.
     """
 
-    def __init__(self, log: CommitLog | str | os.PathLike[str], name: str) -> None:
-        self.log = log if isinstance(log, CommitLog) else CommitLog.open(log)
+    def __init__(
+        self, log: CommitLog | str | os.PathLike[str], name: str, *, storage_options: Mapping[str, str] | None = None
+    ) -> None:
+        self.log = CommitLog.of(log, storage_options)
         self.name = require_group_name(name, "consumerGroup")
 
     def __repr__(self) -> str:
@@ -296,7 +300,6 @@ def waiting_since(log: CommitLog, behind: Mapping[Queue, int]) -> dict[Queue, da
     return found
 
 
-def groups(log: CommitLog | str | os.PathLike[str]) -> list[str]:
+def groups(log: CommitLog) -> list[str]:
     """Return the consumer groups that have progress in a commit log."""
-    log = log if isinstance(log, CommitLog) else CommitLog.open(log)
     return sorted(pc.unique(log.groups.rows()["consumer_group"]).to_pylist())

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import sqlalchemy as sa
 
+from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import GROUP_CHARS_MAX, TOPIC_CHARS_MAX, named, whole_number
 from rmq_spark.errors import InboxConflictError, ListenerError, OptionError, TransactionEndedError
 from rmq_spark.listener import require_work
@@ -32,8 +33,6 @@ from rmq_spark.redaction import cause_of, traceback_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-
-    from rmq_spark.commitlog.log import CommitLog
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class SqlInbox(Database):
         self.machine: Machine = MACHINE
         self.group = require_group_name(group, "consumerGroup")
         self._work = work
-        self._log_id = None if log is None else _opened(log).id
+        self._log_id = None if log is None else CommitLog.of(log).id
         self._tried = False  # the table is known to compare names exactly and to undo what is rolled back
         metadata = sa.MetaData(schema=schema)
         self._table = sa.Table(
@@ -319,12 +318,6 @@ class SqlInbox(Database):
 def _under_way(offset: int) -> int:
     """Return the number below 0 that stands for a position while work runs, or the position for such a number."""
     return -1 - offset
-
-
-def _opened(log: CommitLog | str | os.PathLike[str]) -> CommitLog:
-    from rmq_spark.commitlog.log import CommitLog
-
-    return log if isinstance(log, CommitLog) else CommitLog.open(log)
 
 
 def _each_once(messages: pa.Table) -> pa.Table:

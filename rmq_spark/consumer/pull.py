@@ -106,7 +106,7 @@ class PullConsumer:
                 raise OptionError(f"{name}={value!r} is neither True nor False")
         self._tables, self._stop_at_end, self._auto_commit = tables, stop_at_end, auto_commit
         self._batch_rows = whole_number(pull_batch_size, "pull_batch_size", 1)
-        opened = log if isinstance(log, CommitLog) else CommitLog.open(log, storage_options)
+        opened = CommitLog.of(log, storage_options)
         self.member = GroupMember(opened, settings, reads_retries=False)
         self._machine = opened.machine
         self._given: list[Take] = []  # given out, and not committed

@@ -181,7 +181,7 @@ class PushConsumer:
         self._delay_level = delay_level_when_next_consume
         self._suspend_s = seconds(suspend_current_queue_time, "suspend_current_queue_time")
         self._await_s = seconds(await_termination, "await_termination")
-        opened = log if isinstance(log, CommitLog) else CommitLog.open(log, storage_options)
+        opened = CommitLog.of(log, storage_options)
         self.member = GroupMember(opened, settings, reads_retries=True)
         self._machine = opened.machine
         self._two_phase = TwoPhase(opened, CommitOncePrepared(), commits=GroupCommit(opened))

@@ -180,7 +180,7 @@ class LogWatch:
     def __init__(
         self, log_or_path: CommitLog | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
     ) -> None:
-        opened = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
+        opened = CommitLog.of(log_or_path, storage_options)
         self.path, self.machine = opened.path, opened.machine
         self._log = opened
         self._seen: _Seen | None = None

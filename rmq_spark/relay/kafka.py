@@ -172,7 +172,7 @@ class KafkaRelay:
             poll_interval=poll_interval,
             kafka=dict(kafka or {}),
         )
-        self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
+        self.log = CommitLog.of(log_or_path, storage_options)
         self._machine = self.log.machine
         self._run = self._machine.unique_id()
         self._source = RelaySource(self.log, self.settings)

@@ -87,7 +87,7 @@ class TransactionalSink:
         max_pending_bytes: int | str | None = None,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
+        self.log = CommitLog.of(log_or_path, storage_options)
         self.producer_group = require_group_name(producer_group)
         self.listener = CommitOncePrepared() if listener is None else require_listener(listener, "TransactionalSink")
         self.topic = topic

@@ -159,7 +159,7 @@ class TransactionMQProducer:
         await_termination: float = AWAIT_TERMINATION_S,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        self.log = log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)
+        self.log = CommitLog.of(log_or_path, storage_options)
         self.producer_group = require_group_name(producer_group)
         self._has_listener = listener is not None
         self.listener = (

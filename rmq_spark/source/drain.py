@@ -67,7 +67,7 @@ def drain(
     OptionError
         When executors cannot read the commit log, or have no rmq_spark.
     """
-    opened = log if isinstance(log, CommitLog) else CommitLog.open(log, storage_options)
+    opened = CommitLog.of(log, storage_options)
     if not isinstance(opened.half.table.fs, pafs.FileSystem):
         raise OptionError(f"{opened!r} lies in the memory of this process, where no executor sees it: log.drain()")
     require_importable(spark)

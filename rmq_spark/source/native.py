@@ -149,7 +149,7 @@ def messages(
         raise OptionError(
             f"txmq.messages takes a SparkSession, and then a commit log or its path: found {spark!r} first"
         )
-    opened = log if isinstance(log, CommitLog) else CommitLog.open(log, storage_options)
+    opened = CommitLog.of(log, storage_options)
     if tags is not None and selector is not None:
         raise OptionError("tags and selector contradict each other: give one of them (a selector can say TAGS = 'a')")
     limit = _limit(opened, as_of)
