@@ -134,7 +134,7 @@ left_open = log.pending()["half_id"].to_pylist()
 
 # COMMAND ----------
 
-listener = txmq.SqlTransactionListener(database, lambda connection, batch: None, rollback_after=1)
+listener = txmq.SqlTransactionListener(database, rollback_after=1)
 checks = txmq.CheckService(log, listeners={"order-service": listener}, transaction_timeout=0)
 while log.pending().num_rows:
     print(checks.run_once())

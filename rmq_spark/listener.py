@@ -30,6 +30,9 @@ class TransactionListener(ABC):
     requires_spark = False
     """True for a listener that needs a Spark session. ``format("txmq")`` refuses it, because it commits without one."""
 
+    only_checks = False
+    """True for a listener that answers checks and has no local transaction to run. Sends that need one refuse it."""
+
     @property
     def fence_id(self) -> str | None:
         """The id of the fence that makes a check's ROLLBACK binding; None for a listener without one."""
@@ -88,6 +91,16 @@ class PerMessageListener(TransactionListener):
         for row in table.to_pylist():
             row["properties"] = dict(row["properties"] or ())
             yield MessageExt(**row, producer_group=batch.producer_group, check_times=batch.check_times)
+
+
+def require_executing(listener: TransactionListener, where: str) -> TransactionListener:
+    """Return the listener, or raise ListenerError when it only answers checks; ``where`` says what it would run."""
+    if listener.only_checks:
+        raise ListenerError(
+            f"{where}: {listener!r} has no work, so it answers checks and has no local transaction to run. Give it "
+            "work(connection, batch), or send with producer.transaction(session) or send()"
+        )
+    return listener
 
 
 NO_LISTENER_FENCE = "none"

@@ -67,7 +67,7 @@ from rmq_spark.errors import (
     TransactionEndedError,
     VerdictError,
 )
-from rmq_spark.listener import TransactionListener, Verdicts, require_work
+from rmq_spark.listener import TransactionListener, Verdicts, require_executing, require_work
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.redaction import traceback_of
 from rmq_spark.transaction import (
@@ -206,9 +206,11 @@ class SqlTransactionListener(TransactionListener):
     url_or_engine : str, sqlalchemy.URL or sqlalchemy.Engine
         The database that ``work`` writes to: SQLite, PostgreSQL, MariaDB or MySQL. Another database is refused. From a
         URL the listener makes an engine when it first needs one, in the process that needs it.
-    work : callable
+    work : callable, optional
         ``work(connection, batch)`` gets the open :class:`sqlalchemy.Connection` and the :class:`~rmq_spark.HalfBatch`.
-        It must not commit, roll back or close the connection, nor end its transaction in another way. What it returns:
+        It must not commit, roll back or close the connection, nor end its transaction in another way. Without work the
+        listener answers checks, and joins the sessions of :meth:`TransactionMQProducer.transaction`; other sends
+        refuse it. What work returns:
 
         ============================== ======================================================================
         returned or raised             meaning
@@ -263,7 +265,7 @@ class SqlTransactionListener(TransactionListener):
     def __init__(
         self,
         url_or_engine: str | sa.URL | sa.Engine,
-        work: BatchWork | TransactionWork,
+        work: BatchWork | TransactionWork | None = None,
         *,
         per_transaction: bool = False,
         rollback_after: float = ROLLBACK_AFTER_S,
@@ -271,16 +273,19 @@ class SqlTransactionListener(TransactionListener):
         fence_table: str = FENCE_TABLE,
         schema: str | None = None,
     ) -> None:
-        require_work(work, "work(connection, batch)")
+        if work is not None:
+            require_work(work, "work(connection, batch)")
         self._fence = _Fence(url_or_engine, fence_table, schema)
-        self._work: Callable[[sa.Connection, Any], Any] = work
+        self.only_checks = work is None
+        self._work: Callable[[sa.Connection, Any], Any] = self._refuse if work is None else work
         self._per_transaction = per_transaction
         self.rollback_after_s = seconds(rollback_after, "rollback_after")
         self._lock_timeout = seconds(lock_timeout, "lock_timeout", LOCK_TIMEOUT_S_MIN, maximum=LOCK_TIMEOUT_S_MAX)
         self._fence_id: str | None = None
 
     def __repr__(self) -> str:
-        return f"SqlTransactionListener({self._fence.where!r}, work={getattr(self._work, '__qualname__', '?')})"
+        work = "" if self.only_checks else f", work={getattr(self._work, '__qualname__', '?')}"
+        return f"SqlTransactionListener({self._fence.where!r}{work})"
 
     def __getstate__(self) -> object:
         raise ListenerError(
@@ -368,6 +373,9 @@ class SqlTransactionListener(TransactionListener):
         return EnlistedSession(self, session)
 
     # ------------------------------------------------------------------ execute
+    def _refuse(self, connection: sa.Connection, batch: HalfBatch | HalfTransaction) -> None:
+        require_executing(self, repr(batch))
+
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         """Claim the fence rows, run ``work`` and commit, in one database transaction.
 

@@ -13,7 +13,7 @@ from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_o
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, named, parse_duration
 from rmq_spark.errors import OptionError
-from rmq_spark.listener import CommitOncePrepared, TransactionListener, require_listener
+from rmq_spark.listener import CommitOncePrepared, TransactionListener, require_executing, require_listener
 from rmq_spark.message import require_app_id, require_group_name
 from rmq_spark.sink.frame import require_message_types, topics_for
 from rmq_spark.sink.identity import identity_of, run_of
@@ -89,7 +89,9 @@ class TransactionalSink:
     ) -> None:
         self.log = CommitLog.of(log_or_path, storage_options)
         self.producer_group = require_group_name(producer_group)
-        self.listener = CommitOncePrepared() if listener is None else require_listener(listener, "TransactionalSink")
+        self.listener: TransactionListener = CommitOncePrepared()
+        if listener is not None:
+            self.listener = require_executing(require_listener(listener, "TransactionalSink"), "TransactionalSink")
         self.topic = topic
         if topic is not None:
             self.log.require_topic(topic)

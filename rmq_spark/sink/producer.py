@@ -33,7 +33,13 @@ from rmq_spark.config import (
 )
 from rmq_spark.errors import ListenerError, MessageError, OptionError
 from rmq_spark.forks import forks
-from rmq_spark.listener import CommitOncePrepared, TransactionListener, is_coroutine, require_listener
+from rmq_spark.listener import (
+    CommitOncePrepared,
+    TransactionListener,
+    is_coroutine,
+    require_executing,
+    require_listener,
+)
 from rmq_spark.message import Message, require_app_id, require_group_name
 from rmq_spark.sink.flights import Flights
 from rmq_spark.sink.futures import SendFuture
@@ -641,6 +647,7 @@ class TransactionMQProducer:
                 f"producer {self.producer_group!r} has no listener, which would run the local transaction and answer "
                 "checks: give TransactionMQProducer one, or send messages that have no local transaction with send()"
             )
+        require_executing(self.listener, f"producer {self.producer_group!r}")
 
     def _header(self, per: str, idempotency_key: str | None, fence_id: str | None) -> HalfHeader:
         # A dot is in no group, key or appId: so a key is its group's own, and is never taken for a stream's batch.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, Options
 from rmq_spark.errors import ListenerError, OptionError
-from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
+from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener, require_executing
 from rmq_spark.message import require_group_name
 from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
 from rmq_spark.storage.location import location, require_no_tilde
@@ -97,7 +97,7 @@ class SinkSettings:
                 f"listener {self.listener_path!r} works through a Spark session, but format('txmq') commits "
                 "without one: use writeStream.foreachBatch(rmq_spark.TransactionalSink(...)) instead"
             )
-        return listener
+        return require_executing(listener, f"listener {self.listener_path!r}")
 
 
 def require_transaction_per(per: str, key: str | None) -> None:

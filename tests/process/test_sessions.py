@@ -41,7 +41,7 @@ def log(tmp_path: Path) -> CommitLog:
 
 @pytest.fixture
 def listener(engine: sa.Engine) -> txmq.SqlTransactionListener:
-    found = txmq.SqlTransactionListener(engine, lambda *_: None, rollback_after=0)
+    found = txmq.SqlTransactionListener(engine, rollback_after=0)
     found.create_fence()
     return found
 
@@ -379,3 +379,19 @@ def test_plain_messages_need_no_listener_s_answer(log: CommitLog, producer: txmq
     assert producer.send(order(3), idempotency_key="three").queue_offset == 2
     assert producer.send(order(3), idempotency_key="three").replayed
     assert sent(log) == [1, 2, 3]
+
+
+def test_a_listener_without_work_is_refused_by_sends_that_would_run_it(
+    log: CommitLog, producer: txmq.TransactionMQProducer, listener: txmq.SqlTransactionListener, engine: sa.Engine
+) -> None:
+    words = r"SqlTransactionListener\('.*'\) has no work, so it answers checks"
+    with pytest.raises(ListenerError, match=f"producer 'shop': {words}"):
+        producer.send_message_in_transaction(order(1))
+    with pytest.raises(ListenerError, match=words):
+        producer.send_message_in_transaction_async(order(1))
+    with pytest.raises(ListenerError, match=f"TransactionalSink: {words}"):
+        txmq.TransactionalSink(log, producer_group="shop", listener=listener)
+    assert producer.send(order(2)).local_transaction_state is COMMIT_MESSAGE
+    with Session(engine) as session:
+        buy(producer, session, 3)
+    assert sent(log) == [2, 3]

@@ -11,7 +11,7 @@ import pytest
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog.half import HalfWriter
-from rmq_spark.config import parse_duration
+from rmq_spark.config import Options, parse_duration
 from rmq_spark.errors import (
     CorruptLogError,
     HalfBatchNotFoundError,
@@ -25,6 +25,7 @@ from rmq_spark.errors import (
 from rmq_spark.listener import load_listener
 from rmq_spark.message import Message, to_table
 from rmq_spark.sink.given import message_list
+from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
 from rmq_spark.source.offsets import from_json
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import decode_json, normalize_verdicts
@@ -186,6 +187,15 @@ def test_the_allow_list_cannot_be_walked_around_through_a_module() -> None:
 def test_a_listener_that_cannot_be_made_is_an_error_of_its_name() -> None:
     with pytest.raises(ListenerError, match=r"allowed_listeners:broken.*RuntimeError: the bank is closed"):
         load_listener("tests.torture.hostile.allowed_listeners:broken")
+
+
+def test_a_sink_refuses_a_listener_that_has_nothing_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = "listen = rmq_spark.SqlTransactionListener('sqlite://')"
+    (tmp_path / "only_checks.py").write_text(f"import rmq_spark\n{made}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {"path": "log", "producergroup": "shop", "transactionlistener": "only_checks:listen"}
+    with pytest.raises(ListenerError, match=r"'only_checks:listen': .* has no work, so it answers checks"):
+        SinkSettings.of(Options(given, SINK_OPTIONS)).listener()
 
 
 # ---------------------------------------------------------------- op rows
