@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
@@ -32,7 +33,7 @@ from rmq_spark.commitlog.opening import (
     require_no_rest,
     upgrade_tables,
 )
-from rmq_spark.commitlog.reading import read_messages
+from rmq_spark.commitlog.reading import read_messages, starts_since
 from rmq_spark.commitlog.repair import RepairReport
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.steps import ProtocolSteps
@@ -45,6 +46,7 @@ from rmq_spark.config import (
     RETENTION_S_MIN,
     named,
     parse_duration,
+    require_time,
     whole_number,
 )
 from rmq_spark.errors import CommitLogExistsError, NotACommitLogError, OffsetOutOfRangeError, OptionError
@@ -404,7 +406,7 @@ class CommitLog(ProtocolSteps):
     def read(
         self,
         topic: str,
-        start: Mapping[int, int] | None = None,
+        start: Mapping[int, int] | datetime | None = None,
         limit: int | None = None,
         columns: Sequence[str] | None = None,
         tags: str | None = None,
@@ -415,8 +417,9 @@ class CommitLog(ProtocolSteps):
         Parameters
         ----------
         topic : str
-        start : mapping of int to int, optional
-            First offset of each queue (one that is not named: from the first that is kept).
+        start : mapping of int to int or datetime, optional
+            First offset of each queue (one that is not named: from the first that is kept). Or a time with a time zone:
+            each queue's first message that was committed then or later.
         limit : int, optional
             At most so many messages, from the lowest queues first; with a filter, so many of those that it keeps.
         columns : sequence of str, optional
@@ -436,19 +439,25 @@ class CommitLog(ProtocolSteps):
         TopicNotFoundError, OptionError
         """
         queues = self.require_topic(topic)
-        if not isinstance(start or {}, Mapping):
+        since = require_time(start, "start") if isinstance(start, datetime) else None
+        offsets = {} if start is None or isinstance(start, datetime) else start
+        if not isinstance(offsets, Mapping):
             raise OptionError(
-                f"start={start!r} is no mapping: the first offset of each queue is expected, as {{0: 23}}"
+                f"start={start!r} is no mapping and no datetime: the first offset of each queue is expected, as "
+                "{0: 23}, or a time"
             )
+        given = set(offsets)
         while True:
             tails = self.tails()  # of one version, whatever other threads of this process see meanwhile
             kept = self.firsts(refresh=False)
             try:
-                return read_messages(self, tails, topic, queues, start or {}, limit, columns, tags, selector)
+                if since is not None:
+                    offsets = starts_since(self, tails, topic, queues, since)
+                return read_messages(self, tails, topic, queues, offsets, limit, columns, tags, selector)
             except OffsetOutOfRangeError:
                 # A queue without a start is read from its first offset, which may have moved on meanwhile.
                 moved = {queue for queue, first in self.firsts().items() if first > kept.get(queue, 0)}
-                if not any(name == topic and queue_id not in (start or {}) for name, queue_id in moved):
+                if not any(name == topic and queue_id not in given for name, queue_id in moved):
                     raise
 
     # ------------------------------------------------------------------ upkeep

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
@@ -319,6 +320,18 @@ def _after(together: Sequence[MessageRange], done: int) -> Iterator[MessageRange
         if done < placed.count:
             yield placed.cut(placed.queue_offset + done, placed.stop)
         done = max(0, done - placed.count)
+
+
+def starts_since(
+    log: ProtocolSteps, tails: Mapping[tuple[str, int], int], topic: str, queues: int, time: datetime
+) -> dict[int, int]:
+    """Each queue's first offset that was committed at this time or later and is kept, else its end."""
+    first, kept = Placements(log, topic.__eq__).first_since(time), log.firsts(refresh=False)
+    found = {}
+    for queue in ((topic, queue_id) for queue_id in range(queues)):
+        end = tails.get(queue, 0)
+        found[queue[1]] = max(kept.get(queue, 0), min(end, first.get(queue, end)))
+    return found
 
 
 def read_messages(

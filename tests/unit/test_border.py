@@ -9,13 +9,14 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.reading import read_ranges
-from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError
+from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError, OptionError
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner, split
 from tests.half_batches import (
@@ -46,6 +47,27 @@ def fill(log: CommitLog, first: int, count: int) -> None:
         log.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
         commit(log, prepare(log, i, {"body": [f"p{i}.{j}" for j in range(3)], "tags": ["a", "b", "a"]}, topic="points"))
         roll_back(log, send(log, f"none{i}"))
+
+
+def test_a_read_from_a_time_gives_what_was_committed_then_or_later(log: CommitLog) -> None:
+    began = datetime.now(timezone.utc)
+    commit(log, prepare(log, 1, 6))
+    log.drain()
+    time.sleep(0.01)
+    since = datetime.now(timezone.utc)
+    for i in (2, 3):
+        commit(log, prepare(log, i, 6))
+        late = log.read("orders").filter(pc.greater_equal(log.read("orders")["commit_timestamp"], since))
+        assert late.num_rows == (i - 1) * 6
+        assert log.read("orders", start=since).equals(late)
+        log.drain()
+        assert another(log).read("orders", start=since).equals(late)
+    assert log.read("orders", start=since, limit=7).num_rows == 7
+    assert log.read("orders", start=began).num_rows == 18
+    assert log.read("orders", start=datetime.now(timezone.utc)).num_rows == 0
+    assert log.read("points", start=since).num_rows == 0
+    with pytest.raises(OptionError, match="has no time zone"):
+        log.read("orders", start=datetime(2026, 1, 1))
 
 
 STATES: dict[str, Callable[[CommitLog], object]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rmq_spark.commitlog import log as log_module
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.expiring import Expirer
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.config import TIME_MIN
 from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import OffsetOutOfRangeError, OptionError, TopicExistsError, TopicNotFoundError
 from rmq_spark.metrics.figures import LogWatch
@@ -130,8 +132,9 @@ def test_a_crash_between_the_row_and_the_files_is_made_good(log: CommitLog, monk
     assert another(log).refresh() == version
 
 
+@pytest.mark.parametrize("start", [None, TIME_MIN])
 def test_a_read_from_the_beginning_goes_on_when_messages_expire_meanwhile(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch, start: datetime | None
 ) -> None:
     send_and_drain(log, "old")
     read_messages, tries = log_module.read_messages, []
@@ -148,7 +151,7 @@ def test_a_read_from_the_beginning_goes_on_when_messages_expire_meanwhile(
         return read_messages(*arguments)
 
     monkeypatch.setattr(log_module, "read_messages", expire_first)
-    assert log.read("orders").num_rows == 4
+    assert log.read("orders", start).num_rows == 4
     assert len(tries) == 2
 
 
