@@ -6,6 +6,7 @@ engine must not run in a process that forks.
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  it cannot be imported any more when the main thread has ended
 import importlib
 from typing import TYPE_CHECKING, Any
 

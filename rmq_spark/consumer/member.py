@@ -57,6 +57,12 @@ KEEP_S = 0.1
 """The member's thread looks so often whether anything is due."""
 BACKOFF_S_MAX = 30.0
 AT_EXIT_S_MAX = 10.0
+"""The end of Python waits so long for listener calls and for the store. A thread that is then within delta-rs may end
+Python with a crash."""
+LATE_S = 0.5
+"""Threads that end have so long when a listener call goes on."""
+OF_THE_STORE = ("member", "fetch")
+"""Threads that wait for the store."""
 FATAL = (GroupInUseError, NotACommitLogError, ListenerError)
 """After these another try would end the same way."""
 
@@ -203,26 +209,31 @@ class GroupMember:
         self._take_over = settings.take_over
         self._pid = os.getpid()
         self._persisting = log.machine.lock()
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[str, threading.Thread] = {}
+        self._stop_at_exit: Callable[[], object] = self.stopping.set
         self._in_this_thread = threading.local()
 
     def require_own_process(self) -> None:
         """Raise ConsumeError in a forked child: threads, and the engine of delta-rs, do not live on in it."""
-        if os.getpid() != self._pid:
+        if self._is_copy():
             raise ConsumeError(
                 f"this consumer was made in process {self._pid}, and this is a fork of it: make one in each process"
             )
 
     # ------------------------------------------------------------------ threads
-    def start(self, **work: Callable[[], object]) -> None:
-        """Join the group, and start the threads: the member's own, and one for each of these functions."""
+    def start(self, at_exit: Callable[[], object], **work: Callable[[], object]) -> None:
+        """Join the group, and start the threads: the member's own, and one for each of these functions.
+
+        ``at_exit`` is called when Python ends before :meth:`stop`, and calls it.
+        """
         self.require_own_process()
         self.join()
+        self._stop_at_exit = at_exit
         atexit.register(self._at_exit)
         threads = {"member": self._keep_on, **work}
-        self._threads = [
-            self.machine.start_thread(self._or_fail(f), f"txmq-{n}", daemon=True) for n, f in threads.items()
-        ]
+        self._threads = {
+            n: self.machine.start_thread(self._or_fail(f), f"txmq-{n}", daemon=True) for n, f in threads.items()
+        }
 
     def _or_fail(self, work: Callable[[], object]) -> Callable[[], None]:
         def run() -> None:
@@ -238,16 +249,19 @@ class GroupMember:
         """Whether this is one of the member's threads, in which listeners are called."""
         return getattr(self._in_this_thread, "is_own", False)
 
-    def stop(self, timeout_s: float) -> None:
+    def stop(self, timeout_s: float, at_exit: bool = False) -> None:
         """End: wait for what runs, write progress, release the queues and leave the group.
 
-        Queues of which something still runs after so many seconds are not released: the lease ends them.
+        Queues of which something still runs after so many seconds are not released: the lease ends them. ``at_exit``,
+        when Python ends, a store that hangs is waited for no longer, either.
         """
-        if os.getpid() != self._pid:  # a forked copy has none of the threads, and no heartbeat of its own
+        if self._is_copy():
             return
         atexit.unregister(self._at_exit)
         self.stopping.set()
-        end_s = self.machine.monotonic() + timeout_s
+        wait_s = min(timeout_s, AT_EXIT_S_MAX) if at_exit else timeout_s
+        began_s = self.machine.monotonic()
+        end_s = began_s + wait_s
         with self.changed:
             for queue in self.queues.values():
                 queue.releasing = True
@@ -259,23 +273,25 @@ class GroupMember:
         if late:
             logger.warning(
                 "consumer group %r: after %g s the listener still has messages of %s: these queues are free when the "
-                "lease is over, and their messages come again", self.group, timeout_s, late, extra=self._fields,
+                "lease is over, and their messages come again", self.group, wait_s, late, extra=self._fields,
             )  # fmt: skip
-        for thread in self._threads:
+        end_s = max(began_s + AT_EXIT_S_MAX if at_exit else end_s, self.machine.monotonic() + LATE_S)
+        for thread in self._threads.values():
             if thread is not threading.current_thread():
-                thread.join(max(0.1, end_s - self.machine.monotonic()) if late else None)
-        self._threads = []
-        self.leave()
-        self.log.close()
+                thread.join(max(0.0, end_s - self.machine.monotonic()) if late or at_exit else None)
+        hangs = any(thread.is_alive() for name, thread in self._threads.items() if name in OF_THE_STORE)
+        self._threads = {}
+        if not (hangs and at_exit):
+            self.leave()
+            self.log.close()
 
     def _at_exit(self) -> None:
-        """Python ends, and the consumer was not closed: a thread within delta-rs would end it with a crash."""
-        self.stopping.set()
-        with self.changed:
-            self.changed.notify_all()
-        end_s = self.machine.monotonic() + AT_EXIT_S_MAX
-        for thread in self._threads:
-            thread.join(max(0.0, end_s - self.machine.monotonic()))
+        if not self._is_copy():
+            self._stop_at_exit()
+
+    def _is_copy(self) -> bool:
+        """Whether this process is a fork of the consumer's: it has none of the threads, and no heartbeat of its own."""
+        return os.getpid() != self._pid
 
     def _keep_on(self) -> None:
         while not self.stopping.wait(min(KEEP_S, self.settings.heartbeat_interval_s / 4)):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -112,6 +114,9 @@ class PullConsumer:
         self._given: list[Take] = []  # given out, and not committed
         self._handing: tuple[Take, int] | None = None  # given out one by one, and the offset after the last given
         self._dropped = False
+        self._is_asked_to_end = False
+        self._ending = opened.machine.lock()
+        self._within: int | None = None  # the thread that is in a call, or asks for the next message of a loop
         self._is_iterated = False
         self._ends: dict[Queue, int] = {}
         self._others: dict[Queue, int] = {}  # how far the group is, when it was looked at last
@@ -134,24 +139,39 @@ class PullConsumer:
             In a fork of the process that made the consumer, or after :meth:`shutdown`.
         """
         self.member.require_own_process()
-        if self.member.stopping.is_set() and not self._open:
+        if self._is_asked_to_end and not self._open:
             raise ConsumeError("this consumer was shut down: make a new one")
         if not self._open:
             self._ends = dict(self.member.log.tails())
-            self.member.start()
+            self.member.start(self._at_exit)
             self._open = True
         return self
 
     def shutdown(self) -> None:
-        """Write progress, and leave the group. What was given out and not committed comes again, at any member."""
-        if self._open:
-            self._open = False
-            with self.member.changed:
-                for take in self._given:
-                    take.queue.give_back(take, take.finished)
-                self._dropped = bool(self._given)
-                self._given, self._handing = [], None
-            self.member.stop(0.0)
+        """Write progress, and leave the group. What was given out and not committed comes again, at any member.
+
+        A loop over the consumer ends, and a :meth:`poll` that waits returns None. Another thread and a signal handler
+        may call it, too.
+        """
+        self._is_asked_to_end = True
+        if self._within == threading.get_ident():  # a signal handler: the lock may be held, and the caller ends soon
+            return
+        self._end()
+
+    def _end(self, at_exit: bool = False) -> None:
+        with self._ending:  # whoever comes while another thread does this waits for it
+            if self._open:
+                self._open = False
+                with self.member.changed:
+                    for take in self._given:
+                        take.queue.give_back(take, take.finished)
+                    self._dropped = bool(self._given)
+                    self._given, self._handing = [], None
+                self.member.stop(0.0, at_exit)
+
+    def _at_exit(self) -> None:
+        self._is_asked_to_end = True
+        self._end(at_exit=True)
 
     def __enter__(self) -> PullConsumer:
         return self.start()
@@ -180,9 +200,12 @@ class PullConsumer:
             When the log cannot be read.
         """
         end_s = self._machine.monotonic() + seconds(timeout, "timeout")
-        self._begin()
-        found = self._next_before(end_s)
-        if found is None:
+        with self._inside():
+            self.start()
+            if self._auto_commit:
+                self._finish_given()
+            found = self._next_before(end_s)
+        if found is None or self._is_asked_to_end:
             return None
         return found.messages if self._tables else list(messages_of(found.messages))
 
@@ -202,15 +225,18 @@ class PullConsumer:
                 )
             self._is_iterated = True
         try:
-            self._begin()
-            while True:
+            self._within = threading.get_ident()
+            self.start()
+            if self._auto_commit:
+                self._finish_given()
+            while not self._is_asked_to_end:
                 take = self._next_before(self._machine.monotonic() + POLL_TIMEOUT_S)
-                if take is not None:
+                if take is not None and not self._is_asked_to_end:
                     yield from self._one_by_one(take)
                 elif self._stop_at_end and self._is_at_end():
                     return
         finally:
-            self._is_iterated = False
+            self._is_iterated, self._within = False, None
             self.shutdown()
 
     def commit(self) -> None:
@@ -231,10 +257,11 @@ class PullConsumer:
                 "this consumer was shut down, as at the end of an iteration: what was given out and not committed "
                 "comes again. Call commit() within the loop, or poll() in place of iterating"
             )
-        with self.member.changed:
-            given = [take.queue for take in self._given]
-        self._finish_given()
-        self.member.persist()
+        with self._inside():
+            with self.member.changed:
+                given = [take.queue for take in self._given]
+            self._finish_given()
+            self.member.persist()
         lost = sorted({queue.queue for queue in given if queue.lost})
         if lost:
             names = ", ".join(f"queue {queue_id} of topic {topic!r}" for topic, queue_id in lost)
@@ -244,23 +271,34 @@ class PullConsumer:
             )
 
     # ------------------------------------------------------------------ inside
-    def _begin(self) -> None:
-        self.start()
-        if self._auto_commit:
-            self._finish_given()
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """A signal handler that shuts down meanwhile leaves that to the end."""
+        self._within = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._within = None
+            if self._is_asked_to_end:
+                self.shutdown()
+
+    def _handed(self, what: Any) -> Iterator[Any]:
+        self._within = None
+        yield what
+        self._within = threading.get_ident()
 
     def _one_by_one(self, take: Take) -> Iterator[Any]:
         if self._tables:
-            yield take.messages
+            yield from self._handed(take.messages)
         else:
             for count, message in enumerate(messages_of(take.messages)):
-                if count and not (take.queue.is_open and self.member.may_start()):
+                if count and (self._is_asked_to_end or not (take.queue.is_open and self.member.may_start())):
                     with self.member.changed:  # another member has the queue, or waits for it
                         if take in self._given:
                             take.queue.cut(take, count)
                     break
                 self._handing = take, (message.queue_offset or 0) + 1
-                yield message
+                yield from self._handed(message)
                 if self._auto_commit:
                     with self.member.changed:
                         take.first = (message.queue_offset or 0) + 1
@@ -282,7 +320,7 @@ class PullConsumer:
     def _next_before(self, end_s: float) -> Take | None:
         """The next messages; None when none come until a time, or the end is reached."""
         member = self.member
-        while True:
+        while not self._is_asked_to_end:
             if member.problem is not None:
                 raise member.problem
             take = self._take()
@@ -297,6 +335,7 @@ class PullConsumer:
                 return None
             with member.changed:
                 member.changed.wait(min(left_s, member.pull_interval_s))
+        return None
 
     def _take(self) -> Take | None:
         with self.member.changed:

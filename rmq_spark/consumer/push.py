@@ -235,7 +235,7 @@ class PushConsumer:
                 raise ConsumeError("this consumer was shut down: make a new one")
             if not self._open:
                 workers = {f"consume-{n}": self.consume_on for n in range(self._threads)}
-                self.member.start(fetch=self.member.fetch_on, **workers)
+                self.member.start(self._at_exit, fetch=self.member.fetch_on, **workers)
                 self._open = True
                 observer.CONSUMERS.add(self)
         return self
@@ -262,12 +262,15 @@ class PushConsumer:
         if problem is not None:
             raise problem
 
-    def _end(self) -> None:
+    def _end(self, at_exit: bool = False) -> None:
         with self._opening:
             if self._open:
                 self._open = False
                 observer.CONSUMERS.discard(self)
-                self.member.stop(self._await_s)
+                self.member.stop(self._await_s, at_exit)
+
+    def _at_exit(self) -> None:
+        self._end(at_exit=True)
 
     def __enter__(self) -> PushConsumer:
         return self.start()

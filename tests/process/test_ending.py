@@ -52,3 +52,59 @@ def test_what_other_threads_send_after_the_main_thread_has_ended_is_sent(tmp_pat
     log = txmq.CommitLog.open(tmp_path / "log")
     assert sorted(int(b) for b in log.read("orders")["body"].to_pylist()) == list(range(30))
     assert log.pending().num_rows == 0
+
+
+CONSUMER = """
+import sys, threading
+import rmq_spark as txmq
+
+def pull(**options):
+    return txmq.PullConsumer(sys.argv[1], "points", "orders", pull_batch_size=5, **options)
+"""
+CONSUMERS = {
+    "an open iterator": (6, "consumer = iter(pull())\nfor _ in range(7): next(consumer)"),
+    "polled messages": (5, "consumer = pull()\nassert len(consumer.poll()) == len(consumer.poll()) == 5"),
+    "a listener": (
+        10,
+        """
+came = threading.Event()
+
+def listen(messages):
+    came.set()
+    return txmq.ConsumeConcurrentlyStatus.CONSUME_SUCCESS
+
+txmq.PushConsumer(
+    sys.argv[1], "points", listen, "orders", consume_from_where="CONSUME_FROM_FIRST_OFFSET"
+).start()
+assert came.wait(60)
+""",
+    ),
+    "a thread that begins late": (
+        10,
+        """
+main = threading.current_thread()
+
+def work():
+    main.join()
+    assert len(list(pull(stop_at_end=True))) == 10
+
+threading.Thread(target=work).start()
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", CONSUMERS)
+def test_a_program_that_ends_with_an_open_consumer_writes_its_progress_and_leaves(tmp_path: Path, way: str) -> None:
+    """An open iterator ended Python with an abort. The next program waited a whole lease for the queues."""
+    consumed, program = CONSUMERS[way]
+    log = txmq.CommitLog.create(tmp_path / "log")
+    log.create_topic("orders", 1)
+    with txmq.TransactionMQProducer(log, "shop", check_interval=None) as producer:
+        producer.send([txmq.Message("orders", b"%d" % n) for n in range(10)])
+    done = subprocess.run(
+        [sys.executable, "-c", CONSUMER + program, log.path], capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    place = log.groups.places("points")["orders", 0]
+    assert (place.next_offset, place.owner) == (consumed, None)

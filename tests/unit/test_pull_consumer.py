@@ -83,6 +83,43 @@ def test_a_second_iteration_beside_the_first_is_refused_and_nothing_is_lost(log:
     assert sorted({*seen, *rest}) == [letter.encode() for letter in "abcdefgh"]
 
 
+@pytest.mark.parametrize("stop_at_end", [False, True])
+@pytest.mark.parametrize("where", ["the body", "another thread", "a signal handler"])
+def test_a_loop_ends_when_its_consumer_is_shut_down(
+    log: CommitLog, where: str, stop_at_end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gave nothing more, and never ended."""
+    send(log, "abcd", queue_id=[0] * 4)
+    consumer = txmq.PullConsumer(log, "report", "orders", stop_at_end=stop_at_end)
+    fetch, seen = consumer.member.fetch, []
+
+    def interrupted() -> bool:
+        if seen:
+            with consumer.member.changed:  # as a signal handler may come while the lock is held
+                consumer.shutdown()
+        return fetch()
+
+    if where == "a signal handler":
+        monkeypatch.setattr(consumer.member, "fetch", interrupted)
+    for message in consumer:
+        seen.append(message)
+        if where == "the body" and len(seen) == 2:
+            consumer.shutdown()
+        if where == "another thread" and len(seen) == 4:
+            threading.Timer(0.01, consumer.shutdown).start()
+    assert bodies(seen) == (["a", "b"] if where == "the body" else list("abcd"))
+    assert log.groups.positions("report")[QUEUE] == (1 if where == "the body" else 4)
+    assert all(place.owner is None for place in log.groups.places("report").values())
+    with pytest.raises(txmq.errors.ConsumeError, match="was shut down: make a new one"):
+        consumer.poll()
+
+
+def test_a_poll_that_waits_ends_when_its_consumer_is_shut_down(log: CommitLog) -> None:
+    consumer = txmq.PullConsumer(log, "report", "orders").start()
+    threading.Timer(0.05, consumer.shutdown).start()
+    assert consumer.poll(timeout=300) is None
+
+
 def test_what_is_not_committed_comes_again(log: CommitLog) -> None:
     send(log, "abcd", queue_id=[0] * 4)
     with txmq.PullConsumer(log, "report", "orders", auto_commit=False, pull_batch_size=2) as consumer:
