@@ -290,13 +290,16 @@ class CommitLog(ProtocolSteps):
         return table
 
     def _messages_table(self) -> Table:
-        return open_messages(self.path, self.storage_options or None)
+        with reaching(self.path, self.storage_options):
+            return open_messages(self.path, self.storage_options or None)
 
     def _has_groups(self) -> bool:
-        return has_groups(self.path, self.storage_options or None)
+        with reaching(self.path, self.storage_options):
+            return has_groups(self.path, self.storage_options or None)
 
     def _groups_table(self) -> Table:
-        return open_groups(self.path, self.storage_options or None, self.half.table)
+        with reaching(self.path, self.storage_options):
+            return open_groups(self.path, self.storage_options or None, self.half.table)
 
     def half_batch(
         self,

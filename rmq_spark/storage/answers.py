@@ -19,6 +19,7 @@ def plainly(text: str, storage_options: Mapping[str, str] | None) -> str:
         if is_secret(name, value, SECRET_CHARS_MIN):
             text = text.replace(value, "***")
     text = re.sub(r"\x1b\[[0-9;]*m|[^\S ]", " ", text)
+    text = re.sub(r'Os { code: \d+, kind: \w+, message: "([^"]*)" }', r"\1", text)  # as Rust shows it
     return redacted(re.sub(r" +(↳ )?", " ", text).strip())
 
 

@@ -15,6 +15,7 @@ from rmq_spark.errors import NotACommitLogError, OptionError
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 _NO_SLASH = re.compile(r"(file|dbfs|hdfs|s3a?|gc?s|az|abfss?|wasbs?):(?!/)", re.IGNORECASE)
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?=:/)")
 _OF_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 """Schemes of stores that keep everything in buckets or containers, whose name follows the scheme."""
 _OF_STORES = re.compile(r"(AWS|AZURE|GOOGLE|GCS|HADOOP|HDFS)_", re.IGNORECASE)
@@ -82,6 +83,7 @@ def location(path: object) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise OptionError(f"path {text!r} has characters that UTF-8 cannot write: use another folder") from None
+    text = _SCHEME.sub(lambda scheme: scheme[0].lower(), text)
     if text.startswith("file:/"):
         text = _local_of(text)
     elif text.startswith("dbfs:/"):  # Spark alone knows it
@@ -98,6 +100,8 @@ def location(path: object) -> str:
         raise OptionError(f"path {text!r} is neither a folder nor a URI, which has ://; write {scheme}://{rest}")
     require_no_tilde("path", text)
     absolute = os.path.abspath(text)
+    if absolute == os.path.sep:
+        raise OptionError(f"path {os.fspath(path)!r} is the root folder of this machine: name a folder in it")  # type: ignore[call-overload]
     _require_characters(absolute, text)
     _require_no_file(absolute, text)
     return absolute

@@ -118,6 +118,8 @@ def test_a_path_that_is_a_file_is_refused_in_one_sentence(inside: str, tmp_path:
 
 def test_a_file_uri_is_decoded_and_a_plain_path_is_not(tmp_path: Path) -> None:
     assert location("file:///a%20b/c/") == location("file:/a%20b/c") == "/a b/c"
+    assert location("FILE:///a%20b") == location("File:/a%20b") == "/a b"
+    assert location("S3://bucket/A") == "s3://bucket/A"
     assert location("/100%/a b") == "/100%/a b"
     assert location("s3://bucket/a%20b/") == "s3://bucket/a%20b"
 
@@ -154,6 +156,8 @@ def test_a_file_uri_is_decoded_and_a_plain_path_is_not(tmp_path: Path) -> None:
         ("s3://bucket/log#x", "query part"),
         ("s3://key:secret@bucket/log", "credentials"),
         ("abfss://c:secret@account.dfs.core.windows.net/log", "credentials"),
+        ("file://", "the root folder of this machine"),
+        ("/", "the root folder of this machine"),
         ("", "empty"),
         (" ", "empty"),
         (None, "NoneType"),
@@ -181,6 +185,12 @@ def test_a_scheme_that_no_store_has_is_named(make: Callable[[str], txmq.CommitLo
     """delta-rs took such a place for an empty one, and the advice was to make a log there."""
     with pytest.raises(OptionError, match=r"path 'foo://bar/log': there is no store for foo://\. A folder, s3://"):
         make("foo://bar/log")
+
+
+def test_a_name_that_the_file_system_refuses_is_told_in_plain_words(tmp_path: Path) -> None:
+    with pytest.raises(NotACommitLogError, match=r"a table cannot be created at .*: File name too long") as refused:
+        txmq.CommitLog.create(tmp_path / ("x" * 256))
+    assert "kind:" not in str(refused.value)
 
 
 def test_an_endpoint_that_is_no_url_is_refused_in_one_sentence() -> None:
