@@ -28,9 +28,16 @@ from rmq_spark.consumer.members import Members, new_member_name
 from rmq_spark.consumer.progress import ProcessQueue, Queue
 from rmq_spark.consumer.retry import dlq_topic, retry_topic
 from rmq_spark.consumer.shares import Moves, moves
-from rmq_spark.errors import ConsumeError, GroupInUseError, ListenerError, NotACommitLogError, OptionError
+from rmq_spark.errors import (
+    ConsumeError,
+    GroupInUseError,
+    ListenerError,
+    NotACommitLogError,
+    OptionError,
+    StorageError,
+)
 from rmq_spark.message import require_group_name, require_topic_name
-from rmq_spark.redaction import traceback_of
+from rmq_spark.redaction import redacted, traceback_of
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark.selector.tree import Selector
 from rmq_spark.source.options import Subscription
@@ -125,7 +132,8 @@ class MemberSettings:
                 f"message_model={message_model!r}: only {CLUSTERING!r} is there. In RocketMQ's BROADCASTING each "
                 "member gets every message: give each consumer a group of its own for that"
             )
-        names = [topics] if isinstance(topics, str) else list(topics) if isinstance(topics, Iterable) else []
+        several = isinstance(topics, Iterable) and not isinstance(topics, bytes)
+        names = [topics] if isinstance(topics, str) else list(topics) if several else []
         if not names:
             raise OptionError(f"topics={topics!r}: the name of a topic is expected, or several names")
         if tags is not None and selector is not None:
@@ -138,6 +146,8 @@ class MemberSettings:
             ) from None
         if (where == ConsumeFromWhere.CONSUME_FROM_TIMESTAMP) != (consume_timestamp is not None):
             raise OptionError("CONSUME_FROM_TIMESTAMP and consume_timestamp=<a datetime> need each other")
+        if not isinstance(take_over, bool):
+            raise OptionError(f"take_over={take_over!r} is neither True nor False")
         interval_s = seconds(heartbeat_interval, "heartbeat_interval", above=True)
         lease_s = seconds(lease, "lease", above=True)
         if lease_s < 2 * interval_s:
@@ -157,7 +167,7 @@ class MemberSettings:
             seconds(persist_consumer_offset_interval, "persist_consumer_offset_interval"),
             None if pull_interval is None else seconds(pull_interval, "pull_interval", above=True),
             whole_number(max_span, "max_span", 1),
-            bool(take_over),
+            take_over,
         )
 
 
@@ -317,8 +327,7 @@ class GroupMember:
         if isinstance(problem, FATAL):
             self.fail(problem)
         else:
-            said = traceback_of(problem)
-            logger.warning("consumer group %r: %s: %s", self.group, what, said, extra=self._fields)
+            logger.warning("consumer group %r: %s: %s", self.group, what, _told(problem), extra=self._fields)
 
     def fail(self, problem: BaseException) -> None:
         """End the consumer with a problem."""
@@ -372,7 +381,7 @@ class GroupMember:
             try:
                 step()
             except Exception as problem:  # the lease does it
-                said = traceback_of(problem)
+                said = _told(problem)
                 logger.warning("consumer group %r: leaving failed: %s", self.group, said, extra=self._fields)
 
     def may_start(self) -> bool:
@@ -566,6 +575,11 @@ class GroupMember:
             if found:
                 self.changed.notify(sum(new.messages.num_rows for new in found.values()))
         return bool(found)
+
+
+def _told(problem: Exception) -> str:
+    """Return what a log says of a problem: its sentence, and of one that nobody foresaw where it came from."""
+    return redacted(str(problem)) if isinstance(problem, StorageError) else traceback_of(problem)
 
 
 def _subscribed(topics: Iterable[str], chooses: str) -> str:

@@ -2,7 +2,8 @@
 
 A heartbeat is a small file that its member overwrites, ``groups/_members/<group>/<member>``. It has a counter. Nobody
 compares clocks: an observer notes when it last saw the counter move, by its own monotonic clock. A member whose counter
-has not moved for the lease is dead. Heartbeats are no commits. They cost a put each, and nobody waits for another one.
+has not moved for its lease, which the heartbeat names, is dead. Heartbeats are no commits. They cost a put each, and
+nobody waits for another one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from datetime import datetime
 
 import pyarrow.fs as pafs
 
+from rmq_spark.config import seconds
+from rmq_spark.errors import OptionError
+from rmq_spark.redaction import cause_of, redacted
+from rmq_spark.storage.answers import asking, unwritable
 from rmq_spark.storage.table import Table
 
 logger = logging.getLogger(__name__)
@@ -44,6 +49,7 @@ class _Seen:
 
     content: bytes | None
     since_s: float
+    lease_s: float
     topics: frozenset[str] = frozenset()
     chooses: str | None = None
 
@@ -98,10 +104,13 @@ class Members:
             "counter": self._counter, "topics": sorted(self.topics), "chooses": self.chooses, "lease": self._lease_s
         }  # fmt: skip
         path = self._path(self.member)
-        if isinstance(self._table.fs, pafs.LocalFileSystem):
-            self._table.fs.create_dir(path.rpartition("/")[0], recursive=True)
-        with self._table.fs.open_output_stream(path) as stream:
-            stream.write(json.dumps(told).encode())
+        try:
+            if isinstance(self._table.fs, pafs.LocalFileSystem):
+                self._table.fs.create_dir(path.rpartition("/")[0], recursive=True)
+            with self._table.fs.open_output_stream(path) as stream:
+                stream.write(json.dumps(told).encode())
+        except OSError as problem:
+            raise unwritable(redacted(self._folder), problem) from cause_of(problem)
         return began_s
 
     def renew(self, began_s: float) -> None:
@@ -129,16 +138,16 @@ class Members:
         for member, (content, written) in found.items():
             known = self._seen.get(member)
             if known is None and _is_forgotten(content, written, own):
-                self._seen[member] = _seen(content, -math.inf)
+                self._seen[member] = _seen(content, -math.inf, self._lease_s)
             elif known is None or known.content != content:
-                self._seen[member] = _seen(content, now_s)
-            elif now_s - known.since_s > FORGOTTEN_LEASES * self._lease_s and member != self.member:
+                self._seen[member] = _seen(content, now_s, self._lease_s)
+            elif self._old(known, FORGOTTEN_LEASES) and member != self.member:
                 with suppress(FileNotFoundError):
                     self._table.fs.delete_file(self._path(member))
         for member, known in list(self._seen.items()):
             if member not in found and known.content is not None:
-                self._seen[member] = _Seen(None, now_s)  # it has left, or somebody removed the file
-            elif known.content is None and now_s - known.since_s > FORGOTTEN_LEASES * self._lease_s:
+                self._seen[member] = _Seen(None, now_s, known.lease_s)  # it has left, or somebody removed the file
+            elif known.content is None and self._old(known, FORGOTTEN_LEASES):
                 del self._seen[member]
 
     def live(self, topic: str) -> list[str]:
@@ -159,16 +168,16 @@ class Members:
         return ((m, seen) for m, seen in self._seen.items() if seen.content is not None and not self._old(seen))
 
     def is_dead(self, owner: str) -> bool:
-        """Return True when the owner of a queue has not moved its counter for the lease. One without a heartbeat has
-        the lease, too, from the first time that somebody asks."""
+        """Return True when the owner of a queue has not moved its counter for its lease. One without a heartbeat has
+        this member's lease, from the first time that somebody asks."""
         if owner == self.member:
             return False
         if owner not in self._seen:
-            self._seen[owner] = _Seen(None, self._machine.monotonic())
+            self._seen[owner] = _Seen(None, self._machine.monotonic(), self._lease_s)
         return self._old(self._seen[owner])
 
-    def _old(self, seen: _Seen) -> bool:
-        return self._machine.monotonic() - seen.since_s > self._lease_s
+    def _old(self, seen: _Seen, leases: float = 1.0) -> bool:
+        return self._machine.monotonic() - seen.since_s > leases * seen.lease_s
 
     def _path(self, member: str) -> str:
         return f"{self._folder}/{self.group}/{member}"
@@ -177,14 +186,16 @@ class Members:
 def _listed(table: Table) -> list[pafs.FileInfo]:
     """Return the heartbeats of all groups."""
     selector = pafs.FileSelector(f"{table.folder}/{FOLDER}", allow_not_found=True, recursive=True)
-    return [info for info in table.fs.get_file_info(selector) if info.type == pafs.FileType.File]
+    with asking(redacted(selector.base_dir), None):
+        return [info for info in table.fs.get_file_info(selector) if info.type == pafs.FileType.File]
 
 
 def _read(table: Table, infos: Iterable[pafs.FileInfo], group: str) -> dict[str, tuple[bytes, datetime | None]]:
     """Return what the heartbeats of a group's members say, and when each was put by the store's clock."""
     found: dict[str, tuple[bytes, datetime | None]] = {}
     for member, info in _of_group(table, infos, group):
-        with suppress(FileNotFoundError), table.fs.open_input_file(info.path) as stream:
+        where = redacted(info.path)
+        with asking(where, None), suppress(FileNotFoundError), table.fs.open_input_file(info.path) as stream:
             found[member] = bytes(stream.read()), info.mtime
     return found
 
@@ -197,29 +208,29 @@ def _of_group(table: Table, infos: Iterable[pafs.FileInfo], group: str) -> Itera
             yield info.path.removeprefix(mine), info
 
 
-def _seen(content: bytes, since_s: float) -> _Seen:
-    """Return what a heartbeat says, or nothing of one that was read while it was written."""
+def _seen(content: bytes, since_s: float, lease_s: float) -> _Seen:
+    """Return what a heartbeat says. One that was read while it was written says nothing, and has this lease."""
     try:
         told = json.loads(content)
         chooses = told.get("chooses")  # none of a member of an older version
         topics = frozenset(str(topic) for topic in told["topics"])
-        return _Seen(content, since_s, topics, None if chooses is None else str(chooses))
+        return _Seen(content, since_s, _lease(content, lease_s), topics, None if chooses is None else str(chooses))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return _Seen(content, since_s)
+        return _Seen(content, since_s, lease_s)
 
 
-def _lease(content: bytes) -> float:
+def _lease(content: bytes, otherwise_s: float) -> float:
     """Return the lease that a heartbeat names, in seconds."""
     try:
-        return float(json.loads(content)["lease"])
-    except (ValueError, KeyError, TypeError):
-        return LEASE_S
+        return seconds(json.loads(content)["lease"], "lease", above=True)
+    except (ValueError, KeyError, TypeError, OptionError):
+        return otherwise_s
 
 
 def _is_forgotten(content: bytes, written: datetime | None, now: datetime | None) -> bool:
     """Whether a heartbeat was put so long ago, by the store's clock, that its member is dead and nobody cleaned up."""
     age_s = 0.0 if written is None or now is None else (now - written).total_seconds()
-    return age_s > FORGOTTEN_LEASES * _lease(content)
+    return age_s > FORGOTTEN_LEASES * _lease(content, LEASE_S)
 
 
 def heartbeats(table: Table, group: str, now: datetime) -> dict[str, datetime]:

@@ -190,6 +190,37 @@ def test_a_member_is_dead_when_its_counter_has_not_moved_for_the_lease(log: Comm
     assert a.is_dead("never seen")
 
 
+def test_a_member_with_another_lease_is_judged_by_its_own(log: CommitLog) -> None:
+    """One with a lease of 2 s took the queues of those with 30 s again and again, and messages came twice."""
+    machine = Steps()
+    log.groups.table.machine = machine
+    patient, hasty = members_of(log, "a"), Members(log.groups.table, "points", "b", ["orders"], 2.0, 0.5)
+    for member in (patient, hasty, patient):
+        member.renew(member.beat())
+        member.look()
+    machine.sleep(3)
+    assert not hasty.is_dead("a")
+    assert hasty.live("orders") == ["a", "b"]
+    assert patient.is_dead("b")
+    machine.sleep(LEASE_S)
+    assert hasty.is_dead("a")
+
+
+@pytest.mark.parametrize("lease", ["-1", "0", "NaN", "Infinity", "1e300", "null", '"long"'])
+def test_a_lease_that_cannot_be_is_not_believed(log: CommitLog, lease: str) -> None:
+    machine = Steps()
+    log.groups.table.machine = machine
+    a = members_of(log, "a")
+    a.renew(a.beat())
+    told = f'{{"counter": 1, "topics": ["orders"], "lease": {lease}}}'
+    with log.groups.table.fs.open_output_stream(f"{log.groups.table.folder}/_members/points/b") as stream:
+        stream.write(told.encode())
+    a.look()
+    assert not a.is_dead("b")
+    machine.sleep(LEASE_S + 1)
+    assert a.is_dead("b")
+
+
 def test_no_wall_clock_is_looked_at() -> None:
     """The observer's is set back and ahead by years, and the other's is another one altogether."""
     here, there = Steps(), OwnClock()
