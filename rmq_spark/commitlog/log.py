@@ -180,6 +180,12 @@ class CommitLog(ProtocolSteps):
         with reaching(where, storage_options):
             return upgrade_tables(where, storage_options)
 
+    def __getstate__(self) -> object:
+        raise OptionError(
+            f"{self!r} has locks and connections, so it can be neither copied nor pickled: pass its path, and open it "
+            "in the process or thread that uses it"
+        )
+
     # ------------------------------------------------------------------ topics
     @named
     def create_topic(

@@ -99,7 +99,12 @@ def location(path: object) -> str:
         scheme, _, rest = text.partition(":/")
         raise OptionError(f"path {text!r} is neither a folder nor a URI, which has ://; write {scheme}://{rest}")
     require_no_tilde("path", text)
-    absolute = os.path.abspath(text)
+    try:
+        absolute = os.path.abspath(text)
+    except FileNotFoundError:
+        raise OptionError(
+            f"path {text!r} is relative, and the folder that the program works in is gone: give an absolute path"
+        ) from None
     if absolute == os.path.sep:
         raise OptionError(f"path {os.fspath(path)!r} is the root folder of this machine: name a folder in it")  # type: ignore[call-overload]
     _require_characters(absolute, text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +15,7 @@ import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable
 
+import rmq_spark as txmq
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
@@ -794,6 +797,18 @@ def _row(log: CommitLog, record: object, body: str) -> dict[int, bytes]:
         there = [b.decode() for b in log.half.read(record, every, ["body"])["body"].to_pylist()]
         found[file_no] = bytes(1 if b == body else 0 for b in there)
     return found
+
+
+@pytest.mark.parametrize("door", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_log_and_who_has_it_open_cannot_be_copied(log: CommitLog, door: Callable[[object], object]) -> None:
+    """A copy shared half of its state with the original. Of pickling, Python said that RLock cannot be pickled."""
+    with pytest.raises(OptionError, match="can be neither copied nor pickled: pass its path"):
+        door(log)
+    if door is not copy.copy:
+        with pytest.raises(OptionError, match="pass its path"):
+            door(txmq.ConsumerGroup(log, "points"))
+        with pytest.raises(OptionError, match="pass its path"):
+            door(txmq.TransactionMQProducer(log, "shop"))
 
 
 def test_the_twin_in_memory_starts_with_topics() -> None:

@@ -193,6 +193,14 @@ def test_a_name_that_the_file_system_refuses_is_told_in_plain_words(tmp_path: Pa
     assert "kind:" not in str(refused.value)
 
 
+def test_a_relative_path_in_a_folder_that_is_gone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(OptionError, match=r"path 'log' is relative, .* is gone: give an absolute path"):
+        txmq.CommitLog.create("log")
+
+
 def test_an_endpoint_that_is_no_url_is_refused_in_one_sentence() -> None:
     """delta-rs panics, which is no Exception."""
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "eu"}
