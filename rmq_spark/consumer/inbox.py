@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -129,6 +129,13 @@ class SqlInbox(Database):
             for table in (self._table, self._log_table):
                 connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
             self._try_once(connection)
+
+    def require_created(self) -> None:
+        """Raise ListenerError when a table is not there. A database that does not answer is taken for a ready one."""
+        for table in (self._table, self._log_table):
+            with suppress(sa.exc.DBAPIError), self.transaction(write=False) as connection:
+                if not sa.inspect(connection).has_table(table.name, schema=table.schema):
+                    raise self._missing(table)
 
     def positions(self) -> dict[tuple[str, int], int]:
         """Return the next offset of every queue for which results were written."""
@@ -269,9 +276,12 @@ class SqlInbox(Database):
         except (sa.exc.OperationalError, sa.exc.ProgrammingError) as problem:
             if sa.inspect(self.engine).has_table(table.name, schema=table.schema):
                 raise
-            raise ListenerError(
-                f"{self.where} has no table {table.fullname!r}: call create() once, when the database is set up"
-            ) from cause_of(problem)
+            raise self._missing(table) from cause_of(problem)
+
+    def _missing(self, table: sa.Table) -> ListenerError:
+        return ListenerError(
+            f"{self.where} has no table {table.fullname!r}: call create() once, when the database is set up"
+        )
 
     def _positions(self, connection: sa.Connection) -> dict[tuple[str, int], int]:
         columns = self._table.c

@@ -168,6 +168,7 @@ class PushConsumer:
         self.orderly = mode == ORDERLY
         self._takes_positions = getattr(listener, "keeps_positions", False)
         self._listener = self._listener_of(listener, group)
+        self._require_ready = getattr(listener, "require_created", lambda: None)
         self._is_each = isinstance(listener, EachMessage)
         self._threads = whole_number(consume_thread_max, "consume_thread_max", 1, 1_000)
         if consume_message_batch_max_size is not None:
@@ -226,6 +227,8 @@ class PushConsumer:
         ------
         GroupInUseError
             When Spark reads for the group.
+        ListenerError
+            When an inbox has no tables yet.
         ConsumeError
             In a fork of the process that made the consumer, or after :meth:`shutdown`.
         """
@@ -234,6 +237,7 @@ class PushConsumer:
             if self.member.stopping.is_set():
                 raise ConsumeError("this consumer was shut down: make a new one")
             if not self._open:
+                self._require_ready()
                 workers = {f"consume-{n}": self.consume_on for n in range(self._threads)}
                 self.member.start(self._at_exit, fetch=self.member.fetch_on, **workers)
                 self._open = True

@@ -208,3 +208,18 @@ def test_processes_that_make_an_inbox_at_once_do_not_disturb_each_other(
     monkeypatch.setattr(inbox, "_create", races)
     inbox.create()
     assert inbox.positions() == {}
+
+
+def test_a_consumer_whose_inbox_has_no_tables_does_not_start(log: CommitLog, tmp_path: Path, url: str) -> None:
+    """It did, and each message failed again and again."""
+    inbox = txmq.SqlInbox(url, "points", count_each)
+    consumer = txmq.PushConsumer(log, "points", inbox, "orders", mode="orderly")
+    with pytest.raises(txmq.ListenerError, match="has no table 'txmq_inbox': call create"):
+        consumer.start()
+    assert not consumer.is_running
+    inbox.create()
+    with consumer:
+        assert consumer.is_running
+    gone = txmq.SqlInbox(f"sqlite:///{tmp_path}/gone/results.db", "points", count_each)
+    with txmq.PushConsumer(log.another(), "points", gone, "orders", mode="orderly") as waiting:
+        assert waiting.is_running, "a database that does not answer may do so later"
