@@ -12,7 +12,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -600,9 +600,7 @@ class DeltaLogTable:
                     f"the Delta table {self.name!r} at {self._uri} cannot be opened: {said}"
                 ) from cause_of(problem)
             self._require_entries(-1, None)
-            raise CorruptLogError(f"the Delta log of table {self.name} cannot be read any more: {said}") from cause_of(
-                problem
-            )
+            raise self._unreadable(problem) from cause_of(problem)
         self._require_entries(-1, int(table.version()))
         have = set(pa.schema(table.schema().to_arrow()).names)
         missing = [n for n in self.schema.names if n not in have]
@@ -613,6 +611,20 @@ class DeltaLogTable:
         self._require_same(table)
         self._note_newest(int(table.version()), self._entry(int(table.version())))
         return table
+
+    def _unreadable(self, problem: BaseException) -> CorruptLogError:
+        said = plainly(str(problem), self._storage_options)
+        return CorruptLogError(f"the Delta log of table {self.name} cannot be read any more: {said}")
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """A question about the table, for which delta-rs may read a part of the Delta log that it left out before."""
+        try:
+            yield
+        except BaseException as problem:  # a panic of delta-rs is no Exception
+            if not isinstance(problem, DeltaError) and not is_panic(problem):
+                raise
+            raise self._unreadable(problem) from cause_of(problem)
 
     def _loaded(self) -> DeltaTable:
         """Read the Delta log. Upkeep removes old entries of it, and may do so after this process listed them and before
@@ -759,7 +771,8 @@ class DeltaLogTable:
             return self._actions[1]
 
     def _read_actions(self) -> pa.Table:
-        live = pa.table(self._table.get_add_actions(flatten=True))
+        with self._asked():
+            live = pa.table(self._table.get_add_actions(flatten=True))
         schema = actions_schema(self.name)
         # A column without a single value in any file has no statistics at all.
         columns = {
@@ -772,7 +785,8 @@ class DeltaLogTable:
 
     def removed_since(self, age_s: float | None = None) -> set[str]:
         def removed_before(hours: int) -> set[str]:
-            listed = self._table.vacuum(retention_hours=hours, dry_run=True, enforce_retention_duration=False)
+            with self._asked():
+                listed = self._table.vacuum(retention_hours=hours, dry_run=True, enforce_retention_duration=False)
             return {unquote(p) for p in listed}
 
         with self.lock:
@@ -780,7 +794,7 @@ class DeltaLogTable:
             return removed if age_s is None else removed - removed_before(math.ceil(age_s / 3600))
 
     def transaction_version(self, app_id: str) -> int | None:
-        with self.lock:
+        with self.lock, self._asked():
             return self._table.transaction_version(app_id)
 
     def write(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from deltalake.exceptions import DeltaError
 
 import rmq_spark as txmq
-from rmq_spark.errors import NotACommitLogError, OptionError, StorageError, UnreadableFileError
+from rmq_spark.errors import CorruptLogError, NotACommitLogError, OptionError, StorageError, UnreadableFileError
 from rmq_spark.storage import answers, seal, stores
+from rmq_spark.storage.table import DeltaLogTable
 
 
 @pytest.mark.parametrize("error", [OSError, NotACommitLogError])
@@ -76,3 +79,31 @@ def test_a_file_without_permission_is_not_called_damaged(denied: OSError) -> Non
         assert not any(word in str(caught.value) for word in ("damaged", "restore", "fails"))
     with pytest.raises(UnreadableFileError, match="or it is damaged"), seal.reading("half-1.parquet", "half"):
         raise OSError("Parquet file size is 403 bytes, smaller than the minimum")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda table: table.transaction_version("an application"),
+        lambda table: table.removed_since(),
+        lambda table: table._read_actions(),
+    ],
+)
+def test_a_damaged_part_of_the_delta_log_that_is_read_late_is_named(
+    ask: Callable[[DeltaLogTable], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """delta-rs leaves columns of a checkpoint out until it needs them. Its own error named neither log nor table."""
+
+    class Damaged:
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            def fail(*given: object, **named: object) -> object:
+                raise DeltaError("Kernel error: Parquet error: insufficient definition levels")
+
+            return fail
+
+    log = txmq.CommitLog.create(tmp_path / "log")
+    table = log.op
+    assert isinstance(table, DeltaLogTable)
+    monkeypatch.setattr(DeltaLogTable, "_table", property(lambda _: Damaged()))
+    with pytest.raises(CorruptLogError, match="the Delta log of table op cannot be read any more: Kernel error"):
+        ask(table)
