@@ -154,6 +154,13 @@ def whole_number(value: object, name: str, minimum: int, maximum: int = INT64_MA
     return value
 
 
+def flag(value: object, name: str) -> bool:
+    """Return an argument that must be True or False; raise OptionError for anything else: "no" would count as True."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}={_short(value)} is neither True nor False")
+    return value
+
+
 def byte_count(value: object, name: str) -> int:
     """Return a number of bytes: an int, or a text such as ``500m`` or ``10g`` in Spark's units (of 1,024).
 

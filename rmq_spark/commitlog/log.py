@@ -44,6 +44,7 @@ from rmq_spark.config import (
     QUEUES_DEFAULT,
     QUEUES_MAX,
     RETENTION_S_MIN,
+    flag,
     named,
     parse_duration,
     require_time,
@@ -222,7 +223,7 @@ class CommitLog(ProtocolSteps):
             When the retention is no duration, or too short.
         """
         require_topic_name(name)
-        self.topic_store.create(name, queues, fifo, exist_ok, _retention_s(retention))
+        self.topic_store.create(name, queues, flag(fifo, "fifo"), flag(exist_ok, "exist_ok"), _retention_s(retention))
 
     @named
     def set_retention(self, name: str, retention: str | None) -> None:

@@ -22,7 +22,7 @@ import pyarrow.fs as pafs
 
 from rmq_spark.commitlog.group_store import Place, Report
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.config import require_time, seconds, whole_number
+from rmq_spark.config import flag, require_time, seconds, whole_number
 from rmq_spark.consumer.fetch import FETCH_BYTES, Fetcher
 from rmq_spark.consumer.members import Members, new_member_name
 from rmq_spark.consumer.progress import ProcessQueue, Queue
@@ -146,8 +146,6 @@ class MemberSettings:
             ) from None
         if (where == ConsumeFromWhere.CONSUME_FROM_TIMESTAMP) != (consume_timestamp is not None):
             raise OptionError("CONSUME_FROM_TIMESTAMP and consume_timestamp=<a datetime> need each other")
-        if not isinstance(take_over, bool):
-            raise OptionError(f"take_over={take_over!r} is neither True nor False")
         interval_s = seconds(heartbeat_interval, "heartbeat_interval", above=True)
         lease_s = seconds(lease, "lease", above=True)
         if lease_s < 2 * interval_s:
@@ -167,7 +165,7 @@ class MemberSettings:
             seconds(persist_consumer_offset_interval, "persist_consumer_offset_interval"),
             None if pull_interval is None else seconds(pull_interval, "pull_interval", above=True),
             whole_number(max_span, "max_span", 1),
-            take_over,
+            flag(take_over, "take_over"),
         )
 
 

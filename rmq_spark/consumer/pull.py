@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.config import named, seconds, whole_number
+from rmq_spark.config import flag, named, seconds, whole_number
 from rmq_spark.consumer.listener import messages_of
 from rmq_spark.consumer.member import (
     CLUSTERING,
@@ -25,7 +25,7 @@ from rmq_spark.consumer.member import (
 )
 from rmq_spark.consumer.members import LEASE_S
 from rmq_spark.consumer.progress import Queue, Take
-from rmq_spark.errors import ConsumeError, OptionError
+from rmq_spark.errors import ConsumeError
 from rmq_spark.message import MessageExt
 
 POLL_TIMEOUT_S = 5.0
@@ -103,10 +103,9 @@ class PullConsumer:
             group, topics, tags, selector, consume_from_where, consume_timestamp, heartbeat_interval, lease,
             persist_consumer_offset_interval, pull_interval, max_span, message_model, take_over,
         )  # fmt: skip
-        for name, value in (("tables", tables), ("stop_at_end", stop_at_end), ("auto_commit", auto_commit)):
-            if not isinstance(value, bool):
-                raise OptionError(f"{name}={value!r} is neither True nor False")
-        self._tables, self._stop_at_end, self._auto_commit = tables, stop_at_end, auto_commit
+        self._tables = flag(tables, "tables")
+        self._stop_at_end = flag(stop_at_end, "stop_at_end")
+        self._auto_commit = flag(auto_commit, "auto_commit")
         self._batch_rows = whole_number(pull_batch_size, "pull_batch_size", 1)
         opened = CommitLog.of(log, storage_options)
         self.member = GroupMember(opened, settings, reads_retries=False)

@@ -56,7 +56,7 @@ from rmq_spark.listeners.database import (  # isort: skip
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from rmq_spark.config import named, seconds
+from rmq_spark.config import flag, named, seconds
 from rmq_spark.errors import (
     FencedError,
     FenceError,
@@ -278,7 +278,7 @@ class SqlTransactionListener(TransactionListener):
         self._fence = _Fence(url_or_engine, fence_table, schema)
         self.only_checks = work is None
         self._work: Callable[[sa.Connection, Any], Any] = self._refuse if work is None else work
-        self._per_transaction = per_transaction
+        self._per_transaction = flag(per_transaction, "per_transaction")
         self.rollback_after_s = seconds(rollback_after, "rollback_after")
         self._lock_timeout = seconds(lock_timeout, "lock_timeout", LOCK_TIMEOUT_S_MIN, maximum=LOCK_TIMEOUT_S_MAX)
         self._fence_id: str | None = None

@@ -27,6 +27,7 @@ from rmq_spark.config import (
     REPLAY_CHECK_TIMEOUT_S,
     TRANSACTION_CHECK_INTERVAL_S,
     TRANSACTION_TIMEOUT_S,
+    flag,
     named,
     seconds,
     whole_number,
@@ -184,7 +185,7 @@ class TransactionMQProducer:
             self.log,
             seconds(linger, "linger"),
             whole_number(max_batch_messages, "max_batch_messages", 1, AT_ONCE_MAX),
-            version=__version__ if share_commits else None,
+            version=__version__ if flag(share_commits, "share_commits") else None,
         )
         self.two_phase = TwoPhase(
             self.log,

@@ -253,3 +253,21 @@ def test_a_group_is_reset_to_times_that_messages_can_have() -> None:
     assert group.reset(TIME_MIN, ["orders"]) == {("orders", 0): 0}
     assert group.reset(TIME_MAX, ["orders"]) == {("orders", 0): 3}
     assert Planner(log, Subscription(("orders",))).resolve("startingTimestamp", TIME_MAX) == {("orders", 0): 3}
+
+
+@pytest.mark.parametrize("value", ["no", 1, 0, None])
+def test_what_is_neither_true_nor_false_is_refused(value: Any) -> None:
+    """A "no" counted as True: with take_over it would have taken a group from Spark."""
+    log = InMemoryCommitLog(topics={"orders": 2})
+    for name in ("tables", "stop_at_end", "auto_commit", "take_over"):
+        with pytest.raises(OptionError, match=f"{name}=.* is neither True nor False"):
+            txmq.PullConsumer(log, "points", "orders", **{name: value})
+    with pytest.raises(OptionError, match=r"take_over=.* is neither True nor False"):
+        txmq.PushConsumer(log, "points", print, "orders", take_over=value)
+    with pytest.raises(OptionError, match=r"share_commits=.* is neither True nor False"):
+        txmq.TransactionMQProducer(log, "shop", share_commits=value)
+    for name in ("fifo", "exist_ok"):
+        with pytest.raises(OptionError, match=f"{name}=.* is neither True nor False"):
+            log.create_topic("returns", **{name: value})
+    with pytest.raises(OptionError, match=r"per_transaction=.* is neither True nor False"):
+        txmq.SqlTransactionListener("sqlite://", print, per_transaction=value)
