@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 
 _forks = 0
 
@@ -16,6 +18,29 @@ def forks() -> int:
     """How many forks lie between this process and its first Python program. Kept, it tells later whether this is still
     the process that has kept it."""
     return _forks
+
+
+def end_fork_since(before: int, problem: BaseException | None = None) -> None:
+    """End this process when it is a fork that was made since :func:`forks` was ``before``.
+
+    A function of the user forked, and returned or raised in the fork, too. The fork is no second consumer. It ends with
+    the code 0, with what SystemExit says, or with 1 after another exception, which is printed.
+    """
+    if forks() == before:
+        return
+    code: object = None
+    if isinstance(problem, SystemExit):
+        code = problem.code
+    elif problem is not None:
+        traceback.print_exception(problem)
+        code = 1
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code or 0)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks

@@ -12,7 +12,7 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,7 +25,7 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import flag, require_time, seconds, whole_number
 from rmq_spark.consumer.fetch import FETCH_BYTES, Fetcher
 from rmq_spark.consumer.members import Members, new_member_name
-from rmq_spark.consumer.progress import ProcessQueue, Queue
+from rmq_spark.consumer.progress import ProcessQueue, Queue, Take
 from rmq_spark.consumer.retry import dlq_topic, retry_topic
 from rmq_spark.consumer.shares import Moves, moves
 from rmq_spark.errors import (
@@ -219,6 +219,7 @@ class GroupMember:
         self._persisting = log.machine.lock()
         self._threads: dict[str, threading.Thread] = {}
         self._stop_at_exit: Callable[[], object] = self.stopping.set
+        self._abandoned: Sequence[Take] | None = None
         self._in_this_thread = threading.local()
 
     def require_own_process(self) -> None:
@@ -242,6 +243,13 @@ class GroupMember:
         self._threads = {
             n: self.machine.start_thread(self._or_fail(f), f"txmq-{n}", daemon=True) for n, f in threads.items()
         }
+
+    def abandon(self, given: Sequence[Take]) -> None:
+        """Nobody has the consumer any more: the member's thread gives back what was given out, and leaves the group.
+
+        Python calls this within anything, so it waits for nothing.
+        """
+        self._abandoned = given
 
     def _or_fail(self, work: Callable[[], object]) -> Callable[[], None]:
         def run() -> None:
@@ -303,6 +311,16 @@ class GroupMember:
 
     def _keep_on(self) -> None:
         while not self.stopping.wait(min(KEEP_S, self.settings.heartbeat_interval_s / 4)):
+            if self._abandoned is not None:
+                logger.warning(
+                    "consumer group %r: a consumer was dropped without shutdown(): it leaves the group, and what was "
+                    "given out and not committed comes again", self.group, extra=self._fields,
+                )  # fmt: skip
+                with self.changed:
+                    for take in self._abandoned:
+                        take.queue.give_back(take, take.finished)
+                self.stop(0.0)
+                return
             self.keep()
 
     def fetch_on(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
@@ -37,8 +38,8 @@ OTHERS_LOOK_S = 0.5
 class PullConsumer:
     """Gives committed messages to a script that asks for them (RocketMQ: ``DefaultLitePullConsumer``).
 
-    Its members share the group's queues, as those of :class:`PushConsumer` do. The group's retries are not read: what
-    becomes of a message that fails is the script's business.
+    One thread at a time may ask it. Its members share the group's queues, as those of :class:`PushConsumer` do. The
+    group's retries are not read: what becomes of a message that fails is the script's business.
 
     Parameters
     ----------
@@ -142,8 +143,15 @@ class PullConsumer:
             raise ConsumeError("this consumer was shut down: make a new one")
         if not self._open:
             self._ends = dict(self.member.log.tails())
-            self.member.start(self._at_exit)
             self._open = True
+            try:
+                self.member.start(_weakly(self._at_exit))
+            except Exception:
+                self._open = False
+                raise
+            except BaseException:  # an interrupt: the member may have joined already
+                self.shutdown()
+                raise
         return self
 
     def shutdown(self) -> None:
@@ -172,6 +180,10 @@ class PullConsumer:
         self._is_asked_to_end = True
         self._end(at_exit=True)
 
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            self.member.abandon(self._given)
+
     def __enter__(self) -> PullConsumer:
         return self.start()
 
@@ -194,7 +206,8 @@ class PullConsumer:
         Raises
         ------
         ConsumeError
-            When so much was given out without a :meth:`commit` that there is nothing left to give.
+            When so much was given out without a :meth:`commit` that there is nothing left to give; or when another
+            thread asks at the same time.
         TxmqError
             When the log cannot be read.
         """
@@ -215,6 +228,7 @@ class PullConsumer:
         ------
         ConsumeError
             For a second iteration beside one that has not ended: each would count as consumed what the other was given.
+            When another thread asks at the same time.
         """
         with self.member.changed:
             if self._is_iterated:
@@ -222,9 +236,9 @@ class PullConsumer:
                     "this consumer is iterated over already. Let one loop end before the next, and give each thread a "
                     "consumer of its own"
                 )
+            self._enter()
             self._is_iterated = True
         try:
-            self._within = threading.get_ident()
             self.start()
             if self._auto_commit:
                 self._finish_given()
@@ -235,7 +249,9 @@ class PullConsumer:
                 elif self._stop_at_end and self._is_at_end():
                     return
         finally:
-            self._is_iterated, self._within = False, None
+            self._is_iterated = False
+            if self._within == threading.get_ident():
+                self._within = None
             self.shutdown()
 
     def commit(self) -> None:
@@ -270,21 +286,31 @@ class PullConsumer:
             )
 
     # ------------------------------------------------------------------ inside
+    def _enter(self) -> None:
+        me = threading.get_ident()
+        if self._within not in (None, me):
+            raise ConsumeError(
+                "another thread is asking this consumer just now: what it gives to one thread would count as consumed "
+                "when the other asks. Give each thread a consumer of its own"
+            )
+        self._within = me
+
     @contextmanager
     def _inside(self) -> Iterator[None]:
         """A signal handler that shuts down meanwhile leaves that to the end."""
-        self._within = threading.get_ident()
+        outer = self._within
+        self._enter()
         try:
             yield
         finally:
-            self._within = None
-            if self._is_asked_to_end:
+            self._within = outer
+            if self._is_asked_to_end and outer is None:
                 self.shutdown()
 
     def _handed(self, what: Any) -> Iterator[Any]:
         self._within = None
         yield what
-        self._within = threading.get_ident()
+        self._enter()
 
     def _one_by_one(self, take: Take) -> Iterator[Any]:
         if self._tables:
@@ -374,3 +400,15 @@ class PullConsumer:
             self._others_at_s = now_s + OTHERS_LOOK_S
             self._others = member.log.groups.positions(member.group)
         return all(self._others.get(queue, 0) >= ends[queue] for queue in others)
+
+
+def _weakly(method: Callable[[], object]) -> Callable[[], object]:
+    """Return a function that calls a method while somebody has its object."""
+    weak = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = weak()
+        if found is not None:
+            found()
+
+    return call

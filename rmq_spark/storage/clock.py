@@ -67,7 +67,7 @@ class StoreClock:
                 "(docs/backup.md)"
             ) from None
         except OSError as problem:
-            raise unwritable(self._folder, problem) from cause_of(problem)
+            raise unwritable(path, problem) from cause_of(problem)
         written = self._fs.get_file_info(path).mtime
         return self._machine.time() if written is None else float(written.timestamp())
 

@@ -61,6 +61,46 @@ import rmq_spark as txmq
 def pull(**options):
     return txmq.PullConsumer(sys.argv[1], "points", "orders", pull_batch_size=5, **options)
 """
+FORKS = """
+import os
+log = txmq.CommitLog.open(sys.argv[1])
+done, way = threading.Event(), sys.argv[2]
+
+def listen(message):
+    pid = os.fork()
+    if pid == 0:
+        if way == "exit":
+            sys.exit(3)
+        if way == "raise":
+            raise ValueError("in the fork")
+    else:
+        os.write(1, b"%d " % (os.waitpid(pid, 0)[1] >> 8))
+        if message.body == b"9":
+            done.set()
+    return txmq.ConsumeConcurrentlyStatus.CONSUME_SUCCESS
+
+begin = {"consume_from_where": "CONSUME_FROM_FIRST_OFFSET", "consume_thread_max": 1}
+with txmq.PushConsumer(log, "points", txmq.EachMessage(listen), "orders", **begin):
+    done.wait(60)
+"""
+
+
+@pytest.mark.parametrize(("way", "code"), [("exit", 3), ("raise", 1), ("return", 0)])
+def test_a_fork_that_a_listener_leaves_alone_is_no_second_consumer(tmp_path: Path, way: str, code: int) -> None:
+    """It called the listener for all messages that followed, or tried for ever to send one back."""
+    log = txmq.CommitLog.create(tmp_path / "log")
+    log.create_topic("orders", 1)
+    with txmq.TransactionMQProducer(log, "shop", check_interval=None) as producer:
+        producer.send([txmq.Message("orders", b"%d" % n) for n in range(10)])
+    done = subprocess.run(
+        [sys.executable, "-c", CONSUMER + FORKS, log.path, way], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(code)] * 10
+    assert done.stderr.count("ValueError: in the fork") == (10 if way == "raise" else 0)
+    assert log.groups.positions("points")["orders", 0] == 10
+
+
 CONSUMERS = {
     "an open iterator": (6, "consumer = iter(pull())\nfor _ in range(7): next(consumer)"),
     "polled messages": (5, "consumer = pull()\nassert len(consumer.poll()) == len(consumer.poll()) == 5"),

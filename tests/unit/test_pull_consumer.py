@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,49 @@ def test_a_poll_that_waits_ends_when_its_consumer_is_shut_down(log: CommitLog) -
     consumer = txmq.PullConsumer(log, "report", "orders").start()
     threading.Timer(0.05, consumer.shutdown).start()
     assert consumer.poll(timeout=300) is None
+
+
+def test_a_poll_beside_another_threads_is_refused(log: CommitLog) -> None:
+    """What one thread still worked on counted as consumed when the other asked."""
+    with txmq.PullConsumer(log, "report", "orders") as consumer, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(consumer.poll, 60)
+        while consumer._within is None:
+            time.sleep(0.01)
+        for ask in (consumer.poll, consumer.commit, lambda: list(consumer)):
+            with pytest.raises(txmq.errors.ConsumeError, match="another thread is asking this consumer just now"):
+                ask()
+        send(log, "a", queue_id=[0])
+        assert bodies(waiting.result(60)) == ["a"]
+
+
+def test_a_consumer_that_is_dropped_leaves_its_group(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
+    """A cell of a notebook that ran again got nothing: the first one had the queues as long as the kernel lived."""
+    send(log, "abcdef", queue_id=[0] * 6)
+
+    def first() -> list[str]:
+        consumer = txmq.PullConsumer(log.another(), "report", "orders", pull_batch_size=2)
+        return bodies(consumer.poll()) + bodies(consumer.poll())
+
+    assert first() == ["a", "b", "c", "d"]
+    assert bodies(list(txmq.PullConsumer(log, "report", "orders", stop_at_end=True))) == ["c", "d", "e", "f"]
+    assert "a consumer was dropped without shutdown()" in caplog.text
+
+
+@pytest.mark.parametrize("at", ["_beat", "_balance"])
+def test_an_interrupt_while_a_consumer_joins_leaves_nothing_behind(
+    log: CommitLog, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = txmq.PullConsumer(log, "report", "orders")
+    step = getattr(consumer.member, at)
+
+    def interrupted() -> None:
+        step()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(consumer.member, at, interrupted)
+    with pytest.raises(KeyboardInterrupt), consumer:
+        raise AssertionError
+    assert all(place.owner is None for place in log.groups.places("report").values())
 
 
 def test_what_is_not_committed_comes_again(log: CommitLog) -> None:
