@@ -237,12 +237,15 @@ class GroupMember:
         """
         self.require_own_process()
         self.join()
-        self._stop_at_exit = at_exit
-        atexit.register(self._at_exit)
-        threads = {"member": self._keep_on, **work}
-        self._threads = {
-            n: self.machine.start_thread(self._or_fail(f), f"txmq-{n}", daemon=True) for n, f in threads.items()
-        }
+        try:
+            self._stop_at_exit = at_exit
+            atexit.register(self._at_exit)
+            for name, function in {"member": self._keep_on, **work}.items():
+                thread = self.machine.start_thread(self._or_fail(function), f"txmq-{name}", daemon=True)
+                self._threads[name] = thread
+        except BaseException:  # an interrupt, or there are too many threads
+            self.stop(0.0)
+            raise
 
     def abandon(self, given: Sequence[Take]) -> None:
         """Nobody has the consumer any more: the member's thread gives back what was given out, and leaves the group.
@@ -369,8 +372,11 @@ class GroupMember:
             self._beat()
             self._balance()
         except BaseException:
-            with suppress(Exception):  # the lease does it
-                self._members.leave()
+            if self.queues:
+                self.leave()
+            else:
+                with suppress(Exception):  # the lease does it
+                    self._members.leave()
             raise
         self._beat_at_s = self.machine.monotonic() + self.settings.heartbeat_interval_s
 

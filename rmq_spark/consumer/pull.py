@@ -139,19 +139,12 @@ class PullConsumer:
             In a fork of the process that made the consumer, or after :meth:`shutdown`.
         """
         self.member.require_own_process()
-        if self._is_asked_to_end and not self._open:
+        if (self._is_asked_to_end or self.member.stopping.is_set()) and not self._open:
             raise ConsumeError("this consumer was shut down: make a new one")
         if not self._open:
             self._ends = dict(self.member.log.tails())
+            self.member.start(_weakly(self._at_exit))
             self._open = True
-            try:
-                self.member.start(_weakly(self._at_exit))
-            except Exception:
-                self._open = False
-                raise
-            except BaseException:  # an interrupt: the member may have joined already
-                self.shutdown()
-                raise
         return self
 
     def shutdown(self) -> None:

@@ -239,15 +239,8 @@ class PushConsumer:
             if not self._open:
                 self._require_ready()
                 workers = {f"consume-{n}": self.consume_on for n in range(self._threads)}
+                self.member.start(self._at_exit, fetch=self.member.fetch_on, **workers)
                 self._open = True
-                try:
-                    self.member.start(self._at_exit, fetch=self.member.fetch_on, **workers)
-                except Exception:
-                    self._open = False
-                    raise
-                except BaseException:  # an interrupt: the member may have joined already
-                    self._end()
-                    raise
                 observer.CONSUMERS.add(self)
         return self
 
