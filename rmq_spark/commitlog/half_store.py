@@ -147,11 +147,17 @@ PrepareError = AlreadyPreparedError | StagedFilesTooOldError
 """Why a half batch could not be prepared."""
 
 
+LEFT = "txmq.left"
+"""The name under which the table keeps a version of ``op`` (Delta's ``txn``). Whoever has read ``op`` so far knows of
+each half batch that has left."""
+
+
 class HalfStore:
     """The ``half`` table of a commit log."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
+        self._left = (-1, -1)  # what left_up_to said at a version
         self._files = HalfFiles(lambda *asked: self.table.read_range(*asked), self._locate_now)
         self._shared = SharedFiles(lambda paths: self.table.read(paths, ["half_id"])["half_id"])
 
@@ -215,12 +221,14 @@ class HalfStore:
         for batch in staged:
             _require_staged(batch.header, batch.files)
         _require_each_once(staged)
+        tried: list[int] = []  # versions
         tried_ms: list[int] = []
         refused: dict[str, PrepareError] = {}
         shared = _Shared(self)
         files: dict[str, Sequence[HalfFile]] = {}  # of the last try, by half id
 
         def propose(version: int) -> Change | None:
+            tried.append(version)
             refused.clear()
             for batch in staged:
                 if (problem := self._refusal(batch, has_left)) is not None:
@@ -242,6 +250,8 @@ class HalfStore:
             return all(self._landed(half_id, some, live) for half_id, some in files.items())
 
         self.table.compare_and_set(propose, landed)
+        if len(tried_ms) == len(tried) == 1 and self._left[0] == tried[0] - 1:  # our own commit takes nothing out
+            self._left = (tried[0], self._left[1])
         # Any of the tries may have landed, so the earliest time counts. A time too early costs scans of op. With a
         # time too late, op rows below the low-water mark would be missed.
         times = self._times_of({f.data.path for some in files.values() for f in some})
@@ -273,6 +283,15 @@ class HalfStore:
                 "remove them soon; run the batch again"
             )
         return None
+
+    def left_up_to(self) -> int:
+        """The version of ``op`` up to which it must be read to know what has left, as the table is now; -1 when nothing
+        has."""
+        version = self.table.version
+        if self._left[0] != version:
+            found = self.table.transaction_version(LEFT)
+            self._left = (version, -1 if found is None else found)
+        return self._left[1]
 
     def _times_of(self, paths: Collection[str]) -> dict[str, int]:
         """When files were prepared, as :meth:`find` will see it: the try that landed says so."""

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog.archived import Archived, ArchivedDecision
 from rmq_spark.commitlog.follow import of_kind, settled_rows
 from rmq_spark.commitlog.half import HEADER_COLUMNS
+from rmq_spark.commitlog.half_store import LEFT
 from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.commitlog.op import Kind, OpRow, RowState, Who
 from rmq_spark.config import AUDIT_S, GRACE_S, GRACE_S_MIN, IDEMPOTENCY_S, parse_duration
@@ -250,17 +251,17 @@ class Leaver:
         """Take files of archived half batches out of ``half``; returns their paths."""
         log = self._log
         with log.lock:
-            log.ledger.refresh()
+            version = log.ledger.refresh()
             archived = log.ledger.archived_rows()["half_id"]
             log.half.table.refresh()
             paths = log.half.files_of_only(archived.combine_chunks())
         if not dry_run:
             for first in range(0, len(paths), FILES_REMOVED_MAX):
-                self._remove(paths[first : first + FILES_REMOVED_MAX])
+                self._remove(paths[first : first + FILES_REMOVED_MAX], version)
         return paths
 
-    def _remove(self, paths: Sequence[str]) -> None:
-        take_out(self._log.half.table, paths)
+    def _remove(self, paths: Sequence[str], version: int) -> None:
+        take_out(self._log.half.table, paths, {LEFT: version})
 
 
 def _batches(rows: pa.Table, counted: Mapping[str, int]) -> dict[str, _Batch]:

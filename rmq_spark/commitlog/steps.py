@@ -131,7 +131,13 @@ class ProtocolSteps(ABC):
         return self.ledger.archived(half_id)
 
     def _has_left(self, half_id: str) -> bool:
+        self.ledger.read_up_to(self.half.left_up_to())
         return self.archived(half_id) is not None
+
+    def _ms_before_prepare(self) -> int:
+        # The mark is above all that has left. So half alone does not tell of it any more.
+        self.ledger.read_up_to(self.half.left_up_to())
+        return self.ledger.ms_before_prepare()
 
     def _has_left_elsewhere(self, half_id: str) -> bool:
         """The same as another handle sees it: this one goes on from what it has read of ``op``."""
@@ -140,13 +146,13 @@ class ProtocolSteps(ABC):
     def prepare(self, header: HalfHeader, files: Sequence[HalfFile | HalfRows]) -> HalfRecord:
         """Commit staged files: see :meth:`HalfStore.prepare`."""
         with self._expected([header]):
-            return self.half.prepare(header, files, self.ledger.ms_before_prepare, self._has_left)
+            return self.half.prepare(header, files, self._ms_before_prepare, self._has_left)
 
     def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
         """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare_many`."""
         headers = [batch.header for batch in staged]
         with self._expected(headers):
-            prepared = self.half.prepare_many(staged, self.ledger.ms_before_prepare, self._has_left)
+            prepared = self.half.prepare_many(staged, self._ms_before_prepare, self._has_left)
             refused = [h.half_id for h, f in zip(headers, prepared, strict=True) if not isinstance(f, HalfRecord)]
             self.forget(refused)
             return prepared

@@ -378,10 +378,11 @@ def is_ours(table: Table, path: str) -> bool:
     return path.startswith(f"{table.name}-")
 
 
-def take_out(table: Table, paths: Sequence[str]) -> None:
+def take_out(table: Table, paths: Sequence[str], noting: Mapping[str, int] | None = None) -> None:
     """Take files out of a table, those that are still in it: another process may take out the same ones.
 
-    The commit says that no data changes. Delta refuses any other removal from an append-only table.
+    The commit says that no data changes. Delta refuses any other removal from an append-only table. It notes numbers in
+    the table (Delta's ``txn``), by a name: each only grows.
     """
 
     def live() -> set[str]:
@@ -389,7 +390,8 @@ def take_out(table: Table, paths: Sequence[str]) -> None:
 
     def propose(version: int) -> Change | None:
         still = sorted(live().intersection(paths))
-        return Change(remove=still, data_change=False) if still else None
+        noted = {name: max(n, table.transaction_version(name) or n) for name, n in (noting or {}).items()}
+        return Change(remove=still, transactions=noted, data_change=False) if still else None
 
     table.compare_and_set(propose, lambda change: live().isdisjoint(change.remove))
 

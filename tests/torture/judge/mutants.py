@@ -905,6 +905,19 @@ def _key_is_free() -> Iterator[None]:
         yield
 
 
+@mutant(
+    "an old listing of op does not tell what has left", A.DUPLICATE, A.REPLAY_DIVERGENCE, A.LEFT_OPEN,
+    **LEAVES | {"pause": 0.08}, streams=0, senders=2, rivals=True,
+)  # fmt: skip
+def _believes_an_old_listing() -> Iterator[None]:
+    def has_left(self: CommitLog, half_id: str) -> bool:
+        said = self.op.read(self.ledger.archive_paths(), ["half_id"], pc.field("half_id") == half_id)
+        return said.num_rows > 0
+
+    with _often_leaving(), replaced((CommitLog, "_has_left", has_left), (Follower, "read_up_to", lambda *_: None)):
+        yield
+
+
 SHARES: dict[str, Any] = {
     "streams": 0, "senders": 3, "rivals": False, "unkeyed": True, "lost_answers": 0.3, "threads": 1, "batches": 4,
     "rows": 1, "checkers": 1, "upkeep": 0, "fifo": False, "crash": 0.0, "pause": 0.02, "switch": 0.6,

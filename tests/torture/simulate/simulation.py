@@ -252,6 +252,8 @@ class Scenario:
             self.person, self.check_timeout_s = False, 30.0
             self.stranger = False  # nor tell another database from its own
             self.rivals = False  # a rival checks what is being executed
+        if self.rivals:
+            self.unkeyed = False  # a rival sends the same under the same key
         self.partitions = min(self.partitions, self.rows)
         return self
 

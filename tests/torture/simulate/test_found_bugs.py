@@ -7,15 +7,16 @@ from itertools import count
 import pytest
 
 from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.errors import LostFileError
+from rmq_spark.errors import AlreadyPreparedError, LostFileError, UnreachableStoreError
 from rmq_spark.listener import TransactionListener, Verdicts
 from rmq_spark.machine import Machine
 from rmq_spark.storage.table import Change
 from rmq_spark.testing import InMemoryCommitLog, MemoryTable
 from rmq_spark.transaction import UNKNOWN, HalfBatch
 from tests.clocks import set_clock
-from tests.half_batches import another, bodies, check_offsets, commit, pending, prepare, rewrite_half
+from tests.half_batches import another, bodies, check_offsets, commit, let_leave, pending, prepare, rewrite_half, send
 
 
 def test_a_batch_whose_prepare_landed_unseen_is_not_committed_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +52,48 @@ def test_a_batch_whose_prepare_landed_unseen_is_not_committed_a_second_time(monk
     assert log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE) == []
     assert len(bodies(log)) == 3
     check_offsets(log)
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> CommitLog:
+    """A handle that listed op before a half batch was sent, committed and let go. Three more listings are as old."""
+    log = InMemoryCommitLog(topics={"orders": 1})
+    found = another(log)
+    found.refresh()
+    commit(log, send(log, "key"))
+    assert let_leave(log).files_left == 1
+    refresh, listings = MemoryTable.refresh, count()
+
+    def listed(self: MemoryTable) -> int:
+        return self.version if self is found.op and next(listings) < 3 else refresh(self)
+
+    monkeypatch.setattr(MemoryTable, "refresh", listed)
+    return found
+
+
+def test_an_old_listing_of_op_does_not_let_what_has_left_be_sent_again(behind: CommitLog) -> None:
+    """half was listed as it is, without the half batch that had left. That op says so was not seen yet."""
+    with pytest.raises(AlreadyPreparedError):
+        send(behind, "key")
+    assert len(bodies(behind)) == 5
+
+
+def test_an_old_listing_of_op_lets_nothing_be_prepared_below_the_mark(
+    behind: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """half is empty again, and the clock is behind: op alone says how far the mark is. Below it nobody looks for
+    an open half batch."""
+    monkeypatch.setattr(Machine, "time", lambda _: 1_000_000_000.0)
+    send(behind, "another")
+    assert another(behind).open_half_ids() == ["another:0"]
+
+
+def test_a_store_that_shows_old_versions_only_is_told(behind: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    version, refresh = behind.op.version, MemoryTable.refresh
+    monkeypatch.setattr(Machine, "sleep", lambda *_: None)
+    monkeypatch.setattr(MemoryTable, "refresh", lambda self: version if self is behind.op else refresh(self))
+    with pytest.raises(UnreachableStoreError, match=r"names version \d+ of table op, and the store shows version 0"):
+        send(behind, "another")
 
 
 @pytest.mark.parametrize("rewritten", [False, True])
