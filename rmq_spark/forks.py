@@ -28,19 +28,18 @@ def end_fork_since(before: int, problem: BaseException | None = None) -> None:
     """
     if forks() == before:
         return
-    code: object = None
-    if isinstance(problem, SystemExit):
-        code = problem.code
-    elif problem is not None:
-        traceback.print_exception(problem)
-        code = 1
-    if not isinstance(code, int | None):
-        print(code, file=sys.stderr)
-        code = 1
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    os._exit(code or 0)
+    code = 0 if problem is None else 1
+    try:
+        if isinstance(problem, SystemExit) and isinstance(problem.code, int | None):
+            code = (problem.code or 0) & 0xFF
+        elif isinstance(problem, SystemExit):
+            print(problem.code, file=sys.stderr)
+        elif problem is not None:
+            traceback.print_exception(problem)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # whatever the user did to the streams
+        os._exit(code)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks

@@ -23,6 +23,12 @@ __all__ = ["MACHINE", "Machine"]
 _SINCE_BOOT: int | None = getattr(time, "CLOCK_BOOTTIME", None)
 
 
+def is_held(lock: object) -> bool:
+    """Whether this thread holds a lock, as far as that can be known."""
+    is_owned = getattr(lock, "_is_owned", None)
+    return is_owned is not None and bool(is_owned())
+
+
 class Machine:
     """This machine. A test overrides :meth:`time`, :meth:`monotonic` and :meth:`sleep` to have a clock of its own."""
 

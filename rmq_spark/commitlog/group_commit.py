@@ -34,7 +34,7 @@ from rmq_spark.errors import (
     StagedFilesTooOldError,
     TxmqError,
 )
-from rmq_spark.machine import Machine
+from rmq_spark.machine import Machine, is_held
 from rmq_spark.message import to_table
 from rmq_spark.redaction import traceback_of
 
@@ -328,7 +328,7 @@ class Lane(Generic[Request, Result]):
     @property
     def may_wait(self) -> bool:
         """Whether this thread may wait for an answer."""
-        return threading.get_ident() != self._worker and not (_is_held(self._lock) or _is_held(self._needs))
+        return threading.get_ident() != self._worker and not (is_held(self._lock) or is_held(self._needs))
 
     def ask(self, request: Request, half_id: str) -> Result:
         """Wait for the commit that has this request, and return its answer or raise its problem."""
@@ -449,12 +449,6 @@ class Lane(Generic[Request, Result]):
                 asked.problem = problem if len(group) == 1 else _one_more(problem)
         for asked in group:
             asked.tell()
-
-
-def _is_held(lock: object) -> bool:
-    """Whether this thread holds a lock, as far as that can be known."""
-    is_owned = getattr(lock, "_is_owned", None)
-    return is_owned is not None and bool(is_owned())
 
 
 def _one_more(problem: BaseException) -> BaseException:

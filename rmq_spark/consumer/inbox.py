@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import GROUP_CHARS_MAX, TOPIC_CHARS_MAX, named, whole_number
 from rmq_spark.errors import InboxConflictError, ListenerError, OptionError, TransactionEndedError
+from rmq_spark.forks import end_fork_since, forks
 from rmq_spark.listener import require_work
 from rmq_spark.listeners.database import (
     IN_INNODB,
@@ -132,8 +133,9 @@ class SqlInbox(Database):
 
     def require_created(self) -> None:
         """Raise ListenerError when a table is not there. A database that does not answer is taken for a ready one."""
-        for table in (self._table, self._log_table):
-            with suppress(sa.exc.DBAPIError), self.transaction(write=False) as connection:
+        needed = (self._table,) if self._log_id is None else (self._table, self._log_table)
+        for table in needed:
+            with suppress(sa.exc.DBAPIError, sa.exc.TimeoutError), self.transaction(write=False) as connection:
                 if not sa.inspect(connection).has_table(table.name, schema=table.schema):
                     raise self._missing(table)
 
@@ -228,7 +230,13 @@ class SqlInbox(Database):
         self._move(connection, before, under_way)
         begin_savepoint(connection)
         with no_commit_within(connection):
-            self._work(connection, new)
+            before_forks = forks()
+            try:
+                self._work(connection, new)
+                end_fork_since(before_forks)
+            except BaseException as problem:
+                end_fork_since(before_forks, problem)  # it would commit on the connection of this process
+                raise
             end_savepoint(connection, keep=True)
         self._move(connection, under_way, ends)
 

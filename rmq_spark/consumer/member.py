@@ -68,7 +68,7 @@ AT_EXIT_S_MAX = 10.0
 Python with a crash."""
 LATE_S = 0.5
 """Threads that end have so long when a listener call goes on."""
-OF_THE_STORE = ("member", "fetch")
+OF_THE_STORE = {"member", "fetch"}
 """Threads that wait for the store."""
 FATAL = (GroupInUseError, NotACommitLogError, ListenerError)
 """After these another try would end the same way."""
@@ -220,6 +220,7 @@ class GroupMember:
         self._threads: dict[str, threading.Thread] = {}
         self._stop_at_exit: Callable[[], object] = self.stopping.set
         self._abandoned: Sequence[Take] | None = None
+        self._is_ending = False
         self._in_this_thread = threading.local()
 
     def require_own_process(self) -> None:
@@ -268,19 +269,38 @@ class GroupMember:
         """Whether this is one of the member's threads, in which listeners are called."""
         return getattr(self._in_this_thread, "is_own", False)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has threads: since :meth:`start`, and until the end of :meth:`stop`."""
+        return bool(self._threads)
+
     def stop(self, timeout_s: float, at_exit: bool = False) -> None:
         """End: wait for what runs, write progress, release the queues and leave the group.
 
-        Queues of which something still runs after so many seconds are not released: the lease ends them. ``at_exit``,
-        when Python ends, a store that hangs is waited for no longer, either.
+        Queues of which something still runs after so many seconds are not released: the lease ends them. ``at_exit``
+        says that Python ends: then threads that are within the store are waited for :data:`AT_EXIT_S_MAX` seconds.
         """
         if self._is_copy():
             return
-        atexit.unregister(self._at_exit)
+        with self.changed:
+            is_first, self._is_ending = not self._is_ending, True
+        end_s = self.machine.monotonic() + (min(timeout_s, AT_EXIT_S_MAX) if at_exit else timeout_s)
+        at_exit_s = self.machine.monotonic() + AT_EXIT_S_MAX if at_exit else None
+        if not is_first:  # the member's own thread may be at it
+            self._wait_for_threads(at_exit_s)
+            return
         self.stopping.set()
-        wait_s = min(timeout_s, AT_EXIT_S_MAX) if at_exit else timeout_s
+        late = self._wait_for_listeners(end_s)
+        goes_on = self._wait_for_threads(max(end_s, self.machine.monotonic() + LATE_S) if late else at_exit_s)
+        if not (at_exit and goes_on & OF_THE_STORE):
+            self.leave()
+            self.log.close()
+        self._threads = {}
+        atexit.unregister(self._at_exit)
+
+    def _wait_for_listeners(self, end_s: float) -> bool:
+        """Wait for running calls of the listener until a time, and return whether some are late."""
         began_s = self.machine.monotonic()
-        end_s = began_s + wait_s
         with self.changed:
             for queue in self.queues.values():
                 queue.releasing = True
@@ -291,22 +311,24 @@ class GroupMember:
             late = [q.queue for q in self.queues.values() if q.running]
         if late:
             logger.warning(
-                "consumer group %r: after %g s the listener still has messages of %s: these queues are free when the "
-                "lease is over, and their messages come again", self.group, wait_s, late, extra=self._fields,
+                "consumer group %r: after %.1f s the listener still has messages of %s: these queues are free when the "
+                "lease is over, and their messages come again",
+                self.group, self.machine.monotonic() - began_s, late, extra=self._fields,
             )  # fmt: skip
-        end_s = max(began_s + AT_EXIT_S_MAX if at_exit else end_s, self.machine.monotonic() + LATE_S)
-        for thread in self._threads.values():
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, end_s - self.machine.monotonic()) if late or at_exit else None)
-        hangs = any(thread.is_alive() for name, thread in self._threads.items() if name in OF_THE_STORE)
-        self._threads = {}
-        if not (hangs and at_exit):
-            self.leave()
-            self.log.close()
+        return bool(late)
+
+    def _wait_for_threads(self, end_s: float | None) -> set[str]:
+        """Wait for the threads, until a time when one is given, and return the names of those that go on."""
+        others = {name: t for name, t in self._threads.items() if t is not threading.current_thread()}
+        for thread in others.values():
+            thread.join(None if end_s is None else max(0.0, end_s - self.machine.monotonic()))
+        return {name for name, thread in others.items() if thread.is_alive()}
 
     def _at_exit(self) -> None:
         if not self._is_copy():
             self._stop_at_exit()
+            if self._abandoned is not None:
+                self._leave_abandoned(at_exit=True)
 
     def _is_copy(self) -> bool:
         """Whether this process is a fork of the consumer's: it has none of the threads, and no heartbeat of its own."""
@@ -319,12 +341,16 @@ class GroupMember:
                     "consumer group %r: a consumer was dropped without shutdown(): it leaves the group, and what was "
                     "given out and not committed comes again", self.group, extra=self._fields,
                 )  # fmt: skip
-                with self.changed:
-                    for take in self._abandoned:
-                        take.queue.give_back(take, take.finished)
-                self.stop(0.0)
+                self._leave_abandoned()
                 return
             self.keep()
+
+    def _leave_abandoned(self, at_exit: bool = False) -> None:
+        with self.changed:
+            given, self._abandoned = self._abandoned or (), ()
+            for take in given:
+                take.queue.give_back(take, take.finished)
+        self.stop(0.0, at_exit)
 
     def fetch_on(self) -> None:
         """Fetch until the end: the work of a thread."""

@@ -124,8 +124,12 @@ class Members:
     def leave(self) -> None:
         """Remove the heartbeat."""
         self._beat_s = None
-        with suppress(FileNotFoundError):
+        try:
             self._table.fs.delete_file(self._path(self.member))
+        except FileNotFoundError:
+            pass
+        except OSError as problem:
+            raise unwritable(redacted(self._folder), problem) from cause_of(problem)
 
     # ------------------------------------------------------------------ the others'
     def look(self) -> None:
@@ -142,7 +146,7 @@ class Members:
             elif known is None or known.content != content:
                 self._seen[member] = _seen(content, now_s, self._lease_s)
             elif self._old(known, FORGOTTEN_LEASES) and member != self.member:
-                with suppress(FileNotFoundError):
+                with suppress(OSError):  # another member may do it
                     self._table.fs.delete_file(self._path(member))
         for member, known in list(self._seen.items()):
             if member not in found and known.content is not None:

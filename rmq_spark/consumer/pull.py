@@ -27,6 +27,7 @@ from rmq_spark.consumer.member import (
 from rmq_spark.consumer.members import LEASE_S
 from rmq_spark.consumer.progress import Queue, Take
 from rmq_spark.errors import ConsumeError
+from rmq_spark.machine import is_held
 from rmq_spark.message import MessageExt
 
 POLL_TIMEOUT_S = 5.0
@@ -150,17 +151,21 @@ class PullConsumer:
     def shutdown(self) -> None:
         """Write progress, and leave the group. What was given out and not committed comes again, at any member.
 
-        A loop over the consumer ends, and a :meth:`poll` that waits returns None. Another thread and a signal handler
-        may call it, too.
+        A loop over the consumer ends, and a :meth:`poll` that waits returns None. Another thread may call it, too. A
+        signal handler may: when it comes in the midst of a call of the consumer or of its log, the loop or the next
+        :meth:`poll` does the rest. A consumer that was shut down cannot be started any more.
         """
         self._is_asked_to_end = True
-        if self._within == threading.get_ident():  # a signal handler: the lock may be held, and the caller ends soon
-            return
-        self._end()
+        if not self._is_interrupted():
+            self._end()
+
+    def _is_interrupted(self) -> bool:
+        """Whether this call came in the midst of one that has what the end needs, as from a signal handler."""
+        return self._within == threading.get_ident() or is_held(self.member.changed) or is_held(self.member.log.lock)
 
     def _end(self, at_exit: bool = False) -> None:
         with self._ending:  # whoever comes while another thread does this waits for it
-            if self._open:
+            if self._open or self.member.is_running:
                 self._open = False
                 with self.member.changed:
                     for take in self._given:
@@ -255,7 +260,8 @@ class PullConsumer:
         ConsumeError
             When the group was reset, or another member has claimed a queue of which something was given out: the
             messages of that queue come again, and the progress of the others is written. Also after :meth:`shutdown`,
-            when something was given out and not committed before. The end of an iteration shuts down, too.
+            when something was given out and not committed before. The end of an iteration shuts down, too. When another
+            thread asks for messages at the same time.
         TxmqError
             When the progress could not be written; the messages may come again.
         """
@@ -291,14 +297,15 @@ class PullConsumer:
     @contextmanager
     def _inside(self) -> Iterator[None]:
         """A signal handler that shuts down meanwhile leaves that to the end."""
-        outer = self._within
+        is_nested = self._within == threading.get_ident()
         self._enter()
         try:
             yield
         finally:
-            self._within = outer
-            if self._is_asked_to_end and outer is None:
-                self.shutdown()
+            if not is_nested:
+                self._within = None
+                if self._is_asked_to_end:
+                    self.shutdown()
 
     def _handed(self, what: Any) -> Iterator[Any]:
         self._within = None
@@ -358,7 +365,7 @@ class PullConsumer:
     def _take(self) -> Take | None:
         with self.member.changed:
             queues = [q for q in self.member.queues.values() if q.is_open and q.rows]
-            if not queues or not self.member.may_start():
+            if self._is_asked_to_end or not queues or not self.member.may_start():
                 return None
             self._turn += 1
             take = queues[self._turn % len(queues)].take(self._batch_rows)

@@ -268,7 +268,7 @@ class PushConsumer:
 
     def _end(self, at_exit: bool = False) -> None:
         with self._opening:
-            if self._open:
+            if self._open or self.member.is_running:
                 self._open = False
                 observer.CONSUMERS.discard(self)
                 self.member.stop(self._await_s, at_exit)

@@ -83,7 +83,8 @@ def location(path: object) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise OptionError(f"path {text!r} has characters that UTF-8 cannot write: use another folder") from None
-    text = _SCHEME.sub(lambda scheme: scheme[0].lower(), text)
+    if found := _SCHEME.match(text):
+        text = found[0].lower() + text[found.end() :]
     if text.startswith("file:/"):
         text = _local_of(text)
     elif text.startswith("dbfs:/"):  # Spark alone knows it
@@ -105,7 +106,7 @@ def location(path: object) -> str:
         raise OptionError(
             f"path {text!r} is relative, and the folder that the program works in is gone: give an absolute path"
         ) from None
-    if absolute == os.path.sep:
+    if not absolute.strip(os.path.sep):
         raise OptionError(f"path {os.fspath(path)!r} is the root folder of this machine: name a folder in it")  # type: ignore[call-overload]
     _require_characters(absolute, text)
     _require_no_file(absolute, text)
