@@ -119,7 +119,8 @@ def test_a_path_that_is_a_file_is_refused_in_one_sentence(inside: str, tmp_path:
 def test_a_file_uri_is_decoded_and_a_plain_path_is_not(tmp_path: Path) -> None:
     assert location("file:///a%20b/c/") == location("file:/a%20b/c") == "/a b/c"
     assert location("FILE:///a%20b") == location("File:/a%20b") == "/a b"
-    assert location("S3://bucket/A") == "s3://bucket/A"
+    assert location("S3://bucket/Prefix:/A") == "s3://bucket/Prefix:/A"
+    assert location("/data/Run:/Log") == "/data/Run:/Log"
     assert location("/100%/a b") == "/100%/a b"
     assert location("s3://bucket/a%20b/") == "s3://bucket/a%20b"
 
@@ -158,6 +159,7 @@ def test_a_file_uri_is_decoded_and_a_plain_path_is_not(tmp_path: Path) -> None:
         ("abfss://c:secret@account.dfs.core.windows.net/log", "credentials"),
         ("file://", "the root folder of this machine"),
         ("/", "the root folder of this machine"),
+        ("//", "the root folder of this machine"),
         ("", "empty"),
         (" ", "empty"),
         (None, "NoneType"),

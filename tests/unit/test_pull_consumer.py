@@ -115,6 +115,21 @@ def test_a_loop_ends_when_its_consumer_is_shut_down(
         consumer.poll()
 
 
+def test_a_shutdown_in_the_midst_of_a_call_of_the_log_is_left_to_the_loop(log: CommitLog) -> None:
+    """As by a signal handler while the loop's body reads the log: it waited for a thread that waited for that lock."""
+    send(log, "abcd", queue_id=[0] * 4)
+    consumer = txmq.PullConsumer(log, "report", "orders")
+    seen = []
+    for message in consumer:
+        seen.append(message)
+        with consumer.member.log.lock:
+            consumer.shutdown()
+            assert consumer.member.is_running
+    assert bodies(seen) == ["a"]
+    assert not consumer.member.is_running
+    assert all(place.owner is None for place in log.groups.places("report").values())
+
+
 def test_a_poll_that_waits_ends_when_its_consumer_is_shut_down(log: CommitLog) -> None:
     consumer = txmq.PullConsumer(log, "report", "orders").start()
     threading.Timer(0.05, consumer.shutdown).start()
