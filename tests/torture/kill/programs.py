@@ -279,9 +279,9 @@ def _keep_what_leaves(shop: Shop) -> None:
     """The judge looks at everything that ever was: keep copies of what leaves, is stripped and is pruned."""
     remove, rewrite, strip = Leaver._remove, Pruner._rewrite, Stripper._strip
 
-    def removed(self: Leaver, paths: Sequence[str]) -> None:
+    def removed(self: Leaver, paths: Sequence[str], *arguments: Any) -> None:
         shop.keep(self._log.half.table, paths)
-        remove(self, paths)
+        remove(self, paths, *arguments)
 
     def rewritten(self: Pruner, paths: Sequence[str], *arguments: Any) -> int:
         shop.keep(self._log.op, paths)
