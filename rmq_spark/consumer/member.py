@@ -289,12 +289,16 @@ class GroupMember:
         if not is_first:  # the member's own thread may be at it
             self._wait_for_threads(at_exit_s)
             return
-        self.stopping.set()
-        late = self._wait_for_listeners(end_s)
-        goes_on = self._wait_for_threads(max(end_s, self.machine.monotonic() + LATE_S) if late else at_exit_s)
-        if not (at_exit and goes_on & OF_THE_STORE):
-            self.leave()
-            self.log.close()
+        try:
+            self.stopping.set()
+            late = self._wait_for_listeners(end_s)
+            goes_on = self._wait_for_threads(max(end_s, self.machine.monotonic() + LATE_S) if late else at_exit_s)
+            if not (at_exit and goes_on & OF_THE_STORE):
+                self.leave()
+                self.log.close()
+        except BaseException:  # an interrupt: the end of Python does the rest
+            self._is_ending = False
+            raise
         self._threads = {}
         atexit.unregister(self._at_exit)
 
