@@ -211,9 +211,7 @@ class PullConsumer:
         """
         end_s = self._machine.monotonic() + seconds(timeout, "timeout")
         with self._inside():
-            self.start()
-            if self._auto_commit:
-                self._finish_given()
+            self._begin()
             found = self._next_before(end_s)
         if found is None or self._is_asked_to_end:
             return None
@@ -237,9 +235,7 @@ class PullConsumer:
             self._enter()
             self._is_iterated = True
         try:
-            self.start()
-            if self._auto_commit:
-                self._finish_given()
+            self._begin()
             while not self._is_asked_to_end:
                 take = self._next_before(self._machine.monotonic() + POLL_TIMEOUT_S)
                 if take is not None and not self._is_asked_to_end:
@@ -285,6 +281,11 @@ class PullConsumer:
             )
 
     # ------------------------------------------------------------------ inside
+    def _begin(self) -> None:
+        self.start()
+        if self._auto_commit:
+            self._finish_given()
+
     def _enter(self) -> None:
         me = threading.get_ident()
         if self._within not in (None, me):
