@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
 
 _forks = 0
 
@@ -20,14 +24,25 @@ def forks() -> int:
     return _forks
 
 
-def end_fork_since(before: int, problem: BaseException | None = None) -> None:
-    """End this process when it is a fork that was made since :func:`forks` was ``before``.
+def called_here(function: Callable[..., T], *given: object) -> T:
+    """Call a function of the user. A process that it forks, and in which it returns or raises, ends there.
 
-    A function of the user forked, and returned or raised in the fork, too. The fork is no second consumer. It ends with
-    the code 0, with what SystemExit says, or with 1 after another exception, which is printed.
+    The fork is no second consumer. It ends with the code 0, with what SystemExit says, or with 1 after another
+    exception, which is printed.
     """
-    if forks() == before:
-        return
+    before = _forks
+    try:
+        found = function(*given)
+    except BaseException as problem:
+        if _forks != before:
+            _end(problem)
+        raise
+    if _forks != before:
+        _end(None)
+    return found
+
+
+def _end(problem: BaseException | None) -> NoReturn:
     code = 0 if problem is None else 1
     try:
         if isinstance(problem, SystemExit) and isinstance(problem.code, int | None):

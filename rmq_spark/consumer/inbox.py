@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import GROUP_CHARS_MAX, TOPIC_CHARS_MAX, named, whole_number
 from rmq_spark.errors import InboxConflictError, ListenerError, OptionError, TransactionEndedError
-from rmq_spark.forks import end_fork_since, forks
+from rmq_spark.forks import called_here
 from rmq_spark.listener import require_work
 from rmq_spark.listeners.database import (
     IN_INNODB,
@@ -230,13 +230,7 @@ class SqlInbox(Database):
         self._move(connection, before, under_way)
         begin_savepoint(connection)
         with no_commit_within(connection):
-            before_forks = forks()
-            try:
-                self._work(connection, new)
-                end_fork_since(before_forks)
-            except BaseException as problem:
-                end_fork_since(before_forks, problem)  # it would commit on the connection of this process
-                raise
+            called_here(self._work, connection, new)  # a fork would commit on the connection of this process
             end_savepoint(connection, keep=True)
         self._move(connection, under_way, ends)
 

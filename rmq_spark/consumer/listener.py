@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.errors import ListenerError
-from rmq_spark.forks import end_fork_since, forks
+from rmq_spark.forks import called_here
 from rmq_spark.message import MessageExt
 from rmq_spark.redaction import redacted, text_of
 
@@ -65,16 +65,13 @@ class EachMessage:
 
     def each(self, messages: pa.Table) -> Iterator[tuple[Status | None, str | None]]:
         """Yield status and reason of one message after the other, lazily: a consumer can stop at a failure."""
-        before = forks()
         for message in messages_of(messages):
             status, reason = None, None
             try:
-                status = self.function(message)
-                end_fork_since(before)
+                status = called_here(self.function, message)
+            except KeyboardInterrupt:
+                raise
             except BaseException as problem:  # what one message causes must not end the consumers of all others
-                end_fork_since(before, problem)
-                if isinstance(problem, KeyboardInterrupt):
-                    raise
                 reason = reason_of(problem)
             yield status, reason
 
@@ -119,14 +116,11 @@ def answers(listener: Listen | EachMessage, messages: pa.Table, orderly: bool) -
         for status, reason in listener.each(messages):
             yield _answer(status, kind, reason)
         return
-    before = forks()
     try:
-        found = listener(messages)
-        end_fork_since(before)
+        found = called_here(listener, messages)
+    except KeyboardInterrupt:
+        raise
     except BaseException as problem:  # RocketMQ counts every Throwable so
-        end_fork_since(before, problem)
-        if isinstance(problem, KeyboardInterrupt):
-            raise
         _require_not_meant_for_one(problem)
         yield from [(False, reason_of(problem))] * messages.num_rows
         return
