@@ -23,8 +23,8 @@ import pyarrow.fs as pafs
 
 from rmq_spark.config import seconds
 from rmq_spark.errors import OptionError
-from rmq_spark.redaction import cause_of, redacted
-from rmq_spark.storage.answers import asking, unwritable
+from rmq_spark.redaction import redacted
+from rmq_spark.storage.answers import asking, writing
 from rmq_spark.storage.table import Table
 
 logger = logging.getLogger(__name__)
@@ -104,13 +104,11 @@ class Members:
             "counter": self._counter, "topics": sorted(self.topics), "chooses": self.chooses, "lease": self._lease_s
         }  # fmt: skip
         path = self._path(self.member)
-        try:
+        with writing(self._folder):
             if isinstance(self._table.fs, pafs.LocalFileSystem):
                 self._table.fs.create_dir(path.rpartition("/")[0], recursive=True)
             with self._table.fs.open_output_stream(path) as stream:
                 stream.write(json.dumps(told).encode())
-        except OSError as problem:
-            raise unwritable(redacted(self._folder), problem) from cause_of(problem)
         return began_s
 
     def renew(self, began_s: float) -> None:
@@ -124,12 +122,8 @@ class Members:
     def leave(self) -> None:
         """Remove the heartbeat."""
         self._beat_s = None
-        try:
+        with suppress(FileNotFoundError), writing(self._folder):
             self._table.fs.delete_file(self._path(self.member))
-        except FileNotFoundError:
-            pass
-        except OSError as problem:
-            raise unwritable(redacted(self._folder), problem) from cause_of(problem)
 
     # ------------------------------------------------------------------ the others'
     def look(self) -> None:

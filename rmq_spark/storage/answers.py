@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rmq_spark.errors import StorageError, TxmqError, UnreachableStoreError
-from rmq_spark.redaction import is_secret, redacted
+from rmq_spark.redaction import cause_of, is_secret, redacted
 
 SECRET_CHARS_MIN = 4
 """Length from which a secret value is hidden in a store's answer. In other text only longer ones are hidden."""
@@ -31,12 +31,32 @@ def is_denied(problem: BaseException) -> bool:
     return isinstance(problem, PermissionError) or _DENIED.search(str(problem)) is not None
 
 
-def unwritable(where: str, problem: OSError) -> StorageError:
-    """The error to raise when something could not be written there."""
-    if is_denied(problem):
-        return StorageError(f"{where} cannot be written to (permission denied): give this program the right to write")
-    said = plainly(str(problem), None)
-    return UnreachableStoreError(f"{where} cannot be written to, its store fails: {said}; mend that and try again")
+def denied(where: str) -> StorageError:
+    """The error to raise when this program may not write there."""
+    return StorageError(f"{where} cannot be written to (permission denied): give this program the right to write")
+
+
+@contextmanager
+def writing(where: str) -> Iterator[None]:
+    """Turn a failure to write into an error which says where. FileNotFoundError passes: the folder is gone.
+
+    Raises
+    ------
+    StorageError
+        For an OSError. It is an UnreachableStoreError when trying again may help.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as problem:
+        where = redacted(where)
+        if is_denied(problem):
+            raise denied(where) from cause_of(problem)
+        said = plainly(str(problem), None)
+        raise UnreachableStoreError(
+            f"{where} cannot be written to, its store fails: {said}; mend that and try again"
+        ) from cause_of(problem)
 
 
 @contextmanager

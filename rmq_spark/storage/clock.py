@@ -8,8 +8,7 @@ from typing import Any
 from rmq_spark.config import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import ClockError, CorruptLogError
 from rmq_spark.machine import Machine
-from rmq_spark.redaction import cause_of
-from rmq_spark.storage.answers import unwritable
+from rmq_spark.storage.answers import writing
 
 PROBE = "_clock"
 """A small file in a table's folder, which each comparison writes anew. Delta ignores names that begin with ``_``."""
@@ -59,15 +58,13 @@ class StoreClock:
         """
         path = f"{self._folder}/{PROBE}"
         try:
-            with self._fs.open_output_stream(path) as stream:
+            with writing(path), self._fs.open_output_stream(path) as stream:
                 stream.write(b"txmq")
         except FileNotFoundError:
             raise CorruptLogError(
                 f"the folder {self._folder} is not there: the commit log has lost a table. Restore it from a copy "
                 "(docs/backup.md)"
             ) from None
-        except OSError as problem:
-            raise unwritable(path, problem) from cause_of(problem)
         written = self._fs.get_file_info(path).mtime
         return self._machine.time() if written is None else float(written.timestamp())
 

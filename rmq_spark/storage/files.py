@@ -19,9 +19,9 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from rmq_spark.errors import CorruptLogError, OptionError, StrippedError
-from rmq_spark.redaction import cause_of, redacted
+from rmq_spark.redaction import cause_of
 from rmq_spark.selector.tree import Filter
-from rmq_spark.storage.answers import unwritable
+from rmq_spark.storage.answers import writing
 from rmq_spark.storage.seal import reading, require_count, require_row_groups, require_seal, seal
 
 ROW_GROUP_ROWS = 65_536
@@ -270,19 +270,14 @@ def write_table(
         return int(sink.tell())
 
     content = None
-    try:
-        with fs.open_output_stream(f"{folder}/{path}") as stream:
-            if keep_content:
-                memory = io.BytesIO()
-                size = write_to(memory)
-                content = memory.getvalue()
-                stream.write(content)
-            else:
-                size = write_to(stream)
-    except FileNotFoundError:  # the folder is gone
-        raise
-    except OSError as problem:
-        raise unwritable(redacted(folder), problem) from cause_of(problem)
+    with writing(folder), fs.open_output_stream(f"{folder}/{path}") as stream:
+        if keep_content:
+            memory = io.BytesIO()
+            size = write_to(memory)
+            content = memory.getvalue()
+            stream.write(content)
+        else:
+            size = write_to(stream)
     return DataFile(path, size, table.num_rows, column_stats(encoded, stats_columns), content)
 
 

@@ -46,7 +46,7 @@ from rmq_spark.forks import forks
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.redaction import cause_of, redacted
 from rmq_spark.selector.tree import Filter
-from rmq_spark.storage.answers import asking, is_denied, plainly, unwritable
+from rmq_spark.storage.answers import asking, denied, is_denied, plainly
 from rmq_spark.storage.clock import StoreClock
 from rmq_spark.storage.files import (
     THREADS_ROWS_MIN,
@@ -958,7 +958,7 @@ def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | N
         if DeltaTable.is_deltatable(uri, options):
             return None
         if is_denied(problem):
-            raise unwritable(redacted(uri), PermissionError()) from None
+            raise denied(redacted(uri)) from None
         said = plainly(str(problem), storage_options)
         raise NotACommitLogError(f"a table cannot be created at {redacted(uri)}: {said}") from cause_of(problem)
     return True
