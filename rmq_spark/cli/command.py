@@ -140,6 +140,7 @@ def plainly(command: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
+            _open_what_is_closed()
             _require_text(kwargs.values())
             command(*args, **kwargs)
             sys.stdout.flush()
@@ -152,6 +153,13 @@ def plainly(command: Callable[P, None]) -> Callable[P, None]:
             fail(problem, BAD_USAGE if isinstance(problem, wrong) else FAILED)
 
     return run
+
+
+def _open_what_is_closed() -> None:
+    """What is written to a closed standard output or error (``>&-``) is dropped. Python has None there."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
 
 
 def _require_text(values: Iterable[object]) -> None:

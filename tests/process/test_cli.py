@@ -72,6 +72,14 @@ def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_command_with_closed_output_does_its_work(tmp_path: Path) -> None:
+    """It ended with an AttributeError."""
+    command = f"{sys.executable} -m rmq_spark.cli create {tmp_path / 'log'} >&- 2>&-"
+    done = subprocess.run(command, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0
+    assert CommitLog.open(tmp_path / "log").topics() == {}
+
+
 def test_to_follow_ends_when_the_reader_has_enough(tmp_path: Path) -> None:
     CommitLog.create(tmp_path / "log").create_topic("orders")
     ours, theirs = os.pipe()
