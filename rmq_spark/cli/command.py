@@ -159,7 +159,7 @@ def _open_what_is_closed() -> None:
     """What is written to a closed standard output or error (``>&-``) is dropped. Python has None there."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _require_text(values: Iterable[object]) -> None:
