@@ -175,9 +175,13 @@ def test_a_commit_of_which_nobody_knows_ends_the_relay_and_the_next_start_knows(
     relay = handing.relay(log)
     relay.run_once()
     commit(log, prepare(log, 0))
-    monkeypatch.setattr(transactions_module, "TRY_S", 0.2)
-    monkeypatch.setattr(transactions_module, "SLACK_S", 0.5 - handing.options["transaction_timeout"])
-    before_commit(monkeypatch, handing.kafka.pause)
+
+    def pause() -> None:
+        handing.kafka.pause()
+        monkeypatch.setattr(transactions_module, "TRY_S", 0.2)
+        monkeypatch.setattr(transactions_module, "SLACK_S", 0.5 - handing.options["transaction_timeout"])
+
+    before_commit(monkeypatch, pause)
     try:
         with pytest.raises(RelayError, match=r"nobody knows whether Kafka committed.*Start the relay again"):
             relay.run_once()
