@@ -131,6 +131,13 @@ def _trace() -> dict[str, str]:
     return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
 
+def open_closed_streams() -> None:
+    """Put an empty file in the place of each standard stream that is closed (``>&-``), where Python has None."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
 def json_handler() -> logging.Handler | None:
     """A handler that writes lines of JSON to standard error, where the environment asks for that."""
     if os.environ.get(FORMAT_ENV, "").lower() != "json":

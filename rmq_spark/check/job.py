@@ -39,7 +39,7 @@ from rmq_spark.check.report import CheckReport
 from rmq_spark.check.threads import running, stopped_by_signals
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.listener import TransactionListener
-from rmq_spark.logs import failure, json_handler
+from rmq_spark.logs import failure, json_handler, open_closed_streams
 from rmq_spark.redaction import one_line, redacted, traceback_of
 from rmq_spark.storage.location import location
 
@@ -64,6 +64,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     quiet : bool
         Say nothing while all is well.
     """
+    open_closed_streams()
     _log_to_stderr(logging.WARNING if quiet else logging.INFO)
     settings: JobSettings | None = None
     try:

@@ -21,6 +21,7 @@ from rmq_spark.cli.configuration import PATH_ENV, WHERE, configured
 from rmq_spark.cli.text import one_line
 from rmq_spark.cli.words import in_words_of_the_command
 from rmq_spark.errors import ConfigError, MessageError, NotACommitLogError, OptionError, TxmqError
+from rmq_spark.logs import open_closed_streams
 from rmq_spark.redaction import redacted
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def plainly(command: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            _open_what_is_closed()
+            open_closed_streams()
             _require_text(kwargs.values())
             command(*args, **kwargs)
             sys.stdout.flush()
@@ -153,13 +154,6 @@ def plainly(command: Callable[P, None]) -> Callable[P, None]:
             fail(problem, BAD_USAGE if isinstance(problem, wrong) else FAILED)
 
     return run
-
-
-def _open_what_is_closed() -> None:
-    """What is written to a closed standard output or error (``>&-``) is dropped. Python has None there."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _require_text(values: Iterable[object]) -> None:

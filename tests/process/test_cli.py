@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pty
 import signal
@@ -72,12 +73,19 @@ def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_command_with_closed_output_does_its_work(tmp_path: Path) -> None:
-    """It ended with an AttributeError."""
-    command = f"{sys.executable} -m rmq_spark.cli create {tmp_path / 'log'} >&- 2>&-"
-    done = subprocess.run(command, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0
-    assert CommitLog.open(tmp_path / "log").topics() == {}
+def test_a_command_with_closed_streams_does_its_work(tmp_path: Path) -> None:
+    """It ended with an AttributeError, after its work or before."""
+    run = functools.partial(subprocess.run, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    command, log = f"{sys.executable} -m rmq_spark.cli", tmp_path / "log"
+    assert run(f"{command} create {log} >&- 2>&-").returncode == 0
+    opened = CommitLog.open(log)
+    opened.create_topic("orders")
+    half_id = half_batches.prepare(opened, 0, 2).half_id
+    (tmp_path / "txmq.toml").write_text(f'path = "{log}"\n[check]\ntransactionTimeout = "0s"\n')
+    checked = run(f"{command} check --once --config {tmp_path / 'txmq.toml'} 2>&-", capture_output=True, text=True)
+    assert "1 half batch" in checked.stdout
+    asked = run(f"{command} resolve {log} {half_id} COMMIT --reason x <&-", stderr=subprocess.PIPE, text=True)
+    assert (asked.returncode, "there is no terminal" in asked.stderr) == (2, True)
 
 
 def test_to_follow_ends_when_the_reader_has_enough(tmp_path: Path) -> None:
