@@ -107,8 +107,8 @@ class Resolving:
         count = after.count(*ROLLED_BACK_STATES) - self._state.count(*ROLLED_BACK_STATES)
         if count <= 0 and after.count(RowState.ROLLED_BACK_BY_CHECK):
             return (
-                "nothing was changed. A check has rolled it back already, which is not final: a restart of its query "
-                "runs it again. Resolve it when that has made it pending"
+                "nothing was changed. A check has rolled it back already, which is not final: a restart of its query, "
+                "or the same send under its idempotency key, runs it again. Resolve it when that has made it pending"
             )
         if count <= 0:
             return "its messages were rolled back already, and stay so"

@@ -139,7 +139,8 @@ class Flight:
             if not isinstance(found, HalfRecord):
                 raise found or AssertionError
             header = self._message.writer.header
-            self._run = Run(found, header.fence_id, self._arg, Outcome(found), held=held_by([self._message]))
+            held = held_by([self._message])
+            self._run = Run(found, header.fence_id, self._arg, Outcome(found), held=held, numbered=False)
             if self.asks_nobody and self._two_phase.log.is_untouched(found):
                 self._commit_all()
             elif self.asks_nobody:

@@ -128,6 +128,8 @@ class Run:
         What this run executed itself: only its prepare and its own reopens entitle it to. All else it checks.
     held : HalfRows or None
         All rows of a half batch that this run has prepared: they need not be read from their file.
+    numbered : bool
+        As in the header that the sender has. One that is read from the log does not say it.
     """
 
     record: HalfRecord
@@ -136,6 +138,7 @@ class Run:
     outcome: Outcome
     executed: list[tuple[int, RowSet]] = field(default_factory=list)
     held: HalfRows | None = None
+    numbered: bool = True
 
     def keep(self, attempt: int, placed: Sequence[Placed]) -> None:
         """Add to the outcome what a decision made visible."""
@@ -257,7 +260,7 @@ class TwoPhase:
             replayed = record = self._require_replayed(header)
         if record.left is not None:
             return _outcome_of_left(record, record.left)
-        run = Run(record, header.fence_id, arg, Outcome(record, replayed is not None))
+        run = Run(record, header.fence_id, arg, Outcome(record, replayed is not None), numbered=header.numbered)
         if replayed is None:
             run.held = held_by(files)
         return self.bring_on(run, lambda: None if replayed else self.execute(run, 1, record.all_rows))
@@ -335,7 +338,7 @@ class TwoPhase:
             if self.log.find(header.app_id, header.batch_id) is None:
                 return
         raise UnresolvedTransactionError(
-            f"half batch {header.half_id!r} may be prepared ({sentence_of(problem)}). {_stays_open(header)}"
+            f"half batch {header.half_id!r} may be prepared ({sentence_of(problem)}). {_stays_open(header.numbered)}"
         ) from cause_of(problem)
 
     # ------------------------------------------------------------------ 3 execute
@@ -525,8 +528,7 @@ class TwoPhase:
         ends = "An answer of the listener ends the wait"
         if after_s is not None:
             ends += f"; it rolls back what did not happen once the batch is {after_s:g} s old (rollback_after)"
-        is_stream = run.record.header.numbered
-        earlier, limit = ("run", "replayCheckTimeout") if is_stream else ("send", "replay_check_timeout")
+        earlier, limit = ("run", "replayCheckTimeout") if run.numbered else ("send", "replay_check_timeout")
         return (
             f"half batch {run.record.half_id!r} was prepared {age_s:.0f} s ago by an earlier {earlier}, and its "
             f"listener does not know yet what became of {count_of(messages, 'message')}. Asking again for up to "
@@ -536,12 +538,13 @@ class TwoPhase:
     def _unresolved(self, run: Run) -> str:
         error = run.outcome.error
         why = f"the last check raised {type(error).__name__}: {text_of(error)}" if error else "UNKNOWN"
-        header = run.record.header
-        again = "start the query again later, raise replayCheckTimeout" if header.numbered else "send it again later"
+        earlier, again = "send", "send it again later, under the same idempotency key"
+        if run.numbered:
+            earlier, again = "run", "start the query again later, raise replayCheckTimeout"
         return (
-            f"half batch {run.record.half_id!r} was prepared by an earlier run, and its listener could not say within "
-            f"{self.replay_check_timeout_s:g}s what became of it ({why}). Nothing is lost: {again}, let a CheckService "
-            f"settle it, or log.resolve({run.record.half_id!r}, verdict, reason=…)"
+            f"half batch {run.record.half_id!r} was prepared by an earlier {earlier}, and its listener could not say "
+            f"within {self.replay_check_timeout_s:g} s what became of it ({why}). Nothing is lost: {again}, let a "
+            f"check settle it, or log.resolve({run.record.half_id!r}, verdict, reason=…)"
         )
 
 
@@ -551,13 +554,13 @@ def left_open(run: Run, problem: BaseException) -> UnresolvedTransactionError:
     did = "What the local transaction did stands. " if run.executed and header.fence_id != NO_LISTENER_FENCE else ""
     return UnresolvedTransactionError(
         f"half batch {run.record.half_id!r} is prepared, and could not be settled ({sentence_of(problem)}). "
-        f"{did}{_stays_open(header)}"
+        f"{did}{_stays_open(run.numbered)}"
     )
 
 
-def _stays_open(header: HalfHeader) -> str:
+def _stays_open(numbered: bool) -> str:
     """What becomes of it."""
-    if header.numbered:
+    if numbered:
         return "It stays pending: start the query again, or let a CheckService settle it"
     return (
         "It stays pending until a check settles it, and then its messages may become visible: do not send them anew, "

@@ -20,6 +20,7 @@ from rmq_spark.errors import (
     MessageError,
     OptionError,
     TopicNotFoundError,
+    UnresolvedTransactionError,
 )
 from rmq_spark.listener import CommitOncePrepared, PerMessageListener
 from rmq_spark.message import MessageExt, to_table
@@ -164,6 +165,18 @@ def test_a_retry_with_the_same_idempotency_key_sends_nothing_twice(log: Any) -> 
     assert other.half_id != first.half_id
     assert len(listener.args) == 2
     assert visible(log) == [b"one", b"one"]
+
+
+def test_a_retry_that_nobody_can_answer_is_told_in_the_words_of_a_producer(
+    log: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was told to start its query again, and to raise replayCheckTimeout."""
+    with producer(log, Told(UNKNOWN, UNKNOWN), replay_check_timeout=0.1) as open_producer:
+        open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42")
+        with pytest.raises(UnresolvedTransactionError, match=r"an earlier send.*under the same idempotency key"):
+            open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42")
+    (told,) = [m for m in caplog.messages if "Asking again" in m]
+    assert "for up to 0.1 s (replay_check_timeout)" in told
 
 
 class OtherDatabase(Told):
