@@ -313,13 +313,13 @@ class _Orderly(_Consumer):
         return found
 
     def _work(self, positions: Mapping[Queue, int]) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-        listener = self.listener
+        listener, stopped = self.listener, dict(self.tries)
 
         def work(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             found: dict[Queue, QueueResult] = {}
             for batch in batches:
                 for queue, messages in by_queue(pa.table(batch)):
-                    consume_queue(listener, queue, messages, positions.get(queue, 0), found)
+                    consume_queue(listener, queue, messages, positions.get(queue, 0), found, stopped.get(queue))
             yield pa.record_batch({"result": [pickle.dumps(found)]}, schema=RESULT)
 
         return work

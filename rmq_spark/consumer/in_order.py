@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from rmq_spark.consumer.listener import EachMessage, Listen, answers
-from rmq_spark.consumer.retry import restored
+from rmq_spark.consumer.retry import restored, tried
 from rmq_spark.errors import ConsumeError
 
 RESULT = pa.schema([("result", pa.binary())])
@@ -50,11 +50,17 @@ class QueueResult:
 
 
 def consume_queue(
-    listener: Listen | EachMessage, queue: Queue, messages: pa.Table, position: int, found: dict[Queue, QueueResult]
+    listener: Listen | EachMessage,
+    queue: Queue,
+    messages: pa.Table,
+    position: int,
+    found: dict[Queue, QueueResult],
+    stopped: tuple[int, int] | None = None,
 ) -> None:
     """Give the messages of a queue to the listener, from ``position`` on to the first one that it does not consume.
 
-    The result goes into ``found``. A queue that has stopped in this pass gets no more messages.
+    ``stopped`` tells which offset has stopped the queue before, and how often. The result goes into ``found``. A queue
+    that has stopped in this pass gets no more messages.
     """
     known = found.get(queue)
     offsets = messages["queue_offset"].to_pylist()
@@ -70,6 +76,8 @@ def consume_queue(
     todo = restored(messages.slice(skip))
     if not todo.num_rows:
         return
+    if stopped is not None and stopped[0] == offsets[skip]:
+        todo = tried(todo, stopped[1])
     for at, (consumed, reason) in enumerate(answers(listener, todo, orderly=True)):
         if not consumed:
             sink = pa.BufferOutputStream()

@@ -27,7 +27,7 @@ from rmq_spark.consumer.member import (
 )
 from rmq_spark.consumer.members import LEASE_S
 from rmq_spark.consumer.progress import ProcessQueue, Take
-from rmq_spark.consumer.retry import MAX_RECONSUME_TIMES, restored
+from rmq_spark.consumer.retry import MAX_RECONSUME_TIMES, restored, tried
 from rmq_spark.consumer.sending_back import send_back
 from rmq_spark.consumer.traced import traced
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
@@ -431,7 +431,7 @@ class PushConsumer:
         listener = self._listener_of_take()
         offsets = take.messages["queue_offset"].to_pylist()
         done = consumed_ones = failed = 0
-        for consumed, reason in answers(listener, messages, orderly=True):
+        for consumed, reason in answers(listener, tried(messages, queue.tries), orderly=True):
             if not consumed:
                 failed = 1
                 queue.tries += 1  # nobody else has the queue meanwhile
@@ -439,7 +439,9 @@ class PushConsumer:
                 if not self._is_dead(queue.tries):
                     then = f"The queue waits {self._suspend_s:g} s and goes on with this message"
                 tell_failed(self.member.group, queue.queue, 1, messages.num_rows, reason, then)
-                if self._is_dead(queue.tries) and self._send_back(queue, messages.slice(done, 1), [reason], "dead"):
+                if self._is_dead(queue.tries) and self._send_back(
+                    queue, messages.slice(done, 1), [reason], "dead", queue.tries - 1
+                ):
                     queue.tries = 0
                     done += 1
                 else:
@@ -495,7 +497,9 @@ class PushConsumer:
             elif done < take.messages.num_rows or not self._is_quick():
                 self.member.changed.notify()  # another thread may help, now that calls take long
 
-    def _send_back(self, queue: ProcessQueue, messages: pa.Table, reasons: list[str | None], kind: str) -> bool:
+    def _send_back(
+        self, queue: ProcessQueue, messages: pa.Table, reasons: list[str | None], kind: str, tries: int = 0
+    ) -> bool:
         """Send what failed to the retries or the dead letters; False when that was given up, and it comes again."""
         member = self.member
         retries_max = MAX_RECONSUME_TIMES if self._reconsume_max is None else self._reconsume_max
@@ -506,7 +510,7 @@ class PushConsumer:
                 with acknowledging(log, "dead" if ends else kind, [topic], rows, lambda: messages, group=member.group):
                     send_back(
                         member.log, member.group, queue, messages, reasons, retries_max if kind == "retry" else 0,
-                        self._delay_level, self._two_phase, kind,
+                        self._delay_level, self._two_phase, kind, tries,
                     )  # fmt: skip
                 return True
             except Exception as problem:  # the store may answer next time

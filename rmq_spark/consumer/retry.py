@@ -64,6 +64,16 @@ def restored(messages: pa.Table) -> pa.Table:
     return messages.append_column("reconsume_times", pa.array(times, pa.int32()))
 
 
+def tried(messages: pa.Table, times: int) -> pa.Table:
+    """Count in ``reconsume_times`` how often the first message was tried in its place, as in mode ``orderly``."""
+    if not times:
+        return messages
+    name = "reconsume_times"
+    counts = messages[name].to_pylist()
+    counts[0] += times
+    return messages.set_column(messages.column_names.index(name), name, pa.array(counts, pa.int32()))
+
+
 def sent_back(
     messages: pa.Table, reasons: Sequence[str | None], group: str, reconsume_max: int, delay_level: int | None
 ) -> pa.Table:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from rmq_spark.commitlog.half import half_id_of
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.consumer.progress import ProcessQueue
-from rmq_spark.consumer.retry import ORIGIN_MESSAGE_ID, sent_back
+from rmq_spark.consumer.retry import ORIGIN_MESSAGE_ID, sent_back, tried
 from rmq_spark.consumer.sending import send_once
 from rmq_spark.errors import HalfBatchLeftError, HalfBatchNotFoundError
 from rmq_spark.sink.two_phase import TwoPhase
@@ -37,6 +37,7 @@ def send_back(
     delay_level: int | None,
     two_phase: TwoPhase,
     kind: str = "retry",
+    tries: int = 0,
 ) -> int:
     """Send messages of one queue to the group's retries or dead letters, and return how many were not there yet.
 
@@ -46,8 +47,10 @@ def send_back(
         As :func:`~rmq_spark.consumer.retry.restored` returns them, in offset order.
     kind : str
         What the half batches' names begin with.
+    tries : int
+        How often the first message was tried again in its place. The names do not have it: another member counts anew.
     """
-    again = sent_back(messages, reasons, group, reconsume_max, delay_level)
+    again = sent_back(tried(messages, tries), reasons, group, reconsume_max, delay_level)
     sent = 0
     while messages.num_rows:
         topic, queue_id = queue.queue

@@ -289,7 +289,9 @@ def test_a_message_that_holds_its_queue_up_dies_when_told_to(
     )  # fmt: skip
     run(writer, tmp_path / "cp")
     assert diary.bodies() == ["a", "poison", "poison", "poison", "b"]
-    assert [r["body"] for r in txmq.DeadLetters(log, GROUP).list().to_pylist()] == [b"poison"]
+    assert [e["reconsume_times"] for e in diary.entries()] == [0, 0, 1, 2, 0]
+    (letter,) = txmq.DeadLetters(log, GROUP).list().to_pylist()
+    assert (letter["body"], letter["reconsume_times"]) == (b"poison", 2)
 
 
 @FROM_4_2

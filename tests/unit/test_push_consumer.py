@@ -587,9 +587,11 @@ def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end() -> No
     log = memory_log(machine, orders=1)
     send(log, "abcd")
     found: list[list[str]] = []
+    times: list[list[int]] = []
 
     def listen(messages: pa.Table) -> Any:
         found.append([body.decode() for body in messages["body"].to_pylist()])
+        times.append(messages["reconsume_times"].to_pylist())
         if "b" in found[-1]:
             raise ValueError("not b")
         return NEXT
@@ -601,7 +603,9 @@ def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end() -> No
         machine.sleep(1.1)
     # A call that failed as a whole is tried again with single messages, so that the right one dies.
     assert found == [["a", "b", "c", "d"], ["a"], ["b", "c", "d"], ["b"], ["b"], ["c", "d"]]
-    assert txmq.DeadLetters(log, "points").list()["body"].to_pylist() == [b"b"]
+    assert times == [[0, 0, 0, 0], [1], [0, 0, 0], [1], [2], [0, 0]]
+    (letter,) = txmq.DeadLetters(log, "points").list().to_pylist()
+    assert (letter["body"], letter["reconsume_times"]) == (b"b", 2)
     assert log.groups.positions("points")[QUEUE] == 4
 
 
