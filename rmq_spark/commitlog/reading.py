@@ -351,10 +351,8 @@ def read_messages(
     for queue_id, offset in start.items():
         tail = tails.get((topic, queue_id), 0)
         if type(queue_id) is not int or not 0 <= queue_id < queues:
-            raise OffsetError(
-                f"start names queue {queue_id!r} ({type(queue_id).__name__}): topic {topic!r} has the queues 0 to "
-                f"{queues - 1} (int)"
-            )
+            kind = "" if type(queue_id) is int else f" ({type(queue_id).__name__}, and int is expected)"
+            raise OffsetError(f"start names queue {queue_id!r}{kind}: topic {topic!r} has the queues 0 to {queues - 1}")
         if type(offset) is not int or not 0 <= offset <= tail:
             raise OffsetError(f"start names offset {offset!r} of queue {queue_id}: 0 to {tail} are there")
     left = None if limit is None else whole_number(limit, "limit", 0)

@@ -70,6 +70,7 @@ LATE_S = 0.5
 """Threads that end have so long when a listener call goes on."""
 OF_THE_STORE = {"member", "fetch"}
 """Threads that wait for the store."""
+NOT_PLACED = "delayed messages were not placed"
 FATAL = (GroupInUseError, NotACommitLogError, ListenerError)
 """After these another try would end the same way."""
 
@@ -416,7 +417,7 @@ class GroupMember:
             (self._beat_when_due, "no heartbeat was put"),
             (self._balance_when_due, "queues were not claimed"),
             (self._persist_when_due, "progress was not written"),
-            (self._place_when_due, "delayed messages were not placed"),
+            (self._place_when_due, NOT_PLACED),
         ):
             try:
                 step()
@@ -598,6 +599,13 @@ class GroupMember:
         if now_s >= self._place_at_s:
             self._place_at_s = now_s + max(1.0, self.pull_interval_s)
             self.log.place_due()
+
+    def place_due(self) -> None:
+        """Place them now. A store that fails is no reason not to go on."""
+        try:
+            self.log.place_due()
+        except Exception as problem:
+            self.note(problem, NOT_PLACED)
 
     # ------------------------------------------------------------------ messages
     def fetch(self) -> bool:

@@ -56,8 +56,8 @@ class PullConsumer:
         Iterating ends when the group has come to where the log ended at the start. Else it goes on until somebody ends
         it.
     auto_commit : bool
-        True: what was given out counts as consumed when the script asks for more. So a script that dies over a message
-        gets it again. False: when it calls :meth:`commit`.
+        True: what was given out counts as consumed when the script asks for more. So a script that raises over a
+        message gets it again; one that is killed, what it had in the last second. False: when it calls :meth:`commit`.
     pull_batch_size : int
         Messages of one :meth:`poll`, at most.
     consume_from_where : ConsumeFromWhere or str
@@ -143,6 +143,8 @@ class PullConsumer:
         if (self._is_asked_to_end or self.member.stopping.is_set()) and not self._open:
             raise ConsumeError("this consumer was shut down: make a new one")
         if not self._open:
+            if self._stop_at_end:  # what is due was there when the script started
+                self.member.place_due()
             self._ends = dict(self.member.log.tails())
             self.member.start(_weakly(self._at_exit))
             self._open = True

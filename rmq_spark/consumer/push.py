@@ -431,14 +431,15 @@ class PushConsumer:
         listener = self._listener_of_take()
         offsets = take.messages["queue_offset"].to_pylist()
         done = consumed_ones = failed = 0
-        for consumed, reason in answers(listener, tried(messages, queue.tries), orderly=True):
+        found = answers(listener, tried(messages, queue.tries), orderly=True)
+        for consumed, reason in found:
             if not consumed:
-                failed = 1
+                failed = 1 if self._is_each else 1 + sum(not also for also, _ in found)
                 queue.tries += 1  # nobody else has the queue meanwhile
-                then = "It becomes a dead letter"
+                then = "The first one becomes a dead letter"
                 if not self._is_dead(queue.tries):
-                    then = f"The queue waits {self._suspend_s:g} s and goes on with this message"
-                tell_failed(self.member.group, queue.queue, 1, messages.num_rows, reason, then)
+                    then = f"The queue waits {self._suspend_s:g} s and goes on there"
+                tell_failed(self.member.group, queue.queue, failed, messages.num_rows, reason, then)
                 if self._is_dead(queue.tries) and self._send_back(
                     queue, messages.slice(done, 1), [reason], "dead", queue.tries - 1
                 ):

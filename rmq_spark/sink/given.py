@@ -24,7 +24,8 @@ UTF8_BYTES_MAX = 4
 def require_message(message: object) -> None:
     """Refuse what is no message."""
     if not isinstance(message, Message):
-        raise MessageError(f"found {type(message).__name__}: rmq_spark.Message is expected")
+        several = "; send_messages_in_transaction takes several" if isinstance(message, list | tuple | pa.Table) else ""
+        raise MessageError(f"found {type(message).__name__}: rmq_spark.Message is expected{several}")
 
 
 def topics_in(given: list[Message] | pa.Table, default: str | None) -> set[str]:

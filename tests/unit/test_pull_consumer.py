@@ -38,6 +38,15 @@ def test_a_script_reads_to_the_end_and_the_next_one_goes_on(log: CommitLog) -> N
     assert all(place.owner is None for place in log.groups.places("report").values())
 
 
+def test_a_script_reads_the_delayed_messages_that_are_due() -> None:
+    """It ended before them, and so did all later ones, until something else worked on the log."""
+    machine = Steps()
+    log = memory_log(machine)
+    send(log, "ab", delay_level=pa.array([1, 3], pa.int32()))
+    machine.sleep(5)
+    assert bodies(list(txmq.PullConsumer(log, "report", "orders", stop_at_end=True))) == ["a"]
+
+
 def test_tables_come_a_queue_at_a_time(log: CommitLog) -> None:
     send(log, "abcdef", queue_id=[0, 1] * 3)
     tables = list(txmq.PullConsumer(log, "report", "orders", tables=True, stop_at_end=True, pull_batch_size=2))

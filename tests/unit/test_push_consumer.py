@@ -419,7 +419,7 @@ def test_a_listener_that_raises_is_told_at_once(mode: str, caplog: pytest.LogCap
     assert told
     assert "The first: RuntimeError: postgresql://" in told[0]
     assert "hush" not in caplog.text
-    then = {"orderly": "The queue waits 1 s and goes on with this message", "concurrently": "becomes dead letters"}
+    then = {"orderly": "The queue waits 1 s and goes on there", "concurrently": "becomes dead letters"}
     assert then[mode] in told[0]
 
 
@@ -582,7 +582,7 @@ def test_one_call_at_a_time_for_an_orderly_queue() -> None:
         assert consumer._take().queue is takes[0].queue
 
 
-def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end() -> None:
+def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
     machine = Steps()
     log = memory_log(machine, orders=1)
     send(log, "abcd")
@@ -598,6 +598,7 @@ def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end() -> No
 
     consumer = push(log, listen, mode="orderly", max_reconsume_times=2)
     consumer.member.join()
+    caplog.set_level(logging.WARNING)
     for _ in range(6):
         go_on(consumer)
         machine.sleep(1.1)
@@ -606,6 +607,8 @@ def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end() -> No
     assert times == [[0, 0, 0, 0], [1], [0, 0, 0], [1], [2], [0, 0]]
     (letter,) = txmq.DeadLetters(log, "points").list().to_pylist()
     assert (letter["body"], letter["reconsume_times"]) == (b"b", 2)
+    told = [text.partition("points': ")[2].partition(" of topic")[0] for text in caplog.messages if "failed" in text]
+    assert told == ["4 of 4 messages", "3 of 3 messages", "1 of 1 messages", "1 of 1 messages"]
     assert log.groups.positions("points")[QUEUE] == 4
 
 
