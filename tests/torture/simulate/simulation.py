@@ -254,8 +254,8 @@ class Scenario:
             self.rivals = False  # a rival checks what is being executed
         if self.rivals:
             self.unkeyed = False  # a rival sends the same under the same key
-        if self.unkeyed and self.fifo:
-            self.zombies = 0.0  # a successor goes on with the next message, and the first one's is not there yet
+        if self.unkeyed and self.sharded:
+            self.zombies = 0.0  # a successor sends the next message beside the first one: either may stand first
         self.partitions = min(self.partitions, self.rows)
         return self
 
