@@ -342,13 +342,20 @@ class _Staged:
         looked_at = [*self._own.values(), *(f for f in change.add if f.content is None and self._is_doubtful(f))]
         if not looked_at:
             return
-        live = set(self._table.actions()["path"].to_pylist())
-        lost = self._restore([f for f in looked_at if f.path in live])
+        lost = self._lost(looked_at)
+        if lost:  # or somebody has rewritten them since, and then deleted them
+            self._table.refresh()
+            lost = self._lost(lost)
         if lost:
             raise LostFileError(
                 f"file {lost[0].path} was removed while this process slept, and then committed to table "
                 f"{self._table.name}: its rows are lost. Keep VACUUM from files younger than the longest such sleep"
             )
+
+    def _lost(self, files: Sequence[DataFile]) -> list[DataFile]:
+        """Those that the table names, and that are gone for good."""
+        live = set(self._table.actions()["path"].to_pylist())
+        return self._restore([f for f in files if f.path in live])
 
     def _is_doubtful(self, file: DataFile) -> bool:
         known_s = self._seen_s.get(file.path, file.written_s)

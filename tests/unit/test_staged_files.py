@@ -16,7 +16,7 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import LostFileError, LostStagedFileError
 from rmq_spark.storage.table import STAGED_UNSEEN_S
 from tests.clocks import Clock, set_clock
-from tests.half_batches import another, bodies, check_offsets, commit, header_of, make_log, prepare
+from tests.half_batches import another, bodies, check_offsets, commit, header_of, make_log, prepare, rewrite_half
 
 STEPS = ("refresh", "actions", "read", "write", "missing", "put_back", "try_commit")
 
@@ -208,3 +208,28 @@ def test_who_slept_between_its_look_at_staged_files_and_their_commit_hears_that_
     table.try_commit = sleeps
     with pytest.raises(LostFileError, match="was removed while this process slept"):
         log.prepare(header_of(0), files)
+
+
+def test_who_slept_while_its_files_were_rewritten_is_not_told_that_they_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table that it had read before it looked for them still had their names."""
+    clock = set_clock(monkeypatch)
+    log = make_log("memory", tmp_path, orders=1)
+    files = stage(log, 2)
+    table: Any = log.half.table
+    real, read_again = table.try_commit, table.refresh
+    seen: list[int] = []
+
+    def sleeps(change: Any) -> bool:
+        done = bool(real(change))
+        seen.append(read_again())
+        clock.pauses.append(2 * STAGED_UNSEEN_S)
+        rewrite_half(another(log))
+        vacuum(table)
+        return done
+
+    table.try_commit = sleeps
+    table.refresh = lambda: seen.pop() if seen else read_again()
+    commit(log, log.prepare(header_of(0), files))
+    assert bodies(another(log)) == ["0", "1"]
