@@ -8,19 +8,30 @@ from typing import Any
 
 from rmq_spark.errors import RelayError, RelayRefusedError
 from rmq_spark.machine import Machine
-from rmq_spark.relay.client import admin, ck, error_of, problem_of, with_settings
+from rmq_spark.relay.client import Heard, admin, ck, error_of, problem_of, with_settings
 from rmq_spark.relay.positions import PARTITION, Stored
 from rmq_spark.relay.settings import RelaySettings, require_kafka_topic
-from rmq_spark.relay.transactions import SLACK_S
+from rmq_spark.relay.transactions import PAUSE_S, SLACK_S
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 30.0
+ANSWER_S, TRY_S = 30.0, 5.0
 POLL_S = 0.5
 RECORD_BYTES = 1_000_000
 """What Kafka's client puts into one request by default."""
-_PASSING = frozenset({ck.KafkaError._TRANSPORT, ck.KafkaError._ALL_BROKERS_DOWN, ck.KafkaError.UNKNOWN_TOPIC_OR_PART})
-"""Errors of a consumer that go on by itself: a broker is away, or has not heard of a new topic yet."""
+_PASSING = frozenset(
+    {
+        ck.KafkaError._TRANSPORT,
+        ck.KafkaError._ALL_BROKERS_DOWN,
+        ck.KafkaError._DESTROY_BROKER,
+        ck.KafkaError._TIMED_OUT,
+        ck.KafkaError._UNKNOWN_PARTITION,
+        ck.KafkaError.UNKNOWN_TOPIC_OR_PART,
+        ck.KafkaError.GROUP_AUTHORIZATION_FAILED,
+    }
+)
+"""Errors of a consumer with which it goes on: a broker is away, or has not heard of a new topic yet; or the user has no
+right on the group, which the client must be given and never uses."""
 POSITIONS_CONFIG: Mapping[str, str] = {
     "cleanup.policy": "compact",
     "min.cleanable.dirty.ratio": "0.1",
@@ -40,7 +51,8 @@ class Brokers:
     def __init__(self, settings: RelaySettings, machine: Machine) -> None:
         self._settings = settings
         self._machine = machine
-        self._admin = with_settings(admin.AdminClient, settings.client())
+        self._heard = Heard()
+        self._admin = with_settings(admin.AdminClient, settings.client(), self._heard)
         self._enough: set[str] = set()
 
     # ------------------------------------------------------------------ topics
@@ -68,7 +80,8 @@ class Brokers:
         if missing and not self._settings.create_topics:
             raise RelayRefusedError(
                 f"Kafka has no topic {_listed(missing)}: create it with as many partitions as the log's topic has "
-                f"queues ({_counts(missing)}), or let the relay do that with create_topics=True"
+                f"queues ({_counts(missing)}), or let the relay do that with create_topics=True. If it is there, "
+                "Kafka does not show it to this user, who needs Describe on it"
             )
         for name, queues in new.items():
             if there.get(name, queues) < queues:
@@ -91,7 +104,9 @@ class Brokers:
         there = self._partitions()
         if name not in there:
             self._create({name: 1}, POSITIONS_CONFIG)
-        elif (policy := self._configs([name]).get(name, {}).get("cleanup.policy", "compact")) != "compact":
+        elif (
+            policy := self._configs([name], _POLICY_UNSEEN).get(name, {}).get("cleanup.policy", "compact")
+        ) != "compact":
             raise RelayRefusedError(
                 f"topic {name!r} of Kafka has cleanup.policy={policy}, so positions would be deleted, and messages "
                 "handed over again: set it to compact"
@@ -103,7 +118,7 @@ class Brokers:
         """How much all of these topics of the log take in one request; None where Kafka does not tell."""
         if "batch.size" in self._settings.kafka:
             return None
-        configs = self._configs([self._settings.kafka_topic(t) for t in topics])
+        configs = self._configs([self._settings.kafka_topic(t) for t in topics], _SIZE_UNSEEN)
         for name, config in configs.items():
             if config.get("message.timestamp.type") == "LogAppendTime":
                 logger.warning("topic %r of Kafka has times of its own (message.timestamp.type=LogAppendTime)", name)
@@ -111,13 +126,20 @@ class Brokers:
         return min([RECORD_BYTES, *limits]) if limits else None
 
     def _partitions(self) -> dict[str, int]:
-        try:
-            found = self._admin.list_topics(timeout=ANSWER_S).topics
-        except ck.KafkaException as problem:
-            raise problem_of(problem, f"its topics were listed ({self._settings.bootstrap_servers})") from None
-        return {name: len(topic.partitions) for name, topic in found.items() if topic.error is None}
+        deadline = self._machine.monotonic() + ANSWER_S
+        while True:
+            try:
+                found = self._admin.list_topics(timeout=TRY_S).topics
+                return {name: len(topic.partitions) for name, topic in found.items() if topic.error is None}
+            except ck.KafkaException as problem:
+                self._admin.poll(0)  # then the client says why
+                passes = error_of(problem).code() in _PASSING and not self._heard.refuses
+                if passes and self._machine.monotonic() < deadline:
+                    continue
+                doing = f"its topics were listed ({self._settings.bootstrap_servers})"
+                raise problem_of(problem, doing, self._heard) from None
 
-    def _configs(self, names: list[str]) -> dict[str, dict[str, str]]:
+    def _configs(self, names: list[str], unseen: str) -> dict[str, dict[str, str]]:
         """The settings of topics; without those that Kafka does not show to this user."""
         found: dict[str, dict[str, str]] = {}
         if not names:
@@ -129,7 +151,10 @@ class Brokers:
             except ck.KafkaException as problem:
                 if error_of(problem).code() != ck.KafkaError.TOPIC_AUTHORIZATION_FAILED:
                     raise problem_of(problem, f"the settings of topic {resource.name!r} were read") from None
-                logger.warning("Kafka does not show the settings of topic %r to this user", resource.name)
+                logger.warning(
+                    "Kafka does not show the settings of topic %r to this user, so %s. Grant DescribeConfigs on it",
+                    resource.name, unseen,
+                )  # fmt: skip
         return found
 
     def _create(self, topics: Mapping[str, int], config: Mapping[str, str]) -> None:
@@ -143,7 +168,8 @@ class Brokers:
                 logger.info("topic %r of Kafka was created", name)
             except ck.KafkaException as problem:
                 if error_of(problem).code() != ck.KafkaError.TOPIC_ALREADY_EXISTS:  # another shard was faster
-                    raise problem_of(problem, f"topic {name!r} was created") from None
+                    doing = f"topic {name!r} was created, which is not there, or not shown to this user"
+                    raise problem_of(problem, doing) from None
 
     # ------------------------------------------------------------------ positions
     def stored(self, end: int | None = None, committed: bool = False) -> Stored:
@@ -165,11 +191,11 @@ class Brokers:
         stored = Stored(self._settings.relay)
         topic = self._settings.positions_topic
         isolation = "read_uncommitted" if end is None and not committed else "read_committed"
-        consumer = with_settings(ck.Consumer, self._settings.consumer(isolation))
+        consumer = with_settings(ck.Consumer, self._settings.consumer(isolation), self._heard)
         deadline = self._machine.monotonic() + self._settings.transaction_timeout + 2 * SLACK_S
         try:
             # Asked first also where it is not needed: it finds the broker, which an assignment looks for each 0.5 s.
-            last = consumer.get_watermark_offsets(ck.TopicPartition(topic, PARTITION), timeout=ANSWER_S)[1]
+            last = self._last(consumer)
             end = last if end is None else end
             consumer.assign([ck.TopicPartition(topic, PARTITION, ck.OFFSET_BEGINNING)])
             while not self._read(consumer, stored, end):
@@ -180,9 +206,22 @@ class Brokers:
                     )
             return stored
         except ck.KafkaException as problem:
-            raise problem_of(problem, f"the positions topic {topic!r} was read") from None
+            raise problem_of(problem, f"the positions topic {topic!r} was read", self._heard) from None
         finally:
             consumer.close()
+
+    def _last(self, consumer: Any) -> int:
+        """The offset after the last record of the positions topic."""
+        deadline = self._machine.monotonic() + ANSWER_S
+        partition = ck.TopicPartition(self._settings.positions_topic, PARTITION)
+        while True:
+            try:
+                return int(consumer.get_watermark_offsets(partition, timeout=TRY_S)[1])
+            except ck.KafkaException as problem:
+                passes = error_of(problem).retriable() or error_of(problem).code() in _PASSING
+                if not passes or self._machine.monotonic() > deadline:
+                    raise
+            self._machine.sleep(PAUSE_S)
 
     def _read(self, consumer: Any, stored: Stored, end: int) -> bool:
         """Take in the next record; True when all before the end are."""
@@ -199,6 +238,10 @@ class Brokers:
         if error.retriable() or error.code() in _PASSING:
             return False
         raise ck.KafkaException(error)
+
+
+_POLICY_UNSEEN = "nobody sees whether positions stay there (cleanup.policy=compact)"
+_SIZE_UNSEEN = "requests are not fitted to what it takes (max.message.bytes), and where that is small it is slow"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import named
 from rmq_spark.errors import (
     LostFileError,
+    OptionError,
     PoisonMessageError,
     RelayError,
     RelayFencedError,
@@ -170,7 +171,7 @@ class KafkaRelay:
             transaction_timeout=transaction_timeout,
             retry_timeout=retry_timeout,
             poll_interval=poll_interval,
-            kafka=dict(kafka or {}),
+            kafka=_mapping(kafka),
         )
         self.log = CommitLog.of(log_or_path, storage_options)
         self._machine = self.log.machine
@@ -246,6 +247,8 @@ class KafkaRelay:
             if report and on_report is not None:
                 on_report(report)
             if not report:
+                if self._transactions is not None:
+                    self._transactions.listen()
                 stop_event.wait(self.settings.poll_interval)
 
     def _sweep(self) -> RelayReport:
@@ -409,7 +412,7 @@ class KafkaRelay:
                 if aborted.suspects:
                     raise
                 if self._machine.monotonic() > end:
-                    raise RelayError(
+                    raise (RelayRefusedError if aborted.stays else RelayError)(
                         f"Kafka has aborted each transaction for {self.settings.retry_timeout:g} s: {aborted.reason}"
                     ) from None
                 logger.warning("a transaction was aborted, and is done again: %s", aborted.reason)
@@ -435,6 +438,15 @@ class KafkaRelay:
             f"Kafka has ended the transaction of relay {settings.relay!r}, which took more than transaction_timeout="
             f"{settings.transaction_timeout:g} s ({problem}): start it again"
         )
+
+
+def _mapping(kafka: object) -> dict[str, Any]:
+    if kafka is not None and not isinstance(kafka, Mapping):
+        raise OptionError(
+            f"kafka= is {type(kafka).__name__}: a mapping of settings is expected, such as "
+            "{'security.protocol': 'SASL_SSL'}"
+        )
+    return dict(kafka or {})
 
 
 def _positions_after(batch: Sequence[Handed]) -> dict[Queue, Position]:

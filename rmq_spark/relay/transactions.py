@@ -10,7 +10,7 @@ from typing import Any
 
 from rmq_spark.errors import RelayError, RelayRefusedError
 from rmq_spark.machine import Machine
-from rmq_spark.relay.client import POISON, ck, error_of, problem_of, said, with_settings
+from rmq_spark.relay.client import POISON, Heard, ck, error_of, problem_of, said, why_no_answer, with_settings
 from rmq_spark.relay.records import Record
 
 logger = logging.getLogger(__name__)
@@ -48,11 +48,15 @@ class AbortedError(Exception):
     code : int or None
         Kafka's error, for messages that were refused.
     reason : str
+    stays : bool
+        Whether the reason stays until a person changes it.
     """
 
-    def __init__(self, reason: str, first: int = 0, suspects: int = 0, code: int | None = None) -> None:
+    def __init__(
+        self, reason: str, first: int = 0, suspects: int = 0, code: int | None = None, stays: bool = False
+    ) -> None:
         super().__init__(reason)
-        self.reason, self.first, self.suspects, self.code = reason, first, suspects, code
+        self.reason, self.first, self.suspects, self.code, self.stays = reason, first, suspects, code, stays
 
 
 class Transactions:
@@ -71,6 +75,7 @@ class Transactions:
         self._timeout_s = timeout_s
         self._machine = machine
         self._producer: Any = None
+        self._heard = Heard()
         self._number = 0  # of the transaction
         self._sent = 0
         self._refused: dict[int, Any] = {}  # by the place of a record among those of its transaction
@@ -83,7 +88,7 @@ class Transactions:
         ------
         OptionError, RelayError, RelayRefusedError
         """
-        self._producer = with_settings(ck.Producer, self._settings)
+        self._producer = with_settings(ck.Producer, self._settings, self._heard)
         end = self._machine.monotonic() + self._timeout_s + SLACK_S
         while True:
             try:
@@ -92,7 +97,7 @@ class Transactions:
             except ck.KafkaException as problem:
                 error = error_of(problem)
                 if error.fatal() or not error.retriable() or self._machine.monotonic() > end:
-                    raise problem_of(problem, "the relay's transactions were opened") from None
+                    raise problem_of(problem, "the relay's transactions were opened", self._heard) from None
             self._machine.sleep(PAUSE_S)
 
     # ------------------------------------------------------------------ one transaction
@@ -119,6 +124,7 @@ class Transactions:
     def begin(self) -> None:
         self._number += 1
         self._sent, self._refused, self._offsets = 0, {}, {}
+        self._heard.denied, self._heard.topic = None, ""
         self._producer.begin_transaction()
 
     def send(self, records: Sequence[Record]) -> None:
@@ -186,6 +192,7 @@ class Transactions:
         while True:
             try:
                 self._producer.commit_transaction(TRY_S)
+                self._heard.error = None
                 return
             except ck.KafkaException as problem:
                 error = error_of(problem)
@@ -208,16 +215,23 @@ class Transactions:
         if isinstance(problem, ck.KafkaException) and error_of(problem).fatal():
             return self._fatal(problem)
         refused = {place: e for place, e in sorted(self._refused.items()) if e.code() in POISON}
-        reason = said(problem)
+        self._producer.poll(0)  # then the client says why
+        if self._heard.denied is not None:
+            problem = ck.KafkaException(self._heard.denied)
+        reason = said(problem) + why_no_answer(problem, self._heard)
+        where = f" to topic {self._heard.topic!r}" if self._heard.topic else ""
+        meant = problem_of(problem, f"messages were handed over{where}", self._heard)
+        is_meant = not refused and isinstance(meant, RelayRefusedError) and not self._heard.refuses
         try:
             self.abort()
         except ck.KafkaException as worse:
             if error_of(worse).fatal():
-                return self._fatal(worse)
-            return problem_of(worse, "a transaction was aborted")
+                ended = self._fatal(worse)
+                # Kafka knows nothing of a transaction in whose topics this user may not write.
+                return meant if is_meant and not isinstance(ended, FencedByKafkaError) else ended
+            return problem_of(worse, "a transaction was aborted", self._heard)
         if not refused:
-            meant = problem_of(problem, "messages were handed over")
-            return meant if isinstance(meant, RelayRefusedError) else AbortedError(reason)
+            return meant if is_meant else AbortedError(reason, stays=self._heard.refuses)
         first, e = next(iter(refused.items()))
         return AbortedError(f"{e.str()} ({e.name()})", first, len(refused), e.code())
 
@@ -242,6 +256,11 @@ class Transactions:
                 if self._machine.monotonic() > end:
                     raise
             self._machine.sleep(PAUSE_S)
+
+    def listen(self) -> None:
+        """Let the client say what it has to say, when nothing is sent."""
+        if self._producer is not None:
+            self._producer.poll(0)
 
     def close(self) -> None:
         """Forget what was not sent. A transaction that is open is left to the next start."""

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import confluent_kafka as ck
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import (
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    NewTopic,
+    ResourcePatternType,
+    ResourceType,
+)
 
 from tests.maven import Jar, NoJarsError, fetched, free_ports, java
 
@@ -29,11 +37,15 @@ SETTINGS = """
 process.roles=broker,controller
 node.id=1
 controller.quorum.voters=1@127.0.0.1:{controller}
-listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller}
-advertised.listeners=PLAINTEXT://127.0.0.1:{port}
+listeners=PLAINTEXT://127.0.0.1:{port},SASL_PLAINTEXT://127.0.0.1:{login},CONTROLLER://127.0.0.1:{controller}
+advertised.listeners=PLAINTEXT://127.0.0.1:{port},SASL_PLAINTEXT://127.0.0.1:{login}
 controller.listener.names=CONTROLLER
 inter.broker.listener.name=PLAINTEXT
-listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT
+listener.security.protocol.map=PLAINTEXT:PLAINTEXT,SASL_PLAINTEXT:SASL_PLAINTEXT,CONTROLLER:PLAINTEXT
+authorizer.class.name=org.apache.kafka.metadata.authorizer.StandardAuthorizer
+super.users=User:ANONYMOUS
+sasl.enabled.mechanisms=PLAIN
+listener.name.sasl_plaintext.plain.sasl.jaas.config={jaas}
 log.dirs={data}
 auto.create.topics.enable=false
 offsets.topic.replication.factor=1
@@ -46,6 +58,11 @@ share.coordinator.state.topic.min.isr=1
 transaction.abort.timed.out.transaction.cleanup.interval.ms=200
 broker.session.timeout.ms=3000
 """
+
+USERS = [f"user{n}" for n in range(6)]
+"""Who may log in with :data:`PASSWORD`. Nobody has rights by himself; who does not log in may do everything."""
+PASSWORD = "correct horse"
+JAAS = "org.apache.kafka.common.security.plain.PlainLoginModule required {users};"
 
 QUIET = logging.getLogger("tests.kafka.client")
 QUIET.addHandler(logging.NullHandler())
@@ -82,10 +99,13 @@ class Broker:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._java = [_java(), *JAVA_OPTIONS, "-cp", f"{jars()}/*"]
-        port, controller = free_ports(2)
+        port, login, controller = free_ports(3)
         self._port = port
+        self.login_servers = f"127.0.0.1:{login}"
         self._settings = folder / "server.properties"
-        self._settings.write_text(SETTINGS.format(port=port, controller=controller, data=folder / "data"))
+        jaas = JAAS.format(users=" ".join(f'user_{user}="{PASSWORD}"' for user in USERS))
+        ports = {"port": port, "login": login, "controller": controller}
+        self._settings.write_text(SETTINGS.format(**ports, jaas=jaas, data=folder / "data"))
         self._run("kafka.tools.StorageTool", "format", "--cluster-id", CLUSTER, "--config", str(self._settings))
         self._process: subprocess.Popen[bytes] | None = None
         self._names = 0
@@ -155,6 +175,19 @@ class Broker:
         settings = {key.replace("_", "."): str(value) for key, value in config.items()}
         admin = self.admin()  # what it is asked for ends with it
         for done in admin.create_topics([NewTopic(topic, partitions, 1, config=settings)]).values():
+            done.result(ANSWER_S)
+
+    def grant(self, user: str, kind: ResourceType, name: str, *operations: str) -> None:
+        """Give a user rights on what begins with a name."""
+        rights = [
+            AclBinding(
+                kind, name, ResourcePatternType.PREFIXED, f"User:{user}", "*", AclOperation[operation],
+                AclPermissionType.ALLOW,
+            )
+            for operation in operations
+        ]  # fmt: skip
+        admin = self.admin()
+        for done in admin.create_acls(rights).values():
             done.result(ANSWER_S)
 
     def topics(self) -> dict[str, int]:
