@@ -104,13 +104,13 @@ class Brokers:
         there = self._partitions()
         if name not in there:
             self._create({name: 1}, POSITIONS_CONFIG)
-        elif (
-            policy := self._configs([name], _POLICY_UNSEEN).get(name, {}).get("cleanup.policy", "compact")
-        ) != "compact":
-            raise RelayRefusedError(
-                f"topic {name!r} of Kafka has cleanup.policy={policy}, so positions would be deleted, and messages "
-                "handed over again: set it to compact"
-            )
+        else:
+            policy = self._configs([name], _POLICY_UNSEEN).get(name, {}).get("cleanup.policy", "compact")
+            if policy != "compact":
+                raise RelayRefusedError(
+                    f"topic {name!r} of Kafka has cleanup.policy={policy}, so positions would be deleted, and messages "
+                    "handed over again: set it to compact"
+                )
         if parking and self._settings.parking_topic not in there:
             self._create({self._settings.parking_topic: 1}, {})
 
@@ -130,6 +130,7 @@ class Brokers:
         while True:
             try:
                 found = self._admin.list_topics(timeout=TRY_S).topics
+                self._heard.error = None  # another broker takes us
                 return {name: len(topic.partitions) for name, topic in found.items() if topic.error is None}
             except ck.KafkaException as problem:
                 self._admin.poll(0)  # then the client says why

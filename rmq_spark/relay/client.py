@@ -59,7 +59,9 @@ _UNREACHED = frozenset(
     {ck.KafkaError._TRANSPORT, ck.KafkaError._ALL_BROKERS_DOWN, ck.KafkaError._RESOLVE, ck.KafkaError._TIMED_OUT}
 )
 _NO_RIGHT = re.compile(r'partition "([^"]+)" .*Topic authorization failed')
+"""In the client's log, of a topic in which a transaction may not write."""
 _ERROR_NAME = re.compile(r"\((\w+)\)$")
+"""In the client's log, of the error that has failed a transaction."""
 _NO_ANSWER = _UNREACHED | {ck.KafkaError._MSG_TIMED_OUT}
 _NO_BROKER = (
     ". No broker answered: does bootstrap_servers name brokers that run, and that this machine reaches (host, port, "
