@@ -434,7 +434,8 @@ def test_a_replay_asks_again_with_growing_pauses_and_then_gives_up_without_losin
     pauses = set_clock(monkeypatch).pauses
     record = prepared(log)
     listener = Told(COMMIT, UNKNOWN)
-    with pytest.raises(UnresolvedTransactionError, match=r"earlier run.*60 s.*Nothing is lost.*replayCheckTimeout"):
+    sentence = r"app:0.*earlier run.*60 s.*Nothing is lost.*replayCheckTimeout"
+    with pytest.raises(UnresolvedTransactionError, match=sentence):
         send(another(log), listener, record.header, timeout_s=60.0)
     assert pauses[0] < pauses[1] < pauses[2]
     assert max(pauses) == module.REPLAY_BACKOFF_S_MAX
