@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rmq_spark.errors import RelayError, RelayRefusedError
@@ -30,8 +30,8 @@ _PASSING = frozenset(
         ck.KafkaError.GROUP_AUTHORIZATION_FAILED,
     }
 )
-"""Errors of a consumer with which it goes on: a broker is away, or has not heard of a new topic yet; or the user has no
-right on the group, which the client must be given and never uses."""
+"""Errors that pass: a broker is away, or has not heard of a new topic yet. So does a missing right on the group. The
+client must be given one, and the relay does not use it."""
 POSITIONS_CONFIG: Mapping[str, str] = {
     "cleanup.policy": "compact",
     "min.cleanable.dirty.ratio": "0.1",
@@ -126,19 +126,27 @@ class Brokers:
         return min([RECORD_BYTES, *limits]) if limits else None
 
     def _partitions(self) -> dict[str, int]:
+        try:
+            found = self._answer(lambda: self._admin.list_topics(timeout=TRY_S)).topics
+        except ck.KafkaException as problem:
+            doing = f"its topics were listed ({self._settings.bootstrap_servers})"
+            raise problem_of(problem, doing, self._heard) from None
+        return {name: len(topic.partitions) for name, topic in found.items() if topic.error is None}
+
+    def _answer(self, ask: Callable[[], Any]) -> Any:
+        """Ask until a broker answers, for some time, unless one refuses the connection."""
         deadline = self._machine.monotonic() + ANSWER_S
         while True:
             try:
-                found = self._admin.list_topics(timeout=TRY_S).topics
+                found = ask()
                 self._heard.error = None  # another broker takes us
-                return {name: len(topic.partitions) for name, topic in found.items() if topic.error is None}
+                return found
             except ck.KafkaException as problem:
                 self._admin.poll(0)  # then the client says why
-                passes = error_of(problem).code() in _PASSING and not self._heard.refuses
-                if passes and self._machine.monotonic() < deadline:
-                    continue
-                doing = f"its topics were listed ({self._settings.bootstrap_servers})"
-                raise problem_of(problem, doing, self._heard) from None
+                passes = _passes(error_of(problem)) and not self._heard.refuses
+                if not passes or self._machine.monotonic() > deadline:
+                    raise
+            self._machine.sleep(PAUSE_S)
 
     def _configs(self, names: list[str], unseen: str) -> dict[str, dict[str, str]]:
         """The settings of topics; without those that Kafka does not show to this user."""
@@ -196,7 +204,8 @@ class Brokers:
         deadline = self._machine.monotonic() + self._settings.transaction_timeout + 2 * SLACK_S
         try:
             # Asked first also where it is not needed: it finds the broker, which an assignment looks for each 0.5 s.
-            last = self._last(consumer)
+            partition = ck.TopicPartition(topic, PARTITION)
+            last = self._answer(lambda: consumer.get_watermark_offsets(partition, timeout=TRY_S))[1]
             end = last if end is None else end
             consumer.assign([ck.TopicPartition(topic, PARTITION, ck.OFFSET_BEGINNING)])
             while not self._read(consumer, stored, end):
@@ -211,19 +220,6 @@ class Brokers:
         finally:
             consumer.close()
 
-    def _last(self, consumer: Any) -> int:
-        """The offset after the last record of the positions topic."""
-        deadline = self._machine.monotonic() + ANSWER_S
-        partition = ck.TopicPartition(self._settings.positions_topic, PARTITION)
-        while True:
-            try:
-                return int(consumer.get_watermark_offsets(partition, timeout=TRY_S)[1])
-            except ck.KafkaException as problem:
-                passes = error_of(problem).retriable() or error_of(problem).code() in _PASSING
-                if not passes or self._machine.monotonic() > deadline:
-                    raise
-            self._machine.sleep(PAUSE_S)
-
     def _read(self, consumer: Any, stored: Stored, end: int) -> bool:
         """Take in the next record; True when all before the end are."""
         message = consumer.poll(POLL_S)
@@ -236,9 +232,14 @@ class Brokers:
             return bool(message.offset() >= end - 1)
         if error.code() == ck.KafkaError._PARTITION_EOF:
             return bool(message.offset() >= end)
-        if error.retriable() or error.code() in _PASSING:
+        if _passes(error):
             return False
         raise ck.KafkaException(error)
+
+
+def _passes(error: Any) -> bool:
+    """Whether to ask again, or go on reading."""
+    return bool(error.retriable() or error.code() in _PASSING)
 
 
 _POLICY_UNSEEN = "nobody sees whether positions stay there (cleanup.policy=compact)"

@@ -24,7 +24,7 @@ except ModuleNotFoundError as missing:
 __all__ = ["CLIENT_LOG", "POISON", "Heard", "admin", "ck", "error_of", "problem_of", "with_settings"]
 
 CLIENT_LOG = logging.getLogger("rmq_spark.relay.librdkafka")
-"""What Kafka's client has to say; at level INFO by default, where a broker that is away is a line each second."""
+"""What Kafka's client has to say."""
 
 LOGGED_AGAIN_S = 30.0
 """A line of its log is shown no more often."""
