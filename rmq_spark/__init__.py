@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from rmq_spark.listener import TransactionListener as TransactionListener
     from rmq_spark.listeners.delta import DeltaTransactionListener as DeltaTransactionListener
     from rmq_spark.listeners.sql import HalfTransaction as HalfTransaction
-    from rmq_spark.listeners.sql import Rollback as Rollback
     from rmq_spark.listeners.sql import SqlTransactionListener as SqlTransactionListener
     from rmq_spark.listeners.sql import create_fence as create_fence
     from rmq_spark.message import Message as Message
@@ -51,6 +50,8 @@ if TYPE_CHECKING:
     from rmq_spark.transaction import UNKNOWN as UNKNOWN
     from rmq_spark.transaction import HalfBatch as HalfBatch
     from rmq_spark.transaction import LocalTransactionState as LocalTransactionState
+    from rmq_spark.transaction import Rollback as Rollback
+    from rmq_spark.transaction import VerdictArray as VerdictArray
 
 _WHERE = {
     "CheckReport": "check.report",
@@ -76,7 +77,6 @@ _WHERE = {
     "DeltaTransactionListener": "listeners.delta",
     "SqlTransactionListener": "listeners.sql",
     "HalfTransaction": "listeners.sql",
-    "Rollback": "listeners.sql",
     "create_fence": "listeners.sql",
     "KafkaRelay": "relay.kafka",
     "RelayReport": "relay.report",
@@ -87,6 +87,8 @@ _WHERE = {
     "TransactionSendResult": "sink.sent",
     "HalfBatch": "transaction",
     "LocalTransactionState": "transaction",
+    "Rollback": "transaction",
+    "VerdictArray": "transaction",
     "COMMIT_MESSAGE": "transaction",
     "ROLLBACK_MESSAGE": "transaction",
     "UNKNOWN": "transaction",

@@ -15,10 +15,26 @@ import pyarrow as pa
 from rmq_spark.errors import FenceError, ListenerError
 from rmq_spark.message import MessageExt
 from rmq_spark.redaction import cause_of
-from rmq_spark.transaction import BATCH, MESSAGE, HalfBatch, LocalTransactionState
+from rmq_spark.transaction import (
+    BATCH,
+    MESSAGE,
+    HalfBatch,
+    LocalTransactionState,
+    Rollback,
+    VerdictArray,
+    returned,
+)
 
-Verdicts: TypeAlias = LocalTransactionState | Sequence[LocalTransactionState | None] | pa.Array | None
-"""One verdict for all transactions of a half batch, or one for each row of ``batch.transactions``. None is UNKNOWN."""
+Verdicts: TypeAlias = (
+    LocalTransactionState
+    | Rollback
+    | Sequence[LocalTransactionState | Rollback | None]
+    | VerdictArray
+    | pa.Array
+    | None
+)
+"""One verdict for all transactions of a half batch, or one for each row of ``batch.transactions``, as
+``batch.verdicts(...)`` makes them. None is UNKNOWN."""
 
 
 class TransactionListener(ABC):
@@ -42,7 +58,9 @@ class TransactionListener(ABC):
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         """Do the work that must agree with the messages, and return the verdict(s).
 
-        An exception leaves the half batch pending, and a check or a replay settles it. It may be a coroutine function
+        A rollback is final: the local transaction ran and said no. ``txmq.Rollback("why")`` in its place, returned or
+        raised, says why, and so do ``batch.reason`` and ``batch.verdicts(rollback={key: why})``. Any other
+        exception leaves the half batch pending, and a check or a replay settles it. It may be a coroutine function
         for :meth:`TransactionMQProducer.send_message_in_transaction_async`, and for nothing else.
         """
 
@@ -50,9 +68,13 @@ class TransactionListener(ABC):
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
         """Return what became of the local transaction(s) of ``batch.transactions``.
 
-        ROLLBACK_MESSAGE is a promise: the local transaction did not happen *and never will*. A listener without a fence
-        cannot keep a late driver from committing. It should answer UNKNOWN until it is sure, and may say why in
-        ``batch.reason``: a few words, which ``txmq trace`` shows.
+        ROLLBACK_MESSAGE is a promise: the local transaction did not happen *and never will*. A replay of a micro-batch
+        runs it as the next attempt. A listener without a fence cannot keep a late driver from committing. It should
+        answer UNKNOWN until it is sure, and may say why in ``batch.reason``: a few words, which ``txmq trace`` shows.
+
+        When a record tells that the local transaction *ran and said no*, the answer is
+        ``txmq.Rollback("why", refused=True)``, or ``batch.verdicts(refused={key: why})`` for some of several. Then the
+        rollback is final, and nothing runs again.
         """
 
 
@@ -63,7 +85,8 @@ class PerMessageListener(TransactionListener):
     ----------
     listener : object
         Has ``execute_local_transaction(msg, arg)`` and ``check_local_transaction(msg)``, where ``msg`` is a
-        :class:`~rmq_spark.message.MessageExt`. Each returns a LocalTransactionState or None.
+        :class:`~rmq_spark.message.MessageExt`. Each returns a LocalTransactionState or None, or returns or raises a
+        :class:`~rmq_spark.Rollback`, which says why.
 
     Notes
     -----
@@ -76,10 +99,11 @@ class PerMessageListener(TransactionListener):
         self._listener = listener
 
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        return [self._listener.execute_local_transaction(msg, batch.arg) for msg in self._messages(batch)]
+        ask = self._listener.execute_local_transaction
+        return [returned(ask, msg, batch.arg) for msg in self._messages(batch)]
 
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        return [self._listener.check_local_transaction(msg) for msg in self._messages(batch)]
+        return [returned(self._listener.check_local_transaction, msg) for msg in self._messages(batch)]
 
     def _messages(self, batch: HalfBatch) -> Iterable[MessageExt]:
         table = batch.messages()

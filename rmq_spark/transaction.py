@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from enum import Enum
@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.errors import MessageError, OptionError, VerdictError
+from rmq_spark.redaction import TEXT_CHARS_MAX, one_line, redacted, text_of
+from rmq_spark.values import value
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -40,6 +42,128 @@ class LocalTransactionState(str, Enum):
 COMMIT_MESSAGE = LocalTransactionState.COMMIT_MESSAGE
 ROLLBACK_MESSAGE = LocalTransactionState.ROLLBACK_MESSAGE
 UNKNOWN = LocalTransactionState.UNKNOWN
+
+
+REASON_CHARS_MAX = 200
+"""So much of what a listener says about a rollback or an UNKNOWN is kept in the log."""
+
+
+class Rollback(Exception):
+    """A rollback, and why. ``work`` raises it to undo what it wrote; a listener may return it, or raise it, in place of
+    ROLLBACK_MESSAGE.
+
+    With ``per_transaction=True`` of a SqlTransactionListener, and in a PerMessageListener, it speaks for one
+    transaction, else for the whole half batch. :meth:`HalfBatch.verdicts` gives single transactions a reason.
+
+    Parameters
+    ----------
+    reason : str, optional
+        Why. Up to 200 characters are kept with the op marker, without secrets and control characters; ``txmq trace``
+        and ``log.trace`` show them.
+    refused : bool, default False
+        For a check: the local transaction *ran and said no*, as a record of it tells. Then the rollback is final, as
+        each one of ``execute_local_transaction`` is. Without it a check's rollback promises that the local transaction
+        never happened and never will, and a replay runs it as the next attempt.
+    """
+
+    def __init__(self, reason: object = None, *, refused: bool = False) -> None:
+        super().__init__(*(() if reason is None else (reason,)))
+        self.reason = reason
+        self.refused = refused
+
+
+@value
+class Verdict:
+    """What became of a transaction.
+
+    Attributes
+    ----------
+    state : LocalTransactionState
+    reason : str or None
+        Of a rollback: why.
+    refused : bool
+        Of a rollback: the local transaction ran and said no, so it is final.
+    """
+
+    state: LocalTransactionState
+    reason: str | None = None
+    refused: bool = False
+
+
+class VerdictArray:
+    """A verdict for each transaction of a half batch. Each distinct one is stored once, as in a dictionary array.
+
+    Attributes
+    ----------
+    distinct : tuple of Verdict
+    which : pyarrow.Array or None
+        For each transaction, in the order of ``batch.transactions``, the position of its verdict in ``distinct``
+        (int32). None: all have the only one.
+    """
+
+    __slots__ = ("distinct", "which")
+
+    def __init__(self, distinct: tuple[Verdict, ...], which: pa.Array | None = None) -> None:
+        self.distinct = distinct
+        self.which = which
+
+    @classmethod
+    def of(cls, verdicts: Sequence[Verdict]) -> VerdictArray:
+        """From a verdict for each transaction."""
+        positions: dict[Verdict, int] = {}
+        which = [positions.setdefault(verdict, len(positions)) for verdict in verdicts]
+        return cls(tuple(positions), pa.array(which, pa.int32()))
+
+    def __repr__(self) -> str:
+        return f"VerdictArray({self.distinct!r}, {'all' if self.which is None else len(self.which)})"
+
+    def each(self, count: int) -> list[Verdict]:
+        """The verdicts of so many transactions."""
+        if self.which is None:
+            return [self.distinct[0]] * count
+        return [self.distinct[at] for at in self.which.to_pylist()]
+
+    def counts(self, count: int) -> dict[LocalTransactionState, int]:
+        """How many of so many transactions have each state."""
+        found = dict.fromkeys(LocalTransactionState, 0)
+        if self.which is None:
+            found[self.distinct[0].state] = count
+            return found
+        for row in self.which.value_counts().to_pylist():
+            found[self.distinct[row["values"]].state] += row["counts"]
+        return found
+
+    def explained(self, reason: str | None) -> VerdictArray:
+        """The same, with a reason for the rollbacks that have none."""
+        if reason is None or not any(v.state is ROLLBACK_MESSAGE and v.reason is None for v in self.distinct):
+            return self
+        distinct = [
+            Verdict(v.state, reason, v.refused) if v.state is ROLLBACK_MESSAGE and v.reason is None else v
+            for v in self.distinct
+        ]
+        return VerdictArray(tuple(distinct), self.which)
+
+
+def kept_reason(said: object) -> str | None:
+    """A reason as the log keeps it: text on one line, without secrets, of at most 200 characters; None for nothing."""
+    if said is None:
+        return None
+    text = said if isinstance(said, str) else text_of(said) if isinstance(said, BaseException) else repr(said)
+    text = one_line(redacted(text[:TEXT_CHARS_MAX])).strip()  # a secret that is cut would not be known again
+    return f"{text[: REASON_CHARS_MAX - 1]}…" if len(text) > REASON_CHARS_MAX else text or None
+
+
+def rollback(reason: object = None, refused: bool = False) -> Verdict:
+    """The verdict ROLLBACK_MESSAGE, with its reason as the log keeps it."""
+    return Verdict(ROLLBACK_MESSAGE, kept_reason(reason), refused)
+
+
+def returned(call: Callable[..., Any], *args: Any) -> Any:
+    """What user's code returned. A :class:`Rollback` that it raised counts as returned."""
+    try:
+        return call(*args)
+    except Rollback as raised:
+        return raised
 
 
 def transaction_ids(
@@ -141,8 +265,8 @@ class HalfBatch:
         dead, or has been replaced. A listener with a fence need not wait for it, because the fence ends its work. One
         without a fence must not answer ROLLBACK for that reason: the run before may still be at work.
     reason : str or None
-        None at first. A listener may set it in a check that it answers with UNKNOWN: a few words why. They are kept
-        with the check, and ``txmq trace`` shows them.
+        None at first. A listener may set it: a few words why it answers UNKNOWN in a check, or why it rolls back. They
+        are kept with the check, or with the rollbacks that have no reason of their own, and ``txmq trace`` shows them.
     """
 
     def __init__(
@@ -267,16 +391,23 @@ class HalfBatch:
         self,
         *,
         commit: Iterable[object] = (),
-        rollback: Iterable[object] = (),
+        rollback: Iterable[object] | Mapping[Any, object] = (),
         unknown: Iterable[object] = (),
+        refused: Iterable[object] | Mapping[Any, object] = (),
         otherwise: LocalTransactionState = COMMIT_MESSAGE,
-    ) -> pa.Array:
+    ) -> VerdictArray:
         """Return a verdict for each row of :attr:`transactions`, from the keys that have a verdict.
 
         Parameters
         ----------
-        commit, rollback, unknown : iterables of keys
+        commit, unknown : iterables of keys
             Transaction keys with ``transactionKey``, else transaction ids. They are compared as strings.
+        rollback : iterable of keys, or mapping of keys to reasons
+            ROLLBACK_MESSAGE. Up to 200 characters of a reason (str) are kept with the op marker. In a check it promises
+            that these transactions never happened and never will: a replay runs them as the next attempt.
+        refused : iterable of keys, or mapping of keys to reasons
+            ROLLBACK_MESSAGE for local transactions that *ran and said no*: final, also in a check. From
+            ``execute_local_transaction`` every rollback is.
         otherwise : LocalTransactionState
             The verdict of every transaction that is not named.
 
@@ -288,18 +419,34 @@ class HalfBatch:
         column = "transaction_key" if self.transaction_per == KEY else "transaction_id"
         known = self.transactions[column].combine_chunks()
         positions = {key: i for i, key in enumerate(known.to_pylist())}
-        result = [str(otherwise)] * len(known)
-        named: dict[int, object] = {}
-        for verdict, keys in ((COMMIT_MESSAGE, commit), (ROLLBACK_MESSAGE, rollback), (UNKNOWN, unknown)):
+        distinct = {Verdict(_state(otherwise)): 0}
+        which = [0] * len(known)
+        named: dict[int, Verdict] = {}
+        for state, keys, final in (
+            (COMMIT_MESSAGE, commit, False),
+            (ROLLBACK_MESSAGE, rollback, False),
+            (ROLLBACK_MESSAGE, refused, True),
+            (UNKNOWN, unknown, False),
+        ):
+            reasons = keys if isinstance(keys, Mapping) else None
+            if reasons is not None and state is not ROLLBACK_MESSAGE:
+                raise VerdictError(f"{state} was given a mapping: its keys alone are expected, for it has no reasons")
             for key in keys:
+                verdict = Verdict(state, kept_reason(reasons[key]) if reasons else None, final)
                 at = positions.get(str(key))
                 if at is None:
                     raise VerdictError(f"{key!r} is not a {column} of half batch {self.half_id!r}")
-                if at in named and named[at] is not verdict:
-                    raise VerdictError(f"{column} {key!r} is named for two verdicts: {named[at]} and {verdict}")
-                named[at] = verdict
-                result[at] = str(verdict)
-        return pa.array(result, pa.string())
+                before = named.setdefault(at, verdict)
+                if (before.state, before.refused) != (verdict.state, verdict.refused):
+                    raise VerdictError(
+                        f"{column} {key!r} is named for two verdicts: {_said(before)} and {_said(verdict)}"
+                    )
+                which[at] = distinct.setdefault(verdict, len(distinct))
+        return VerdictArray(tuple(distinct), pa.array(which, pa.int32()))
+
+
+def _said(verdict: Verdict) -> str:
+    return f"{verdict.state} (refused)" if verdict.refused else str(verdict.state)
 
 
 MESSAGE_COLUMNS = (
@@ -308,8 +455,9 @@ MESSAGE_COLUMNS = (
 ).split()
 
 
-def normalize_verdicts(result: object, batch: HalfBatch) -> pa.Array | LocalTransactionState:
-    """Turn what a listener returned into one verdict for all, or a string array with one for each transaction.
+def normalize_verdicts(result: object, batch: HalfBatch) -> VerdictArray:
+    """Turn what a listener returned into a verdict for each transaction. Rollbacks without a reason get that of the
+    batch.
 
     ``None`` means UNKNOWN, as in RocketMQ.
 
@@ -318,37 +466,51 @@ def normalize_verdicts(result: object, batch: HalfBatch) -> pa.Array | LocalTran
     VerdictError
         When the type or the length is wrong, or a value is no verdict.
     """
-    if result is None:
-        return UNKNOWN
-    if isinstance(result, str):
-        return _verdict(result)
-    if isinstance(result, (pa.Array, pa.ChunkedArray)):
-        values = result.combine_chunks() if isinstance(result, pa.ChunkedArray) else result
-        try:
-            values = pc.fill_null(pc.cast(values, pa.string()), UNKNOWN.value)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as problem:
-            raise VerdictError(
-                f"the listener of {batch.producer_group!r} returned an array of {values.type}: strings are expected"
-            ) from problem
+    return _verdicts(result, batch).explained(kept_reason(batch.reason))
+
+
+def _verdicts(result: object, batch: HalfBatch) -> VerdictArray:
+    if result is None or isinstance(result, (str, Rollback)):
+        return VerdictArray((verdict_of(result),))
+    if isinstance(result, VerdictArray):
+        found = result
+    elif isinstance(result, (pa.Array, pa.ChunkedArray)):
+        found = _of_array(result, batch)
     elif isinstance(result, Sequence):
-        values = pa.array([_verdict(UNKNOWN if v is None else v).value for v in result], pa.string())
+        found = VerdictArray.of([verdict_of(one) for one in result])
     else:
         raise VerdictError(
             f"the listener of {batch.producer_group!r} returned {type(result).__name__}: a LocalTransactionState, "
-            "None, or one verdict per transaction is expected"
+            "a Rollback, None, or one of these per transaction is expected"
         )
     expected = batch.transactions.num_rows
-    if len(values) != expected:
+    if found.which is not None and len(found.which) != expected:
         raise VerdictError(
-            f"the listener of {batch.producer_group!r} returned {len(values)} verdicts for {expected} transactions "
-            f"of half batch {batch.half_id!r}: return one per row of batch.transactions"
+            f"the listener of {batch.producer_group!r} returned {len(found.which)} verdicts for {expected} "
+            f"transactions of half batch {batch.half_id!r}: return one per row of batch.transactions"
         )
-    for value in pc.unique(values).to_pylist():
-        _verdict(value)
-    return pc.replace_with_mask(values, pc.equal(values, "UNKNOW"), UNKNOWN.value)
+    return VerdictArray(found.distinct) if len(found.distinct) == 1 and expected else found
 
 
-def _verdict(value: object) -> LocalTransactionState:
+def _of_array(values: pa.Array | pa.ChunkedArray, batch: HalfBatch) -> VerdictArray:
+    flat = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    try:
+        coded = pc.fill_null(pc.cast(flat, pa.string()), UNKNOWN.value).dictionary_encode()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as problem:
+        raise VerdictError(
+            f"the listener of {batch.producer_group!r} returned an array of {flat.type}: strings are expected"
+        ) from problem
+    return VerdictArray(tuple(verdict_of(word) for word in coded.dictionary.to_pylist()), coded.indices)
+
+
+def verdict_of(one: object) -> Verdict:
+    """The verdict that a word, a :class:`Rollback` or None stands for; VerdictError for anything else."""
+    if isinstance(one, Rollback):
+        return rollback(one.reason, one.refused)
+    return Verdict(UNKNOWN if one is None else _state(one))
+
+
+def _state(value: object) -> LocalTransactionState:
     if value == "UNKNOW":
         return UNKNOWN
     try:

@@ -73,6 +73,7 @@ OP: Mapping[str, str] = {
     "count": "How many rows.",
     "attempt": "Under which attempt.",
     "decided_by": "execute, check, discard or admin.",
+    "refused": "rollback: true when the local transaction ran and said no, so it is final. Null in other rows.",
     "reason": "Why, in words.",
     "topic": "Of a commit or place: the topic.",
     "queue_id": "And the queue.",

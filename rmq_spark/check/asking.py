@@ -7,9 +7,6 @@ import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TypeAlias
-
-import pyarrow as pa
 
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import BatchState
@@ -17,15 +14,13 @@ from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.logs import of_batch
 from rmq_spark.machine import Machine
 from rmq_spark.redaction import sentence_of, traceback_of
-from rmq_spark.transaction import HalfBatch, LocalTransactionState
+from rmq_spark.transaction import HalfBatch, VerdictArray
 
 logger = logging.getLogger(__name__)
 
 HUNG_CALLS_MAX = 8
 """When so many calls of listeners have outlived their round, no listener is asked any more."""
 STOP_POLL_S = 0.2
-
-Verdicts: TypeAlias = "pa.Array | LocalTransactionState"
 
 
 class NoAnswer(Exception):
@@ -52,14 +47,14 @@ class Answer:
     """What a listener said, and to which question: that of an earlier round, when its call came back only now."""
 
     question: Question
-    verdicts: Verdicts
+    verdicts: VerdictArray
 
 
 @dataclass(frozen=True)
 class _Call:
     question: Question
     began: float
-    verdicts: Future[Verdicts]
+    verdicts: Future[VerdictArray]
 
 
 class Asker:
@@ -79,7 +74,7 @@ class Asker:
         self._told: set[str] = set()  # half batches of which a warning was logged
 
     def ask(
-        self, question: Question, call: Callable[[], Verdicts], here: bool, seconds_left: Callable[[], float]
+        self, question: Question, call: Callable[[], VerdictArray], here: bool, seconds_left: Callable[[], float]
     ) -> Answer:
         """The answer to a question, or to the one that was asked about the same attempt in an earlier round.
 
@@ -118,7 +113,7 @@ class Asker:
         self._calls = {key: c for key, c in self._calls.items() if key[0] in half_ids or not c.verdicts.done()}
 
     def _begin(
-        self, question: Question, call: Callable[[], Verdicts], here: bool, seconds_left: Callable[[], float]
+        self, question: Question, call: Callable[[], VerdictArray], here: bool, seconds_left: Callable[[], float]
     ) -> _Call:
         hung = sum(not c.verdicts.done() for c in self._calls.values())
         if hung >= HUNG_CALLS_MAX:
@@ -133,7 +128,7 @@ class Asker:
         return asked
 
 
-def _answer(verdicts: Future[Verdicts], call: Callable[[], Verdicts], caught: type[BaseException]) -> None:
+def _answer(verdicts: Future[VerdictArray], call: Callable[[], VerdictArray], caught: type[BaseException]) -> None:
     try:
         verdicts.set_result(call())
     except caught as problem:

@@ -66,7 +66,9 @@ class Decisions:
         d, topics = decision, decision.record.topics
         try:
             with settling(self._log.path, batch, str(d.who), d.commit.count, d.rollback.count, topics, linked=True):
-                placed = self._log.decide(d.record, d.attempt, commit=d.commit, rollback=d.rollback, who=d.who)
+                placed = self._log.decide(
+                    d.record, d.attempt, commit=d.commit, rollback=d.rollback, who=d.who, rolled_back=d.rolled_back
+                )
         except Exception as problem:
             self._on_problem(decision, problem)
         else:

@@ -15,16 +15,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from rmq_spark import observer
-from rmq_spark.check.asking import Asker, NoAnswer, Question, Verdicts
+from rmq_spark.check.asking import Asker, NoAnswer, Question
 from rmq_spark.check.deciding import Decisions
 from rmq_spark.check.immunity import COLUMNS, due_rows
 from rmq_spark.check.policy import TransactionCheckListener, require_policy
 from rmq_spark.check.report import CHECKED, IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport, Tally
-from rmq_spark.commitlog.asked import split_by_verdict
+from rmq_spark.commitlog.asked import Split, split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import TOO_LATE, Decision
 from rmq_spark.commitlog.log import CommitLog
@@ -53,7 +50,7 @@ from rmq_spark.listener import (
 from rmq_spark.logs import failure, of_batch, of_header
 from rmq_spark.machine import Machine
 from rmq_spark.message import require_group_name
-from rmq_spark.redaction import redacted, sentence_of, traceback_of
+from rmq_spark.redaction import sentence_of, traceback_of
 from rmq_spark.tracing import tracing
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
@@ -61,7 +58,10 @@ from rmq_spark.transaction import (
     UNKNOWN,
     HalfBatch,
     LocalTransactionState,
+    VerdictArray,
+    kept_reason,
     normalize_verdicts,
+    returned,
 )
 
 __all__ = ["CheckReport", "CheckService", "Tally"]
@@ -72,8 +72,6 @@ OWN_CHECK_PAUSE = 0.9
 """Each process of a service checks what its group left open. For so much of an interval one check of any of them is
 enough: together they use up ``transaction_check_max`` no faster than one, however many they are, and however often
 they start."""
-REASON_CHARS_MAX = 200
-"""So much of what a listener says about its UNKNOWN is kept with the check."""
 
 
 class CheckService:
@@ -327,10 +325,10 @@ class CheckService:
         """Ask the listener, make its verdicts final, and count the check for what stays UNKNOWN."""
         record, batch = question.record, question.batch
 
-        def call() -> Verdicts:
+        def call() -> VerdictArray:
             if listener is not self._without_fence:
                 require_same_fence(record.half_id, record.header.fence_id, listener.fence_id)
-            return normalize_verdicts(listener.check_local_transaction(batch), batch)
+            return normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
 
         def seconds_left() -> float:
             round_.decisions.make_if_old()  # a listener that hangs holds up nothing that was decided before
@@ -346,11 +344,11 @@ class CheckService:
         asked = answer.question
         split = split_by_verdict(self.log, asked.record, asked.rows, asked.batch, answer.verdicts)
         _tally(round_.report, asked.batch, split, answer.verdicts)
-        commit, rollback, unknown = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE], split[UNKNOWN]
-        if unknown:
-            self.log.record_check(asked.record, asked.attempt, unknown, _why(listener, asked.batch), self._pause_s)
-        if commit or rollback:
-            decision = Decision(asked.record, asked.attempt, commit, rollback, Who.CHECK)
+        if split.unknown:
+            why = _why(listener, asked.batch)
+            self.log.record_check(asked.record, asked.attempt, split.unknown, why, self._pause_s)
+        if split.decides:
+            decision = split.decision(asked.record, asked.attempt, Who.CHECK)
             # The next call of a listener may hang in this very thread. And each span is one of its own.
             at_once = (here and not asks_nobody) or tracing() is not None
             round_.decisions.add(decision, asked.batch, at_once)
@@ -457,10 +455,8 @@ def _cannot_check(half_id: str, problem: Exception, report: CheckReport) -> None
 def _why(listener: TransactionListener, batch: HalfBatch) -> str:
     """Why a check changed nothing, for those who ask later."""
     said = f"UNKNOWN from {type(listener).__name__}"
-    if not batch.reason:
-        return said
-    why = redacted(batch.reason)  # as a whole: a secret that is cut would not be known again
-    return f"{said}: {why if len(why) <= REASON_CHARS_MAX else f'{why[:REASON_CHARS_MAX]}…'}"
+    why = kept_reason(batch.reason)
+    return said if why is None else f"{said}: {why}"
 
 
 _IN_CONFLICT = (
@@ -504,14 +500,12 @@ class _Round:
 def _tally(
     report: CheckReport,
     batch: HalfBatch,
-    split: Mapping[LocalTransactionState, RowSet],
-    verdicts: pa.Array | LocalTransactionState,
+    split: Split,
+    verdicts: VerdictArray,
 ) -> None:
-    report.checked.add(batch.transactions.num_rows, sum(rows.count for rows in split.values()))
-    tallies = {COMMIT_MESSAGE: report.committed, ROLLBACK_MESSAGE: report.rolled_back, UNKNOWN: report.unknown}
-    for verdict, tally in tallies.items():
-        if isinstance(verdicts, LocalTransactionState):
-            transactions = batch.transactions.num_rows if verdicts is verdict else 0
-        else:
-            transactions = pc.sum(pc.equal(verdicts, verdict.value)).as_py() or 0
-        tally.add(transactions, split[verdict].count)
+    transactions = batch.transactions.num_rows
+    report.checked.add(transactions, split.commit.count + split.rollback.count + split.unknown.count)
+    counts = verdicts.counts(transactions)
+    report.committed.add(counts[COMMIT_MESSAGE], split.commit.count)
+    report.rolled_back.add(counts[ROLLBACK_MESSAGE], split.rollback.count)
+    report.unknown.add(counts[UNKNOWN], split.unknown.count)

@@ -240,10 +240,23 @@ def query(
     elif len(rows) == 1:
         typer.echo(_whole(rows[0], body, body_bytes), nl=False)
     else:
-        columns = ["topic", "queue_id", "queue_offset", "state", "msg_id", "tags", "keys", "body", "commit_timestamp"]
+        columns = [
+            "topic",
+            "queue_id",
+            "queue_offset",
+            "state",
+            "reason",
+            "msg_id",
+            "tags",
+            "keys",
+            "body",
+            "commit_timestamp",
+        ]
         all_visible = all(row["state"] == "committed" for row in rows)
         if all_visible and not named:
             columns.remove("state")
+        if not any(row["reason"] for row in rows):
+            columns.remove("reason")
         _show_several(rows, columns, body)
     if more:
         typer.secho(f"stopped at {limit}: --limit N shows more", dim=True, err=True)

@@ -33,7 +33,7 @@ WHERE = {
 OUTCOMES = {
     "waiting": "committed, waiting for their time or for an earlier message",
     "rolled_back": "rolled back",
-    "rolled_back_by_check": "rolled back by a check",
+    "rolled_back_by_check": "rolled back by a check: never happened",
     "rolled_back_by_discard": "rolled back by the discard policy",
 }
 
@@ -108,7 +108,7 @@ def _told(found: Trace, advice: str | None) -> str:
             {
                 "time": f"{event.at:%Y-%m-%d %H:%M:%S}.{event.at.microsecond // 1000:03}Z",
                 "after": None if after is None else f"+{short_age(after)}",
-                "event": event.kind.value,
+                "event": event.word,
                 "by": event.decided_by,
                 "attempt": event.attempt,
                 "messages": event.messages,

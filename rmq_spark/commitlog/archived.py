@@ -39,6 +39,7 @@ ARCHIVED = pa.struct(
                         ("decided_by", pa.string()),
                         ("reason", pa.string()),
                         ("count", pa.int64()),
+                        ("refused", pa.bool_()),
                     ]
                 )
             ),
@@ -53,7 +54,8 @@ _SHARED = ("half_id", "attempt", "transaction_per", "producer_group", "prepared_
 
 @dataclass(frozen=True)
 class ArchivedDecision:
-    """A decision on a half batch that has left: when, what, by whom, and on how many messages."""
+    """A decision on a half batch that has left: when, what, by whom, why, and on how many messages. ``refused`` is true
+    of a rollback when the local transaction ran and said no."""
 
     at: datetime
     kind: str
@@ -61,6 +63,7 @@ class ArchivedDecision:
     decided_by: str | None
     reason: str | None
     count: int
+    refused: bool | None = None
 
 
 @dataclass(frozen=True)

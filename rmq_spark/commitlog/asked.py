@@ -11,12 +11,23 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfRows
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import BatchState
-from rmq_spark.commitlog.rows import NO_ROWS, RowSet
+from rmq_spark.commitlog.ledger import Decision, RolledBack
+from rmq_spark.commitlog.op import BatchState, Who
+from rmq_spark.commitlog.rows import NO_ROWS, RowSet, booleans_of
 from rmq_spark.config import CLOCK_SKEW_S_MAX, FROM_THE_FUTURE_AGE_S
 from rmq_spark.storage.location import spark_path
 from rmq_spark.storage.table import DeltaLogTable
-from rmq_spark.transaction import KEY, HalfBatch, LocalTransactionState
+from rmq_spark.transaction import (
+    COMMIT_MESSAGE,
+    KEY,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    HalfBatch,
+    LocalTransactionState,
+    Verdict,
+    VerdictArray,
+)
+from rmq_spark.values import value
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -64,18 +75,76 @@ def _began_at(log: ProtocolSteps, record: HalfRecord, state: BatchState, attempt
     return now - timedelta(seconds=FROM_THE_FUTURE_AGE_S)
 
 
+@value
+class Split:
+    """Rows of a half batch by the verdict of their transaction; those of ``rollback`` by their reasons, too."""
+
+    commit: RowSet
+    rollback: RowSet
+    unknown: RowSet
+    rolled_back: Sequence[RolledBack] = ()
+
+    @property
+    def decides(self) -> bool:
+        """True when there is anything but UNKNOWN."""
+        return bool(self.commit or self.rollback)
+
+    def decision(self, record: HalfRecord, attempt: int, who: Who) -> Decision:
+        """What makes these verdicts final."""
+        return Decision(record, attempt, self.commit, self.rollback, who, rolled_back=self.rolled_back)
+
+
 def split_by_verdict(
-    log: ProtocolSteps, record: HalfRecord, rows: RowSet, batch: HalfBatch, verdicts: pa.Array | LocalTransactionState
-) -> dict[LocalTransactionState, RowSet]:
+    log: ProtocolSteps, record: HalfRecord, rows: RowSet, batch: HalfBatch, verdicts: VerdictArray
+) -> Split:
     """The rows of a half batch by the verdict of their transaction."""
-    if not isinstance(verdicts, LocalTransactionState) and len(verdicts) == 1:
-        verdicts = LocalTransactionState(verdicts[0].as_py())
-    if isinstance(verdicts, LocalTransactionState):
-        return {v: rows if v is verdicts else NO_ROWS for v in LocalTransactionState}
+    which, distinct = verdicts.which, verdicts.distinct
+    if which is not None and len(which) == 1:
+        distinct = (distinct[which[0].as_py()],)
+        which = None
+    if which is None:
+        only = distinct[0]
+        if only.state is COMMIT_MESSAGE:
+            return Split(rows, NO_ROWS, NO_ROWS)
+        if only.state is UNKNOWN:
+            return Split(NO_ROWS, NO_ROWS, rows)
+        return Split(NO_ROWS, rows, NO_ROWS, [RolledBack(only.reason, only.refused, dict(rows.ranges()))])
     if batch.transaction_per == KEY:
         keys = log.half.read(record, rows, ["transaction_key"])["transaction_key"]
-        verdicts = verdicts.take(pc.index_in(keys, value_set=batch.transactions["transaction_key"].combine_chunks()))
-    return {v: rows.where(pc.equal(verdicts, v.value)) for v in LocalTransactionState}
+        which = which.take(pc.index_in(keys, value_set=batch.transactions["transaction_key"].combine_chunks()))
+    codes = {
+        s: pa.array([n for n, v in enumerate(distinct) if v.state is s], pa.int32()) for s in LocalTransactionState
+    }
+    of_state = {state: rows.where(pc.is_in(which, value_set=some)) for state, some in codes.items()}
+    rollback = of_state[ROLLBACK_MESSAGE]
+    why = which.filter(pc.is_in(which, value_set=codes[ROLLBACK_MESSAGE]))
+    return Split(of_state[COMMIT_MESSAGE], rollback, of_state[UNKNOWN], _by_reason(rollback, why, distinct))
+
+
+def _by_reason(rollback: RowSet, why: pa.Array | pa.ChunkedArray, distinct: Sequence[Verdict]) -> list[RolledBack]:
+    """Rows by the reason and kind of their rollback; ``why`` has the position of each row's verdict."""
+    found: dict[tuple[str | None, bool], dict[int, list[tuple[int, int]]]] = {}
+    codes = why.combine_chunks() if isinstance(why, pa.ChunkedArray) else why
+    at = 0
+    for file_no, bits in rollback.items():
+        row_no = pc.indices_nonzero(booleans_of(bits))
+        of_rows = codes.slice(at, len(row_no))
+        at += len(row_no)
+        ends = pc.or_(pc.not_equal(pc.subtract(row_no[1:], row_no[:-1]), 1), pc.not_equal(of_rows[1:], of_rows[:-1]))
+        last = [*pc.indices_nonzero(ends).to_pylist(), len(row_no) - 1]
+        first = [0, *(n + 1 for n in last[:-1])]
+        for start, end, code in zip(
+            row_no.take(pa.array(first)).to_pylist(),
+            row_no.take(pa.array(last)).to_pylist(),
+            of_rows.take(pa.array(first)).to_pylist(),
+            strict=True,
+        ):
+            verdict = distinct[code]
+            found.setdefault((verdict.reason, verdict.refused), {}).setdefault(file_no, []).append((start, end))
+    return [
+        RolledBack(reason, refused, {n: tuple(ranges) for n, ranges in files.items()})
+        for (reason, refused), files in found.items()
+    ]
 
 
 class _LogRows:

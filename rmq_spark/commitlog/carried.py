@@ -13,9 +13,9 @@ import pyarrow as pa
 
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfHeader, HalfRows, HalfWriter, Segment, together
 from rmq_spark.commitlog.half_store import HalfRecord, Staged, StoredFile
-from rmq_spark.commitlog.ledger import Decision, Placed
+from rmq_spark.commitlog.ledger import Decision, Placed, RolledBack
 from rmq_spark.commitlog.op import Who
-from rmq_spark.commitlog.rows import RowSet
+from rmq_spark.commitlog.rows import Ranges, RowSet
 
 _LENGTH = struct.Struct("!I")
 _header = attrgetter(*(f.name for f in fields(HalfHeader)))
@@ -101,6 +101,7 @@ def pack_decisions(decisions: Sequence[Decision]) -> bytes:
                 _bits(d.commit),
                 _bits(d.rollback),
                 str(d.who),
+                [[part.reason, part.refused, [*part.ranges.items()]] for part in d.rolled_back],
             ]
             for d in decisions
         ]
@@ -110,8 +111,15 @@ def pack_decisions(decisions: Sequence[Decision]) -> bytes:
 def unpack_decisions(data: bytes) -> list[Decision]:
     """What :func:`pack_decisions` packed."""
     return [
-        Decision(_record(HalfHeader(*header), record), attempt, _of_bits(commit), _of_bits(rollback), Who(who))
-        for header, record, attempt, commit, rollback, who in json.loads(data)
+        Decision(
+            _record(HalfHeader(*header), record),
+            attempt,
+            _of_bits(commit),
+            _of_bits(rollback),
+            Who(who),
+            rolled_back=[RolledBack(reason, refused, _of_ranges(ranges)) for reason, refused, ranges in rolled_back],
+        )
+        for header, record, attempt, commit, rollback, who, rolled_back in json.loads(data)
     ]
 
 
@@ -147,6 +155,10 @@ def _record(header: HalfHeader, said: Sequence[Any]) -> HalfRecord:
 
 def _bits(rows: Mapping[int, bytes]) -> list[tuple[int, str]]:
     return [(file_no, bits.hex()) for file_no, bits in rows.items()]
+
+
+def _of_ranges(said: Sequence[tuple[int, Sequence[Sequence[int]]]]) -> dict[int, Ranges]:
+    return {file_no: tuple((first, last) for first, last in ranges) for file_no, ranges in said}
 
 
 def _of_bits(said: Sequence[tuple[int, str]]) -> RowSet:

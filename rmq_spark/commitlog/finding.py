@@ -28,8 +28,9 @@ from rmq_spark.transaction import BATCH, KEY, batch_transaction_id, message_ids,
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
 
-FOUND_SCHEMA = pa.schema([*SOURCE_SCHEMA, ("half_id", pa.string()), ("state", pa.string())])
-"""The source's columns, and what became of the message: ``committed``, or another word of :data:`COUNTED`."""
+FOUND_SCHEMA = pa.schema([*SOURCE_SCHEMA, ("half_id", pa.string()), ("state", pa.string()), ("reason", pa.string())])
+"""The source's columns, and what became of the message: ``committed``, or another word of :data:`COUNTED`; and why, of
+one that is not visible."""
 HELD = ("tags", "keys", "sharding_key", "properties", "body", "born_timestamp", "store_timestamp")
 NOT_COMMITTED = [state for state in RowState if state is not RowState.COMMITTED]
 
@@ -223,7 +224,9 @@ def _few(places: Sequence[TracePlace], limit: int) -> Iterator[TracePlace]:
 def _committed(messages: pa.Table) -> pa.Table:
     n = messages.num_rows
     half_ids = pc.replace_substring_regex(messages["msg_id"], r":[^:]*$", "")
-    return messages.append_column("half_id", half_ids).append_column("state", pa.repeat(pa.scalar("committed"), n))
+    states = pa.repeat(pa.scalar("committed"), n)
+    found = messages.append_column("half_id", half_ids).append_column("state", states)
+    return found.append_column("reason", pa.nulls(n, pa.string()))
 
 
 def _held(log: ProtocolSteps, record: HalfRecord, chosen: RowSet, limit: int) -> pa.Table:
@@ -246,6 +249,7 @@ def _held(log: ProtocolSteps, record: HalfRecord, chosen: RowSet, limit: int) ->
         "commit_timestamp": pa.nulls(n, SOURCE_SCHEMA.field("commit_timestamp").type),
         "half_id": pa.repeat(pa.scalar(record.half_id), n),
         "state": pa.array(words, pa.string()),
+        "reason": pa.array([state.reason_of(*address) for address in addresses], pa.string()),
     }
     return pa.table({name: made[name] for name in FOUND_SCHEMA.names}).cast(FOUND_SCHEMA)
 

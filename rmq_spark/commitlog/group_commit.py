@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, ca
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows
 from rmq_spark.commitlog.half_store import HalfRecord, Staged
 from rmq_spark.commitlog.ledger import TOO_LATE, Decided, Decision, Placed
-from rmq_spark.commitlog.op import Who
-from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.single import OneMessage, arrange
 from rmq_spark.errors import (
     AlreadyPreparedError,
@@ -69,9 +67,7 @@ class Commits(Protocol):
     def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
         """Commit staged files, and read what ``op`` says afterwards. As ``ProtocolSteps.prepare``."""
 
-    def decide(
-        self, record: HalfRecord, attempt: int, *, commit: Mapping[int, bytes], rollback: Mapping[int, bytes], who: Who
-    ) -> list[Placed]:
+    def decide(self, decision: Decision) -> Sequence[Placed]:
         """Make verdicts final. As ``ProtocolSteps.decide``."""
 
 
@@ -85,13 +81,19 @@ class Alone:
 
     def __init__(self, log: ProtocolSteps) -> None:
         self._log = log
-        self.decide = log.decide
 
     def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
         """Commit staged files."""
         record = self._log.prepare(header, [_arranged(f) for f in files])
         self._log.refresh()
         return record
+
+    def decide(self, decision: Decision) -> Sequence[Placed]:
+        """Make verdicts final."""
+        d = decision
+        return self._log.decide(
+            d.record, d.attempt, commit=d.commit, rollback=d.rollback, who=d.who, rolled_back=d.rolled_back
+        )
 
 
 class GroupCommit:
@@ -156,9 +158,7 @@ class GroupCommit:
         """
         self._prepares.put(message, message.half_id, then)
 
-    def decide(
-        self, record: HalfRecord, attempt: int, *, commit: Mapping[int, bytes], rollback: Mapping[int, bytes], who: Who
-    ) -> list[Placed]:
+    def decide(self, decision: Decision) -> Sequence[Placed]:
         """Make verdicts final together with those of other threads.
 
         Raises
@@ -166,11 +166,7 @@ class GroupCommit:
         VerdictConflictError, StaleAttemptError, LostFileError
             For this half batch alone.
         """
-        decision = Decision(record, attempt, RowSet(commit), RowSet(rollback), who)
-        decided = self._decides.ask(decision, record.half_id)
-        if decided.problem is not None:
-            raise decided.problem
-        return list(decided.placed)
+        return self._decides.ask(decision, decision.record.half_id).or_raise()
 
     def decide_and_go_on(self, decision: Decision, then: Then[Decided]) -> None:
         """As :meth:`decide`, and nobody waits; see :meth:`prepare_and_go_on`."""

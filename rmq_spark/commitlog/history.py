@@ -40,6 +40,7 @@ EVENT_SCHEMA = pa.schema(
         ("kind", pa.string()),
         ("decided_by", pa.string()),
         ("messages", pa.int64()),
+        ("refused", pa.bool_()),
     ]
 )
 BATCH_SCHEMA = pa.schema(
@@ -51,7 +52,7 @@ BATCH_SCHEMA = pa.schema(
     ]
 )
 OPEN_SCHEMA = BATCH_SCHEMA.remove(1)
-_OF_EVENT = ["half_id", "op_time", "kind", "decided_by", "count"]
+_OF_EVENT = ["half_id", "op_time", "kind", "decided_by", "count", "refused"]
 
 
 class Told(NamedTuple):
@@ -60,9 +61,9 @@ class Told(NamedTuple):
     Attributes
     ----------
     events : pyarrow.Table
-        ``half_id, at, kind, decided_by, messages``: verdicts, quarantines, reopenings and answered checks. A verdict
-        on messages of several queues may have several rows with one time. A rollback that a person confirms has
-        no messages: they were counted when they were rolled back.
+        ``half_id, at, kind, decided_by, messages, refused``: verdicts, quarantines, reopenings and answered checks. A
+        verdict on messages of several queues may have several rows with one time. A rollback that a person confirms
+        has no messages: they were counted when they were rolled back.
     batches : pyarrow.Table
         ``half_id, producer_group, prepared_at, messages`` of every half batch that is kept: those in ``half``, of which
         the group is null here (it stands in their files), and archived ones.
@@ -145,6 +146,7 @@ def _decisions(archived: pa.Table) -> pa.Table:
             "kind": pc.struct_field(each, "kind"),
             "decided_by": pc.struct_field(each, "decided_by"),
             "messages": pc.struct_field(each, "count"),
+            "refused": pc.struct_field(each, "refused"),
         },
         schema=EVENT_SCHEMA,
     )

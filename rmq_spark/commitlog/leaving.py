@@ -25,7 +25,7 @@ from rmq_spark.commitlog.follow import of_kind, settled_rows
 from rmq_spark.commitlog.half import HEADER_COLUMNS
 from rmq_spark.commitlog.half_store import LEFT
 from rmq_spark.commitlog.messages import drained_up_to
-from rmq_spark.commitlog.op import Kind, OpRow, RowState, Who
+from rmq_spark.commitlog.op import Kind, OpRow, RowState, rolled_back_as
 from rmq_spark.config import AUDIT_S, GRACE_S, GRACE_S_MIN, IDEMPOTENCY_S, parse_duration
 from rmq_spark.errors import HalfBatchLeftError, OptionError
 from rmq_spark.storage.table import take_out
@@ -40,7 +40,7 @@ HEADER_ROWS_MAX = 1_000_000
 FILES_REMOVED_MAX = 10_000
 """Half files that leave in one commit."""
 LOOKED_AT = (
-    "version", "op_time", "kind", "half_id", "count", "attempt", "decided_by", "reason", "queue_offset",
+    "version", "op_time", "kind", "half_id", "count", "attempt", "decided_by", "reason", "refused", "queue_offset",
 )  # fmt: skip
 DECIDING = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE, Kind.REOPEN)
 NOT_SIMPLE = (Kind.QUARANTINE, Kind.REOPEN)
@@ -293,11 +293,10 @@ def _counts(batch: _Batch, decisions: Sequence[Mapping[str, Any]]) -> dict[str, 
     """What became of the messages of a half batch that was never reopened or quarantined, or is committed whole."""
     if batch.placed == batch.rows:
         return {"committed": batch.rows}
-    by_who = {Who.CHECK.value: "rolled_back_by_check", Who.DISCARD.value: "rolled_back_by_discard"}
     found = {"committed": batch.placed}
     for row in decisions:
         if row["kind"] == Kind.ROLLBACK.value:
-            name = by_who.get(row["decided_by"], "rolled_back")
+            name = rolled_back_as(row["decided_by"], row["refused"]).name.lower()
             found[name] = found.get(name, 0) + row["count"]
     return found
 
@@ -306,10 +305,10 @@ def _summed(decisions: Sequence[Mapping[str, Any]]) -> Iterator[ArchivedDecision
     """Decisions, one for the rows of a commit that say the same of several files and queues."""
     sums: dict[tuple[Any, ...], int] = {}
     for row in decisions:
-        said = (row["op_time"], row["kind"], row["attempt"] or 1, row["decided_by"], row["reason"])
+        said = (row["op_time"], row["kind"], row["attempt"] or 1, row["decided_by"], row["reason"], row["refused"])
         sums[said] = sums.get(said, 0) + row["count"]
-    for (at, kind, attempt, decided_by, reason), count in sums.items():
-        yield ArchivedDecision(at, kind, attempt, decided_by, reason, count)
+    for (at, kind, attempt, decided_by, reason, refused), count in sums.items():
+        yield ArchivedDecision(at, kind, attempt, decided_by, reason, count, refused)
 
 
 def _archived_row(kept: Archived) -> OpRow:

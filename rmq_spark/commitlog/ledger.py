@@ -45,6 +45,24 @@ class Placed:
 
 
 @value
+class RolledBack:
+    """Rows that are rolled back for one reason.
+
+    Attributes
+    ----------
+    reason : str or None
+    refused : bool
+        The local transaction ran and said no, so it is final. What ``execute`` rolls back always is.
+    ranges : mapping of int to Ranges
+        The rows, by file number.
+    """
+
+    reason: str | None
+    refused: bool
+    ranges: Mapping[int, Ranges]
+
+
+@value
 class Decision:
     """Verdicts on rows of one half batch, which are under one attempt.
 
@@ -53,6 +71,8 @@ class Decision:
     checks_min : int
         Answered checks that the rows must have: what was checked too often may have been reopened since, and is then
         asked about again.
+    rolled_back : sequence of RolledBack
+        The rows of ``rollback``, by their reasons. Empty: all have the decision's reason.
     """
 
     record: HalfRecord
@@ -62,6 +82,7 @@ class Decision:
     who: Who
     reason: str | None = None
     checks_min: int = 0
+    rolled_back: Sequence[RolledBack] = ()
 
 
 @value
@@ -70,6 +91,17 @@ class Decided:
 
     placed: Sequence[Placed] = ()
     problem: DecisionError | None = None
+
+    def or_raise(self) -> Sequence[Placed]:
+        """What it made visible.
+
+        Raises
+        ------
+        VerdictConflictError, StaleAttemptError
+        """
+        if self.problem is not None:
+            raise self.problem
+        return self.placed
 
 
 DecisionError = VerdictConflictError | StaleAttemptError
@@ -105,13 +137,12 @@ class Ledger(Follower):
         who: Who,
         reason: str | None = None,
         checks_min: int = 0,
+        rolled_back: Sequence[RolledBack] = (),
     ) -> list[Placed]:
         """Make verdicts on one half batch final: see :meth:`decide_many`. What would let it drop out is raised."""
-        decision = Decision(record, attempt, RowSet(commit), RowSet(rollback), who, reason, checks_min)
+        decision = Decision(record, attempt, RowSet(commit), RowSet(rollback), who, reason, checks_min, rolled_back)
         (decided,) = self.decide_many([decision])
-        if decided.problem is not None:
-            raise decided.problem
-        return list(decided.placed)
+        return list(decided.or_raise())
 
     def decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
         """Make verdicts final, all in one commit: commits with their offsets, rollbacks without. The first marker wins.
@@ -179,7 +210,7 @@ class Ledger(Follower):
         if not (decides_all and attempt == 1 and not decision.checks_min and self.is_untouched(record)):
             commit, rollback = _that_count(decision, self.state_of(record, refresh=False))
         found = self._commit_rows(record, commit, attempt, who, reason) if commit else []
-        return found + _rows_for(Kind.ROLLBACK, record, rollback, attempt, who, reason) if rollback else found
+        return found + _rollback_rows(decision, rollback) if rollback else found
 
     # ------------------------------------------------------------------ places
     def _next_op_time(self, reopens: bool) -> datetime:
@@ -582,13 +613,40 @@ def _undecided(state: BatchState, rows: RowSet, attempt: int, verdict: LocalTran
     return waiting
 
 
+def _rollback_rows(decision: Decision, rows: RowSet) -> list[OpRow]:
+    """Op rows that roll back those of a decision's rows which still wait for it, each with its reason."""
+    found: list[OpRow] = []
+    for part in decision.rolled_back or [RolledBack(decision.reason, False, dict(rows.ranges()))]:
+        refused = True if part.refused or decision.who is Who.EXECUTE else None
+        mine = part.ranges
+        if rows.count < decision.rollback.count:
+            mine = {n: _within(rows.get(n, b""), ranges) for n, ranges in mine.items()}
+        op_rows = _rows_of(Kind.ROLLBACK, decision.record, mine, decision.attempt, decision.who, part.reason)
+        found += [replace(row, refused=refused) for row in op_rows]
+    return found
+
+
+def _within(bits: bytes, ranges: Ranges) -> Ranges:
+    return tuple(run for first, last in ranges for run in runs(bits, first, last + 1))
+
+
 def _rows_for(kind: Kind, record: HalfRecord, rows: RowSet, attempt: int, who: Who, reason: str | None) -> list[OpRow]:
     """Op rows that name these rows, as few as possible."""
     if rows.count == record.rows:
         return [_row(kind, record, None, None, record.rows, attempt, who, reason)]
+    return _rows_of(kind, record, dict(rows.ranges()), attempt, who, reason)
+
+
+def _rows_of(
+    kind: Kind, record: HalfRecord, ranges: Mapping[int, Ranges], attempt: int, who: Who, reason: str | None
+) -> list[OpRow]:
+    counts = {file_no: ranges_count(of_file) for file_no, of_file in ranges.items()}
+    if sum(counts.values()) == record.rows:
+        return [_row(kind, record, None, None, record.rows, attempt, who, reason)]
     return [
-        _row(kind, record, file_no, ranges, ranges_count(ranges), attempt, who, reason)
-        for file_no, ranges in rows.ranges()
+        _row(kind, record, file_no, ranges[file_no], count, attempt, who, reason)
+        for file_no, count in counts.items()
+        if count
     ]
 
 

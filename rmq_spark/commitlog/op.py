@@ -50,6 +50,7 @@ OP_SCHEMA = pa.schema(
         ("count", pa.int64()),  # rows named
         ("attempt", pa.int32()),
         ("decided_by", pa.string()),  # execute, check, discard, admin
+        ("refused", pa.bool_()),  # rollback: true when the local transaction ran and said no, so it is final
         ("reason", pa.string()),  # mark: stands for the files below low_water that somebody rewrote
         ("topic", pa.string()),
         ("queue_id", pa.int32()),
@@ -118,8 +119,8 @@ class RowState(int, Enum):
     PENDING = 0
     COMMITTED = 1
     DECIDED = 2  # commit, not yet placed
-    ROLLED_BACK = 3  # by execute or a person: final
-    ROLLED_BACK_BY_CHECK = 4  # may be reopened under the next attempt
+    ROLLED_BACK = 3  # refused by the local transaction, or rolled back by a person: final
+    ROLLED_BACK_BY_CHECK = 4  # it never happened: may be reopened under the next attempt
     ROLLED_BACK_BY_DISCARD = 5  # nobody knows: may be reopened under the same attempt
     QUARANTINED = 6
 
@@ -184,6 +185,7 @@ class OpRow:
     below: Mapping[str, OpenBelow] | None = None
     prepared_ms: int | None = None
     archived: Archived | None = None
+    refused: bool | None = None
     op_time: datetime | None = None
     """None until it is written: the rows of a commit share one."""
 
@@ -212,6 +214,7 @@ class OpRow:
             producer_group=read["producer_group"],
             until=read["until"],
             verdict=read["verdict"],
+            refused=read["refused"],
             op_time=read["op_time"],
         )
 
@@ -340,12 +343,12 @@ class FileState:
 
 _PLUS_ONE = bytes(min(i + 1, 255) for i in range(256))
 
-_STATE_AFTER_ROLLBACK = {
-    Who.EXECUTE: RowState.ROLLED_BACK,
-    Who.ADMIN: RowState.ROLLED_BACK,
-    Who.CHECK: RowState.ROLLED_BACK_BY_CHECK,
-    Who.DISCARD: RowState.ROLLED_BACK_BY_DISCARD,
-}
+_NOT_FINAL = {Who.CHECK.value: RowState.ROLLED_BACK_BY_CHECK, Who.DISCARD.value: RowState.ROLLED_BACK_BY_DISCARD}
+
+
+def rolled_back_as(decided_by: Who | str | None, refused: bool | None) -> RowState:
+    """The state of messages after a rollback: who decided it, and whether the local transaction refused them."""
+    return RowState.ROLLED_BACK if refused else _NOT_FINAL.get(str(decided_by), RowState.ROLLED_BACK)
 
 
 class BatchState:
@@ -441,6 +444,14 @@ class BatchState:
                 yield file, first, last + 1
 
     # ------------------------------------------------------------------ questions
+    def reason_of(self, file_no: int, row_no: int) -> str | None:
+        """Why a row is what it is: the reason of the last op row that settled or reopened it."""
+        for row in reversed(self.history):
+            named = row.file_no in (None, file_no)
+            if named and (row.ranges is None or any(first <= row_no <= last for first, last in row.ranges)):
+                return row.reason
+        return None
+
     @property
     def in_conflict(self) -> bool:
         """True when a verdict came too late for some rows, and no person has resolved that yet."""
@@ -529,4 +540,4 @@ def _after(row: OpRow) -> RowState:
         return RowState.COMMITTED
     if row.kind is Kind.COMMIT:
         return RowState.DECIDED if row.queue_offset is None else RowState.COMMITTED
-    return _STATE_AFTER_ROLLBACK[row.decided_by or Who.EXECUTE]
+    return rolled_back_as(row.decided_by, row.refused)

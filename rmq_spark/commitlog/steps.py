@@ -16,7 +16,7 @@ from rmq_spark.commitlog.drained import Drained
 from rmq_spark.commitlog.follow import Tails
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, PrepareError, Staged
-from rmq_spark.commitlog.ledger import Decided, Decision, Ledger, Placed
+from rmq_spark.commitlog.ledger import Decided, Decision, Ledger, Placed, RolledBack
 from rmq_spark.commitlog.messages import wait_until_drained
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.placements import MessageRange, PlacedRange, out_of_range
@@ -195,10 +195,18 @@ class ProtocolSteps(ABC):
         who: Who,
         reason: str | None = None,
         checks_min: int = 0,
+        rolled_back: Sequence[RolledBack] = (),
     ) -> list[Placed]:
         """Make verdicts final: see :meth:`Ledger.decide`."""
         placed = self.ledger.decide(
-            record, attempt, commit=commit, rollback=rollback, who=who, reason=reason, checks_min=checks_min
+            record,
+            attempt,
+            commit=commit,
+            rollback=rollback,
+            who=who,
+            reason=reason,
+            checks_min=checks_min,
+            rolled_back=rolled_back,
         )
         self.after_decision()
         return placed

@@ -65,6 +65,8 @@ class TraceEvent:
         Of ``conflict``: the verdict that came too late. Of ``conflict_resolved``: the one that counts.
     op_version : int or None
         The version of table ``op`` that says so.
+    refused : bool or None
+        Of ``rolled_back``: True when the local transaction ran and said no, which is final.
     """
 
     at: datetime
@@ -77,6 +79,12 @@ class TraceEvent:
     until: datetime | None = None
     verdict: str | None = None
     op_version: int | None = None
+    refused: bool | None = None
+
+    @property
+    def word(self) -> str:
+        """What happened, for people: a check's final rollback is told from one that a replay runs again."""
+        return "refused" if self.refused and self.decided_by == "check" else self.kind.value
 
     def to_dict(self) -> dict[str, Any]:
         """The event for JSON: times as ISO texts."""
@@ -91,6 +99,7 @@ class TraceEvent:
             "until": None if self.until is None else self.until.isoformat(),
             "verdict": self.verdict,
             "op_version": self.op_version,
+            "refused": self.refused,
         }
 
 
@@ -170,5 +179,5 @@ class Trace:
         for event in self.events:
             by = f" by {event.decided_by}" if event.decided_by else ""
             why = f": {event.reason}" if event.reason else ""
-            lines.append(f"  {event.at:%Y-%m-%d %H:%M:%S} {event.kind}{by}, {message_count(event.messages)}{why}")
+            lines.append(f"  {event.at:%Y-%m-%d %H:%M:%S} {event.word}{by}, {message_count(event.messages)}{why}")
         return "\n".join([*lines, *(f"  ({sentence})" for sentence in self.unknown)])

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.half import Segment
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, Who
+from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, rolled_back_as
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.trace import Trace, TraceEvent, TraceKind, TracePlace
 from rmq_spark.config import CLOCK_SKEW_S_MAX
@@ -344,10 +344,9 @@ def _chosen_of_archived(
 
 def _last_word(events: Sequence[TraceEvent]) -> dict[str, int]:
     """What became of a transaction that is not visible, by the last decision on it."""
-    by_who = {Who.CHECK.value: "rolled_back_by_check", Who.DISCARD.value: "rolled_back_by_discard"}
     for event in reversed(_in_order(events)):
         if event.kind is TraceKind.ROLLED_BACK and event.op_version is not None:
-            return {by_who.get(event.decided_by or "", "rolled_back"): event.messages}
+            return {COUNTED[rolled_back_as(event.decided_by, event.refused)]: event.messages}
     return {}
 
 
@@ -391,7 +390,7 @@ def _visible(log: ProtocolSteps, asked: _Asked, kept: Archived | None) -> pa.Tab
 
 def _of_archive(kept: Archived | None) -> Iterator[TraceEvent]:
     for d in () if kept is None else kept.decisions:
-        yield TraceEvent(d.at, _OF_KIND[d.kind], d.count, d.attempt, d.decided_by, d.reason)
+        yield TraceEvent(d.at, _OF_KIND[d.kind], d.count, d.attempt, d.decided_by, d.reason, refused=d.refused)
 
 
 def _placed_events(visible: pa.Table) -> Iterator[TraceEvent]:
@@ -424,11 +423,11 @@ def _events(rows: pa.Table, chosen: Chosen | None, every: int | None) -> Iterato
                 continue
             conflicts.add(said_once)
         who = None if row.decided_by is None else str(row.decided_by)
-        said = (read["version"], row.op_time, kind, row.attempt, who, row.reason, row.until, row.verdict)
+        said = (read["version"], row.op_time, kind, row.attempt, who, row.reason, row.until, row.verdict, row.refused)
         before, more = found.get(said, (0, []))
         found[said] = (before + count, [*more, *places])
-    for (version, at, kind, attempt, who, reason, until, verdict), (count, places) in found.items():
-        yield TraceEvent(at, kind, count, attempt, who, reason, _joined(places), until, verdict, version)
+    for (version, at, kind, attempt, who, reason, until, verdict, refused), (count, places) in found.items():
+        yield TraceEvent(at, kind, count, attempt, who, reason, _joined(places), until, verdict, version, refused)
 
 
 def _named(row: OpRow, chosen: Chosen | None, every: int | None) -> tuple[int, list[TracePlace]]:

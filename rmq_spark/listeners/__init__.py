@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rmq_spark.listeners.delta import DeltaTransactionListener
-    from rmq_spark.listeners.sql import HalfTransaction, Rollback, SqlTransactionListener, create_fence
+    from rmq_spark.listeners.sql import HalfTransaction, SqlTransactionListener, create_fence
 
 __all__ = [
     "DeltaTransactionListener",
     "HalfTransaction",
-    "Rollback",
     "SqlTransactionListener",
     "create_fence",
 ]
@@ -24,7 +23,6 @@ __all__ = [
 _MODULES = {
     "DeltaTransactionListener": "rmq_spark.listeners.delta",
     "HalfTransaction": "rmq_spark.listeners.sql",
-    "Rollback": "rmq_spark.listeners.sql",
     "SqlTransactionListener": "rmq_spark.listeners.sql",
     "create_fence": "rmq_spark.listeners.sql",
 }

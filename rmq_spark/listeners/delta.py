@@ -17,8 +17,8 @@ What a check makes of the attempt's commit in the table's log:
 ===============  ===========================================  ==========================================================
 no such commit   nobody                                       UNKNOWN; after ``rollback_after`` it commits a tombstone
 ``executed``     work                                         COMMIT
-``rolled_back``  execute, an empty commit: work rolled back   ROLLBACK
-``tombstone``    a check, an empty commit                     ROLLBACK
+``rolled_back``  execute, an empty commit: work rolled back   ROLLBACK, refused: it is final, with the reason of work
+``tombstone``    a check, an empty commit                     ROLLBACK: it never happened, and a replay runs it again
 ===============  ===========================================  ==========================================================
 """
 
@@ -44,7 +44,10 @@ from rmq_spark.transaction import (
     UNKNOWN,
     HalfBatch,
     LocalTransactionState,
+    Rollback,
+    Verdict,
     normalize_verdicts,
+    returned,
 )
 
 if TYPE_CHECKING:
@@ -58,7 +61,7 @@ ROLLBACK_AFTER_S = 60.0
 EXECUTED = "executed"
 ROLLED_BACK = "rolled_back"
 TOMBSTONE = "tombstone"
-_VERDICTS = {EXECUTED: COMMIT_MESSAGE, ROLLED_BACK: ROLLBACK_MESSAGE, TOMBSTONE: ROLLBACK_MESSAGE}
+_STATES = (EXECUTED, ROLLED_BACK, TOMBSTONE)
 
 _APP_ID = "spark.databricks.delta.write.txnAppId"
 _VERSION = "spark.databricks.delta.write.txnVersion"
@@ -103,6 +106,7 @@ class DeltaTransactionListener(TransactionListener):
         ============================== ======================================================================
         ``None``, ``COMMIT_MESSAGE``   its commit is in the table, so the messages commit
         ``ROLLBACK_MESSAGE``           it made no commit; the messages are rolled back
+        ``raise txmq.Rollback(why)``   the same; the op marker and the table's history keep why
         ``UNKNOWN``                    refused (VerdictError): the commit is in the table or it is not
         an exception                   the half batch stays pending; a check looks for the commit
         ============================== ======================================================================
@@ -167,9 +171,9 @@ class DeltaTransactionListener(TransactionListener):
 
         Returns
         -------
-        LocalTransactionState
+        LocalTransactionState or Rollback
             COMMIT_MESSAGE when ``work`` made the commit, in this run or in an earlier one of the same attempt.
-            ROLLBACK_MESSAGE when ``work`` returned that, in this run or in an earlier one.
+            A rollback, with its reason, when ``work`` returned that, in this run or in an earlier one.
 
         Raises
         ------
@@ -185,14 +189,14 @@ class DeltaTransactionListener(TransactionListener):
         with _fenced_session(spark, batch, EXECUTED) as own:
             table = self._open(own)
             try:
-                result = self._work(batch.to_spark(own), table)
+                result = returned(self._work, batch.to_spark(own), table)
             except Exception as problem:
                 self._explain(problem, self._look(table, batch), batch)
                 raise
-            refused = _verdict(result, batch) is ROLLBACK_MESSAGE
+            verdict = _verdict(result, batch)
             unused = own.conf.get(_VERSION, None) is not None
-        if refused:
-            return self._refuse(spark, batch, unused)
+        if verdict.state is ROLLBACK_MESSAGE:
+            return self._refuse(spark, batch, unused, verdict.reason)
         return self._require_one_commit(self._look(self._open(spark), batch), batch, unused)
 
     def _explain(self, problem: Exception, found: _Found, batch: HalfBatch) -> None:
@@ -207,25 +211,34 @@ class DeltaTransactionListener(TransactionListener):
                 f"refused; the first {first}"
             ) from problem
 
-    def _refuse(self, spark: SparkSession, batch: HalfBatch, unused: bool) -> LocalTransactionState:
+    def _refuse(
+        self, spark: SparkSession, batch: HalfBatch, unused: bool, reason: str | None
+    ) -> LocalTransactionState | Rollback:
         """Record in the table that ``work`` rolled back, so that a check answers the same."""
         if not unused:
             raise LocalTransactionError(
                 f"work for {self._table!r} returned ROLLBACK_MESSAGE for half batch {batch.half_id!r}, but "
                 "it has made a Delta commit, which stands: decide before the write"
             )
-        found = self._commit_fence_alone(spark, batch, ROLLED_BACK)
+        found = self._commit_fence_alone(spark, batch, ROLLED_BACK, reason)
         if found.state == TOMBSTONE:
             raise self._fenced(batch)
+        return self._verdict_of(found, batch)
+
+    def _verdict_of(self, found: _Found, batch: HalfBatch) -> LocalTransactionState | Rollback:
         if found.state is None:
             raise self._forgotten(batch)
-        return _VERDICTS[found.state]
+        if found.state == EXECUTED:
+            return COMMIT_MESSAGE
+        if found.state == ROLLED_BACK:
+            return Rollback(found.reason, refused=True)
+        return Rollback("it never happened: a check found no commit of it, and made a tombstone")
 
-    def _require_one_commit(self, found: _Found, batch: HalfBatch, unused: bool) -> LocalTransactionState:
+    def _require_one_commit(self, found: _Found, batch: HalfBatch, unused: bool) -> LocalTransactionState | Rollback:
         if found.state == TOMBSTONE:
             raise self._fenced(batch)
         if found.state == ROLLED_BACK:
-            return ROLLBACK_MESSAGE
+            return self._verdict_of(found, batch)
         if unused or found.state is None or found.unfenced:
             also = f", and {', '.join(found.unfenced)}, which Delta does not fence" if found.unfenced else ""
             made = "one commit" if found.state == EXECUTED else "no commit that is fenced"
@@ -235,7 +248,7 @@ class DeltaTransactionListener(TransactionListener):
                 "delta_table or batch_df.sparkSession, with no userMetadata of its own. (A DELETE or UPDATE "
                 "that matches nothing makes no commit: return ROLLBACK_MESSAGE, or use MERGE)"
             )
-        return COMMIT_MESSAGE
+        return self._verdict_of(found, batch)
 
     # ------------------------------------------------------------------ check
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
@@ -243,9 +256,10 @@ class DeltaTransactionListener(TransactionListener):
 
         Returns
         -------
-        LocalTransactionState
-            COMMIT_MESSAGE (``work`` committed), ROLLBACK_MESSAGE (``work`` rolled back, or a check has committed a
-            tombstone and ``work`` never will commit), or UNKNOWN (no commit, and younger than ``rollback_after``).
+        LocalTransactionState or Rollback
+            COMMIT_MESSAGE (``work`` committed), a rollback (``work`` rolled back: refused, with its reason; or a
+            check has committed a tombstone, and ``work`` never will commit), or UNKNOWN (no commit, and younger than
+            ``rollback_after``).
 
         Raises
         ------
@@ -262,17 +276,17 @@ class DeltaTransactionListener(TransactionListener):
                 batch.reason = f"the table has no commit of it yet, and {wait}"
                 return UNKNOWN
             found = self._commit_fence_alone(spark, batch, TOMBSTONE)
-        if found.state is None:
-            raise self._forgotten(batch)
-        return _VERDICTS[found.state]
+        return self._verdict_of(found, batch)
 
-    def _commit_fence_alone(self, spark: SparkSession, batch: HalfBatch, state: str) -> _Found:
+    def _commit_fence_alone(
+        self, spark: SparkSession, batch: HalfBatch, state: str, reason: str | None = None
+    ) -> _Found:
         """Make an empty commit with this state, and return whose commit the table has then.
 
         Delta skips the commit when the attempt has one already.
         """
         try:
-            with _fenced_session(spark, batch, state) as own:
+            with _fenced_session(spark, batch, state, reason) as own:
                 # This MERGE matches nothing and reads no file. A table with an identity column refuses an empty append.
                 self._open(own).merge(own.range(1).toDF("txmq"), "false").whenMatchedDelete().execute()
         except Exception:
@@ -289,31 +303,31 @@ class DeltaTransactionListener(TransactionListener):
         It reads the newest commits first, and goes back to when the half batch was prepared; with ``thorough`` to the
         beginning of the log.
         """
-        # A version of rmq_spark without log ids wrote userMetadata without a log.
-        known = {_user_metadata(batch, state, log_id): state for state in _VERDICTS for log_id in (batch.log_id, None)}
         since = _utc(batch.prepared_at).timestamp() - _CLOCK_SKEW_S
-        ours: list[tuple[str, str]] = []
+        ours: list[tuple[str, str | None, str]] = []
         for limit in _HISTORY_PAGES:
             history = table.history() if limit is None else table.history(limit)
             rows = history.selectExpr(
                 "operation", "userMetadata AS said", "unix_millis(timestamp) / 1000 AS seconds"
             ).collect()
-            ours = [(known[row.said], row.operation) for row in rows if row.said in known]
+            read = ((_state_in(row.said, batch), row.operation) for row in rows)
+            ours = [(*said, operation) for said, operation in read if said is not None]
             seen_all = limit is None or len(rows) < limit
             if ours or seen_all or (not thorough and rows[-1].seconds < since):
                 break
         return self._judge(ours, batch)
 
-    def _judge(self, ours: list[tuple[str, str]], batch: HalfBatch) -> _Found:
-        fenced = [state for state, operation in ours if operation in _FENCED_OPERATIONS]
+    def _judge(self, ours: list[tuple[str, str | None, str]], batch: HalfBatch) -> _Found:
+        fenced = [(state, reason) for state, reason, operation in ours if operation in _FENCED_OPERATIONS]
         if len(fenced) > 1:
             raise FenceError(
                 f"{self._table!r} has {len(fenced)} commits for one attempt of half batch {batch.half_id!r} "
-                f"({', '.join(sorted(fenced))}): its transactions were lost, by a restored log or by "
-                "delta.setTransactionRetentionDuration. Look at the table, then settle it with log.resolve"
+                f"({', '.join(sorted(state for state, _ in fenced))}): its transactions were lost, by a restored log "
+                "or by delta.setTransactionRetentionDuration. Look at the table, then settle it with log.resolve"
             )
-        others = {op for _, op in ours if op not in _FENCED_OPERATIONS and op not in _HOUSEKEEPING}
-        return _Found(fenced[0] if fenced else None, tuple(sorted(others)))
+        others = {op for _, _, op in ours if op not in _FENCED_OPERATIONS and op not in _HOUSEKEEPING}
+        state, reason = fenced[0] if fenced else (None, None)
+        return _Found(state, reason, tuple(sorted(others)))
 
     # ------------------------------------------------------------------ the table
     def _session(self) -> SparkSession:
@@ -395,9 +409,11 @@ class DeltaTransactionListener(TransactionListener):
 
 @dataclass(frozen=True)
 class _Found:
-    """What a table's history has of one attempt: the state in its fenced commit, and its unfenced operations."""
+    """What a table's history has of one attempt: the state in its fenced commit, why ``work`` rolled back, and its
+    unfenced operations."""
 
     state: str | None
+    reason: str | None
     unfenced: tuple[str, ...]
 
 
@@ -406,13 +422,27 @@ def _app_id(batch: HalfBatch) -> str:
     return f"txmq:{log}{batch.half_id}:{batch.attempt}"
 
 
-def _user_metadata(batch: HalfBatch, state: str, log_id: str | None) -> str:
-    log = {} if log_id is None else {"log": log_id}
-    return json.dumps({"txmq": state, **log, "half_id": batch.half_id, "attempt": batch.attempt})
+def _user_metadata(batch: HalfBatch, state: str, reason: str | None = None) -> str:
+    log = {} if batch.log_id is None else {"log": batch.log_id}
+    why = {} if reason is None else {"reason": reason}
+    return json.dumps({"txmq": state, **log, "half_id": batch.half_id, "attempt": batch.attempt, **why})
+
+
+def _state_in(user_metadata: str | None, batch: HalfBatch) -> tuple[str, str | None] | None:
+    """The state of this attempt that a commit's userMetadata says, and why; None when it speaks of something else."""
+    try:
+        said = json.loads(user_metadata or "")
+        state, reason = said["txmq"], said.get("reason")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    known = state in _STATES and user_metadata == _user_metadata(batch, state, reason)
+    return (state, reason) if known else None
 
 
 @contextmanager
-def _fenced_session(spark: SparkSession, batch: HalfBatch, state: str) -> Iterator[SparkSession]:
+def _fenced_session(
+    spark: SparkSession, batch: HalfBatch, state: str, reason: str | None = None
+) -> Iterator[SparkSession]:
     """Give a copy of the session, whose one Delta commit carries the attempt's transaction and this state.
 
     Other threads may use ``spark`` itself: they would write under our transaction, and Delta would skip their data
@@ -423,7 +453,7 @@ def _fenced_session(spark: SparkSession, batch: HalfBatch, state: str) -> Iterat
         _APP_ID: _app_id(batch),
         _VERSION: "1",
         _AUTO_RESET: "true",
-        _USER_METADATA: _user_metadata(batch, state, batch.log_id),
+        _USER_METADATA: _user_metadata(batch, state, reason),
     }
     try:
         for name, value in settings.items():
@@ -472,12 +502,9 @@ def _active(spark: Any) -> Iterator[None]:
             jvm_kind.clearActiveSession()
 
 
-def _verdict(result: object, batch: HalfBatch) -> LocalTransactionState:
-    if result is None:
-        return COMMIT_MESSAGE
-    normal = normalize_verdicts(result, batch)
-    verdict = normal if isinstance(normal, LocalTransactionState) else LocalTransactionState(normal[0].as_py())
-    if verdict is UNKNOWN:
+def _verdict(result: object, batch: HalfBatch) -> Verdict:
+    (verdict,) = normalize_verdicts(COMMIT_MESSAGE if result is None else result, batch).each(1)
+    if verdict.state is UNKNOWN:
         raise VerdictError(
             f"work returned UNKNOWN for half batch {batch.half_id!r}: its commit is in the table or it is "
             "not. Return None or COMMIT_MESSAGE after the commit, ROLLBACK_MESSAGE without one, or raise an "

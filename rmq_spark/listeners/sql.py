@@ -17,8 +17,8 @@ state            written by                              a check answers
 ===============  ======================================  ===========================================================
 no row           nobody                                  UNKNOWN; after ``rollback_after`` it inserts a tombstone
 ``executed``     execute, when work's rows commit        COMMIT
-``rolled_back``  execute, when work rolled back          ROLLBACK
-``tombstone``    a check, or execute after that check    ROLLBACK
+``rolled_back``  execute, when work rolled back          ROLLBACK, refused: it is final, with the reason of work
+``tombstone``    a check, or execute after that check    ROLLBACK: it never happened, and a replay runs it again
 ``started``      execute, before work                    nothing (FenceError): work ended the database transaction
 ===============  ======================================  ===========================================================
 """
@@ -31,7 +31,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 import pyarrow as pa
@@ -72,12 +72,18 @@ from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.redaction import traceback_of
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
-    ROLLBACK_MESSAGE,
+    REASON_CHARS_MAX,
     UNKNOWN,
     HalfBatch,
     LocalTransactionState,
+    Rollback,
+    Verdict,
+    VerdictArray,
     decode_json,
     normalize_verdicts,
+    returned,
+    rollback,
+    verdict_of,
 )
 
 if TYPE_CHECKING:
@@ -106,14 +112,13 @@ _IN_LOG = "@"
 # Rows of the table <fence_table>_id. A fence of an earlier version has only the first, until create_fence runs again.
 _THE_ID = 1
 _THE_PLACE = 2
-_VERDICTS: Mapping[str, LocalTransactionState] = {
-    EXECUTED: COMMIT_MESSAGE,
-    ROLLED_BACK: ROLLBACK_MESSAGE,
-    TOMBSTONE: ROLLBACK_MESSAGE,
-}
+_ENDS = (EXECUTED, ROLLED_BACK, TOMBSTONE)
+_COMMIT = Verdict(COMMIT_MESSAGE)
+_UNKNOWN = Verdict(UNKNOWN)
+_BURIED = rollback("it never happened: a check found no fence row of it, and put a tombstone there")
 
 
-def _verdict(word: str, transaction_id: str) -> LocalTransactionState:
+def _verdict(state: _State, transaction_id: str) -> Verdict:
     """Return the verdict of a fence row.
 
     Raises
@@ -121,26 +126,28 @@ def _verdict(word: str, transaction_id: str) -> LocalTransactionState:
     FenceError
         When work ended the database transaction in its middle, or the row was changed by hand or by a failing disk.
     """
+    word = state.word
     if word == STARTED:
         raise FenceError(
             f"work ended the database transaction of {transaction_id!r} in its middle, so a part of what it wrote may "
             "be in the database: no check can answer. Look there, undo or finish that part, and settle the half batch "
             "with log.resolve"
         )
-    if word not in _VERDICTS:
+    if word not in _ENDS:
         raise FenceError(
             f"the fence row of transaction {transaction_id!r} says {word!r}, which is not one of "
-            f"{', '.join(_VERDICTS)}: the database is damaged, or the row was changed by hand"
+            f"{', '.join(_ENDS)}: the database is damaged, or the row was changed by hand"
         )
-    return _VERDICTS[word]
+    if word == TOMBSTONE:
+        return _BURIED
+    return _COMMIT if word == EXECUTED else rollback(state.reason, refused=True)
 
 
-class Rollback(Exception):
-    """``work`` raises it to undo what it wrote and to roll back the messages.
+class _State(NamedTuple):
+    """What a fence row says: one of the words of this module, and why ``work`` rolled back."""
 
-    With ``per_transaction=True`` it undoes this transaction alone (its savepoint), else the whole half batch. Any
-    *other* exception leaves the half batch pending.
-    """
+    word: str
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -195,7 +202,7 @@ class _GroupedMessages:
 
 
 BatchWork: TypeAlias = Callable[[sa.Connection, HalfBatch], Verdicts]
-TransactionWork: TypeAlias = Callable[[sa.Connection, HalfTransaction], LocalTransactionState | str | None]
+TransactionWork: TypeAlias = Callable[[sa.Connection, HalfTransaction], LocalTransactionState | Rollback | str | None]
 
 
 class SqlTransactionListener(TransactionListener):
@@ -217,9 +224,9 @@ class SqlTransactionListener(TransactionListener):
         ============================== ======================================================================
         ``None``, ``COMMIT_MESSAGE``   the database transaction commits, and so do all messages
         ``ROLLBACK_MESSAGE``           all that it wrote is undone, all messages are rolled back
-        ``batch.verdicts(...)``        a verdict per transaction. Those rolled back **must not have written
-                                       anything**: what was written stays with the transactions that commit
-        ``raise txmq.Rollback``        as ``ROLLBACK_MESSAGE``
+        ``batch.verdicts(...)``        a verdict per transaction. All that it wrote stays, also when each is rolled
+                                       back: for those it writes nothing, or what records the refusal
+        ``raise txmq.Rollback(why)``   as ``ROLLBACK_MESSAGE``; the op marker and the fence keep why
         ``UNKNOWN``                    refused (VerdictError): a database transaction commits or it does not
         any other exception            the database transaction is undone, the half batch stays pending
         the transaction is ended       TransactionEndedError; a part may be committed, so no check answers
@@ -229,8 +236,8 @@ class SqlTransactionListener(TransactionListener):
         has written its rows, and they commit with the fence.
     per_transaction : bool, default False
         Calls ``work(connection, transaction)`` for each transaction (a key's messages, a message, or the half batch),
-        with a :class:`HalfTransaction`, in a savepoint of its own. ROLLBACK_MESSAGE or ``raise txmq.Rollback`` undoes
-        that transaction alone. This is easier than one call for all keys, and slower.
+        with a :class:`HalfTransaction`, in a savepoint of its own. ROLLBACK_MESSAGE or ``raise txmq.Rollback(why)``
+        undoes that transaction alone. This is easier than one call for all keys, and slower.
     rollback_after : float, default 60.0
         Seconds from prepare (or reopen). A check that finds no fence row answers UNKNOWN while the half batch is
         younger. Later it inserts a tombstone and answers ROLLBACK. Give it the time that ``work`` usually needs: a
@@ -381,7 +388,7 @@ class SqlTransactionListener(TransactionListener):
 
         Returns
         -------
-        pyarrow.Array
+        VerdictArray
             COMMIT_MESSAGE or ROLLBACK_MESSAGE for each row of ``batch.transactions``. For an attempt that ran before,
             it is what that run recorded; ``work`` does not run again.
 
@@ -411,14 +418,14 @@ class SqlTransactionListener(TransactionListener):
                 f"{len(fenced)} of its {len(ids)} transactions (the first is {fenced[0]!r}). None of them ran, and "
                 "none will under this attempt; the next attempt runs them"
             )
-        return pa.array(verdicts, pa.string())
+        return VerdictArray.of(verdicts)
 
-    def _execute(self, ids: Sequence[str], batch: HalfBatch) -> tuple[list[str], list[str]]:
+    def _execute(self, ids: Sequence[str], batch: HalfBatch) -> tuple[list[str], list[Verdict]]:
         """Run one database transaction. Return the ids that a check rolled back; when there are none, the verdicts."""
         with self._fence.transaction() as connection:
             self._require_same_fence(connection, batch)
             recorded = self._fence.claim(connection, ids, STARTED, batch)
-            fenced = [i for i in ids if recorded.get(i) == TOMBSTONE]
+            fenced = [i for i in ids if i in recorded and recorded[i].word == TOMBSTONE]
             if fenced:
                 self._end_attempt(connection, ids, recorded, batch)
                 return fenced, []
@@ -435,10 +442,10 @@ class SqlTransactionListener(TransactionListener):
             )
 
     def _end_attempt(
-        self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, str], batch: HalfBatch
+        self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, _State], batch: HalfBatch
     ) -> None:
         """Write a tombstone for each id that has no row: FencedError says of *all* that they never will run."""
-        others = sum(state != TOMBSTONE for state in recorded.values())
+        others = sum(state.word != TOMBSTONE for state in recorded.values())
         if others:
             raise LocalTransactionError(
                 f"{len(recorded) - others} of the {len(ids)} transactions of half batch {batch.half_id!r}, "
@@ -448,24 +455,26 @@ class SqlTransactionListener(TransactionListener):
         self._fence.set_state(connection, [i for i in ids if i not in recorded], TOMBSTONE)
 
     def _run_fresh(
-        self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, str], batch: HalfBatch
-    ) -> list[str]:
+        self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, _State], batch: HalfBatch
+    ) -> list[Verdict]:
         """Run ``work`` for the transactions that did not run before, and return a verdict for each transaction."""
-        said = {i: _verdict(word, i) for i, word in recorded.items()}
+        said = {i: _verdict(state, i) for i, state in recorded.items()}
         fresh = [i not in said for i in ids]
         if not any(fresh):
             logger.info("%r ran before: what it recorded is answered, its work does not run again", batch)
-            return [said[i].value for i in ids]
+            return [said[i] for i in ids]
         ran = self._run(connection, batch, fresh)
-        for state, verdict in ((EXECUTED, COMMIT_MESSAGE), (ROLLED_BACK, ROLLBACK_MESSAGE)):
-            self._fence.set_state(
-                connection, [i for at, i in enumerate(ids) if fresh[at] and ran[at] is verdict], state
-            )
-        return [(ran[at] if fresh[at] else said[i]).value for at, i in enumerate(ids)]
+        by_end: dict[_State, list[str]] = {}
+        for i, is_fresh, verdict in zip(ids, fresh, ran, strict=True):
+            if is_fresh:
+                committed = verdict.state is COMMIT_MESSAGE
+                end = _State(EXECUTED) if committed else _State(ROLLED_BACK, verdict.reason)
+                by_end.setdefault(end, []).append(i)
+        for end, some in by_end.items():
+            self._fence.set_state(connection, some, *end)
+        return [ran[at] if fresh[at] else said[i] for at, i in enumerate(ids)]
 
-    def _run(
-        self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool]
-    ) -> Sequence[LocalTransactionState]:
+    def _run(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool]) -> list[Verdict]:
         """Run ``work``, and return its verdict for each transaction; those that are not fresh do not run."""
         with no_commit_within(connection):
             if self._per_transaction:
@@ -478,36 +487,24 @@ class SqlTransactionListener(TransactionListener):
                 )
             return self._run_all(connection, batch)
 
-    def _run_all(self, connection: sa.Connection, batch: HalfBatch) -> list[LocalTransactionState]:
+    def _run_all(self, connection: sa.Connection, batch: HalfBatch) -> list[Verdict]:
         begin_savepoint(connection)
-        try:
-            result = self._work(connection, batch)
-        except Rollback:
-            result = ROLLBACK_MESSAGE
-        normal = normalize_verdicts(COMMIT_MESSAGE if result is None else result, batch)
+        result = returned(self._work, connection, batch)
+        verdicts = normalize_verdicts(COMMIT_MESSAGE if result is None else result, batch)
         count = batch.transactions.num_rows
-        if isinstance(normal, LocalTransactionState):
-            verdicts = [normal] * count
-        else:
-            verdicts = [LocalTransactionState(v) for v in normal.to_pylist()]
         _refuse_unknown(verdicts, batch)
-        end_savepoint(connection, keep=any(v is not ROLLBACK_MESSAGE for v in verdicts))
-        return verdicts
+        whole = result is None or isinstance(result, (str, Rollback))
+        end_savepoint(connection, keep=not whole or verdicts.distinct[0].state is COMMIT_MESSAGE)
+        return verdicts.each(count)
 
-    def _run_each(
-        self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool]
-    ) -> list[LocalTransactionState]:
-        verdicts = [COMMIT_MESSAGE] * len(fresh)
+    def _run_each(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool]) -> list[Verdict]:
+        verdicts = [_COMMIT] * len(fresh)
         for at, transaction in enumerate(split(batch)):
             if not fresh[at]:
                 continue
             begin_savepoint(connection)
-            try:
-                verdict = _one_verdict(self._work(connection, transaction), transaction)
-            except Rollback:
-                verdict = ROLLBACK_MESSAGE
-            end_savepoint(connection, keep=verdict is not ROLLBACK_MESSAGE)
-            verdicts[at] = verdict
+            verdicts[at] = _one_verdict(returned(self._work, connection, transaction), transaction)
+            end_savepoint(connection, keep=verdicts[at].state is COMMIT_MESSAGE)
         return verdicts
 
     # ------------------------------------------------------------------ check
@@ -516,11 +513,11 @@ class SqlTransactionListener(TransactionListener):
 
         Returns
         -------
-        pyarrow.Array
-            For each row of ``batch.transactions``: COMMIT_MESSAGE (executed), ROLLBACK_MESSAGE (``work`` rolled back,
-            or a check has inserted a tombstone and ``work`` never will run), or UNKNOWN (younger than
-            ``rollback_after`` and not the asking query's own, or the local transaction is running right now and holds
-            the lock).
+        VerdictArray
+            For each row of ``batch.transactions``: COMMIT_MESSAGE (executed), ROLLBACK_MESSAGE (``work`` rolled back:
+            refused, with its reason; or a check has inserted a tombstone, and ``work`` never will run), or UNKNOWN
+            (younger than ``rollback_after`` and not the asking query's own, or the local transaction is running right
+            now and holds the lock).
 
         Raises
         ------
@@ -547,16 +544,15 @@ class SqlTransactionListener(TransactionListener):
         if len(recorded) < len(ids):
             wait = f"rollback_after ({self.rollback_after_s:g} s) is not over"
             batch.reason = f"the database has no fence row of it yet, and {wait}"
-        verdicts = [_verdict(recorded[i], i).value if i in recorded else UNKNOWN.value for i in ids]
-        return pa.array(verdicts, pa.string())
+        return VerdictArray.of([_verdict(recorded[i], i) if i in recorded else _UNKNOWN for i in ids])
 
-    def _bury(self, absent: Sequence[str], batch: HalfBatch) -> dict[str, str]:
+    def _bury(self, absent: Sequence[str], batch: HalfBatch) -> dict[str, _State]:
         """Insert a tombstone for each id, unless execute was faster, and return the state of each row."""
         with self._fence.transaction(self._lock_timeout) as connection:
             # Once more in this transaction: the fence may have been dropped meanwhile, or the database failed over.
             self._require_same_fence(connection, batch)
             faster = self._fence.claim(connection, absent, TOMBSTONE, batch)
-        return dict.fromkeys(absent, TOMBSTONE) | faster
+        return dict.fromkeys(absent, _State(TOMBSTONE)) | faster
 
     def _require_same_fence(self, connection: sa.Connection, batch: HalfBatch) -> None:
         found = self._fence.read_id(connection)
@@ -753,7 +749,7 @@ class EnlistedSession(TransactionListener):
         fence = self._listener._fence
         with fence.transaction(self._listener._lock_timeout, write=False) as connection:
             seen = fence.read(connection, ids, batch)
-        if any(seen.get(i) != EXECUTED for i in ids):
+        if any(seen.get(i) != _State(EXECUTED) for i in ids):
             raise LocalTransactionError(
                 f"the session of half batch {batch.half_id!r} said that it has committed, and its fence row is not "
                 "there for others: a hook of the session rolled back, or an outer transaction is open. Its messages "
@@ -804,25 +800,26 @@ def split(batch: HalfBatch) -> Iterator[HalfTransaction]:
         start += length
 
 
-def _one_verdict(result: object, transaction: HalfTransaction) -> LocalTransactionState:
+def _one_verdict(result: object, transaction: HalfTransaction) -> Verdict:
     if result is None:
-        return COMMIT_MESSAGE
-    if isinstance(result, str):
-        normal = normalize_verdicts(result, transaction.batch)
-        if isinstance(normal, LocalTransactionState) and normal is not UNKNOWN:
-            return normal
+        return _COMMIT
+    if isinstance(result, (str, Rollback)):
+        verdict = verdict_of(result)
+        if verdict.state is not UNKNOWN:
+            return verdict
     raise VerdictError(
         f"work returned {result!r} for transaction {transaction.transaction_id!r}: COMMIT_MESSAGE, "
-        "ROLLBACK_MESSAGE or None (which is COMMIT) is expected. Its database transaction commits or it does "
-        "not; raise an exception to leave it pending"
+        "ROLLBACK_MESSAGE, a Rollback or None (which is COMMIT) is expected. Its database transaction commits or it "
+        "does not; raise an exception to leave it pending"
     )
 
 
-def _refuse_unknown(verdicts: Sequence[LocalTransactionState], batch: HalfBatch) -> None:
-    unknown = sum(v is UNKNOWN for v in verdicts)
+def _refuse_unknown(verdicts: VerdictArray, batch: HalfBatch) -> None:
+    count = batch.transactions.num_rows
+    unknown = verdicts.counts(count)[UNKNOWN]
     if unknown:
         raise VerdictError(
-            f"work returned UNKNOWN for {unknown} of {len(verdicts)} transactions of half batch "
+            f"work returned UNKNOWN for {unknown} of {count} transactions of half batch "
             f"{batch.half_id!r}: its database transaction commits or it does not. Return COMMIT_MESSAGE or "
             "ROLLBACK_MESSAGE, or raise an exception to leave the half batch pending"
         )
@@ -842,6 +839,7 @@ class _Fence(Database):
             metadata,
             sa.Column("transaction_id", exact_text(700), primary_key=True),
             sa.Column("state", sa.String(16), nullable=False),
+            sa.Column("reason", exact_text(REASON_CHARS_MAX)),  # of rolled_back: why
             sa.Column("half_id", exact_text(700), nullable=False),
             sa.Column("attempt", sa.Integer, nullable=False),
             sa.Column("created_at", sa.DateTime, nullable=False),  # UTC, by the writer's clock
@@ -858,10 +856,12 @@ class _Fence(Database):
         # Statements are made once: SQLAlchemy then looks up its compiled form at once.
         key = self._rows.c.transaction_id
         self._read_ids = sa.select(self._id.c.one, self._id.c.fence_id)
-        self._states: sa.Select[Any] = sa.select(key, self._rows.c.state, self._rows.c.half_id)
+        self._states: sa.Select[Any] = sa.select(key, self._rows.c.state, self._rows.c.reason, self._rows.c.half_id)
         some = key.in_(sa.bindparam("ids", expanding=True))
         self._states_of_some = self._states.where(some)
-        self._update_state = self._rows.update().where(some).values(state=sa.bindparam("to"))
+        self._update_state = (
+            self._rows.update().where(some).values(state=sa.bindparam("to"), reason=sa.bindparam("why"))
+        )
         self._in_place = False  # the database is known to be the one where the fence was made
         self._tried = False  # the table of rows is known to compare ids exactly and to undo what is rolled back
 
@@ -941,7 +941,7 @@ class _Fence(Database):
             return sa.inspect(connection).has_table(self._id.name, schema=self._id.schema)
 
     # ------------------------------------------------------------------ the rows
-    def claim(self, connection: sa.Connection, ids: Sequence[str], state: str, batch: HalfBatch) -> dict[str, str]:
+    def claim(self, connection: sa.Connection, ids: Sequence[str], state: str, batch: HalfBatch) -> dict[str, _State]:
         """Insert a row for each id that has none, and return the states of the ids that had one.
 
         It waits for another database transaction that has inserted one of the ids and is still open.
@@ -966,7 +966,7 @@ class _Fence(Database):
             )
         return found
 
-    def _read_newest(self, connection: sa.Connection, ids: Sequence[str], batch: HalfBatch) -> dict[str, str]:
+    def _read_newest(self, connection: sa.Connection, ids: Sequence[str], batch: HalfBatch) -> dict[str, _State]:
         """Return the states of ids that another database transaction has inserted."""
         if connection.dialect.name not in ("mariadb", "mysql"):
             return self.read(connection, ids, batch)
@@ -977,14 +977,14 @@ class _Fence(Database):
         query = self._states.where(key == sa.bindparam("id")).with_for_update(read=True)
         return self._of_one_log([row for i in ids for row in connection.execute(query, {"id": i})], batch)
 
-    def read(self, connection: sa.Connection, ids: Sequence[str], batch: HalfBatch) -> dict[str, str]:
+    def read(self, connection: sa.Connection, ids: Sequence[str], batch: HalfBatch) -> dict[str, _State]:
         """Return the states of the ids that have a row, or raise FenceError for a row of another log."""
         rows: list[sa.Row[Any]] = []
         for start in range(0, len(ids), _IDS_PER_SELECT):
             rows += connection.execute(self._states_of_some, {"ids": list(ids[start : start + _IDS_PER_SELECT])})
         return self._of_one_log(rows, batch)
 
-    def _of_one_log(self, rows: Sequence[sa.Row[Any]], batch: HalfBatch) -> dict[str, str]:
+    def _of_one_log(self, rows: Sequence[sa.Row[Any]], batch: HalfBatch) -> dict[str, _State]:
         for row in rows:
             log_id = row.half_id.partition(_IN_LOG)[2]
             if log_id and batch.log_id and log_id != batch.log_id:
@@ -993,12 +993,13 @@ class _Fence(Database):
                     f"log (its id is {log_id}; this one's is {batch.log_id}). Logs that share a fence need appIds and "
                     "idempotency keys of their own, or a fence_table each; a log that was made anew is another one"
                 )
-        return {row.transaction_id: row.state for row in rows}
+        return {row.transaction_id: _State(row.state, row.reason) for row in rows}
 
-    def set_state(self, connection: sa.Connection, ids: Sequence[str], state: str) -> None:
+    def set_state(self, connection: sa.Connection, ids: Sequence[str], state: str, reason: str | None = None) -> None:
         """Set the state of rows that this database transaction has claimed."""
         for start in range(0, len(ids), _IDS_PER_SELECT):
-            connection.execute(self._update_state, {"ids": list(ids[start : start + _IDS_PER_SELECT]), "to": state})
+            some = list(ids[start : start + _IDS_PER_SELECT])
+            connection.execute(self._update_state, {"ids": some, "to": state, "why": reason})
 
     def older_than(self, moment: datetime) -> dict[str, str]:
         """Return the half ids of rows older than ``moment``, by transaction id."""

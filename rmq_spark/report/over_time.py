@@ -55,7 +55,10 @@ def verdicts(happened: Told, span: Span) -> pa.Table:
             (pc.equal(events["kind"], Kind.COMMIT.value), COMMITTED),
             (pc.equal(events["kind"], Kind.QUARANTINE.value), BY_POLICY),
             (pc.and_(rolled_back, _by(events, Who.DISCARD)), BY_POLICY),
-            (pc.and_(rolled_back, _by(events, Who.CHECK)), BY_CHECK),
+            (
+                pc.and_(rolled_back, pc.and_not(_by(events, Who.CHECK), pc.fill_null(events["refused"], False))),
+                BY_CHECK,
+            ),
             (rolled_back, ROLLED_BACK),
         ]
     )

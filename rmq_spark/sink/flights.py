@@ -18,12 +18,12 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
-from rmq_spark.commitlog.asked import split_by_verdict
+from rmq_spark.commitlog.asked import Split, split_by_verdict
 from rmq_spark.commitlog.group_commit import GroupCommit
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.ledger import Decided, Decision
+from rmq_spark.commitlog.ledger import Decided
 from rmq_spark.commitlog.op import Who
-from rmq_spark.commitlog.rows import NO_ROWS, RowSet
+from rmq_spark.commitlog.rows import NO_ROWS
 from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.errors import HalfBatchLeftError, TxmqError
 from rmq_spark.listener import CommitOncePrepared
@@ -34,7 +34,6 @@ from rmq_spark.sink.told import tell_not_sent, tell_sent
 from rmq_spark.sink.turns import Turns
 from rmq_spark.sink.two_phase import OF_THE_LOG, Answered, Outcome, Run, TwoPhase, held_by, left_open
 from rmq_spark.storage.pools import Crew
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
 FIRST_ATTEMPT = 1
 Done = TypeVar("Done")
@@ -165,7 +164,7 @@ class Flight:
         """Decide what has no local transaction, and of which nobody has said anything."""
         rows = self._run.record.all_rows
         self._run.executed.append((FIRST_ATTEMPT, rows))
-        self._decide(FIRST_ATTEMPT, rows, NO_ROWS)
+        self._decide(FIRST_ATTEMPT, Split(rows, NO_ROWS, NO_ROWS))
 
     def _execute(self) -> None:
         try:
@@ -193,15 +192,14 @@ class Flight:
         record = self._run.record
         batch, rows, verdicts = answered
         split = split_by_verdict(self._two_phase.log, record, rows, batch, verdicts)
-        commit, rollback = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE]
-        if commit or rollback:
-            self._decide(batch.attempt, commit, rollback)
+        if split.decides:
+            self._decide(batch.attempt, split)
         else:
             self._find_out()
 
-    def _decide(self, attempt: int, commit: RowSet, rollback: RowSet) -> None:
+    def _decide(self, attempt: int, split: Split) -> None:
         self._attempt = attempt
-        decision = Decision(self._run.record, attempt, commit, rollback, Who.EXECUTE)
+        decision = split.decision(self._run.record, attempt, Who.EXECUTE)
         self._flights.commits.decide_and_go_on(decision, self._decided)
 
     def _decided(self, decided: Decided | None, problem: BaseException | None) -> None:

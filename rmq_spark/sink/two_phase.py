@@ -22,8 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import pyarrow as pa
-
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.group_commit import Alone, Commits, Stageable
@@ -69,11 +67,13 @@ from rmq_spark.sink.told import told
 from rmq_spark.tracing import settling
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
-    ROLLBACK_MESSAGE,
     UNKNOWN,
     HalfBatch,
-    LocalTransactionState,
+    Verdict,
+    VerdictArray,
     normalize_verdicts,
+    returned,
+    rollback,
 )
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,9 @@ class Run:
         self.outcome.messages = {s: n for s in RowState if (n := state.count(s))}
 
 
-Answered: TypeAlias = tuple[HalfBatch, RowSet, pa.Array | LocalTransactionState]
+_COMMIT_ALL = VerdictArray((Verdict(COMMIT_MESSAGE),))
+
+Answered: TypeAlias = tuple[HalfBatch, RowSet, VerdictArray]
 """What a listener was asked about, its rows, and its verdicts."""
 
 
@@ -359,7 +361,7 @@ class TwoPhase:
         batch = self.log.half_batch(run.record, state, attempt, rows, run.arg, held)
         if type(listener) is CommitOncePrepared:  # it is over at once, and any check would answer the same
             run.executed.append((attempt, rows))
-            return batch, rows, COMMIT_MESSAGE
+            return batch, rows, _COMMIT_ALL
         lease = self.leases.lease(run.record)
         try:
             with lease:
@@ -380,11 +382,9 @@ class TwoPhase:
         require_same_fence(run.record.half_id, prepared_with, run.fence_id)
         return self.listener
 
-    def _ask_execute(
-        self, listener: TransactionListener, run: Run, batch: HalfBatch
-    ) -> pa.Array | LocalTransactionState:
+    def _ask_execute(self, listener: TransactionListener, run: Run, batch: HalfBatch) -> VerdictArray:
         try:
-            answer = listener.execute_local_transaction(batch)
+            answer = returned(listener.execute_local_transaction, batch)
             if answer is None:
                 said = (
                     "the listener returned None for %r: that is UNKNOWN, and checks will ask what became of it. A "
@@ -401,7 +401,7 @@ class TwoPhase:
                     "local transaction of %r failed: it stays UNKNOWN: %s", batch, said, extra=of_batch(batch)
                 )
                 run.outcome.error = problem
-                return UNKNOWN
+                return VerdictArray((Verdict(UNKNOWN),))
             raise LocalTransactionError(
                 f"the local transaction of half batch {batch.half_id!r} (attempt {batch.attempt}) raised "
                 f"{type(problem).__name__}: {text_of(problem)}{line_of(problem)}. Its messages stay pending; a check "
@@ -417,22 +417,20 @@ class TwoPhase:
         )  # fmt: skip
         # When its rows were reopened or quarantined meanwhile, settling goes on from there.
         with suppress(StaleAttemptError):
-            self.decide(run, batch, rows, ROLLBACK_MESSAGE, Who.CHECK)
+            self.decide(run, batch, rows, VerdictArray((rollback("a check's tombstone came first"),)), Who.CHECK)
 
     # ------------------------------------------------------------------ 4 decide
-    def decide(
-        self, run: Run, batch: HalfBatch, rows: RowSet, verdicts: pa.Array | LocalTransactionState, who: Who
-    ) -> bool:
+    def decide(self, run: Run, batch: HalfBatch, rows: RowSet, verdicts: VerdictArray, who: Who) -> bool:
         """Write op markers for COMMIT and ROLLBACK; UNKNOWN gets none. True when any transaction is UNKNOWN."""
         split = split_by_verdict(self.log, run.record, rows, batch, verdicts)
-        commit, rollback = split[COMMIT_MESSAGE], split[ROLLBACK_MESSAGE]
-        if commit or rollback:
-            with settling(self.log.path, batch, str(who), commit.count, rollback.count, run.record.topics):
-                placed = self.commits.decide(run.record, batch.attempt, commit=commit, rollback=rollback, who=who)
+        if split.decides:
+            commit, rollback = split.commit.count, split.rollback.count
+            with settling(self.log.path, batch, str(who), commit, rollback, run.record.topics):
+                placed = self.commits.decide(split.decision(run.record, batch.attempt, who))
             said = "%r: %d messages are committed, %d rolled back, by %s"
-            logger.debug(said, batch, commit.count, rollback.count, who, extra=of_batch(batch))
+            logger.debug(said, batch, commit, rollback, who, extra=of_batch(batch))
             run.keep(batch.attempt, placed)
-        return bool(split[UNKNOWN])
+        return bool(split.unknown)
 
     # ------------------------------------------------------------------ R replay
     def _settle(self, run: Run) -> None:
@@ -478,7 +476,7 @@ class TwoPhase:
             )
 
     def _reopen_rolled_back(self, run: Run, state: BatchState) -> bool:
-        """What a check rolled back never happened and never will: run it under the next attempt."""
+        """What a check rolled back without a refusal never happened and never will: run it as the next attempt."""
         by_check = (RowState.ROLLED_BACK_BY_CHECK,)
         for attempt in state.attempts(*by_check):
             rows = self.log.reopen(run.record, attempt, by_check, attempt + 1, Who.EXECUTE, "rolled back by a check")
@@ -512,7 +510,7 @@ class TwoPhase:
         batch = self.log.half_batch(run.record, state, attempt, rows)
         batch.restarted = run.record.header.query_id is not None  # a query runs once at a time; a send may be repeated
         try:
-            verdicts = normalize_verdicts(listener.check_local_transaction(batch), batch)
+            verdicts = normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
         except Exception as problem:  # not an answer; the next one may be
             logger.warning("check of %r failed: %s", batch, traceback_of(problem), extra=of_batch(batch))
             run.outcome.error = problem

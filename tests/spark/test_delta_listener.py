@@ -16,7 +16,7 @@ import pytest
 from rmq_spark.errors import FencedError, FenceError, ListenerError, LocalTransactionError, VerdictError
 from rmq_spark.listeners.delta import DeltaTransactionListener
 from rmq_spark.spark_versions import STREAM_TELLS_START
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, Rollback, Verdict, verdict_of
 
 pytestmark = [pytest.mark.spark, pytest.mark.delta_listener]
 
@@ -124,7 +124,7 @@ def test_a_half_batch_of_the_same_name_in_another_log_is_another_one(spark: Any,
     gold = listener(spark, table)
     one, two = (half_batch(gold.fence_id, [name], age=OLD, log_id=name) for name in ("one", "two"))
     assert gold.execute_local_transaction(one) == COMMIT_MESSAGE
-    assert gold.check_local_transaction(two) == ROLLBACK_MESSAGE
+    assert verdict_of(gold.check_local_transaction(two)).state == ROLLBACK_MESSAGE
     assert gold.execute_local_transaction(half_batch(gold.fence_id, ["two"], attempt=2, log_id="two")) == COMMIT_MESSAGE
     assert gold.check_local_transaction(one) == COMMIT_MESSAGE
     assert stored(spark, table) == ["one", "two"]
@@ -145,13 +145,13 @@ def test_a_tombstone_fences_a_late_execute_but_not_the_next_attempt(spark: Any, 
     assert len(log_actions(table, "commitInfo")) == 1, "a young half batch gets no tombstone"
 
     old = half_batch(gold.fence_id, age=OLD)
-    assert gold.check_local_transaction(old) == ROLLBACK_MESSAGE
+    assert verdict_of(gold.check_local_transaction(old)).state == ROLLBACK_MESSAGE
     assert [(v, t["appId"], t["version"]) for v, t in log_actions(table, "txn")] == [(1, "txmq:app-7:1", 1)]
     assert [v for v, _ in log_actions(table, "add")] == [], "a tombstone adds no file"
     with pytest.raises(FencedError, match="came too late: a check has put a tombstone"):
         gold.execute_local_transaction(old)
     assert stored(spark, table) == []
-    assert gold.check_local_transaction(old) == ROLLBACK_MESSAGE
+    assert verdict_of(gold.check_local_transaction(old)).state == ROLLBACK_MESSAGE
 
     assert gold.execute_local_transaction(half_batch(gold.fence_id, attempt=2)) == COMMIT_MESSAGE
     assert stored(spark, table) == ["a", "b"]
@@ -163,7 +163,7 @@ def test_a_tombstone_that_comes_while_work_runs_wins_over_its_commit(spark: Any,
     def slow(batch_df: Any, delta_table: Any) -> None:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(checker.check_local_transaction, half_batch(checker.fence_id, age=OLD))
-            assert answer.result() == ROLLBACK_MESSAGE
+            assert verdict_of(answer.result()).state == ROLLBACK_MESSAGE
         append(batch_df, delta_table)
 
     with pytest.raises(FencedError):
@@ -217,7 +217,9 @@ def test_others_commits_and_housekeeping_do_not_hide_whose_commit_it_was(spark: 
     for n in range(3, 6):
         spark.createDataFrame([(f"other{n}",)], "id string").write.format("delta").mode("append").save(table)
     assert gold.check_local_transaction(half_batch(fence, age=OLD)) == COMMIT_MESSAGE
-    assert gold.check_local_transaction(half_batch(fence, age=OLD, half_id="app-8")) == ROLLBACK_MESSAGE
+    assert (
+        verdict_of(gold.check_local_transaction(half_batch(fence, age=OLD, half_id="app-8"))).state == ROLLBACK_MESSAGE
+    )
 
 
 def test_a_log_that_no_longer_tells_whose_commit_it_was_answers_nothing(spark: Any, table: str) -> None:
@@ -237,11 +239,15 @@ def test_a_log_that_no_longer_tells_whose_commit_it_was_answers_nothing(spark: A
 
 # ---------------------------------------------------------------- what work does
 def test_work_that_rolls_back_is_recorded_and_final(spark: Any, table: str) -> None:
-    gold = listener(spark, table, lambda *_: ROLLBACK_MESSAGE)
+    def refuse(*_: object) -> None:
+        raise Rollback("the day is closed")
+
+    gold = listener(spark, table, refuse)
     batch = half_batch(gold.fence_id)
-    assert gold.execute_local_transaction(batch) == ROLLBACK_MESSAGE
-    assert gold.check_local_transaction(batch) == ROLLBACK_MESSAGE
-    assert listener(spark, table).execute_local_transaction(batch) == ROLLBACK_MESSAGE
+    refused = Verdict(ROLLBACK_MESSAGE, "the day is closed", True)
+    assert verdict_of(gold.execute_local_transaction(batch)) == refused
+    assert verdict_of(gold.check_local_transaction(batch)) == refused
+    assert verdict_of(listener(spark, table).execute_local_transaction(batch)) == refused
     assert stored(spark, table) == []
 
 
@@ -372,7 +378,10 @@ def test_a_named_table_that_is_hard_to_write_to_is_fenced_too(spark: Any) -> Non
         assert gold.requires_spark
         fence = gold.fence_id
         assert gold.execute_local_transaction(half_batch(fence)) == COMMIT_MESSAGE
-        assert gold.check_local_transaction(half_batch(fence, half_id="app-8", age=OLD)) == ROLLBACK_MESSAGE
+        assert (
+            verdict_of(gold.check_local_transaction(half_batch(fence, half_id="app-8", age=OLD))).state
+            == ROLLBACK_MESSAGE
+        )
         with pytest.raises(FencedError):
             gold.execute_local_transaction(half_batch(fence, half_id="app-8"))
         assert sorted(row.id for row in spark.table("hard").collect()) == ["a", "b", "x"]

@@ -510,7 +510,7 @@ def test_a_check_keeps_the_listener_s_reason_for_unknown_without_secrets(log: Co
     assert kept == [
         "UNKNOWN from Says",
         "UNKNOWN from Says: the bank at https://***@bank/ is closed",
-        f"UNKNOWN from Says: {'x' * 200}…",
+        f"UNKNOWN from Says: {'x' * 199}…",
     ]
 
 
@@ -751,9 +751,9 @@ def test_pending_rows_of_a_half_batch_in_conflict_wait_for_a_person(log: CommitL
     pending = state.rows_in((RowState.PENDING,))
     batch = log.half_batch(record, state, 1, pending)
     masks = split_by_verdict(log, record, pending, batch, batch.verdicts(rollback=["a"], otherwise=UNKNOWN))
-    log.decide(record, 1, commit={}, rollback=masks[ROLLBACK], who=Who.EXECUTE)
+    log.decide(record, 1, commit={}, rollback=masks.rollback, who=Who.EXECUTE)
     with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=masks[ROLLBACK], rollback={}, who=Who.EXECUTE)
+        log.decide(record, 1, commit=masks.rollback, rollback={}, who=Who.EXECUTE)
     listener = Says(COMMIT)
     service = CheckService(log, {"shop": listener}, clock=later())
     for _ in range(2):

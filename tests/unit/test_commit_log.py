@@ -126,7 +126,7 @@ def test_verdicts_reach_exactly_the_messages_of_their_transactions(log: CommitLo
     transactions = batch.transactions["transaction_id"].to_pylist()
     asked = [(COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN)[i % 3] for i in range(len(transactions))]
     masks = split_by_verdict(log, record, mask, batch, normalize_verdicts(asked, batch))
-    log.decide(record, 1, commit=masks[COMMIT_MESSAGE], rollback=masks[ROLLBACK_MESSAGE], who=Who.EXECUTE)
+    log.decide(record, 1, commit=masks.commit, rollback=masks.rollback, who=Who.EXECUTE)
 
     verdict_of = dict(zip(transactions, asked, strict=True))
     messages = batch.messages(["transaction_id", "body"]).to_pylist()

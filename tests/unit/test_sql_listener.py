@@ -42,7 +42,7 @@ from rmq_spark.errors import (
     VerdictError,
 )
 from rmq_spark.listeners.database import Database, exact_text
-from rmq_spark.listeners.sql import HalfTransaction, Rollback, SqlTransactionListener, create_fence
+from rmq_spark.listeners.sql import HalfTransaction, SqlTransactionListener, create_fence
 from rmq_spark.message import PROPERTIES, TIMESTAMP
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import (
@@ -50,6 +50,8 @@ from rmq_spark.transaction import (
     ROLLBACK_MESSAGE,
     UNKNOWN,
     HalfBatch,
+    Rollback,
+    VerdictArray,
 )
 from tests.half_batches import commit, make_log, pending, prepare, roll_back
 
@@ -179,7 +181,7 @@ def listener(url: sa.URL | sa.Engine, work: Callable[..., Any] = insert_all, **s
 
 
 def verdicts(result: Any) -> list[str]:
-    return [str(v) for v in (result.to_pylist() if isinstance(result, pa.Array) else [result])]
+    return [str(v.state) for v in result.each(len(result.which))] if isinstance(result, VerdictArray) else [str(result)]
 
 
 # ---------------------------------------------------------------- execute and check agree

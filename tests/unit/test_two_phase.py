@@ -43,6 +43,7 @@ from rmq_spark.transaction import (
     UNKNOWN,
     HalfBatch,
     normalize_verdicts,
+    returned,
 )
 from tests.clocks import set_clock
 from tests.half_batches import another, make_log
@@ -131,16 +132,15 @@ def check(log: CommitLog, listener: TransactionListener, only: Callable[[int], b
             batch = log.half_batch(record, state, attempt, mask)
             n = batch.transactions.num_rows
             if n > 1:
-                chosen = pa.array([str(COMMIT if only(i) else UNKNOWN) for i in range(n)])
-                mask = split_by_verdict(log, record, mask, batch, chosen)[COMMIT]
+                chosen = normalize_verdicts([COMMIT if only(i) else UNKNOWN for i in range(n)], batch)
+                mask = split_by_verdict(log, record, mask, batch, chosen).commit
                 batch = log.half_batch(record, state, attempt, mask)
             if not mask:
                 continue
-            verdicts = split_by_verdict(
-                log, record, mask, batch, normalize_verdicts(listener.check_local_transaction(batch), batch)
-            )
-            if verdicts[COMMIT] or verdicts[ROLLBACK]:
-                log.decide(record, attempt, commit=verdicts[COMMIT], rollback=verdicts[ROLLBACK], who=Who.CHECK)
+            verdicts = normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
+            split = split_by_verdict(log, record, mask, batch, verdicts)
+            if split.decides:
+                log.decide_many([split.decision(record, attempt, Who.CHECK)])
 
 
 # ---------------------------------------------------------------- listeners

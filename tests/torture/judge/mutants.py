@@ -66,7 +66,6 @@ from rmq_spark.source.plan import Planner
 from rmq_spark.storage import table as table_module
 from rmq_spark.storage.files import RowRange
 from rmq_spark.storage.table import Change
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 from tests.torture.simulate import scheduler, store
 from tests.torture.simulate.clock_play import play_clocks
@@ -508,7 +507,7 @@ def _torn_commit() -> Iterator[None]:
 def _unknown_commits() -> Iterator[None]:
     def hasty(log: Any, record: Any, rows: RowSet, batch: Any, verdicts: Any) -> Any:
         split = split_by_verdict(log, record, rows, batch, verdicts)
-        return split | {COMMIT_MESSAGE: rows - split[ROLLBACK_MESSAGE], UNKNOWN: NO_ROWS}
+        return replace(split, commit=rows - split.rollback, unknown=NO_ROWS)
 
     with replaced((two_phase, "split_by_verdict", hasty), (service_module, "split_by_verdict", hasty)):
         yield
