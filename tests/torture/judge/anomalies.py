@@ -48,6 +48,8 @@ class AnomalyKind(str, Enum):
     MISSING_VERSION = "missing Delta version"
     OVERWRITTEN_VERSION = "overwritten Delta version"
     LOCAL_STATE_DISAGREES = "local state and messages disagree"
+    REFUSED_AGAIN = "a refused transaction ran again"
+    NEVER_REFUSED = "what never happened is rolled back for good"
     DRAINED_OTHERWISE = "the table messages is no prefix of op"
     LEFT_OPEN = "a half batch left before its end"
     EXPIRED_EARLY = "a message expired before its time"
@@ -65,6 +67,7 @@ FAMILIES: dict[str, frozenset[AnomalyKind]] = {
     "checks": frozenset({_K.CHECKED_AFTER_RESOLUTION, _K.DISCARDED_WITHOUT_CHECK, _K.STUCK_HALF}),
     "Delta versions": frozenset({_K.MISSING_VERSION, _K.OVERWRITTEN_VERSION}),
     "local state": frozenset({_K.LOCAL_STATE_DISAGREES}),
+    "refusals": frozenset({_K.REFUSED_AGAIN, _K.NEVER_REFUSED}),
     "the table messages": frozenset({_K.DRAINED_OTHERWISE}),
     "leaving": frozenset({_K.LEFT_OPEN}),
     "expiring": frozenset({_K.EXPIRED_EARLY}),
@@ -196,7 +199,7 @@ class _Run:
         elif op == "reopen":
             self._reopen(row, marker, attempt, fault)
         elif op in ("commit", "rollback"):
-            now = COMMITTED if op == "commit" else _rolled_back_by(marker.who)
+            now = COMMITTED if op == "commit" else _rolled_back_by(marker.who, marker.refused)
             if row.state == COMMITTED and now == COMMITTED:
                 fault(AnomalyKind.DUPLICATE, "a row was committed twice")
             elif row.state == QUARANTINED or (row.state != PENDING and (row.state == COMMITTED) != (now == COMMITTED)):
@@ -241,8 +244,8 @@ _WORDS = (
 )  # fmt: skip
 
 
-def _rolled_back_by(who: str | None) -> int:
-    return {"check": BY_CHECK, "discard": BY_DISCARD}.get(who or "", ROLLED_BACK)
+def _rolled_back_by(who: str | None, refused: bool | None) -> int:
+    return ROLLED_BACK if refused else {"check": BY_CHECK, "discard": BY_DISCARD}.get(who or "", ROLLED_BACK)
 
 
 def _without_attempt(event: Event) -> tuple[str, str]:
@@ -803,6 +806,25 @@ def _local_disagreements(run: _Run) -> Iterator[Anomaly]:
             yield Anomaly(AnomalyKind.LOCAL_STATE_DISAGREES, sentence, (row.event, *row.markers))
 
 
+def _refusals(run: _Run) -> Iterator[Anomaly]:
+    """A local transaction that said no ran again under another attempt; or a check rolled back for good what nobody
+    refused."""
+    refused: dict[tuple[str, str], Event] = {}
+    for event in run.of[Kind.REFUSED]:
+        refused.setdefault(_without_attempt(event), event)
+    for kind in (Kind.REFUSED, Kind.LOCAL):
+        for event in run.of[kind]:
+            first = refused.get(_without_attempt(event))
+            if first is not None and (_attempt_of(event) or 1) > (_attempt_of(first) or 1):
+                sentence = f"{first.transaction_id} was refused, and ran again under attempt {_attempt_of(event)}"
+                yield Anomaly(AnomalyKind.REFUSED_AGAIN, sentence, (first, event))
+    for row in run.rows.values():
+        for marker in row.markers:
+            if marker.op == "rollback" and marker.who == "check" and marker.refused and row.transaction not in refused:
+                sentence = f"a check rolled {row.event.transaction_id} back for good, and nobody refused it"
+                yield Anomaly(AnomalyKind.NEVER_REFUSED, sentence, (row.event, marker))
+
+
 def _place(event: Event) -> tuple[str | None, int | None, int | None]:
     return event.topic, event.queue_id, event.queue_offset
 
@@ -907,6 +929,7 @@ _LOOKS: tuple[Callable[[_Run], Iterator[Anomaly]], ...] = (
     _replay_divergences,
     _versions,
     _local_disagreements,
+    _refusals,
     _drained_otherwise,
     _left_open,
     _expired_early,

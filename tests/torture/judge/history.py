@@ -52,6 +52,8 @@ class Kind(str, Enum):
 
     LOCAL = "local"
     """What a local transaction left in its database for a message."""
+    REFUSED = "refused"
+    """A local transaction that said no, as its database tells."""
     HALF_ROW = "half row"
     """A row of ``half``; ``transaction_id`` is that of attempt 1, ``time`` that of its prepare."""
     TOPIC = "topic"
@@ -101,6 +103,8 @@ class Event:
         COMMIT_MESSAGE, ROLLBACK_MESSAGE or UNKNOWN.
     op, who, reason, address : str
         Of a marker: the kind of op row, who decided and why, and ``<file_no>.<row_no>`` of the half row.
+    refused : bool
+        Of a marker: the rollback is final.
     table, version : str, int
         A Delta table and one of its versions.
     operation : str
@@ -126,6 +130,7 @@ class Event:
     op: str | None = None
     who: str | None = None
     reason: str | None = None
+    refused: bool | None = None
     address: str | None = None
     table: str | None = None
     version: int | None = None

@@ -66,6 +66,7 @@ from rmq_spark.source.plan import Planner
 from rmq_spark.storage import table as table_module
 from rmq_spark.storage.files import RowRange
 from rmq_spark.storage.table import Change
+from rmq_spark.transaction import VerdictArray
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 from tests.torture.simulate import scheduler, store
 from tests.torture.simulate.clock_play import play_clocks
@@ -497,6 +498,35 @@ def _torn_commit() -> Iterator[None]:
         return decide(self, record, attempt, commit=dict(list(commit.items())[:1]), **others)
 
     with replaced((Ledger, "decide", torn)):
+        yield
+
+
+def _checks_say(refused: bool) -> ExitStack:
+    """What checks roll back is all refused, or nothing of it."""
+    normalize = two_phase.normalize_verdicts
+
+    def one_kind(result: Any, batch: Any) -> Any:
+        found = normalize(result, batch)
+        return VerdictArray(tuple(replace(v, refused=refused) for v in found.distinct), found.which)
+
+    return replaced((two_phase, "normalize_verdicts", one_kind), (service_module, "normalize_verdicts", one_kind))
+
+
+@mutant(
+    "a refusal that a check finds is taken for what never happened", A.REFUSED_AGAIN, **RESTARTS, temper_refuses=0.6,
+    temper_fails_after=0.5, on_listener_error="fail", listener="fenced", temper_says_unknown=0.0,
+)  # fmt: skip
+def _refusals_forgotten() -> Iterator[None]:
+    with _checks_say(refused=False):
+        yield
+
+
+@mutant(
+    "what never happened is taken for refused", A.NEVER_REFUSED, **RESTARTS, temper_fails_before=0.5,
+    on_listener_error="fail", listener="fenced",
+)  # fmt: skip
+def _never_happened_is_final() -> Iterator[None]:
+    with _checks_say(refused=True):
         yield
 
 

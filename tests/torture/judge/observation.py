@@ -25,6 +25,7 @@ HALF_COLUMNS = [
 ]  # fmt: skip
 OP_COLUMNS = [
     "version", "op_time", "commit_id", "kind", "half_id", "file_no", "ranges", "attempt", "decided_by", "reason",
+    "refused",
     "topic", "queue_id", "queue_offset", "verdict",
 ]  # fmt: skip
 DRAINED_COLUMNS = [
@@ -120,6 +121,7 @@ def _markers(row: Mapping[str, Any], files: Files) -> Iterator[Event]:
                 op=row["kind"],
                 who=row["decided_by"],
                 reason=row["reason"],
+                refused=row["refused"],
                 address=f"{file_no}.{number}",
                 table="op",
                 version=row["version"],

@@ -32,6 +32,7 @@ ONE_OF_A_FAMILY = {
     "order": "a decision commits the rows of a queue in reverse",
     "checks": "a check that nobody answered is counted",
     "Delta versions": "check, then rename: a log entry is overwritten",
+    "refusals": "a refusal that a check finds is taken for what never happened",
     "the table messages": "a drain ends in the middle of a version of op",
     "leaving": "a half batch leaves that is open",
     "expiring": "messages expire before their time",

@@ -182,6 +182,17 @@ SPOILED: dict[str, tuple[AnomalyKind, Change]] = {
     ),
     "a half batch is stored twice": (K.DUPLICATE, with_(half_row("app:0", 0, "a"))),
     "a row is placed twice": (K.DUPLICATE, with_(marker("commit", "app:0", 0, version=6, queue_offset=3))),
+    "what was refused runs again": (
+        K.REFUSED_AGAIN,
+        with_(
+            Event(Kind.REFUSED, half_id="app:2", transaction_id="app:2:1"),
+            Event(Kind.LOCAL, half_id="app:2", transaction_id="app:2:2", payload="d"),
+        ),
+    ),
+    "a check rolls back for good what nobody refused": (
+        K.NEVER_REFUSED,
+        with_(half_row("app:6", 0, "z"), marker("rollback", "app:6", 0, 6, who="check", refused=True)),
+    ),
     "a rolled-back message is read": (K.ABORTED_READ, with_(*read("odd", "reader", "a", "b", "c", "d"))),
     "a refused transaction is polled": (
         K.ABORTED_READ,

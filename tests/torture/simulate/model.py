@@ -19,7 +19,8 @@ import numpy as np
 
 ATTEMPTS_MAX = 3
 EXECUTED, REFUSED, TOMBSTONE = "executed", "refused", "tombstone"
-COMMIT, ROLLBACK = "commit", "rollback"
+COMMIT, ROLLBACK, REFUSE = "commit", "rollback", "refuse"
+"""What a worker was told. A ROLLBACK of a check: it never happened and never will. REFUSE: it ran and said no."""
 
 # Of a half batch.
 NONE, PENDING, COMMITTED, ROLLED_BACK, BY_CHECK, CONFLICT = (
@@ -29,6 +30,10 @@ NONE, PENDING, COMMITTED, ROLLED_BACK, BY_CHECK, CONFLICT = (
 START, RUN, DECIDE, FENCED, REOPEN, ASK, ANSWERED, DONE = (
     "start", "run", "decide", "fenced", "reopen", "ask", "answered", "done"
 )  # fmt: skip
+
+
+_BY_CHECK = {COMMIT: COMMITTED, ROLLBACK: BY_CHECK, REFUSE: ROLLED_BACK}
+"""What a check's answer makes of a half batch."""
 
 
 class Batch(NamedTuple):
@@ -86,6 +91,10 @@ class Rules:
     """A verdict decides rows of its own attempt alone."""
     commits_once: bool = True
     """A second COMMIT places nothing."""
+    refusals_told: bool = True
+    """A check that finds a refusal says so; else it says that nothing happened."""
+    never_happened_told: bool = True
+    """A check that finds nothing says so; else it says that the local transaction was refused."""
 
 
 # ---------------------------------------------------------------- what can happen
@@ -170,7 +179,7 @@ def _produce(batch: Batch, worker: Worker, rules: Rules) -> Iterator[Outcome]:
         # A verdict that comes too late ends the query; it starts again and knows nothing.
         yield "", batch, Worker(batch=worker.batch) if is_stale else _settling(batch, worker), placed
     elif at in (FENCED, ANSWERED):
-        _, batch, placed = _decided(batch, attempt, COMMITTED if worker.verdict == COMMIT else BY_CHECK, rules)
+        _, batch, placed = _decided(batch, attempt, _BY_CHECK[worker.verdict], rules)
         yield "", batch, _settling(batch, worker), placed
     elif at == REOPEN:
         if batch.state == BY_CHECK and batch.attempt == attempt:
@@ -216,7 +225,10 @@ def _ask(batch: Batch, worker: Worker, rules: Rules) -> Iterator[Outcome]:
     found = batch.fence[at]
     if found is None and rules.tombstones:
         batch = batch._replace(fence=_with(batch.fence, at, TOMBSTONE))
-    yield "", batch, worker._replace(at=ANSWERED, verdict=COMMIT if found == EXECUTED else ROLLBACK), False
+    verdict = COMMIT if found == EXECUTED else ROLLBACK
+    if (found == REFUSED and rules.refusals_told) or (found is None and not rules.never_happened_told):
+        verdict = REFUSE
+    yield "", batch, worker._replace(at=ANSWERED, verdict=verdict), False
 
 
 def _decided(batch: Batch, attempt: int, to: str, rules: Rules) -> tuple[bool, Batch, bool]:
@@ -237,8 +249,7 @@ def _check(batch: Batch, worker: Worker, number: int, rules: Rules) -> Iterator[
     elif worker.at == ASK:
         yield from _ask(batch, worker, rules)
     elif worker.at == ANSWERED:
-        to = COMMITTED if worker.verdict == COMMIT else BY_CHECK
-        _, batch, placed = _decided(batch, worker.attempt, to, rules)
+        _, batch, placed = _decided(batch, worker.attempt, _BY_CHECK[worker.verdict], rules)
         yield "", batch, Worker(), placed
 
 
@@ -257,6 +268,11 @@ def wrong_with(state: State) -> str | None:
             return f"batch {number} is {batch.state}, and {'visible' if placed else 'not visible'}"
         if placed and not batch.effects[batch.attempt - 1]:
             return f"batch {number} is visible under attempt {batch.attempt}, which did not happen"
+        refused = batch.fence.index(REFUSED) if REFUSED in batch.fence else ATTEMPTS_MAX
+        if any(found in (EXECUTED, REFUSED) for found in batch.fence[refused + 1 :]):
+            return f"the local transaction of batch {number} was refused and ran again"
+        if batch.state == ROLLED_BACK and REFUSED not in batch.fence:
+            return f"batch {number} is rolled back for good, and nobody refused it"
         if batch.state in (ROLLED_BACK, BY_CHECK) and any(batch.effects):
             return f"batch {number} is {batch.state}, and its local transaction happened"
     return None

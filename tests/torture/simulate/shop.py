@@ -13,12 +13,22 @@ import pyarrow as pa
 
 from rmq_spark.errors import FencedError, FenceError, LocalTransactionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, Verdicts
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, LocalTransactionState
+from rmq_spark.transaction import (
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    HalfBatch,
+    LocalTransactionState,
+    Rollback,
+    verdict_of,
+)
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
 from tests.torture.simulate.scheduler import Scheduler, SimulatedLock
 
 EXECUTED, ROLLED_BACK, TOMBSTONE = "executed", "rolled_back", "tombstone"
-VERDICTS = {EXECUTED: COMMIT_MESSAGE, ROLLED_BACK: ROLLBACK_MESSAGE, TOMBSTONE: ROLLBACK_MESSAGE}
+REFUSED = Rollback("its work said no", refused=True)
+Answer = LocalTransactionState | Rollback
+VERDICTS: dict[str, Answer] = {EXECUTED: COMMIT_MESSAGE, ROLLED_BACK: REFUSED, TOMBSTONE: ROLLBACK_MESSAGE}
 LOCK_TIMEOUT_S = 5.0
 
 
@@ -62,6 +72,8 @@ class Database:
     def commit(self, states: dict[str, str], batch: HalfBatch, bodies: Iterable[tuple[str, bytes]]) -> None:
         """A database transaction: fence rows, and a row for each body, at one moment."""
         self.fence.update(states)
+        for refused in (i for i, state in states.items() if state == ROLLED_BACK):
+            self._history.note(Kind.REFUSED, half_id=batch.half_id, transaction_id=refused, attempt=batch.attempt)
         for transaction_id, body in bodies:
             self._history.note(
                 Kind.LOCAL, half_id=batch.half_id, transaction_id=transaction_id, attempt=batch.attempt,
@@ -102,7 +114,7 @@ class Listener(TransactionListener):
         if self._happens(self.temper.fails_before):
             raise Broken("the work failed before it did anything")
         self._scheduler.step()
-        verdicts = self.execute(batch, ids)
+        verdicts: Sequence[Answer] = self.execute(batch, ids)
         self._note(Kind.EXECUTE, Phase.OK, batch, ids, verdicts)
         self._scheduler.step()
         if self._happens(self.temper.fails_after):
@@ -118,7 +130,7 @@ class Listener(TransactionListener):
             self._note(Kind.CHECK, Phase.FAIL, batch, ids)
             raise Broken("the database does not answer")
         try:
-            verdicts = self.check(batch, ids)
+            verdicts: Sequence[Answer] = self.check(batch, ids)
         except FenceError:
             self._note(Kind.CHECK, Phase.FAIL, batch, ids)
             raise
@@ -128,10 +140,10 @@ class Listener(TransactionListener):
         self._scheduler.step()
         return self._answer(verdicts)
 
-    def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+    def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[Answer]:
         raise NotImplementedError
 
-    def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+    def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[Answer]:
         raise NotImplementedError
 
     # ------------------------------------------------------------------ parts of the listeners
@@ -148,10 +160,12 @@ class Listener(TransactionListener):
     def _happens(self, rate: float) -> bool:
         return self._scheduler.chance.random() < rate
 
-    def _answer(self, verdicts: Sequence[LocalTransactionState]) -> Verdicts:
+    def _answer(self, verdicts: Sequence[Answer]) -> Verdicts:
         if len(set(verdicts)) == 1 and self._happens(0.5):
             return verdicts[0]
-        return pa.array([v.value for v in verdicts], pa.string())
+        if REFUSED in verdicts:
+            return list(verdicts)
+        return pa.array([verdict_of(v).state.value for v in verdicts], pa.string())
 
     def _note(
         self,
@@ -159,7 +173,7 @@ class Listener(TransactionListener):
         phase: Phase,
         batch: HalfBatch,
         ids: Sequence[str],
-        verdicts: Sequence[LocalTransactionState] = (),
+        verdicts: Sequence[Answer] = (),
     ) -> None:
         current = self._scheduler.current
         version = self.seen_version if kind is Kind.CHECK else None
@@ -167,7 +181,7 @@ class Listener(TransactionListener):
             self._history.note(
                 kind, phase, current.name if current else "main", half_id=batch.half_id,
                 attempt=batch.attempt, transaction_id=transaction_id, version=version,
-                verdict=verdicts[at].value if verdicts else None,
+                verdict=verdict_of(verdicts[at]).state.value if verdicts else None,
             )  # fmt: skip
 
 
@@ -178,7 +192,7 @@ class FencedListener(Listener):
     def fence_id(self) -> str:
         return self.database.fence_id
 
-    def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+    def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[Answer]:
         database = self.database
         self.require_same_fence(batch)
         bodies = batch.messages(["transaction_id", "body"]).to_pylist()
@@ -198,7 +212,7 @@ class FencedListener(Listener):
             database.commit(states, batch, done)
         return [VERDICTS[states[i]] for i in ids]
 
-    def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+    def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[Answer]:
         self.require_same_fence(batch)
         recorded = self.recorded(ids)
         absent = [i for i in ids if i not in recorded]
@@ -241,13 +255,14 @@ class VersionedListener(Listener):
     def fence_id(self) -> str:
         return self.table.id
 
-    def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+    def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[Answer]:
         self.require_same_table(batch)
         [transaction_id] = ids
         bodies = batch.messages(["transaction_id", "body"]).to_pylist()
         state = self.work(ids)[transaction_id]
-        if self.table.write(transaction_id, 1, state) and state == EXECUTED:
-            self.database.commit({}, batch, [(r["transaction_id"], r["body"]) for r in bodies])
+        if self.table.write(transaction_id, 1, state):
+            done = [(r["transaction_id"], r["body"]) for r in bodies] if state == EXECUTED else []
+            self.database.commit({transaction_id: state}, batch, done)
         self._scheduler.step()
         # Delta says nothing when it skips: look whose commit it was.
         found = self.table.marks[transaction_id][0]
@@ -255,7 +270,7 @@ class VersionedListener(Listener):
             raise FencedError(f"a check was faster than attempt {batch.attempt} of {batch.half_id}")
         return [VERDICTS[found]]
 
-    def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+    def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[Answer]:
         self.require_same_table(batch)
         [transaction_id] = ids
         if transaction_id not in self.table.marks:
@@ -273,14 +288,14 @@ class VersionedListener(Listener):
 class BareListener(Listener):
     """No fence: a check looks whether it happened. Safe against crashes, and as long as leases keep checks away."""
 
-    def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+    def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[Answer]:
         bodies = batch.messages(["transaction_id", "body"]).to_pylist()
         states = self.work(ids)
         done = [(r["transaction_id"], r["body"]) for r in bodies if states[r["transaction_id"]] == EXECUTED]
         self.database.commit(states, batch, done)
         return [VERDICTS[states[i]] for i in ids]
 
-    def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[LocalTransactionState]:
+    def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[Answer]:
         fence = self.database.fence
         return [VERDICTS[fence[i]] if i in fence else ROLLBACK_MESSAGE for i in ids]
 

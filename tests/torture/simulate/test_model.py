@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.ledger import RolledBack
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.rows import RowSet
@@ -20,7 +21,7 @@ from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptErro
 from rmq_spark.listeners import sql
 from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import HalfBatch
+from rmq_spark.transaction import COMMIT_MESSAGE, UNKNOWN, HalfBatch
 from tests.half_batches import another, bodies, check_offsets, merge_op_files, prepare, rewrite_half
 from tests.seeds import how_many
 from tests.torture.simulate import model
@@ -34,13 +35,12 @@ REAL = {
     model.ROLLED_BACK: RowState.ROLLED_BACK,
     model.BY_CHECK: RowState.ROLLED_BACK_BY_CHECK,
 }
-VERDICTS = {"COMMIT_MESSAGE": model.COMMIT, "ROLLBACK_MESSAGE": model.ROLLBACK}
 
 
 def test_nothing_is_wrong_in_any_state_of_two_producers_two_checkers_two_consumers_and_one_crash() -> None:
     found = search(model.SMALL)
     assert found.wrong is None, found.trace
-    assert (found.finished, found.states, found.steps) == (True, 90_801, 411_792)
+    assert (found.finished, found.states, found.steps) == (True, 16_658, 75_202)
     assert found.ends > 0
 
 
@@ -48,7 +48,7 @@ def test_nothing_is_wrong_in_any_state_of_two_producers_two_checkers_two_consume
 def test_nothing_is_wrong_in_any_state_of_three_producers_two_checkers_two_consumers_and_two_crashes() -> None:
     found = search(beginning())
     assert found.wrong is None, found.trace
-    assert (found.finished, found.states, found.steps) == (True, 1_208_339, 8_335_537)
+    assert (found.finished, found.states, found.steps) == (True, 173_749, 1_189_773)
     assert found.ends > 0
 
 
@@ -181,20 +181,25 @@ class ProtocolMachine(RuleBasedStateMachine):
                 return True
         else:
             said = self.listener.check_local_transaction(batch)
-        [verdict] = said.to_pylist()
-        if verdict == "UNKNOWN":
+        [verdict] = said.each(1)
+        if verdict.state is UNKNOWN:
             assert fence is None
             assert self.clock.now() < batch.prepared_at
             return False
-        executed = step.choice == model.EXECUTED if fence is None else fence == model.EXECUTED
-        assert VERDICTS[verdict] == (model.COMMIT if executed else model.ROLLBACK)
+        found = step.choice or model.TOMBSTONE if fence is None else fence
+        assert (verdict.state is COMMIT_MESSAGE) == (found == model.EXECUTED)
+        assert step.what == model.RUN or verdict.refused == (found == model.REFUSED)
         return True
 
     def _decide(self, log: CommitLog, record: HalfRecord, worker: model.Worker, who: Who) -> None:
         rows = self._all(record)
         commit = worker.verdict == model.COMMIT
+        refused = [RolledBack("no", worker.verdict == model.REFUSE, dict(rows.ranges()))]
         try:
-            log.decide(record, worker.attempt, commit=rows if commit else {}, rollback={} if commit else rows, who=who)
+            if commit:
+                log.decide(record, worker.attempt, commit=rows, who=who)
+            else:
+                log.decide(record, worker.attempt, rollback=rows, who=who, rolled_back=refused)
         except StaleAttemptError:
             assert self.state.batches[worker.batch].attempt != worker.attempt
 
