@@ -66,13 +66,12 @@ class Decisions:
         d, topics = decision, decision.record.topics
         try:
             with settling(self._log.path, batch, str(d.who), d.commit.count, d.rollback.count, topics, linked=True):
-                placed = self._log.decide(
-                    d.record, d.attempt, commit=d.commit, rollback=d.rollback, who=d.who, rolled_back=d.rolled_back
-                )
+                (decided,) = self._log.decide_many([decision])
+                decided.or_raise()
         except Exception as problem:
             self._on_problem(decision, problem)
         else:
-            self._tell([(decision, batch)], [Decided(placed)])
+            self._tell([(decision, batch)], [decided])
 
     def _tell(self, made: list[tuple[Decision, HalfBatch]], found: list[Decided]) -> None:
         for (decision, batch), decided in zip(made, found, strict=True):

@@ -117,7 +117,7 @@ def unpack_decisions(data: bytes) -> list[Decision]:
             _of_bits(commit),
             _of_bits(rollback),
             Who(who),
-            rolled_back=[RolledBack(reason, refused, _of_ranges(ranges)) for reason, refused, ranges in rolled_back],
+            rolled_back=tuple(RolledBack(why, refused, _of_ranges(ranges)) for why, refused, ranges in rolled_back),
         )
         for header, record, attempt, commit, rollback, who, rolled_back in json.loads(data)
     ]

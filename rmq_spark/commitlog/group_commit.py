@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, ca
 
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows
 from rmq_spark.commitlog.half_store import HalfRecord, Staged
-from rmq_spark.commitlog.ledger import TOO_LATE, Decided, Decision, Placed
+from rmq_spark.commitlog.ledger import Decided, Decision, Placed
 from rmq_spark.commitlog.single import OneMessage, arrange
 from rmq_spark.errors import (
     AlreadyPreparedError,
@@ -90,10 +90,8 @@ class Alone:
 
     def decide(self, decision: Decision) -> Sequence[Placed]:
         """Make verdicts final."""
-        d = decision
-        return self._log.decide(
-            d.record, d.attempt, commit=d.commit, rollback=d.rollback, who=d.who, rolled_back=d.rolled_back
-        )
+        (decided,) = self._log.decide_many([decision])
+        return decided.or_raise()
 
 
 class GroupCommit:
@@ -196,13 +194,7 @@ class GroupCommit:
         return found
 
     def _decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
-        if len(decisions) > 1:
-            return self._log.decide_many(decisions)
-        d = decisions[0]
-        try:
-            return [Decided(self._log.decide(d.record, d.attempt, commit=d.commit, rollback=d.rollback, who=d.who))]
-        except TOO_LATE as problem:
-            return [Decided(problem=problem)]
+        return self._log.decide_many(decisions)
 
 
 def _arranged(file: Stageable) -> HalfFile | HalfRows:

@@ -837,18 +837,14 @@ def test_a_listener_that_hangs_holds_up_nothing_that_was_decided(log: CommitLog)
 
 def test_a_decision_that_cannot_be_made_stops_no_other(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     records = [prepare(log, i) for i in range(5)]
-    decide = log.decide
+    decide_many = log.decide_many
 
-    def fails_for_one(record: HalfRecord, *arguments: Any, **options: Any) -> Any:
-        if record.half_id == records[2].half_id:
+    def fails_for_one(decisions: Any) -> Any:
+        if any(d.record.half_id == records[2].half_id for d in decisions):
             raise LostFileError("its file is gone")
-        return decide(record, *arguments, **options)
+        return decide_many(decisions)
 
-    def fails(_: object) -> Any:
-        raise LostFileError("a file is gone")
-
-    monkeypatch.setattr(log, "decide", fails_for_one)
-    monkeypatch.setattr(log, "decide_many", fails)
+    monkeypatch.setattr(log, "decide_many", fails_for_one)
     report = CheckService(log, {"shop": Says(COMMIT)}, clock=later()).run_once()
     assert [(half_id, "its file is gone" in said) for half_id, said in report.problems] == [(records[2].half_id, True)]
     assert report.pending == 1

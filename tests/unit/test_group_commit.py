@@ -370,23 +370,20 @@ def test_a_lost_file_of_one_does_not_stop_the_others() -> None:
     log = make_log("memory", Path(), orders=2)
     with txmq.TransactionMQProducer(log, "shop", Shop(), check_interval=None) as producer:
         Together(producer, 4, decides=4)
-        decide, decide_many = log.decide, log.decide_many
+        decide_many = log.decide_many
         lost: list[str] = []
-
-        def one(record: Any, *arguments: Any, **named: Any) -> Any:
-            if record.half_id in lost:
-                raise LostFileError("its file is lost")
-            return decide(record, *arguments, **named)
 
         def many(decisions: Any) -> Any:
             lost[:] = lost or [decisions[0].record.half_id]
-            raise LostFileError("its file is lost")
+            if any(d.record.half_id in lost for d in decisions):
+                raise LostFileError("its file is lost")
+            return decide_many(decisions)
 
-        log.decide, log.decide_many = one, many  # type: ignore[method-assign]
+        log.decide_many = many  # type: ignore[method-assign]
         with ThreadPoolExecutor(4) as pool:
             sends = [pool.submit(producer.send_message_in_transaction, message(i)) for i in range(4)]
             problems = [send.exception() for send in sends]
-        log.decide, log.decide_many = decide, decide_many  # type: ignore[method-assign]
+        log.decide_many = decide_many  # type: ignore[method-assign]
     assert [type(p.__cause__) for p in problems if p is not None] == [LostFileError]
     assert len(bodies(log)) == 3
 

@@ -268,14 +268,14 @@ def test_an_open_producer_answers_its_own_checks_and_leaves_those_of_others_alon
         stranger.send_message_in_transaction(ORDER)
     decided = threading.Event()
     listener = Told(None, COMMIT)
-    decide = log.decide
+    decide_many = log.decide_many
 
-    def watched(record: Any, *arguments: Any, **more: Any) -> Any:
-        placed = decide(record, *arguments, **more)
+    def watched(decisions: Any) -> Any:
+        made = decide_many(decisions)
         decided.set()
-        return placed
+        return made
 
-    log.decide = watched
+    log.decide_many = watched
     with producer(log, listener, check_interval=0.02, transaction_timeout=0.0) as open_producer:
         result = open_producer.send_message_in_transaction(ORDER)
         assert result.local_transaction_state in (UNKNOWN, COMMIT)  # on a busy machine the check may be quicker

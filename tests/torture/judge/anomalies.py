@@ -818,6 +818,8 @@ def _refusals(run: _Run) -> Iterator[Anomaly]:
             if first is not None and (_attempt_of(event) or 1) > (_attempt_of(first) or 1):
                 sentence = f"{first.transaction_id} was refused, and ran again under attempt {_attempt_of(event)}"
                 yield Anomaly(AnomalyKind.REFUSED_AGAIN, sentence, (first, event))
+    if not (refused or run.of[Kind.LOCAL]):  # nobody noted what databases hold
+        return
     for row in run.rows.values():
         for marker in row.markers:
             if marker.op == "rollback" and marker.who == "check" and marker.refused and row.transaction not in refused:

@@ -492,12 +492,12 @@ def _no_conflict_row() -> Iterator[None]:
 
 @mutant("a commit is torn: the rows of one file only", A.TORN_TRANSACTION, partitions=2, rows=3, per="batch")
 def _torn_commit() -> Iterator[None]:
-    decide = Ledger.decide
+    decide_many = Ledger.decide_many
 
-    def torn(self: Ledger, record: Any, attempt: int, *, commit: Any, **others: Any) -> Any:
-        return decide(self, record, attempt, commit=dict(list(commit.items())[:1]), **others)
+    def torn(self: Ledger, decisions: Any) -> Any:
+        return decide_many(self, [replace(d, commit=RowSet(dict(list(d.commit.items())[:1]))) for d in decisions])
 
-    with replaced((Ledger, "decide", torn)):
+    with replaced((Ledger, "decide_many", torn)):
         yield
 
 

@@ -37,6 +37,7 @@ from rmq_spark.listener import Verdicts
 from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.storage.table import Table
+from rmq_spark.transaction import normalize_verdicts
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_messages, note_messages_table
 from tests.torture.kill.points import Fate, arm, reach
@@ -151,7 +152,9 @@ class ShopListener(SqlTransactionListener):
 
     def _note(self, kind: Kind, phase: Phase, batch: txmq.HalfBatch, verdicts: Verdicts) -> None:
         ids = batch.transactions["transaction_id"].to_pylist()
-        said = verdicts.to_pylist() if isinstance(verdicts, pa.Array) else [verdicts and str(verdicts)] * len(ids)
+        said: list[str | None] = [None] * len(ids)
+        if verdicts is not None:
+            said = [str(v.state) for v in normalize_verdicts(verdicts, batch).each(len(ids))]
         for transaction_id, verdict in zip(ids, said, strict=True):
             self._history.note(
                 kind, phase, self._process, half_id=batch.half_id, attempt=batch.attempt,

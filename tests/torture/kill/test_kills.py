@@ -5,12 +5,14 @@ The longest forms are ``python -m tests.torture kills``, ``drivers`` and ``disks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rmq_spark.commitlog.ledger import Decided, Decision
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.op import Who
 from rmq_spark.sink import producer
 from rmq_spark.storage.table import DeltaLogTable
 from tests.seeds import first_seed
@@ -65,12 +67,12 @@ def test_the_judge_sees_a_message_whose_local_transaction_did_not_happen(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A verdict turned round on its way to the log."""
-    decide = CommitLog.decide
+    decide_many = CommitLog.decide_many
 
-    def wrong(self: CommitLog, record: object, attempt: int, *, commit: object, rollback: object, who: Who) -> object:
-        return decide(self, record, attempt, commit=rollback, rollback=commit, who=who)  # type: ignore[arg-type]
+    def wrong(self: CommitLog, decisions: Sequence[Decision]) -> object:
+        return decide_many(self, [replace(d, commit=d.rollback, rollback=d.commit, rolled_back=()) for d in decisions])
 
-    monkeypatch.setattr(CommitLog, "decide", wrong)
+    monkeypatch.setattr(CommitLog, "decide_many", wrong)
     send_all(shop, range(6))
     _, failures = judge(shop)
     assert any(f.startswith(AnomalyKind.LOCAL_STATE_DISAGREES.value) for f in failures)
@@ -81,7 +83,7 @@ def test_the_judge_sees_a_commit_that_was_reported_and_is_not_there(
 ) -> None:
     send_all(shop, range(3))
     with monkeypatch.context() as patch:
-        patch.setattr(CommitLog, "decide", lambda *_, **__: [])
+        patch.setattr(CommitLog, "decide_many", lambda _, decisions: [Decided() for _ in decisions])
         patch.setattr(producer, "result_of", _as_if_committed)
         send_all(shop, range(3, 4))
     _, failures = judge(shop)

@@ -141,6 +141,10 @@ class Orders(txmq.TransactionListener):
             raise FencedError(f"attempt {batch.attempt} of {batch.half_id} was rolled back by a check")
         rows = batch.messages(["transaction_id", "body"]).to_pylist()
         refused = _refused(rows)
+        for transaction_id in refused:
+            self._history.note(
+                Kind.REFUSED, half_id=batch.half_id, transaction_id=transaction_id, attempt=batch.attempt
+            )
         for row in rows:
             if row["transaction_id"] not in refused:
                 self._history.note(
@@ -154,11 +158,11 @@ class Orders(txmq.TransactionListener):
     def check_local_transaction(self, batch: txmq.HalfBatch) -> Any:
         self._note(Kind.CHECK, Phase.BEGIN, batch, None)
         if self._claim(batch, "tombstone"):
-            refused = set(batch.transactions["transaction_id"].to_pylist())
-        else:
-            refused = _refused(batch.messages(["transaction_id", "body"]).to_pylist())
+            self._note(Kind.CHECK, Phase.OK, batch, set(batch.transactions["transaction_id"].to_pylist()))
+            return txmq.ROLLBACK_MESSAGE
+        refused = _refused(batch.messages(["transaction_id", "body"]).to_pylist())
         self._note(Kind.CHECK, Phase.OK, batch, refused)
-        return batch.verdicts(rollback=refused)
+        return batch.verdicts(refused=refused)
 
     def _claim(self, batch: txmq.HalfBatch, what: str) -> bool:
         """True when the attempt's file says so now; False when it said something else before."""
