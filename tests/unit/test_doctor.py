@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,6 +19,7 @@ from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.consumer.groups import ConsumerGroup
+from rmq_spark.consumer.members import Members
 from rmq_spark.errors import StorageError, VerdictConflictError
 from rmq_spark.report.finding import Finding, Level, worst
 from rmq_spark.storage.clock import StoreClock
@@ -211,6 +212,33 @@ def test_upkeep_that_is_behind_is_told(log: CommitLog, monkeypatch: pytest.Monke
     monkeypatch.setattr(doctor_log, "HALF_FILES", 0)
     assert bad(log) == {"files": "warning"}
     assert found(log)["files"].remedy == "txmq maintain"
+
+
+@pytest.mark.parametrize(
+    ("lease_s", "age_s", "is_dead"),
+    [(120.0, 0.0, False), (120.0, 100.0, False), (120.0, 130.0, True), (2.0, 1.0, False), (2.0, 5.0, True)],
+)
+def test_the_death_of_a_member_is_judged_by_its_own_lease(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch, lease_s: float, age_s: float, is_dead: bool
+) -> None:
+    """It was 30 s for all, and a heartbeat of this moment was taken for none."""
+    commit(log, prepare(log, 0))
+    group = ConsumerGroup(log, "points")
+    group.reset("earliest", ["orders"])
+    generation = log.groups.places("points")[("orders", 0)].generation
+    assert log.groups.claim("points", "host@1.a", {("orders", 0): generation}, {}, "test", take_over=True)
+    Members(log.groups.table, "points", "host@1.a", ["orders"], lease_s, 0.1).beat()
+    (beat,) = Path(log.path).rglob("groups/_members/points/host@1.a")
+    now = datetime.fromtimestamp(beat.stat().st_mtime + age_s, timezone.utc)
+    monkeypatch.setattr(type(log.machine), "now", lambda self: now)
+    assert group.members()["host@1.a"] == (pytest.approx(age_s, abs=1e-3), lease_s)
+    assert group.members()["host@1.a"].is_alive is not is_dead
+    assert found(log)["groups"].level is (Level.WARNING if is_dead else Level.OK)
+    assert objects("group", "list")[0]["members"] == (0 if is_dead else 1)
+    (row,) = objects("group", "members", "points")
+    assert (row["lease_seconds"], row["alive"]) == (lease_s, not is_dead)
+    (queue,) = [row for row in group.lag().to_pylist() if row["owner"]]
+    assert queue["lease_seconds"] == lease_s
 
 
 def test_queues_of_a_dead_member_and_dead_letters_are_told(log: CommitLog) -> None:
