@@ -82,6 +82,8 @@ def column_of(table: pa.Table, name: str, kind: pa.DataType) -> pa.ChunkedArray:
     if column.type == kind:
         return column
     expected = f"column {name!r} has type {column.type}: {INPUT_COLUMNS.get(name, kind)} is expected"
+    if pa.types.is_nested(column.type) and (pa.types.is_string(kind) or pa.types.is_binary(kind)):
+        raise MessageError(f"{expected}; make JSON of each value, with json.dumps for instance")
     if not _is_like(column.type, kind):
         raise MessageError(expected)
     try:
