@@ -249,6 +249,22 @@ def load_listener(path: str, allowed_prefixes: Sequence[str] | None = None) -> T
 
 def load_object(path: str, allowed_prefixes: Sequence[str] | None = None) -> Any:
     """Import what ``module:attribute`` names, and return it as it is; see :func:`load_listener`."""
+    module_name, attribute = require_object_path(path, allowed_prefixes)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as problem:
+        raise import_error(path, module_name, problem) from cause_of(problem)
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise ListenerError(f"listener {path!r}: {module_name!r} has no {attribute!r}")
+        found = getattr(found, name)
+        if isinstance(found, ModuleType):  # it may not be among the allowed modules
+            raise ListenerError(f"listener {path!r} goes through the module {found.__name__!r}: name that one itself")
+    return found
+
+
+def require_object_path(path: str, allowed_prefixes: Sequence[str] | None = None) -> tuple[str, str]:
+    """Return the module and the attribute of a path that :func:`load_object` may import, or raise ListenerError."""
     if _PATH.fullmatch(path) is None:
         raise ListenerError(f"listener {path!r} is not 'module:attribute', such as 'shop.orders:listener'")
     module_name, _, attribute = path.partition(":")
@@ -259,23 +275,18 @@ def load_object(path: str, allowed_prefixes: Sequence[str] | None = None) -> Any
             f"listener {path!r} is outside the allowed modules ({', '.join(allowed_prefixes) or 'none'}): "
             "add its package to listener_modules if you trust it"
         )
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as problem:
-        missing = problem.name if isinstance(problem, ModuleNotFoundError) else None
-        remedy = "put its folder on the PYTHONPATH, install it, or hand it over with spark-submit --py-files"
-        if missing is None:
-            remedy = "it is there, and its code raised this: mend it"
-        elif not f"{module_name}.".startswith(f"{missing}."):
-            remedy = f"it is there, and needs the module {missing}: install that"
-        raise ListenerError(
-            f"listener {path!r}: module {module_name!r} cannot be imported here ({type(problem).__name__}: {problem}); "
-            f"{remedy}"
-        ) from cause_of(problem)
-    for name in attribute.split("."):
-        if not hasattr(found, name):
-            raise ListenerError(f"listener {path!r}: {module_name!r} has no {attribute!r}")
-        found = getattr(found, name)
-        if isinstance(found, ModuleType):  # it may not be among the allowed modules
-            raise ListenerError(f"listener {path!r} goes through the module {found.__name__!r}: name that one itself")
-    return found
+    return module_name, attribute
+
+
+def import_error(path: str, module_name: str, problem: Exception) -> ListenerError:
+    """Return what to raise when the module of ``module:attribute`` cannot be imported."""
+    missing = problem.name if isinstance(problem, ModuleNotFoundError) else None
+    remedy = "put its folder on the PYTHONPATH, install it, or hand it over with spark-submit --py-files"
+    if missing is None:
+        remedy = "it is there, and its code raised this: mend it"
+    elif not f"{module_name}.".startswith(f"{missing}."):
+        remedy = f"it is there, and needs the module {missing}: install that"
+    return ListenerError(
+        f"listener {path!r}: module {module_name!r} cannot be imported here ({type(problem).__name__}: {problem}); "
+        f"{remedy}"
+    )

@@ -159,6 +159,27 @@ def _require_keys(keys: object) -> None:
         if key is None:
             raise MessageError("None is among the keys: leave it out")
         _require_text(key, "a key among the keys")
+        if not key or KEY_SEPARATOR in key:
+            raise MessageError(f"key {key[:80]!r} among the keys cannot be found again: {KEY_RULE}")
+
+
+TAG_RULE = (
+    "a tag is not empty, is not '*', has no '|' and neither begins nor ends with a blank, or no consumer could "
+    "subscribe to it; a message without a tag has null"
+)
+KEY_RULE = "blanks separate keys, so one of several is not empty and has none in it; replace them, by '_' for instance"
+
+
+def is_tag(text: str) -> bool:
+    """Return True for a tag to which a consumer can subscribe (RocketMQ: ``FilterAPI.buildSubscriptionData``, which
+    takes a subscription apart at bars and drops the blanks around them)."""
+    return text not in ("", "*") and "|" not in text and text == text.strip()
+
+
+def _require_tag(tag: object) -> None:
+    _require_text(tag, "tags")
+    if isinstance(tag, str) and not is_tag(tag):
+        raise MessageError(f"tags {tag[:80]!r} is no tag: {TAG_RULE}")
 
 
 def _is_seconds(text: str) -> bool:
@@ -176,9 +197,10 @@ class Message:
     body : bytes or str
         At most 4 MiB. A string is stored as UTF-8.
     tags : str, optional
-        One tag, by which consumers filter.
+        One tag, by which consumers filter: not empty, not ``*``, without a bar, and without blanks at its ends.
     keys : str or sequence of str, optional
-        Business keys. Several keys are stored as one string with spaces between, as in RocketMQ.
+        Business keys. Several keys are stored as one string with spaces between, as in RocketMQ, so none of a sequence
+        has a space in it.
     sharding_key : str, optional
         Messages of one sharding key share a queue.
     properties : mapping of str to str, optional
@@ -213,7 +235,7 @@ class Message:
         size = len(utf8(self.body, "body")) if isinstance(self.body, str) else memoryview(self.body).nbytes
         if size > BODY_BYTES_MAX:
             raise MessageError(f"body has {size} bytes: at most {BODY_BYTES_MAX} (4 MiB) are allowed")
-        _require_text(self.tags, "tags")
+        _require_tag(self.tags)
         _require_keys(self.keys)
         _require_text(self.sharding_key, "sharding_key")
         require_properties(self.properties)

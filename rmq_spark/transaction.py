@@ -364,21 +364,32 @@ class HalfBatch:
         key = table["transaction_key"] if self.transaction_per == KEY else None
         return transaction_ids(self.half_id, self.attempt, self.transaction_per, key, table["file_no"], table["row_no"])
 
-    def decode(self, schema: str | pa.Schema) -> pa.Table:
-        """Return the messages' JSON bodies as columns.
+    def decode(self, schema: str | pa.Schema, on_error: str = "raise") -> pa.Table:
+        """Return the messages' JSON bodies as columns, a row for each message.
 
         Parameters
         ----------
         schema : str or pyarrow.Schema
             Spark's DDL, such as ``"order_id long, total double"``, or an Arrow schema. A field that a body lacks is
             null. A field that the schema does not name is left out.
+        on_error : {"raise", "null"}
+            What becomes of a body that is not a JSON object with this schema. ``"null"``: all fields of its row are
+            null. A body without any of the fields looks the same. So name a field that each good body has, such as the
+            order's id: the rows in which it is null are the bad ones.
 
         Raises
         ------
         MessageError
-            When a body is not a JSON object with this schema.
+            With ``"raise"``, when there is such a body. It names the first one's row and transaction, and how many
+            there are. Rows are those of :meth:`messages`.
+        OptionError
+            For another ``on_error``.
         """
-        return decode_json(self.messages(["body"])["body"], schema)
+        return decode_json(self.messages(["body"])["body"], schema, on_error, self._name_of)
+
+    def _name_of(self, row: int) -> str:
+        """Return the name of a message in an error, by its row."""
+        return message_name(self.messages(["transaction_key", "transaction_id", "msg_id"]), row)
 
     def to_spark(self, spark: SparkSession) -> DataFrame:
         """Return the undecided messages as a DataFrame with the columns of ``half``, which the executors read.
@@ -447,6 +458,15 @@ class HalfBatch:
 
 def _said(verdict: Verdict) -> str:
     return f"{verdict.state} (refused)" if verdict.refused else str(verdict.state)
+
+
+def message_name(messages: pa.Table, row: int) -> str:
+    """Return the name of a message in an error: its transaction's key or id, and its own id."""
+    key, transaction_id, msg_id = (
+        messages[name][row].as_py() for name in ("transaction_key", "transaction_id", "msg_id")
+    )
+    transaction = f"transaction {transaction_id}" if key is None else f"transaction key {key!r}"
+    return f"{transaction}, msg_id {msg_id}"
 
 
 MESSAGE_COLUMNS = (
@@ -547,38 +567,111 @@ def _arrow_type(kind: str, ddl: str) -> pa.DataType:
     raise MessageError(f"cannot read the type {kind!r} in schema {ddl!r}: known are {', '.join(_TYPES)}, decimal(p,s)")
 
 
-def _require_objects(bodies: pa.Array) -> None:
-    """Raise MessageError for a body that is not one JSON object.
+RAISE, NULL = "raise", "null"
+"""What :meth:`HalfBatch.decode` does about a body that is no JSON object of the schema."""
+BAD_COUNTED_MAX = 1_000
+"""So many bad bodies are counted for an error. To look for more could take minutes, when all of a million are bad."""
+
+
+def decode_json(
+    bodies: pa.ChunkedArray,
+    schema: str | pa.Schema,
+    on_error: str = RAISE,
+    name_of: Callable[[int], str] | None = None,
+) -> pa.Table:
+    """Return JSON bodies as an Arrow table with this schema (see :meth:`HalfBatch.decode`).
+
+    Parameters
+    ----------
+    name_of : callable, optional
+        The name of the message of a row, for the error.
+    """
+    if on_error not in (RAISE, NULL):
+        raise OptionError(f"on_error={on_error!r} is not one of {RAISE!r}, {NULL!r}")
+    target = _arrow_schema(schema) if isinstance(schema, str) else schema
+    if len(bodies) == 0:
+        return target.empty_table()
+    text = pa.chunked_array(bodies).combine_chunks() if isinstance(bodies, list) else bodies.combine_chunks()
+    bad = _no_objects(text)
+    if not bad:
+        with suppress(pa.ArrowInvalid):
+            return _read_objects(text, target)
+    parts, rows = _read_good(text, target, bad, BAD_COUNTED_MAX if on_error == RAISE else len(text))
+    if bad and on_error == RAISE:
+        first = min(bad)
+        name = "" if name_of is None else f" ({name_of(first)})"
+        count = f"{BAD_COUNTED_MAX:,} or more" if len(bad) >= BAD_COUNTED_MAX else f"{len(bad):,}"
+        raise MessageError(
+            f"the body of row {first}{name} is not a JSON object of schema {_in_words(target)}: {bad[first]}. Of "
+            f"{len(text):,} bodies {count} cannot be decoded; on_error='null' makes nulls of all their fields"
+        )
+    # Rows of which nothing was read get a null index, and so nulls.
+    index = pc.index_in(pa.array(range(len(text)), pa.int64()), value_set=pa.array(rows, pa.int64()))
+    return pa.concat_tables([*parts, target.empty_table()]).take(index) if rows else _nulls(target, len(text))
+
+
+def _no_objects(bodies: pa.Array) -> dict[int, str]:
+    """Return the rows of bodies that are not one JSON object each, and why. Python looks only at those that may be
+    none.
 
     pyarrow ends the process with a segmentation fault when it finds ``null`` instead of an object.
     """
     begins = pc.match_substring_regex(bodies, r"^\s*\{")
     goes_on = pc.match_substring_regex(bodies, r"\}\s*[^\s,\]}]")  # something follows a }, which may be in a string
-    for body in bodies.filter(pc.or_(pc.invert(begins), goes_on)).to_pylist():
+    found: dict[int, str] = {}
+    for row in pc.indices_nonzero(pc.or_(pc.invert(begins), goes_on)).to_pylist():
+        body = bodies[row].as_py()
         try:
-            found = json.loads(body.decode() if isinstance(body, bytes) else body)
+            made = json.loads(body.decode() if isinstance(body, bytes) else body)
+            if not isinstance(made, dict):
+                found[row] = f"it is {type(made).__name__}" if made is not None else "it is null"
         except (ValueError, RecursionError) as problem:
-            raise MessageError(f"the message body {body[:60]!r} is not a JSON object: {problem}") from problem
-        if not isinstance(found, dict):
-            raise MessageError(f"the message body {body[:60]!r} is not a JSON object")
+            found[row] = str(problem)
+    return found
 
 
-def decode_json(bodies: pa.ChunkedArray, schema: str | pa.Schema) -> pa.Table:
-    """Return JSON bodies as an Arrow table with this schema (see :meth:`HalfBatch.decode`)."""
+def _read_objects(text: pa.Array, target: pa.Schema) -> pa.Table:
+    """Read bodies, each of which begins as an object does, or raise ArrowInvalid."""
     import pyarrow.json as pj
 
-    target = _arrow_schema(schema) if isinstance(schema, str) else schema
-    if len(bodies) == 0:
-        return target.empty_table()
-    text = pa.chunked_array(bodies).combine_chunks() if isinstance(bodies, list) else bodies.combine_chunks()
-    _require_objects(text)
-    joined = pc.binary_join(pa.array([text.to_pylist()], pa.list_(pa.binary())), b"\n")[0].as_py()
+    whole = pa.ListArray.from_arrays(pa.array([0, len(text)], pa.int32()), pc.cast(text, pa.binary()))
+    joined = pc.binary_join(whole, b"\n")[0].as_py()
     options = pj.ParseOptions(explicit_schema=target, newlines_in_values=True, unexpected_field_behavior="ignore")
-    try:
-        table = pj.read_json(pa.BufferReader(joined), parse_options=options,
-                             read_options=pj.ReadOptions(block_size=max(len(joined) + 1, 1 << 16)))  # fmt: skip
-    except pa.ArrowInvalid as problem:
-        raise MessageError(f"a message body is not a JSON object of schema {target}: {problem}") from problem
-    if table.num_rows != len(bodies):
-        raise MessageError(f"{len(bodies)} bodies hold {table.num_rows} JSON objects: one in each is expected")
+    table = pj.read_json(pa.BufferReader(joined), parse_options=options,
+                         read_options=pj.ReadOptions(block_size=max(len(joined) + 1, 1 << 16)))  # fmt: skip
+    if table.num_rows != len(text):
+        raise pa.ArrowInvalid(f"{len(text)} bodies hold {table.num_rows} JSON objects: one in each is expected")
     return table.select(target.names)
+
+
+def _read_good(
+    text: pa.Array, target: pa.Schema, bad: dict[int, str], bad_max: int
+) -> tuple[list[pa.Table], list[int]]:
+    """Read the bodies that can be read, by halves; returns them and their rows. Adds the others to ``bad``, from left
+    to right, until it has so many."""
+    parts: list[pa.Table] = []
+    rows: list[int] = []
+    left = [[row for row in range(len(text)) if row not in bad]]
+    while left and len(bad) < bad_max:
+        some = left.pop()
+        if not some:
+            continue
+        try:
+            parts.append(_read_objects(text.take(pa.array(some, pa.int64())), target))
+            rows += some
+        except pa.ArrowInvalid as problem:
+            if len(some) == 1:
+                said = re.sub(r" in row \d+", "", str(problem).removeprefix("JSON parse error: ").strip())
+                bad[some[0]] = said[:200]
+            else:
+                half = len(some) // 2
+                left += [some[half:], some[:half]]
+    return parts, rows
+
+
+def _nulls(target: pa.Schema, rows: int) -> pa.Table:
+    return pa.table([pa.nulls(rows, field.type) for field in target], schema=target)
+
+
+def _in_words(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name} {field.type}" for field in schema)

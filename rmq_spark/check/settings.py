@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from rmq_spark.check.draining import Draining
 from rmq_spark.check.example import NAME
 from rmq_spark.check.maintainer import Maintainer
+from rmq_spark.check.module_source import is_installed, look_for
 from rmq_spark.check.names import CHECK_NAMES, NAMES, unknown_settings
 from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, require_policy
 from rmq_spark.check.service import CheckService
@@ -222,6 +224,50 @@ class JobSettings(BaseSettings):
             return require_policy(made)
         except TxmqError as problem:
             raise ConfigError(f"[check] discardPolicy: {problem}") from problem
+
+    def look(self) -> tuple[list[str], list[str]]:
+        """Look for all that the job would import, without running any of it.
+
+        Returns
+        -------
+        tuple of list of str
+            What the job would refuse, and what only running it would tell: a sentence each.
+        """
+        refused: list[str] = []
+        unknown: list[str] = []
+        looks: list[tuple[str, Callable[[], str | None]]] = [
+            *((f"[listeners] {group!r}", partial(self._look_for_listener, group)) for group in self.listeners),
+            ("[check] discardPolicy", self._look_for_policy),
+            ("[metrics]", self._look_for_client),
+            ("[drain] executors = true", self._look_for_spark),
+        ]
+        for where, look in looks:
+            try:
+                said = look()
+            except TxmqError as problem:
+                refused.append(f"{where}: {problem}")
+            else:
+                unknown += [] if said is None else [f"{where}: {said}"]
+        return refused, unknown
+
+    def _look_for_listener(self, group: str) -> str | None:
+        require_group_name(group)
+        return look_for(self.listeners[group], self.listener_modules)
+
+    def _look_for_policy(self) -> str | None:
+        policy = self.check.discard_policy
+        if ":" in policy:
+            return look_for(policy, self.listener_modules)
+        require_policy(policy)
+        return None
+
+    def _look_for_client(self) -> None:
+        if self.metrics.wanted and not is_installed("prometheus_client"):
+            raise ConfigError("prometheus-client is not installed: install rmq_spark with its extra metrics")
+
+    def _look_for_spark(self) -> None:
+        if self.drain.executors == "true" and not is_installed("pyspark"):
+            raise ConfigError("Spark is not installed: install rmq_spark with its extra spark")
 
     def storage_options(self) -> dict[str, str] | None:
         return {name: value.get_secret_value() for name, value in self.storage.items()} or None

@@ -51,7 +51,8 @@ def configured() -> Configured:
     named = os.environ.get(FILE_ENV)
     file = Path(named or FILE)
     values: dict[str, Any] = {}
-    if named or file.is_file():
+    is_there = bool(named) or file.is_file()
+    if is_there:
         values = _read(file)
     path = os.environ.get(PATH_ENV) or values.get("path")
     storage, check = values.get("storage", {}), values.get("check", {})
@@ -63,7 +64,7 @@ def configured() -> Configured:
     return Configured(
         path or None,
         {str(name).upper(): str(value) for name, value in storage.items()},
-        file if values else None,
+        file if is_there else None,
         interval if isinstance(interval, str) else None,
         tuple(f"{file}: {sentence}" for sentence in unknown_settings(values)),
     )

@@ -64,8 +64,8 @@ def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
         found = configured()
     except ConfigError as problem:
         fail(problem, BAD_USAGE)
-    answered, interval, finding = _settings(found)
-    yield finding
+    answered, interval, said = _settings(found)
+    yield from said
     try:
         log = open_log(path, storage)
     except Exception as problem:
@@ -77,24 +77,30 @@ def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
     yield from LogDoctor(log, path_to_type(), interval, answered).look()
 
 
-def _settings(found: Configured) -> tuple[list[str] | None, float, Finding]:
-    """Return who answers for which group, the interval of checks, and a finding about the configuration."""
+def _settings(found: Configured) -> tuple[list[str] | None, float, list[Finding]]:
+    """Return who answers for which group, the interval of checks, and findings about the configuration."""
+    from rmq_spark.check.settings import NEEDED, JobSettings
+    from rmq_spark.cli.configuration import FILE
     from rmq_spark.config import TRANSACTION_CHECK_INTERVAL_S
 
-    if found.file is None:
+    if found.file is None and not os.environ.keys() >= {*NEEDED}:
         what = "there is no txmq.toml here, and TXMQ_CONFIG names none: the checker's interval is taken as 60 s"
-        return None, TRANSACTION_CHECK_INTERVAL_S, Finding("configuration", Level.NOTE, what, "txmq init")
-    from rmq_spark.check.settings import JobSettings
-
+        return None, TRANSACTION_CHECK_INTERVAL_S, [Finding("configuration", Level.NOTE, what, "txmq init")]
+    where = found.file or "the environment"
     try:
-        settings = JobSettings.load(found.file)
+        settings = JobSettings.load(found.file or FILE)
     except ConfigError as problem:
         what = sentence_of(problem)
-        return None, TRANSACTION_CHECK_INTERVAL_S, Finding("configuration", Level.WARNING, what, f"edit {found.file}")
-    answered = [*settings.listeners, *settings.elsewhere]
-    what = f"{found.file}: {count_of(len(settings.listeners), 'listener')}, checks every "
-    what += f"{settings.check.transaction_check_interval:g} s"
-    return answered, settings.check.transaction_check_interval, Finding("configuration", Level.OK, what)
+        return None, TRANSACTION_CHECK_INTERVAL_S, [Finding("configuration", Level.WARNING, what, f"edit {where}")]
+    interval = settings.check.transaction_check_interval
+    refused, unknown = settings.look()
+    remedy = f"mend that, or edit {where}: until then txmq check ends with code {BAD_USAGE}"
+    findings = [Finding("configuration", Level.WARNING, f"{where}: {what}", remedy) for what in refused]
+    findings += [Finding("configuration", Level.NOTE, f"{where}: {what}") for what in unknown]
+    if not refused:
+        what = f"{where}: {count_of(len(settings.listeners), 'listener')} (looked for, not run), checks every "
+        findings.append(Finding("configuration", Level.OK, f"{what}{interval:g} s"))
+    return [*settings.listeners, *settings.elsewhere], interval, findings
 
 
 def _told(finding: Finding) -> str:

@@ -39,8 +39,6 @@ HALF_FILES = 5_000
 OP_FILES = 2_000
 DRAINS = 10
 """A message that has waited for so many drains (``[drain] every``) waits for nobody."""
-LEASES_S = 30.0
-"""A member whose newest heartbeat is older has lost its queues, or will."""
 NAMED = 3
 
 
@@ -317,18 +315,21 @@ class LogDoctor:
             return
         bad = False
         for row in rows:
-            dead = [
-                queue
-                for queue in ConsumerGroup(self._log, row["consumer_group"]).lag().to_pylist()
-                if queue["owner"] and queue["lag"] and (queue["heartbeat_seconds"] or LEASES_S + 1) > LEASES_S
-            ]
-            if dead:
+            group = ConsumerGroup(self._log, row["consumer_group"])
+            beats = group.members()
+            alive = {member for member, beat in beats.items() if beat.is_alive}
+            behind = [queue for queue in group.lag().to_pylist() if queue["owner"] and queue["lag"]]
+            if dead := [queue["owner"] for queue in behind if queue["owner"] not in alive]:
                 bad = True
+                beat = beats.get(dead[0])
+                last = "it has no heartbeat"
+                if beat is not None:
+                    last = f"its heartbeat is {short_age(beat.age_s)} old, its lease {short_age(beat.lease_s)}"
                 yield Finding(
                     "groups",
                     Level.WARNING,
-                    f"{row['consumer_group']}: {count_of(len(dead), 'queue')} with messages, owned by a member without "
-                    f"a heartbeat ({dead[0]['owner']}): no member lives that could take them",
+                    f"{row['consumer_group']}: {count_of(len(dead), 'queue')} with messages, owned by a dead member "
+                    f"({dead[0]}: {last}): no member lives that could take them",
                     self._command("group members", row["consumer_group"]),
                 )
         if not bad:

@@ -70,6 +70,8 @@ def in_words(row: Mapping[str, Any]) -> dict[str, Any]:
             shown["behind"] = short_age(value)
         elif name == "heartbeat_seconds":
             shown["heartbeat"] = None if value is None else f"{short_age(value)} ago"
+        elif name == "lease_seconds":
+            shown["lease"] = None if value is None else short_age(value)
         else:
             shown[name] = value
     return shown
@@ -89,7 +91,7 @@ def group_rows(log: CommitLog) -> list[dict[str, Any]]:
                 "topics": ", ".join(sorted(set(lag["topic"].to_pylist()))),
                 "lag": sum(lag["lag"].to_pylist()),
                 "lag_seconds": round(max(lag["lag_seconds"].to_pylist(), default=0.0), 1),
-                "members": len(group.members()),
+                "members": sum(beat.is_alive for beat in group.members().values()),
                 "updated": max((t for t in lag["updated"].to_pylist() if t is not None), default=None),
             }
         )
@@ -115,7 +117,7 @@ def _lag_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
             row["heartbeat_seconds"] = round(row["heartbeat_seconds"], 1)
     left_out = {"consumer_group"}
     if not any(row["owner"] for row in rows):  # Spark reads for it, or nobody
-        left_out |= {"owner", "generation", "heartbeat_seconds"}
+        left_out |= {"owner", "generation", "heartbeat_seconds", "lease_seconds"}
     return rows if everything else [{k: v for k, v in row.items() if k not in left_out} for row in rows]
 
 
@@ -126,7 +128,7 @@ def members(
 ) -> None:
     """List the members of a group: which queues each one owns, under which generation, and the age of its heartbeat.
 
-    A member without a heartbeat is dead or gone; others claim its queues after their lease.
+    A member is alive while its newest heartbeat is younger than its own lease. Others claim the queues of a dead one.
     """
     from rmq_spark.consumer.groups import ConsumerGroup
 
@@ -150,12 +152,12 @@ def member_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
                 "topics": ", ".join(sorted({q["topic"] for q in own})) or None,
                 "generation": max((q["generation"] or 0 for q in own), default=None),
                 "lag": sum(q["lag"] for q in own),
-                "heartbeat_seconds": None if beat is None else round(beat, 1),
-                "heartbeat": "none" if beat is None else f"{short_age(beat)} ago",
+                "heartbeat_seconds": None if beat is None else round(beat.age_s, 1),
+                "lease_seconds": None if beat is None else beat.lease_s,
+                "alive": beat is not None and beat.is_alive,
             }
         )
-    left_out = "heartbeat" if everything else "heartbeat_seconds"
-    return [{k: v for k, v in row.items() if k != left_out} for row in rows]
+    return rows if everything else [in_words(row) | {"alive": "yes" if row["alive"] else "no"} for row in rows]
 
 
 # ---------------------------------------------------------------- moving

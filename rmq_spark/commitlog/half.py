@@ -20,6 +20,7 @@ from rmq_spark.commitlog.incoming import (
     require_known_topic,
     require_message_columns,
     require_utf8,
+    tags_of,
     times_of,
 )
 from rmq_spark.config import LABEL_BYTES_MAX, TRANSACTION_KEY_CHARS_MAX
@@ -286,7 +287,7 @@ class HalfWriter:
                 "transaction_key": self._transaction_key(table),
                 "topic": topic,
                 "queue_id": self._queue_id(topic, queue_id, sharding_key),
-                "tags": self._label(column_of(table, "tags", pa.string()), "tags"),
+                "tags": self._label(column_of(table, "tags", pa.string()) if self.own else tags_of(table), "tags"),
                 "keys": self._label(keys_of(table), "keys"),
                 "sharding_key": sharding_key,
                 "properties": column_of(table, "properties", PROPERTIES) if self.own else properties_of(table),

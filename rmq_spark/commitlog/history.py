@@ -7,29 +7,25 @@ column at a time, and no message is read: the number of messages that were place
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.follow import of_kind, settled_rows
-from rmq_spark.commitlog.ledger import ROLLED_BACK_STATES
-from rmq_spark.commitlog.op import Kind, Who
+from rmq_spark.commitlog.op import SETTLING, Kind, Who
+from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.errors import TxmqError
 from rmq_spark.message import TIMESTAMP
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.half_store import HalfRecord
-    from rmq_spark.commitlog.op import BatchState
-    from rmq_spark.commitlog.rows import RowSet
+    from rmq_spark.commitlog.op import BatchState, OpRow
     from rmq_spark.commitlog.steps import ProtocolSteps
 
-TOLD = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE, Kind.REOPEN, Kind.CHECK)
+TOLD = (*SETTLING, Kind.REOPEN, Kind.CHECK)
 """Kinds of op rows that are events of a half batch."""
 CLOCKS_S = 120.0
 """By so much the time of a file may differ from the times of its rows: two clocks."""
@@ -41,6 +37,7 @@ EVENT_SCHEMA = pa.schema(
         ("decided_by", pa.string()),
         ("messages", pa.int64()),
         ("refused", pa.bool_()),
+        ("standing", pa.int64()),
     ]
 )
 BATCH_SCHEMA = pa.schema(
@@ -52,6 +49,7 @@ BATCH_SCHEMA = pa.schema(
     ]
 )
 OPEN_SCHEMA = BATCH_SCHEMA.remove(1)
+_READ_SCHEMA = EVENT_SCHEMA.remove(EVENT_SCHEMA.get_field_index("standing"))
 _OF_EVENT = ["half_id", "op_time", "kind", "decided_by", "count", "refused"]
 
 
@@ -61,9 +59,10 @@ class Told(NamedTuple):
     Attributes
     ----------
     events : pyarrow.Table
-        ``half_id, at, kind, decided_by, messages, refused``: verdicts, quarantines, reopenings and answered checks. A
-        verdict on messages of several queues may have several rows with one time. A rollback that a person confirms
-        has no messages: they were counted when they were rolled back.
+        ``half_id, at, kind, decided_by, messages, refused, standing``: verdicts, quarantines, reopenings and answered
+        checks. A verdict on messages of several queues may have several rows with one time. ``standing`` counts those
+        of the messages that no later reopen took back. So over verdicts and quarantines it counts each message once at
+        most, with the last word on it.
     batches : pyarrow.Table
         ``half_id, producer_group, prepared_at, messages`` of every half batch that is kept: those in ``half``, of which
         the group is null here (it stands in their files), and archived ones.
@@ -85,10 +84,10 @@ def told(log: ProtocolSteps, since: datetime) -> Told:
     log.refresh()
     counted = log.half.counted()  # before op: what leaves half meanwhile is archived there
     archived = _archived(log)
-    events = [_decisions(archived), _events(log, since, archived["half_id"])]
-    happened = pa.concat_tables(events)
+    happened = pa.concat_tables([_decisions(archived), _events(log, since, archived["half_id"])])
     late = pc.greater_equal(happened["at"], pa.scalar(since, TIMESTAMP))
-    return Told(_counted_once(log, happened.filter(late), archived), _batches(counted, archived))
+    events = _with_standing(log, happened.filter(late), archived, since)
+    return Told(events, _batches(counted, archived))
 
 
 def kept_batches(log: ProtocolSteps) -> pa.Table:
@@ -135,7 +134,7 @@ def _decisions(archived: pa.Table) -> pa.Table:
     """The decisions that are kept of half batches that have left, as events."""
     rows = archived.combine_chunks()
     if rows.num_rows == 0:
-        return EVENT_SCHEMA.empty_table()
+        return _READ_SCHEMA.empty_table()
     decisions = pc.struct_field(rows["archived"].chunk(0), "decisions")
     of_row = pc.list_parent_indices(decisions)
     each = pc.list_flatten(decisions)
@@ -148,7 +147,7 @@ def _decisions(archived: pa.Table) -> pa.Table:
             "messages": pc.struct_field(each, "count"),
             "refused": pc.struct_field(each, "refused"),
         },
-        schema=EVENT_SCHEMA,
+        schema=_READ_SCHEMA,
     )
 
 
@@ -160,75 +159,92 @@ def _events(log: ProtocolSteps, since: datetime, archived: pa.ChunkedArray) -> p
     told = pc.is_in(rows["kind"], value_set=pa.array([kind.value for kind in TOLD]))
     gone = pc.is_in(rows["half_id"], value_set=archived.combine_chunks())
     rows = rows.filter(pc.and_(told, pc.invert(gone)))
-    return pa.table([rows[name] for name in _OF_EVENT], schema=EVENT_SCHEMA)
+    return pa.table([rows[name] for name in _OF_EVENT], schema=_READ_SCHEMA)
 
 
-# ---------------------------------------------------------------- what a person confirms
-def confirmed(record: HalfRecord, state: BatchState) -> Iterator[tuple[datetime, RowSet]]:
-    """When a person, to end a conflict, rolled back what was rolled back already, and which rows.
-
-    ``op`` has such rows twice: the first rollback may have been a check's, which is not final.
-    """
-    by_admin = {kind: {r.op_time for r in state.history if r.kind is kind and r.decided_by is Who.ADMIN}
-                for kind in (Kind.REOPEN, Kind.ROLLBACK)}  # fmt: skip
-    for at in sorted(t for t in by_admin[Kind.REOPEN] & by_admin[Kind.ROLLBACK] if t is not None):
-        before = record.fresh_state()
-        for row in state.history:
-            if row.op_time is not None and row.op_time < at:
-                before.fold(row)
-        reopened = {n: bytearray(file.rows) for n, file in state.files.items()}
-        for file_no, file in state.files.items():
-            for first, end, when in file.reopened:
-                if when == at:
-                    reopened[file_no][first:end] = b"\x01" * (end - first)
-        if found := before.rows_in(ROLLED_BACK_STATES) & reopened:
-            yield at, found
+# ---------------------------------------------------------------- what a reopen took back
+def _with_standing(log: ProtocolSteps, events: pa.Table, archived: pa.Table, since: datetime) -> pa.Table:
+    """Events with the column ``standing``. Only half batches with a reopen are looked at one by one."""
+    reopened = pc.unique(events.filter(of_kind(events, Kind.REOPEN))["half_id"])
+    left = archived.filter(pc.is_in(archived["half_id"], value_set=reopened)).to_pylist()
+    anew = {row["half_id"]: list(_settling_of_archived(row["archived"]["decisions"])) for row in left}
+    for half_id in set(reopened.to_pylist()) - anew.keys():
+        with suppress(TxmqError):  # it has left meanwhile, or cannot be read, which a check reports: all of it counts
+            anew[half_id] = list(_settling_of_state(log.state_of(log.get(half_id))))
+    kinds = pa.array([kind.value for kind in SETTLING])
+    mine = pc.is_in(events["half_id"], value_set=pa.array(list(anew), pa.string()))
+    others = events.filter(pc.invert(pc.and_(mine, pc.is_in(events["kind"], value_set=kinds))))
+    others = others.append_column(EVENT_SCHEMA.field("standing"), others["messages"])
+    rows = [{"half_id": half_id, **row} for half_id, found in anew.items() for row in found if row["at"] >= since]
+    return pa.concat_tables([others, pa.Table.from_pylist(rows, schema=EVENT_SCHEMA)])
 
 
-def _counted_once(log: ProtocolSteps, events: pa.Table, archived: pa.Table) -> pa.Table:
-    """Events in which rollbacks that a person only confirmed have no messages."""
-    by_admin = pc.fill_null(pc.equal(events["decided_by"], Who.ADMIN.value), False)
-    reopened = pc.unique(events.filter(pc.and_(by_admin, of_kind(events, Kind.REOPEN)))["half_id"])
-    again: dict[tuple[str, datetime], int] = {}
-    left = archived.filter(pc.is_in(archived["half_id"], value_set=reopened))
-    for row in left.to_pylist():
-        again.update({(row["half_id"], at): n for at, n in _confirmed_of_archived(row["archived"]["decisions"])})
-    for half_id in set(reopened.to_pylist()).difference(left["half_id"].to_pylist()):
-        with suppress(TxmqError):  # it has left meanwhile, or cannot be read: a check reports that
-            record = log.get(half_id)
-            again.update({(half_id, at): rows.count for at, rows in confirmed(record, log.state_of(record))})
-    again = {place: count for place, count in again.items() if count}
-    if not again:
-        return events
-    mine = pc.is_in(events["half_id"], value_set=pa.array(sorted({half_id for half_id, _ in again}), pa.string()))
-    mine = pc.and_(pc.and_(mine, by_admin), of_kind(events, Kind.ROLLBACK))
-    rows = events.filter(mine).to_pylist()
-    for row in rows:
-        place = (row["half_id"], row["at"])
-        less = min(row["messages"], again.get(place, 0))
-        row["messages"] -= less
-        again[place] = again.get(place, 0) - less
-    return pa.concat_tables([events.filter(pc.invert(mine)), pa.Table.from_pylist(rows, schema=EVENT_SCHEMA)])
+def _settling_of_state(state: BatchState) -> Iterator[dict[str, Any]]:
+    """The verdicts and quarantines of a half batch, as events. The history is read backwards: a row stands that no
+    later reopen names."""
+    reopened = {n: bytearray(file.rows) for n, file in state.files.items()}
+    for row in reversed(state.history):
+        spans = list(_spans(state, row))
+        if row.kind is Kind.REOPEN:
+            for file_no, first, end in spans:
+                reopened[file_no][first:end] = b"\x01" * (end - first)
+        elif row.kind in SETTLING:
+            standing = sum(reopened[file_no].count(0, first, end) for file_no, first, end in spans)
+            by = None if row.decided_by is None else row.decided_by.value
+            yield {"at": row.op_time, "kind": row.kind.value, "decided_by": by, "messages": row.count,
+                   "refused": row.refused, "standing": standing}  # fmt: skip
 
 
-def _confirmed_of_archived(decisions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[datetime, int]]:
-    """The same of the decisions that are kept of a half batch that has left: how many messages. A person's verdict is
-    on all that is quarantined, and on what is in conflict; so what it reopens beyond the quarantined was rolled back.
-    """
-    quarantined: Counter[int] = Counter()
-    for at, together in groupby(decisions, key=lambda d: d["at"]):
-        sums: Counter[tuple[str, str | None, int]] = Counter()
-        for d in together:
-            sums[(d["kind"], d["decided_by"], d["attempt"])] += d["count"]
-        confirms = 0
-        for (kind, by, attempt), count in sums.items():
-            if kind == Kind.REOPEN.value:
-                ends = (Kind.ROLLBACK.value, Who.ADMIN.value, attempt) in sums and by == Who.ADMIN.value
-                confirms += max(0, count - quarantined[attempt]) if ends else 0
-                quarantined[attempt] = max(0, quarantined[attempt] - count)
-            elif kind == Kind.QUARANTINE.value:
-                quarantined[attempt] += count
-        yield at, confirms
+def _settling_of_archived(decisions: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same of the decisions that are kept of a half batch that has left. They say how many messages and not which.
+    A reopen takes back the newest that it can have named."""
+    standing = [d["count"] for d in decisions]
+    for at, reopen in enumerate(decisions):
+        rest = reopen["count"] if reopen["kind"] == Kind.REOPEN.value else 0
+        for before in reversed(range(at)):
+            if rest and _takes_back(reopen, decisions[before]):
+                less = min(rest, standing[before])
+                standing[before] -= less
+                rest -= less
+    for d, count in zip(decisions, standing, strict=True):
+        if d["kind"] != Kind.REOPEN.value:
+            yield {"at": d["at"], "kind": d["kind"], "decided_by": d["decided_by"], "messages": d["count"],
+                   "refused": d["refused"], "standing": count}  # fmt: skip
+
+
+def _takes_back(reopen: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether a reopen can name rows of a decision: under the next attempt what never happened, else of the same
+    attempt what nobody knew, and by a person any rollback (see :meth:`Ledger.reopen` and :meth:`Ledger.overrule`)."""
+    kind, by = before["kind"], before["decided_by"]
+    if reopen["attempt"] == before["attempt"] + 1:
+        return bool(kind == Kind.ROLLBACK.value and by == Who.CHECK.value and not before["refused"])
+    if reopen["attempt"] != before["attempt"]:
+        return False
+    by_person = reopen["decided_by"] == Who.ADMIN.value
+    return bool(
+        kind == Kind.QUARANTINE.value or (kind == Kind.ROLLBACK.value and (by_person or by == Who.DISCARD.value))
+    )
+
+
+def rolled_back_again(state: BatchState) -> Iterator[tuple[datetime | None, RowSet]]:
+    """When rows of a half batch were rolled back that had been rolled back before, and which: a reopen came between."""
+    seen = {n: bytearray(file.rows) for n, file in state.files.items()}
+    for row in state.history:
+        if row.kind is Kind.ROLLBACK:
+            named = {n: bytearray(len(bits)) for n, bits in seen.items()}
+            for file_no, first, end in _spans(state, row):
+                named[file_no][first:end] = seen[file_no][first:end]
+                seen[file_no][first:end] = b"\x01" * (end - first)
+            if again := RowSet(named):
+                yield row.op_time, again
+
+
+def _spans(state: BatchState, row: OpRow) -> Iterator[tuple[int, int, int]]:
+    """The rows that an op row names: file number, first and end."""
+    for file_no, file in state.files.items():
+        if row.file_no in (None, file_no):
+            for first, last in row.ranges or ((0, file.rows - 1),):
+                yield file_no, first, last + 1
 
 
 # ---------------------------------------------------------------- messages that appeared

@@ -23,14 +23,17 @@ from rmq_spark.message import (
     CHECK_IMMUNITY_PROPERTY,
     DLQ_PREFIX,
     INPUT_COLUMNS,
+    KEY_RULE,
     KEY_SEPARATOR,
     PROPERTIES,
     RESERVED_PROPERTIES,
     RESERVED_PROPERTY_PREFIX,
     RETRY_PREFIX,
+    TAG_RULE,
     TIMESTAMP,
 )
 from rmq_spark.plurals import message_count
+from rmq_spark.storage.files import arange
 
 
 def require_known_topic(name: object, topics: Mapping[str, int]) -> None:
@@ -79,6 +82,8 @@ def column_of(table: pa.Table, name: str, kind: pa.DataType) -> pa.ChunkedArray:
     if column.type == kind:
         return column
     expected = f"column {name!r} has type {column.type}: {INPUT_COLUMNS.get(name, kind)} is expected"
+    if pa.types.is_nested(column.type) and (pa.types.is_string(kind) or pa.types.is_binary(kind)):
+        raise MessageError(f"{expected}; make JSON of each value, with json.dumps for instance")
     if not _is_like(column.type, kind):
         raise MessageError(expected)
     try:
@@ -190,6 +195,22 @@ def deliver_at_of(table: pa.Table, now: pa.Scalar) -> pa.ChunkedArray:
     return times
 
 
+def tags_of(table: pa.Table) -> pa.ChunkedArray:
+    """The tags; a consumer can subscribe to each of them (:func:`rmq_spark.message.is_tag`, for a whole column)."""
+    tags = column_of(table, "tags", pa.string())
+    if tags.null_count == len(tags) or pc.all(pc.ascii_is_alnum(tags)).as_py():
+        return tags
+    wrong = pc.or_(pc.match_substring(tags, "|"), pc.not_equal(tags, pc.utf8_trim_whitespace(tags)))
+    wrong = pc.or_(wrong, pc.is_in(tags, value_set=pa.array(["", "*"])))
+    if pc.any(wrong).as_py():
+        found = tags[pc.index(wrong, True).as_py()].as_py()
+        raise MessageError(
+            f"tags {found[:80]!r} is no tag, in {message_count(pc.sum(wrong).as_py())} ({first_of(table, wrong)}): "
+            f"{TAG_RULE}"
+        )
+    return tags
+
+
 def keys_of(table: pa.Table) -> pa.ChunkedArray:
     """The keys; a list of them as one text."""
     kind = table["keys"].type if "keys" in table.column_names else None
@@ -198,8 +219,23 @@ def keys_of(table: pa.Table) -> pa.ChunkedArray:
             raise MessageError(f"column 'keys' has type {kind}: {INPUT_COLUMNS['keys']} is expected")
         if pc.list_flatten(table["keys"]).null_count:
             raise MessageError("an array of keys has a null in it: leave it out, with array_compact(keys) for instance")
+        _require_whole_keys(table)
         return pc.binary_join(pc.cast(table["keys"], pa.list_(pa.string())), KEY_SEPARATOR)
     return column_of(table, "keys", pa.string())
+
+
+def _require_whole_keys(table: pa.Table) -> None:
+    """Raise MessageError for a key of an array that would be two in the text of all, or none."""
+    keys = table["keys"].combine_chunks()
+    flat = pc.cast(pc.list_flatten(keys), pa.string())
+    wrong = pc.or_(pc.match_substring(flat, KEY_SEPARATOR), pc.equal(flat, ""))
+    if pc.any(wrong).as_py():
+        at = pc.index(wrong, True).as_py()
+        rows = pc.equal(arange(table.num_rows), pc.list_parent_indices(keys)[at])
+        raise MessageError(
+            f"key {flat[at].as_py()[:80]!r} in an array of keys cannot be found again: {KEY_RULE} "
+            f"({first_of(table, rows)})"
+        )
 
 
 def properties_of(table: pa.Table) -> pa.ChunkedArray:

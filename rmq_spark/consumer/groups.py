@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.placements import out_of_range
 from rmq_spark.config import nearest, require_time
-from rmq_spark.consumer.members import forget, heartbeats
+from rmq_spark.consumer.members import Heartbeat, forget, heartbeats
 from rmq_spark.errors import GroupNotFoundError, OffsetOutOfRangeError, OptionError
 from rmq_spark.message import TIMESTAMP, require_group_name, require_topic_name
 from rmq_spark.source.offsets import EARLIEST, LATEST, LATEST_OFFSET, JsonOffsets, Positions, Queue, given_positions
@@ -43,6 +43,7 @@ LAG_SCHEMA = pa.schema(
         ("owner", pa.string()),
         ("generation", pa.int64()),
         ("heartbeat_seconds", pa.float64()),
+        ("lease_seconds", pa.float64()),
     ]
 )
 _OF_PROGRESS = ("updated", "updated_by", "suspended_until", "owner", "generation")
@@ -87,7 +88,8 @@ class ConsumerGroup:
             messages and ``waiting`` messages (committed, but delayed or held for order), neither of which is in the
             lag; ``updated`` and ``updated_by``; ``suspended_until`` of a queue that an orderly listener has suspended;
             of a group of ``PushConsumer`` s the ``owner`` of the queue, its ``generation``, and ``heartbeat_seconds``
-            since the owner's newest heartbeat (null: it has none).
+            since the owner's newest heartbeat and its ``lease_seconds`` (null: it has no heartbeat). An owner with more
+            seconds than its lease is dead.
 
         Raises
         ------
@@ -102,7 +104,7 @@ class ConsumerGroup:
             queue = (row["topic"], row["queue_id"])
             row["pending"], row["waiting"] = open_messages.get(queue, (0, 0))
             row.update({name: known[queue][name] if queue in known else None for name in _OF_PROGRESS})
-            row["heartbeat_seconds"] = beats.get(row["owner"])
+            row["heartbeat_seconds"], row["lease_seconds"] = beats.get(row["owner"], (None, None))
         return pa.Table.from_pylist(found, schema=LAG_SCHEMA)
 
     def behind(self) -> pa.Table:
@@ -146,12 +148,18 @@ class ConsumerGroup:
             for queue in queues
         ]
 
-    def members(self) -> dict[str, float]:
-        """Return the members of the group and the seconds since each one's newest heartbeat: those of a
-        :class:`PushConsumer` or a :class:`PullConsumer`. One that was killed stays here for a few leases."""
-        now = self.log.machine.now()
-        beats = heartbeats(self.log.groups.table, self.name, now)
-        return {member: max(0.0, (now - beat).total_seconds()) for member, beat in sorted(beats.items())}
+    def members(self) -> dict[str, Heartbeat]:
+        """Return the members of the group and each one's newest heartbeat: those of a :class:`PushConsumer` or a
+        :class:`PullConsumer`.
+
+        Returns
+        -------
+        dict of str to Heartbeat
+            ``age_s`` and the member's own ``lease_s``, both in seconds, and ``is_alive``. A member that was killed
+            stays here for a few leases, and is not alive.
+        """
+        beats = heartbeats(self.log.groups.table, self.name, self.log.machine.now())
+        return dict(sorted(beats.items()))
 
     def _rows(self) -> pa.Table:
         rows = self.log.groups.rows(self.name)

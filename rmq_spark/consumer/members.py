@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from typing import NamedTuple
 
 import pyarrow.fs as pafs
 
@@ -41,6 +42,26 @@ def new_member_name(unique_id: str) -> str:
     """Return a name that no other member has or had: host, process and something unique (RocketMQ: ``clientId``)."""
     host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:64]
     return f"{host}@{os.getpid()}.{unique_id[:8]}"
+
+
+class Heartbeat(NamedTuple):
+    """The newest heartbeat of a member, for people to look at.
+
+    Attributes
+    ----------
+    age_s : float
+        Seconds since it was put: the store's clock then, and this machine's now.
+    lease_s : float
+        The member's own lease, in seconds, which the heartbeat names.
+    """
+
+    age_s: float
+    lease_s: float
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the member's lease lasts."""
+        return self.age_s <= self.lease_s
 
 
 @dataclass
@@ -231,11 +252,11 @@ def _is_forgotten(content: bytes, written: datetime | None, now: datetime | None
     return age_s > FORGOTTEN_LEASES * _lease(content, LEASE_S)
 
 
-def heartbeats(table: Table, group: str, now: datetime) -> dict[str, datetime]:
-    """Return when each member of a group put its newest heartbeat, by the store's clock: for people to look at. Members
-    that were killed so long ago that only the clean-up is missing are left out."""
+def heartbeats(table: Table, group: str, now: datetime) -> dict[str, Heartbeat]:
+    """Return the newest heartbeat of each member of a group. Members that were killed so long ago that only the
+    clean-up is missing are left out."""
     return {
-        member: written
+        member: Heartbeat(max(0.0, (now - written).total_seconds()), _lease(content, LEASE_S))
         for member, (content, written) in _read(table, _listed(table), group).items()
         if written is not None and not _is_forgotten(content, written, now)
     }

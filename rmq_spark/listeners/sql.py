@@ -31,6 +31,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
@@ -80,6 +81,7 @@ from rmq_spark.transaction import (
     Verdict,
     VerdictArray,
     decode_json,
+    message_name,
     normalize_verdicts,
     returned,
     rollback,
@@ -175,9 +177,10 @@ class HalfTransaction:
         table = self._all.table if columns is None else self._all.table.select(list(columns))
         return table.slice(self._start, self._length)
 
-    def decode(self, schema: str | pa.Schema) -> pa.Table:
-        """Return its messages' JSON bodies as columns; see :meth:`HalfBatch.decode`."""
-        return self._all.decode(schema, self._start, self._length)
+    def decode(self, schema: str | pa.Schema, on_error: str = "raise") -> pa.Table:
+        """Return its messages' JSON bodies as columns; see :meth:`HalfBatch.decode`. An error counts its own bodies
+        alone."""
+        return self._all.decode(schema, on_error, self._start, self._length)
 
 
 class _GroupedMessages:
@@ -185,19 +188,20 @@ class _GroupedMessages:
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
-        self._decoded: dict[str | pa.Schema, pa.Table | None] = {}
+        self._decoded: dict[tuple[str | pa.Schema, str], pa.Table | None] = {}
 
-    def decode(self, schema: str | pa.Schema, start: int, length: int) -> pa.Table:
+    def decode(self, schema: str | pa.Schema, on_error: str, start: int, length: int) -> pa.Table:
         # Decode once for all transactions: small ones would spend most of their time in a JSON reader each.
-        if schema not in self._decoded:
+        if (schema, on_error) not in self._decoded:
             try:
-                self._decoded[schema] = decode_json(self.table["body"], schema)
+                self._decoded[schema, on_error] = decode_json(self.table["body"], schema, on_error)
             except MessageError:
-                self._decoded[schema] = None
-        decoded = self._decoded[schema]
+                self._decoded[schema, on_error] = None
+        decoded = self._decoded[schema, on_error]
         if decoded is None:
             # A wrong body must fail for its own transaction, not for all.
-            return decode_json(self.table["body"].slice(start, length), schema)
+            mine = self.table.slice(start, length)
+            return decode_json(mine["body"], schema, on_error, partial(message_name, mine))
         return decoded.slice(start, length)
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.history import confirmed
+from rmq_spark.commitlog.history import rolled_back_again
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Kind, RowState, Who, ranges_of
 from rmq_spark.commitlog.undrained import Undrained
@@ -163,6 +163,8 @@ class _Seen:
     changed: set[str] = field(default_factory=set)
     """Those of them of which ``op`` has decided something since they were read."""
     maybe_quarantined: set[str] = field(default_factory=set)
+    reopened: set[str] = field(default_factory=set)
+    """Those that were reopened, and may be rolled back again."""
     times: dict[tuple[Queue, int], datetime] = field(default_factory=dict)
 
 
@@ -250,8 +252,8 @@ class LogWatch:
         if self._log_id != log.id or self._position > head:  # another log lies there now: all of it is new
             self._log_id, self._position, self._last_check = log.id, -1, None
         seen = _Seen(log, self._position, Undrained(self._log.another()))
-        # What was said before: a quarantine may be old, and so may the last answer of a check.
-        where = (pc.field("kind").isin([Kind.QUARANTINE.value, Kind.CHECK.value])) | (
+        # What was said before: a quarantine may be old, and so may a reopen and the last answer of a check.
+        where = (pc.field("kind").isin([Kind.QUARANTINE.value, Kind.REOPEN.value, Kind.CHECK.value])) | (
             pc.field("decided_by").isin(list(CHECKED_BY))
         )
         with log.lock:
@@ -261,9 +263,10 @@ class LogWatch:
         return seen
 
     def _note(self, seen: _Seen, rows: pa.Table) -> None:
-        """Remember what op rows say of quarantines and of checks."""
+        """Remember what op rows say of quarantines, reopens and checks."""
         quarantined = rows.filter(pc.equal(rows["kind"], Kind.QUARANTINE.value))
         seen.maybe_quarantined.update(pc.unique(quarantined["half_id"]).to_pylist())
+        seen.reopened.update(pc.unique(rows.filter(pc.equal(rows["kind"], Kind.REOPEN.value))["half_id"]).to_pylist())
         by_check = pc.fill_null(pc.is_in(rows["decided_by"], value_set=pa.array(CHECKED_BY)), False)
         answered = rows.filter(pc.or_(by_check, pc.equal(rows["kind"], Kind.CHECK.value)))
         newest = pc.max(answered["op_time"]).as_py()
@@ -283,7 +286,9 @@ class LogWatch:
         sums = deciding.group_by(["kind", "decided_by"], use_threads=False).aggregate([("count", "sum")])
         decided = Counter({(r["kind"], r["decided_by"] or ""): int(r["count_sum"]) for r in sums.to_pylist()})
         rolled_back = self._topics_of(seen.log, rows.filter(pc.equal(rows["kind"], Kind.ROLLBACK.value)))
-        rolled_back -= _topics_confirmed(seen.log, rows)
+        rolled_back -= _topics_again(seen, rows)
+        if end == head:  # what is settled by now needs another reopen first
+            seen.reopened.intersection_update(seen.log.open_half_ids())
         # Both move together: what is read twice after an exception would be counted twice.
         seen.position = self._position = end
         self._decided += decided
@@ -393,17 +398,18 @@ class LogWatch:
             new = later
 
 
-def _topics_confirmed(log: CommitLog, rows: pa.Table) -> Counter[str]:
-    """By topic, how many messages these op rows roll back again, because a person confirmed it to end a conflict."""
-    by_admin = pc.fill_null(pc.equal(rows["decided_by"], Who.ADMIN.value), False)
-    reopened = rows.filter(pc.and_(by_admin, pc.equal(rows["kind"], Kind.REOPEN.value)))
+def _topics_again(seen: _Seen, rows: pa.Table) -> Counter[str]:
+    """By topic, how many messages these op rows roll back that were rolled back before: a counter that counted them
+    twice would say more than there are."""
+    rolled_back = rows.filter(pc.equal(rows["kind"], Kind.ROLLBACK.value))
+    again = rolled_back.filter(pc.is_in(rolled_back["half_id"], value_set=pa.array(list(seen.reopened), pa.string())))
     found: Counter[str] = Counter()
-    for half_id in pc.unique(reopened["half_id"]).to_pylist()[:LOOKS_MAX]:
+    for half_id in pc.unique(again["half_id"]).to_pylist()[:LOOKS_MAX]:
         with suppress(TxmqError):  # it has left
-            record = log.get(half_id)
-            times = set(reopened.filter(pc.equal(reopened["half_id"], half_id))["op_time"].to_pylist())
-            for at, again in confirmed(record, log.state_of(record, refresh=False)):
-                for file_no, bits in again.items() if at in times else ():
+            record = seen.log.get(half_id)
+            times = set(again.filter(pc.equal(again["half_id"], half_id))["op_time"].to_pylist())
+            for at, named in rolled_back_again(seen.log.state_of(record, refresh=False)):
+                for file_no, bits in named.items() if at in times else ():
                     for segment in record.files[file_no].segments:
                         found[segment.topic] += bits.count(1, segment.first, segment.last + 1)
     return +found

@@ -53,7 +53,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "rocketmq_rollback_messages_total", "counter", ("topic",),
-        f"Messages that were rolled back, {START}; the topic is empty when the half batch has left",
+        f"Messages that were rolled back, each once, {START}; the topic is empty when the half batch has left",
     ),
     Metric(
         "rocketmq_messages_in_total", "counter", ("topic", "message_type", "is_system"),

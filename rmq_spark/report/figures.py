@@ -169,7 +169,8 @@ def settled_in(log: CommitLog, span: Span) -> pa.Table:
 
 def _settled(happened: Told) -> pa.Table:
     kinds = pa.array([Kind.COMMIT.value, Kind.ROLLBACK.value])
-    decisions = happened.events.filter(pc.is_in(happened.events["kind"], value_set=kinds))
+    decided = pc.and_(pc.is_in(happened.events["kind"], value_set=kinds), pc.greater(happened.events["standing"], 0))
+    decisions = happened.events.filter(decided)
     last = decisions.group_by("half_id", use_threads=False).aggregate([("at", "max")])
     found = last.join(happened.batches, "half_id", join_type="inner", use_threads=False)
     us = pc.subtract(pc.cast(found["at_max"], pa.int64()), pc.cast(found["prepared_at"], pa.int64()))

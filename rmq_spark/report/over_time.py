@@ -47,8 +47,9 @@ def throughput(log: CommitLog, span: Span) -> pa.Table:
 
 
 def verdicts(happened: Told, span: Span) -> pa.Table:
-    """Messages and half batches that got a verdict, by period."""
-    events = happened.events.filter(pc.greater(happened.events["messages"], 0))
+    """Messages and half batches that got a verdict, by period: the last one of each message."""
+    events = happened.events.drop_columns("messages").rename_columns({"standing": "messages"})
+    events = events.filter(pc.greater(events["messages"], 0))
     rolled_back = pc.equal(events["kind"], Kind.ROLLBACK.value)
     label = case(
         [

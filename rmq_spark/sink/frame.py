@@ -10,9 +10,14 @@ from rmq_spark.errors import MessageError
 from rmq_spark.message import INPUT_COLUMNS
 
 if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
+    from pyspark.sql.types import DataType, StructType
 
     from rmq_spark.commitlog.log import CommitLog
+
+
+KEY_TYPES = "a string, an integer or a date"
+NO_TEXTS = ("queue_id", "born_timestamp", "deliver_at", "delay_level")
+"""Columns of which no value is text."""
 
 
 def require_message_types(schema: StructType, topic: str | None, transaction_key: str | None) -> None:
@@ -34,16 +39,38 @@ def require_message_types(schema: StructType, topic: str | None, transaction_key
     }
     for f in schema.fields:
         if f.name == transaction_key and f.name not in allowed:
-            if isinstance(f.dataType, (T.StringType, T.IntegralType, T.DateType)):
-                continue
-            raise MessageError(
-                f"transactionKey {f.name!r} has type {f.dataType.simpleString()}: a string, an integer or a date is "
-                "expected; cast it"
-            )
-        if not isinstance(f.dataType, allowed[f.name]):
-            raise MessageError(
-                f"column {f.name!r} has type {f.dataType.simpleString()}: {INPUT_COLUMNS[f.name]} is expected; cast it"
-            )
+            fits, expected = isinstance(f.dataType, (T.StringType, T.IntegralType, T.DateType)), KEY_TYPES
+        else:
+            fits, expected = isinstance(f.dataType, allowed[f.name]) and _holds_text(f.dataType), INPUT_COLUMNS[f.name]
+        if not fits:
+            column = f"transactionKey {f.name!r}" if f.name == transaction_key else f"column {f.name!r}"
+            found = f.dataType.simpleString()
+            raise MessageError(f"{column} has type {found}: {expected} is expected; {_remedy(f.name, f.dataType)}")
+
+
+def _holds_text(kind: DataType) -> bool:
+    """Return False for an array of anything but strings, or a map from or to anything else."""
+    from pyspark.sql import types as T
+
+    if isinstance(kind, T.ArrayType):
+        return isinstance(kind.elementType, T.StringType)
+    return not isinstance(kind, T.MapType) or all(isinstance(k, T.StringType) for k in (kind.keyType, kind.valueType))
+
+
+def _remedy(name: str, kind: DataType) -> str:
+    """Return what makes a column right."""
+    from pyspark.sql import types as T
+
+    if name == "properties":
+        if isinstance(kind, T.MapType):
+            return f"cast({name} as map<string,string>)"
+        text = name if isinstance(kind, T.StringType) else f"to_json({name})"
+        return f"from_json({text}, 'map<string,string>')"
+    if name == "keys" and isinstance(kind, T.ArrayType) and isinstance(kind.elementType, T.AtomicType):
+        return f"cast({name} as array<string>)"
+    if name not in NO_TEXTS and isinstance(kind, (T.StructType, T.ArrayType, T.MapType, T.VariantType)):
+        return f"make JSON of it with to_json({name}): a cast would make text such as {{1, x}}, which nobody can parse"
+    return "cast it"
 
 
 def topics_for(log: CommitLog, columns: Sequence[str], topic: str | None) -> Mapping[str, int]:

@@ -259,6 +259,13 @@ BAD: dict[str, tuple[str, dict[str, str], str]] = {
     "no body": ("select 1 as keys", {}, "column 'body'"),
     "extra column": ("select 'x' as body, 1 as tag", {}, "did you mean 'tags'"),
     "wrong type": ("select 'x' as body, 1 as tags", {}, "string is expected"),
+    "struct body": ("select named_struct('a', 1, 'b', 'x') as body", {}, "make JSON of it with to_json(body)"),
+    "variant body": ("select parse_json('1') as body", {}, "make JSON of it with to_json(body)"),
+    "keys are numbers": ("select 'x' as body, array(1) as keys", {}, "cast(keys as array<string>)"),
+    "properties are numbers": (
+        "select 'x' as body, map('p', 1) as properties", {}, "cast(properties as map<string,string>)",
+    ),
+    "tag with a bar": ("select 'x' as body, 'a|b' as tags", {}, "tags 'a|b' is no tag, in 1 message"),
     "null body": ("select cast(null as string) as body", {}, "the body is null in"),
     "null key": ("select 'x' as body, cast(null as int) as k", {"transactionKey": "k"}, "transactionKey, is null in"),
     "body too large": ("select repeat('x', 4194305) as body", {}, "4194305 bytes"),
@@ -284,6 +291,53 @@ def test_bad_input_gets_a_named_error_and_nothing_is_visible(spark, log, case):
         write(spark.sql(sql), log, **options)
     assert expected in str(caught.value)
     assert log.read("orders").num_rows == 0
+
+
+def staged(log: txmq.CommitLog) -> list[str]:
+    return [file.name for file in Path(log.path, "half").glob("*.parquet")]
+
+
+@pytest.mark.parametrize("body", ["named_struct('a', id)", "array(id)", "map('a', id)", "parse_json('[1]')"])
+def test_what_an_error_advises_for_a_nested_body_can_be_sent_and_decoded(spark, log, body):
+    frame = spark.range(2).selectExpr(f"{body} as body")
+    with pytest.raises(Exception, match=r"make JSON of it with to_json\(body\)"):
+        write(frame, log)
+    write(frame.selectExpr("to_json(body) as body"), log)
+    assert all(json.loads(body) for body in log.read("orders", columns=["body"])["body"].to_pylist())
+
+
+def test_spark_refuses_partitions_and_buckets_of_a_batch_write_before_anything_is_staged(spark, log):
+    frame = spark.sql("select 'x' as body, 'k' as tags")
+    options = {"path": log.path, "topic": "orders", "producerGroup": "shop", "transactionListener": "none"}
+    writer = lambda: frame.write.format("txmq").mode("append").options(**options)  # noqa: E731
+    for refused, words in (
+        (lambda: writer().partitionBy("tags").save(), "partitioning"),
+        (lambda: writer().clusterBy("tags").save(), "clustering"),
+        (lambda: writer().bucketBy(2, "tags").save(), "bucketBy"),
+        (lambda: writer().sortBy("tags").save(), "sortBy"),
+    ):
+        with pytest.raises(Exception, match=words):
+            refused()
+    assert staged(log) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"topc": "orders"}, "unknown option 'topc' for format.*did you mean 'topic'"),
+        ({"maxPendingBatches": "many"}, "maxPendingBatches='many' is not a whole number"),
+        ({"replayCheckTimeout": "60"}, "is not a duration"),
+        ({"transactionPer": "mesage"}, "is not one of batch, message, key"),
+    ],
+)
+def test_an_option_of_a_stream_that_is_mistyped_stops_it_before_anything_is_staged(
+    log, numbers, tmp_path, options, words
+):
+    with pytest.raises(Exception, match=words):
+        send(numbers(1).drop("k"), log, tmp_path / "cp", **options)
+    assert staged(log) == []
+    send(numbers(1).drop("k"), log, tmp_path / "cp")
+    assert bodies(log) == list(range(20)), "with the right options the query goes on from its checkpoint"
 
 
 def test_overwrite_is_refused(spark, log):

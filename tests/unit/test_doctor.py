@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from typer.testing import CliRunner
 
-from rmq_spark.cli import doctor, doctor_log, doctor_machine
+from rmq_spark.cli import app, doctor, doctor_log, doctor_machine
 from rmq_spark.cli.doctor_log import LogDoctor
 from rmq_spark.cli.doctor_machine import java_home, java_version, look_at_machine
 from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.consumer.groups import ConsumerGroup
+from rmq_spark.consumer.members import Members
 from rmq_spark.errors import StorageError, VerdictConflictError
 from rmq_spark.report.finding import Finding, Level, worst
 from rmq_spark.storage.clock import StoreClock
-from tests.commands import objects, txmq
+from tests.commands import objects, txmq, words
 from tests.half_batches import commit, header_of, pending, prepare, rewrite_half
 
 
@@ -90,14 +94,135 @@ def test_a_log_that_cannot_be_opened_is_a_finding(log: CommitLog, tmp_path: Path
 
 def test_the_configuration_says_how_often_is_checked_and_who_answers(log: CommitLog, tmp_path: Path) -> None:
     file = tmp_path / "txmq.toml"
-    file.write_text('path = "x"\n[check]\ntransactionCheckInterval = "5s"\n[listeners]\nbank = "a:b"\n')
+    listener = 'listener_modules = ["rmq_spark"]\n[listeners]\nbank = "rmq_spark.listener:CommitOncePrepared"\n'
+    file.write_text(f'path = "x"\n{listener}[check]\ntransactionCheckInterval = "5s"\n')
     prepare(log, 0, group="shop")
     rows = {row["check"]: row for row in objects("doctor", code=doctor.WARNINGS)}
-    assert "1 listener, checks every 5 s" in rows["configuration"]["what"]
+    assert "1 listener (looked for, not run), checks every 5 s" in rows["configuration"]["what"]
     assert "no listener in the configuration for pending half batches of shop" in rows["listeners"]["what"]
     file.write_text("[chek]\n")
     rows = {row["check"]: row for row in objects("doctor", code=doctor.WARNINGS)}
     assert "did you mean 'check'?" in rows["configuration"]["what"]
+
+
+# ---------------------------------------------------------------- the check job's configuration
+MODULES = {
+    "shop/__init__.py": "",
+    "shop/orders.py": "from rmq_spark.listener import CommitOncePrepared\n\nclass Answers(CommitOncePrepared):\n"
+    "    answer: str = ''\n\n    class Inner(CommitOncePrepared):\n        pass\n\nlistener = Answers()\n",
+    "shop/chosen.py": "try:\n    import no_such_package\nexcept ImportError:\n    from shop.orders import listener\n",
+    "shop/dynamic.py": "from shop.orders import *\n",
+    "shop/lazy.py": "def __getattr__(name):\n    from shop.orders import listener\n    return listener\n",
+    "shop/wrong.py": "listener = Answers(\n",
+    "shop/needy.py": "import no_such_package.sub\nlistener = 1\n",
+    "shop/empty.py": "listeners = 1\n",
+    "shop/alias.py": "import rmq_spark.testing as listener\n",
+    "shop/nested.py": "class Shop:\n    orders = 1\n",
+    "plain.py": "listener = 1\n",
+    "broken/__init__.py": "from no_such_package import something\n",
+    "broken/orders.py": "listener = 1\n",
+}
+
+
+def job(path: str, *, allowed: str = "", group: str = "shop", more: str = "") -> str:
+    """A configuration with one listener."""
+    return (
+        f'path = "log"\nlistener_modules = ["{allowed or path.partition(":")[0].partition(".")[0]}"]\n'
+        f'[listeners]\n"{group}" = "{path}"\n[drain]\nevery = "0s"\n[maintenance]\ninterval = "0s"\n{more}'
+    )
+
+
+@pytest.fixture
+def shop(log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a commit log and modules, each of which leaves a trace when it is run."""
+    for name, text in MODULES.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"open('ran', 'a').write({name!r})\n{text}")
+    monkeypatch.delenv("TXMQ_PATH")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("shop", "plain", "broken")]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+def said_of(text: str) -> dict[str, str]:
+    """What doctor says of a configuration, by level."""
+    Path("txmq.toml").write_text(text)
+    result = CliRunner().invoke(app, ["doctor", "log", "--json"])
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert not Path("ran").exists(), "nothing is run"
+    return {row["level"]: row["what"] for row in rows if row["check"] == "configuration"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            job("nowhere:listener"),
+            "[listeners] 'shop': listener 'nowhere:listener': module 'nowhere' cannot be imported",
+        ),
+        (job("shop.nowhere:listener"), "module 'shop.nowhere' cannot be imported here"),
+        (job("plain.nowhere:listener"), "module 'plain.nowhere' cannot be imported here"),
+        (job("shop.wrong:listener"), "SyntaxError"),
+        (job("shop.needy:listener"), "needs the module no_such_package: install that"),
+        (job("broken.orders:listener"), "needs the module no_such_package: install that"),
+        (job("shop.empty:listener"), "'shop.empty' has no 'listener'"),
+        (job("shop.nested:Shop.returns"), "'shop.nested' has no 'Shop.returns'"),
+        (job("shop.alias:listener"), "goes through the module"),
+        (job("shop.orders:listener", allowed="other"), "is outside the allowed modules (other)"),
+        (job("shop.orders:listener()"), "is not 'module:attribute'"),
+        (job("shop.orders:listener", group="a shop"), "[listeners] 'a shop': "),
+        (job("shop.orders:listener", more='[check]\ndiscardPolicy = "quarantin"\n'), "did you mean 'quarantine'?"),
+        (job("shop.orders:listener", more='[check]\ndiscardPolicy = "shop.empty:policy"\n'), "[check] discardPolicy: "),
+        ("", "path is missing"),
+    ],
+)
+def test_what_the_check_job_refuses_of_its_configuration_doctor_tells_and_runs_nothing(
+    shop: Path, text: str, expected: str
+) -> None:
+    """It said ok where the job ended with 2, as a listener could not be imported."""
+    said = said_of(text)
+    assert expected in said.get("warning", "")
+    assert "ok" not in said
+    assert expected in words(txmq("check", "--once", code=2)[1])
+
+
+@pytest.mark.parametrize("path", ["shop.orders:listener", "shop.orders:Answers", "shop.orders:Answers.Inner"])
+def test_a_listener_that_is_there_is_found(shop: Path, path: str) -> None:
+    said = said_of(job(path))
+    assert set(said) == {"ok"}
+    assert "1 listener (looked for, not run), checks every 60 s" in said["ok"]
+    txmq("check", "--once")
+
+
+def test_listeners_that_the_environment_names_are_looked_for(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TXMQ_PATH", "log")
+    monkeypatch.setenv("TXMQ_LISTENERS", '{"shop": "shop.nowhere:listener"}')
+    monkeypatch.setenv("TXMQ_LISTENER_MODULES", '["shop"]')
+    (row,) = [row for row in objects("doctor", code=doctor.WARNINGS) if row["check"] == "configuration"]
+    assert row["what"].startswith("the environment: [listeners] 'shop': listener 'shop.nowhere:listener'")
+
+
+@pytest.mark.parametrize("path", ["shop.dynamic:listener", "shop.lazy:listener", "shop.orders:listener.fence_id"])
+def test_what_only_running_a_module_would_tell_is_said(shop: Path, path: str) -> None:
+    said = said_of(job(path))
+    assert f"listener {path!r}: only running" in said["note"]
+    assert "warning" not in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "package", "extra"),
+    [("[metrics]\nport = 5557\n", "prometheus_client", "metrics"), ("[drain]\nexecutors = true\n", "pyspark", "spark")],
+)
+def test_a_package_that_a_setting_needs_is_looked_for(
+    shop: Path, monkeypatch: pytest.MonkeyPatch, setting: str, package: str, extra: str
+) -> None:
+    text = 'path = "log"\n' + setting
+    assert set(said_of(text)) == {"ok"}
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f"with its extra {extra}" in said_of(text)["warning"]
 
 
 # ---------------------------------------------------------------- the store
@@ -211,6 +336,33 @@ def test_upkeep_that_is_behind_is_told(log: CommitLog, monkeypatch: pytest.Monke
     monkeypatch.setattr(doctor_log, "HALF_FILES", 0)
     assert bad(log) == {"files": "warning"}
     assert found(log)["files"].remedy == "txmq maintain"
+
+
+@pytest.mark.parametrize(
+    ("lease_s", "age_s", "is_dead"),
+    [(120.0, 0.0, False), (120.0, 100.0, False), (120.0, 130.0, True), (2.0, 1.0, False), (2.0, 5.0, True)],
+)
+def test_the_death_of_a_member_is_judged_by_its_own_lease(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch, lease_s: float, age_s: float, is_dead: bool
+) -> None:
+    """It was 30 s for all, and a heartbeat of this moment was taken for none."""
+    commit(log, prepare(log, 0))
+    group = ConsumerGroup(log, "points")
+    group.reset("earliest", ["orders"])
+    generation = log.groups.places("points")[("orders", 0)].generation
+    assert log.groups.claim("points", "host@1.a", {("orders", 0): generation}, {}, "test", take_over=True)
+    Members(log.groups.table, "points", "host@1.a", ["orders"], lease_s, 0.1).beat()
+    (beat,) = Path(log.path).rglob("groups/_members/points/host@1.a")
+    now = datetime.fromtimestamp(beat.stat().st_mtime + age_s, timezone.utc)
+    monkeypatch.setattr(type(log.machine), "now", lambda self: now)
+    assert group.members()["host@1.a"] == (pytest.approx(age_s, abs=1e-3), lease_s)
+    assert group.members()["host@1.a"].is_alive is not is_dead
+    assert found(log)["groups"].level is (Level.WARNING if is_dead else Level.OK)
+    assert objects("group", "list")[0]["members"] == (0 if is_dead else 1)
+    (row,) = objects("group", "members", "points")
+    assert (row["lease_seconds"], row["alive"]) == (lease_s, not is_dead)
+    (queue,) = [row for row in group.lag().to_pylist() if row["owner"]]
+    assert queue["lease_seconds"] == lease_s
 
 
 def test_queues_of_a_dead_member_and_dead_letters_are_told(log: CommitLog) -> None:

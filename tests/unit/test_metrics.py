@@ -150,6 +150,25 @@ def test_a_rollback_that_a_person_confirms_is_counted_once(log: CommitLog, who: 
     assert watch.look().rolled_back == {"orders": 5}
 
 
+@pytest.mark.parametrize("looks", [1, 2])
+def test_the_rollbacks_of_a_crashed_and_replayed_half_batch_are_counted_once(log: CommitLog, looks: int) -> None:
+    watch = LogWatch(log)
+    replayed, asked_again, resumed = (prepare(log, n, 5) for n in range(3))
+    roll_back(log, replayed, who=Who.CHECK)
+    roll_back(log, asked_again, who=Who.DISCARD)
+    log.quarantine(resumed, 1, pending(log, resumed), Who.DISCARD, "too often")
+    assert looks == 1 or watch.look().rolled_back == {"orders": 10}
+    log.reopen(replayed, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "it never happened")
+    log.reopen(asked_again, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
+    log.resume(resumed.half_id)
+    assert looks == 1 or watch.look().rolled_back == {"orders": 10}
+    for record, attempt in ((replayed, 2), (asked_again, 1), (resumed, 1)):
+        roll_back(log, record, attempt)
+    found = watch.look()
+    assert found.rolled_back == {"orders": 15}
+    assert found.decided[("rollback", "execute")] == 15, "verdicts are counted each"
+
+
 def test_a_quarantine_and_an_answer_from_before_are_found(log: CommitLog) -> None:
     record = prepare(log, 0, 3, group="shop")
     assert LogWatch(log).look().last_check is None

@@ -8,9 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyspark.sql import types as T
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog.half import HalfWriter
+from rmq_spark.commitlog.incoming import column_of
 from rmq_spark.config import Options, parse_duration
 from rmq_spark.errors import (
     CorruptLogError,
@@ -24,6 +26,7 @@ from rmq_spark.errors import (
 )
 from rmq_spark.listener import load_listener
 from rmq_spark.message import Message, to_table
+from rmq_spark.sink.frame import require_message_types
 from rmq_spark.sink.given import message_list
 from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
 from rmq_spark.source.offsets import from_json
@@ -83,6 +86,56 @@ def test_what_is_no_list_of_messages_is_not_taken_for_one(given: Any) -> None:
 def test_a_message_with_a_value_of_another_kind_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(MessageError, match=words):
         Message(**{"topic": "orders", "body": b"x", **given})
+
+
+NESTED = {
+    "struct<a:int,b:string>": T.StructType([T.StructField("a", T.IntegerType()), T.StructField("b", T.StringType())]),
+    "array<int>": T.ArrayType(T.IntegerType()),
+    "map<string,int>": T.MapType(T.StringType(), T.IntegerType()),
+    "variant": T.VariantType(),
+}
+
+
+def frame_schema(name: str, kind: T.DataType) -> T.StructType:
+    fields = {"body": T.StructField("body", T.StringType()), name: T.StructField(name, kind)}
+    return T.StructType(list(fields.values()))
+
+
+@pytest.mark.parametrize("kind", NESTED)
+@pytest.mark.parametrize("name", ["body", "tags", "keys", "sharding_key", "order"])
+def test_a_nested_column_is_told_to_become_json_and_not_to_be_cast(kind: str, name: str) -> None:
+    """A cast of {"a": 1, "b": "x"} gives the text {1, x}, which nobody can take apart."""
+    key = "order" if name == "order" else None
+    with pytest.raises(MessageError) as caught:
+        require_message_types(frame_schema(name, NESTED[kind]), "orders", key)
+    said = str(caught.value)
+    if (name, kind) == ("keys", "array<int>"):
+        assert said.endswith("string or array<string> is expected; cast(keys as array<string>)")
+    else:
+        assert f"{name!r} has type {kind}: " in said
+        assert f"make JSON of it with to_json({name})" in said
+        assert "; cast it" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("body", T.LongType(), "cast it"),
+        ("tags", T.BinaryType(), "cast it"),
+        ("properties", NESTED["map<string,int>"], r"cast\(properties as map<string,string>\)"),
+        ("properties", NESTED["struct<a:int,b:string>"], r"from_json\(to_json\(properties\), 'map<string,string>'\)"),
+        ("properties", T.StringType(), r"from_json\(properties, 'map<string,string>'\)"),
+    ],
+)
+def test_a_column_of_another_type_is_told_what_makes_it_right(name: str, kind: T.DataType, words: str) -> None:
+    with pytest.raises(MessageError, match=words):
+        require_message_types(frame_schema(name, kind), "orders", None)
+
+
+@pytest.mark.parametrize("body", [[{"a": 1}], [["x"]], pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))])
+def test_a_nested_body_of_an_arrow_table_is_told_to_become_json(body: Any) -> None:
+    with pytest.raises(MessageError, match=r"make JSON of each value, with json\.dumps for instance"):
+        column_of(pa.table({"body": body}), "body", pa.binary())
 
 
 def test_a_message_of_every_allowed_kind_is_stored_as_it_is() -> None:

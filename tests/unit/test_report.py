@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from rmq_spark import plots
 from rmq_spark.cli import app
-from rmq_spark.commitlog.half_store import HalfStore
+from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.trace import Trace, TraceEvent, TraceKind
@@ -96,13 +97,53 @@ def test_a_rollback_that_a_person_confirms_is_counted_once_before_and_after_upke
         log.resolve(record.half_id, ROLLBACK_MESSAGE, "it never happened")
     prepare(log, 4, 1)  # so that none is the last one of its application
     before = figures_of(log)
-    assert before.rolled_back == 5 + 5 + 5
-    assert by(before.verdicts, "verdict", "messages")[over_time.BY_CHECK] == 5 + 2
+    assert by(before.verdicts, "verdict", "messages") == {over_time.ROLLED_BACK: 5 + 5 + 5}, "the last word counts"
     let_leave(log)
     assert log.another().half.counted().num_rows == 1
     after = figures_of(log)
     assert after.verdicts.to_pylist() == before.verdicts.to_pylist()
     assert after.settled == before.settled == 3
+
+
+@pytest.mark.parametrize("verdict", ["commit", "rollback"])
+def test_a_transaction_counts_by_its_last_verdict_whatever_a_replay_or_a_person_took_back(verdict: str) -> None:
+    """A crashed batch that a check rolled back, and whose replay was refused, had its messages rolled back twice."""
+    log = InMemoryCommitLog(topics={"orders": 2})
+    replayed, asked_again, resumed, pending_again = (prepare(log, n, 5, per="message") for n in (1, 2, 3, 4))
+    in_part, rest = split(pending_rows(log, replayed), every=2)
+
+    def settle(record: HalfRecord, attempt: int) -> None:
+        log.decide(record, attempt, **{verdict: pending_rows(log, record, attempt)}, who=Who.EXECUTE)
+
+    log.decide(replayed, 1, rollback=rest, who=Who.EXECUTE)
+    for attempt in (1, 2):
+        log.decide(replayed, attempt, rollback=in_part, who=Who.CHECK)
+        log.reopen(replayed, attempt, (RowState.ROLLED_BACK_BY_CHECK,), attempt + 1, Who.EXECUTE, "it never happened")
+    settle(replayed, 3)
+    roll_back(log, asked_again, who=Who.DISCARD)
+    log.reopen(asked_again, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
+    settle(asked_again, 1)
+    log.quarantine(resumed, 1, pending_rows(log, resumed), Who.DISCARD, "too often")
+    log.resume(resumed.half_id)
+    settle(resumed, 1)
+    roll_back(log, pending_again, who=Who.CHECK)
+    log.reopen(pending_again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "it never happened")
+    before = figures_of(log)
+    word = {"commit": over_time.COMMITTED, "rollback": over_time.ROLLED_BACK}[verdict]
+    expected = Counter({over_time.ROLLED_BACK: 3})
+    expected[word] += 2 + 5 + 5
+    assert by(before.verdicts, "verdict", "messages") == expected
+    assert (before.rolled_back, before.pending_messages, before.settled) == (expected[over_time.ROLLED_BACK], 5, 3)
+    assert by(before.checks, "verdict", "batches") == {over_time.ROLLED_BACK: 2, over_time.BY_POLICY: 2}
+    settle(pending_again, 2)
+    prepare(log, 9, 1)  # so that none is the last one of its application
+    before = figures_of(log)
+    let_leave(log)
+    assert log.another().half.counted().num_rows == 1
+    after = figures_of(log)
+    assert by(after.verdicts, "verdict", "messages") == expected + Counter({word: 5})
+    assert after.verdicts.to_pylist() == before.verdicts.to_pylist()
+    assert after.settled == before.settled == 4
 
 
 def test_verdicts_are_told_apart() -> None:

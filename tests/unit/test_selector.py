@@ -5,18 +5,21 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rmq_spark.errors import OptionError
-from rmq_spark.message import PROPERTIES
+from rmq_spark.commitlog.half import HalfWriter
+from rmq_spark.errors import MessageError, OptionError
+from rmq_spark.message import PROPERTIES, Message
 from rmq_spark.selector import SELECTOR_CHARS_MAX, parse_selector, parse_tags, tag_selector
 from rmq_spark.selector.grammar import DEPTH_MAX
 from rmq_spark.selector.tree import And, Compare, Property
+from tests.half_batches import header_of
 
 NOW_MS = 1_700_000_000_000
 Row = Mapping[str, str]
@@ -310,6 +313,66 @@ def test_tags_are_a_selector_too() -> None:
     assert wanted is not None
     assert wanted.at(0).columns == ["tags"]
     assert wanted.at(0).keeps(rows_of([{"TAGS": "b"}, {"TAGS": "c"}, {}])).to_pylist() == [True, False, False]
+
+
+BLANKS = [chr(n) for n in range(0x110000) if chr(n).isspace()]
+TAGS = st.text(st.sampled_from(["a", "B", "é", "|", "*", " ", "-", "'", "\u200b", "\x00", *BLANKS]), max_size=4)
+WRITER = HalfWriter(header_of(0), {"orders": 1}, "orders", None)
+
+
+def is_accepted(make: Callable[[], object]) -> bool:
+    with suppress(MessageError):
+        make()
+        return True
+    return False
+
+
+@given(st.lists(TAGS | st.text(max_size=6), min_size=1, max_size=5, unique=True))
+@settings(deadline=None)
+def test_every_tag_that_is_accepted_selects_its_messages_and_no_other_and_all_doors_agree(tags: list[str]) -> None:
+    accepted = [tag for tag in tags if is_accepted(lambda tag=tag: Message("orders", b"x", tags=tag))]
+    for tag in tags:
+        assert is_accepted(lambda tag=tag: WRITER.normalize(pa.table({"body": ["x"], "tags": [tag]}))) == (
+            tag in accepted
+        )
+    rows = rows_of([{"TAGS": tag} for tag in accepted] + [{}])
+    for tag in accepted:
+        assert parse_tags(tag) == (tag,)
+        wanted = tag_selector(parse_tags(tag))
+        assert wanted is not None
+        assert wanted.at(0).keeps(rows).to_pylist() == [other == tag for other in accepted] + [False]
+    if accepted:
+        assert parse_tags(" || ".join(accepted)) == tuple(accepted)
+
+
+@pytest.mark.parametrize("tag", ["a|b", "a||b", "|", " a", "a ", "a\u00a0", "\na", "", " ", "*"])
+def test_a_tag_to_which_nobody_could_subscribe_is_refused_with_its_row(tag: str) -> None:
+    assert not is_accepted(lambda: Message("orders", b"x", tags=tag))
+    rows = pa.table({"body": ["0", "1", "2", "3"], "tags": ["TagA", None, tag, tag], "keys": ["k0", "k1", "k2", "k3"]})
+    for table in (rows, rows.slice(1), rows.set_column(1, "tags", rows["tags"].dictionary_encode())):
+        with pytest.raises(MessageError) as caught:
+            WRITER.normalize(table)
+        at = table["keys"].to_pylist().index("k2")
+        assert f"tags {tag!r} is no tag, in 2 messages (the first is row {at} of its Arrow batch" in str(caught.value)
+        assert "keys 'k2'" in str(caught.value)
+    assert WRITER.normalize(rows.slice(0, 2))["tags"].to_pylist() == ["TagA", None]
+
+
+def test_tags_with_blanks_within_or_of_any_script_are_accepted() -> None:
+    for tag in ("Tag A", "*a", "täg-1_%.:/", "\u4e2d\u6587", "a'b"):
+        assert is_accepted(lambda tag=tag: Message("orders", b"x", tags=tag))
+        assert WRITER.normalize(pa.table({"body": ["x"], "tags": [tag]}))["tags"].to_pylist() == [tag]
+
+
+@pytest.mark.parametrize("keys", [["order 1"], ["a", ""], ["a", " b"]])
+def test_one_of_several_keys_with_a_blank_in_it_is_refused_for_it_would_be_two(keys: list[str]) -> None:
+    with pytest.raises(MessageError, match="blanks separate keys"):
+        Message("orders", b"x", keys=keys)
+    for offset in (0, 1):
+        rows = pa.table({"body": ["0", "1", "2"], "keys": [["x"], None, keys], "tags": ["A", "B", "C"]}).slice(offset)
+        with pytest.raises(MessageError, match=rf"blanks separate keys.*row {2 - offset} of its.*tags 'C'"):
+            WRITER.normalize(rows)
+    assert Message("orders", b"x", keys="order 1").keys_text == "order 1", "these are two keys"
 
 
 # ---------------------------------------------------------------- against a slow evaluator, a row at a time

@@ -245,7 +245,8 @@ def json_bodies(rng: random.Random) -> bool:
         )
     types = ("long", "string", "double", "array<string>", "decimal(10,2)", "decimal(99,9)", "date", "map<a,b>", "")
     schema = f"a {rng.choice(types)}" if rng.random() < 0.8 else text(rng)
-    ok, table = attempt(lambda: decode_json(pa.chunked_array([bodies]), schema))
+    on_error = rng.choice(("raise", "null", "null", text(rng)))
+    ok, table = attempt(lambda: decode_json(pa.chunked_array([bodies]), schema, on_error))
     require(not ok or (table is not None and table.num_rows == len(bodies)), f"{bodies} as {schema!r}: {table}")
     return ok
 
