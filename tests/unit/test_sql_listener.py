@@ -258,6 +258,26 @@ def test_check_answers_each_transaction_for_itself(url: sa.URL, fence: str) -> N
     assert verdicts(orders_listener.check_local_transaction(old)) == [COMMIT, ROLLBACK, ROLLBACK]
 
 
+@pytest.mark.parametrize("per_transaction", [False, True])
+def test_a_refusal_and_its_reason_are_on_record(url: sa.URL, fence: str, per_transaction: bool) -> None:
+    why = {"b": "na\u00efve \U0001f643 reason", "c": "x" * 300}
+
+    def work(_: Any, asked: Any) -> Any:
+        if not per_transaction:
+            return asked.verdicts(rollback=why)
+        if (key := asked.transaction_key) in why:
+            raise Rollback(why[key])
+        return None
+
+    refusing = listener(url, work, per_transaction=per_transaction)
+    executed = refusing.execute_local_transaction(half_batch(fence, ["a", "b", "c"], per="key"))
+    later = refusing.check_local_transaction(half_batch(fence, ["a", "b", "c", "d"], per="key", age=OLD))
+    assert [v.reason for v in executed.each(3)] == [None, why["b"], "x" * 199 + "\u2026"]
+    said = [(str(v.state), v.reason, v.refused) for v in later.each(4)]
+    assert said[:3] == [(COMMIT, None, False), (ROLLBACK, why["b"], True), (ROLLBACK, "x" * 199 + "\u2026", True)]
+    assert (said[3][0], said[3][2]) == (ROLLBACK, False)
+
+
 def test_thousands_of_keys_are_executed_and_checked(url: sa.URL, fence: str) -> None:
     keys = [f"k{i}" for i in range(5_000)]
     refused = set(keys[::7])
