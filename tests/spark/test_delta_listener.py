@@ -130,33 +130,6 @@ def test_a_half_batch_of_the_same_name_in_another_log_is_another_one(spark: Any,
     assert stored(spark, table) == ["one", "two"]
 
 
-def test_what_was_executed_before_marks_named_the_log_is_known(spark: Any, table: str) -> None:
-    gold = listener(spark, table)
-    assert gold.execute_local_transaction(half_batch(gold.fence_id)) == COMMIT_MESSAGE
-    assert gold.check_local_transaction(half_batch(gold.fence_id, age=OLD, log_id="one")) == COMMIT_MESSAGE
-
-
-@pytest.mark.parametrize("work", [append, pytest.param(merge, marks=pytest.mark.long)])
-def test_a_tombstone_fences_a_late_execute_but_not_the_next_attempt(spark: Any, table: str, work: Any) -> None:
-    gold = listener(spark, table, work)
-    young = half_batch(gold.fence_id)
-    assert gold.check_local_transaction(young) == UNKNOWN
-    assert young.reason == "the table has no commit of it yet, and rollback_after (60 s) is not over"
-    assert len(log_actions(table, "commitInfo")) == 1, "a young half batch gets no tombstone"
-
-    old = half_batch(gold.fence_id, age=OLD)
-    assert verdict_of(gold.check_local_transaction(old)).state == ROLLBACK_MESSAGE
-    assert [(v, t["appId"], t["version"]) for v, t in log_actions(table, "txn")] == [(1, "txmq:app-7:1", 1)]
-    assert [v for v, _ in log_actions(table, "add")] == [], "a tombstone adds no file"
-    with pytest.raises(FencedError, match="came too late: a check has put a tombstone"):
-        gold.execute_local_transaction(old)
-    assert stored(spark, table) == []
-    assert verdict_of(gold.check_local_transaction(old)).state == ROLLBACK_MESSAGE
-
-    assert gold.execute_local_transaction(half_batch(gold.fence_id, attempt=2)) == COMMIT_MESSAGE
-    assert stored(spark, table) == ["a", "b"]
-
-
 def test_a_tombstone_that_comes_while_work_runs_wins_over_its_commit(spark: Any, table: str) -> None:
     checker = listener(spark, table)
 
