@@ -111,6 +111,7 @@ class MemoryTable:
         self, name: str, schema: pa.Schema, machine: Machine = MACHINE, versions: _Versions | None = None
     ) -> None:
         self.name, self.schema, self.folder = name, schema, name
+        self.history_s = 0.0  # nobody can go back to an older version
         self.machine = machine
         self.lock = machine.lock()
         self.fs: Any = _Files(machine)
@@ -163,6 +164,9 @@ class MemoryTable:
 
     def transaction_version(self, app_id: str) -> int | None:
         return self._state.transactions.get(app_id)
+
+    def changed_by_others(self, since: int) -> str | None:
+        return None  # nobody else can reach it
 
     def write(
         self,
@@ -223,7 +227,8 @@ class MemoryTable:
                     **bounds_of(self.name, f.stats),
                 }
             transactions = {**self._state.transactions, **change.transactions}
-            self._versions.removed.update(dict.fromkeys(change.remove, self.machine.time()))
+            removed_s = self.machine.time() - change.removed_earlier_s
+            self._versions.removed.update(dict.fromkeys(change.remove, removed_s))
             self._versions.head = _State(self._state.version + 1, files, transactions)
         return True
 

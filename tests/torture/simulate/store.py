@@ -189,6 +189,7 @@ class SimulatedTable:
         content: Content | None = None,
     ) -> None:
         self.name, self.schema, self.folder = name, schema, name
+        self.history_s = 0.0
         self.fs: Any = files
         self.machine = machine
         self.lock = machine.lock()
@@ -248,6 +249,10 @@ class SimulatedTable:
     def removed_since(self, age_s: float | None = None) -> set[str]:
         now = self._scheduler.wall_s()
         return {path for path, at in self.content.removed.items() if age_s is None or now - at < age_s}
+
+    def changed_by_others(self, since: int) -> str | None:
+        before, now = self.content.versions[since], self._state
+        return None if before.files == now.files else f"changed files ({now.name})"
 
     def transaction_version(self, app_id: str) -> int | None:
         self._scheduler.interleave()
@@ -373,7 +378,7 @@ class SimulatedTable:
             content.below_head.append((version, change))
             return True
         content.versions.append(self.next_state(head, change))
-        content.removed.update(dict.fromkeys(change.remove, self._scheduler.wall_s()))
+        content.removed.update(dict.fromkeys(change.remove, self._scheduler.wall_s() - change.removed_earlier_s))
         return True
 
     def next_state(self, head: State, change: Change) -> State:
