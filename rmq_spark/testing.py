@@ -27,6 +27,7 @@ from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import DataFile, RowRange, read_range, write_table
+from rmq_spark.storage.others import Changed
 from rmq_spark.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema, bounds_of, compare_and_set
 
 __all__ = ["InMemoryCommitLog", "MemoryTable"]
@@ -165,7 +166,7 @@ class MemoryTable:
     def transaction_version(self, app_id: str) -> int | None:
         return self._state.transactions.get(app_id)
 
-    def changed_by_others(self, since: int) -> str | None:
+    def changed_by_others(self, since: int) -> Changed | None:
         return None  # nobody else can reach it
 
     def write(

@@ -6,7 +6,7 @@ Only the outcome counts: a RESTORE that puts back all that was there leaves no d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -56,13 +56,15 @@ class Snapshot:
         Their names and types, as JSON, and those by which the table is partitioned.
     properties : mapping of str to str
     protocol : str
-        The versions of the protocol, and its features.
+        Its versions, for readers and for writers.
+    features : frozenset of str
     """
 
     files: Mapping[str, Mapping[str, Any]]
     columns: str
     properties: Mapping[str, str]
     protocol: str
+    features: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,28 @@ def told(entries: Sequence[Entry]) -> str:
     return "; ".join(map(str, entries[:NAMED_MAX])) + more
 
 
-def differences(before: Snapshot, after: Snapshot, entries: Sequence[Entry]) -> list[str]:
-    """Return what other writers did, each as the end of a sentence that begins "another writer"; none when the table
-    is as it was.
+@dataclass(frozen=True)
+class Changed:
+    """What other writers changed.
+
+    Attributes
+    ----------
+    said : str
+        The end of a sentence that begins "another writer": what, and whose commits it was.
+    restorable : bool
+        Whether a RESTORE undoes it. It puts back files by their paths, columns, properties and the protocol; it knows
+        neither statistics nor applications' versions.
+    features : frozenset of str
+        Features that the table has now, and with which delta-rs cannot write, so that it cannot RESTORE either.
+    """
+
+    said: str
+    restorable: bool
+    features: frozenset[str] = frozenset()
+
+
+def changes(before: Snapshot, after: Snapshot, entries: Sequence[Entry]) -> Changed | None:
+    """Return what other writers changed; None when the table is as it was.
 
     Parameters
     ----------
@@ -120,11 +141,12 @@ def differences(before: Snapshot, after: Snapshot, entries: Sequence[Entry]) -> 
     found: list[str] = []
     both = before.files.keys() & after.files.keys()
     deleted_in = deletion_vectors(entries) & after.files.keys()
+    other_said = {path for path in both if before.files[path] != after.files[path]}
     for files, said in (
         (after.files.keys() - both, "added"),
         (before.files.keys() - both, "took out"),
         (deleted_in, "deleted rows, by deletion vectors, of"),
-        ({path for path in both if before.files[path] != after.files[path]}, "gave other statistics to"),
+        (other_said, "gave other statistics to"),
     ):
         if files:
             found.append(f"{said} {count_of(len(files), 'file')} ({_named(files)})")
@@ -132,12 +154,16 @@ def differences(before: Snapshot, after: Snapshot, entries: Sequence[Entry]) -> 
         found.append("changed its columns")
     if changed := _changed(before.properties, after.properties):
         found.append(f"changed its properties ({_named(changed)})")
-    if before.protocol != after.protocol:
-        found.append(f"changed its protocol from {before.protocol} to {after.protocol}")
+    if (before.protocol, before.features) != (after.protocol, after.features):
+        features = f" with {', '.join(sorted(after.features))}" if after.features else ""
+        found.append(f"changed its protocol from {before.protocol} to {after.protocol}{features}")
     ours = {str(txn.get("appId")) for entry in entries for txn in entry.all("txn")}
     if ours := {app_id for app_id in ours if app_id.startswith("txmq.")}:
         found.append(f"set what rmq_spark alone may set ({_named(ours)})")
-    return found
+    if not found:
+        return None
+    said = f"{', '.join(found)} ({told(entries)})"
+    return Changed(said, restorable=not other_said and not ours, features=after.features - _WRITABLE)
 
 
 def deletion_vectors(entries: Sequence[Entry]) -> set[str]:
@@ -163,12 +189,20 @@ def _named(names: set[str]) -> str:
     return ", ".join(sorted(names)[:NAMED_MAX]) + more
 
 
-def dropping(features: set[str]) -> str:
+def dropping(features: Iterable[str], with_history: bool = True) -> str:
     """Return what takes back the features of a table with which delta-rs cannot write: statements of Spark, in their
-    order, or where to read of it."""
-    added = sorted(features - _WRITABLE, key=lambda name: (name == "domainMetadata", name))  # what needs it goes first
-    if not added or _NOT_DROPPED.intersection(added):
-        return 'as docs/maintenance.md says under "When a platform changed a table": Spark cannot'
+    order, or where to read of it.
+
+    Parameters
+    ----------
+    features : iterable of str
+    with_history : bool
+        Whether the table can do without its history.
+    """
+    added = sorted(set(features) - _WRITABLE, key=lambda name: (name == "domainMetadata", name))  # what needs it first
+    kept = _NOT_DROPPED if with_history else _NOT_DROPPED | _WITH_HISTORY
+    if not added or kept.intersection(added):
+        return 'as docs/maintenance.md says under "When another writer changed a table": Spark cannot'
     statements = [f"DROP FEATURE {name}{' TRUNCATE HISTORY' * (name in _WITH_HISTORY)}" for name in added]
     if _WITH_HISTORY.intersection(added):
         statements.insert(0, "SET TBLPROPERTIES ('delta.dropFeatureTruncateHistory.retentionDuration' = '0 hours')")

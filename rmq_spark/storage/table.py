@@ -60,7 +60,7 @@ from rmq_spark.storage.files import (
     write_table,
 )
 from rmq_spark.storage.location import is_uri
-from rmq_spark.storage.others import WITHOUT_FEATURES, Entry, Snapshot, differences, dropping, told
+from rmq_spark.storage.others import WITHOUT_FEATURES, Changed, Entry, Snapshot, changes, dropping, told
 from rmq_spark.storage.pools import submitted
 from rmq_spark.storage.seal import (
     ENTRY_SEAL,
@@ -201,10 +201,9 @@ class Table(Protocol):
     def transaction_version(self, app_id: str) -> int | None:
         """Return the newest batch id that a commit with ``Change.transactions`` named for this application."""
 
-    def changed_by_others(self, since: int) -> str | None:
-        """Return what all commits after version ``since``, which are other writers', changed, and whose they are: the
-        end of a sentence that begins "another writer". None when the table is as it was at that version. It raises
-        ForeignChangeError when nobody can tell any more."""
+    def changed_by_others(self, since: int) -> Changed | None:
+        """Return what the commits after version ``since`` changed, all of which are other writers'; None when the table
+        is as it was at that version. It raises ForeignChangeError when nobody can tell any more."""
 
     def write(
         self,
@@ -421,11 +420,15 @@ def foreign_change(table: Table) -> str | None:
             return str(problem)
     if changed is None:
         return None
+    how = f"put version {own} back with the package deltalake: DeltaTable('<log>/{table.name}').restore({own}, "
+    how += "protocol_downgrade_allowed=True)"
+    if changed.features:  # delta-rs refuses the RESTORE, too
+        how = f"take that back {dropping(changed.features, with_history=False)}"
+    elif not changed.restorable:
+        how = f'cut its Delta log back to version {own} (docs/maintenance.md, "When another writer changed a table")'
     return (
-        f"table {table.name} is not what rmq_spark left in version {own}: another writer {changed}. Nothing is "
-        "drained, merged or deleted until that is undone, so nothing is lost. Keep that writer away, and put version "
-        f"{own} back with the package deltalake: DeltaTable('<log>/{table.name}').restore({own}, "
-        "protocol_downgrade_allowed=True)"
+        f"table {table.name} is not what rmq_spark left in version {own}: another writer {changed.said}. Nothing is "
+        f"drained, merged or deleted until that is undone, so nothing is lost. Keep that writer away, and {how}"
     )
 
 
@@ -536,7 +539,7 @@ class DeltaLogTable:
         self.clock: Clock = StoreClock(self.fs, self.folder, machine)
         self._turns = Turns(Path(self.folder) if isinstance(self.fs, pafs.LocalFileSystem) else None, machine)
         self._actions: tuple[int, pa.Table] | None = None
-        self._changed: tuple[int, int, str | None] | None = None  # since a version, up to one, and what others changed
+        self._changed: tuple[int, int, Changed | None] | None = None  # after one version, up to another: what
         self._id: str | None = None
         self._seen = -1  # the newest version that this handle knows of
         self._newest: tuple[int, object] | None = None  # a version, and what `_entry` says of it
@@ -872,26 +875,25 @@ class DeltaLogTable:
         with self.lock, self._asked():
             return self._table.transaction_version(app_id)
 
-    def changed_by_others(self, since: int) -> str | None:
+    def changed_by_others(self, since: int) -> Changed | None:
         with self.lock:
             until = self.version
             if self._changed is None or self._changed[:2] != (since, until):
                 self._changed = (since, until, self._read_changed(since, until))
             return self._changed[2]
 
-    def _read_changed(self, since: int, until: int) -> str | None:
+    def _read_changed(self, since: int, until: int) -> Changed | None:
         try:
             entries = self._entries(since, until)
             with asking(self._uri, self._storage_options):
                 before = DeltaTable(self._uri, version=since, storage_options=self._storage_options or None)
-            found = differences(_snapshot(before), _snapshot(self._table), entries)
+            return changes(_snapshot(before), _snapshot(self._table), entries)
         except (DeltaError, FileNotFoundError, ValueError) as problem:
             raise ForeignChangeError(
                 f"table {self.name} was changed by another writer after version {since}, and nobody can tell how: its "
                 f"Delta log does not reach back so far ({plainly(str(problem), self._storage_options)}). Keep that "
                 "writer away, and restore the log from a copy (docs/backup.md)"
             ) from cause_of(problem)
-        return f"{', '.join(found)} ({told(entries)})" if found else None
 
     def _entries(self, since: int, until: int) -> list[Entry]:
         found: list[Entry] = []
@@ -1044,8 +1046,7 @@ class DeltaLogTable:
 
     def _refused(self, said: str) -> ForeignChangeError:
         """The error for a table that delta-rs cannot write to any more."""
-        protocol = self._table.protocol()
-        features = set(protocol.writer_features or ()) | set(protocol.reader_features or ())
+        features = _snapshot(self._table).features
         own, version = self._table.transaction_version(OWN) or 0, self.version
         try:
             who = f" ({told(self._entries(own, version))})" if own < version else ""
@@ -1060,14 +1061,13 @@ class DeltaLogTable:
 def _snapshot(table: DeltaTable) -> Snapshot:
     live = pa.table(table.get_add_actions(flatten=True))
     metadata, protocol = table.metadata(), table.protocol()
-    features = sorted({*(protocol.reader_features or ()), *(protocol.writer_features or ())})
-    versions = f"{protocol.min_reader_version} and {protocol.min_writer_version}"
     return Snapshot(
         # When a file was added, or added again, is no part of what it holds.
         {file.pop("path"): file for file in live.drop_columns(["modification_time"]).to_pylist()},
         f"{table.schema().to_json()} {metadata.partition_columns}",
         dict(metadata.configuration),
-        f"{versions} with {', '.join(features)}" if features else versions,
+        f"{protocol.min_reader_version} and {protocol.min_writer_version}",
+        frozenset({*(protocol.reader_features or ()), *(protocol.writer_features or ())}),
     )
 
 

@@ -17,6 +17,7 @@ from rmq_spark.config import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import ClockError, CorruptLogError, StrippedError
 from rmq_spark.machine import Machine
 from rmq_spark.storage.files import PAYLOAD_COLUMNS, DataFile, RowRange, column_stats
+from rmq_spark.storage.others import Changed
 from rmq_spark.storage.table import Change, Clock, actions_schema, bounds_of, compare_and_set
 from rmq_spark.storage.turns import Turns
 from tests.torture.judge.history import History, Kind, Phase
@@ -250,9 +251,9 @@ class SimulatedTable:
         now = self._scheduler.wall_s()
         return {path for path, at in self.content.removed.items() if age_s is None or now - at < age_s}
 
-    def changed_by_others(self, since: int) -> str | None:
+    def changed_by_others(self, since: int) -> Changed | None:
         before, now = self.content.versions[since], self._state
-        return None if before.files == now.files else f"changed files ({now.name})"
+        return None if before.files == now.files else Changed(f"changed files ({now.name})", restorable=True)
 
     def transaction_version(self, app_id: str) -> int | None:
         self._scheduler.interleave()
