@@ -384,7 +384,8 @@ class SimulatedTable:
 
     def next_state(self, head: State, change: Change) -> State:
         removed = set(change.remove)
-        files = {path: action for path, action in head.files.items() if path not in removed}
+        # A removal that names no deletion vector leaves a file in the table that has one.
+        files = {path: a for path, a in head.files.items() if path not in removed or "deletion_vector" in a}
         for f in change.add:
             files[f.path] = {
                 "path": f.path,
@@ -395,6 +396,24 @@ class SimulatedTable:
             }
         transactions = {**head.transactions, **change.transactions}
         return State(head.version + 1, files, transactions, name_of(change), change)
+
+    # ------------------------------------------------------------------ another writer
+    def delete_a_row(self) -> int | None:
+        """Somebody's DELETE with a deletion vector: the newest file stays, and readers of Delta pass over a row of it.
+        Returns the version before; None for an empty table."""
+        head = self.content.versions[-1]
+        if not head.files:
+            return None
+        path = max(head.files)
+        files = {**head.files, path: {**head.files[path], "deletion_vector": self._scheduler.now}}
+        self.content.versions.append(State(head.version + 1, files, head.transactions, f"a row of {path} is deleted"))
+        return head.version
+
+    def restore(self, version: int) -> None:
+        """Somebody's RESTORE: the files of an older version. What applications have noted stays."""
+        head = self.content.versions[-1]
+        files = dict(self.content.versions[version].files)
+        self.content.versions.append(State(head.version + 1, files, head.transactions, f"version {version} is back"))
 
     def _let_land(self) -> None:
         """What was given up may arrive now, when its version is still free."""
