@@ -163,7 +163,7 @@ class LogDoctor:
         changed = foreign_change(log.messages_table)
         if changed is not None:
             bad = True
-            yield Finding("tables", Level.CRITICAL, changed, "docs/maintenance.md#who-may-do-what")
+            yield Finding("tables", Level.CRITICAL, changed, "docs/maintenance.md#when-another-writer-changed-a-table")
         for sentence in foreign_changes(tables[:-1]):
             bad = True
             remedy = "let nobody but rmq_spark write to it (docs/messages.md)"
