@@ -206,6 +206,14 @@ class CorruptLogError(TxmqError):
     """
 
 
+class ForeignChangeError(CorruptLogError):
+    """Another program committed to a table of the commit log: it changed rows, files, columns, properties or table
+    features.
+
+    Keep that program away, and undo what it did as the message says. Nothing is committed to the table until then.
+    """
+
+
 class LostFileError(CorruptLogError, FileNotFoundError):
     """A file that a table of the commit log names is gone.
 

@@ -27,6 +27,7 @@ from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import DataFile, RowRange, read_range, write_table
+from rmq_spark.storage.others import Changed
 from rmq_spark.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema, bounds_of, compare_and_set
 
 __all__ = ["InMemoryCommitLog", "MemoryTable"]
@@ -111,6 +112,7 @@ class MemoryTable:
         self, name: str, schema: pa.Schema, machine: Machine = MACHINE, versions: _Versions | None = None
     ) -> None:
         self.name, self.schema, self.folder = name, schema, name
+        self.history_s = 0.0  # nobody can go back to an older version
         self.machine = machine
         self.lock = machine.lock()
         self.fs: Any = _Files(machine)
@@ -163,6 +165,9 @@ class MemoryTable:
 
     def transaction_version(self, app_id: str) -> int | None:
         return self._state.transactions.get(app_id)
+
+    def changed_by_others(self, since: int) -> Changed | None:
+        return None  # nobody else can reach it
 
     def write(
         self,
@@ -223,7 +228,8 @@ class MemoryTable:
                     **bounds_of(self.name, f.stats),
                 }
             transactions = {**self._state.transactions, **change.transactions}
-            self._versions.removed.update(dict.fromkeys(change.remove, self.machine.time()))
+            removed_s = self.machine.time() - change.removed_earlier_s
+            self._versions.removed.update(dict.fromkeys(change.remove, removed_s))
             self._versions.head = _State(self._state.version + 1, files, transactions)
         return True
 

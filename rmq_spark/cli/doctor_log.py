@@ -152,16 +152,21 @@ class LogDoctor:
     # ------------------------------------------------------------------ the tables
     def _tables(self) -> Iterator[Finding]:
         from rmq_spark.commitlog.foreign import foreign_changes
+        from rmq_spark.storage.table import foreign_change
 
         log = self._log
         tables = [log.half.table, log.op, log.topics_table, log.messages_table]
         versions = ", ".join(f"{table.name} {table.refresh()}" for table in tables)
         bad = False
-        for sentence in foreign_changes(tables):
+        changed = foreign_change(log.messages_table)
+        if changed is not None:
+            bad = True
+            yield Finding("tables", Level.CRITICAL, changed, "docs/maintenance.md#when-another-writer-changed-a-table")
+        for sentence in foreign_changes(tables[:-1]):
             bad = True
             remedy = "let nobody but rmq_spark write to it (docs/messages.md)"
             yield Finding("tables", Level.WARNING, sentence, remedy)
-        odd = log.drained.odd_rows()
+        odd = log.drained.odd_rows() if changed is None else None
         if odd is not None:
             bad = True
             yield Finding("tables", Level.CRITICAL, odd, "docs/backup.md says how to restore it")

@@ -28,7 +28,7 @@ from rmq_spark.commitlog.op import NO_OPS, PRUNED_PLACED, pruned_up_to
 from rmq_spark.commitlog.walk import PLACEMENT_COLUMNS, rows_above
 from rmq_spark.errors import CorruptLogError, StrippedError
 from rmq_spark.storage.files import DataFile
-from rmq_spark.storage.table import Change, Table, has_held
+from rmq_spark.storage.table import Change, Table, has_held, require_own
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
@@ -99,9 +99,13 @@ class Drainer:
 
         Raises
         ------
+        ForeignChangeError
+            When another writer changed the table.
         CorruptLogError
-            When the table is not what ``op`` says: somebody else wrote to it, or one of the two is an older copy.
+            When the table is not what ``op`` says, such as when one of the two is an older copy.
         """
+        self._log.messages_table.refresh()
+        require_own(self._log.messages_table)
         if odd := self._log.drained.odd_rows():
             raise CorruptLogError(odd)
         until = self._log.refresh()

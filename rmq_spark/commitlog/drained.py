@@ -34,7 +34,7 @@ from rmq_spark.commitlog.op import PRUNED_PLACED, pruned_up_to
 from rmq_spark.commitlog.placements import MessageRange
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.storage.files import RowRange
-from rmq_spark.storage.table import is_ours
+from rmq_spark.storage.table import foreign_change
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
@@ -43,7 +43,7 @@ Queue = tuple[str, int]
 
 ODD_LOOKS = 5
 """Looks at the lists of both tables before a row that is too many or too few is told. The pauses take 0.75 s in all."""
-HOW_TO_MEND = "RESTORE it to the version before that (its history says who wrote what), or restore it from a copy"
+HOW_TO_MEND = "Restore the log from a copy"
 RUNS_KEPT = 100_000
 """Runs of offsets in files of ``messages`` that are kept in memory."""
 
@@ -79,7 +79,6 @@ class Drained:
         self._asked = (-1, -1)  # the version at which the table's position was asked for, and that position
         self._border = _Border()
         self._runs: OrderedDict[str, tuple[_Run, ...]] = OrderedDict()
-        self._known_others: frozenset[str] = frozenset()  # files of other writers that hold what they should
 
     @property
     def position(self) -> int:
@@ -140,8 +139,9 @@ class Drained:
             )
 
     def odd_rows(self) -> str | None:
-        """A sentence when the table has other rows than ``op`` placed: somebody else wrote to it, or deleted some. It
-        looks a few times: a store may answer with an older list of ``op``, which does not know yet what has expired."""
+        """A sentence when the table has more or fewer rows than ``op`` placed: somebody else wrote to it, or deleted
+        some. It looks a few times: a store may answer with an older list of ``op``, which does not know yet what has
+        expired."""
         for tries in range(ODD_LOOKS):
             if tries:
                 self._log.machine.sleep(LOOK_AGAIN_S * 2**tries)
@@ -160,33 +160,12 @@ class Drained:
         rows, most = pc.sum(counts).as_py() or 0, sum(border.values())
         least = most - sum(min(first, border.get(queue, 0)) for queue, first in firsts.items())
         if counts.null_count or least <= rows <= most:
-            return self._odd_offsets(border)
+            return None
         placed = f"{most}" if least == most else f"{most}, of which {least} have not expired"
         return (
             f"table messages has {rows} rows, and op placed {placed}, up to version {self.position}: somebody "
-            f"{'wrote to' if rows > most else 'deleted from'} it. {HOW_TO_MEND}"
+            f"{'wrote to' if rows > most else 'deleted from'} it. {foreign_change(log.messages_table) or HOW_TO_MEND}"
         )
-
-    def _odd_offsets(self, border: Mapping[Queue, int]) -> str | None:
-        """The same when files of other writers hold as many rows, but not each offset once. Files that did so once are
-        not read again."""
-        table = self._log.messages_table
-        others = frozenset(path for path in table.actions()["path"].to_pylist() if not is_ours(table, path))
-        if others <= self._known_others:
-            return None
-        for queue, end in border.items():
-            try:
-                _, missing = self.ranges(queue, self._log.firsts(refresh=False).get(queue, 0), end)
-            except CorruptLogError as twice:
-                return f"table messages was changed by another writer: {twice}. {HOW_TO_MEND}"
-            if missing:
-                first, after = missing[0]
-                return (
-                    f"table messages was changed by another writer: it lacks the offsets {first} to {after - 1} of "
-                    f"queue {queue[1]} of topic {queue[0]!r}. {HOW_TO_MEND}"
-                )
-        self._known_others = others
-        return None
 
     def is_behind(self) -> bool:
         """True when ``op`` was pruned above the border: the store answered with an older list of ``messages``. The

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark.commitlog.maintenance import removed_earlier_s
 from rmq_spark.commitlog.op import Kind, OpRow
-from rmq_spark.storage.table import take_out
+from rmq_spark.storage.table import require_own, take_out
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
@@ -37,6 +38,8 @@ class Expirer:
             kept_s = {name: t.retention_s for name, t in log.topic_store.all().items() if t.retention_s is not None}
             table = log.messages_table
             table.refresh()
+            if not dry_run:
+                require_own(table)
             paths = [path for name, seconds in sorted(kept_s.items()) for path in self._expired(name, seconds)]
             if paths and not dry_run:
                 self._move_firsts(paths)
@@ -76,4 +79,5 @@ class Expirer:
         ledger.append(build)
 
     def _remove(self, paths: Sequence[str]) -> None:
-        take_out(self._log.messages_table, paths)
+        table = self._log.messages_table
+        take_out(table, paths, removed_earlier_s=removed_earlier_s(table, 0.0))

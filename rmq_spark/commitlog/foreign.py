@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow.fs as pafs
 
 from rmq_spark.storage.seal import taken_out_by_others
-from rmq_spark.storage.table import Table, is_ours
+from rmq_spark.storage.table import OURS_ALONE, Table, foreign_change, is_ours
 
 NAMED_MAX = 3
 """Files that a finding names."""
@@ -16,9 +16,16 @@ ENTRIES_MAX = 100
 
 
 def foreign_changes(tables: Sequence[Table]) -> Iterator[str]:
-    """A sentence for each table that has files of another writer, and for each change that took rows out."""
-    yield from _foreign_files(tables)
-    for table in tables:
+    """A sentence for each table that has files of another writer, and for each change that took rows out; of a table
+    that is ours alone, one for all that another writer changed in it."""
+    alone = [table for table in tables if table.name in OURS_ALONE]
+    others = [table for table in tables if table.name not in OURS_ALONE]
+    for table in alone:
+        table.refresh()
+        if said := foreign_change(table):
+            yield said
+    yield from _foreign_files(others)
+    for table in others:
         yield from _taken_out(table)
 
 

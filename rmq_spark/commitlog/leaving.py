@@ -28,7 +28,7 @@ from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.commitlog.op import Kind, OpRow, RowState, rolled_back_as
 from rmq_spark.config import AUDIT_S, GRACE_S, GRACE_S_MIN, IDEMPOTENCY_S, parse_duration
 from rmq_spark.errors import HalfBatchLeftError, OptionError
-from rmq_spark.storage.table import take_out
+from rmq_spark.storage.table import require_own, take_out
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
@@ -120,6 +120,8 @@ class Leaver:
         with log.lock:
             version = log.ledger.refresh()
             log.messages_table.refresh()
+            if not dry_run:
+                require_own(log.messages_table)
             drained = drained_up_to(log.messages_table)
             live = self._below_the_mark()
         return sum(

@@ -99,8 +99,8 @@ class CommitLog(ProtocolSteps):
         storage_options : mapping, optional
             Passed to delta-rs: credentials, endpoint, region.
         log_retention : str
-            How long entries of the Delta logs stay, such as ``"1m"`` (default). A foreign Delta *stream* reader that
-            lags more than this needs a longer one.
+            How long entries of the Delta logs stay, such as ``"1m"`` (default); those of ``messages``, and the files
+            that it replaced, for 7 days at least. A foreign Delta *stream* reader that lags more needs a longer one.
 
         Raises
         ------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -12,17 +12,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
-from rmq_spark.commitlog.messages import write_messages
+from rmq_spark.commitlog.messages import history_s, write_messages
 from rmq_spark.commitlog.op import STATS_COLUMNS
 from rmq_spark.logs import failure
 from rmq_spark.redaction import redacted
-from rmq_spark.storage.files import DataFile
-from rmq_spark.storage.table import Change, Table
+from rmq_spark.storage.table import OURS_ALONE, Change, Table, foreign_change
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
 
 logger = logging.getLogger(__name__)
+
+REPLACED_FILES_S = 3600.0
+"""Files that left a table are deleted after so many seconds, and up to an hour more: a reader's plan may name them.
+Those of ``messages`` that others replaced stay as long as its Delta log names them."""
 
 OP_FILES_MAX = 64
 """So many small op files are merged into one: often enough that a cold start reads few files."""
@@ -34,6 +37,9 @@ MESSAGES_FILES_MAX = 8
 """So many small files of a topic are merged into one."""
 MESSAGES_FILE_BYTES = 16 * 1024 * 1024
 """A file of ``messages`` of this size is left alone."""
+GROWN = 2
+"""A file that is so many times as large as all later ones together is not merged with them. Without this rule, a topic
+of 28 KB each 30 s wrote each byte 37 times, and with it six times."""
 MESSAGES_MERGED_BYTES_MAX = 24 * 1024 * 1024
 MERGED_ROWS_MAX = 400_000
 """So many messages are merged at once: they are in memory meanwhile."""
@@ -70,21 +76,30 @@ def compact_op(table: Table) -> int:
     Op rows carry their version and time, so readers see the same before and after.
     """
 
-    def merge(small: list[str]) -> DataFile:
-        return table.write(_in_version_order(table.read(small)), "op", STATS_COLUMNS)
+    def merge(small: list[str]) -> Change:
+        merged = table.write(_in_version_order(table.read(small)), "op", STATS_COLUMNS)
+        return Change(add=[merged], remove=small, data_change=False)
 
     return _compact(table, _to_merge, merge)
 
 
-def compact_messages(table: Table) -> int:
+def compact_messages(table: Table, retentions: Mapping[str, float] | None = None) -> int:
     """Merge small files of ``messages`` into larger ones, a topic each; returns how many were merged.
 
     Each message keeps its offset and all the rest, so readers see the same before and after.
-    """
 
-    def merge(small: list[str]) -> DataFile:
+    Parameters
+    ----------
+    table : Table
+    retentions : mapping of str to float, optional
+        By topic, the seconds after which its messages expire. The files that were merged stay no longer.
+    """
+    expires_s = retentions or {}
+
+    def merge(small: list[str]) -> Change:
         rows = table.read(small).sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")])
-        return write_messages(table, rows)
+        earlier_s = removed_earlier_s(table, expires_s.get(rows["topic"][0].as_py()))
+        return Change(add=[write_messages(table, rows)], remove=small, data_change=False, removed_earlier_s=earlier_s)
 
     merged = 0
     while done := _compact(table, _messages_to_merge, merge):
@@ -103,6 +118,7 @@ def _messages_to_merge(table: Table) -> list[str]:
     files = actions.filter(pc.and_(one_topic, small)).sort_by([("min.op_version", "ascending"), ("path", "ascending")])
     for topic in pc.unique(files["min.topic"]).to_pylist():
         of_topic = files.filter(pc.equal(files["min.topic"], topic))
+        of_topic = of_topic.slice(_grown(of_topic["size_bytes"].to_pylist()))
         fit = pc.and_(
             pc.less_equal(pc.cumulative_sum(of_topic["size_bytes"]), MESSAGES_MERGED_BYTES_MAX),
             pc.less_equal(pc.cumulative_sum(of_topic["num_records"]), MERGED_ROWS_MAX),
@@ -113,7 +129,29 @@ def _messages_to_merge(table: Table) -> list[str]:
     return []
 
 
-def _compact(table: Table, choose: Callable[[Table], list[str]], merge: Callable[[list[str]], DataFile]) -> int:
+def _grown(sizes: Sequence[int]) -> int:
+    """How many of the oldest files are left alone, as each is more than twice as large as all after it. So a message is
+    rewritten each time into a file that is half as large again at least, and no more files than that are left over."""
+    left = sum(sizes)
+    for count, size in enumerate(sizes):
+        left -= size
+        if size <= GROWN * left:
+            return count
+    return len(sizes)
+
+
+def kept_s(table: Table) -> float:
+    """Seconds for which files that left a table stay."""
+    return max(REPLACED_FILES_S, history_s(table))
+
+
+def removed_earlier_s(table: Table, useful_s: float | None) -> float:
+    """How much earlier than now files of a table must have left it, so that they stay for so many seconds only: after
+    those nobody wants what is in them. None: for as long as others do."""
+    return 0.0 if useful_s is None else max(0.0, kept_s(table) - max(REPLACED_FILES_S, useful_s))
+
+
+def _compact(table: Table, choose: Callable[[Table], list[str]], merge: Callable[[list[str]], Change]) -> int:
     """Replace the files that are chosen by one; returns how many they were."""
     made: Change | None = None
 
@@ -126,7 +164,7 @@ def _compact(table: Table, choose: Callable[[Table], list[str]], merge: Callable
         small = choose(table)
         if not small:
             return None
-        made = Change(add=[merge(small)], remove=small, data_change=False)
+        made = merge(small)
         return made
 
     def landed(change: Change) -> bool:
@@ -181,7 +219,7 @@ def delete_replaced(tables: Sequence[Table], age_s: float, dry_run: bool) -> lis
         table.clock.require_near()
         table.refresh()
         gone = table.removed_since() - table.removed_since(age_s) - set(table.actions()["path"].to_pylist())
-        if not gone:
+        if not gone or _is_left_alone(table):
             continue
         for info in table.fs.get_file_info(pafs.FileSelector(table.folder)):
             name = info.path.rsplit("/", 1)[-1]
@@ -190,6 +228,14 @@ def delete_replaced(tables: Sequence[Table], age_s: float, dry_run: bool) -> lis
                 if not dry_run:
                     _delete(table, name)
     return deleted
+
+
+def _is_left_alone(table: Table) -> bool:
+    """True for a table that another writer changed: undoing that may need any of its files."""
+    said = foreign_change(table) if table.name in OURS_ALONE else None
+    if said:
+        logger.warning("no file of table %s is deleted: %s", table.name, redacted(said))
+    return said is not None
 
 
 def _delete(table: Table, name: str) -> None:
@@ -203,8 +249,10 @@ def vacuum(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
     for table in tables:
         table.clock.require_near()  # by a clock that is ahead, everything would be old
         table.refresh()
+        if _is_left_alone(table):
+            continue
         # A file that was rewritten lately may be old itself, and a reader's plan may still name it.
-        kept = set(table.actions()["path"].to_pylist()) | table.removed_since(age_s)
+        kept = set(table.actions()["path"].to_pylist()) | table.removed_since(max(age_s, history_s(table)))
         for info in table.fs.get_file_info(pafs.FileSelector(table.folder)):
             old = info.mtime is not None and table.machine.time() - info.mtime.timestamp() > age_s
             if info.type != pafs.FileType.File or not info.base_name.endswith(".parquet"):

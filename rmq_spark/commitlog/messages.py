@@ -51,6 +51,9 @@ MESSAGES_SCHEMA = pa.schema(
         ("transaction_key", pa.string()),
     ]
 )
+KEPT_S = 7 * 86_400
+"""Seconds for which other readers can go on where they stand, and go back: entries of the table's Delta log stay so
+long, and files that others replaced. A log that is made with a longer ``log_retention`` keeps them for that."""
 STATS_COLUMNS = ("topic", "queue_id", "queue_offset", "commit_timestamp", "op_version")
 ROW_GROUP_ROWS = 65_536
 LOOKS_MAX = 8
@@ -101,6 +104,12 @@ def transactions_of(end: int, rows: pa.Table) -> dict[str, int]:
 def commit_number(commit_id: str) -> int:
     """A number for a commit id, small enough for Delta."""
     return int(hashlib.sha256(commit_id.encode()).hexdigest()[:15], 16)
+
+
+def history_s(table: Table) -> float:
+    """Seconds for which files that left a table stay for readers that do not know this package: of ``messages`` as long
+    as its Delta log names them, and no longer of others."""
+    return table.history_s if table.name == NAME else 0.0
 
 
 def wait_until_drained(table: Table, version: int, why: str) -> None:

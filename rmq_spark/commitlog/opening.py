@@ -24,10 +24,6 @@ FORMAT = 4
 LOG_RETENTION = "1m"
 """How long Delta's own log entries stay: nothing here needs them, and commits slow down with their number."""
 
-MESSAGES_LOG_RETENTION_S = 7 * 86_400
-"""The same of ``messages``, which has few commits: a foreign stream may be stopped so long, and time travel goes so far
-back."""
-
 OF_REPLACED_FILES = {
     # Of op and groups, which replace their own files all the time: their tombstones would make every checkpoint long
     # for a week.
@@ -69,8 +65,11 @@ def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | 
 
 
 def _messages_settings(retention_s: int) -> dict[str, str]:
+    kept_s = max(retention_s, messages.KEPT_S)
     return {
-        "delta.logRetentionDuration": f"interval {max(retention_s, MESSAGES_LOG_RETENTION_S)} seconds",
+        "delta.logRetentionDuration": f"interval {kept_s} seconds",
+        # Upkeep has deleted a replaced file by the time at which the log forgets it.
+        "delta.deletedFileRetentionDuration": f"interval {kept_s + 86_400} seconds",
         "delta.dataSkippingStatsColumns": ",".join(messages.STATS_COLUMNS),
     }
 
@@ -86,7 +85,7 @@ def upgrade_tables(where: str, storage_options: Mapping[str, str] | None) -> lis
         columns = DeltaLogTable.add_missing_columns(f"{where}/groups", GROUPS_SCHEMA, storage_options)
         added += [f"column {column} of table groups" for column in columns]
     if not DeltaLogTable.exists(f"{where}/messages", storage_options):
-        settings = _messages_settings(MESSAGES_LOG_RETENTION_S)
+        settings = _messages_settings(messages.KEPT_S)
         DeltaLogTable.create(f"{where}/messages", "messages", MESSAGES_SCHEMA, storage_options, settings)
         added.append("table messages")
     topics = DeltaLogTable(f"{where}/topics", "topics", TOPICS_SCHEMA, storage_options)

@@ -15,15 +15,12 @@ from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.commitlog.pruning import Pruner
 from rmq_spark.commitlog.stripping import Stripper
 from rmq_spark.config import ORPHAN_AGE_S
-from rmq_spark.storage.table import Table
+from rmq_spark.storage.table import Table, foreign_change
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rmq_spark.commitlog.steps import ProtocolSteps
-
-REPLACED_FILES_S = 3600.0
-"""Files that left a table are deleted after so many seconds, and up to an hour more: a reader's plan may name them."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,9 @@ def maintain(
         Entered while messages are in memory.
     """
     turn = nullcontext() if turn is None else turn
-    odd = log.drained.odd_rows() if dry_run else None  # a drain raises it
+    odd = None  # a drain raises it
+    if dry_run and foreign_change(log.messages_table) is None:
+        odd = log.drained.odd_rows()
     log.refresh()
     before = sum(log.drained.newest_border().values())
     if dry_run:
@@ -133,9 +132,14 @@ def maintain(
     if not dry_run:
         merged = maintenance.compact_op(log.op)
         with turn:
-            merged += maintenance.compact_messages(log.messages_table)
+            kept_s = {name: t.retention_s for name, t in log.topic_store.all().items() if t.retention_s is not None}
+            merged += maintenance.compact_messages(log.messages_table, kept_s)
     with log.lock:
-        deleted = maintenance.delete_replaced(tables, REPLACED_FILES_S, dry_run)
+        deleted = [
+            path
+            for table in tables
+            for path in maintenance.delete_replaced([table], maintenance.kept_s(table), dry_run)
+        ]
         deleted += maintenance.vacuum(tables, ORPHAN_AGE_S, dry_run) if orphans else []
     return MaintenanceReport(
         dry_run,

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +34,7 @@ from rmq_spark import observer
 from rmq_spark.errors import (
     CommitError,
     CorruptLogError,
+    ForeignChangeError,
     LogFormatError,
     LostCommitError,
     LostFileError,
@@ -58,6 +60,7 @@ from rmq_spark.storage.files import (
     write_table,
 )
 from rmq_spark.storage.location import is_uri
+from rmq_spark.storage.others import WITHOUT_FEATURES, Changed, Entry, Snapshot, changes, dropping, told
 from rmq_spark.storage.pools import submitted
 from rmq_spark.storage.seal import (
     ENTRY_SEAL,
@@ -102,9 +105,18 @@ CHECKPOINT_INTERVAL = 25
 refresh, delta-rs reads every entry since the last checkpoint: with 100 that cost more than the checkpoints it saved, at
 any number of live files up to 100,000. A clean-up lists all entries, of which the last minute may have left thousands.
 """
+OWN = "txmq.own"
+"""The name under which each commit notes the version that it makes (Delta's ``txn``). A table whose version is above
+that one was changed by another writer last."""
+OURS_ALONE = frozenset({"messages"})
+"""Tables to which nothing is committed after another writer changed them, until the change is undone."""
 ROW_GROUP_ROWS = 4_096
 """Rows of a row group of ``op``, which is sorted by version. A reader of the newest rows skips the row groups before
 them."""
+
+_LOST_RACE = ("Failed to commit transaction: ", "Tried committing existing table version: ")
+"""How delta-rs begins to say that another writer had the version."""
+_UNSUPPORTED = re.compile(r"unsupported table features|table features must be specified", re.IGNORECASE)
 
 BOUNDS: Mapping[str, Mapping[str, pa.DataType]] = {
     "half": {"half_id": pa.string()},
@@ -131,6 +143,8 @@ class Change:
     """Of applications, the newest batch id that it has."""
     modification_time_ms: int | None = None
     data_change: bool = True
+    removed_earlier_s: float = 0.0
+    """The files that it removes count as removed so many seconds earlier, so upkeep deletes them sooner."""
 
 
 class Clock(Protocol):
@@ -166,6 +180,10 @@ class Table(Protocol):
         """The version that the last refresh saw."""
 
     @property
+    def history_s(self) -> float:
+        """Seconds for which entries of the table's Delta log stay."""
+
+    @property
     def is_contended(self) -> bool:
         """Whether another writer was faster than this handle lately."""
 
@@ -182,6 +200,10 @@ class Table(Protocol):
 
     def transaction_version(self, app_id: str) -> int | None:
         """Return the newest batch id that a commit with ``Change.transactions`` named for this application."""
+
+    def changed_by_others(self, since: int) -> Changed | None:
+        """Return what the commits after version ``since`` changed, all of which are other writers'; None when the table
+        is as it was at that version. It raises ForeignChangeError when nobody can tell any more."""
 
     def write(
         self,
@@ -252,6 +274,8 @@ def compare_and_set(
     ------
     ClockError
         When this machine's clock is too far from the store's; nothing was written.
+    ForeignChangeError
+        When another writer changed a table that is ours alone, or made it one that delta-rs cannot write to.
     CommitError
         When the tries are used up.
     LostCommitError
@@ -276,12 +300,15 @@ def compare_and_set(
             # Our last try may have landed although it was reported lost.
             if change is not None and has_landed(change):
                 return change
+            if table.name in OURS_ALONE:
+                require_own(table)
             change = propose(table.version + 1)
             if change is None:
                 return None
             staged.require(change)
+            own = replace(change, transactions={**change.transactions, OWN: table.version + 1})
             try:
-                acknowledged = try_commit(change)
+                acknowledged = try_commit(own)
             except TxmqError:
                 raise
             except Exception as problem:  # it may have landed: look before trying again
@@ -380,12 +407,45 @@ def has_held(table: Table, file: DataFile) -> bool:
     return file.path in table.actions()["path"].to_pylist() or file.path in table.removed_since()
 
 
+def foreign_change(table: Table) -> str | None:
+    """Return a sentence when another writer's commits have left the table other than it was: what they did, whose they
+    are, and how to undo it. None when the newest commit is ours, or all that followed it is undone."""
+    with table.lock:
+        own, version = table.transaction_version(OWN) or 0, table.version
+        if own == version:
+            return None
+        try:
+            changed = table.changed_by_others(own)
+        except ForeignChangeError as problem:
+            return str(problem)
+    if changed is None:
+        return None
+    how = f"put version {own} back with the package deltalake: DeltaTable('<log>/{table.name}').restore({own}, "
+    how += "protocol_downgrade_allowed=True)"
+    if changed.features:  # delta-rs refuses the RESTORE, too
+        how = f"take that back {dropping(changed.features, with_history=False)}"
+    elif not changed.restorable:
+        how = f'cut its Delta log back to version {own} (docs/maintenance.md, "When another writer changed a table")'
+    return (
+        f"table {table.name} is not what rmq_spark left in version {own}: another writer {changed.said}. Nothing is "
+        f"drained, merged or deleted until that is undone, so nothing is lost. Keep that writer away, and {how}"
+    )
+
+
+def require_own(table: Table) -> None:
+    """Raise ForeignChangeError when another writer's commits have left the table other than it was."""
+    if said := foreign_change(table):
+        raise ForeignChangeError(said)
+
+
 def is_ours(table: Table, path: str) -> bool:
     """Return True for the name of a file that :meth:`Table.write` wrote."""
     return path.startswith(f"{table.name}-")
 
 
-def take_out(table: Table, paths: Sequence[str], noting: Mapping[str, int] | None = None) -> None:
+def take_out(
+    table: Table, paths: Sequence[str], noting: Mapping[str, int] | None = None, removed_earlier_s: float = 0.0
+) -> None:
     """Take files out of a table, those that are still in it: another process may take out the same ones.
 
     The commit says that no data changes. Delta refuses any other removal from an append-only table. It notes numbers in
@@ -398,7 +458,9 @@ def take_out(table: Table, paths: Sequence[str], noting: Mapping[str, int] | Non
     def propose(version: int) -> Change | None:
         still = sorted(live().intersection(paths))
         noted = {name: max(n, table.transaction_version(name) or n) for name, n in (noting or {}).items()}
-        return Change(remove=still, transactions=noted, data_change=False) if still else None
+        if not still:
+            return None
+        return Change(remove=still, transactions=noted, data_change=False, removed_earlier_s=removed_earlier_s)
 
     table.compare_and_set(propose, lambda change: live().isdisjoint(change.remove))
 
@@ -477,6 +539,7 @@ class DeltaLogTable:
         self.clock: Clock = StoreClock(self.fs, self.folder, machine)
         self._turns = Turns(Path(self.folder) if isinstance(self.fs, pafs.LocalFileSystem) else None, machine)
         self._actions: tuple[int, pa.Table] | None = None
+        self._changed: tuple[int, int, Changed | None] | None = None  # after one version, up to another: what
         self._id: str | None = None
         self._seen = -1  # the newest version that this handle knows of
         self._newest: tuple[int, object] | None = None  # a version, and what `_entry` says of it
@@ -500,6 +563,7 @@ class DeltaLogTable:
             "delta.appendOnly": "true",
             "delta.checkpointInterval": str(CHECKPOINT_INTERVAL),
             "delta.enableExpiredLogCleanup": "true",
+            **WITHOUT_FEATURES,
             **configuration,
         }
         try:
@@ -588,7 +652,7 @@ class DeltaLogTable:
     def _lose(self) -> None:
         """Forget the table and all that was read from it. The next use opens it again."""
         self._opening = None
-        self._actions = None
+        self._actions = self._changed = None
 
     def _open_in_background(self) -> Future[DeltaTable]:
         return submitted(ThreadPoolExecutor(1, f"txmq-open-{self.name}"), self._open)
@@ -694,6 +758,11 @@ class DeltaLogTable:
     @property
     def is_contended(self) -> bool:
         return self._turns.lost_lately
+
+    @property
+    def history_s(self) -> float:
+        said = re.fullmatch(r"interval (\d+) seconds", self.configuration.get("delta.logRetentionDuration", ""))
+        return float(said[1]) if said else 0.0
 
     @property
     def configuration(self) -> dict[str, str]:
@@ -806,6 +875,33 @@ class DeltaLogTable:
         with self.lock, self._asked():
             return self._table.transaction_version(app_id)
 
+    def changed_by_others(self, since: int) -> Changed | None:
+        with self.lock:
+            until = self.version
+            if self._changed is None or self._changed[:2] != (since, until):
+                self._changed = (since, until, self._read_changed(since, until))
+            return self._changed[2]
+
+    def _read_changed(self, since: int, until: int) -> Changed | None:
+        try:
+            entries = self._entries(since, until)
+            with asking(self._uri, self._storage_options):
+                before = DeltaTable(self._uri, version=since, storage_options=self._storage_options or None)
+            return changes(_snapshot(before), _snapshot(self._table), entries)
+        except (DeltaError, FileNotFoundError, ValueError) as problem:
+            raise ForeignChangeError(
+                f"table {self.name} was changed by another writer after version {since}, and nobody can tell how: its "
+                f"Delta log does not reach back so far ({plainly(str(problem), self._storage_options)}). Keep that "
+                "writer away, and restore the log from a copy (docs/backup.md)"
+            ) from cause_of(problem)
+
+    def _entries(self, since: int, until: int) -> list[Entry]:
+        found: list[Entry] = []
+        for version in range(since + 1, until + 1):
+            with self.fs.open_input_stream(f"{self.folder}/_delta_log/{version:020d}.json") as stream:
+                found.append(Entry.of(version, stream.readall()))
+        return found
+
     def write(
         self,
         rows: pa.Table,
@@ -912,12 +1008,13 @@ class DeltaLogTable:
 
     def try_commit(self, change: Change) -> bool:
         now_ms = self.machine.time_ms()
+        removed_ms = now_ms - int(change.removed_earlier_s * 1000)
         written_ms = change.modification_time_ms or now_ms
         actions: list[AddAction | RemoveAction] = [
             AddAction(f.path, f.size_bytes, {}, written_ms, change.data_change, f.stats) for f in change.add
         ]
         actions += [
-            RemoveAction(path=p, data_change=change.data_change, deletion_timestamp=now_ms) for p in change.remove
+            RemoveAction(path=p, data_change=change.data_change, deletion_timestamp=removed_ms) for p in change.remove
         ]
         transactions = [Transaction(app_id, batch_id) for app_id, batch_id in change.transactions.items()]
         said = [added(f.path, f.size_bytes, written_ms, f.stats) for f in change.add]
@@ -937,10 +1034,41 @@ class DeltaLogTable:
                 # None: as the table's property says.
                 post_commithook_properties=PostCommitHookProperties(cleanup_expired_logs=None if cleans else False),
             )
-        except CommitFailedError as problem:
-            logger.debug("commit to %s at version %d: %s", self.name, version, redacted(problem))
-            return False
+        except DeltaError as problem:
+            answer = str(problem)
+            if isinstance(problem, CommitFailedError) and answer.startswith(_LOST_RACE):
+                logger.debug("commit to %s at version %d: %s", self.name, version, redacted(problem))
+                return False
+            if _UNSUPPORTED.search(answer):
+                raise self._refused(answer) from cause_of(problem)
+            raise
         return True
+
+    def _refused(self, said: str) -> ForeignChangeError:
+        """The error for a table that delta-rs cannot write to any more."""
+        features = _snapshot(self._table).features
+        own, version = self._table.transaction_version(OWN) or 0, self.version
+        try:
+            who = f" ({told(self._entries(own, version))})" if own < version else ""
+        except (OSError, ValueError):
+            who = ""
+        return ForeignChangeError(
+            f"nothing can be committed to table {self.name}: {plainly(said, self._storage_options)}. Another writer "
+            f"switched this on{who}. Nothing is lost: keep that writer away, and take it back {dropping(features)}"
+        )
+
+
+def _snapshot(table: DeltaTable) -> Snapshot:
+    live = pa.table(table.get_add_actions(flatten=True))
+    metadata, protocol = table.metadata(), table.protocol()
+    return Snapshot(
+        # When a file was added, or added again, is no part of what it holds.
+        {file.pop("path"): file for file in live.drop_columns(["modification_time"]).to_pylist()},
+        f"{table.schema().to_json()} {metadata.partition_columns}",
+        dict(metadata.configuration),
+        f"{protocol.min_reader_version} and {protocol.min_writer_version}",
+        frozenset({*(protocol.reader_features or ()), *(protocol.writer_features or ())}),
+    )
 
 
 def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | None:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import shutil
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from deltalake import DeltaTable, write_deltalake
+from deltalake import DeltaTable, Field, write_deltalake
+from deltalake.schema import PrimitiveType
 
 from rmq_spark.check.maintainer import Maintainer
-from rmq_spark.commitlog import drained
+from rmq_spark.commitlog import drained, maintenance
+from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.upkeep import MaintenanceReport
-from rmq_spark.errors import CorruptLogError, UnreadableFileError
+from rmq_spark.errors import CorruptLogError, ForeignChangeError, UnreadableFileError
+from rmq_spark.storage.files import DataFile
 from rmq_spark.storage.seal import taken_out_by_others
+from rmq_spark.storage.table import Table
+from tests.foreign_writers import a_file, cut_back, delete_a_row_by_a_vector, put_entry, raise_protocol
 from tests.half_batches import another, commit, let_leave, make_log, prepare, send
 
 
@@ -41,7 +50,7 @@ def test_a_log_that_nobody_touched_has_nothing_to_tell(log: CommitLog) -> None:
     assert "careful" not in str(report)
 
 
-@pytest.mark.parametrize("name", ["half", "op", "messages"])
+@pytest.mark.parametrize("name", ["half", "op"])
 def test_an_optimize_is_told(log: CommitLog, name: str) -> None:
     log.drain()
     before = log.read("orders")
@@ -51,16 +60,201 @@ def test_an_optimize_is_told(log: CommitLog, name: str) -> None:
     assert another(log).read("orders").equals(before)
 
 
-def test_rows_that_somebody_adds_to_messages_are_told(log: CommitLog) -> None:
+# ---------------------------------------------------------------- messages
+def optimize(table: str) -> None:
+    DeltaTable(table).optimize.compact()
+
+
+def append(table: str) -> None:
+    write_deltalake(table, DeltaTable(table).to_pyarrow_table().slice(0, 2), mode="append")
+
+
+def delete(table: str) -> None:
+    DeltaTable(table).alter.set_table_properties({"delta.appendOnly": "false"})
+    DeltaTable(table).delete("queue_offset = 1")
+
+
+def move(table: str) -> None:
+    """As many rows with other offsets."""
+    DeltaTable(table).alter.set_table_properties({"delta.appendOnly": "false"})
+    delta = DeltaTable(table)
+    rows = delta.to_pyarrow_table().to_pylist()
+    rows[3]["queue_offset"] += 1_000
+    write_deltalake(delta, pa.Table.from_pylist(rows, pa.schema(delta.schema().to_arrow())), mode="overwrite")
+
+
+def delete_by_a_vector(table: str) -> None:
+    delete_a_row_by_a_vector(table)
+
+
+def restore(table: str) -> None:
+    DeltaTable(table).restore(1)
+
+
+def hide(table: str) -> None:
+    """Other statistics: readers skip the file."""
+    add = a_file(table)
+    said = {**json.loads(add["stats"]), "maxValues": {}}
+    put_entry(table, "COMPUTE STATISTICS", [{"add": {**add, "dataChange": False, "stats": json.dumps(said)}}])
+
+
+def say_what_is_drained(table: str) -> None:
+    put_entry(table, "STREAMING UPDATE", [{"txn": {"appId": "txmq.op", "version": 99}}])
+
+
+def add_a_column(table: str) -> None:
+    DeltaTable(table).alter.add_columns([Field("seen", PrimitiveType("boolean"))])
+
+
+def set_a_property(table: str) -> None:
+    DeltaTable(table).alter.set_table_properties({"delta.logRetentionDuration": "interval 1 minutes"})
+
+
+def switch_on_deletion_vectors(table: str) -> None:
+    raise_protocol(table, ["deletionVectors"], ["deletionVectors"], **{"delta.enableDeletionVectors": "true"})
+
+
+def switch_on_a_feature(table: str) -> None:
+    raise_protocol(table, ["deletionVectors"], ["deletionVectors"])
+
+
+WAYS = {
+    optimize: r"added 1 file \(part-.*took out 2 files .*: OPTIMIZE by delta-rs",
+    append: r"added 1 file .*: WRITE by delta-rs",
+    delete: r"added 1 file .*took out 1 file .*delta.appendOnly=false.*: DELETE by delta-rs",
+    move: r"added 1 file .*took out 2 files ",
+    delete_by_a_vector: r"deleted rows, by deletion vectors, of 1 file \(messages-.*version 4: DELETE by bob, "
+    r"Apache-Spark/4.2.0 Delta-Lake/4.4.0 at 2023-11-14 22:13:20 UTC",
+    restore: r"took out 1 file .*: RESTORE by delta-rs",
+    add_a_column: "changed its columns",
+    set_a_property: r"changed its properties \(delta.logRetentionDuration=interval 1 minutes\)",
+    switch_on_deletion_vectors: "changed its properties .*changed its protocol from 1 and 2 to 3 and 7 with a",
+    switch_on_a_feature: "another writer changed its protocol",
+}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_what_another_writer_did_to_messages_stops_upkeep_and_a_restore_mends_it(
+    log: CommitLog, way: Callable[[str], None]
+) -> None:
+    """A row deleted by a vector was not noticed, messages were drained above it, and a merge doubled the file."""
     log.drain()
-    table = DeltaTable(f"{log.path}/messages")
-    write_deltalake(table, table.to_pyarrow_table().slice(0, 2), mode="append")
-    files, rows = log.maintain(dry_run=True).foreign
-    assert "table messages has files" in files
-    assert rows.startswith("table messages has 27 rows, and op placed 25, up to version")
-    for upkeep in (log.drain, log.maintain):  # nothing is drained, and nothing leaves
-        with pytest.raises(CorruptLogError, match="somebody wrote to it"):
+    messages = f"{log.path}/messages"
+    way(messages)
+    theirs = DeltaTable(messages).version()
+    commit(log, prepare(log, 5, 5))
+    half = log.half.table.refresh()
+    for upkeep in (log.drain, log.maintain, another(log).drain, lambda: let_leave(log)):
+        with pytest.raises(ForeignChangeError, match=WAYS[way]) as caught:
             upkeep()
+        assert str(caught.value).startswith("table messages is not what rmq_spark left in version 2: another writer ")
+    assert DeltaTable(messages).version() == theirs
+    assert log.half.table.refresh() == half  # nothing left it
+    (told,) = log.maintain(dry_run=True).foreign
+    assert told == str(caught.value)
+
+    call = re.search(r"DeltaTable\('<log>/messages'\)\.restore\((\d+), protocol_downgrade_allowed=True\)", told)
+    assert call is not None
+    DeltaTable(messages).restore(int(call[1]), protocol_downgrade_allowed=True)
+    assert log.maintain().foreign == ()
+    let_leave(log)
+    expected = [f"app.{batch_id}.{i}".encode() for batch_id in range(6) for i in range(5)]
+    assert sorted(another(log).read("orders")["body"].to_pylist()) == expected
+    assert sorted(DeltaTable(messages).to_pyarrow_table()["body"].to_pylist()) == expected
+
+
+@pytest.mark.parametrize("way", [delete_by_a_vector, optimize, set_a_property], ids=lambda way: way.__name__)
+def test_reads_go_on_while_another_writers_change_stops_upkeep(log: CommitLog, way: Callable[[str], None]) -> None:
+    log.drain()
+    before = log.read("orders")
+    way(f"{log.path}/messages")
+    assert another(log).read("orders").equals(before)
+
+
+def test_a_change_that_comes_while_a_drain_writes_its_files_stops_it(log: CommitLog) -> None:
+    drainer = Drainer(log.another())
+    write = drainer._writer.write
+
+    def slow(table: Table, rows: pa.Table) -> Sequence[DataFile]:
+        delete_by_a_vector(f"{log.path}/messages")
+        return write(table, rows)
+
+    drainer._writer.write = slow  # type: ignore[method-assign]
+    with pytest.raises(ForeignChangeError, match="deletion vectors"):
+        drainer.run()
+
+
+def test_a_change_that_comes_while_a_merge_reads_stops_it(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    log.drain()
+    table = another(log).messages_table
+    read = table.read
+
+    def slow(*arguments: Any) -> pa.Table:
+        if not Path(log.path, "messages", "_delta_log", f"{3:020d}.json").exists():
+            delete_by_a_vector(f"{log.path}/messages")
+        return read(*arguments)
+
+    monkeypatch.setattr(table, "read", slow)
+    with pytest.raises(ForeignChangeError, match="deletion vectors"):
+        maintenance.compact_messages(table)
+    assert DeltaTable(f"{log.path}/messages").version() == 4
+
+
+def test_commits_of_others_that_change_nothing_stop_nobody(log: CommitLog) -> None:
+    log.drain()
+    messages = f"{log.path}/messages"
+    put_entry(messages, "VACUUM START")
+    DeltaTable(messages).alter.set_table_description("the shop's messages")
+    DeltaTable(messages).alter.set_table_properties({"delta.enableDeletionVectors": "false"})
+    commit(log, prepare(log, 5, 5))
+    assert log.maintain().messages_drained == 5
+    assert log.maintain().foreign == ()
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        (hide, r"gave other statistics to 1 file \(messages-.*: COMPUTE STATISTICS by bob"),
+        (say_what_is_drained, r"set what rmq_spark alone may set \(txmq.op\) \(version 3: STREAMING UPDATE by bob"),
+    ],
+)
+def test_what_no_restore_undoes_is_cut_off_the_delta_log(log: CommitLog, way: Callable[[str], None], said: str) -> None:
+    log.drain()
+    messages = f"{log.path}/messages"
+    way(messages)
+    with pytest.raises(ForeignChangeError, match=f"{said}.* cut its Delta log back to version 2 "):
+        log.drain()
+    commit(log, prepare(log, 5, 5))
+    cut_back(messages, 2)
+    again = another(log)
+    assert again.maintain().messages_drained == 5
+    assert again.read("orders").num_rows == DeltaTable(messages).to_pyarrow_table().num_rows == 30
+
+
+def test_a_change_of_which_the_log_knows_no_more_is_told(log: CommitLog) -> None:
+    log.drain()
+    delete_by_a_vector(f"{log.path}/messages")
+    DeltaTable(f"{log.path}/messages").create_checkpoint()
+    for version in range(4):
+        Path(log.path, "messages", "_delta_log", f"{version:020d}.json").unlink()
+    with pytest.raises(ForeignChangeError, match=r"after version 2, and nobody can tell how: .* from a copy"):
+        another(log).drain()
+
+
+def test_nothing_of_messages_is_deleted_that_a_restore_may_need(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.drain()
+    before = log.read("orders")
+    delete(f"{log.path}/messages")
+    tables = [log.messages_table]
+    with monkeypatch.context() as much_later:
+        much_later.setattr(type(log.messages_table), "removed_since", lambda self, age_s=None: set())
+        assert maintenance.vacuum(tables, -1.0, dry_run=False) == []
+    assert maintenance.delete_replaced(tables, 0, dry_run=False) == []
+    DeltaTable(f"{log.path}/messages").restore(2, protocol_downgrade_allowed=True)
+    assert another(log).read("orders").equals(before)
 
 
 def test_an_optimize_that_doubles_what_upkeep_merged_is_told_and_a_restore_mends_it(
@@ -75,37 +269,17 @@ def test_an_optimize_that_doubles_what_upkeep_merged_is_told_and_a_restore_mends
     theirs = DeltaTable(f"{log.path}/messages")
     assert let_leave(log).files_merged
     theirs.optimize.compact()
-    with pytest.raises(CorruptLogError, match=r"somebody wrote to it\. RESTORE it to the version before that"):
+    own = DeltaTable(f"{log.path}/messages").version() - 1
+    with pytest.raises(ForeignChangeError, match=rf"restore\({own}, protocol_downgrade_allowed=True\)"):
         log.drain()
-    theirs.restore(DeltaTable(f"{log.path}/messages").version() - 1)
+    theirs.restore(own, protocol_downgrade_allowed=True)
     log.drain()
     log.maintain()
     assert another(log).read("orders").equals(before)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-@pytest.mark.parametrize("change", ["twice", "moved", "another queue"])
-def test_as_many_rows_with_other_offsets_are_told(log: CommitLog, change: str) -> None:
-    """The number of rows was right, and upkeep let the messages leave that the table had lost."""
-    log.drain()
-    DeltaTable(f"{log.path}/messages").alter.set_table_properties({"delta.appendOnly": "false"})
-    table = DeltaTable(f"{log.path}/messages")
-    rows = table.to_pyarrow_table().to_pylist()
-    row = rows[3]
-    if change == "twice":
-        rows[3] = rows[4]
-    elif change == "moved":
-        row["queue_offset"] += 1_000
-    else:
-        row["queue_id"] = 7
-    write_deltalake(table, pa.Table.from_pylist(rows, pa.schema(table.schema().to_arrow())), mode="overwrite")
-    commit(log, prepare(log, 5, 1))
-    for upkeep in (log.drain, log.maintain):
-        with pytest.raises(CorruptLogError, match=r"table messages was changed by another writer: .*offset"):
-            upkeep()
-    assert any("was changed by another writer" in told for told in log.maintain(dry_run=True).foreign)
-
-
+# ---------------------------------------------------------------- the other tables
 @pytest.mark.parametrize("name", ["half", "op"])
 def test_a_restore_that_takes_rows_out_is_told(log: CommitLog, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Committed messages became pending again, and pending ones were gone, and nobody said a word."""
@@ -148,15 +322,6 @@ def test_an_older_list_of_op_is_no_deletion(log: CommitLog, monkeypatch: pytest.
         reader.op, "refresh", lambda: reader.op.version if next(answers, None) is not None else newest()
     )
     assert reader.drained.odd_rows() is None
-
-
-def test_rows_that_are_missing_in_messages_are_told(log: CommitLog) -> None:
-    log.drain()
-    DeltaTable(f"{log.path}/messages").restore(1)  # its files alone go back
-    commit(log, prepare(log, 5, 5))
-    for upkeep in (log.drain, log.maintain):
-        with pytest.raises(CorruptLogError, match="somebody deleted from it"):
-            upkeep()
 
 
 def test_each_finding_is_told_once(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:

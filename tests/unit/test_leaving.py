@@ -381,13 +381,13 @@ def test_messages_that_were_set_back_are_noticed(tmp_path: Path) -> None:
 
 
 def test_files_that_left_are_deleted_after_a_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rmq_spark.commitlog import upkeep
+    from rmq_spark.commitlog import maintenance
 
     commit(log, send(log, "key"))
     report = let_leave(log)
     assert report.files_left == 1
     assert report.files_deleted == ()
-    monkeypatch.setattr(upkeep, "REPLACED_FILES_S", 0)
+    monkeypatch.setattr(maintenance, "REPLACED_FILES_S", 0)
     (deleted,) = [f for f in let_leave(log).files_deleted if f.startswith("half/")]
     assert deleted.startswith("half/half-")
     assert not [f for f in let_leave(log).files_deleted if f.startswith("half/")]

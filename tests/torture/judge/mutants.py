@@ -1066,6 +1066,30 @@ def _stripped_open() -> Iterator[None]:
         yield
 
 
+# ---------------------------------------------------------------- other writers of messages
+DELETED = LEAVES | {"upkeep": 20, "deletions": 4, "crash": 0.0, "retention_s": None}
+
+
+@mutant(
+    "another writer's deletion from messages is not noticed", A.DRAINED_OTHERWISE, A.LOST_WRITE, A.GAP_IN_QUEUE,
+    A.UNSTABLE_RANGE, **DELETED, streams=2,
+)  # fmt: skip
+def _deletion_not_noticed() -> Iterator[None]:
+    modules = (table_module, drain, leaving, expiring)
+    with _often_leaving(), replaced(*((module, "require_own", lambda table: None) for module in modules)):
+        yield
+
+
+@mutant(
+    "another writer's deletion is looked for before a drain or merge, and not at its commit", A.DRAINED_OTHERWISE,
+    A.LOST_WRITE, A.GAP_IN_QUEUE, A.UNSTABLE_RANGE, **DELETED | {"switch": 0.6, "pause": 0.1, "deletions": 12},
+    streams=2,
+)  # fmt: skip
+def _deletion_noticed_too_early() -> Iterator[None]:
+    with _often_leaving(), replaced((table_module, "OURS_ALONE", frozenset())):
+        yield
+
+
 # ---------------------------------------------------------------- expiring
 EXPIRES = LEAVES | {"upkeep": 20, "crash": 0.0, "retention_s": 30.0, "wrong_clocks": 0.0}
 

@@ -40,6 +40,7 @@ from rmq_spark.errors import (
     CommitError,
     CorruptLogError,
     FenceError,
+    ForeignChangeError,
     HalfBatchLeftError,
     LocalTransactionError,
     LostCommitError,
@@ -130,6 +131,7 @@ class Scenario:
     # another checkpoint
     changed: bool = False  # a driver that starts again may have transactionListener=none
     stranger: bool = False  # one more checker, which looks into another database
+    deletions: int = 0  # so often another writer deletes a row of messages, and a person puts it back later
     listener: str = "fenced"
     slips: bool = False  # each source first sends a time that no consumer could hold; the door must refuse it
     immunity: bool = False  # messages ask for longer, or shorter, than the time-out before their check
@@ -209,6 +211,7 @@ class Scenario:
             scenario.lost_answers = pick((0.0, 0.1, 0.4))
             scenario.unkeyed = not scenario.rivals and often() < 0.6
         scenario.changed = scenario.stranger
+        scenario.deletions = 2 if scenario.upkeep > 1 and scenario.polls != 2 else 0
         if scenario.restored == "query" and scenario.planner:
             scenario.restored = "hidden"
         scenario.slips = scenario.on_listener_error == "unknown"
@@ -347,6 +350,8 @@ class Simulation:
             self.world.spawn("stranger", lambda: self.check_rounds(self.world.open_log(), self.wrong_database))
         if s.person:
             self.world.spawn("person", self.person)
+        if s.deletions:
+            self.world.spawn("another writer", self.delete_rows, immortal=True)
         self.scheduler.run()
 
     def _processes(self, roles: list[Role]) -> list[tuple[str, list[Role]]]:
@@ -523,6 +528,18 @@ class Simulation:
             return COMMIT_MESSAGE
         return ROLLBACK_MESSAGE if found <= {"rolled_back", "tombstone"} else None
 
+    # ------------------------------------------------------------------ another writer
+    def delete_rows(self) -> None:
+        """Deletes rows of ``messages`` by deletion vectors. A person restores the version before, as the error says."""
+        for _ in range(self.scenario.deletions):
+            self.scheduler.sleep(self.chance.choice((10.0, 30.0, 90.0)))
+            before = self.world.messages.delete_a_row()
+            if before is None:
+                continue
+            self.counts["rows deleted by another writer"] += 1
+            self.scheduler.sleep(self.chance.choice((1.0, 30.0, 90.0)))
+            self.world.messages.restore(before)
+
     # ------------------------------------------------------------------ topics
     def make_topics(self, log: SimulatedLog) -> None:
         """A program that makes its topics whenever it starts; others make the same ones."""
@@ -565,6 +582,8 @@ class Simulation:
     def _drain(self, log: CommitLog) -> None:
         try:
             log.drain()
+        except ForeignChangeError:
+            self.counts["upkeep stopped by another writer"] += 1
         except CorruptLogError as problem:
             if "older list" not in str(problem):
                 raise
@@ -585,6 +604,9 @@ class Simulation:
         )
         try:
             report = upkeep.maintain(self.world.open_log(), [], graces)
+        except ForeignChangeError:
+            self.counts["upkeep stopped by another writer"] += 1
+            return
         except CorruptLogError as problem:
             if "older list" not in str(problem):
                 raise

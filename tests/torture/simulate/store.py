@@ -17,6 +17,7 @@ from rmq_spark.config import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import ClockError, CorruptLogError, StrippedError
 from rmq_spark.machine import Machine
 from rmq_spark.storage.files import PAYLOAD_COLUMNS, DataFile, RowRange, column_stats
+from rmq_spark.storage.others import Changed
 from rmq_spark.storage.table import Change, Clock, actions_schema, bounds_of, compare_and_set
 from rmq_spark.storage.turns import Turns
 from tests.torture.judge.history import History, Kind, Phase
@@ -189,6 +190,7 @@ class SimulatedTable:
         content: Content | None = None,
     ) -> None:
         self.name, self.schema, self.folder = name, schema, name
+        self.history_s = 0.0
         self.fs: Any = files
         self.machine = machine
         self.lock = machine.lock()
@@ -248,6 +250,10 @@ class SimulatedTable:
     def removed_since(self, age_s: float | None = None) -> set[str]:
         now = self._scheduler.wall_s()
         return {path for path, at in self.content.removed.items() if age_s is None or now - at < age_s}
+
+    def changed_by_others(self, since: int) -> Changed | None:
+        before, now = self.content.versions[since], self._state
+        return None if before.files == now.files else Changed(f"changed files ({now.name})", restorable=True)
 
     def transaction_version(self, app_id: str) -> int | None:
         self._scheduler.interleave()
@@ -373,12 +379,13 @@ class SimulatedTable:
             content.below_head.append((version, change))
             return True
         content.versions.append(self.next_state(head, change))
-        content.removed.update(dict.fromkeys(change.remove, self._scheduler.wall_s()))
+        content.removed.update(dict.fromkeys(change.remove, self._scheduler.wall_s() - change.removed_earlier_s))
         return True
 
     def next_state(self, head: State, change: Change) -> State:
         removed = set(change.remove)
-        files = {path: action for path, action in head.files.items() if path not in removed}
+        # A removal that names no deletion vector leaves a file in the table that has one.
+        files = {path: a for path, a in head.files.items() if path not in removed or "deletion_vector" in a}
         for f in change.add:
             files[f.path] = {
                 "path": f.path,
@@ -389,6 +396,24 @@ class SimulatedTable:
             }
         transactions = {**head.transactions, **change.transactions}
         return State(head.version + 1, files, transactions, name_of(change), change)
+
+    # ------------------------------------------------------------------ another writer
+    def delete_a_row(self) -> int | None:
+        """Somebody's DELETE with a deletion vector: the newest file stays, and readers of Delta pass over a row of it.
+        Returns the version before; None for an empty table."""
+        head = self.content.versions[-1]
+        if not head.files:
+            return None
+        path = max(head.files)
+        files = {**head.files, path: {**head.files[path], "deletion_vector": self._scheduler.now}}
+        self.content.versions.append(State(head.version + 1, files, head.transactions, f"a row of {path} is deleted"))
+        return head.version
+
+    def restore(self, version: int) -> None:
+        """Somebody's RESTORE: the files of an older version. What applications have noted stays."""
+        head = self.content.versions[-1]
+        files = dict(self.content.versions[version].files)
+        self.content.versions.append(State(head.version + 1, files, head.transactions, f"version {version} is back"))
 
     def _let_land(self) -> None:
         """What was given up may arrive now, when its version is still free."""

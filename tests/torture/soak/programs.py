@@ -28,7 +28,7 @@ import sqlalchemy as sa
 import rmq_spark as txmq
 from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.check.service import CheckService
-from rmq_spark.commitlog import half_store, upkeep
+from rmq_spark.commitlog import half_store, maintenance, upkeep
 from rmq_spark.commitlog import log as log_module
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.listener import Verdicts
@@ -344,7 +344,8 @@ PROGRAMS: dict[str, Callable[[Soak], None]] = {
 
 def main(role: str, root: str) -> None:
     half_store.ORPHAN_AGE_S = log_module.ORPHAN_AGE_S = upkeep.ORPHAN_AGE_S = ORPHAN_AGE_S
-    upkeep.REPLACED_FILES_S = REPLACED_FILES_S
+    maintenance.REPLACED_FILES_S = REPLACED_FILES_S
+    maintenance.history_s = lambda table: 0.0
     log_module.RETENTION_S_MIN = 60.0
     PROGRAMS[role](Soak(Path(root)))
 

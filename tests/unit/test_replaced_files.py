@@ -1,0 +1,136 @@
+"""How long files that left ``messages`` stay, for readers that stand at an older version of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+
+from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.expiring import Expirer
+from rmq_spark.commitlog.log import CommitLog
+from tests.clocks import Clock, set_clock
+from tests.half_batches import another, commit, make_log, prepare, send
+
+HOUR_S = 3_600.0
+DAY_S = 86_400.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    return set_clock(monkeypatch)
+
+
+def merged_before(tmp_path: Path, clock: Clock, seconds: float, retention: str | None = None) -> CommitLog:
+    """A log of which upkeep merged the messages, in files of 5, so long ago."""
+    clock.ahead_s = -seconds
+    log = make_log("delta", tmp_path / "log", orders=1)
+    if retention is not None:
+        log.set_retention("orders", retention)
+    for batch_id in range(3):
+        commit(log, prepare(log, batch_id, 5))
+        log.drain()
+    merge(log)
+    clock.ahead_s = 0.0
+    return log
+
+
+def merge(log: CommitLog) -> None:
+    """Merge as upkeep does. (delta-rs tells by a clock of its own how old a removal is: a whole round of upkeep would
+    delete at once.)"""
+    kept_s = {name: s for name, s in log.retentions().items() if s is not None}
+    assert maintenance.compact_messages(another(log).messages_table, kept_s) == 3
+
+
+def rows_at(log: CommitLog, version: int) -> int:
+    """What a reader of Delta finds at a version."""
+    return DeltaTable(f"{log.path}/messages", version=version).to_pyarrow_table().num_rows
+
+
+@pytest.mark.parametrize("seconds", [3 * HOUR_S, 6 * DAY_S])
+def test_a_reader_that_stands_at_an_old_version_goes_on_within_seven_days(
+    tmp_path: Path, clock: Clock, seconds: float
+) -> None:
+    """The files of a merge were deleted after an hour, and a stream that stood for three could never go on."""
+    log = merged_before(tmp_path, clock, seconds)
+    assert not [path for path in log.maintain().files_deleted if path.startswith("messages/")]
+    assert maintenance.vacuum([another(log).messages_table], -1.0, dry_run=False) == []
+    assert [rows_at(log, version) for version in range(5)] == [0, 5, 10, 15, 15]
+
+
+def test_after_seven_days_the_replaced_files_are_deleted(tmp_path: Path, clock: Clock) -> None:
+    log = merged_before(tmp_path, clock, 7 * DAY_S + 2 * HOUR_S)
+    deleted = [path for path in log.maintain().files_deleted if path.startswith("messages/")]
+    assert len(deleted) == 3
+    files = DeltaTable(f"{log.path}/messages").file_uris()
+    assert sorted(path.name for path in Path(log.path, "messages").glob("*.parquet")) == [Path(f).name for f in files]
+    assert another(log).read("orders").num_rows == 15
+
+
+def test_a_longer_log_retention_keeps_them_longer(tmp_path: Path, clock: Clock) -> None:
+    clock.ahead_s = -20 * DAY_S
+    log = CommitLog.create(tmp_path / "log", log_retention="30d")
+    log.create_topic("orders", 1)
+    for batch_id in range(3):
+        commit(log, prepare(log, batch_id, 5))
+        log.drain()
+    merge(log)
+    clock.ahead_s = 0.0
+    assert not [path for path in log.maintain().files_deleted if path.startswith("messages/")]
+    assert [rows_at(log, version) for version in range(1, 4)] == [5, 10, 15]
+    said = (
+        DeltaTable(f"{log.path}/messages").metadata().configuration
+    )  # their removal is known for longer than they stay
+    assert said["delta.deletedFileRetentionDuration"] == f"interval {31 * 86_400} seconds"
+
+
+def test_the_files_of_a_merge_stay_no_longer_than_their_messages(tmp_path: Path, clock: Clock) -> None:
+    """A topic that keeps its messages for two hours would have kept seven days of them on the disk."""
+    log = merged_before(tmp_path, clock, 3.5 * HOUR_S, retention="2h")
+    deleted = [path for path in log.maintain().files_deleted if path.startswith("messages/")]
+    assert len(deleted) == 3
+
+
+def test_what_expired_is_deleted_after_the_hour(tmp_path: Path, clock: Clock) -> None:
+    clock.ahead_s = -2.5 * HOUR_S
+    log = make_log("delta", tmp_path / "log", orders=1)
+    commit(log, send(log, "old", 4))
+    log.topic_store.set_retention("orders", 0.0)
+    log.drain()
+    assert len(Expirer(another(log)).run()) == 1
+    clock.ahead_s = 0.0
+    assert [p.partition("/")[0] for p in log.maintain().files_deleted if p.startswith("messages")] == ["messages"]
+
+
+class Sizes:
+    """As much of a table as the choice of files to merge looks at: the sizes of files, the oldest first."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def refresh(self) -> None:
+        pass
+
+    def actions(self) -> pa.Table:
+        numbers, one = range(len(self.sizes)), ["orders"] * len(self.sizes)
+        columns = {"path": [str(n) for n in numbers], "size_bytes": self.sizes, "num_records": [1] * len(self.sizes)}
+        return pa.table({**columns, "min.topic": one, "max.topic": one, "min.op_version": list(numbers)})
+
+
+def test_a_message_is_rewritten_a_few_times_only() -> None:
+    """Each merge took the file of the one before along: a topic of 28 KB each 30 s wrote each byte 37 times."""
+    table, drains, size, written, most = Sizes(), 2_000, 28_000, 0, 0
+    for _ in range(drains):
+        table.sizes.append(size)
+        while chosen := maintenance._messages_to_merge(table):  # type: ignore[arg-type]
+            at = [int(path) for path in chosen]
+            assert at == list(range(at[0], at[-1] + 1))  # so files do not overlap
+            merged = sum(table.sizes[at[0] : at[-1] + 1])
+            table.sizes[at[0] : at[-1] + 1] = [merged]
+            written += merged
+        most = max(most, sum(size < maintenance.MESSAGES_FILE_BYTES for size in table.sizes))
+    assert written <= 8 * drains * size
+    assert most <= 12

@@ -1,0 +1,124 @@
+"""A table that another writer made one with which delta-rs cannot write: the refusal is told at once, with a remedy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+from deltalake.exceptions import CommitFailedError
+
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.errors import CommitError, ForeignChangeError
+from rmq_spark.storage.table import DeltaLogTable
+from tests.foreign_writers import cut_back, raise_protocol
+from tests.half_batches import another, commit, make_log, prepare, send
+
+CANNOT = 'docs/maintenance.md says under "When another writer changed a table": Spark cannot$'
+FEATURES: dict[str, tuple[list[str], list[str], dict[str, str], str]] = {
+    "inCommitTimestamp": (
+        ["inCommitTimestamp"], [], {"delta.enableInCommitTimestamps": "true"},
+        r"in Spark by ALTER TABLE … DROP FEATURE inCommitTimestamp$",
+    ),
+    "rowTracking": (
+        ["domainMetadata", "rowTracking"], [], {"delta.enableRowTracking": "true"},
+        r"DROP FEATURE rowTracking, then ALTER TABLE … DROP FEATURE domainMetadata$",
+    ),
+    "typeWidening": (
+        ["typeWidening"], ["typeWidening"], {"delta.enableTypeWidening": "true"},
+        r"retentionDuration' = '0 hours'\), then ALTER TABLE … DROP FEATURE typeWidening TRUNCATE HISTORY$",
+    ),
+    "clustering": (["clustering", "domainMetadata"], [], {}, CANNOT),
+}  # fmt: skip
+
+
+def work_of(log: CommitLog, name: str) -> Callable[[], object]:
+    if name == "half":
+        return lambda: prepare(log, 1, 3)
+    if name == "op":
+        record = prepare(log, 2, 3)
+        return lambda: commit(log, record)
+    if name == "topics":
+        return lambda: log.create_topic("points", 1)
+    if name == "groups":
+        log.groups.progress("readers", {("orders", 0): 1}, "batch 0")
+        return lambda: log.groups.progress("readers", {("orders", 0): 2}, "batch 1")
+    return log.drain
+
+
+@pytest.mark.parametrize("name", ["half", "op", "topics", "groups", "messages"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_that_delta_rs_cannot_write_with_is_told_at_once(tmp_path: Path, name: str, feature: str) -> None:
+    """Each commit was tried for 24 s, and then "too many writers" was said."""
+    log = make_log("delta", tmp_path / "log", orders=1)
+    commit(log, prepare(log, 0, 3))
+    work = work_of(log, name)
+    version = DeltaTable(f"{log.path}/{name}").version()
+    writer, reader, properties, remedy = FEATURES[feature]
+    raise_protocol(f"{log.path}/{name}", writer, reader, **properties)
+    began_s = time.monotonic()
+    with pytest.raises(ForeignChangeError) as caught:
+        work()
+    assert time.monotonic() - began_s < 5
+    assert f"table {name}" in str(caught.value)
+    assert "SET TBLPROPERTIES by bob, Apache-Spark/4.2.0 Delta-Lake/4.4.0" in str(caught.value)
+    if name != "messages":
+        caught.match("Unsupported table features required")
+    # What needs the table's history to be given up is no remedy where readers go back.
+    caught.match(CANNOT if (name, feature) == ("messages", "typeWidening") else remedy)
+    cut_back(f"{log.path}/{name}", version)  # what always helps
+    again = another(log)
+    commit(again, send(again, "later", 3))
+    again.maintain()
+    assert again.read("orders").num_rows >= 6
+
+
+@pytest.mark.parametrize("name", ["half", "op", "topics", "groups", "messages"])
+def test_a_new_log_says_no_to_what_platforms_switch_on_and_stays_of_the_first_protocol(
+    tmp_path: Path, name: str
+) -> None:
+    log = make_log("delta", tmp_path / "log", orders=1)
+    log.groups.progress("readers", {("orders", 0): 1}, "batch 0")
+    table = DeltaTable(f"{log.path}/{name}")
+    protocol = table.protocol()
+    assert (protocol.min_reader_version, protocol.min_writer_version, protocol.writer_features) == (1, 2, None)
+    said = table.metadata().configuration
+    for feature in ("DeletionVectors", "RowTracking", "InCommitTimestamps", "TypeWidening", "ChangeDataFeed"):
+        assert said[f"delta.enable{feature}"] == "false"
+    assert (said["delta.columnMapping.mode"], said["delta.checkpointPolicy"]) == ("none", "classic")
+
+
+def test_a_refusal_that_is_no_lost_race_is_not_tried_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = make_log("delta", tmp_path / "log", orders=1)
+    tries: list[object] = []
+
+    def refuse(self: DeltaTable, *arguments: Any, **more: Any) -> None:
+        tries.append(self)
+        raise CommitFailedError("The transaction includes Remove action with data change but table is append-only")
+
+    monkeypatch.setattr(DeltaTable, "create_write_transaction", refuse)
+    with pytest.raises(CommitError, match=r"a commit to table half failed 3 times, .* but table is append-only"):
+        prepare(log, 0, 3)
+    assert len(tries) == 3
+
+
+def test_a_lost_race_is_still_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = make_log("delta", tmp_path / "log", orders=1)
+    answers: list[bool] = []
+    try_commit = DeltaLogTable.try_commit
+
+    def lose(self: DeltaLogTable, change: Any) -> bool:
+        if len(answers) < 5:
+            rival = another(log)
+            monkeypatch.setattr(DeltaLogTable, "try_commit", try_commit)
+            prepare(rival, len(answers), 1, app="rival")
+            monkeypatch.setattr(DeltaLogTable, "try_commit", lose)
+        answers.append(try_commit(self, change))
+        return answers[-1]
+
+    monkeypatch.setattr(DeltaLogTable, "try_commit", lose)
+    prepare(log, 0, 3)
+    assert answers == [False] * 5 + [True]
