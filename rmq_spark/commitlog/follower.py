@@ -326,6 +326,14 @@ class Follower:
             found = rows.filter(of_kind(rows, Kind.ARCHIVED)).to_pylist()
             return Archived.of(found[-1]) if found else None
 
+    def archived_among(self, half_ids: Collection[str]) -> frozenset[str]:
+        """Those half batches that have left, or are about to."""
+        with self.table.lock:
+            self.refresh()
+            where = pc.field("half_id").isin(sorted(half_ids))
+            rows = self.table.read(self.archive_paths(), ["kind", "half_id"], where)
+            return frozenset(rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"].to_pylist())
+
     def commit_ids_at(self, version: int) -> list[str]:
         """The ids of the commits that wrote the op rows of a version: one, or none when it has no rows."""
         rows = self.followed.rows

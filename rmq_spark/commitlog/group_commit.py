@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows
-from rmq_spark.commitlog.half_store import HalfRecord, Staged
+from rmq_spark.commitlog.half_store import HalfRecord, PrepareError, Staged
 from rmq_spark.commitlog.ledger import TOO_LATE, Decided, Decision, Placed
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.rows import RowSet
@@ -74,9 +74,15 @@ class Commits(Protocol):
     ) -> list[Placed]:
         """Make verdicts final. As ``ProtocolSteps.decide``."""
 
+    def prepare_many(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
+        """Commit the staged files of half batches together. As ``ProtocolSteps.prepare_many``."""
+
+    def decide_many(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
+        """Make verdicts final together. As ``ProtocolSteps.decide_many``."""
+
 
 class Alone:
-    """Each half batch has commits of its own, made in the caller's thread.
+    """Commits are made in the caller's thread, and are shared with no other one.
 
     Parameters
     ----------
@@ -85,13 +91,19 @@ class Alone:
 
     def __init__(self, log: ProtocolSteps) -> None:
         self._log = log
-        self.decide = log.decide
+        self.decide, self.decide_many = log.decide, log.decide_many
 
     def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
         """Commit staged files."""
         record = self._log.prepare(header, [_arranged(f) for f in files])
         self._log.refresh()
         return record
+
+    def prepare_many(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
+        """Commit the staged files of several half batches."""
+        prepared = self._log.prepare_many(staged)
+        self._log.refresh()
+        return prepared
 
 
 class GroupCommit:
@@ -172,6 +184,30 @@ class GroupCommit:
             raise decided.problem
         return list(decided.placed)
 
+    def prepare_many(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
+        """Commit the staged files of several half batches together with those of other threads.
+
+        Raises
+        ------
+        TxmqError
+            When that fails for one of them. Others may be prepared.
+        """
+        self._require_may_wait()
+        found = self._prepares.ask_all({batch.header.half_id: batch for batch in staged})
+        return [_answer(one, (HalfRecord, *PREPARE_ERRORS)) for one in found]
+
+    def decide_many(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
+        """Make verdicts on several half batches final together with those of other threads.
+
+        Raises
+        ------
+        TxmqError
+            When that fails for one of them. Others may be decided.
+        """
+        self._require_may_wait()
+        found = self._decides.ask_all({decision.record.half_id: decision for decision in decisions})
+        return [_answer(one, (Decided,)) for one in found]
+
     def decide_and_go_on(self, decision: Decision, then: Then[Decided]) -> None:
         """As :meth:`decide`, and nobody waits; see :meth:`prepare_and_go_on`."""
         self._decides.put(decision, decision.record.half_id, then)
@@ -207,6 +243,12 @@ class GroupCommit:
             return [Decided(self._log.decide(d.record, d.attempt, commit=d.commit, rollback=d.rollback, who=d.who))]
         except TOO_LATE as problem:
             return [Decided(problem=problem)]
+
+
+def _answer(found: Any, expected: tuple[type, ...]) -> Any:
+    if isinstance(found, expected):
+        return found
+    raise found
 
 
 def _arranged(file: Stageable) -> HalfFile | HalfRows:

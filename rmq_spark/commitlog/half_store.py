@@ -142,6 +142,11 @@ class Staged:
         """Whether no other process has a part in it."""
         return self.until_s is None and not self.may_be_there
 
+    @property
+    def is_looked_for(self) -> bool:
+        """Whether one of its name may have been prepared before. A numbered one is known by its number."""
+        return not self.header.numbered and (self.may_be_there or not self.header.made_up)
+
 
 PrepareError = AlreadyPreparedError | StagedFilesTooOldError
 """Why a half batch could not be prepared."""
@@ -173,10 +178,10 @@ class HalfStore:
         header: HalfHeader,
         files: Sequence[HalfFile | HalfRows],
         after_ms: Callable[[], int] = lambda: 0,
-        has_left: Callable[[str], bool] = lambda half_id: False,
+        left_among: Callable[[Collection[str]], Collection[str]] = lambda half_ids: (),
     ) -> HalfRecord:
         """Commit the staged files of a half batch: see :meth:`prepare_many`. What would let it drop out is raised."""
-        (prepared,) = self.prepare_many([Staged(header, files)], after_ms, has_left)
+        (prepared,) = self.prepare_many([Staged(header, files)], after_ms, left_among)
         if isinstance(prepared, HalfRecord):
             return prepared
         raise prepared
@@ -185,7 +190,7 @@ class HalfStore:
         self,
         staged: Sequence[Staged],
         after_ms: Callable[[], int] = lambda: 0,
-        has_left: Callable[[str], bool] = lambda half_id: False,
+        left_among: Callable[[Collection[str]], Collection[str]] = lambda half_ids: (),
     ) -> list[HalfRecord | PrepareError]:
         """Commit the staged files of half batches, at once: from here on they exist, and nobody sees them.
 
@@ -196,8 +201,8 @@ class HalfStore:
         after_ms : callable
             Returns the time after which they must be prepared: not below the low-water mark, where no open half batch
             is looked for. The newest file may have an earlier time, when a clock that is behind rewrote it.
-        has_left : callable
-            Takes a half id and returns True when such a half batch was here and has left. It is called with the table
+        left_among : callable
+            Takes half ids and returns those of half batches that were here and have left. It is called with the table
             refreshed.
 
         Returns
@@ -230,8 +235,10 @@ class HalfStore:
         def propose(version: int) -> Change | None:
             tried.append(version)
             refused.clear()
+            looked_for = [batch.header.half_id for batch in staged if batch.is_looked_for]
+            left = left_among(looked_for) if looked_for else ()
             for batch in staged:
-                if (problem := self._refusal(batch, has_left)) is not None:
+                if (problem := self._refusal(batch, left)) is not None:
                     refused[batch.header.half_id] = problem
             chosen = [batch for batch in staged if batch.header.half_id not in refused]
             if not chosen:
@@ -260,15 +267,12 @@ class HalfStore:
             for b in staged
         ]
 
-    def _refusal(self, batch: Staged, has_left: Callable[[str], bool]) -> PrepareError | None:
+    def _refusal(self, batch: Staged, left: Collection[str]) -> PrepareError | None:
         """Why a half batch cannot be prepared, as the table is now."""
-        header = batch.header
-        is_new = header.made_up and not batch.may_be_there
+        header, last = batch.header, None
         if header.numbered:
             last = self.table.transaction_version(header.app_id)
-        else:
-            last = None if is_new else self._batch_id_in_log(header)
-        if last is None and not (header.numbered or is_new) and has_left(header.half_id):
+        elif batch.is_looked_for and (header.half_id in left or self.has(header.half_id)):
             last = header.batch_id
         if last is not None and last >= header.batch_id:
             return AlreadyPreparedError(
@@ -342,9 +346,6 @@ class HalfStore:
         """When the newest file was prepared (or rewritten, by somebody's clock)."""
         self.table.refresh()
         return self._last_prepared_ms()
-
-    def _batch_id_in_log(self, header: HalfHeader) -> int | None:
-        return None if self._find(header.half_id) is None else header.batch_id
 
     def _last_prepared_ms(self) -> int:
         return pc.max(self.table.actions()["modification_time"]).as_py() or 0
