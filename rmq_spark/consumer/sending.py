@@ -11,7 +11,7 @@ whatever holds it by then, and needs not read it::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pyarrow as pa
 
@@ -91,24 +91,25 @@ def _send(group: str, rows: Sequence[HalfRows], two_phase: TwoPhase) -> int:
     began_s = log.machine.monotonic()
     prepared = commits.prepare_many([Staged(one.writer.header, [one]) for one in rows])
     new = {found.half_id: found for found in prepared if isinstance(found, HalfRecord)}
-    known = {one.half_id: one for one in rows if one.half_id not in new}
-    records = [*new.values(), *_left_open(log, known)]
-    decisions = [Decision(record, 1, record.all_rows, NO_ROWS, Who.EXECUTE) for record in records]
+    left = {one.half_id: one for one in rows}
+    if known := left.keys() - new:
+        there = log.ledger.committed_among(known)
+        left = {half_id: one for half_id, one in left.items() if half_id not in there}
+    opened = [*new.values(), *_open_among(log, left.keys() - new)]
+    decisions = [Decision(record, 1, record.all_rows, NO_ROWS, Who.EXECUTE) for record in opened]
     decided = commits.decide_many(decisions) if decisions else ()
-    for record, found in zip(records, decided, strict=True):
-        if found.problem is not None:
-            known[record.half_id] = next(one for one in rows if one.half_id == record.half_id)
-        elif record.half_id in new and observer.observers():
-            tell_sent(log, group, Outcome(record, messages={RowState.COMMITTED: record.rows}), began_s)
-    for one in known.values():  # however it stands
+    for record, found in zip(opened, decided, strict=True):
+        if found.problem is None:
+            del left[record.half_id]
+            if record.half_id in new and observer.observers():
+                tell_sent(log, group, Outcome(record, messages={RowState.COMMITTED: record.rows}), began_s)
+    for one in left.values():  # somebody has quarantined it, or rolled it back
         two_phase.send(one.writer.header, lambda one=one: [one])  # type: ignore[misc]
     return len(new)
 
 
-def _left_open(log: CommitLog, known: dict[str, HalfRows]) -> list[HalfRecord]:
-    """Those that somebody has prepared, and not decided."""
-    if not known:
-        return []
-    headers = [known[half_id].writer.header for half_id in log.open_half_ids() if half_id in known]
-    found = [log.find(header.app_id, header.batch_id) for header in headers]
+def _open_among(log: CommitLog, half_ids: Collection[str]) -> list[HalfRecord]:
+    """Those half batches that somebody has prepared, and nobody has decided."""
+    opened = [half_id for half_id in log.open_half_ids() if half_id in half_ids] if half_ids else []
+    found = [log.find(half_id.rpartition(":")[0], 0) for half_id in opened]
     return [record for record in found if record is not None and record.left is None]

@@ -537,9 +537,11 @@ def fails_and_dies(log: CommitLog, rows: int | None = None, bad: str = "abcdef",
     consumer.member.note = unexpected
     consumer.member.join()
     consumer.member.fetch()
-    while consumer.work():
-        pass
-    dies(consumer)
+    try:
+        while consumer.work():
+            pass
+    finally:
+        dies(consumer)
 
 
 def unexpected(problem: BaseException, what: str) -> None:
@@ -650,7 +652,6 @@ def test_a_thousand_messages_are_sent_back_in_a_commit_or_two_of_each_table(
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(CommitLog, "decide_many", killed)
             fail()
-        log.groups.hand_over("points", "the lease is over")
     elif state != "new":
         fail()
     if state == "left":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -766,7 +766,7 @@ def _mark_past_open() -> Iterator[None]:
     streams=2, batches=3, upkeep=10, checkers=2, weather_stale=0.5, crash=0.0,
 )  # fmt: skip
 def _mark_of_stale_half() -> Iterator[None]:
-    with replaced((HalfStore, "has", lambda self, half_id: True)):
+    with replaced((Marker, "_half_has", lambda self, half_ids: True)):
         yield
 
 
@@ -901,7 +901,8 @@ def _decides_what_left() -> Iterator[None]:
     **LEAVES | {"crash": 0.06}, streams=0, senders=2, rivals=True,
 )  # fmt: skip
 def _key_is_free() -> Iterator[None]:
-    with _often_leaving(), replaced((Follower, "archived", lambda *_: None)):
+    nothing = ((Follower, "archived", lambda *_: None), (Follower, "archived_among", lambda *_: frozenset()))
+    with _often_leaving(), replaced(*nothing):
         yield
 
 
@@ -910,11 +911,11 @@ def _key_is_free() -> Iterator[None]:
     **LEAVES | {"pause": 0.08}, streams=0, senders=2, rivals=True,
 )  # fmt: skip
 def _believes_an_old_listing() -> Iterator[None]:
-    def has_left(self: CommitLog, half_id: str) -> bool:
-        said = self.op.read(self.ledger.archive_paths(), ["half_id"], pc.field("half_id") == half_id)
-        return said.num_rows > 0
+    def left_among(self: CommitLog, half_ids: Collection[str]) -> Collection[str]:
+        said = self.op.read(self.ledger.archive_paths(), ["half_id"], pc.field("half_id").isin(list(half_ids)))
+        return set(said["half_id"].to_pylist())
 
-    with _often_leaving(), replaced((CommitLog, "_has_left", has_left), (Follower, "read_up_to", lambda *_: None)):
+    with _often_leaving(), replaced((CommitLog, "_left_among", left_among), (Follower, "read_up_to", lambda *_: None)):
         yield
 
 
