@@ -274,7 +274,8 @@ class HalfStore:
         ]
 
     def _refusal(self, batch: Staged, known: Collection[str]) -> PrepareError | None:
-        """Why a half batch cannot be prepared, as the table is now: of the names that are looked for, some are known."""
+        """Why a half batch cannot be prepared, as the table is now. Of the half ids that are looked for, some are
+        known."""
         header, last = batch.header, None
         if header.numbered:
             last = self.table.transaction_version(header.app_id)

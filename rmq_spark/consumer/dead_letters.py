@@ -134,7 +134,9 @@ class DeadLetters:
             known = f"it has those from {there[0]} to {there[-1]}" if there else "it has none"
             raise OffsetError(f"group {self.group!r} has no dead letter {unknown[0]}: {known}")
         letters = read.filter(pc.is_in(read["queue_offset"], value_set=pa.array(wanted, pa.int64())))
-        return send_each(self.log, self.group, [self._resend_app(offset) for offset in wanted], _alive(letters, self.group))
+        return send_each(
+            self.log, self.group, [self._resend_app(offset) for offset in wanted], _alive(letters, self.group)
+        )
 
     def _read(self, limit: int | None) -> pa.Table:
         topics = self.log.topics()

@@ -50,4 +50,6 @@ def send_back(
     again = sent_back(tried(messages, tries), reasons, group, reconsume_max, delay_level)
     topic, queue_id = queue.queue
     offsets = messages["queue_offset"].to_pylist()
-    return send_each(log, group, [f"back.{group}.{topic}.{queue_id}.{n}.{queue.epoch}" for n in offsets], again, two_phase)
+    return send_each(
+        log, group, [f"back.{group}.{topic}.{queue_id}.{n}.{queue.epoch}" for n in offsets], again, two_phase
+    )
