@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -26,11 +26,16 @@ from tests.half_batches import let_leave
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 
 GROUP, TOPIC = "points", "orders"
-STEPS = 16
+STEPS = 24
 ROUNDS_MAX = 120
 ALWAYS = 1_000
 HERE = str(Path(rmq_spark.__file__).parent)
-SENDING_BACK = tuple(f"{HERE}/consumer/{name}" for name in ("sending_back.py", "sending.py", "push.py"))
+LINES: Mapping[tuple[str, ...], int] = {
+    (f"{HERE}/consumer/sending_back.py", f"{HERE}/consumer/sending.py"): 80,
+    (f"{HERE}/consumer/",): 600,
+    (f"{HERE}/",): 8_000,
+}
+"""Where a member is killed: in which files, and after how many of their lines at most."""
 
 
 class Killed(BaseException):
@@ -43,18 +48,18 @@ class Stuck(BaseException):
 
 def play_retries(seed: int) -> list[Anomaly]:
     """No retry and no dead letter is lost or doubled, whoever dies at whatever line, and however takes are cut."""
-    with patch.object(stripping, "STRIPPED_BYTES_MIN", 1):
+    with patch.multiple(stripping, STRIPPED_BYTES_MIN=1, STRIPPED_SHARE_MIN=0.1):
         return _Play(random.Random(seed)).play()
 
 
 @contextmanager
-def _killed_at(count: int, folders: tuple[str, ...]) -> Iterator[None]:
+def _killed_at(count: int, files: tuple[str, ...]) -> Iterator[None]:
     """End what runs at the so manieth line of some files. What it still does on its way out does not count."""
     left = count
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.startswith(folders):
+        if not frame.f_code.co_filename.startswith(files):
             return None
         if event == "line":
             left -= 1
@@ -73,13 +78,27 @@ def _killed_at(count: int, folders: tuple[str, ...]) -> Iterator[None]:
         sys.settrace(before)
 
 
+class _Numbering(Steps):
+    """Ids that are the same whenever a seed is played."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._serial = 0
+
+    def unique_id(self) -> str:
+        self._serial += 1
+        return f"{self._serial:08x}{0:024x}"
+
+
 class _Play:
     def __init__(self, chance: random.Random) -> None:
-        self.chance, self.machine = chance, Steps()
-        self.log = memory_log(self.machine, **{TOPIC: chance.choice((1, 1, 2))})
+        self.chance, self.machine = chance, _Numbering()
+        self.queues = chance.choice((1, 1, 2))
+        self.log = memory_log(self.machine, **{TOPIC: self.queues})
         for topic in (retry_topic(GROUP), dlq_topic(GROUP)):
             self.log.create_own_topic(topic)
         self.max = chance.choice((0, 1, 2))
+        self.delay = chance.choice((1, None, None))
         # By message: how often it fails; None: nobody knows before.
         self.failures: dict[str, int | None] = {}
         self.done: set[str] = set()
@@ -93,7 +112,7 @@ class _Play:
         try:
             for _ in range(STEPS):
                 step = self.chance.choice(
-                    ("member",) * 10 + ("sleeper", "wake", "time", "time", "time", "upkeep", "upkeep", "send", "reset")
+                    ("member",) * 8 + ("time",) * 4 + ("upkeep",) * 4 + ("send", "send", "sleeper", "wake", "reset")
                 )
                 getattr(self, step)()
             self.failures = {body: count or 0 for body, count in self.failures.items()}
@@ -111,7 +130,7 @@ class _Play:
         bodies = [f"m{len(self.failures) + n}" for n in range(self.chance.choice((1, 2, 3)))]
         for body in bodies:
             self.failures[body] = self.chance.choice((0, 1, 2, ALWAYS, ALWAYS, None))
-        send(self.log, bodies)
+        send(self.log, bodies, queue_id=[self.chance.randrange(self.queues) for _ in bodies])
 
     def fails(self, body: str, times: int) -> bool:
         count = self.failures[body]
@@ -135,7 +154,7 @@ class _Play:
 
         rows = self.chance.choice((1, 2, 3, None))
         member = push(self.log, listen, mode=mode, consume_message_batch_max_size=rows, max_reconsume_times=self.max,
-                      delay_level_when_next_consume=1, suspend_current_queue_time=0)  # fmt: skip
+                      delay_level_when_next_consume=self.delay, suspend_current_queue_time=0)  # fmt: skip
         member.member.note = _stuck
         member._two_phase = TwoPhase(member.member.log, CommitOncePrepared())  # in this thread, so a seed is a run
         member.member.join()
@@ -144,9 +163,8 @@ class _Play:
     def member(self) -> None:
         """A member consumes, writes progress perhaps, and dies or leaves."""
         member = self.joins()
-        folders = SENDING_BACK if self.chance.random() < 0.7 else (HERE,)
-        line = self.chance.randrange(1, 400 if folders is SENDING_BACK else 8_000)
-        with _killed_at(line, folders):
+        files = self.chance.choice([*LINES][:1] * 3 + [*LINES])
+        with _killed_at(self.chance.randrange(1, LINES[files]), files):
             for _ in range(self.chance.choice((1, 2, 8))):
                 member.member.fetch()
                 member.work()
@@ -175,13 +193,22 @@ class _Play:
         member.member._members.leave()
 
     def time(self) -> None:
-        self.machine.sleep(self.chance.choice((1, 2, 8)))
+        self.machine.sleep(self.chance.choice((2, 10, 30)))
         self.log.another().place_due()
 
     def upkeep(self) -> None:
-        if self.chance.random() < 0.5:
+        if self.chance.random() < 0.3:
             CheckService(self.log.another(), listeners={}).run_once()
+        elif self.chance.random() < 0.8:
+            self.person()
         let_leave(self.log)
+
+    def person(self) -> None:
+        """Somebody settles one of those half batches that the dead have left open, before any check does."""
+        log = self.log.another()
+        opened = [half_id for half_id in log.open_half_ids() if half_id.startswith("back.")]
+        for half_id in opened[:1]:
+            log.resolve(half_id, rmq_spark.COMMIT_MESSAGE, "it may go out")
 
     def reset(self) -> None:
         """The group begins anew: what it has done and given up counts no more."""
@@ -200,7 +227,7 @@ class _Play:
             while member.member.fetch() or member.work():
                 pass
             member.member.leave()
-            self.machine.sleep(8)
+            self.machine.sleep(30)
             log = self.log.another()
             CheckService(log, listeners={}).run_once()
             log.place_due()
