@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows
-from rmq_spark.commitlog.half_store import HalfRecord, Staged
+from rmq_spark.commitlog.half_store import HalfRecord, PrepareError, Staged
 from rmq_spark.commitlog.ledger import Decided, Decision, Placed
 from rmq_spark.commitlog.single import OneMessage, arrange
 from rmq_spark.errors import (
@@ -70,9 +70,15 @@ class Commits(Protocol):
     def decide(self, decision: Decision) -> Sequence[Placed]:
         """Make verdicts final. As ``ProtocolSteps.decide``."""
 
+    def prepare_many(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
+        """Commit the staged files of half batches together. As ``ProtocolSteps.prepare_many``."""
+
+    def decide_many(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
+        """Make verdicts final together. As ``ProtocolSteps.decide_many``."""
+
 
 class Alone:
-    """Each half batch has commits of its own, made in the caller's thread.
+    """Commits are made in the caller's thread, and are shared with no other one.
 
     Parameters
     ----------
@@ -81,6 +87,7 @@ class Alone:
 
     def __init__(self, log: ProtocolSteps) -> None:
         self._log = log
+        self.decide_many = log.decide_many
 
     def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
         """Commit staged files."""
@@ -88,9 +95,15 @@ class Alone:
         self._log.refresh()
         return record
 
+    def prepare_many(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
+        """Commit the staged files of several half batches."""
+        prepared = self._log.prepare_many(staged)
+        self._log.refresh()
+        return prepared
+
     def decide(self, decision: Decision) -> Sequence[Placed]:
         """Make verdicts final."""
-        (decided,) = self._log.decide_many([decision])
+        (decided,) = self.decide_many([decision])
         return decided.or_raise()
 
 
@@ -166,6 +179,30 @@ class GroupCommit:
         """
         return self._decides.ask(decision, decision.record.half_id).or_raise()
 
+    def prepare_many(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
+        """Commit the staged files of several half batches together with those of other threads.
+
+        Raises
+        ------
+        TxmqError
+            When that fails for one of them. Others may be prepared.
+        """
+        self._require_may_wait()
+        found = self._prepares.ask_all({batch.header.half_id: batch for batch in staged})
+        return [_answer(one, (HalfRecord, *PREPARE_ERRORS)) for one in found]
+
+    def decide_many(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
+        """Make verdicts on several half batches final together with those of other threads.
+
+        Raises
+        ------
+        TxmqError
+            When that fails for one of them. Others may be decided.
+        """
+        self._require_may_wait()
+        found = self._decides.ask_all({decision.record.half_id: decision for decision in decisions})
+        return [_answer(one, (Decided,)) for one in found]
+
     def decide_and_go_on(self, decision: Decision, then: Then[Decided]) -> None:
         """As :meth:`decide`, and nobody waits; see :meth:`prepare_and_go_on`."""
         self._decides.put(decision, decision.record.half_id, then)
@@ -195,6 +232,12 @@ class GroupCommit:
 
     def _decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
         return self._log.decide_many(decisions)
+
+
+def _answer(found: Any, expected: tuple[type, ...]) -> Any:
+    if isinstance(found, expected):
+        return found
+    raise found
 
 
 def _arranged(file: Stageable) -> HalfFile | HalfRows:

@@ -26,7 +26,7 @@ from rmq_spark.commitlog.half import (
 )
 from rmq_spark.commitlog.op import BatchState, FileState
 from rmq_spark.commitlog.prepared import Prepared, PreparedBatches
-from rmq_spark.commitlog.rows import RowSet
+from rmq_spark.commitlog.rows import RowSet, booleans_of
 from rmq_spark.commitlog.shared_files import SharedFiles, counted
 from rmq_spark.config import ORPHAN_AGE_S
 from rmq_spark.errors import (
@@ -142,6 +142,11 @@ class Staged:
         """Whether no other process has a part in it."""
         return self.until_s is None and not self.may_be_there
 
+    @property
+    def is_looked_for(self) -> bool:
+        """Whether one of its name may have been prepared before. A numbered one is known by its number."""
+        return not self.header.numbered and (self.may_be_there or not self.header.made_up)
+
 
 PrepareError = AlreadyPreparedError | StagedFilesTooOldError
 """Why a half batch could not be prepared."""
@@ -152,12 +157,18 @@ LEFT = "txmq.left"
 each half batch that has left."""
 
 
+FOUND_COLUMNS = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "deliver_at", "store_timestamp"]
+SHARED_ROWS_KEPT = 65_536
+"""Of one file with several half batches, so many rows are kept in memory, without their payload."""
+
+
 class HalfStore:
     """The ``half`` table of a commit log."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
         self._left = (-1, -1)  # what left_up_to said at a version
+        self._last_shared = "", pa.table({})  # a shared file: its path, and its rows without their payload
         self._files = HalfFiles(lambda *asked: self.table.read_range(*asked), self._locate_now)
         self._shared = SharedFiles(lambda paths: self.table.read(paths, ["half_id"])["half_id"])
 
@@ -173,10 +184,10 @@ class HalfStore:
         header: HalfHeader,
         files: Sequence[HalfFile | HalfRows],
         after_ms: Callable[[], int] = lambda: 0,
-        has_left: Callable[[str], bool] = lambda half_id: False,
+        left_among: Callable[[Collection[str]], Collection[str]] = lambda half_ids: (),
     ) -> HalfRecord:
         """Commit the staged files of a half batch: see :meth:`prepare_many`. What would let it drop out is raised."""
-        (prepared,) = self.prepare_many([Staged(header, files)], after_ms, has_left)
+        (prepared,) = self.prepare_many([Staged(header, files)], after_ms, left_among)
         if isinstance(prepared, HalfRecord):
             return prepared
         raise prepared
@@ -185,7 +196,7 @@ class HalfStore:
         self,
         staged: Sequence[Staged],
         after_ms: Callable[[], int] = lambda: 0,
-        has_left: Callable[[str], bool] = lambda half_id: False,
+        left_among: Callable[[Collection[str]], Collection[str]] = lambda half_ids: (),
     ) -> list[HalfRecord | PrepareError]:
         """Commit the staged files of half batches, at once: from here on they exist, and nobody sees them.
 
@@ -196,8 +207,8 @@ class HalfStore:
         after_ms : callable
             Returns the time after which they must be prepared: not below the low-water mark, where no open half batch
             is looked for. The newest file may have an earlier time, when a clock that is behind rewrote it.
-        has_left : callable
-            Takes a half id and returns True when such a half batch was here and has left. It is called with the table
+        left_among : callable
+            Takes half ids and returns those of half batches that were here and have left. It is called with the table
             refreshed.
 
         Returns
@@ -230,8 +241,10 @@ class HalfStore:
         def propose(version: int) -> Change | None:
             tried.append(version)
             refused.clear()
+            looked_for = [batch.header.half_id for batch in staged if batch.is_looked_for]
+            known = self.there_among(looked_for).union(left_among(looked_for)) if looked_for else frozenset[str]()
             for batch in staged:
-                if (problem := self._refusal(batch, has_left)) is not None:
+                if (problem := self._refusal(batch, known)) is not None:
                     refused[batch.header.half_id] = problem
             chosen = [batch for batch in staged if batch.header.half_id not in refused]
             if not chosen:
@@ -260,15 +273,13 @@ class HalfStore:
             for b in staged
         ]
 
-    def _refusal(self, batch: Staged, has_left: Callable[[str], bool]) -> PrepareError | None:
-        """Why a half batch cannot be prepared, as the table is now."""
-        header = batch.header
-        is_new = header.made_up and not batch.may_be_there
+    def _refusal(self, batch: Staged, known: Collection[str]) -> PrepareError | None:
+        """Why a half batch cannot be prepared, as the table is now. Of the half ids that are looked for, some are
+        known."""
+        header, last = batch.header, None
         if header.numbered:
             last = self.table.transaction_version(header.app_id)
-        else:
-            last = None if is_new else self._batch_id_in_log(header)
-        if last is None and not (header.numbered or is_new) and has_left(header.half_id):
+        elif batch.is_looked_for and header.half_id in known:
             last = header.batch_id
         if last is not None and last >= header.batch_id:
             return AlreadyPreparedError(
@@ -333,18 +344,22 @@ class HalfStore:
         later = pc.or_(pc.greater(files["modification_time"], ms), pc.invert(self._ours(files)))
         return bool(pc.any(later).as_py())
 
-    def has(self, half_id: str) -> bool:
-        """Whether a half batch is in the table. It does not refresh, and reads only what somebody rewrote."""
-        files = self._candidates(half_id)
-        return bool(pc.any(self._ours(files)).as_py()) or self._find(half_id) is not None
+    def there_among(self, half_ids: Collection[str]) -> frozenset[str]:
+        """Those half batches that are in the table. It does not refresh."""
+        actions = self.table.actions()
+        (one, low), high = _of_one(actions), pc.cast(actions["max.half_id"], pa.string())
+        ids = pa.array(sorted(half_ids), pa.string())
+        found = pc.unique(low.filter(pc.and_(one, pc.is_in(low, value_set=ids)))).to_pylist()
+        apart = pc.or_(pc.less(high, ids[0]), pc.greater(low, ids[-1]))
+        for path in actions.filter(pc.invert(pc.or_(one, pc.fill_null(apart, False))))["path"].to_pylist():
+            inside = self._shared.of(path)["half_id"]
+            found += inside.filter(pc.is_in(inside, value_set=ids)).to_pylist()
+        return frozenset(found)
 
     def newest_ms(self) -> int:
         """When the newest file was prepared (or rewritten, by somebody's clock)."""
         self.table.refresh()
         return self._last_prepared_ms()
-
-    def _batch_id_in_log(self, header: HalfHeader) -> int | None:
-        return None if self._find(header.half_id) is None else header.batch_id
 
     def _last_prepared_ms(self) -> int:
         return pc.max(self.table.actions()["modification_time"]).as_py() or 0
@@ -391,12 +406,11 @@ class HalfStore:
         return found if all(has) else found.filter(pa.array(has, pa.bool_()))
 
     def _find(self, half_id: str) -> HalfRecord | None:
-        columns = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "deliver_at", "store_timestamp"]
         files: dict[int, StoredFile] = {}
         header: HalfHeader | None = None
         prepared_ms = sent_ms = staged_ms = 0
         for action in self._candidates(half_id).to_pylist():
-            rows = self.table.read([action["path"]], columns, pc.field("half_id") == half_id)
+            rows = self._rows_in(action["path"], half_id)
             if action["min.half_id"] == half_id == action["max.half_id"]:
                 require_count(rows.num_rows, action["num_records"], action["path"], "half")
             if rows.num_rows == 0:
@@ -420,6 +434,22 @@ class HalfStore:
         if header is None:
             return None
         return HalfRecord(header, prepared_ms, dict(sorted(files.items())), sent_ms, staged_ms)
+
+    def _rows_in(self, path: str, half_id: str) -> pa.Table:
+        """The rows of a half batch in a file, without their payload."""
+        every = self._shared_rows(path)
+        if every is None:
+            return self.table.read([path], FOUND_COLUMNS, pc.field("half_id") == half_id)
+        return every.filter(pc.equal(every["half_id"], half_id))
+
+    def _shared_rows(self, path: str) -> pa.Table | None:
+        """All rows of a small file with several half batches, without their payload; None for another file. The last
+        one is kept: who asks for one of its half batches asks for the others, too."""
+        if not self._shared.is_small(path, SHARED_ROWS_KEPT):
+            return None
+        if self._last_shared[0] != path:
+            self._last_shared = path, self.table.read([path], FOUND_COLUMNS)
+        return self._last_shared[1]
 
     def locate(self, half_id: str, file_no: int) -> str:
         """Where a half file's rows lie now, for a reader whose hint is out of date.
@@ -555,6 +585,17 @@ class HalfStore:
         except FileNotFoundError:
             return None
         return True
+
+    def deliver_times(self, record: HalfRecord, rows: RowSet) -> pa.Array:
+        """When rows of a half batch are due, in send order."""
+        paths = {file.path for file in record.files.values()}
+        every = self._shared_rows(paths.pop()) if len(paths) == 1 else None
+        if every is None:
+            return self.read(record, rows, ["deliver_at"])["deliver_at"].combine_chunks()
+        mine = every.filter(pc.equal(every["half_id"], record.half_id))
+        mine = mine.sort_by([("file_no", "ascending"), ("row_no", "ascending")]) if mine.num_rows > 1 else mine
+        chosen = b"".join(rows.get(n) or bytes(file.rows) for n, file in record.files.items())
+        return mine["deliver_at"].combine_chunks().filter(booleans_of(chosen))
 
     def read(self, record: HalfRecord, rows: RowSet, columns: Sequence[str]) -> pa.Table:
         """Rows of a half batch in send order."""

@@ -57,7 +57,7 @@ class Marker:
         """The row of the next mark, and the conflict rows that it repeats; none when it would say nothing new."""
         before = self._follower.followed
         prepared = self._follower.prepared()
-        if not all(map(self._half.has, self._told_of(prepared))):
+        if not self._half_has(self._told_of(prepared)):
             # half was read after op, but the store showed an older version of it. This mark would let go of op rows of
             # half batches that it does not know, and a cold start would take these for pending.
             logger.info("op names half batches that half does not show yet: the low-water mark waits")
@@ -93,6 +93,9 @@ class Marker:
         rows = before.rows.filter(pc.greater(before.rows["version"], before.marked_at))
         left = rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"].to_pylist()
         return set(prepared.lacks(pc.unique(rows["half_id"].drop_null()))).difference(before.below, left)
+
+    def _half_has(self, half_ids: Collection[str]) -> bool:
+        return not half_ids or self._half.there_among(half_ids).issuperset(half_ids)
 
     def _low_water(self, prepared: PreparedBatches, unsettled: Collection[str]) -> int:
         """The newest prepare, unless more is open than a mark can name."""

@@ -67,7 +67,7 @@ class Placer:
         """
         if not record.delayed:
             return [(None, rows)]
-        times = self._half.read(record, rows, ["deliver_at"])["deliver_at"].combine_chunks()
+        times = self._half.deliver_times(record, rows)
         dues = pc.ceil_temporal(times, unit="second")
         dues = pc.if_else(pc.greater(dues, pa.scalar(now, TIMESTAMP)), dues, pa.scalar(None, TIMESTAMP))
         found: list[tuple[datetime | None, RowSet]] = []

@@ -51,6 +51,11 @@ class SharedFiles:
             self._kept.move_to_end(path)
         return found
 
+    def is_small(self, path: str, rows_max: int) -> bool:
+        """Whether a file of several half batches that was asked for before has at most so many rows."""
+        found = self._kept.get(path)
+        return found is not None and 0 < (pc.sum(found["rows"]).as_py() or 0) <= rows_max
+
     def has(self, path: str, half_id: str) -> bool:
         """Whether a half batch has rows in a file."""
         return bool(pc.index(self.of(path)["half_id"], half_id).as_py() >= 0)

@@ -1,4 +1,5 @@
-"""Sends of one message each, arranged together: what Arrow does once for all would cost each of them milliseconds."""
+"""Half batches of one message each, arranged together: what Arrow does once for all would cost each of them
+milliseconds."""
 
 from __future__ import annotations
 
@@ -67,24 +68,39 @@ def _arrange_together(ones: Sequence[OneMessage]) -> None:
     """As ``HalfWriter.arrange`` does for one."""
     topics = {name: queues for one in ones for name, queues in one.writer.topics.items()}
     fifo = frozenset[str]().union(*(one.writer.fifo for one in ones))
-    writer = replace(ones[0].writer, topics=topics, fifo=fifo)
-    messages = writer.normalize(to_table([one.message for one in ones]))
+    checks = replace(ones[0].writer, topics=topics, fifo=fifo)
+    found = rows_of_each(to_table([one.message for one in ones]), [one.writer for one in ones], checks)
+    for one, rows in zip(ones, found, strict=True):
+        one.rows = rows
+
+
+def rows_of_each(table: pa.Table, writers: Sequence[HalfWriter], checks: HalfWriter) -> list[HalfRows]:
+    """Each message as the rows of a half batch of its own, by its writer. One writer checks them all.
+
+    Raises
+    ------
+    MessageError, TopicNotFoundError
+        For the first message that breaks a rule.
+    """
+    messages = checks.normalize(table)
     places = list(zip(messages["topic"].to_pylist(), messages["queue_id"].to_pylist(), strict=True))
     queues = [
-        one.writer.first_queue(topic, 0) if queue is None else queue
-        for one, (topic, queue) in zip(ones, places, strict=True)
+        writer.first_queue(topic, 0) if queue is None else queue
+        for writer, (topic, queue) in zip(writers, places, strict=True)
     ]
-    headers = [one.writer.header for one in ones]
+    headers = [writer.header for writer in writers]
     made = {
         name: pa.array([getattr(h, name) for h in headers], HALF_SCHEMA.field(name).type) for name in HEADER_COLUMNS
     }
-    zeros = pa.repeat(pa.scalar(0, pa.int64()), len(ones))
+    zeros = pa.repeat(pa.scalar(0, pa.int64()), len(writers))
     made |= {"file_no": zeros, "row_no": zeros, "queue_id": pa.array(queues, pa.int32())}
-    now = writer.now()
-    made["store_timestamp"] = pa.repeat(now, len(ones))
+    now = checks.now()
+    made["store_timestamp"] = pa.repeat(now, len(writers))
     columns = {f.name: made[f.name] if f.name in made else messages[f.name] for f in HALF_SCHEMA}
-    table = pa.table(columns, schema=HALF_SCHEMA)
+    rows = pa.table(columns, schema=HALF_SCHEMA)
     staged_at = now.value / 1_000_000
     waits = messages["deliver_at"].is_valid().to_pylist()
-    for i, (one, (topic, _), queue) in enumerate(zip(ones, places, queues, strict=True)):
-        one.rows = HalfRows(one.writer, table, 0, (Segment(topic, queue, 0, 0),), staged_at, waits[i], i)
+    return [
+        HalfRows(writer, rows, 0, (Segment(topic, queue, 0, 0),), staged_at, waits[i], i)
+        for i, (writer, (topic, _), queue) in enumerate(zip(writers, places, queues, strict=True))
+    ]

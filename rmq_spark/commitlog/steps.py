@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -131,8 +131,11 @@ class ProtocolSteps(ABC):
         return self.ledger.archived(half_id)
 
     def _has_left(self, half_id: str) -> bool:
+        return half_id in self._left_among([half_id])
+
+    def _left_among(self, half_ids: Collection[str]) -> Collection[str]:
         self.ledger.read_up_to(self.half.left_up_to())
-        return self.archived(half_id) is not None
+        return self.ledger.archived_among(half_ids)
 
     def _ms_before_prepare(self) -> int:
         # The mark is above all that has left. So half alone does not tell of it any more.
@@ -146,13 +149,13 @@ class ProtocolSteps(ABC):
     def prepare(self, header: HalfHeader, files: Sequence[HalfFile | HalfRows]) -> HalfRecord:
         """Commit staged files: see :meth:`HalfStore.prepare`."""
         with self._expected([header]):
-            return self.half.prepare(header, files, self._ms_before_prepare, self._has_left)
+            return self.half.prepare(header, files, self._ms_before_prepare, self._left_among)
 
     def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
         """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare_many`."""
         headers = [batch.header for batch in staged]
         with self._expected(headers):
-            prepared = self.half.prepare_many(staged, self._ms_before_prepare, self._has_left)
+            prepared = self.half.prepare_many(staged, self._ms_before_prepare, self._left_among)
             refused = [h.half_id for h, f in zip(headers, prepared, strict=True) if not isinstance(f, HalfRecord)]
             self.forget(refused)
             return prepared

@@ -18,7 +18,7 @@ from rmq_spark.config import DELAY_LEVELS_S, named, seconds, whole_number
 from rmq_spark.consumer.in_order import RESULT, Queue, QueueResult, by_queue, consume_queue
 from rmq_spark.consumer.listener import EachMessage, Listen, answers, require_table_listener, tell_failed
 from rmq_spark.consumer.retry import MAX_RECONSUME_TIMES, NEEDED_COLUMNS, dlq_topic, restored, retry_topic, sent_back
-from rmq_spark.consumer.sending import own_header, own_writer, send_once
+from rmq_spark.consumer.sending import own_header, own_writers, send_each
 from rmq_spark.consumer.sources import sources_of
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared
@@ -214,12 +214,13 @@ class _Concurrently(_Consumer):
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         identity = self.identity(batch, batch_id)
         header = own_header(self.group, f"retry.{self.group}.{self.query_name(identity)}", batch_id, identity)
+        (writer,) = own_writers(self.log, [header])
 
         ends: dict[Queue, int] = {}
 
         def consume() -> list[HalfFile]:
             files: list[HalfFile] = []
-            for row in batch.mapInArrow(self._work(own_writer(self.log, header)), "result binary").collect():
+            for row in batch.mapInArrow(self._work(writer), "result binary").collect():
                 written, seen = pickle.loads(bytes(row["result"]))
                 files += written
                 for queue, end in seen.items():
@@ -342,5 +343,5 @@ class _Orderly(_Consumer):
         # after a reset does.
         letter = sent_back(pa.ipc.open_stream(message).read_all(), [found.reason], self.group, 0, None)
         name = f"dead.{self.group}.{query_name}.{queue[0]}.{queue[1]}.{offset}"
-        send_once(self.log, self.group, name, letter)
+        send_each(self.log, self.group, [name], letter)
         return True

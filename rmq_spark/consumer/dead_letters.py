@@ -23,7 +23,7 @@ from rmq_spark.consumer.retry import (
     dlq_topic,
     retry_topic,
 )
-from rmq_spark.consumer.sending import send_once
+from rmq_spark.consumer.sending import send_each
 from rmq_spark.errors import GroupNotFoundError, OffsetError
 from rmq_spark.message import DLQ_PREFIX, PROPERTIES, RETRY_PREFIX, TIMESTAMP, require_group_name
 
@@ -133,19 +133,10 @@ class DeadLetters:
         if unknown:
             known = f"it has those from {there[0]} to {there[-1]}" if there else "it has none"
             raise OffsetError(f"group {self.group!r} has no dead letter {unknown[0]}: {known}")
-        return sum(self._resend(read.filter(pc.equal(read["queue_offset"], offset)), offset) for offset in wanted)
-
-    def _resend(self, letter: pa.Table, offset: int) -> bool:
-        properties = {**dict(letter["properties"][0].as_py() or ()), RECONSUME_TIME: "0"}
-        dropped = (DLQ_ORIGIN_TOPIC, DLQ_ORIGIN_MESSAGE_ID, REASON)
-        own = {
-            "topic": pa.array([retry_topic(self.group)]),
-            "properties": pa.array([[(k, v) for k, v in properties.items() if k not in dropped]], PROPERTIES),
-        }
-        again = letter.select(["tags", "keys", "sharding_key", "body", "born_timestamp"])
-        for name, column in own.items():
-            again = again.append_column(name, column)
-        return send_once(self.log, self.group, self._resend_app(offset), again)
+        letters = read.filter(pc.is_in(read["queue_offset"], value_set=pa.array(wanted, pa.int64())))
+        return send_each(
+            self.log, self.group, [self._resend_app(offset) for offset in wanted], _alive(letters, self.group)
+        )
 
     def _read(self, limit: int | None) -> pa.Table:
         topics = self.log.topics()
@@ -160,3 +151,13 @@ class DeadLetters:
         if self.group not in known:
             hint = nearest(self.group, known) if known else "no group has read from this commit log yet"
             raise GroupNotFoundError(f"consumer group {self.group!r} is not known in this commit log ({hint})")
+
+
+def _alive(letters: pa.Table, group: str) -> pa.Table:
+    """Dead letters as they are sent again."""
+    dropped = (DLQ_ORIGIN_TOPIC, DLQ_ORIGIN_MESSAGE_ID, REASON)
+    properties = [{**dict(found or ()), RECONSUME_TIME: "0"} for found in letters["properties"].to_pylist()]
+    kept = [[(k, v) for k, v in found.items() if k not in dropped] for found in properties]
+    again = letters.select(["tags", "keys", "sharding_key", "body", "born_timestamp"])
+    again = again.append_column("topic", pa.array([retry_topic(group)] * letters.num_rows, pa.string()))
+    return again.append_column("properties", pa.array(kept, PROPERTIES))

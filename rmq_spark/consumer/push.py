@@ -511,7 +511,7 @@ class PushConsumer:
                 with acknowledging(log, "dead" if ends else kind, [topic], rows, lambda: messages, group=member.group):
                     send_back(
                         member.log, member.group, queue, messages, reasons, retries_max if kind == "retry" else 0,
-                        self._delay_level, self._two_phase, kind, tries,
+                        self._delay_level, self._two_phase, tries,
                     )  # fmt: skip
                 return True
             except Exception as problem:  # the store may answer next time

@@ -1,14 +1,33 @@
-"""Sends the messages that rmq_spark itself makes: retries, dead letters, and dead letters that somebody resends."""
+"""Sends the messages that rmq_spark itself makes: retries, dead letters, and dead letters that somebody resends.
+
+Each is a half batch of its own, with a name that says what it was made of. So whoever makes it again finds it, in
+whatever holds it by then, and needs not read it::
+
+    in half, pending    nobody has decided it: it is committed now
+    in half             it is there, also when its payload was stripped
+    archived            it was there, and has left half
+    nowhere             it is new
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import pyarrow as pa
 
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark import observer
+from rmq_spark.commitlog.group_commit import AT_ONCE_MAX
+from rmq_spark.commitlog.half import HalfHeader, HalfRows, HalfWriter, half_id_of
+from rmq_spark.commitlog.half_store import HalfRecord, Staged
+from rmq_spark.commitlog.ledger import Decision
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.commitlog.rows import NO_ROWS
+from rmq_spark.commitlog.single import rows_of_each
 from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.sink.identity import Identity
-from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.sink.told import tell_not_sent, tell_sent
+from rmq_spark.sink.two_phase import Outcome, TwoPhase
 from rmq_spark.transaction import BATCH
 
 
@@ -32,14 +51,65 @@ def own_header(group: str, app_id: str, batch_id: int = 0, identity: Identity | 
     )
 
 
-def own_writer(log: CommitLog, header: HalfHeader) -> HalfWriter:
-    """Return a writer for messages that may have RocketMQ's reserved properties."""
-    return HalfWriter(header, log.topics(), None, None, own=True)
+def own_writers(log: CommitLog, headers: Sequence[HalfHeader]) -> list[HalfWriter]:
+    """Return writers for messages that may have RocketMQ's reserved properties."""
+    topics = log.topics()
+    return [log.with_machine(HalfWriter(header, topics, None, None, own=True)) for header in headers]
 
 
-def send_once(log: CommitLog, group: str, app_id: str, messages: pa.Table, two_phase: TwoPhase | None = None) -> bool:
-    """Send messages as the half batch of ``app_id``, and return False when it was sent before."""
-    header = own_header(group, app_id)
+def send_each(
+    log: CommitLog, group: str, names: Sequence[str], messages: pa.Table, two_phase: TwoPhase | None = None
+) -> int:
+    """Send each message as the half batch of its name, all in one commit to each table, and return how many of them
+    were new.
+
+    Parameters
+    ----------
+    names : sequence of str
+        One for each message. No two are equal.
+    messages : pyarrow.Table
+        As a :class:`~rmq_spark.commitlog.half.HalfWriter` takes them.
+    two_phase : TwoPhase, optional
+        Of the sender; one without shared commits when not given.
+    """
     two_phase = two_phase or TwoPhase(log, CommitOncePrepared())
-    outcome = two_phase.send(header, lambda: log.stage(own_writer(log, header), messages.to_batches()))
-    return not outcome.replayed
+    writers = own_writers(log, [own_header(group, name) for name in names])
+    new = 0
+    for at in range(0, len(writers), AT_ONCE_MAX):
+        some = writers[at : at + AT_ONCE_MAX]
+        try:
+            new += _send(group, rows_of_each(messages.slice(at, AT_ONCE_MAX), some, some[0]), two_phase)
+        except Exception as problem:
+            tell_not_sent(log, group, problem)
+            raise
+    return new
+
+
+def _send(group: str, rows: Sequence[HalfRows], two_phase: TwoPhase) -> int:
+    """Prepare and commit half batches, and return how many of them were new."""
+    log, commits = two_phase.log, two_phase.commits
+    began_s = log.machine.monotonic()
+    prepared = commits.prepare_many([Staged(one.writer.header, [one]) for one in rows])
+    new = {found.half_id: found for found in prepared if isinstance(found, HalfRecord)}
+    left = {one.half_id: one for one in rows}
+    if known := left.keys() - new:
+        there = log.ledger.committed_among(known)
+        left = {half_id: one for half_id, one in left.items() if half_id not in there}
+    opened = [*new.values(), *_open_among(log, left.keys() - new)]
+    decisions = [Decision(record, 1, record.all_rows, NO_ROWS, Who.EXECUTE) for record in opened]
+    decided = commits.decide_many(decisions) if decisions else ()
+    for record, found in zip(opened, decided, strict=True):
+        if found.problem is None:
+            del left[record.half_id]
+            if record.half_id in new and observer.observers():
+                tell_sent(log, group, Outcome(record, messages={RowState.COMMITTED: record.rows}), began_s)
+    for one in left.values():  # somebody has quarantined it, or rolled it back
+        two_phase.send(one.writer.header, lambda one=one: [one])  # type: ignore[misc]
+    return len(new)
+
+
+def _open_among(log: CommitLog, half_ids: Collection[str]) -> list[HalfRecord]:
+    """Those half batches that somebody has prepared, and nobody has decided."""
+    opened = [half_id for half_id in log.open_half_ids() if half_id in half_ids] if half_ids else []
+    found = [log.find(half_id.rpartition(":")[0], 0) for half_id in opened]
+    return [record for record in found if record is not None and record.left is None]

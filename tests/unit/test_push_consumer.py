@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
@@ -20,6 +21,7 @@ import pyarrow.compute as pc
 import pytest
 
 import rmq_spark as txmq
+from rmq_spark.commitlog import stripping
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import DELAY_LEVELS_S
 from rmq_spark.consumer import member as member_module
@@ -28,7 +30,7 @@ from rmq_spark.consumer.member import GroupMember
 from rmq_spark.consumer.retry import restored, sent_back
 from rmq_spark.machine import Machine
 from tests.consumers import DONE, LATER, NEXT, STOP, Steps, go_on, memory_log, pass_time, push, seen_by, send
-from tests.half_batches import let_leave, make_log
+from tests.half_batches import in_half, let_leave, make_log
 from tests.inboxes import inbox_of, make_database, results
 
 QUEUE = ("orders", 0)
@@ -523,6 +525,161 @@ def test_what_failed_before_a_crash_is_not_sent_back_twice_and_what_fails_after_
     txmq.ConsumerGroup(log, "points").reset("earliest", ["orders"])
     consume("b")
     assert sorted(bodies(log, "%DLQ%points")) == sorted("bdfb"), "after a reset it is consumed again, and fails again"
+
+
+def fails_and_dies(log: CommitLog, rows: int | None = None, bad: str = "abcdef", **options: Any) -> None:
+    """A member whose listener does not consume some messages. It ends before it has written progress."""
+
+    def listen(messages: pa.Table) -> Any:
+        return [LATER if body.decode() in bad else DONE for body in messages["body"].to_pylist()]
+
+    consumer = push(log, listen, consume_message_batch_max_size=rows, **options)
+    consumer.member.note = unexpected
+    consumer.member.join()
+    consumer.member.fetch()
+    try:
+        while consumer.work():
+            pass
+    finally:
+        dies(consumer)
+
+
+def unexpected(problem: BaseException, what: str) -> None:
+    raise AssertionError(what) from problem
+
+
+def retries(log: CommitLog) -> list[tuple[str, int]]:
+    """The retries that have come: of which message, and the how-manieth."""
+    read = log.another().read("%RETRY%points", columns=["body", "properties"]).to_pylist()
+    return [(row["body"].decode(), int(dict(row["properties"])["RECONSUME_TIME"])) for row in read]
+
+
+def test_two_retries_of_one_message_that_fail_in_one_take_are_both_sent_on() -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=1)
+    send(log, "a")
+    for _ in range(3):  # each member begins anew: it gets the retries of those before it in one take
+        fails_and_dies(log, delay_level_when_next_consume=1)
+        machine.sleep(2)
+        log.another().place_due()
+    assert retries(log) == [("a", 1), ("a", 2), ("a", 3)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 1), (1, None), (2, 3), (3, 2)])
+def test_what_was_sent_back_is_there_however_the_next_member_cuts_its_takes(
+    log: CommitLog, before: int | None, after: int | None
+) -> None:
+    send(log, "abcd", queue_id=[0] * 4)
+    fails_and_dies(log, before, bad="acd", max_reconsume_times=0)
+    fails_and_dies(log, after, max_reconsume_times=0)
+    assert sorted(bodies(log, "%DLQ%points")) == list("abcd")
+
+
+def test_what_was_sent_back_is_there_whatever_the_next_member_makes_of_a_failure() -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=1)
+    send(log, "ab")
+    fails_and_dies(log, bad="a", delay_level_when_next_consume=1)
+    fails_and_dies(log, max_reconsume_times=0)
+    consumer = push(log, fails_on("ab", status=STOP, good=NEXT), mode="orderly", max_reconsume_times=0)
+    consumer.member.join()
+    for _ in range(3):
+        go_on(consumer)
+        machine.sleep(1.1)
+    machine.sleep(2)
+    log.another().place_due()
+    assert (retries(log), bodies(log, "%DLQ%points")) == ([("a", 1)], ["b"])
+
+
+def test_what_was_sent_back_is_there_when_upkeep_has_stripped_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stripping, "STRIPPED_BYTES_MIN", 1)
+    machine = Steps()
+    log = memory_log(machine, orders=1)
+
+    consumer = push(log, fails_on("ab"))
+    consumer.member.join()
+    send(log, "b")
+    go_on(consumer)
+    pass_time(machine, [consumer], DELAY_LEVELS_S[2])
+    go_on(consumer)
+    pass_time(machine, [consumer], DELAY_LEVELS_S[3] - DELAY_LEVELS_S[2])
+    send(log, "a")
+    go_on(consumer)
+    pass_time(machine, [consumer], DELAY_LEVELS_S[2])
+    dies(consumer)
+    fails_and_dies(log)  # of the two, a comes again before b: so the file stays for b, without what a has in it
+    machine.sleep(DELAY_LEVELS_S[3])
+    log.another().place_due()
+    log.drain()
+    assert let_leave(log).files_stripped == 1
+    fails_and_dies(log)
+    machine.sleep(DELAY_LEVELS_S[4])
+    log.another().place_due()
+    assert Counter(retries(log)) == Counter([(letter, times) for letter in "ab" for times in (1, 2, 3)])
+
+
+def test_a_retry_that_fails_again_after_a_reset_of_the_retries_is_sent_on_again() -> None:
+    machine = Steps()
+    log = memory_log(machine, orders=1)
+    send(log, "a")
+    for _ in range(2):
+        consumer = push(log, fails_on("a"), delay_level_when_next_consume=1, max_reconsume_times=2)
+        consumer.member.join()
+        go_on(consumer)
+        machine.sleep(2)
+        log.another().place_due()
+        consumer.member.leave()
+    assert retries(log) == [("a", 1), ("a", 2)]
+    txmq.ConsumerGroup(log, "points").reset("earliest", ["%RETRY%points"])
+    fails_and_dies(log, max_reconsume_times=2, delay_level_when_next_consume=1)
+    machine.sleep(2)
+    log.another().place_due()
+    assert retries(log) == [("a", 1), ("a", 2), ("a", 2)]
+    assert bodies(log, "%DLQ%points") == ["a"]
+
+
+@pytest.mark.parametrize("state", ["new", "prepared", "there", "left"])
+def test_a_thousand_messages_are_sent_back_in_a_commit_or_two_of_each_table(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = memory_log(Steps(), orders=1)
+    send(log, [str(n) for n in range(1_000)])
+
+    def fail(**options: Any) -> None:
+        fails_and_dies(log, bad="".join(map(str, range(1_000))), max_reconsume_times=0, **options)
+
+    if state == "prepared":
+        with monkeypatch.context() as patch:
+            patch.setattr(CommitLog, "decide_many", killed)
+            with pytest.raises(Killed):
+                fail()
+    elif state != "new":
+        fail()
+    if state == "left":
+        log.drain()
+        let_leave(log)
+        assert in_half(log) == set()
+    before = versions(log)
+    fail()
+    assert all(after <= version + 2 for version, after in zip(before, versions(log), strict=True))
+    assert Counter(bodies(log, "%DLQ%points")) == Counter(map(str, range(1_000)))
+    before = versions(log)
+    assert txmq.DeadLetters(log.another(), "points").resend() == 1_000
+    assert all(after <= version + 2 for version, after in zip(before, versions(log), strict=True))
+    assert txmq.DeadLetters(log.another(), "points").resend() == 0
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed(*arguments: Any) -> Any:
+    raise Killed
+
+
+def versions(log: CommitLog) -> tuple[int, int]:
+    own = log.another()
+    return own.half.table.refresh(), own.op.refresh()
 
 
 def test_a_message_that_cannot_be_sent_back_stays_unfinished(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:

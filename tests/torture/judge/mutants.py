@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -57,6 +57,9 @@ from rmq_spark.commitlog.placing import Placer
 from rmq_spark.commitlog.pruning import Pruner
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.stripping import Stripper
+from rmq_spark.consumer import push as push_module
+from rmq_spark.consumer import sending_back
+from rmq_spark.consumer.progress import ProcessQueue
 from rmq_spark.errors import HalfBatchLeftError
 from rmq_spark.meeting import NoAnswerError
 from rmq_spark.message import TIMESTAMP
@@ -71,6 +74,7 @@ from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 from tests.torture.simulate import scheduler, store
 from tests.torture.simulate.clock_play import play_clocks
 from tests.torture.simulate.fifo_play import play_fifo
+from tests.torture.simulate.retry_play import play_retries
 from tests.torture.simulate.rewrite_play import play_rewrites
 from tests.torture.simulate.shop import TOMBSTONE, Broken, Database, FencedListener, VersionedListener
 from tests.torture.simulate.simulation import Scenario, Simulation, StreamSource
@@ -795,7 +799,7 @@ def _mark_past_open() -> Iterator[None]:
     streams=2, batches=3, upkeep=10, checkers=2, weather_stale=0.5, crash=0.0,
 )  # fmt: skip
 def _mark_of_stale_half() -> Iterator[None]:
-    with replaced((HalfStore, "has", lambda self, half_id: True)):
+    with replaced((Marker, "_half_has", lambda self, half_ids: True)):
         yield
 
 
@@ -930,7 +934,8 @@ def _decides_what_left() -> Iterator[None]:
     **LEAVES | {"crash": 0.06}, streams=0, senders=2, rivals=True,
 )  # fmt: skip
 def _key_is_free() -> Iterator[None]:
-    with _often_leaving(), replaced((Follower, "archived", lambda *_: None)):
+    nothing = ((Follower, "archived", lambda *_: None), (Follower, "archived_among", lambda *_: frozenset()))
+    with _often_leaving(), replaced(*nothing):
         yield
 
 
@@ -939,11 +944,11 @@ def _key_is_free() -> Iterator[None]:
     **LEAVES | {"pause": 0.08}, streams=0, senders=2, rivals=True,
 )  # fmt: skip
 def _believes_an_old_listing() -> Iterator[None]:
-    def has_left(self: CommitLog, half_id: str) -> bool:
-        said = self.op.read(self.ledger.archive_paths(), ["half_id"], pc.field("half_id") == half_id)
-        return said.num_rows > 0
+    def left_among(self: CommitLog, half_ids: Collection[str]) -> Collection[str]:
+        said = self.op.read(self.ledger.archive_paths(), ["half_id"], pc.field("half_id").isin(list(half_ids)))
+        return set(said["half_id"].to_pylist())
 
-    with _often_leaving(), replaced((CommitLog, "_has_left", has_left), (Follower, "read_up_to", lambda *_: None)):
+    with _often_leaving(), replaced((CommitLog, "_left_among", left_among), (Follower, "read_up_to", lambda *_: None)):
         yield
 
 
@@ -1535,7 +1540,64 @@ def _known_by_name() -> AbstractContextManager[None]:
     return replaced((HalfStore, "holds", lambda self, record: self._find(record.half_id) is not None))
 
 
+def _renamed(rename: Callable[[ProcessQueue, pa.Table, Sequence[str], bool], Sequence[str]]) -> Patch:
+    """Other names for what is sent back: ``rename`` takes the queue, the messages, their names, and whether all die."""
+
+    def bad() -> AbstractContextManager[None]:
+        send_back, send_each = sending_back.send_back, sending_back.send_each
+
+        def renamed(
+            log: Any, group: str, queue: ProcessQueue, messages: pa.Table, reasons: Any, most: int, *more: Any
+        ) -> int:
+            dies = most <= min(messages["reconsume_times"].to_pylist())
+
+            def send(log: Any, group: str, names: Sequence[str], again: pa.Table, *two_phase: Any) -> int:
+                chosen = {name: at for at, name in enumerate(rename(queue, messages, names, dies))}
+                return send_each(log, group, [*chosen], again.take(pa.array(chosen.values(), pa.int64())), *two_phase)
+
+            with replaced((sending_back, "send_each", send)):
+                return send_back(log, group, queue, messages, reasons, most, *more)
+
+        return replaced((push_module, "send_back", renamed))
+
+    return bad
+
+
+def _read_before() -> AbstractContextManager[None]:
+    committed = Follower.committed_among
+
+    def read(self: Follower, half_ids: Collection[str]) -> frozenset[str]:
+        for record in filter(None, map(self._half._find, half_ids)):
+            self._half.read(record, record.all_rows, ["body"])
+        return committed(self, half_ids)
+
+    return replaced((Follower, "committed_among", read))
+
+
 MUTANTS += [
+    PlayMutant(
+        "what is sent back is named after the first message of its take", frozenset({A.DUPLICATE, A.LOST_WRITE}),
+        play_retries, _renamed(lambda queue, messages, names, dies: [f"{names[0]}.{at}" for at in range(len(names))]),
+    ),
+    PlayMutant(
+        "a retry is known by the message that it is of", frozenset({A.LOST_WRITE}), play_retries,
+        _renamed(lambda queue, messages, *_: [f"back.{i}.{queue.epoch}" for i in messages["msg_id"].to_pylist()]),
+    ),
+    PlayMutant(
+        "what is sent back is known beyond a reset", frozenset({A.LOST_WRITE}), play_retries,
+        _renamed(lambda queue, messages, names, dies: [name.rpartition(".")[0] for name in names]),
+    ),
+    PlayMutant(
+        "a dead letter has another name than a retry", frozenset({A.DUPLICATE}), play_retries,
+        _renamed(lambda queue, messages, names, dies: [f"dead.{name}" if dies else name for name in names]),
+    ),
+    PlayMutant(
+        "a retry is new again when it has left half", frozenset({A.DUPLICATE}), play_retries,
+        lambda: replaced((Follower, "archived_among", lambda *_: frozenset())),
+    ),
+    PlayMutant(
+        "what was sent back is read again", frozenset({A.STUCK_HALF}), play_retries, _read_before,
+    ),
     PlayMutant(
         "a lease makes what has left look open", frozenset({A.DUPLICATE, A.ABORTED_READ, A.OUTCOME_CHANGED}),
         play_sleepers, _woken_by_a_lease,
