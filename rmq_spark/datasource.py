@@ -31,11 +31,12 @@ class TxmqDataSource(DataSource):
     def name(cls) -> str:
         return "txmq"
 
-    def schema(self) -> str:
-        from rmq_spark.source import SOURCE_DDL
+    def schema(self) -> StructType:
+        from rmq_spark.commitlog.messages import SOURCE_SCHEMA
+        from rmq_spark.storage.spark_parquet import spark_schema
 
         _require_read_options(dict(self.options))
-        return SOURCE_DDL
+        return spark_schema(SOURCE_SCHEMA)
 
     def reader(self, schema: StructType) -> Any:
         from rmq_spark.source.reader import TxmqReader

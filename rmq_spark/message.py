@@ -60,8 +60,8 @@ INPUT_COLUMNS: Mapping[str, str] = {
     "keys": "string or array<string>",
     "queue_id": "int",
     "properties": "map<string,string>",
-    "born_timestamp": "timestamp",
-    "deliver_at": "timestamp",
+    "born_timestamp": "timestamp_ltz",
+    "deliver_at": "timestamp_ltz",
     "delay_level": "int",
 }
 """Columns that a DataFrame or an Arrow table of messages may have, with their Spark types."""

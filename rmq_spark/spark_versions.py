@@ -6,14 +6,19 @@ what                      4.0                         4.1                       
 a stream's Arrow writer   a batch writer's class      its own class              its own class
 ``latestOffset()``        gets nothing                gets nothing               gets start and limit
 Arrow schema's time zone  always UTC                  always UTC                 a parameter
+Arrow batches from Python as they come                as they come               cut, with rows doubled
 ========================  ==========================  =========================  ======================
 
-So before 4.2 a source is not told where its query stands, nor how much a trigger may take.
+4.2.0 cuts an Arrow batch that has more rows than ``spark.sql.execution.arrow.maxRecordsPerOutputBatch`` (unset by
+default), and each piece but the first has all rows of the pieces before it. So ours are never longer.
+
+Before 4.2 a source is not told where its query stands, nor how much a trigger may take.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +36,7 @@ __all__ = [
     "ReadMaxRows",
     "SupportsTriggerAvailableNow",
     "arrow_schema_in_utc",
+    "batch_rows_max",
 ]
 
 STREAM_TELLS_START: bool
@@ -75,3 +81,12 @@ _TIME_ZONE: dict[str, Any] = {"timezone": "UTC"} if "timezone" in inspect.signat
 def arrow_schema_in_utc(schema: StructType) -> pa.Schema:
     """The Arrow schema of a Spark schema, with times in UTC."""
     return to_arrow_schema(schema, **_TIME_ZONE)
+
+
+def batch_rows_max() -> int:
+    """The most rows that an Arrow batch may have which a task hands to Spark, as the query's session says."""
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    said = None if context is None else context.getLocalProperty("spark.sql.execution.arrow.maxRecordsPerOutputBatch")
+    return int(said) if said is not None and int(said) > 0 else sys.maxsize

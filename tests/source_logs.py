@@ -14,13 +14,15 @@ from pyspark.sql.types import (
     StringType,
     StructField,
     StructType,
+    TimestampNTZType,
     TimestampType,
 )
 
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.messages import SOURCE_SCHEMA
 from rmq_spark.commitlog.op import Who
-from rmq_spark.source import SOURCE_DDL
+from rmq_spark.storage.spark_parquet import spark_schema
 from tests.half_batches import pending, prepare, split
 
 _TYPES: dict[str, DataType] = {
@@ -29,12 +31,15 @@ _TYPES: dict[str, DataType] = {
     "bigint": LongType(),
     "binary": BinaryType(),
     "timestamp": TimestampType(),
+    "timestamp_ntz": TimestampNTZType(),
     "map<string,string>": MapType(StringType(), StringType()),
 }
 
 
-def source_schema(ddl: str = SOURCE_DDL) -> StructType:
-    """A schema without a Spark session, which would parse it."""
+def source_schema(ddl: str | None = None) -> StructType:
+    """A schema without a Spark session, which would parse it; all columns of the source without one."""
+    if ddl is None:
+        return spark_schema(SOURCE_SCHEMA)
     fields = [part.split(" ", 1) for part in ddl.split(", ")]
     return StructType([StructField(name, _TYPES[kind]) for name, kind in fields])
 

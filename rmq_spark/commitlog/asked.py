@@ -15,7 +15,7 @@ from rmq_spark.commitlog.ledger import Decision, RolledBack
 from rmq_spark.commitlog.op import BatchState, Who
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet, booleans_of
 from rmq_spark.config import CLOCK_SKEW_S_MAX, FROM_THE_FUTURE_AGE_S
-from rmq_spark.storage.location import spark_path
+from rmq_spark.storage.spark_parquet import read_files, spark_schema
 from rmq_spark.storage.table import DeltaLogTable
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from rmq_spark.commitlog.steps import ProtocolSteps
+
+WANTED = pa.schema([("wanted_file", pa.int64()), ("first", pa.int64()), ("last", pa.int64())])
+"""Runs of rows of half files, which Spark joins with these."""
 
 
 def half_batch_of(
@@ -165,11 +168,11 @@ class _LogRows:
         files = sorted({self._record.files[n].path for n in self._rows})
         if not isinstance(table, DeltaLogTable):
             return spark.createDataFrame(self.read(HALF_SCHEMA.names))
-        root = spark_path(self._log.path, table.name)
-        frame = spark.read.parquet(*[f"{root}/{p}" for p in files]).where(F.col("half_id") == self._record.half_id)
+        frame = read_files(spark, self._log.path, table, table.actions(), files, HALF_SCHEMA)
+        frame = frame.where(F.col("half_id") == self._record.half_id)
         if self._rows.count < self._record.rows:
             ranges = [(n, a, b) for n, file_ranges in self._rows.ranges() for a, b in file_ranges]
-            wanted = spark.createDataFrame(ranges, "wanted_file long, first long, last long")
+            wanted = spark.createDataFrame(ranges, spark_schema(WANTED))
             inside = (F.col("file_no") == F.col("wanted_file")) & F.col("row_no").between(F.col("first"), F.col("last"))
             frame = frame.join(F.broadcast(wanted), inside, "left_semi")
         return frame

@@ -192,7 +192,8 @@ class _Consumer:
         raise NotImplementedError
 
     def identity(self, batch: DataFrame, batch_id: int) -> Identity:
-        return identity_of(batch, batch_id, self.checkpoint_location, self.log.storage_options, "consume")
+        or_else = "or begin with a new checkpoint: the group goes on where it stands"
+        return identity_of(batch, batch_id, self.checkpoint_location, self.log.storage_options, "consume", or_else)
 
     def query_name(self, identity: Identity) -> str:
         """Return the name under which a query sends messages again.

@@ -49,11 +49,11 @@ class TransactionalSink:
     transaction_per : {"batch", "message"}, optional
         What makes a transaction without a ``transaction_key``: the whole batch by default.
     app_id : str, optional
-        The query's id when not given.
+        The query's id when not given. Then the sink has to see the query's first batch, or it refuses later ones: they
+        may have been sent under an id that Spark has lost.
     checkpoint_location : str, optional
         The query's ``checkpointLocation``, as a path that Python can read where Spark runs. It is needed over Spark
-        Connect, which hides the query's id. Elsewhere the sink asks Spark. When Spark does not tell, only this option
-        lets the sink notice a checkpoint that was restored from an older copy.
+        Connect, which hides the query's id, and wherever Spark does not tell where the checkpoint lies.
     on_listener_error : {"fail", "unknown"}
     replay_check_timeout : str or float
         ``"60s"``, or seconds.
@@ -139,8 +139,9 @@ class TransactionalSink:
         _sent[self.log.path, header.app_id] = sending
 
     def _header(self, batch_df: DataFrame, batch_id: int) -> HalfHeader:
+        or_else = None if self.app_id else "or, when it has sent nothing yet, give TransactionalSink app_id=..."
         identity = identity_of(
-            batch_df, batch_id, self.checkpoint_location, self.log.storage_options, "TransactionalSink"
+            batch_df, batch_id, self.checkpoint_location, self.log.storage_options, "TransactionalSink", or_else
         )
         app_id = self.app_id or require_app_id(identity.query_id)
         return HalfHeader(

@@ -5,6 +5,10 @@ first batch of a new query would be taken for a replay of the old query's, and n
 
     old checkpoint   query a1   batches 0 1 2 2        the second 2 is a replay: same query, same input
     new checkpoint   query b2   batch   0              new messages: another query
+
+Spark keeps the query's id in the checkpoint's file ``metadata``, and makes another one when that file is lost. So the
+id by which the log knows a checkpoint is kept in a file of our own beside it. It is the one that Spark had at the first
+batch, and it is written before anything is sent.
 """
 
 from __future__ import annotations
@@ -14,10 +18,10 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rmq_spark.errors import CheckpointMismatchError, OptionError
-from rmq_spark.redaction import cause_of, line_of
+from rmq_spark.redaction import cause_of, sentence_of
 from rmq_spark.storage.files import filesystem
 
 if TYPE_CHECKING:
@@ -30,6 +34,13 @@ RUN_ID_PROPERTY = "spark.jobGroup.id"
 LOG_FILE = "txmq.log_id"
 """In a query's checkpoint: the id of the commit log that it sends to."""
 
+ID_FILE = "txmq.query_id"
+"""In a query's checkpoint, beside Spark's ``metadata`` and in its form: the id by which the log knows the query."""
+REASON_CHARS_MAX = 300
+"""Of a store's error: the JVM's come with all their frames."""
+
+_known_ids: dict[tuple[str, str], str] = {}
+"""The id of :data:`ID_FILE`, by checkpoint and the id that Spark has."""
 _known_logs: set[tuple[str, str]] = set()  # checkpoints, and the ids of the logs that they say
 
 
@@ -40,8 +51,10 @@ class Identity:
     Attributes
     ----------
     query_id : str
+        That of the checkpoint, whatever Spark calls the query now.
     input_hash : str or None
-        None when the checkpoint cannot be read. A checkpoint that was restored from an older copy is then not noticed.
+        None where the application has a name and Spark does not tell where the checkpoint lies. One that was restored
+        from an older copy is then not noticed.
     """
 
     query_id: str
@@ -54,20 +67,23 @@ def identity_of(
     checkpoint_location: str | None,
     storage_options: Mapping[str, str] | None,
     door: str,
+    or_else: str | None,
 ) -> Identity:
-    """Return a micro-batch's identity, from the checkpoint's files or else from the Spark session.
+    """Return a micro-batch's identity, from the checkpoint's files: where the caller says, or where Spark has it.
 
     Parameters
     ----------
     door : str
         Name of the class or function that takes ``checkpoint_location``, for the error's text.
+    or_else : str or None
+        As for :func:`known_query_id`.
 
     Raises
     ------
     OptionError
         When neither tells the query's id, or ``checkpoint_location`` belongs to another query.
     CheckpointMismatchError
-        When the newest batch in the checkpoint is another one.
+        When the newest batch in the checkpoint is another one, or nobody knows as which query it sent before.
     """
     told = query_id_of(batch)
     if checkpoint_location is not None:
@@ -82,14 +98,27 @@ def identity_of(
                 f"Spark runs batch {batch_id}, but the newest one in {checkpoint_location!r} is "
                 f"{checkpoint.batch_id}: checkpoint_location is another query's, or two queries use it"
             )
-        return Identity(checkpoint.query_id, checkpoint.input_hash)
+        query_id = known_query_id(checkpoint_location, storage_options, checkpoint, or_else)
+        return Identity(query_id, checkpoint.input_hash)
     if told is None:
         raise OptionError(
             "this session hides the query's id (Spark Connect, another thread, or no stream), and batch numbers alone "
             f"do not tell a new checkpoint from the old one: give {door} checkpoint_location=..., the query's "
             "checkpointLocation, as a path that Python can read where Spark runs"
         )
-    return Identity(told, _hash_by_spark(batch, told, batch_id))
+    try:
+        folder = _OfSpark(batch.sparkSession, told)
+        input_hash = _hash(folder.read(f"offsets/{batch_id}") or b"")
+    except Exception as problem:  # these are internals of Spark, and another version may have others
+        what = f"the checkpoint of query {told} cannot be found ({type(problem).__name__})"
+        if or_else is not None:
+            raise OptionError(
+                f"{what}, and the id that Spark has may be a new one of an old checkpoint: give {door} "
+                "checkpoint_location=..., the query's checkpointLocation"
+            ) from cause_of(problem)
+        logger.warning("%s: pass checkpoint_location, and one that was restored from an older copy is noticed", what)
+        return Identity(told, None)
+    return Identity(_known_query_id(folder, told, batch_id, or_else), input_hash)
 
 
 def query_id_of(batch: DataFrame) -> str | None:
@@ -110,32 +139,9 @@ def run_of(batch: DataFrame) -> str | None:
     return None if run_id is None or query_id_of(batch) is None else str(run_id)
 
 
-def _hash_by_spark(batch: DataFrame, query_id: str, batch_id: int) -> str | None:
-    """Return the hash of a micro-batch's offsets, which Spark reads from the query's checkpoint; None if it cannot."""
-    session: Any = batch.sparkSession
-    try:
-        jvm, spark = session._jvm, session._jsparkSession
-        # A micro-batch's session is a copy, whose StreamingQueryManager knows no queries. So ask the shared state.
-        running = spark.sharedState().activeStreamingQueries().get(jvm.java.util.UUID.fromString(query_id))
-        path = jvm.org.apache.hadoop.fs.Path(running.resolvedCheckpointRoot(), f"offsets/{batch_id}")
-        stream = path.getFileSystem(spark.sessionState().newHadoopConf()).open(path)
-        try:
-            return _hash(bytes(jvm.org.apache.commons.io.IOUtils.toByteArray(stream)))
-        finally:
-            stream.close()
-    except Exception as problem:  # these are internals of Spark, and another version may have others
-        logger.warning(
-            "the checkpoint of query %s cannot be found (%s): pass checkpoint_location, and one that was restored "
-            "from an older copy is noticed",
-            query_id,
-            type(problem).__name__,
-        )
-        return None
-
-
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a query's checkpoint says of the running micro-batch."""
+    """What a query's checkpoint says of the running micro-batch, in Spark's own files."""
 
     query_id: str
     batch_id: int
@@ -167,10 +173,150 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
         with fs.open_input_stream(f"{root}/offsets/{batch_id}") as stream:
             return Checkpoint(str(query_id), batch_id, _hash(stream.readall()))
     except (OSError, KeyError, TypeError, ValueError) as problem:
-        raise OptionError(
-            f"checkpointLocation={location!r} cannot be read from Python ({type(problem).__name__}: {problem}): "
-            "give the query's checkpointLocation, as a path that both Spark and Python reach"
-        ) from cause_of(problem)
+        raise _unreadable(location, problem) from cause_of(problem)
+
+
+def known_query_id(
+    location: str, storage_options: Mapping[str, str] | None, checkpoint: Checkpoint, or_else: str | None
+) -> str:
+    """Return the id by which the log knows a checkpoint's query. The first batch makes it known: its id is Spark's.
+
+    Parameters
+    ----------
+    or_else : str or None
+        What a person may do when nobody knows the id, as the end of a sentence. None: the application has a name by
+        which the log knows its batches, so Spark's id will do.
+
+    Raises
+    ------
+    CheckpointMismatchError
+        When batches were sent before, and nobody knows as which query.
+    OptionError
+        When the file cannot be read or made.
+    """
+    folder = _OfPython(*_checkpoint_folder(location, storage_options), location)
+    try:
+        return _known_query_id(folder, checkpoint.query_id, checkpoint.batch_id, or_else)
+    except OSError as problem:
+        raise _unreadable(location, problem) from cause_of(problem)
+
+
+def _known_query_id(folder: _Folder, spark_id: str, batch_id: int, or_else: str | None) -> str:
+    known = _known_ids.get((folder.name, spark_id))
+    if known is None:
+        known = _id_in(folder.read(ID_FILE))
+        if known is None:
+            known = spark_id
+            _make_known(folder, known, batch_id, or_else)
+        elif known != spark_id:
+            logger.warning(
+                "the checkpoint %r is that of query %s, which Spark calls %s now: its file metadata was made anew",
+                folder.name, known, spark_id,
+            )  # fmt: skip
+        _known_ids[folder.name, spark_id] = known
+    return known
+
+
+def _make_known(folder: _Folder, query_id: str, batch_id: int, or_else: str | None) -> None:
+    if batch_id > 0 and or_else is not None:
+        raise CheckpointMismatchError(
+            f"nobody knows as which query the batches before batch {batch_id} of the checkpoint {folder.name!r} were "
+            f"sent: it has no file {ID_FILE} that can be read, and Spark makes another id when its file metadata is "
+            f'lost, so a batch may be sent twice. Restore {ID_FILE} from a copy; or write {{"id": "..."}} into it, '
+            f"with the query_id that txmq trace shows of what was sent; {or_else}"
+        )
+    try:
+        folder.write(ID_FILE, json.dumps({"id": query_id}).encode())
+    except Exception as problem:  # of pyarrow or of the JVM
+        what = f"the checkpoint {folder.name!r} cannot be written to ({sentence_of(problem)[:REASON_CHARS_MAX]})"
+        if or_else is not None:
+            raise OptionError(
+                f"{what}, so nobody would know its query when Spark's file metadata is lost: give this program the "
+                f"right to write there; {or_else}"
+            ) from cause_of(problem)
+        logger.warning("%s, so its query is known by Spark's file metadata alone", what)
+
+
+def _id_in(content: bytes | None) -> str | None:
+    """Return the id that a file says; None for one that is not there or was not written to its end."""
+    try:
+        return None if content is None else str(json.loads(content)["id"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _unreadable(location: str, problem: BaseException) -> OptionError:
+    return OptionError(
+        f"checkpointLocation={location!r} cannot be read from Python ({type(problem).__name__}: {problem}): "
+        "give the query's checkpointLocation, as a path that both Spark and Python reach"
+    )
+
+
+class _Folder(Protocol):
+    """A checkpoint's folder."""
+
+    name: str
+
+    def read(self, file: str) -> bytes | None:
+        """Return what a file holds, None when it is not there."""
+
+    def write(self, file: str, content: bytes) -> None:
+        """Write a file, in place of what is there."""
+
+
+class _OfPython:
+    """A checkpoint's folder as Python reaches it."""
+
+    def __init__(self, fs: Any, root: str, name: str) -> None:
+        self._fs, self._root, self.name = fs, root, name
+
+    def read(self, file: str) -> bytes | None:
+        try:
+            with self._fs.open_input_stream(f"{self._root}/{file}") as stream:
+                return bytes(stream.readall())
+        except FileNotFoundError:
+            return None
+
+    def write(self, file: str, content: bytes) -> None:
+        with self._fs.open_output_stream(f"{self._root}/{file}") as stream:
+            stream.write(content)
+
+
+class _OfSpark:
+    """The checkpoint's folder of a running query as Spark reaches it."""
+
+    def __init__(self, session: Any, query_id: str) -> None:
+        from py4j.java_gateway import is_instance_of
+
+        jvm, spark = session._jvm, session._jsparkSession
+        # A micro-batch's session is a copy, whose StreamingQueryManager knows no queries. So ask the shared state.
+        running = spark.sharedState().activeStreamingQueries().get(jvm.java.util.UUID.fromString(query_id))
+        self.name = str(running.resolvedCheckpointRoot())
+        self._jvm = jvm
+        self._fs = self._path("").getFileSystem(spark.sessionState().newHadoopConf())
+        # A file with a checksum beside it could not be mended by hand.
+        if is_instance_of(session.sparkContext._gateway, self._fs, "org.apache.hadoop.fs.ChecksumFileSystem"):
+            self._fs = self._fs.getRawFileSystem()
+
+    def _path(self, file: str) -> Any:
+        return self._jvm.org.apache.hadoop.fs.Path(f"{self.name}/{file}" if file else self.name)
+
+    def read(self, file: str) -> bytes | None:
+        path = self._path(file)
+        if not self._fs.exists(path):
+            return None
+        stream = self._fs.open(path)
+        try:
+            return bytes(self._jvm.org.apache.commons.io.IOUtils.toByteArray(stream))
+        finally:
+            stream.close()
+
+    def write(self, file: str, content: bytes) -> None:
+        stream = self._fs.create(self._path(file), True)
+        try:
+            stream.write(bytearray(content))
+        finally:
+            stream.close()
 
 
 def require_same_log(location: str, storage_options: Mapping[str, str] | None, log_id: str, log_path: str) -> None:
@@ -205,7 +351,7 @@ def require_same_log(location: str, storage_options: Mapping[str, str] | None, l
         except OSError as problem:
             logger.warning(
                 "the checkpoint %r cannot be written to, so nobody will notice when it is used with another commit "
-                "log: %s", location, line_of(problem),
+                "log: %s", location, sentence_of(problem)[:REASON_CHARS_MAX],
             )  # fmt: skip
     _known_logs.add((location, log_id))
 

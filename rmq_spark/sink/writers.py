@@ -26,7 +26,7 @@ from rmq_spark.logs import of_header
 from rmq_spark.message import require_app_id
 from rmq_spark.sink.frame import require_message_types, topics_for
 from rmq_spark.sink.freed_memory import keep_freed_memory
-from rmq_spark.sink.identity import read_checkpoint, require_same_log
+from rmq_spark.sink.identity import known_query_id, read_checkpoint, require_same_log
 from rmq_spark.sink.limits import PendingGuard
 from rmq_spark.sink.settings import SinkSettings
 from rmq_spark.sink.spark_socket import acknowledge_at_once
@@ -188,9 +188,12 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
     def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
         if "batchId" in options:
             raise OptionError("batchId is for batch writes: a stream's micro-batches have ids of their own")
-        checkpoint = read_checkpoint(options.get("checkpointLocation"), options.storage_options)
-        app_id = require_app_id(options.get("appId") or checkpoint.query_id)
-        return self._make_header(app_id, checkpoint.batch_id, checkpoint.query_id, checkpoint.input_hash, listener)
+        location, name = options.get("checkpointLocation"), options.get("appId")
+        checkpoint = read_checkpoint(location, options.storage_options)
+        or_else = None if name else "or, when it has sent nothing yet, set .option('appId', ...)"
+        query_id = known_query_id(location or "", options.storage_options, checkpoint, or_else)
+        app_id = require_app_id(name or query_id)
+        return self._make_header(app_id, checkpoint.batch_id, query_id, checkpoint.input_hash, listener)
 
     def _require_same_log(self, options: Options, log: CommitLog) -> None:
         require_same_log(options.get("checkpointLocation") or "", options.storage_options, log.id, log.path)

@@ -33,10 +33,3 @@ SOURCE_TABLE = {
 }
 """Options of ``spark.read`` and ``spark.readStream``, besides ``storage.<key>``: their default, and what they mean."""
 SOURCE_OPTIONS = tuple(SOURCE_TABLE)
-
-SOURCE_DDL = (
-    "topic string, queue_id int, queue_offset bigint, msg_id string, transaction_id string, tags string, keys string, "
-    "sharding_key string, properties map<string,string>, body binary, producer_group string, "
-    "born_timestamp timestamp, store_timestamp timestamp, commit_timestamp timestamp"
-)
-"""The schema of the source, in Spark's DDL."""

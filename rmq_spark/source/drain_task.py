@@ -134,9 +134,9 @@ class TaskWork:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             for number in batch.column(0).to_pylist():
-                files = self.write(Task.unpacked(self._tasks[number]))
-                columns = [[getattr(file, name) for file in files] for name in FILES_SCHEMA.names]
-                yield pa.record_batch(columns, schema=FILES_SCHEMA)
+                for file in self.write(Task.unpacked(self._tasks[number])):  # a batch each, which Spark does not cut
+                    row = [[getattr(file, name)] for name in FILES_SCHEMA.names]
+                    yield pa.record_batch(row, schema=FILES_SCHEMA)
 
     def write(self, task: Task) -> list[DataFile]:
         """Write the files of one task."""

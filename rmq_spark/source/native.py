@@ -12,7 +12,6 @@ Python plans, and reads no message.
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -24,19 +23,19 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.messages import wait_until_drained
+from rmq_spark.commitlog.messages import MESSAGES_SCHEMA, SOURCE_SCHEMA, wait_until_drained
 from rmq_spark.commitlog.placements import PlacedRange, out_of_range
 from rmq_spark.config import named, nearest, require_time
 from rmq_spark.errors import CorruptLogError, LostFileError, OffsetOutOfRangeError, OptionError
 from rmq_spark.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags
-from rmq_spark.source import SOURCE_DDL
 from rmq_spark.source.offsets import EARLIEST, EARLIEST_OFFSET, LATEST, Positions, given_positions
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner
-from rmq_spark.storage.location import spark_path
+from rmq_spark.storage.spark_parquet import PATHS_MAX, read_files, spark_schema
 from rmq_spark.transaction import BATCH, KEY
 
 if TYPE_CHECKING:
@@ -49,21 +48,23 @@ BLOCK_BITS = (16, 13, 10)
 close together."""
 RANGES_OF_BLOCK_MAX = 16
 """At most so many ranges share a block, unless it is one of the smallest."""
-HALF_PATHS_MAX = 32
-"""The most paths that Spark lists without a job (``spark.sql.sources.parallelPartitionDiscovery.threshold``)."""
+HALF_PATHS_MAX = PATHS_MAX
 DRAINED_PATHS_MAX = 256
-"""The same for large files: to ask of each row in which file it is costs more than such a job when they are few."""
-VERIFIED = {"parquet.page.verify-checksum.enabled": "true"}
-"""Spark compares no page with its checksum unless it is told to. A flipped bit would be a changed message."""
+"""More paths than Spark lists without a job: to ask of each row in which large file it is costs more than such a job
+when they are few."""
 SCANS_MAX = 4
 """Files for more scans than this are read by one: of so many tasks the last ones do not matter."""
-COLUMNS = [part.split()[0] for part in SOURCE_DDL.split(", ")]
-DRAINED_DDL = f"{SOURCE_DDL}, op_version bigint"
-HALF_DDL = (
-    "half_id string, file_no bigint, row_no bigint, transaction_key string, topic string, queue_id int, tags string, "
-    "keys string, sharding_key string, properties map<string,string>, body binary, born_timestamp timestamp, "
-    "store_timestamp timestamp"
+DRAINED = pa.schema([*SOURCE_SCHEMA, MESSAGES_SCHEMA.field("op_version")])
+TAIL = pa.schema(
+    [
+        HALF_SCHEMA.field(name)
+        for name in (
+            "half_id file_no row_no transaction_key topic queue_id tags keys sharding_key properties body "
+            "born_timestamp store_timestamp"
+        ).split()
+    ]
 )
+"""The columns of ``half`` that are read of the tail."""
 PLACES = pa.schema(
     [
         ("half_id", pa.string()),
@@ -91,7 +92,7 @@ _MADE = {
             ELSE concat({_ATTEMPT}, ':', {_ADDRESS})
         END""",
 }
-TAIL_COLUMNS = [f"{_MADE[name]} AS {name}" if name in _MADE else name for name in COLUMNS]
+TAIL_COLUMNS = [f"{_MADE[name]} AS {name}" if name in _MADE else name for name in SOURCE_SCHEMA.names]
 """The columns of a joined half row, in SQL: each function of a Column would be a call into the JVM."""
 
 Where = str | datetime | Mapping[str, Mapping[Any, int]]
@@ -143,7 +144,8 @@ def messages(
     ------
     TopicNotFoundError, OffsetError, OffsetOutOfRangeError, OptionError
     CorruptLogError
-        When the table ``messages`` has other rows than ``op`` placed: somebody else wrote to it.
+        When the table ``messages`` has other rows than ``op`` placed: somebody else wrote to it. When a file on a disk
+        of this machine has another size than the log says.
     """
     if not hasattr(spark, "createDataFrame"):
         raise OptionError(
@@ -179,12 +181,16 @@ def messages(
         if paths is not None:
             break
     ends = {queue: min(offset, border.get(queue, 0)) for queue, offset in end.items()}
-    drained = _drained(spark, opened.path, files, start, ends, border, limit)
+    drained = _drained(spark, opened, files, start, ends, border, limit)
     parts = [part for part in (drained, _tail(spark, opened, placed, paths) if placed else None) if part is not None]
-    found = reduce(lambda one, other: one.unionByName(other), parts) if parts else spark.createDataFrame([], SOURCE_DDL)
+    found = reduce(lambda one, other: one.unionByName(other), parts) if parts else _nothing(spark)
     if named is not None:
         found = found.where(found["tags"].isin(*named))
     return found if wanted is None else found.mapInArrow(_Kept(wanted), found.schema)
+
+
+def _nothing(spark: SparkSession) -> DataFrame:
+    return spark.createDataFrame([], spark_schema(SOURCE_SCHEMA))
 
 
 # ---------------------------------------------------------------- what is asked for
@@ -232,26 +238,10 @@ def _is_within(placed: PlacedRange, limit: datetime | int | None) -> bool:
     return placed.commit_timestamp <= limit if isinstance(limit, datetime) else placed.op_version <= limit
 
 
-# ---------------------------------------------------------------- files
-def _of_files(spark: SparkSession, ddl: str, folder: str, names: Sequence[str], paths_max: int) -> DataFrame:
-    """Rows of some files of a folder. Of many, Spark would list each in a task of its own: 600 took two seconds. So it
-    lists the folder instead, and keeps what is in these."""
-    reader = spark.read.schema(ddl).options(**VERIFIED)
-    if len(names) > paths_max and all(re.fullmatch(r"[\w.-]+", name) for name in names):
-        found = reader.parquet(folder)
-        there = {file.rpartition("/")[2] for file in found.inputFiles()}
-        if there == set(names):
-            return found
-        if there.issuperset(names):  # without one of them, Spark must say so
-            of_these = ", ".join(f"'{name}'" for name in names)
-            return found.where(f"_metadata.file_name IN ({of_these})")
-    return reader.parquet(*[f"{folder}/{name}" for name in names])
-
-
 # ---------------------------------------------------------------- the drained part
 def _drained(
     spark: SparkSession,
-    path: str,
+    log: CommitLog,
     files: pa.Table,
     start: Positions,
     end: Positions,
@@ -264,8 +254,11 @@ def _drained(
     paths = _files(files, spans)
     if not paths:
         return None
-    folder, scans = spark_path(path, "messages"), _scans(spark, files, paths)
-    shares = [_of_files(spark, DRAINED_DDL, folder, paths[at::scans], DRAINED_PATHS_MAX) for at in range(scans)]
+    scans = _scans(spark, files, paths)
+    shares = [
+        read_files(spark, log.path, log.messages_table, files, paths[at::scans], DRAINED, DRAINED_PATHS_MAX)
+        for at in range(scans)
+    ]
     found = reduce(lambda one, other: one.union(other), shares)
     cut = {topic for topic, q in end if start[topic, q] > 0 or end[topic, q] < border.get((topic, q), 0)}
     if cut or not _of_one_topic(files, paths):
@@ -334,7 +327,8 @@ def _within(spans: Mapping[tuple[str, int], tuple[int, int]], cut: Collection[st
 def _tail(spark: SparkSession, log: CommitLog, ranges: Sequence[PlacedRange], paths: Sequence[str]) -> DataFrame:
     from pyspark.sql import functions as F
 
-    half = _of_files(spark, HALF_DDL, spark_path(log.path, "half"), paths, HALF_PATHS_MAX)
+    table = log.half.table
+    half = read_files(spark, log.path, table, table.actions(), paths, TAIL, HALF_PATHS_MAX)
     bits = _block_bits(ranges)
     half = half.withColumn("block", F.shiftright("row_no", bits))
     places = spark.createDataFrame(pa.Table.from_pylist(list(_places(ranges, bits)), schema=PLACES))
@@ -405,6 +399,8 @@ class _Kept:
         self._wanted = wanted
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from rmq_spark.spark_versions import batch_rows_max
+
         for batch in batches:
             kept = pc.fill_null(self._wanted.keeps(pa.table(batch)), False)
-            yield from pa.table(batch).filter(kept).to_batches()
+            yield from pa.table(batch).filter(kept).to_batches(max_chunksize=batch_rows_max())

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
-from pyspark.sql.types import StructType
+from pyspark.sql.types import DataType, StringType, StructType, TimestampType
 
+from rmq_spark.commitlog.messages import SOURCE_SCHEMA
 from rmq_spark.commitlog.placements import MessageRange, out_of_range
 from rmq_spark.commitlog.reading import by_file, read_ranges, require_source_columns, rows_of
 from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.redaction import redacted
-from rmq_spark.source import SOURCE_DDL, SOURCE_OPTIONS
+from rmq_spark.source import SOURCE_OPTIONS
 from rmq_spark.source.files import LogFiles
 from rmq_spark.source.offsets import (
     Again,
@@ -40,13 +41,15 @@ from rmq_spark.spark_versions import (
     ReadMaxRows,
     SupportsTriggerAvailableNow,
     arrow_schema_in_utc,
+    batch_rows_max,
 )
+from rmq_spark.storage.spark_parquet import spark_schema
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
     from rmq_spark.source.progress import GroupProgress
 
-__all__ = ["SOURCE_DDL", "SOURCE_OPTIONS", "TxmqPartition", "TxmqReader", "TxmqStreamReader"]
+__all__ = ["SOURCE_OPTIONS", "TxmqPartition", "TxmqReader", "TxmqStreamReader"]
 
 logger = logging.getLogger(__name__)
 
@@ -331,17 +334,24 @@ def arrow_schema(schema: StructType) -> pa.Schema:
         For a column or a type that the source does not have; the nearest right one is named.
     """
     if not len(schema.fields):
-        raise OptionError(f"the schema has no columns: leave .schema(...) out, or take some of {SOURCE_DDL}")
-    ddl = dict(part.strip().split(" ", 1) for part in SOURCE_DDL.split(", "))
+        columns = ", ".join(SOURCE_SCHEMA.names)
+        raise OptionError(f"the schema has no columns: leave .schema(...) out, or take some of {columns}")
     require_source_columns(schema.names)
+    ours = spark_schema(SOURCE_SCHEMA)
     for field in schema.fields:
-        wanted, found = ddl[field.name], field.dataType.simpleString()
-        if found != wanted and not (field.name == "body" and found == "string"):
+        wanted, found = ours[field.name].dataType, field.dataType
+        if found != wanted and not (field.name == "body" and found == StringType()):
             also = " (or string, for bodies in UTF-8)" if field.name == "body" else ""
-            raise OptionError(f"column {field.name!r} is asked for as {found}: its type is {wanted}{also}")
+            raise OptionError(f"column {field.name!r} is asked for as {_ddl(found)}: its type is {_ddl(wanted)}{also}")
     if len(set(schema.names)) < len(schema.names):
         raise OptionError(f"the schema names a column twice: {', '.join(schema.names)}")
     return arrow_schema_in_utc(schema)
+
+
+def _ddl(kind: DataType) -> str:
+    """A type's name in DDL that means the same in every session: ``timestamp`` is what ``spark.sql.timestampType``
+    says."""
+    return "timestamp_ltz" if isinstance(kind, TimestampType) else kind.simpleString()
 
 
 # ---------------------------------------------------------------- on executors
@@ -401,4 +411,4 @@ def to_batches(tables: Iterator[pa.Table]) -> Iterator[pa.RecordBatch]:
 def _cut(tables: Sequence[pa.Table], rows: int, size: int) -> Iterator[pa.RecordBatch]:
     table = tables[0] if len(tables) == 1 else pa.concat_tables(tables).combine_chunks()
     rows_max = max(1, rows * BATCH_BYTES_MAX // max(size, 1))
-    yield from table.to_batches(max_chunksize=min(rows, rows_max))
+    yield from table.to_batches(max_chunksize=min(rows, rows_max, batch_rows_max()))

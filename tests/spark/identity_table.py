@@ -31,9 +31,11 @@ AGAIN = "again"  # it is another application's batch: it is sent, or consumed, a
 REFUSED = "refused"  # an error that names the remedy, and nothing is done
 NO_SUCH = "no such cell"
 
-SAME, NEW, RESTORED, DELETED = "same", "new", "restored", "deleted"
+SAME, UNNAMED, UNKNOWN, NEW, RESTORED, DELETED = "same", "unnamed", "unknown", "new", "restored", "deleted"
 CHECKPOINTS = {
     SAME: "the batch that was under way runs again",
+    UNNAMED: "the same, and Spark's file metadata is gone: Spark makes the query another id",
+    UNKNOWN: "the same, and our file beside it is gone, too",
     NEW: "another checkpointLocation; a consumer group was reset",
     RESTORED: "an older copy: the last batch is planned anew",
     DELETED: "the folder is gone; a consumer group was reset",
@@ -49,12 +51,14 @@ class Cell(NamedTuple):
 
 _OF_A_STREAM = {
     SAME: (GOES_ON, AGAIN, GOES_ON),
+    UNNAMED: (GOES_ON, AGAIN, GOES_ON),
+    UNKNOWN: (REFUSED, AGAIN, REFUSED),
     NEW: (REFUSED, AGAIN, AGAIN),
     RESTORED: (REFUSED, AGAIN, REFUSED),
     DELETED: (REFUSED, AGAIN, AGAIN),
 }
 _HIDDEN = dict.fromkeys(CHECKPOINTS, (REFUSED, REFUSED, REFUSED))
-_WITHOUT_CHECKPOINT = {SAME: (GOES_ON, AGAIN, AGAIN), **dict.fromkeys((NEW, RESTORED, DELETED), (NO_SUCH,) * 3)}
+_WITHOUT_CHECKPOINT = {SAME: (GOES_ON, AGAIN, AGAIN), **dict.fromkeys(set(CHECKPOINTS) - {SAME}, (NO_SUCH,) * 3)}
 
 ROWS: dict[str, dict[str, tuple[str, str, str]]] = {
     # door: {checkpoint: (same appId, another appId, none)}
@@ -64,11 +68,12 @@ ROWS: dict[str, dict[str, tuple[str, str, str]]] = {
     "foreachBatch over Connect": _HIDDEN,
     "foreachBatch over Connect, checkpoint_location": _OF_A_STREAM,
     # What is sent again is named by the query: a group that was reset is consumed anew.
-    "consume": {**_OF_A_STREAM, NEW: (AGAIN,) * 3, DELETED: (AGAIN,) * 3},
+    "consume": {**_OF_A_STREAM, UNKNOWN: (REFUSED,) * 3, NEW: (AGAIN,) * 3, DELETED: (AGAIN,) * 3},
     "consume over Connect": _HIDDEN,
     # The group's own positions say what was done.
     "orderly": {
-        SAME: (GOES_ON,) * 3, NEW: (AGAIN,) * 3, RESTORED: (GOES_ON,) * 3, DELETED: (AGAIN,) * 3,
+        SAME: (GOES_ON,) * 3, UNNAMED: (GOES_ON,) * 3, UNKNOWN: (REFUSED,) * 3,
+        NEW: (AGAIN,) * 3, RESTORED: (GOES_ON,) * 3, DELETED: (AGAIN,) * 3,
     },
     # The positions in the database say it, and there is no appId.
     "inbox": dict.fromkeys(CHECKPOINTS, (NO_SUCH, NO_SUCH, GOES_ON)),
@@ -85,7 +90,7 @@ TABLE: dict[Cell, str] = {
 }
 OVER_CONNECT = tuple(door for door in ROWS if "over Connect" in door)
 
-REMEDIES = ("Go on with the checkpoint that this app last used", "checkpoint_location=...")
+REMEDIES = ("Go on with the checkpoint that this app last used", "checkpoint_location=...", "Restore txmq.query_id")
 GROUP = "points"
 
 WORKER_IS_LATE = "Timed out while waiting for the Python worker to connect back"
@@ -122,6 +127,8 @@ class Play:
 
     def __init__(self, spark: SparkSession, root: Path) -> None:
         self.spark, self.root = spark, root
+        # Spark 4.2 refuses a checkpoint without its file metadata, unless it is told not to. 4.0 does not look.
+        spark.conf.set("spark.sql.streaming.checkpoint.verifyMetadataExists.enabled", "false")
         self.cells = itertools.count()
 
     def play(self, cell: Cell) -> tuple[str, list[str]]:
@@ -140,8 +147,12 @@ class Play:
         shutil.copytree(base, place, ignore=shutil.ignore_patterns("in"))
         (place / "in").symlink_to(base / "in")  # the checkpoint has the paths of the files
         checkpoint = place / "checkpoint"
-        if cell.checkpoint == SAME:
+        if cell.checkpoint in (SAME, UNNAMED, UNKNOWN):
             _forget(checkpoint / "commits", "1")
+            if cell.checkpoint != SAME:
+                _forget(checkpoint, "metadata")
+            if cell.checkpoint == UNKNOWN:
+                (checkpoint / "txmq.query_id").unlink(missing_ok=True)
         elif cell.checkpoint == RESTORED:
             _forget(checkpoint, "1")
         elif cell.checkpoint == DELETED:

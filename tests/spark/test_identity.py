@@ -22,16 +22,20 @@ from tests.spark.identity_table import (
     ROWS,
     SAME,
     TABLE,
+    UNKNOWN,
+    UNNAMED,
     Cell,
     Play,
     expected,
 )
 
 ROOT = Path(__file__).parents[2]
+DOORS = ("stream", "foreachBatch", "consume")
 QUICK = {
     Cell("foreachBatch", RESTORED, "none"),
     Cell("foreachBatch", SAME, "none"),
     Cell("consume", NEW, "same"),
+    *(Cell(door, checkpoint, "none") for door in DOORS for checkpoint in (UNNAMED, UNKNOWN)),
     Cell("producer", SAME, "same"),
 }
 """What went wrong before, or what test_sink.py does not look at; `make test-all` plays the others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +14,16 @@ from deltalake import DeltaTable, write_deltalake
 
 import rmq_spark as txmq
 from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.asked import half_batch_of
 from rmq_spark.commitlog.drained import Drained
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.errors import OffsetOutOfRangeError
 from rmq_spark.message import PROPERTIES
 from rmq_spark.source import native
+from rmq_spark.storage import spark_parquet
 from tests.half_batches import another, commit, let_leave, pending, prepare, rewrite_half, roll_back, send, split
+from tests.spark.settings_table import sessions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -242,3 +245,71 @@ def test_what_is_drained_while_a_read_is_planned_is_read_once(
 
     monkeypatch.setattr(Drained, "border", look_and_be_overtaken)
     assert rows(txmq.messages(spark, another(log))) == whole
+
+
+# ---------------------------------------------------------------- a session that ignores what is damaged or gone
+IGNORES = {"spark.sql.files.ignoreCorruptFiles": "true", "spark.sql.files.ignoreMissingFiles": "true"}
+"""As jobs set it that read old lakes."""
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 8] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "flipped": flip,
+    "gone": Path.unlink,
+    "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "empty": lambda file: os.truncate(file, 0),  # a power cut leaves this
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("moment", ["before", "planned"])
+@pytest.mark.parametrize("table", ["messages", pytest.param("half", marks=pytest.mark.long), "check"])
+def test_a_file_that_is_damaged_or_gone_is_never_ignored(
+    spark: SparkSession, log: CommitLog, table: str, damage: str, moment: str
+) -> None:
+    """0 of 2,000 messages came, and no error; a check was handed an empty batch, and its COMMIT was taken."""
+    records = []
+    for number in range(5):
+        records.append(prepare(log, number, pa.table({"body": pa.array([os.urandom(3000)])}), topic="orders"))
+        if number < 4:
+            commit(log, records[number])
+            if table == "messages":
+                log.drain()
+    if table == "messages":
+        file = min(Path(log.path, table).glob("*.parquet"))
+    else:
+        file = Path(log.path, "half", records[4 if table == "check" else 1].files[0].path)
+    checked = half_batch_of(log, records[4], log.state_of(records[4]), 1, records[4].all_rows)
+
+    def read(session: SparkSession) -> DataFrame:
+        return checked.to_spark(session) if table == "check" else txmq.messages(session, log, "orders")
+
+    with sessions(spark, IGNORES) as session:
+        assert read(session).count() == (1 if table == "check" else 4)
+        frame = read(session) if moment == "planned" else None
+        DAMAGES[damage](file)
+        with pytest.raises(Exception, match=r"PATH_NOT_FOUND|FAILED_READ_FILE|CorruptLogError|its Delta log says"):
+            (read(session) if frame is None else frame).collect()
+
+
+@pytest.mark.parametrize(
+    ("option", "damage"),
+    [("ignoreCorruptFiles", "flipped"), ("ignoreCorruptFiles", "cut"), ("ignoreMissingFiles", "gone")],
+)
+def test_without_our_options_spark_would_lose_rows(
+    spark: SparkSession, log: CommitLog, monkeypatch: pytest.MonkeyPatch, option: str, damage: str
+) -> None:
+    """The test above is not blind: a read that leaves it to the session loses a message, and says nothing."""
+    for number in range(4):
+        commit(log, prepare(log, number, pa.table({"body": pa.array([os.urandom(3000)])}), topic="orders"))
+        log.drain()
+    monkeypatch.delitem(spark_parquet.READ_OPTIONS, option)
+    with sessions(spark, IGNORES) as session:
+        frame = txmq.messages(session, log, "orders")
+        DAMAGES[damage](sorted(Path(log.path, "messages").glob("*.parquet"))[0])
+        assert len(frame.collect()) == 3

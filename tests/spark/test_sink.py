@@ -274,7 +274,7 @@ BAD: dict[str, tuple[str, dict[str, str], str]] = {
     "queue out of range": ("select 'x' as body, 4 as queue_id", {}, "queues 0 to 3"),
     "no such delay level": ("select 'x' as body, 19 as delay_level", {}, "1 to 18"),
     "too far ahead": ("select 'x' as body, current_timestamp() + interval 4 days as deliver_at", {}, "at most 72 h"),
-    "no time": ("select 'x' as body, 'soon' as deliver_at", {}, "timestamp is expected"),
+    "no time": ("select 'x' as body, 'soon' as deliver_at", {}, "timestamp_ltz is expected"),
     "fifo without a key": (ONE, {"topic": "steps"}, "has no sharding_key"),
     "fifo with a delay": (
         "select 'x' as body, 'k' as sharding_key, 1 as delay_level", {"topic": "steps"}, "would leave the order",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,15 @@ HIDDEN: Any = SimpleNamespace(sparkSession=None)
 """A micro-batch over Spark Connect: its session has no context to ask."""
 
 
+OR_ELSE = "or begin with a new checkpoint"
+
+
+@pytest.fixture(autouse=True)
+def _another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "_known_ids", {})
+    monkeypatch.setattr(identity, "_known_logs", set())
+
+
 def telling(query_id: str) -> Any:
     """A micro-batch of a query whose id the session tells, and nothing else."""
     context = SimpleNamespace(getLocalProperty=lambda name: query_id)
@@ -28,6 +38,7 @@ def checkpoint(tmp_path: Path) -> Path:
     """Of query ``q``, which runs batch 8."""
     (tmp_path / "offsets").mkdir()
     (tmp_path / "metadata").write_text('{"id":"q"}')
+    (tmp_path / identity.ID_FILE).write_text('{"id":"q"}')
     for batch_id in (7, 8):
         (tmp_path / "offsets" / str(batch_id)).write_text(f"v1\n{batch_id}")
     return tmp_path
@@ -35,25 +46,25 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_a_batch_of_which_nobody_says_whose_it_is_is_refused() -> None:
     with pytest.raises(OptionError, match=r"Spark Connect.*give consume checkpoint_location=\.\.\."):
-        identity_of(HIDDEN, 0, None, None, "consume")
+        identity_of(HIDDEN, 0, None, None, "consume", OR_ELSE)
 
 
 @pytest.mark.parametrize("batch", [HIDDEN, telling("q")])
 @pytest.mark.parametrize("prefix", ["", "file://"])
 def test_a_checkpoint_tells_the_query_and_the_offsets(checkpoint: Path, batch: Any, prefix: str) -> None:
-    found = identity_of(batch, 8, f"{prefix}{checkpoint}", None, "consume")
+    found = identity_of(batch, 8, f"{prefix}{checkpoint}", None, "consume", OR_ELSE)
     assert found == Identity("q", hashlib.sha256(b"v1\n8").hexdigest()[:32])
 
 
 def test_the_checkpoint_of_another_query_is_refused(checkpoint: Path) -> None:
     with pytest.raises(OptionError, match="that of query q, and this is query p: give consume the checkpointLocation"):
-        identity_of(telling("p"), 8, str(checkpoint), None, "consume")
+        identity_of(telling("p"), 8, str(checkpoint), None, "consume", OR_ELSE)
 
 
 @pytest.mark.parametrize("batch_id", [0, 7, 9])
 def test_a_checkpoint_that_stands_at_another_batch_is_refused(checkpoint: Path, batch_id: int) -> None:
     with pytest.raises(CheckpointMismatchError, match=rf"runs batch {batch_id}.* is 8.*another query's"):
-        identity_of(HIDDEN, batch_id, str(checkpoint), None, "consume")
+        identity_of(HIDDEN, batch_id, str(checkpoint), None, "consume", OR_ELSE)
 
 
 def test_a_checkpoint_belongs_to_one_commit_log(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,16 +85,86 @@ def test_a_checkpoint_that_cannot_be_written_to_stays_without(
 ) -> None:
     (checkpoint / identity.LOG_FILE).mkdir()
     require_same_log(str(checkpoint), None, "one", "a/log")
-    assert "cannot be written to" in caplog.text
+    assert re.search("cannot be written to, .*: (IsADirectoryError|OSError): ", caplog.text)
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="cannot be read from Python"):
-        identity_of(HIDDEN, 0, str(tmp_path / "none"), None, "consume")
+        identity_of(HIDDEN, 0, str(tmp_path / "none"), None, "consume", OR_ELSE)
 
 
-def test_a_query_whose_checkpoint_cannot_be_found_is_known_by_its_id_alone_and_that_is_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert identity_of(telling("q"), 0, None, None, "consume") == Identity("q", None)
+def test_a_query_whose_checkpoint_cannot_be_found_needs_a_name(caplog: pytest.LogCaptureFixture) -> None:
+    """The id that Spark has may be a new one of an old checkpoint."""
+    with pytest.raises(OptionError, match=r"may be a new one of an old checkpoint: give consume checkpoint_location="):
+        identity_of(telling("q"), 0, None, None, "consume", OR_ELSE)
+    assert identity_of(telling("q"), 0, None, None, "TransactionalSink", None) == Identity("q", None)
     assert "pass checkpoint_location" in caplog.text
+
+
+# ---------------------------------------------------------------- the id that Spark makes anew
+def name_of(checkpoint: Path, batch_id: int, or_else: str | None = OR_ELSE) -> str:
+    """By which query's name a process that starts knows a batch."""
+    identity._known_ids.clear()
+    return identity_of(HIDDEN, batch_id, str(checkpoint), None, "consume", or_else).query_id
+
+
+def lose_metadata(checkpoint: Path, batch_id: int) -> None:
+    """Spark 4.0 makes it anew, with another id, before it runs the batch."""
+    (checkpoint / "metadata").write_text('{"id":"made anew"}')
+    for file in (checkpoint / "offsets").iterdir():
+        file.unlink()
+    (checkpoint / "offsets" / str(batch_id)).write_text("v1")
+
+
+def test_the_id_of_the_first_batch_stays_that_of_the_checkpoint(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (checkpoint / identity.ID_FILE).unlink()
+    lose_metadata(checkpoint, 0)
+    (checkpoint / "metadata").write_text('{"id":"first"}')
+    assert name_of(checkpoint, 0) == "first"
+    for batch_id in (0, 1):
+        lose_metadata(checkpoint, batch_id)
+        assert name_of(checkpoint, batch_id) == "first"
+    assert "query first, which Spark calls made anew now" in caplog.text
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"id', "{}"])
+def test_a_checkpoint_with_batches_and_no_id_that_we_know_is_refused(checkpoint: Path, content: str | None) -> None:
+    file = checkpoint / identity.ID_FILE
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(CheckpointMismatchError, match=r"before batch 8 .* Restore txmq.query_id .* new checkpoint"):
+        name_of(checkpoint, 8)
+    assert not file.exists() or file.read_text() == content
+    file.write_text('{"id": "q0"}')  # as the error says
+    assert name_of(checkpoint, 8) == "q0"
+
+
+def test_an_application_with_a_name_needs_no_id(checkpoint: Path) -> None:
+    """The log knows its last batch, and refuses it under another query's id."""
+    (checkpoint / identity.ID_FILE).unlink()
+    assert name_of(checkpoint, 8, None) == "q"
+    assert name_of(checkpoint, 8) == "q"
+
+
+def test_a_crash_while_the_id_of_the_first_batch_was_written_does_no_harm(checkpoint: Path) -> None:
+    (checkpoint / identity.ID_FILE).write_text('{"id')
+    lose_metadata(checkpoint, 0)
+    assert name_of(checkpoint, 0) == "made anew"
+
+
+def test_a_checkpoint_that_cannot_keep_the_id_is_refused_before_anything_is_sent(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("permission denied")
+
+    (checkpoint / identity.ID_FILE).unlink()
+    lose_metadata(checkpoint, 0)
+    monkeypatch.setattr(identity._OfPython, "write", refuse)
+    with pytest.raises(OptionError, match=r"cannot be written to \(.*denied\).* right to write there; or begin"):
+        name_of(checkpoint, 0)
+    assert name_of(checkpoint, 0, None) == "made anew"
+    assert "known by Spark's file metadata alone" in caplog.text

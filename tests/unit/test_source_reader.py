@@ -34,7 +34,7 @@ from rmq_spark.machine import Machine
 from rmq_spark.message import PROPERTIES
 from rmq_spark.source import reader as reader_module
 from rmq_spark.source.plan import Planner
-from rmq_spark.source.reader import SOURCE_DDL, TxmqReader, TxmqStreamReader, to_batches
+from rmq_spark.source.reader import TxmqReader, TxmqStreamReader, to_batches
 from tests.half_batches import commit, prepare
 from tests.source_logs import decide, send, source_schema
 
@@ -49,7 +49,7 @@ def log(log_path: str) -> Iterator[CommitLog]:
     made.close()
 
 
-def read(log: CommitLog, ddl: str = SOURCE_DDL, **options: str) -> pa.Table:
+def read(log: CommitLog, ddl: str | None = None, **options: str) -> pa.Table:
     """A batch read, with every pickling that Spark does."""
     reader = TxmqReader({"path": log.path, "subscribe": "orders", **options}, source_schema(ddl))
     partitions = pickle.loads(pickle.dumps(reader.partitions()))
@@ -102,6 +102,7 @@ def test_a_body_that_is_not_text_is_named(log: CommitLog) -> None:
     [
         ("key string", r"column 'key' is not a column of the source .*did you mean 'keys'"),
         ("queue_id bigint", "column 'queue_id' is asked for as bigint: its type is int"),
+        ("born_timestamp timestamp_ntz", "asked for as timestamp_ntz: its type is timestamp_ltz"),
         ("body timestamp", r"its type is binary \(or string, for bodies in UTF-8\)"),
         ("keys string, keys string", "names a column twice"),
     ],
