@@ -31,6 +31,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakSet
 
@@ -281,7 +282,6 @@ class SqlTransactionListener(TransactionListener):
         self._per_transaction = flag(per_transaction, "per_transaction")
         self.rollback_after_s = seconds(rollback_after, "rollback_after")
         self._lock_timeout = seconds(lock_timeout, "lock_timeout", LOCK_TIMEOUT_S_MIN, maximum=LOCK_TIMEOUT_S_MAX)
-        self._fence_id: str | None = None
 
     def __repr__(self) -> str:
         work = "" if self.only_checks else f", work={getattr(self._work, '__qualname__', '?')}"
@@ -294,8 +294,8 @@ class SqlTransactionListener(TransactionListener):
         )
 
     # ------------------------------------------------------------------ the fence
-    @property
-    def fence_id(self) -> str:
+    @cached_property
+    def store_id(self) -> str:  # type: ignore[override]
         """The id of the database's fence.
 
         Raises
@@ -303,10 +303,8 @@ class SqlTransactionListener(TransactionListener):
         FenceError
             When the database has no fence yet.
         """
-        if self._fence_id is None:
-            with self._fence.transaction(write=False) as connection:
-                self._fence_id = self._fence.read_id(connection)
-        return self._fence_id
+        with self._fence.transaction(write=False) as connection:
+            return self._fence.read_id(connection)
 
     def create_fence(self, *, moved: bool = False) -> str:
         """Make the fence's tables and its id unless they exist, and return the id.
@@ -314,8 +312,8 @@ class SqlTransactionListener(TransactionListener):
         ``moved=True`` says that the fence belongs to this database from now on: the database was moved, upgraded or
         restored, and is not a copy beside another one.
         """
-        self._fence_id = self._fence.create(moved)
-        return self._fence_id
+        self.store_id = self._fence.create(moved)
+        return self.store_id
 
     def prune(self, older_than: float, *logs: CommitLog) -> int:
         """Delete fence rows older than ``older_than`` seconds, and return how many were deleted.
@@ -600,8 +598,8 @@ class EnlistedSession(TransactionListener):
         self._ended = False
 
     @property
-    def fence_id(self) -> str:
-        return self._listener.fence_id
+    def store_id(self) -> str:  # type: ignore[override]
+        return self._listener.store_id
 
     @property
     def _connection(self) -> sa.Connection:
@@ -693,9 +691,9 @@ class EnlistedSession(TransactionListener):
             raise FenceError(
                 f"the session's database has no fence like that of {fence.where}: it is another database"
             ) from problem
-        if found != self.fence_id:
+        if found != self.store_id:
             raise FenceError(
-                f"the session's database has fence {found}, and the listener's {self.fence_id}: it is another database"
+                f"the session's database has fence {found}, and the listener's {self.store_id}: it is another database"
             )
 
     def flush(self) -> None:

@@ -40,6 +40,7 @@ from rmq_spark.listener import (
     is_coroutine,
     require_executing,
     require_listener,
+    store_id_of,
 )
 from rmq_spark.message import Message, require_app_id, require_group_name
 from rmq_spark.sink.flights import Flights
@@ -624,7 +625,8 @@ class TransactionMQProducer:
         per: str,
         idempotency_key: str | None,
     ) -> HalfWriter:
-        header = self._header(per, idempotency_key, two_phase.listener.fence_id)
+        listener = two_phase.listener if two_phase is self._plainly else self.listener  # not one that wraps it
+        header = self._header(per, idempotency_key, store_id_of(listener))
         topics = self.log.topic_store.with_names(topics_in(given, topic))
         machine = self.log.machine
         writer = HalfWriter(header, topics.queues, topic, transaction_key, topics.fifo, machine=machine)

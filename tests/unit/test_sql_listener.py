@@ -700,7 +700,7 @@ def test_a_check_waits_for_a_local_transaction_that_ends_in_time(url: sa.URL, fe
 def test_a_database_without_a_fence_says_to_make_one(url: sa.URL) -> None:
     orders_listener = listener(url)
     for use in (
-        lambda: orders_listener.fence_id,
+        lambda: orders_listener.store_id,
         lambda: orders_listener.execute_local_transaction(half_batch("f")),
         lambda: orders_listener.check_local_transaction(half_batch("f", age=OLD)),
     ):
@@ -731,14 +731,14 @@ def test_create_fence_makes_one_id_however_often_it_is_called(url: sa.URL) -> No
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(lambda each: each.create_fence(), listeners))
     assert len(set(made)) == 1
-    assert listener(url).fence_id == create_fence(url) == made[0]
+    assert listener(url).store_id == create_fence(url) == made[0]
     assert len(made[0]) == 32
 
 
 def test_fences_of_other_names_are_other_fences(url: sa.URL, fence: str) -> None:
     other = listener(url, fence_table="shop_fence")
     assert other.create_fence() != fence
-    assert verdicts(other.execute_local_transaction(half_batch(other.fence_id))) == [COMMIT]
+    assert verdicts(other.execute_local_transaction(half_batch(other.store_id))) == [COMMIT]
     assert fence_rows(url) == {}
     with pytest.raises(OptionError, match="fence_table"):
         listener(url, fence_table='fence"; DROP TABLE orders --')
@@ -809,7 +809,7 @@ def test_a_fence_in_a_copy_of_its_database_does_not_answer(tmp_path: Path) -> No
     shutil.copy(tmp_path / "orders.db", tmp_path / "staging.db")
     batch = half_batch(fence, age=OLD)
     for ask in (
-        lambda: listener(copied).fence_id,
+        lambda: listener(copied).store_id,
         lambda: create_fence(copied),
         lambda: listener(copied).check_local_transaction(batch),
         lambda: listener(copied).execute_local_transaction(batch),
@@ -823,7 +823,7 @@ def test_a_fence_in_a_copy_of_its_database_does_not_answer(tmp_path: Path) -> No
 
 def test_a_fence_of_an_earlier_version_learns_its_place_when_it_is_made_again(url: sa.URL, fence: str) -> None:
     run(url, "DELETE FROM txmq_fence_id WHERE one = 2")
-    assert listener(url).fence_id == fence
+    assert listener(url).store_id == fence
     assert create_fence(url) == fence
     with sa.create_engine(url).connect() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM txmq_fence_id").scalar_one() == 2
@@ -945,6 +945,6 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ListenerError, match="int is no database"):
         listener(7)  # type: ignore[arg-type]
     with pytest.raises(ListenerError, match=r"SQLAlchemy knows no database 'sqlite\+nosuch'"):
-        _ = listener("sqlite+nosuch://host/x").fence_id  # type: ignore[arg-type]
+        _ = listener("sqlite+nosuch://host/x").store_id  # type: ignore[arg-type]
     with pytest.raises(ListenerError, match="cannot be pickled: make it in the process"):
         pickle.dumps(listener("sqlite://"))  # type: ignore[arg-type]
