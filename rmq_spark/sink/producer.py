@@ -114,8 +114,8 @@ class TransactionMQProducer:
     transaction_timeout : float
         Seconds before a transaction is checked.
     maintenance_interval : float or None
-        Seconds between two rounds of the log's upkeep (:meth:`CommitLog.maintain`, with its defaults), in a thread of
-        this program; None (default) where the check job does it.
+        Seconds between two rounds of the log's upkeep (:meth:`CommitLog.maintain`, with its defaults, and pruning of
+        the listener's fence), in a thread of this program; None (default) where the check job does it.
     max_pending_batches : int, optional
         Refuse new transactions, with PendingLimitError, while so many of the group's half batches are pending.
     max_pending_bytes : int or str, optional
@@ -303,9 +303,11 @@ class TransactionMQProducer:
         service.run(self._closing)
 
     def _keep_up(self) -> None:
+        from rmq_spark.check.fences import FencePruner
         from rmq_spark.check.maintainer import Maintainer
 
-        Maintainer(self.log, self.maintenance_interval or MAINTENANCE_INTERVAL_S).run(self._closing)
+        interval = self.maintenance_interval or MAINTENANCE_INTERVAL_S
+        Maintainer(self.log, interval, fences=FencePruner(self.log, [self.listener])).run(self._closing)
 
     # ------------------------------------------------------------------ sending
     def send_message_in_transaction(

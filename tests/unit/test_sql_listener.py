@@ -41,8 +41,10 @@ from rmq_spark.errors import (
     VerdictConflictError,
     VerdictError,
 )
+from rmq_spark.listeners import sql as sql_module
 from rmq_spark.listeners.database import Database, exact_text
 from rmq_spark.listeners.sql import HalfTransaction, Rollback, SqlTransactionListener, create_fence
+from rmq_spark.machine import Machine
 from rmq_spark.message import PROPERTIES, TIMESTAMP
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import (
@@ -51,7 +53,7 @@ from rmq_spark.transaction import (
     UNKNOWN,
     HalfBatch,
 )
-from tests.half_batches import commit, make_log, pending, prepare, roll_back
+from tests.half_batches import commit, let_leave, make_log, pending, prepare, roll_back
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 OLD = timedelta(hours=1)
@@ -131,6 +133,7 @@ def half_batch(
     age: timedelta = YOUNG,
     half_id: str = "app-7",
     attempt: int = 1,
+    log_id: str | None = None,
 ) -> HalfBatch:
     n = len(keys)
     table = pa.table(
@@ -160,6 +163,7 @@ def half_batch(
         transaction_per=per,
         fence_id=fence_id,
         rows=Rows(table),
+        log_id=log_id,
     )
 
 
@@ -744,6 +748,13 @@ def test_fences_of_other_names_are_other_fences(url: sa.URL, fence: str) -> None
         listener(url, fence_table='fence"; DROP TABLE orders --')
 
 
+class Ahead(Machine):
+    """A machine whose clock is a month ahead."""
+
+    def time(self) -> float:
+        return super().time() + 30 * 86400
+
+
 def make_older(url: sa.URL, days: int) -> None:
     with sa.create_engine(url).begin() as connection:
         past = datetime.now(timezone.utc).replace(tzinfo=None) - timedelta(days=days)
@@ -751,18 +762,27 @@ def make_older(url: sa.URL, days: int) -> None:
         connection.execute(change.bindparams(sa.bindparam("past", past, sa.DateTime)))
 
 
+def ran(orders_listener: SqlTransactionListener, log: CommitLog, app: str, batch_id: int = 0) -> HalfRecord:
+    """A half batch whose local transaction is in the database, and which nobody has decided yet."""
+    record = prepare(log, batch_id, 2, app=app, fence_id=orders_listener.store_id)
+    batch = half_batch(orders_listener.store_id, half_id=record.half_id, log_id=log.id)
+    orders_listener.execute_local_transaction(batch)
+    return record
+
+
 def test_prune_deletes_rows_past_retention_only(url: sa.URL, fence: str, tmp_path: Path) -> None:
     log = make_log("memory", tmp_path)
     orders_listener = listener(url, lambda *_: None)
-    orders_listener.execute_local_transaction(half_batch(fence, half_id="old:1"))
+    commit(log, ran(orders_listener, log, "old"))
     make_older(url, 9)
-    orders_listener.execute_local_transaction(half_batch(fence, half_id="new:1"))
+    commit(log, ran(orders_listener, log, "new"))
+    let_leave(log)
     assert orders_listener.prune(10 * 86400, log) == 0
     assert orders_listener.prune(8 * 86400, log) == 1
-    assert fence_rows(url) == {"new:1:1": "executed"}
+    assert fence_rows(url) == {"new:0:1": "executed"}
     with pytest.raises(OptionError, match="less than 7 days"):
         orders_listener.prune(3600, log)
-    with pytest.raises(OptionError, match="needs every commit log"):
+    with pytest.raises(OptionError, match="needs the commit logs"):
         orders_listener.prune(8 * 86400)
     with pytest.raises(OptionError, match="prune got str 'a path': open logs are expected"):
         orders_listener.prune(8 * 86400, "a path")  # type: ignore[arg-type]
@@ -770,36 +790,100 @@ def test_prune_deletes_rows_past_retention_only(url: sa.URL, fence: str, tmp_pat
         orders_listener.prune(timedelta(days=8), log)  # type: ignore[arg-type]
 
 
-def test_prune_keeps_the_rows_of_what_may_still_be_asked_about(url: sa.URL, fence: str, tmp_path: Path) -> None:
+def test_prune_keeps_the_rows_of_what_has_not_left_its_log(url: sa.URL, fence: str, tmp_path: Path) -> None:
     log, other = make_log("delta", tmp_path / "log"), make_log("memory", tmp_path)
     orders_listener = listener(url, lambda *_: None)
 
-    def made(at: CommitLog, app: str, batch_id: int) -> HalfRecord:
-        record = prepare(at, batch_id, 2, app=app, fence_id=fence)
-        orders_listener.execute_local_transaction(half_batch(fence, half_id=record.half_id))
-        return record
-
-    made(log, "open", 0)
-    hidden = made(log, "hidden", 0)
+    ran(orders_listener, log, "open")
+    hidden = ran(orders_listener, log, "hidden")
     log.quarantine(hidden, 1, pending(log, hidden), Who.CHECK, "nobody knows")
-    torn = made(log, "torn", 0)
+    torn = ran(orders_listener, log, "torn")
     every = pending(log, torn)
     roll_back(log, torn)
     with pytest.raises(VerdictConflictError):
         log.decide(torn, 1, commit=every, rollback={}, who=Who.EXECUTE)
-    guessed = made(log, "guessed", 0)
-    log.decide(guessed, 1, commit={}, rollback=pending(log, guessed), who=Who.DISCARD)
-    commit(log, made(log, "settled", 0))
-    commit(other, made(other, "elsewhere", 0))
-    made(other, "open elsewhere", 0)
-    kept = {"open:0:1", "hidden:0:1", "torn:0:1", "guessed:0:1", "open elsewhere:0:1"}
-    apps = ("open", "hidden", "torn", "guessed", "settled")
-    for at, app in (*((log, app) for app in apps), (other, "elsewhere")):
-        commit(at, made(at, app, 1))
-        kept.add(f"{app}:1:1")  # the last one of its application
+    commit(log, ran(orders_listener, log, "settled"))
+    roll_back(log, ran(orders_listener, log, "refused"))
+    commit(other, ran(orders_listener, other, "elsewhere"))
+    ran(orders_listener, other, "open elsewhere")
+    kept = {"open:0:1", "hidden:0:1", "torn:0:1", "open elsewhere:0:1"}
+    for at, app in ((log, "open"), (log, "settled"), (other, "elsewhere")):
+        commit(at, ran(orders_listener, at, app, 1))
+        kept.add(f"{app}:1:1")  # the last one of its application: a restart replays it
+    orders_listener.execute_local_transaction(half_batch(fence, half_id="of no log:0"))
     make_older(url, 9)
-    assert orders_listener.prune(8 * 86400, log, other) == 2
-    assert set(fence_rows(url)) == kept
+    assert orders_listener.prune(8 * 86400, log, other) == 0
+    let_leave(log)
+    let_leave(other)
+    assert orders_listener.prune(8 * 86400, log) == 2  # rows of a log that is not named stay
+    assert set(fence_rows(url)) == kept | {"elsewhere:0:1", "of no log:0:1"}
+    assert orders_listener.prune(8 * 86400, other) == 1
+    assert set(fence_rows(url)) == kept | {"of no log:0:1"}
+
+
+def test_prune_goes_through_the_rows_a_page_at_a_time(
+    url: sa.URL, fence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2.5 million old rows came into memory at once."""
+    monkeypatch.setattr(sql_module, "PRUNED_AT_ONCE", 2)
+    log = make_log("memory", tmp_path)
+    orders_listener = listener(url, lambda *_: None)
+    for number in range(7):
+        record = ran(orders_listener, log, f"app{number}")
+        if number not in (2, 3):
+            commit(log, record)
+    make_older(url, 9)
+    commit(log, ran(orders_listener, log, "app35"))
+    let_leave(log)
+    pages = list(orders_listener.pruning(8 * 86400, log))
+    assert (sum(pages), max(pages)) == (5, 2)
+    assert len(pages) >= 4
+    assert set(fence_rows(url)) == {"app2:0:1", "app3:0:1", "app35:0:1"}
+
+
+def test_a_pruner_whose_clock_is_ahead_of_the_database_s_deletes_nothing(
+    url: sa.URL, fence: str, tmp_path: Path
+) -> None:
+    log = make_log("memory", tmp_path)
+    orders_listener = listener(url, lambda *_: None)
+    commit(log, ran(orders_listener, log, "new"))
+    let_leave(log)
+    orders_listener.machine = Ahead()
+    assert orders_listener.prune(8 * 86400, log) == 0
+    assert fence_rows(url) == {"new:0:1": "executed"}
+
+
+def test_processes_that_prune_in_turn_do_so_once_in_a_while(url: sa.URL, fence: str, tmp_path: Path) -> None:
+    log, other = make_log("memory", tmp_path), make_log("memory", tmp_path)
+    first, second = listener(url, lambda *_: None), listener(url, lambda *_: None)
+    commit(log, ran(first, log, "a"))
+    let_leave(log)
+    make_older(url, 9)
+    assert sum(first.pruning_in_turn(8 * 86400, log, 3600)) == 1
+    commit(log, ran(first, log, "b"))
+    let_leave(log)
+    run(url, "UPDATE txmq_fence SET created_at = '2020-01-01 00:00:00' WHERE state = 'executed'")
+    assert list(second.pruning_in_turn(8 * 86400, log, 3600)) == []
+    assert list(second.pruning_in_turn(8 * 86400, other, 3600)) == [0]
+    make_older(url, 1)
+    run(url, "UPDATE txmq_fence SET created_at = '2020-01-01 00:00:00' WHERE state = 'executed'")
+    assert sum(second.pruning_in_turn(8 * 86400, log, 3600)) == 1
+
+
+@pytest.mark.parametrize("late", [timedelta(days=6), timedelta(days=8)])
+def test_a_driver_that_slept_until_its_tombstone_may_be_pruned_does_nothing(
+    url: sa.URL, fence: str, late: timedelta
+) -> None:
+    """A check rolled it back, and the row that says so lives for seven days at least."""
+    batch = half_batch(fence, age=late)
+    if late < timedelta(days=7):
+        assert verdicts(listener(url).execute_local_transaction(batch)) == [COMMIT]
+        return
+    with pytest.raises(LocalTransactionError, match=r"8 days ago.*nothing was done"):
+        listener(url).execute_local_transaction(batch)
+    assert stored(url) == {}
+    assert fence_rows(url) == {}
+    assert verdicts(listener(url).check_local_transaction(batch)) == [ROLLBACK]
 
 
 def test_a_fence_in_a_copy_of_its_database_does_not_answer(tmp_path: Path) -> None:
