@@ -75,6 +75,10 @@ AUDIT_S = 7 * 24 * 3600.0
 """How long messages stay that were rolled back."""
 IDEMPOTENCY_S = 7 * 24 * 3600.0
 """How long the outcome of a half batch is kept after it left (Kafka: ``transactional.id.expiration.ms``)."""
+FENCE_RETENTION_S_MIN = 7 * 24 * 3600.0
+"""Fence rows are kept for at least so long. A local transaction that begins later does not run."""
+FENCE_RETENTION_S = 14 * 24 * 3600.0
+"""The check job prunes fence rows that are older."""
 RETENTION_S_MIN = 3600.0
 """Messages of a topic are kept for at least so long after their commit."""
 ORPHAN_AGE_S = 7 * 24 * 3600.0

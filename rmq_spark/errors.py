@@ -361,9 +361,9 @@ class UnresolvedTransactionError(TxmqError):
 
 
 class FenceError(TxmqError):
-    """A fence (the table in the user's database, or the Delta table's txn) is missing or is another one.
+    """A fence (a table in the user's database, or the Delta table's txn) is missing, or a listener is of another store.
 
-    Point the listener to the database that the batch was prepared with. Call ``create_fence()`` once for a new
+    Point the listener to the store that the batch was prepared with. Call ``create_fence()`` once for a new
     database.
     """
 

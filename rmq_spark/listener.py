@@ -49,10 +49,11 @@ class TransactionListener(ABC):
     only_checks = False
     """True for a listener that answers checks and has no local transaction to run. Sends that need one refuse it."""
 
-    @property
-    def fence_id(self) -> str | None:
-        """The id of the fence that makes a check's ROLLBACK binding; None for a listener without one."""
-        return None
+    store_id: str | None = None
+    """Names the store that the local transactions change: a database, a table, a partner's account. Each half batch
+    keeps it, and only a listener of the same store is asked about that. Of a listener with a fence it is the fence's
+    id. None: listeners of the group that name no store answer for each other. A class or an instance sets it, to at
+    most 200 printable characters."""
 
     @abstractmethod
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
@@ -69,8 +70,9 @@ class TransactionListener(ABC):
         """Return what became of the local transaction(s) of ``batch.transactions``.
 
         ROLLBACK_MESSAGE is a promise: the local transaction did not happen *and never will*. A replay of a micro-batch
-        runs it as the next attempt. A listener without a fence cannot keep a late driver from committing. It should
-        answer UNKNOWN until it is sure, and may say why in ``batch.reason``: a few words, which ``txmq trace`` shows.
+        runs it as the next attempt. A listener without a fence cannot keep a late driver from committing, nor know of a
+        store that it does not look into: see :attr:`store_id`. It should answer UNKNOWN until it is sure, and may say
+        why in ``batch.reason``: a few words, which ``txmq trace`` shows.
 
         When a record tells that the local transaction *ran and said no*, the answer is
         ``txmq.Rollback("why", refused=True)``, or ``batch.verdicts(refused={key: why})`` for some of several. Then the
@@ -86,7 +88,8 @@ class PerMessageListener(TransactionListener):
     listener : object
         Has ``execute_local_transaction(msg, arg)`` and ``check_local_transaction(msg)``, where ``msg`` is a
         :class:`~rmq_spark.message.MessageExt`. Each returns a LocalTransactionState or None, or returns or raises a
-        :class:`~rmq_spark.Rollback`, which says why.
+        :class:`~rmq_spark.Rollback`, which says why. It may have a ``store_id``; see
+        :attr:`TransactionListener.store_id`.
 
     Notes
     -----
@@ -97,6 +100,7 @@ class PerMessageListener(TransactionListener):
     def __init__(self, listener: Any) -> None:
         _require_methods(listener, "PerMessageListener")
         self._listener = listener
+        self.store_id = getattr(listener, "store_id", None)
 
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         ask = self._listener.execute_local_transaction
@@ -128,15 +132,15 @@ def require_executing(listener: TransactionListener, where: str) -> TransactionL
 
 
 NO_LISTENER_FENCE = "none"
-"""Fence id of half batches with ``transactionListener=none``. Any check commits them, whichever listeners it has."""
+"""Kept as the store of half batches with ``transactionListener=none``. Any check commits them, whichever listeners it
+has."""
+STORE_ID_CHARS_MAX = 200
 
 
 class CommitOncePrepared(TransactionListener):
     """``transactionListener=none``: there is no local transaction, so every half batch commits once it is prepared."""
 
-    @property
-    def fence_id(self) -> str:
-        return NO_LISTENER_FENCE
+    store_id = NO_LISTENER_FENCE
 
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         return LocalTransactionState.COMMIT_MESSAGE
@@ -145,24 +149,49 @@ class CommitOncePrepared(TransactionListener):
         return LocalTransactionState.COMMIT_MESSAGE
 
 
-def require_same_fence(half_id: str, prepared_with: str | None, found: str | None) -> None:
-    """Raise FenceError when a listener with the fence ``found`` cannot know what became of a half batch.
+def store_id_of(listener: TransactionListener) -> str | None:
+    """Return the store of a listener's local transactions. A fence's id is looked up now, in its database.
 
-    Only a listener with the fence of the prepare knows its local transaction. A listener of another database, one
-    without a fence, and ``transactionListener=none`` would answer without knowing.
+    Raises
+    ------
+    ListenerError
+        When it is not the name of a store.
+    """
+    found = listener.store_id
+    if found is not None and not isinstance(listener, CommitOncePrepared):
+        _require_store_id(found, type(listener).__name__)
+    return found
+
+
+def _require_store_id(found: object, where: str) -> None:
+    good = isinstance(found, str) and 0 < len(found) <= STORE_ID_CHARS_MAX and found.isprintable()
+    if not good or found != str(found).strip() or found == NO_LISTENER_FENCE:
+        raise ListenerError(
+            f"{where}.store_id={str(found)[:STORE_ID_CHARS_MAX]!r} is not the name of a store: a text of 1 to "
+            f"{STORE_ID_CHARS_MAX} printable characters is expected, without blanks at its ends, and not "
+            f"{NO_LISTENER_FENCE!r}; or None for a store without a name"
+        )
+
+
+def require_same_fence(half_id: str, prepared_with: str | None, found: str | None) -> None:
+    """Raise FenceError when a listener of the store ``found`` cannot know what became of a half batch.
+
+    Only a listener of the store of the prepare knows its local transaction. One of another store, one that names none
+    where the half batch has one (or the other way round), and ``transactionListener=none`` would answer without
+    knowing.
     """
     if prepared_with != found:
         raise FenceError(
-            f"half batch {half_id!r} was prepared with {_fence(prepared_with)}, and the listener has {_fence(found)}: "
+            f"half batch {half_id!r} was prepared with {_store(prepared_with)}, and the listener has {_store(found)}: "
             "it is of another database, or another listener. Restart with the one that the batch was prepared with, or "
             "find out what became of its local transaction and settle it with log.resolve(half_id, verdict, reason=…)"
         )
 
 
-def _fence(fence_id: str | None) -> str:
-    if fence_id == NO_LISTENER_FENCE:
+def _store(store_id: str | None) -> str:
+    if store_id == NO_LISTENER_FENCE:
         return "no local transaction (transactionListener=none)"
-    return "a local transaction without a fence" if fence_id is None else f"fence {fence_id}"
+    return "no store_id and no fence" if store_id is None else f"store_id {store_id!r}"
 
 
 def _require_methods(listener: object, what: str) -> None:
@@ -205,6 +234,9 @@ def require_listener(listener: object, where: str) -> TransactionListener:
                 f"{where}: {type(listener).__name__}.{method.__name__}{inspect.signature(method)} does not take one "
                 "argument, the half batch; wrap a listener with the arguments of RocketMQ in PerMessageListener"
             ) from problem
+    found = inspect.getattr_static(listener, "store_id")
+    if found is not None and not hasattr(type(found), "__get__") and not isinstance(listener, CommitOncePrepared):
+        _require_store_id(found, f"{where}: {type(listener).__name__}")  # what a property says shows when it is needed
     if inspect.iscoroutinefunction(listener.check_local_transaction):
         raise ListenerError(
             f"{where}: {type(listener).__name__}.check_local_transaction is a coroutine function, and a check has no "

@@ -100,7 +100,8 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
         if once:
             stop.set()
 
-    beside = {"txmq-drains": draining, "txmq-maintainer": settings.maintainer(service.log, draining)}
+    maintainer = settings.maintainer(service.log, draining, listeners.values())
+    beside = {"txmq-drains": draining, "txmq-maintainer": maintainer}
     workers = {name: worker for name, worker in beside.items() if worker is not None}
     try:
         metrics = _metrics(settings, service.log, once)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from rmq_spark.check.fences import FencePruner
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.upkeep import MaintenanceReport
@@ -17,6 +18,10 @@ logger = logging.getLogger(__name__)
 
 ORPHANS_EVERY_S = 3600.0
 """Orphans of crashes are looked for so often: that lists all files, and they are deleted after 7 days only."""
+FENCES_S_MAX = 5.0
+"""Seconds of a round in which fence rows are pruned; the next round goes on."""
+FENCES_ONCE_S_MAX = 60.0
+"""The same where no round follows."""
 
 
 class Maintainer:
@@ -31,6 +36,8 @@ class Maintainer:
     graces : Graces
     turn : context manager, optional
         Entered while a round has messages in memory: :attr:`Draining.turn` of what drains the log beside it.
+    fences : FencePruner, optional
+        Prunes fence rows after each round.
     """
 
     def __init__(
@@ -39,16 +46,23 @@ class Maintainer:
         interval: float = MAINTENANCE_INTERVAL_S,
         graces: Graces | None = None,
         turn: AbstractContextManager[object] | None = None,
+        fences: FencePruner | None = None,
     ) -> None:
         self.log = log
         self.interval = seconds(interval, "interval", above=True)
         self.graces = graces or Graces()
         self.turn = nullcontext() if turn is None else turn
+        self.fences = fences
         self._looked_s: float | None = None  # when orphans were last looked for
         self._told: tuple[str, ...] = ()  # what the last round found of other writers
 
     def run_once(self) -> MaintenanceReport:
-        """One round."""
+        """One round, of which no other follows soon."""
+        report = self._keep_up()
+        self._prune_fences(FENCES_ONCE_S_MAX)
+        return report
+
+    def _keep_up(self) -> MaintenanceReport:
         now_s = self.log.machine.monotonic()
         orphans = self._looked_s is None or now_s - self._looked_s >= ORPHANS_EVERY_S
         report = self.log.keep_up(self.graces, orphans=orphans, turn=self.turn)
@@ -70,12 +84,21 @@ class Maintainer:
         """
         while not stop_event.wait(self._pause()):
             try:
-                report = self.run_once()
+                report = self._keep_up()
             except Exception as problem:
                 logger.warning("upkeep of %r failed: %s", self.log, failure(problem))
                 continue
             if on_report is not None:
                 on_report(report)
+            self._prune_fences(FENCES_S_MAX, stop_event.is_set)
+
+    def _prune_fences(self, seconds_max: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        if self.fences is None:
+            return
+        try:
+            self.fences.run(seconds_max, is_over)
+        except Exception as problem:
+            logger.warning("pruning of fence rows failed: %s", failure(problem))
 
     def _pause(self) -> float:
         return self.interval * (1 + JITTER * (2 * self.log.machine.random() - 1))

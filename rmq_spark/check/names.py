@@ -16,7 +16,7 @@ CHECK_NAMES: Mapping[str, str] = {
 }
 """The settings of ``[check]``: their names in the file, and in Python and the environment
 (``TXMQ_CHECK__<upper case>``)."""
-MAINTENANCE_NAMES: Mapping[str, str] = {name: name for name in ("interval", "grace", "audit", "idempotency")}
+MAINTENANCE_NAMES: Mapping[str, str] = {name: name for name in ("interval", "grace", "audit", "idempotency", "fences")}
 """The same of ``[maintenance]`` (``TXMQ_MAINTENANCE__<upper case>``)."""
 DRAIN_NAMES: Mapping[str, str] = {name: name for name in ("every", "bytes", "executors")}
 """The same of ``[drain]`` (``TXMQ_DRAIN__<upper case>``)."""

@@ -46,6 +46,7 @@ from rmq_spark.listener import (
     TransactionListener,
     require_listener,
     require_same_fence,
+    store_id_of,
 )
 from rmq_spark.logs import failure, of_batch, of_header
 from rmq_spark.machine import Machine
@@ -327,7 +328,7 @@ class CheckService:
 
         def call() -> VerdictArray:
             if listener is not self._without_fence:
-                require_same_fence(record.half_id, record.header.fence_id, listener.fence_id)
+                require_same_fence(record.half_id, record.header.fence_id, store_id_of(listener))
             return normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
 
         def seconds_left() -> float:

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from rmq_spark.check.draining import Draining
 from rmq_spark.check.example import NAME
+from rmq_spark.check.fences import FencePruner
 from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.check.module_source import is_installed, look_for
 from rmq_spark.check.names import CHECK_NAMES, NAMES, unknown_settings
@@ -29,6 +30,8 @@ from rmq_spark.config import (
     CHECKS_MAX,
     DRAIN_BYTES,
     DRAIN_EVERY_S,
+    FENCE_RETENTION_S,
+    FENCE_RETENTION_S_MIN,
     FILE_RESERVED_TIME_S,
     GRACE_S,
     GRACE_S_MIN,
@@ -70,6 +73,13 @@ def _duration_or_zero(value: object) -> float:
     return parse_duration(value if isinstance(value, str) else repr(value))
 
 
+def _fences(value: object) -> float:
+    found = _duration_or_zero(value)
+    if 0 < found < FENCE_RETENTION_S_MIN:
+        raise ValueError(f"{value!r} is less than 7d: fence rows must outlive the half batches that they speak for")
+    return found
+
+
 def _bytes(value: object) -> int:
     return byte_count(value if isinstance(value, str) else repr(value), "bytes")
 
@@ -103,6 +113,7 @@ class MaintenanceSettings(BaseModel):
     grace: Annotated[float, BeforeValidator(_duration)] = Field(GRACE_S, ge=GRACE_S_MIN)
     audit: Annotated[float, BeforeValidator(_duration_or_zero)] = AUDIT_S
     idempotency: Annotated[float, BeforeValidator(_duration_or_zero)] = IDEMPOTENCY_S
+    fences: Annotated[float, BeforeValidator(_fences)] = FENCE_RETENTION_S
 
 
 class DrainSettings(BaseModel):
@@ -294,13 +305,17 @@ class JobSettings(BaseSettings):
             return None
         return Draining(log, self.drain.every, self.drain.bytes, by_executors)
 
-    def maintainer(self, log: CommitLog, draining: Draining | None = None) -> Maintainer | None:
-        """Return who does the log's upkeep, beside who drains it; None when it is switched off."""
+    def maintainer(
+        self, log: CommitLog, draining: Draining | None = None, listeners: Iterable[TransactionListener] = ()
+    ) -> Maintainer | None:
+        """Return who does the log's upkeep, beside who drains it, and prunes the listeners' fences; None when it is
+        switched off."""
         upkeep = self.maintenance
         if upkeep.interval == 0:
             return None
         graces = Graces(upkeep.grace, upkeep.audit, upkeep.idempotency)
-        return Maintainer(log, upkeep.interval, graces, None if draining is None else draining.turn)
+        fences = FencePruner(log, listeners, upkeep.fences) if upkeep.fences else None
+        return Maintainer(log, upkeep.interval, graces, None if draining is None else draining.turn, fences)
 
 
 def _read(file: Path) -> dict[str, Any]:

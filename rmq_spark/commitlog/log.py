@@ -322,11 +322,11 @@ class CommitLog(ProtocolSteps):
         return half_batch_of(self, record, state, attempt, rows, arg, held)
 
     # ------------------------------------------------------------------ what is open
-    def unsettled(self, half_ids: Collection[str]) -> set[str]:
-        """Those of these half batches that a listener may be asked about again: what is pending, what was ever
-        quarantined, in conflict or decided by the discard policy, and the last one of each application, which a
-        restart replays."""
-        return overview.unsettled(self, half_ids)
+    def still_in_half(self, half_ids: Collection[str]) -> set[str]:
+        """Those of these half batches that the table ``half`` has now. Of all others nobody is asked any more: they
+        have left, settled for good, or were never prepared."""
+        with self.lock:
+            return set(self.half.counted()["half_id"].to_pylist()).intersection(half_ids)
 
     def pending(self) -> pa.Table:
         """Half batches with pending messages, a row per attempt, oldest first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import BatchState, Kind, RowState, Who
+from rmq_spark.commitlog.op import BatchState, Kind, RowState
 from rmq_spark.errors import HalfBatchLeftError
 from rmq_spark.message import TIMESTAMP
 
@@ -74,19 +74,6 @@ def open_messages(log: ProtocolSteps) -> dict[tuple[str, int], tuple[int, int]]:
                 pending, waiting = found.get(queue, (0, 0))
                 found[queue] = (pending + states.count(RowState.PENDING), waiting + states.count(RowState.DECIDED))
     return found
-
-
-def unsettled(log: ProtocolSteps, half_ids: Collection[str]) -> set[str]:
-    """See :meth:`CommitLog.unsettled`."""
-    guessed = pc.field("kind").isin([Kind.QUARANTINE.value, Kind.CONFLICT.value])
-    found = {*log.open_half_ids(), *_ids_in_op(log, guessed | (pc.field("decided_by") == Who.DISCARD.value))}
-    with log.lock:
-        log.half.table.refresh()
-        for half_id in half_ids:
-            app_id, _, batch_id = half_id.rpartition(":")
-            if str(log.half.table.transaction_version(app_id)) == batch_id:
-                found.add(half_id)
-    return found.intersection(half_ids)
 
 
 def _ids_in_op(log: ProtocolSteps, where: pc.Expression) -> list[str]:

@@ -155,7 +155,7 @@ class DeltaTransactionListener(TransactionListener):
         return f"DeltaTransactionListener({redacted(self._table)!r}, work={getattr(self._work, '__qualname__', '?')})"
 
     @property
-    def fence_id(self) -> str:
+    def store_id(self) -> str:  # type: ignore[override]
         """The table's id, which Delta gave it when it was made.
 
         Raises

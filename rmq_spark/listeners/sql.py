@@ -28,10 +28,10 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
@@ -57,7 +57,7 @@ from rmq_spark.listeners.database import (  # isort: skip
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from rmq_spark.config import flag, named, seconds
+from rmq_spark.config import FENCE_RETENTION_S_MIN, flag, named, seconds
 from rmq_spark.errors import (
     FencedError,
     FenceError,
@@ -99,14 +99,16 @@ LOCK_TIMEOUT_S_MIN = 0.001
 LOCK_TIMEOUT_S_MAX = 24 * 3600.0
 """PostgreSQL and SQLite keep a lock timeout as milliseconds in an int32, which holds 24 days."""
 FENCE_TABLE = "txmq_fence"
-FENCE_RETENTION_MIN_S = 7 * 24 * 3600.0
-"""prune refuses to delete younger fence rows, because they must outlive their half batches."""
+PRUNED_AT_ONCE = 10_000
+"""Rows that prune looks at in one database transaction."""
 
 STARTED = "started"
 """Committed only when work ended the database transaction in its middle. Then no check can answer."""
 EXECUTED = "executed"
 ROLLED_BACK = "rolled_back"
 TOMBSTONE = "tombstone"
+PRUNED = "pruned"
+"""The state of a row that belongs to no transaction: when rows of a log were last pruned."""
 
 _IDS_PER_SELECT = 500
 _IN_LOG = "@"
@@ -292,7 +294,6 @@ class SqlTransactionListener(TransactionListener):
         self._per_transaction = flag(per_transaction, "per_transaction")
         self.rollback_after_s = seconds(rollback_after, "rollback_after")
         self._lock_timeout = seconds(lock_timeout, "lock_timeout", LOCK_TIMEOUT_S_MIN, maximum=LOCK_TIMEOUT_S_MAX)
-        self._fence_id: str | None = None
 
     def __repr__(self) -> str:
         work = "" if self.only_checks else f", work={getattr(self._work, '__qualname__', '?')}"
@@ -305,8 +306,8 @@ class SqlTransactionListener(TransactionListener):
         )
 
     # ------------------------------------------------------------------ the fence
-    @property
-    def fence_id(self) -> str:
+    @cached_property
+    def store_id(self) -> str:  # type: ignore[override]
         """The id of the database's fence.
 
         Raises
@@ -314,10 +315,8 @@ class SqlTransactionListener(TransactionListener):
         FenceError
             When the database has no fence yet.
         """
-        if self._fence_id is None:
-            with self._fence.transaction(write=False) as connection:
-                self._fence_id = self._fence.read_id(connection)
-        return self._fence_id
+        with self._fence.transaction(write=False) as connection:
+            return self._fence.read_id(connection)
 
     def create_fence(self, *, moved: bool = False) -> str:
         """Make the fence's tables and its id unless they exist, and return the id.
@@ -325,50 +324,53 @@ class SqlTransactionListener(TransactionListener):
         ``moved=True`` says that the fence belongs to this database from now on: the database was moved, upgraded or
         restored, and is not a copy beside another one.
         """
-        self._fence_id = self._fence.create(moved)
-        return self._fence_id
+        self.store_id = self._fence.create(moved)
+        return self.store_id
 
     def prune(self, older_than: float, *logs: CommitLog) -> int:
         """Delete fence rows older than ``older_than`` seconds, and return how many were deleted.
 
-        It keeps the rows of half batches that may still be asked about. Those are pending in one of the logs, or were
-        ever quarantined, in conflict or decided by the discard policy, or are the last half batch of an application,
-        which a restart replays.
+        It deletes rows of half batches that have left the table ``half`` of these logs: those are settled, and neither
+        a check nor a replay asks about them. Without upkeep nothing leaves. Rows of other logs stay.
 
         Parameters
         ----------
         older_than : float
             Seconds, at least 7 days: a driver may wake up late.
         *logs : CommitLog
-            Every log whose producers use this fence. A half batch of a log that is not named counts as settled. Once
-            its row is gone, a check takes an executed local transaction for one that never ran.
 
         Raises
         ------
         OptionError
             For less than 7 days, or without a log.
+        FenceError
+            When the database has no fence.
         """
+        return sum(self.pruning(older_than, *logs))
+
+    def pruning(self, older_than: float, *logs: CommitLog) -> Iterator[int]:
+        """Do what :meth:`prune` does, a page of rows at a time; yields how many rows of each were deleted."""
         seconds(older_than, "older_than")
-        if older_than < FENCE_RETENTION_MIN_S:
+        if older_than < FENCE_RETENTION_S_MIN:
             raise OptionError(
-                f"older_than={older_than!r} s is less than 7 days ({FENCE_RETENTION_MIN_S:.0f} s): fence "
+                f"older_than={older_than!r} s is less than 7 days ({FENCE_RETENTION_S_MIN:.0f} s): fence "
                 "rows must outlive the half batches that they speak for"
             )
         if not logs:
-            raise OptionError(
-                "prune needs every commit log whose producers use this fence: rows of half batches that are not "
-                "settled in one of them must stay. Write prune(older_than, log)"
-            )
+            raise OptionError("prune needs the commit logs whose rows may go: write prune(older_than, log)")
         for log in logs:
-            if not callable(getattr(log, "unsettled", None)):
+            if not callable(getattr(log, "still_in_half", None)):
                 raise OptionError(
                     f"prune got {type(log).__name__} {str(log)[:100]!r}: open logs are expected, one after "
                     "the other, as prune(older_than, CommitLog.open(path), ...)"
                 )
-        old = self._fence.older_than(self.machine.now() - timedelta(seconds=older_than))
-        half_ids = set(old.values())
-        unsettled = {half_id for log in logs for half_id in log.unsettled(half_ids)}
-        return self._fence.delete([i for i, half_id in old.items() if half_id not in unsettled])
+        return self._fence.prune(older_than, {log.id: log.still_in_half for log in logs})
+
+    def pruning_in_turn(self, older_than: float, log: CommitLog, every: float) -> Iterator[int]:
+        """Do what :meth:`pruning` does, unless somebody has begun it for this log in the last ``every`` seconds."""
+        pages = self.pruning(older_than, log)
+        if self._fence.take_turn(log.id, every):
+            yield from pages
 
     @property
     def machine(self) -> Machine:
@@ -433,6 +435,8 @@ class SqlTransactionListener(TransactionListener):
             if fenced:
                 self._end_attempt(connection, ids, recorded, batch)
                 return fenced, []
+            if len(recorded) < len(ids):
+                self._fence.require_not_too_late(batch)
             return [], self._run_fresh(connection, ids, recorded, batch)
 
     def _keep_started(self, ids: Sequence[str], batch: HalfBatch) -> None:
@@ -600,8 +604,8 @@ class EnlistedSession(TransactionListener):
         self._ended = False
 
     @property
-    def fence_id(self) -> str:
-        return self._listener.fence_id
+    def store_id(self) -> str:  # type: ignore[override]
+        return self._listener.store_id
 
     @property
     def _connection(self) -> sa.Connection:
@@ -693,9 +697,9 @@ class EnlistedSession(TransactionListener):
             raise FenceError(
                 f"the session's database has no fence like that of {fence.where}: it is another database"
             ) from problem
-        if found != self.fence_id:
+        if found != self.store_id:
             raise FenceError(
-                f"the session's database has fence {found}, and the listener's {self.fence_id}: it is another database"
+                f"the session's database has fence {found}, and the listener's {self.store_id}: it is another database"
             )
 
     def flush(self) -> None:
@@ -743,6 +747,7 @@ class EnlistedSession(TransactionListener):
                 f"a check has rolled back half batch {batch.half_id!r} before its session committed: nothing was done. "
                 "Send it again, with its rows"
             )
+        self._listener._fence.require_not_too_late(batch)
         self.let_commit()
         self._session.commit()
         self._require_committed(ids, batch)
@@ -970,6 +975,15 @@ class _Fence(Database):
             )
         return found
 
+    def require_not_too_late(self, batch: HalfBatch) -> None:
+        """Raise LocalTransactionError when a check may have left a row that is pruned by now: absence says nothing."""
+        age = self.machine.now() - _utc(batch.prepared_at)
+        if age >= timedelta(seconds=FENCE_RETENTION_S_MIN):
+            raise LocalTransactionError(
+                f"attempt {batch.attempt} of half batch {batch.half_id!r} began {age.days} days ago, and fence rows "
+                f"live for {FENCE_RETENTION_S_MIN / 86_400:g}: this process slept, and nothing was done. Start it again"
+            )
+
     def _read_newest(self, connection: sa.Connection, ids: Sequence[str], batch: HalfBatch) -> dict[str, _State]:
         """Return the states of ids that another database transaction has inserted."""
         if connection.dialect.name not in ("mariadb", "mysql"):
@@ -1005,26 +1019,63 @@ class _Fence(Database):
             some = list(ids[start : start + _IDS_PER_SELECT])
             connection.execute(self._update_state, {"ids": some, "to": state, "why": reason})
 
-    def older_than(self, moment: datetime) -> dict[str, str]:
-        """Return the half ids of rows older than ``moment``, by transaction id."""
-        columns = self._rows.c
-        query = sa.select(columns.transaction_id, columns.half_id)
-        with self.transaction(write=False) as connection:
-            rows = connection.execute(query.where(columns.created_at < moment.replace(tzinfo=None))).all()
-        return {row.transaction_id: row.half_id.partition(_IN_LOG)[0] for row in rows}
+    # ------------------------------------------------------------------ pruning
+    def prune(self, older_than_s: float, logs: Mapping[str, Callable[[Collection[str]], set[str]]]) -> Iterator[int]:
+        """Go through all rows in the order of their ids, and yield of each page how many were deleted.
 
-    def delete(self, ids: Sequence[str]) -> int:
-        """Delete rows by their ids, and return how many there were.
-
-        Each database transaction deletes a few, so nobody waits long for its locks.
+        ``logs`` says by the id of a log which of some half batches it still has. A log is asked after the rows were
+        read: a half batch is in its log before it has a row. Each database transaction is short, so nobody waits long
+        for its locks.
         """
-        key = self._rows.c.transaction_id
-        delete = self._rows.delete().where(key.in_(sa.bindparam("ids", expanding=True)))
-        deleted = 0
-        for start in range(0, len(ids), _IDS_PER_SELECT):
-            with self.transaction() as connection:
-                deleted += connection.execute(delete, {"ids": list(ids[start : start + _IDS_PER_SELECT])}).rowcount
-        return deleted
+        with self.transaction(write=False) as connection:
+            self.read_id(connection)
+            before = min(self.machine.now(), _time_of(connection)) - timedelta(seconds=older_than_s)
+        columns = self._rows.c
+        key, is_old = columns.transaction_id, columns.created_at < before.replace(tzinfo=None)
+        delete = self._rows.delete().where(key.in_(sa.bindparam("ids", expanding=True)), is_old)
+        last: str | None = ""
+        while last is not None:
+            after, page_end = key > last, sa.select(key).order_by(key).offset(PRUNED_AT_ONCE - 1).limit(1)
+            with self.transaction(write=False) as connection:
+                last = connection.execute(page_end.where(after)).scalar()
+                page = after if last is None else sa.and_(after, key <= last)
+                rows = connection.execute(sa.select(key, columns.half_id).where(page, is_old)).all()
+            by_log: dict[str, dict[str, list[str]]] = {log_id: {} for log_id in logs}
+            for row in rows:
+                half_id, _, log_id = row.half_id.partition(_IN_LOG)
+                if log_id in by_log:
+                    by_log[log_id].setdefault(half_id, []).append(row.transaction_id)
+            deleted = 0
+            for log_id, found in by_log.items():
+                stay = logs[log_id](found.keys()) if found else set()
+                ids = [i for half_id, some in found.items() if half_id not in stay for i in some]
+                for start in range(0, len(ids), _IDS_PER_SELECT):
+                    with self.transaction() as connection:
+                        done = connection.execute(delete, {"ids": ids[start : start + _IDS_PER_SELECT]})
+                        deleted += done.rowcount
+            yield deleted
+
+    def take_turn(self, log_id: str, every_s: float) -> bool:
+        """Whether nobody has taken the turn to prune a log's rows in the last so many seconds: then it is ours.
+
+        A row of the fence says when, under an id that no transaction has.
+        """
+        now = self.machine.now().replace(tzinfo=None)
+        columns, turn = self._rows.c, f"{PRUNED}{_IN_LOG}{log_id}"
+        row = {"transaction_id": turn, "state": PRUNED, "half_id": "", "attempt": 0, "created_at": now}
+        ago = now - timedelta(seconds=every_s)
+        lately = columns.created_at.between(ago, now + timedelta(seconds=every_s))
+        take = self._rows.update().where(columns.transaction_id == turn, ~lately).values(created_at=now)
+        with self.transaction() as connection:
+            taken = insert_absent(connection, columns.transaction_id, [row])
+            return not taken or connection.execute(take).rowcount == 1
+
+
+def _time_of(connection: sa.Connection) -> datetime:
+    """The time by the clock of the database's server."""
+    queries = {"sqlite": "SELECT strftime('%s', 'now')", "postgresql": "SELECT extract(epoch FROM now())"}
+    said = connection.exec_driver_sql(queries.get(connection.dialect.name, "SELECT unix_timestamp()")).scalar_one()
+    return datetime.fromtimestamp(float(said), timezone.utc)
 
 
 def _in_its_log(batch: HalfBatch) -> str:

@@ -13,7 +13,7 @@ from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_o
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, named, parse_duration
 from rmq_spark.errors import OptionError
-from rmq_spark.listener import CommitOncePrepared, TransactionListener, require_executing, require_listener
+from rmq_spark.listener import CommitOncePrepared, TransactionListener, require_executing, require_listener, store_id_of
 from rmq_spark.message import require_app_id, require_group_name
 from rmq_spark.sink.frame import require_message_types, topics_for
 from rmq_spark.sink.identity import identity_of, run_of
@@ -150,7 +150,7 @@ class TransactionalSink:
             batch_id=batch_id,
             query_id=identity.query_id,
             input_hash=identity.input_hash,
-            fence_id=self.listener.fence_id,
+            fence_id=store_id_of(self.listener),
             transaction_per=self.transaction_per,
             producer_group=self.producer_group,
         )

@@ -40,6 +40,7 @@ from rmq_spark.listener import (
     is_coroutine,
     require_executing,
     require_listener,
+    store_id_of,
 )
 from rmq_spark.message import Message, require_app_id, require_group_name
 from rmq_spark.sink.flights import Flights
@@ -113,8 +114,8 @@ class TransactionMQProducer:
     transaction_timeout : float
         Seconds before a transaction is checked.
     maintenance_interval : float or None
-        Seconds between two rounds of the log's upkeep (:meth:`CommitLog.maintain`, with its defaults), in a thread of
-        this program; None (default) where the check job does it.
+        Seconds between two rounds of the log's upkeep (:meth:`CommitLog.maintain`, with its defaults, and pruning of
+        the listener's fence), in a thread of this program; None (default) where the check job does it.
     max_pending_batches : int, optional
         Refuse new transactions, with PendingLimitError, while so many of the group's half batches are pending.
     max_pending_bytes : int or str, optional
@@ -302,9 +303,11 @@ class TransactionMQProducer:
         service.run(self._closing)
 
     def _keep_up(self) -> None:
+        from rmq_spark.check.fences import FencePruner
         from rmq_spark.check.maintainer import Maintainer
 
-        Maintainer(self.log, self.maintenance_interval or MAINTENANCE_INTERVAL_S).run(self._closing)
+        interval = self.maintenance_interval or MAINTENANCE_INTERVAL_S
+        Maintainer(self.log, interval, fences=FencePruner(self.log, [self.listener])).run(self._closing)
 
     # ------------------------------------------------------------------ sending
     def send_message_in_transaction(
@@ -624,7 +627,8 @@ class TransactionMQProducer:
         per: str,
         idempotency_key: str | None,
     ) -> HalfWriter:
-        header = self._header(per, idempotency_key, two_phase.listener.fence_id)
+        listener = two_phase.listener if two_phase is self._plainly else self.listener  # not one that wraps it
+        header = self._header(per, idempotency_key, store_id_of(listener))
         topics = self.log.topic_store.with_names(topics_in(given, topic))
         machine = self.log.machine
         writer = HalfWriter(header, topics.queues, topic, transaction_key, topics.fifo, machine=machine)

@@ -268,8 +268,8 @@ class _InTurn(TransactionListener):
         return getattr(self._listener, name)
 
     @property
-    def fence_id(self) -> str | None:
-        return self._listener.fence_id
+    def store_id(self) -> str | None:  # type: ignore[override]
+        return self._listener.store_id
 
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         with self._turns.running():

@@ -131,7 +131,7 @@ def test_a_checker_at_an_empty_or_another_database_decides_nothing_and_says_why(
 
     assert "has no fence" in check_with("empty.db", fence=False)
     said = check_with("another.db", fence=True)
-    assert listener(tmp_path, "key").fence_id in said
+    assert listener(tmp_path, "key").store_id in said
     assert "another database" in said
     assert check(tmp_path, "key").committed.transactions == 3
     assert_agreement(tmp_path, "key", accepted("key", [0]))

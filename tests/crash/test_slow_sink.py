@@ -65,7 +65,7 @@ def test_a_slow_but_living_sink_beside_a_checker_has_one_outcome(tmp_path: Path,
     thread = threading.Thread(target=checker.run, args=(stop, reports.append))
     thread.start()
     try:
-        head = HalfHeader(half_id_of("app", 0), "app", 0, "query", None, listener.fence_id, "batch", "shop")
+        head = HalfHeader(half_id_of("app", 0), "app", 0, "query", None, listener.store_id, "batch", "shop")
         files = log.stage(
             HalfWriter(head, log.topics(), "orders", None), pa.table({"body": list("abcdef")}).to_batches()
         )

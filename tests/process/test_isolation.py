@@ -118,7 +118,7 @@ def test_a_local_transaction_that_began_before_a_check_rolled_it_back(url: sa.UR
 
 
 def fence_of(url: sa.URL) -> str:
-    return listener(url).fence_id
+    return listener(url).store_id
 
 
 # ---------------------------------------------------------------- what a database must not be
@@ -129,7 +129,7 @@ MARIADB = pytest.mark.parametrize("name", [pytest.param("mariadb", marks=pytest.
 def test_read_uncommitted_is_refused(url: sa.URL) -> None:
     engine = sa.create_engine(url, isolation_level="READ UNCOMMITTED")
     with pytest.raises(TxmqError, match="set to READ UNCOMMITTED"):
-        _ = listener(engine).fence_id
+        _ = listener(engine).store_id
 
 
 @pytest.mark.parametrize(

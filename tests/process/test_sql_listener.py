@@ -45,7 +45,7 @@ def test_a_fence_may_live_in_a_schema_of_its_own(url: sa.URL) -> None:
         connection.exec_driver_sql("CREATE SCHEMA fences")
     orders_listener = listener(url, schema="fences")
     with pytest.raises(FenceError, match=r"'fences\.txmq_fence_id'"):
-        _ = orders_listener.fence_id
+        _ = orders_listener.store_id
     batch = half_batch(orders_listener.create_fence(), age=OLD)
     assert verdicts(orders_listener.check_local_transaction(batch)) == [ROLLBACK]
 
@@ -85,4 +85,4 @@ def test_a_fence_in_a_copy_of_its_database_does_not_answer(url: sa.URL, fence: s
     run(url.set(database="template1"), closing, f"CREATE DATABASE staging TEMPLATE {url.database}")
     with pytest.raises(FenceError, match="made in another place"):
         listener(url.set(database="staging")).check_local_transaction(half_batch(fence, age=OLD))
-    assert listener(url).fence_id == fence
+    assert listener(url).store_id == fence

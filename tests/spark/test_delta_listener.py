@@ -109,11 +109,11 @@ def nothing_is_set(spark: Any) -> bool:
 @pytest.mark.parametrize("work", [pytest.param(append, marks=pytest.mark.long), merge])
 def test_execute_makes_one_commit_and_a_check_finds_it(spark: Any, table: str, work: Any) -> None:
     gold = listener(spark, table, work)
-    batch = half_batch(gold.fence_id)
+    batch = half_batch(gold.store_id)
     assert gold.execute_local_transaction(batch) == COMMIT_MESSAGE
     assert stored(spark, table) == ["a", "b"]
     assert [(v, t["appId"], t["version"]) for v, t in log_actions(table, "txn")] == [(1, "txmq:app-7:1", 1)]
-    assert gold.check_local_transaction(half_batch(gold.fence_id, age=OLD)) == COMMIT_MESSAGE
+    assert gold.check_local_transaction(half_batch(gold.store_id, age=OLD)) == COMMIT_MESSAGE
     # Once more under the same attempt: Delta skips the write, and the answer stays.
     assert gold.execute_local_transaction(batch) == COMMIT_MESSAGE
     assert stored(spark, table) == ["a", "b"]
@@ -122,12 +122,33 @@ def test_execute_makes_one_commit_and_a_check_finds_it(spark: Any, table: str, w
 def test_a_half_batch_of_the_same_name_in_another_log_is_another_one(spark: Any, table: str) -> None:
     """As in a log that was made anew: its work was skipped, and its messages became visible."""
     gold = listener(spark, table)
-    one, two = (half_batch(gold.fence_id, [name], age=OLD, log_id=name) for name in ("one", "two"))
+    one, two = (half_batch(gold.store_id, [name], age=OLD, log_id=name) for name in ("one", "two"))
     assert gold.execute_local_transaction(one) == COMMIT_MESSAGE
     assert verdict_of(gold.check_local_transaction(two)).state == ROLLBACK_MESSAGE
-    assert gold.execute_local_transaction(half_batch(gold.fence_id, ["two"], attempt=2, log_id="two")) == COMMIT_MESSAGE
+    assert gold.execute_local_transaction(half_batch(gold.store_id, ["two"], attempt=2, log_id="two")) == COMMIT_MESSAGE
     assert gold.check_local_transaction(one) == COMMIT_MESSAGE
     assert stored(spark, table) == ["one", "two"]
+
+
+@pytest.mark.parametrize("work", [append, pytest.param(merge, marks=pytest.mark.long)])
+def test_a_tombstone_fences_a_late_execute_but_not_the_next_attempt(spark: Any, table: str, work: Any) -> None:
+    gold = listener(spark, table, work)
+    young = half_batch(gold.store_id)
+    assert gold.check_local_transaction(young) == UNKNOWN
+    assert young.reason == "the table has no commit of it yet, and rollback_after (60 s) is not over"
+    assert len(log_actions(table, "commitInfo")) == 1, "a young half batch gets no tombstone"
+
+    old = half_batch(gold.store_id, age=OLD)
+    assert verdict_of(gold.check_local_transaction(old)).state == ROLLBACK_MESSAGE
+    assert [(v, t["appId"], t["version"]) for v, t in log_actions(table, "txn")] == [(1, "txmq:app-7:1", 1)]
+    assert [v for v, _ in log_actions(table, "add")] == [], "a tombstone adds no file"
+    with pytest.raises(FencedError, match="came too late: a check has put a tombstone"):
+        gold.execute_local_transaction(old)
+    assert stored(spark, table) == []
+    assert verdict_of(gold.check_local_transaction(old)).state == ROLLBACK_MESSAGE
+
+    assert gold.execute_local_transaction(half_batch(gold.store_id, attempt=2)) == COMMIT_MESSAGE
+    assert stored(spark, table) == ["a", "b"]
 
 
 def test_a_tombstone_that_comes_while_work_runs_wins_over_its_commit(spark: Any, table: str) -> None:
@@ -135,19 +156,19 @@ def test_a_tombstone_that_comes_while_work_runs_wins_over_its_commit(spark: Any,
 
     def slow(batch_df: Any, delta_table: Any) -> None:
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(checker.check_local_transaction, half_batch(checker.fence_id, age=OLD))
+            answer = pool.submit(checker.check_local_transaction, half_batch(checker.store_id, age=OLD))
             assert verdict_of(answer.result()).state == ROLLBACK_MESSAGE
         append(batch_df, delta_table)
 
     with pytest.raises(FencedError):
-        listener(spark, table, slow).execute_local_transaction(half_batch(checker.fence_id, age=OLD))
+        listener(spark, table, slow).execute_local_transaction(half_batch(checker.store_id, age=OLD))
     assert stored(spark, table) == []
 
 
 @pytest.mark.long
 def test_a_racing_execute_and_check_never_disagree(spark: Any, table: str) -> None:
     gold = listener(spark, table)
-    fence = gold.fence_id
+    fence = gold.store_id
     outcomes = []
 
     def execute(batch: HalfBatch, start: threading.Barrier) -> Any:
@@ -175,7 +196,7 @@ def test_a_racing_execute_and_check_never_disagree(spark: Any, table: str) -> No
 @pytest.mark.long
 def test_others_commits_and_housekeeping_do_not_hide_whose_commit_it_was(spark: Any, table: str) -> None:
     gold = listener(spark, table)
-    fence = gold.fence_id
+    fence = gold.store_id
 
     def with_auto_compaction(batch_df: Any, delta_table: Any) -> None:
         batch_df.sparkSession.conf.set("spark.databricks.delta.autoCompact.enabled", "true")
@@ -197,7 +218,7 @@ def test_others_commits_and_housekeeping_do_not_hide_whose_commit_it_was(spark: 
 
 def test_a_log_that_no_longer_tells_whose_commit_it_was_answers_nothing(spark: Any, table: str) -> None:
     gold = listener(spark, table)
-    fence = gold.fence_id
+    fence = gold.store_id
     gold.execute_local_transaction(half_batch(fence))
     spark.createDataFrame([("c",)], "id string").write.format("delta").mode("append").save(table)
     spark._jvm.org.apache.spark.sql.delta.DeltaLog.forTable(spark._jsparkSession, table).checkpoint()
@@ -216,7 +237,7 @@ def test_work_that_rolls_back_is_recorded_and_final(spark: Any, table: str) -> N
         raise Rollback("the day is closed")
 
     gold = listener(spark, table, refuse)
-    batch = half_batch(gold.fence_id)
+    batch = half_batch(gold.store_id)
     refused = Verdict(ROLLBACK_MESSAGE, "the day is closed", True)
     assert verdict_of(gold.execute_local_transaction(batch)) == refused
     assert verdict_of(gold.check_local_transaction(batch)) == refused
@@ -231,15 +252,15 @@ def test_work_that_commits_and_then_rolls_back_is_an_error(spark: Any, table: st
 
     gold = listener(spark, table, work)
     with pytest.raises(LocalTransactionError, match="it has made a Delta commit, which stands"):
-        gold.execute_local_transaction(half_batch(gold.fence_id))
-    assert gold.check_local_transaction(half_batch(gold.fence_id)) == COMMIT_MESSAGE
+        gold.execute_local_transaction(half_batch(gold.store_id))
+    assert gold.check_local_transaction(half_batch(gold.store_id)) == COMMIT_MESSAGE
 
 
 def test_work_without_a_commit_is_an_error_and_stays_pending(spark: Any, table: str) -> None:
     def through_another_session(batch_df: Any, _: Any) -> None:
         spark.createDataFrame([("x",)], "id string").write.format("delta").mode("append").save(table)
 
-    fence = listener(spark, table).fence_id
+    fence = listener(spark, table).store_id
     for work in (lambda *_: None, lambda _, t: t.delete("id = 'none'"), through_another_session):
         with pytest.raises(ListenerError, match="made no commit that is fenced"):
             listener(spark, table, work).execute_local_transaction(half_batch(fence))
@@ -259,7 +280,7 @@ def test_work_with_two_commits_is_an_error_that_says_what_stands(spark: Any, tab
         batch_df.sparkSession.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ('who' = 'me')")
         append(batch_df, delta_table)
 
-    fence = listener(spark, table).fence_id
+    fence = listener(spark, table).store_id
     first = half_batch(fence)
     with pytest.raises(ListenerError, match=r"more than once.*is in the table, so a check will answer COMMIT"):
         listener(spark, table, twice).execute_local_transaction(first)
@@ -282,8 +303,8 @@ def test_an_exception_in_work_is_raised_as_it_is(spark: Any, table: str) -> None
 
     gold = listener(spark, table, fail)
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        gold.execute_local_transaction(half_batch(gold.fence_id))
-    assert gold.check_local_transaction(half_batch(gold.fence_id)) == UNKNOWN
+        gold.execute_local_transaction(half_batch(gold.store_id))
+    assert gold.check_local_transaction(half_batch(gold.store_id)) == UNKNOWN
 
 
 def test_the_users_session_is_never_touched(spark: Any, table: str) -> None:
@@ -299,7 +320,7 @@ def test_the_users_session_is_never_touched(spark: Any, table: str) -> None:
     spark.range(3).createOrReplaceTempView("some_view")
     before = type(spark).getActiveSession()
     gold = listener(spark, table, work)
-    gold.execute_local_transaction(half_batch(gold.fence_id))
+    gold.execute_local_transaction(half_batch(gold.store_id))
     assert seen["inside"] == ("1", "txmq:app-7:1", True)
     assert seen["view"] == 3
     assert seen["active"]
@@ -308,7 +329,7 @@ def test_the_users_session_is_never_touched(spark: Any, table: str) -> None:
     assert type(spark).getActiveSession()._jsparkSession.equals(before._jsparkSession)
 
     with pytest.raises(ListenerError):
-        listener(spark, table, lambda *_: None).execute_local_transaction(half_batch(gold.fence_id, half_id="x"))
+        listener(spark, table, lambda *_: None).execute_local_transaction(half_batch(gold.store_id, half_id="x"))
     assert nothing_is_set(spark)
     assert type(spark).getActiveSession()._jsparkSession.equals(before._jsparkSession)
 
@@ -316,7 +337,7 @@ def test_the_users_session_is_never_touched(spark: Any, table: str) -> None:
 def test_unknown_is_no_answer_of_work(spark: Any, table: str) -> None:
     gold = listener(spark, table, lambda *_: UNKNOWN)
     with pytest.raises(VerdictError, match="returned UNKNOWN"):
-        gold.execute_local_transaction(half_batch(gold.fence_id))
+        gold.execute_local_transaction(half_batch(gold.store_id))
 
 
 # ---------------------------------------------------------------- the fence
@@ -328,9 +349,9 @@ def test_another_table_or_none_answers_nothing(spark: Any, table: str, tmp_path:
         with pytest.raises(FenceError, match="prepared without a fence"):
             ask(half_batch(None, age=OLD))
         with pytest.raises(ListenerError, match="a transaction per key, but one Delta commit is one"):
-            ask(half_batch(gold.fence_id, per="key"))
+            ask(half_batch(gold.store_id, per="key"))
     with pytest.raises(FenceError, match="is not a Delta table"):
-        _ = listener(spark, str(tmp_path / "nowhere")).fence_id
+        _ = listener(spark, str(tmp_path / "nowhere")).store_id
     assert len(log_actions(table, "commitInfo")) == 1
 
 
@@ -349,7 +370,7 @@ def test_a_named_table_that_is_hard_to_write_to_is_fenced_too(spark: Any) -> Non
 
         gold = DeltaTransactionListener("hard", work)  # finds the active session
         assert gold.requires_spark
-        fence = gold.fence_id
+        fence = gold.store_id
         assert gold.execute_local_transaction(half_batch(fence)) == COMMIT_MESSAGE
         assert (
             verdict_of(gold.check_local_transaction(half_batch(fence, half_id="app-8", age=OLD))).state
@@ -366,5 +387,5 @@ def test_an_opened_table_may_be_given(spark: Any, table: str) -> None:
     from delta.tables import DeltaTable
 
     gold = DeltaTransactionListener(DeltaTable.forPath(spark, table), merge, spark=spark)
-    assert gold.execute_local_transaction(half_batch(gold.fence_id)) == COMMIT_MESSAGE
+    assert gold.execute_local_transaction(half_batch(gold.store_id)) == COMMIT_MESSAGE
     assert stored(spark, table) == ["a", "b"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from rmq_spark.check.job import _by_executors
 from rmq_spark.check.names import NAMES
@@ -15,7 +17,9 @@ from rmq_spark.check.settings import JobSettings
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import ConfigError
 from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.listeners.sql import SqlTransactionListener
 from tests.check_jobs import make_folder, write
+from tests.half_batches import commit, let_leave, prepare
 
 ROOT = Path(__file__).parents[2]
 SECRET = "s3cr3t-value"
@@ -95,6 +99,46 @@ def test_a_drain_setting_that_cannot_be_used_is_named(tmp_path: Path, drain: str
     with pytest.raises(ConfigError) as problem:
         JobSettings.load(write(tmp_path, more=f"[drain]\n{drain}"))
     assert words in str(problem.value)
+
+
+@pytest.mark.parametrize(
+    ("fences", "words"),
+    [
+        ('"6d"', "maintenance.fences: '6d' is less than 7d: fence rows must outlive the half batches"),
+        ("14", "maintenance.fences='14' is not a duration"),
+        ('"never"', "maintenance.fences='never' is not a duration"),
+    ],
+)
+def test_an_age_of_fence_rows_that_cannot_be_used_is_named(tmp_path: Path, fences: str, words: str) -> None:
+    with pytest.raises(ConfigError) as problem:
+        JobSettings.load(write(tmp_path, more=f"[maintenance]\nfences = {fences}"))
+    assert words in str(problem.value)
+
+
+@pytest.mark.parametrize("fences", ["14d", "7d", "0s"])
+def test_a_round_prunes_old_fence_rows_unless_that_is_switched_off(folder: Path, fences: str) -> None:
+    log, url = CommitLog.open(folder / "log"), f"sqlite:///{folder / 'shop.db'}"
+    shop = SqlTransactionListener(url, lambda *_: None)
+    shop.create_fence()
+    ages = {"old": 15, "young": 8}
+    for name in ages:
+        record = prepare(log, 0, 1, app=name, fence_id=shop.store_id)
+        shop.execute_local_transaction(log.half_batch(record, log.state_of(record), 1, record.all_rows))
+        commit(log, record)
+    let_leave(log)
+    with sa.create_engine(url).begin() as connection:
+        change = sa.text("UPDATE txmq_fence SET created_at = :at WHERE half_id LIKE :name")
+        for name, days in ages.items():
+            at = datetime.now(timezone.utc).replace(tzinfo=None) - timedelta(days=days)
+            connection.execute(change.bindparams(sa.bindparam("at", at, sa.DateTime), name=f"{name}:%"))
+    settings = JobSettings.load(write(folder, more=f'[maintenance]\nfences = "{fences}"'))
+    rounds = settings.maintainer(log, None, [shop, CommitOncePrepared()])
+    assert rounds is not None
+    rounds.run_once()
+    with sa.create_engine(url).connect() as connection:
+        left = connection.exec_driver_sql("SELECT half_id FROM txmq_fence WHERE state = 'executed'").scalars().all()
+    kept = {"14d": {"young"}, "7d": set(), "0s": {"old", "young"}}[fences]
+    assert {half_id.partition(":")[0] for half_id in left} == kept
 
 
 def test_drains_have_their_own_rhythm_and_can_be_switched_off(folder: Path) -> None:

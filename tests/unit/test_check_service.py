@@ -6,8 +6,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,10 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.prepared import PreparedBatches
 from rmq_spark.errors import FenceError, ListenerError, LostFileError, OptionError, VerdictConflictError
-from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, TransactionListener
-from rmq_spark.message import CHECK_IMMUNITY_PROPERTY, PROPERTIES
+from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, PerMessageListener, TransactionListener
+from rmq_spark.message import CHECK_IMMUNITY_PROPERTY, PROPERTIES, MessageExt
+from rmq_spark.sink.foreach_batch import TransactionalSink
+from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import (
     BATCH,
@@ -451,7 +455,7 @@ def test_what_keeps_a_listener_from_answering_is_a_warning_once(
 
 
 def test_plain_sending_is_settled_by_any_checker(log: CommitLog) -> None:
-    assert CommitOncePrepared().fence_id == NO_LISTENER_FENCE
+    assert CommitOncePrepared().store_id == NO_LISTENER_FENCE
     record = prepare(log, group="nobody", fence_id=NO_LISTENER_FENCE)
     clock = later().set(record, 5.9)
     service = CheckService(log, {}, clock=clock)
@@ -462,36 +466,110 @@ def test_plain_sending_is_settled_by_any_checker(log: CommitLog) -> None:
 
 
 class Bearing(Says):
-    """Says, with a fence."""
+    """Says, with a store that has a name."""
 
-    def __init__(self, fence_id: str | None, answer: Any) -> None:
+    def __init__(self, store_id: str | None, answer: Any) -> None:
         super().__init__(answer)
-        self._fence_id = fence_id
-
-    @property
-    def fence_id(self) -> str | None:
-        return self._fence_id
+        self.store_id = store_id
 
 
-FENCES = [("shop-db", None), ("shop-db", "other-db"), ("shop-db", "none"), (None, "shop-db"), (None, "none")]
+class Plain(CommitOncePrepared):
+    """``transactionListener=none``."""
+
+    def __init__(self) -> None:
+        self.asked: list[HalfBatch] = []
+
+    def check_local_transaction(self, batch: HalfBatch) -> Any:
+        self.asked.append(batch)
+        return COMMIT
+
+
+STORES = [("shop-db", None), ("shop-db", "other-db"), ("shop-db", "none"), (None, "shop-db"), (None, "none")]
 
 
 @pytest.mark.parametrize("answer", [COMMIT, UNKNOWN])
-@pytest.mark.parametrize(("before", "now"), FENCES)
-def test_a_listener_of_another_fence_is_not_believed(
+@pytest.mark.parametrize(("before", "now"), STORES)
+def test_a_listener_of_another_store_is_not_believed(
     log: CommitLog, before: str | None, now: str | None, answer: Any
 ) -> None:
     record = prepare(log, fence_id=before)
-    other = Bearing(now, answer)
+    other = Plain() if now == NO_LISTENER_FENCE else Bearing(now, answer)
     report = CheckService(log, {"shop": other}, clock=later()).run_once()
     assert not other.asked
     assert states(log, record) == {RowState.PENDING: 4}
     assert checks(log, record) == 0
     ((half_id, sentence),) = report.problems
     assert half_id == record.half_id
-    assert all(fence in sentence for fence in ("FenceError", before, now) if fence)
+    assert all(said in sentence for said in ("FenceError", before, now) if said)
     assert CheckService(log, {"shop": Bearing(before, COMMIT)}, clock=later()).run_once().ok
     assert states(log, record) == {RowState.COMMITTED: 4}
+
+
+def test_a_store_that_did_not_run_it_never_says_that_it_did_not_happen(log: CommitLog) -> None:
+    """Two services share a group. One died after its database's commit; the other one's database knows nothing."""
+
+    class Store:
+        def __init__(self, name: str) -> None:
+            self.store_id, self.rows = name, set[str]()
+
+        def execute_local_transaction(self, msg: MessageExt, arg: Any) -> LocalTransactionState:
+            self.rows.add(msg.msg_id)
+            raise SystemExit("the process dies")
+
+        def check_local_transaction(self, msg: MessageExt) -> LocalTransactionState:
+            return COMMIT if msg.msg_id in self.rows else ROLLBACK
+
+    a, b = Store("database a"), Store("database b")
+    one = pa.table({"body": [b"order"], "topic": ["orders"]})
+    with suppress(SystemExit), TransactionMQProducer(log, "shop", PerMessageListener(a), check_interval=None) as sends:
+        sends.send_messages_in_transaction(one)
+    for times in range(3):
+        service = CheckService(
+            another(log), {"shop": PerMessageListener(b)}, transaction_check_max=1, clock=later(60.0 + times)
+        )
+        ((_, sentence),) = service.run_once().problems
+        assert "'database a'" in sentence
+        assert "'database b'" in sentence
+    assert log.pending()["check_times"].to_pylist() == [0]
+    CheckService(another(log), {"shop": PerMessageListener(a)}, clock=later()).run_once()
+    assert bodies(log) == ["order"]
+
+
+STORE_IDS = ["", " ", " a", "a\n", "a\x00", "\ud800", "none", "x" * 201, 7, b"a"]
+
+
+@pytest.mark.parametrize("store_id", STORE_IDS)
+def test_a_store_s_name_that_cannot_be_kept_is_refused_at_the_door(store_id: Any) -> None:
+    log, listener = InMemoryCommitLog(topics={"orders": 2}), Bearing(store_id, COMMIT)
+    for given in (listener, PerMessageListener(listener)):
+        for door in (
+            partial(CheckService, log, {"shop": given}),
+            partial(TransactionMQProducer, log, "shop", given),
+            partial(TransactionalSink, log, producer_group="shop", listener=given),
+        ):
+            with pytest.raises(ListenerError, match=r"store_id=.* is not the name of a store: a text of 1 to 200 "):
+                door()
+
+
+@pytest.mark.parametrize("store_id", STORE_IDS)
+def test_a_store_s_name_that_shows_late_is_refused_before_anything_is_sent_or_asked(store_id: Any) -> None:
+    class Late(Says):
+        @property
+        def store_id(self) -> Any:
+            return store_id
+
+    log = InMemoryCommitLog(topics={"orders": 2})
+    with (
+        TransactionMQProducer(log, "shop", Late(COMMIT), check_interval=None) as sends,
+        pytest.raises(ListenerError, match=r"Late\.store_id=.* is not the name of a store"),
+    ):
+        sends.send_messages_in_transaction(pa.table({"body": [b"order"], "topic": ["orders"]}))
+    assert log.pending().num_rows == 0
+    prepare(log)
+    late = Late(COMMIT)
+    ((_, sentence),) = CheckService(log, {"shop": late}, clock=later()).run_once().problems
+    assert "is not the name of a store" in sentence
+    assert not late.asked
 
 
 def test_a_check_keeps_the_listener_s_reason_for_unknown_without_secrets(log: CommitLog) -> None:

@@ -874,7 +874,7 @@ def test_a_plain_send_that_others_have_settled_waits_for_no_local_transaction(
     def settled_meanwhile() -> int:
         """The sender sleeps between its prepare and its look at what op says."""
         for half_id in other.open_half_ids():
-            if other.get(half_id).header.fence_id == CommitOncePrepared().fence_id:
+            if other.get(half_id).header.fence_id == CommitOncePrepared.store_id:
                 if settle == "check":
                     CheckService(other, {}, transaction_timeout=0).run_once()
                 else:

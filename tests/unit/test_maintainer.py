@@ -5,22 +5,27 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rmq_spark.check import maintainer as maintainer_module
+from rmq_spark.check.fences import FencePruner
 from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.upkeep import MaintenanceReport
+from rmq_spark.config import FENCE_RETENTION_S
 from rmq_spark.errors import NotACommitLogError, OptionError
 from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.listeners.sql import SqlTransactionListener
+from rmq_spark.machine import Machine
 from rmq_spark.message import Message
 from rmq_spark.sink.producer import TransactionMQProducer
-from tests.half_batches import commit, make_log, send
+from rmq_spark.testing import InMemoryCommitLog
+from tests.half_batches import commit, let_leave, make_log, send
 
 
 def rows_drained(log: CommitLog) -> int:
@@ -89,6 +94,83 @@ def test_a_producer_that_shall_keep_the_log_up_does(tmp_path: Path) -> None:
             wait_until(lambda sent=sent: rows_drained(log) == sent)
             producer.shutdown()
     assert not [thread for thread in threading.enumerate() if thread.name == "txmq-maintainer"]
+
+
+class Days(Machine):
+    """A machine on which days pass at once."""
+
+    days = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.days * 86400
+
+
+class Keeping(CommitOncePrepared):
+    """A listener whose database has so many pages of rows."""
+
+    def __init__(self, *pages: int | Exception) -> None:
+        self.pages, self.asked = pages, list[tuple[float, str]]()
+
+    def pruning_in_turn(self, older_than: float, log: CommitLog, every: float) -> Iterator[int]:
+        self.asked.append((older_than, log.id))
+        for page in self.pages:
+            if isinstance(page, Exception):
+                raise page
+            yield page
+
+
+def test_fences_are_pruned_once_a_day_a_piece_at_a_time() -> None:
+    machine = Days()
+    log = InMemoryCommitLog(topics={"orders": 1}, machine=machine)
+    first, second = Keeping(1, 2), Keeping(4)
+    fences = FencePruner(log, [first, CommitOncePrepared(), second])
+    assert fences.run(0.0) == 0
+    assert fences.run(60.0, iter([False, True]).__next__) == 1
+    assert fences.run(60.0) == 2 + 4
+    assert fences.run(60.0) == 0
+    machine.days = 1.1
+    assert fences.run(60.0) == 7
+    assert first.asked == second.asked == [(FENCE_RETENTION_S, log.id)] * 2
+
+
+def test_a_fence_that_cannot_be_pruned_is_a_warning_a_day_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = make_log("memory", tmp_path, orders=1)
+    bad, good = Keeping(1, OSError("permission denied"), 5), Keeping(3)
+    upkeep = Maintainer(log, fences=FencePruner(log, [bad, good]))
+    for _ in range(3):
+        assert upkeep.run_once().drained_up_to == log.refresh()
+    (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "permission denied" in told
+    assert "right to delete" in told
+    assert len(bad.asked) == len(good.asked) == 1
+
+
+def test_rounds_of_upkeep_prune_the_fence_of_what_has_left(tmp_path: Path) -> None:
+    """Fence rows were never pruned by any job."""
+    log = make_log("delta", tmp_path / "log", orders=1)
+    listener = SqlTransactionListener(f"sqlite:///{tmp_path / 'shop.db'}", lambda *_: None)
+    listener.create_fence()
+    with TransactionMQProducer(log, "shop", listener, check_interval=None) as producer:
+        for n in range(3):
+            producer.send_message_in_transaction(Message("orders", str(n)))
+
+    def rows() -> int:
+        with listener._fence.transaction(write=False) as connection:
+            query = "SELECT count(*) FROM txmq_fence WHERE state = 'executed'"
+            return int(connection.exec_driver_sql(query).scalar_one())
+
+    with listener._fence.transaction() as connection:
+        connection.exec_driver_sql("UPDATE txmq_fence SET created_at = '2020-01-01 00:00:00.000000'")
+    Maintainer(log, fences=FencePruner(log, [listener])).run_once()
+    assert rows() == 3  # the grace of those that leave is not over
+    let_leave(log)
+    with listener._fence.transaction() as connection:
+        connection.exec_driver_sql("DELETE FROM txmq_fence WHERE state = 'pruned'")
+    again = SqlTransactionListener(f"sqlite:///{tmp_path / 'shop.db'}", lambda *_: None)
+    with TransactionMQProducer(log, "shop", again, check_interval=None, maintenance_interval=0.01):
+        wait_until(lambda: rows() == 0)
 
 
 def test_an_interval_is_a_time(tmp_path: Path) -> None:

@@ -180,11 +180,11 @@ def test_a_retry_that_nobody_can_answer_is_told_in_the_words_of_a_producer(
 
 
 class OtherDatabase(Told):
-    fence_id = "other-db"
+    store_id = "other-db"
 
 
 @pytest.mark.parametrize("other", [CommitOncePrepared(), OtherDatabase(COMMIT, COMMIT)])
-def test_a_retry_with_a_listener_of_another_fence_commits_nothing(log: Any, other: Any) -> None:
+def test_a_retry_with_a_listener_of_another_store_commits_nothing(log: Any, other: Any) -> None:
     with producer(log, Told(UNKNOWN)) as open_producer:
         open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42")
     with (
@@ -396,7 +396,7 @@ def test_a_producer_without_a_listener_sends_what_has_no_local_transaction(log: 
 def test_a_producer_without_a_listener_settles_what_plain_sends_left_and_no_transaction(log: Any) -> None:
     with producer(log, Told(None)) as first:
         first.send_message_in_transaction(ORDER)
-    writer = HalfWriter(header_of(0, fence_id=CommitOncePrepared().fence_id, group="shop"), log.topics(), None, None)
+    writer = HalfWriter(header_of(0, fence_id=CommitOncePrepared.store_id, group="shop"), log.topics(), None, None)
     log.prepare(writer.header, [writer.rows_of(to_table([ORDER]))])
     with producer(log, None, check_interval=0.02, transaction_timeout=0.0):
         end_s = time.monotonic() + DEADLINE_S

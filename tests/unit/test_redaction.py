@@ -87,7 +87,7 @@ FAILING: dict[str, Callable[[Path], Any]] = {
     "a setting": lambda p: CommitLog.create(p, storage_options={**OPTIONS, "aws_conditional_put": "disabled"}),
     "an option's value": lambda _: read_options({"path": "x", "subscribe": "a", "minPartitions": SECRET}, True),
     "a fence": lambda _: listener_with(URL).create_fence(),
-    "a fence's id": lambda _: listener_with(URL).fence_id,
+    "a fence's id": lambda _: listener_with(URL).store_id,
     "an inbox": lambda _: txmq.SqlInbox(URL, "points", print).positions(),
     "a URL that is none": lambda _: listener_with(f"postgresql//shop:{SECRET}@host"),
     "a listener that cannot be made": lambda _: load_listener("tests.unit.test_redaction:make_listener"),

@@ -72,7 +72,7 @@ def test_what_work_rejected_is_not_decided_again_after_a_crash_before_the_op_mar
     log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shop = Shop(tmp_path)
-    head = header(KEY, fence_id=shop.listener.fence_id)
+    head = header(KEY, fence_id=shop.listener.store_id)
     with monkeypatch.context() as patch:
 
         def dies(*_: Any, **__: Any) -> None:
@@ -100,7 +100,7 @@ def test_a_batch_of_which_all_is_rejected_keeps_what_its_work_wrote_down(log: Co
     shop.listener = SqlTransactionListener(
         shop.engine, lambda c, b: (shop.work(c, b), b.verdicts(rollback=dict.fromkeys(KEYS, "closed")))[1]
     )
-    send(log, shop.listener, header(KEY, fence_id=shop.listener.fence_id))
+    send(log, shop.listener, header(KEY, fence_id=shop.listener.store_id))
     with shop.engine.connect() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM rejected").scalar_one() == 2
     assert visible_bodies(log) == []
@@ -329,7 +329,7 @@ def test_a_lone_surrogate_in_a_reason_fails_no_commit(log: CommitLog, tmp_path: 
 
     listener = SqlTransactionListener(engine, work)
     listener.create_fence()
-    send(log, listener, header(fence_id=listener.fence_id))
+    send(log, listener, header(fence_id=listener.store_id))
     (reason,) = told(log, log.get("app:0"))
     assert reason == "bad \N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER} text"
     batch = log.half_batch(log.get("app:0"), log.get("app:0").fresh_state(), 1, log.get("app:0").all_rows)

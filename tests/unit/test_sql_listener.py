@@ -41,8 +41,10 @@ from rmq_spark.errors import (
     VerdictConflictError,
     VerdictError,
 )
+from rmq_spark.listeners import sql as sql_module
 from rmq_spark.listeners.database import Database, exact_text
 from rmq_spark.listeners.sql import HalfTransaction, SqlTransactionListener, create_fence
+from rmq_spark.machine import Machine
 from rmq_spark.message import PROPERTIES, TIMESTAMP
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import (
@@ -53,7 +55,7 @@ from rmq_spark.transaction import (
     Rollback,
     VerdictArray,
 )
-from tests.half_batches import commit, make_log, pending, prepare, roll_back
+from tests.half_batches import commit, let_leave, make_log, pending, prepare, roll_back
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 OLD = timedelta(hours=1)
@@ -133,6 +135,7 @@ def half_batch(
     age: timedelta = YOUNG,
     half_id: str = "app-7",
     attempt: int = 1,
+    log_id: str | None = None,
 ) -> HalfBatch:
     n = len(keys)
     table = pa.table(
@@ -162,6 +165,7 @@ def half_batch(
         transaction_per=per,
         fence_id=fence_id,
         rows=Rows(table),
+        log_id=log_id,
     )
 
 
@@ -722,7 +726,7 @@ def test_a_check_waits_for_a_local_transaction_that_ends_in_time(url: sa.URL, fe
 def test_a_database_without_a_fence_says_to_make_one(url: sa.URL) -> None:
     orders_listener = listener(url)
     for use in (
-        lambda: orders_listener.fence_id,
+        lambda: orders_listener.store_id,
         lambda: orders_listener.execute_local_transaction(half_batch("f")),
         lambda: orders_listener.check_local_transaction(half_batch("f", age=OLD)),
     ):
@@ -753,17 +757,24 @@ def test_create_fence_makes_one_id_however_often_it_is_called(url: sa.URL) -> No
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(lambda each: each.create_fence(), listeners))
     assert len(set(made)) == 1
-    assert listener(url).fence_id == create_fence(url) == made[0]
+    assert listener(url).store_id == create_fence(url) == made[0]
     assert len(made[0]) == 32
 
 
 def test_fences_of_other_names_are_other_fences(url: sa.URL, fence: str) -> None:
     other = listener(url, fence_table="shop_fence")
     assert other.create_fence() != fence
-    assert verdicts(other.execute_local_transaction(half_batch(other.fence_id))) == [COMMIT]
+    assert verdicts(other.execute_local_transaction(half_batch(other.store_id))) == [COMMIT]
     assert fence_rows(url) == {}
     with pytest.raises(OptionError, match="fence_table"):
         listener(url, fence_table='fence"; DROP TABLE orders --')
+
+
+class Ahead(Machine):
+    """A machine whose clock is a month ahead."""
+
+    def time(self) -> float:
+        return super().time() + 30 * 86400
 
 
 def make_older(url: sa.URL, days: int) -> None:
@@ -773,18 +784,27 @@ def make_older(url: sa.URL, days: int) -> None:
         connection.execute(change.bindparams(sa.bindparam("past", past, sa.DateTime)))
 
 
+def ran(orders_listener: SqlTransactionListener, log: CommitLog, app: str, batch_id: int = 0) -> HalfRecord:
+    """A half batch whose local transaction is in the database, and which nobody has decided yet."""
+    record = prepare(log, batch_id, 2, app=app, fence_id=orders_listener.store_id)
+    batch = half_batch(orders_listener.store_id, half_id=record.half_id, log_id=log.id)
+    orders_listener.execute_local_transaction(batch)
+    return record
+
+
 def test_prune_deletes_rows_past_retention_only(url: sa.URL, fence: str, tmp_path: Path) -> None:
     log = make_log("memory", tmp_path)
     orders_listener = listener(url, lambda *_: None)
-    orders_listener.execute_local_transaction(half_batch(fence, half_id="old:1"))
+    commit(log, ran(orders_listener, log, "old"))
     make_older(url, 9)
-    orders_listener.execute_local_transaction(half_batch(fence, half_id="new:1"))
+    commit(log, ran(orders_listener, log, "new"))
+    let_leave(log)
     assert orders_listener.prune(10 * 86400, log) == 0
     assert orders_listener.prune(8 * 86400, log) == 1
-    assert fence_rows(url) == {"new:1:1": "executed"}
+    assert fence_rows(url) == {"new:0:1": "executed"}
     with pytest.raises(OptionError, match="less than 7 days"):
         orders_listener.prune(3600, log)
-    with pytest.raises(OptionError, match="needs every commit log"):
+    with pytest.raises(OptionError, match="needs the commit logs"):
         orders_listener.prune(8 * 86400)
     with pytest.raises(OptionError, match="prune got str 'a path': open logs are expected"):
         orders_listener.prune(8 * 86400, "a path")  # type: ignore[arg-type]
@@ -792,36 +812,100 @@ def test_prune_deletes_rows_past_retention_only(url: sa.URL, fence: str, tmp_pat
         orders_listener.prune(timedelta(days=8), log)  # type: ignore[arg-type]
 
 
-def test_prune_keeps_the_rows_of_what_may_still_be_asked_about(url: sa.URL, fence: str, tmp_path: Path) -> None:
+def test_prune_keeps_the_rows_of_what_has_not_left_its_log(url: sa.URL, fence: str, tmp_path: Path) -> None:
     log, other = make_log("delta", tmp_path / "log"), make_log("memory", tmp_path)
     orders_listener = listener(url, lambda *_: None)
 
-    def made(at: CommitLog, app: str, batch_id: int) -> HalfRecord:
-        record = prepare(at, batch_id, 2, app=app, fence_id=fence)
-        orders_listener.execute_local_transaction(half_batch(fence, half_id=record.half_id))
-        return record
-
-    made(log, "open", 0)
-    hidden = made(log, "hidden", 0)
+    ran(orders_listener, log, "open")
+    hidden = ran(orders_listener, log, "hidden")
     log.quarantine(hidden, 1, pending(log, hidden), Who.CHECK, "nobody knows")
-    torn = made(log, "torn", 0)
+    torn = ran(orders_listener, log, "torn")
     every = pending(log, torn)
     roll_back(log, torn)
     with pytest.raises(VerdictConflictError):
         log.decide(torn, 1, commit=every, rollback={}, who=Who.EXECUTE)
-    guessed = made(log, "guessed", 0)
-    log.decide(guessed, 1, commit={}, rollback=pending(log, guessed), who=Who.DISCARD)
-    commit(log, made(log, "settled", 0))
-    commit(other, made(other, "elsewhere", 0))
-    made(other, "open elsewhere", 0)
-    kept = {"open:0:1", "hidden:0:1", "torn:0:1", "guessed:0:1", "open elsewhere:0:1"}
-    apps = ("open", "hidden", "torn", "guessed", "settled")
-    for at, app in (*((log, app) for app in apps), (other, "elsewhere")):
-        commit(at, made(at, app, 1))
-        kept.add(f"{app}:1:1")  # the last one of its application
+    commit(log, ran(orders_listener, log, "settled"))
+    roll_back(log, ran(orders_listener, log, "refused"))
+    commit(other, ran(orders_listener, other, "elsewhere"))
+    ran(orders_listener, other, "open elsewhere")
+    kept = {"open:0:1", "hidden:0:1", "torn:0:1", "open elsewhere:0:1"}
+    for at, app in ((log, "open"), (log, "settled"), (other, "elsewhere")):
+        commit(at, ran(orders_listener, at, app, 1))
+        kept.add(f"{app}:1:1")  # the last one of its application: a restart replays it
+    orders_listener.execute_local_transaction(half_batch(fence, half_id="of no log:0"))
     make_older(url, 9)
-    assert orders_listener.prune(8 * 86400, log, other) == 2
-    assert set(fence_rows(url)) == kept
+    assert orders_listener.prune(8 * 86400, log, other) == 0
+    let_leave(log)
+    let_leave(other)
+    assert orders_listener.prune(8 * 86400, log) == 2  # rows of a log that is not named stay
+    assert set(fence_rows(url)) == kept | {"elsewhere:0:1", "of no log:0:1"}
+    assert orders_listener.prune(8 * 86400, other) == 1
+    assert set(fence_rows(url)) == kept | {"of no log:0:1"}
+
+
+def test_prune_goes_through_the_rows_a_page_at_a_time(
+    url: sa.URL, fence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2.5 million old rows came into memory at once."""
+    monkeypatch.setattr(sql_module, "PRUNED_AT_ONCE", 2)
+    log = make_log("memory", tmp_path)
+    orders_listener = listener(url, lambda *_: None)
+    for number in range(7):
+        record = ran(orders_listener, log, f"app{number}")
+        if number not in (2, 3):
+            commit(log, record)
+    make_older(url, 9)
+    commit(log, ran(orders_listener, log, "app35"))
+    let_leave(log)
+    pages = list(orders_listener.pruning(8 * 86400, log))
+    assert (sum(pages), max(pages)) == (5, 2)
+    assert len(pages) >= 4
+    assert set(fence_rows(url)) == {"app2:0:1", "app3:0:1", "app35:0:1"}
+
+
+def test_a_pruner_whose_clock_is_ahead_of_the_database_s_deletes_nothing(
+    url: sa.URL, fence: str, tmp_path: Path
+) -> None:
+    log = make_log("memory", tmp_path)
+    orders_listener = listener(url, lambda *_: None)
+    commit(log, ran(orders_listener, log, "new"))
+    let_leave(log)
+    orders_listener.machine = Ahead()
+    assert orders_listener.prune(8 * 86400, log) == 0
+    assert fence_rows(url) == {"new:0:1": "executed"}
+
+
+def test_processes_that_prune_in_turn_do_so_once_in_a_while(url: sa.URL, fence: str, tmp_path: Path) -> None:
+    log, other = make_log("memory", tmp_path), make_log("memory", tmp_path)
+    first, second = listener(url, lambda *_: None), listener(url, lambda *_: None)
+    commit(log, ran(first, log, "a"))
+    let_leave(log)
+    make_older(url, 9)
+    assert sum(first.pruning_in_turn(8 * 86400, log, 3600)) == 1
+    commit(log, ran(first, log, "b"))
+    let_leave(log)
+    run(url, "UPDATE txmq_fence SET created_at = '2020-01-01 00:00:00' WHERE state = 'executed'")
+    assert list(second.pruning_in_turn(8 * 86400, log, 3600)) == []
+    assert list(second.pruning_in_turn(8 * 86400, other, 3600)) == [0]
+    make_older(url, 1)
+    run(url, "UPDATE txmq_fence SET created_at = '2020-01-01 00:00:00' WHERE state = 'executed'")
+    assert sum(second.pruning_in_turn(8 * 86400, log, 3600)) == 1
+
+
+@pytest.mark.parametrize("late", [timedelta(days=6), timedelta(days=8)])
+def test_a_driver_that_slept_until_its_tombstone_may_be_pruned_does_nothing(
+    url: sa.URL, fence: str, late: timedelta
+) -> None:
+    """A check rolled it back, and the row that says so lives for seven days at least."""
+    batch = half_batch(fence, age=late)
+    if late < timedelta(days=7):
+        assert verdicts(listener(url).execute_local_transaction(batch)) == [COMMIT]
+        return
+    with pytest.raises(LocalTransactionError, match=r"8 days ago.*nothing was done"):
+        listener(url).execute_local_transaction(batch)
+    assert stored(url) == {}
+    assert fence_rows(url) == {}
+    assert verdicts(listener(url).check_local_transaction(batch)) == [ROLLBACK]
 
 
 def test_a_fence_in_a_copy_of_its_database_does_not_answer(tmp_path: Path) -> None:
@@ -831,7 +915,7 @@ def test_a_fence_in_a_copy_of_its_database_does_not_answer(tmp_path: Path) -> No
     shutil.copy(tmp_path / "orders.db", tmp_path / "staging.db")
     batch = half_batch(fence, age=OLD)
     for ask in (
-        lambda: listener(copied).fence_id,
+        lambda: listener(copied).store_id,
         lambda: create_fence(copied),
         lambda: listener(copied).check_local_transaction(batch),
         lambda: listener(copied).execute_local_transaction(batch),
@@ -845,7 +929,7 @@ def test_a_fence_in_a_copy_of_its_database_does_not_answer(tmp_path: Path) -> No
 
 def test_a_fence_of_an_earlier_version_learns_its_place_when_it_is_made_again(url: sa.URL, fence: str) -> None:
     run(url, "DELETE FROM txmq_fence_id WHERE one = 2")
-    assert listener(url).fence_id == fence
+    assert listener(url).store_id == fence
     assert create_fence(url) == fence
     with sa.create_engine(url).connect() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM txmq_fence_id").scalar_one() == 2
@@ -967,6 +1051,6 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ListenerError, match="int is no database"):
         listener(7)  # type: ignore[arg-type]
     with pytest.raises(ListenerError, match=r"SQLAlchemy knows no database 'sqlite\+nosuch'"):
-        _ = listener("sqlite+nosuch://host/x").fence_id  # type: ignore[arg-type]
+        _ = listener("sqlite+nosuch://host/x").store_id  # type: ignore[arg-type]
     with pytest.raises(ListenerError, match="cannot be pickled: make it in the process"):
         pickle.dumps(listener("sqlite://"))  # type: ignore[arg-type]

@@ -760,22 +760,18 @@ def test_drivers_that_run_one_batch_at_once_execute_it_once(log: CommitLog, per:
 
 # ---------------------------------------------------------------- is it the listener that can speak for it?
 class Bearing(Told):
-    """A listener with a fence, or without one, that would commit whatever it is asked about."""
+    """A listener of a store with a name, or without one, that would commit whatever it is asked about."""
 
-    def __init__(self, fence_id: str | None) -> None:
+    def __init__(self, store_id: str | None) -> None:
         super().__init__(COMMIT, COMMIT)
-        self._fence_id = fence_id
-
-    @property
-    def fence_id(self) -> str | None:
-        return self._fence_id
+        self.store_id = store_id
 
 
-FENCES = [("shop-db", "none"), ("shop-db", None), ("shop-db", "other-db"), (None, "shop-db"), (None, "none")]
+STORES = [("shop-db", "none"), ("shop-db", None), ("shop-db", "other-db"), (None, "shop-db"), (None, "none")]
 
 
-@pytest.mark.parametrize(("before", "now"), FENCES)
-def test_a_listener_of_another_fence_is_not_asked_about_a_batch(
+@pytest.mark.parametrize(("before", "now"), STORES)
+def test_a_listener_of_another_store_is_not_asked_about_a_batch(
     log: CommitLog, before: str | None, now: str | None
 ) -> None:
     """A driver died within its local transaction, and the next one has another transactionListener."""
@@ -783,7 +779,7 @@ def test_a_listener_of_another_fence_is_not_asked_about_a_batch(
     listener = Bearing(now)
     with pytest.raises(FenceError, match=r"app:0.*prepared with.*[Rr]estart with.*log\.resolve") as caught:
         send(another(log), listener, header(fence_id=now), timeout_s=DEADLINE_S)
-    assert all(fence in str(caught.value) for fence in (before, now) if fence)
+    assert all(said in str(caught.value) for said in (before, now) if said)
     assert not listener.checked
     assert not listener.executed
     assert states(log, record) == {RowState.PENDING: len(KEYS)}
@@ -792,7 +788,7 @@ def test_a_listener_of_another_fence_is_not_asked_about_a_batch(
 
 
 @pytest.mark.parametrize("before", [RowState.ROLLED_BACK_BY_CHECK, RowState.QUARANTINED])
-def test_a_batch_is_not_reopened_for_a_listener_of_another_fence(log: CommitLog, before: RowState) -> None:
+def test_a_batch_is_not_reopened_for_a_listener_of_another_store(log: CommitLog, before: RowState) -> None:
     record = prepared(log, fence_id="shop-db")
     mask = log.state_of(record).rows_in((RowState.PENDING,))
     if before is RowState.QUARANTINED:

@@ -635,6 +635,15 @@ def _wrong_database() -> Iterator[None]:
 
 
 @mutant(
+    "a listener of another store answers a check", A.LOCAL_STATE_DISAGREES, listener="bare", stranger=True, rounds=4,
+    checkers=0, crash=0.04, **CALM, pause=0.0, zombies=0.0, person=False, check_timeout_s=30.0, temper_refuses=0.0,
+)  # fmt: skip
+def _another_store_answers() -> Iterator[None]:
+    with replaced((service_module, "require_same_fence", lambda half_id, prepared_with, found: None)):
+        yield
+
+
+@mutant(
     "a replay does not compare the fences", A.LOCAL_STATE_DISAGREES, **(RESTARTS | {"crash": 0.06}), changed=True,
     listener="fenced", checkers=0, stranger=False, person=False,
 )  # fmt: skip

@@ -189,7 +189,7 @@ class FencedListener(Listener):
     """A fence row a transaction, in one database transaction with the work; whoever inserts it first wins."""
 
     @property
-    def fence_id(self) -> str:
+    def store_id(self) -> str:  # type: ignore[override]
         return self.database.fence_id
 
     def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[Answer]:
@@ -252,7 +252,7 @@ class VersionedListener(Listener):
         self.table = table
 
     @property
-    def fence_id(self) -> str:
+    def store_id(self) -> str:  # type: ignore[override]
         return self.table.id
 
     def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[Answer]:
@@ -286,7 +286,8 @@ class VersionedListener(Listener):
 
 
 class BareListener(Listener):
-    """No fence: a check looks whether it happened. Safe against crashes, and as long as leases keep checks away."""
+    """No fence: a check looks whether it happened. Safe against crashes, and as long as leases keep checks away. Beside
+    a checker that looks into another database, its own one needs a name."""
 
     def execute(self, batch: HalfBatch, ids: Sequence[str]) -> list[Answer]:
         bodies = batch.messages(["transaction_id", "body"]).to_pylist()

@@ -253,7 +253,6 @@ class Scenario:
             self.pause, self.zombies, self.clock_steps, self.weather = 0.0, 0.0, False, Weather()
             self.wrong_clocks = 0.0
             self.person, self.check_timeout_s = False, 30.0
-            self.stranger = False  # nor tell another database from its own
             self.rivals = False  # a rival checks what is being executed
         if self.rivals:
             self.unkeyed = False  # a rival sends the same under the same key
@@ -456,7 +455,11 @@ class Simulation:
         parts = (database or self.database, self.scheduler, self.history, s.temper)
         if s.listener == "versioned":
             return VersionedListener(*parts, DeltaTwin("another table") if database else self.delta)
-        return (BareListener if s.listener == "bare" else FencedListener)(*parts)
+        if s.listener == "fenced":
+            return FencedListener(*parts)
+        bare = BareListener(*parts)
+        bare.store_id = bare.database.fence_id if s.stranger else None
+        return bare
 
     def check_rounds(self, log: SimulatedLog, database: Database | None = None) -> None:
         """A checker's life: some rounds."""
@@ -825,7 +828,7 @@ class Source:
         self.slipped = True
         app_id = f"slip-{self.name}"
         half_id = half_id_of(app_id, 0)
-        header = HalfHeader(half_id, app_id, 0, None, None, listener.fence_id, "batch", GROUP)
+        header = HalfHeader(half_id, app_id, 0, None, None, listener.store_id, "batch", GROUP)
         writer = HalfWriter(header, {TOPIC: self.simulation.scenario.queues}, TOPIC, None)
         now_us = int(log.machine.time() * 1_000_000)
         times = pa.array([now_us, NO_TIME_US], pa.int64()).cast(TIMESTAMP)
@@ -925,7 +928,7 @@ class StreamSource(Source):
         query: str | None = f"query of {self.name}{'b' if restored == 'query' else ''}"
         if restored == "hidden":
             query = offsets = None
-        header = HalfHeader(half_id, self.name, batch_id, query, offsets, listener.fence_id, s.per, GROUP)
+        header = HalfHeader(half_id, self.name, batch_id, query, offsets, listener.store_id, s.per, GROUP)
         fifo = frozenset({TOPIC} if s.fifo else ())
         writer = HalfWriter(header, {TOPIC: s.queues}, TOPIC, "k" if s.per == "key" else None, fifo)
         table = self.table(columns)

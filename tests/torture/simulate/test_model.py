@@ -162,7 +162,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     def _prepare(self, log: CommitLog, number: int) -> None:
         try:
             columns = {"body": self._bodies(number)}
-            record = prepare(log, 0, columns, app=f"app{number}", fence_id=self.listener.fence_id)
+            record = prepare(log, 0, columns, app=f"app{number}", fence_id=self.listener.store_id)
         except AlreadyPreparedError:
             assert self.state.batches[number].state != model.NONE
             return
