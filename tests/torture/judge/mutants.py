@@ -652,6 +652,32 @@ def _any_listener() -> Iterator[None]:
         yield
 
 
+PRUNES = {
+    "listener": "fenced", "prunes": True, **CALM, "wrong_clocks": 0.0, "person": False, "stranger": False,
+    "temper_refuses": 0.0,
+}  # fmt: skip
+
+
+@mutant(
+    "fence rows are pruned of half batches that have not left", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME,
+    **PRUNES, upkeep=14, crash=0.04, checkers=2, rounds=4, temper_check_unknown=0.8, checks_max=15,
+)  # fmt: skip
+def _pruned_fences() -> Iterator[None]:
+    with _often_leaving(), replaced((CommitLog, "still_in_half", lambda self, half_ids: set())):
+        yield
+
+
+@mutant(
+    "work begins although its tombstone may be pruned", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME,
+    **PRUNES, upkeep=60, pause=0.05, crash=0.0, zombies=0.9, streams=0, senders=2, threads=1, rivals=False,
+    unkeyed=False, lost_answers=None, batches=2, rows=2, per="batch", fifo=False, checkers=2, rounds=12, readers=0,
+    polls=1, planner=False, retention_s=None, temper_check_unknown=0.0, discard="rollback", checks_max=15,
+)  # fmt: skip
+def _late_work() -> Iterator[None]:
+    with _often_leaving(), replaced((FencedListener, "require_not_too_late", lambda self, batch: None)):
+        yield
+
+
 @mutant("a tombstone is written under another txn version", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME,
         listener="versioned", per="batch", **ZOMBIES)  # fmt: skip
 def _other_txn_version() -> Iterator[None]:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -20,6 +20,7 @@ from rmq_spark.transaction import (
     HalfBatch,
     LocalTransactionState,
     Rollback,
+    parse_transaction_id,
     verdict_of,
 )
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
@@ -30,6 +31,8 @@ REFUSED = Rollback("its work said no", refused=True)
 Answer = LocalTransactionState | Rollback
 VERDICTS: dict[str, Answer] = {EXECUTED: COMMIT_MESSAGE, ROLLED_BACK: REFUSED, TOMBSTONE: ROLLBACK_MESSAGE}
 LOCK_TIMEOUT_S = 5.0
+FENCES_S = 60.0
+"""A local transaction that begins later does not run. Fence rows live for twice as long, as the check job has it."""
 
 
 class Broken(Exception):
@@ -61,6 +64,7 @@ class Database:
     def __init__(self, scheduler: Scheduler, history: History, fence_id: str) -> None:
         self.fence_id = fence_id
         self.fence: dict[str, str] = {}
+        self.written: dict[str, float] = {}  # when each row was written first
         self._history = history
         self._scheduler = scheduler
         self._locks: dict[str, SimulatedLock] = {}
@@ -74,11 +78,23 @@ class Database:
         self.fence.update(states)
         for refused in (i for i, state in states.items() if state == ROLLED_BACK):
             self._history.note(Kind.REFUSED, half_id=batch.half_id, transaction_id=refused, attempt=batch.attempt)
+        for transaction_id in states:
+            self.written.setdefault(transaction_id, self._scheduler.now)
         for transaction_id, body in bodies:
             self._history.note(
                 Kind.LOCAL, half_id=batch.half_id, transaction_id=transaction_id, attempt=batch.attempt,
                 payload=payload_hash(body),
             )  # fmt: skip
+
+    def prune(self, still_in_half: Callable[[Collection[str]], set[str]]) -> int:
+        """Delete old rows of half batches that have left, as ``SqlTransactionListener.prune`` does."""
+        before = self._scheduler.now - 2 * FENCES_S
+        old = {i: parse_transaction_id(i)[0] for i, at in self.written.items() if at <= before}
+        stay = still_in_half(set(old.values())) if old else set()
+        gone = [i for i, half_id in old.items() if half_id not in stay]
+        for transaction_id in gone:  # another one may prune at the same time
+            self.fence.pop(transaction_id, None), self.written.pop(transaction_id, None)
+        return len(gone)
 
 
 @dataclass
@@ -188,6 +204,8 @@ class Listener(TransactionListener):
 class FencedListener(Listener):
     """A fence row a transaction, in one database transaction with the work; whoever inserts it first wins."""
 
+    prunes = False  # old fence rows are pruned
+
     @property
     def store_id(self) -> str:  # type: ignore[override]
         return self.database.fence_id
@@ -207,6 +225,7 @@ class FencedListener(Listener):
                 if len(recorded) < len(ids):
                     raise LocalTransactionError("some of the transactions ran before")
                 return [VERDICTS[recorded[i]] for i in ids]
+            self.require_not_too_late(batch)
             states = self.work(ids)
             done = [(r["transaction_id"], r["body"]) for r in bodies if states[r["transaction_id"]] == EXECUTED]
             database.commit(states, batch, done)
@@ -234,6 +253,10 @@ class FencedListener(Listener):
 
     def recorded(self, ids: Sequence[str]) -> dict[str, str]:
         return {i: self.database.fence[i] for i in ids if i in self.database.fence}
+
+    def require_not_too_late(self, batch: HalfBatch) -> None:
+        if self.prunes and self._scheduler.machine_s() - batch.prepared_at.timestamp() >= FENCES_S:
+            raise LocalTransactionError("a check's tombstone may be pruned by now")
 
     def require_same_fence(self, batch: HalfBatch) -> None:
         if batch.fence_id != self.database.fence_id:

@@ -133,6 +133,7 @@ class Scenario:
     stranger: bool = False  # one more checker, which looks into another database
     deletions: int = 0  # so often another writer deletes a row of messages, and a person puts it back later
     listener: str = "fenced"
+    prunes: bool = False  # upkeep prunes the fence
     slips: bool = False  # each source first sends a time that no consumer could hold; the door must refuse it
     immunity: bool = False  # messages ask for longer, or shorter, than the time-out before their check
     discard: str = "quarantine"
@@ -215,7 +216,9 @@ class Scenario:
         if scenario.restored == "query" and scenario.planner:
             scenario.restored = "hidden"
         scenario.slips = scenario.on_listener_error == "unknown"
-        return scenario.in_mood(pick((None,) * 8 + MOODS)).made_possible()
+        scenario.in_mood(pick((None,) * 8 + MOODS))
+        scenario.prunes = often() < 0.3  # last: what older seeds draw stays
+        return scenario.made_possible()
 
     def in_mood(self, mood: str | None) -> Scenario:
         """The scenario, with more of one kind of trouble."""
@@ -241,6 +244,8 @@ class Scenario:
         if self.streams + self.senders == 0:
             self.streams = 1
         self.fifo = self.fifo and self.sharded
+        # Clocks that are wrong by minutes are to a fence's minute what those wrong by weeks are to its week.
+        self.prunes = self.prunes and self.listener == "fenced" and not (self.clock_steps or self.wrong_clocks)
         if self.fifo and self.senders:
             self.upkeep = 0  # a rewrite of one pending send makes it a later one: the order of sends is their time's
         if self.fifo and self.wrong_clocks:
@@ -456,7 +461,9 @@ class Simulation:
         if s.listener == "versioned":
             return VersionedListener(*parts, DeltaTwin("another table") if database else self.delta)
         if s.listener == "fenced":
-            return FencedListener(*parts)
+            fenced = FencedListener(*parts)
+            fenced.prunes = s.prunes
+            return fenced
         bare = BareListener(*parts)
         bare.store_id = bare.database.fence_id if s.stranger else None
         return bare
@@ -618,6 +625,8 @@ class Simulation:
         self.counts["half files stripped"] += report.files_stripped
         self.counts["files expired"] += report.files_expired
         self.counts["op rows pruned"] += report.rows_pruned
+        if self.scenario.prunes:
+            self.counts["fence rows pruned"] += self.database.prune(self.world.open_log().still_in_half)
 
     def read_drained(self, log: SimulatedLog, operation: str) -> None:
         """The table ``messages`` as it is at some moment, for any reader of Delta."""
