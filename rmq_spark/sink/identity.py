@@ -223,7 +223,7 @@ def _make_known(folder: _Folder, query_id: str, batch_id: int, or_else: str | No
             f"nobody knows as which query the batches before batch {batch_id} of the checkpoint {folder.name!r} were "
             f"sent: it has no file {ID_FILE} that can be read, and Spark makes another id when its file metadata is "
             f'lost, so a batch may be sent twice. Restore {ID_FILE} from a copy; or write {{"id": "..."}} into it, '
-            f"with the query_id that txmq trace shows of what was sent; {or_else}"
+            f"with the query_id that log.trace tells of what was sent; {or_else}"
         )
     try:
         folder.write(ID_FILE, json.dumps({"id": query_id}).encode())
