@@ -83,6 +83,8 @@ class SendFuture(Future[TransactionSendResult]):
         self._room = room
         self._left: deque[Callable[[Future[TransactionSendResult]], object]] | None = None
         self._is_over = False
+        self.calls: Callable[[Future[TransactionSendResult]], object] | None = None
+        """The callback that is being called."""
 
     def add_done_callback(self, fn: Callable[[Future[TransactionSendResult]], object]) -> None:
         """Call a function when the send has come to its end; at once when it has."""
@@ -132,12 +134,14 @@ class SendFuture(Future[TransactionSendResult]):
         interrupt: KeyboardInterrupt | None = None
         while self._left:
             try:
-                super().add_done_callback(self._left.popleft())  # it is done, so this calls, and logs an Exception
+                self.calls = self._left.popleft()
+                super().add_done_callback(self.calls)  # it is done, so this calls, and logs an Exception
             except IndexError:  # another thread calls it
                 break
             except KeyboardInterrupt as problem:
                 interrupt = problem
             except BaseException as problem:
                 logger.error("a callback of a send raised: %s", traceback_of(problem))
+        self.calls = None
         if interrupt is not None:
             raise interrupt

@@ -85,6 +85,7 @@ class Crew:
         self._more = threading.Condition(self._lock)
         self._done = threading.Condition(self._lock)
         self._waiting: deque[Callable[[], object]] = deque()
+        self._under_way: set[Callable[[], object]] = set()
         self._threads = 0
         self._comes = False  # one of them is on its way: it was started, or woken up
         self._idle = 0  # so many of them wait for more
@@ -101,10 +102,15 @@ class Crew:
         if not has_thread:
             self._work_off()
 
-    def wait(self) -> None:
-        """Wait until all is done."""
+    def wait(self, seconds: float) -> list[Callable[[], object]]:
+        """Wait until all is done, and return what is still under way when the time is over."""
         with self._lock:
-            self._done.wait_for(lambda: not self._waiting and self._threads == self._idle)
+            is_done = self._done.wait_for(lambda: not self._waiting and self._threads == self._idle, seconds)
+        return [] if is_done else self.under_way()
+
+    def under_way(self) -> list[Callable[[], object]]:
+        """What is being done now."""
+        return list(self._under_way)
 
     def _one_more(self) -> bool:
         """Call one more thread when there is something for it to do; False when it cannot start."""
@@ -158,9 +164,12 @@ class Crew:
                 work = self._waiting.popleft()
                 self._one_more()
             try:
+                self._under_way.add(work)
                 work()
             except BaseException as problem:  # the others must be done, too
                 logger.error("a piece of work ended: %s", traceback_of(problem))
+            finally:
+                self._under_way.discard(work)
 
 
 def submitted(
