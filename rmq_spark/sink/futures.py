@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures._base
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
@@ -11,10 +13,29 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
+from rmq_spark.machine import is_held
 from rmq_spark.redaction import traceback_of
 from rmq_spark.sink.sent import TransactionSendResult
 
 logger = logging.getLogger(__name__)
+
+
+_METHODS = (__file__, concurrent.futures._base.__file__)
+"""Where the methods of a future are."""
+
+
+def holds_a_future() -> bool:
+    """Whether this call came in the midst of a method that has the lock of a future of a send, which the end of that
+    send needs: from ``__del__``, a signal handler."""
+    frame = sys._getframe()
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        if frame.f_code.co_filename in _METHODS:
+            sent = frame.f_locals.get("self")
+            condition = getattr(sent, "_condition", None)  # there is none yet while it is made
+            if isinstance(condition, _Quiet) and is_held(condition.lock):
+                return True
+    return False
 
 
 class _Quiet:
@@ -24,27 +45,27 @@ class _Quiet:
     ``threading.Condition`` is eight of them.
     """
 
-    __slots__ = ("_condition", "_lock")
+    __slots__ = ("_condition", "lock")
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._condition: threading.Condition | None = None
 
     def __enter__(self) -> bool:
-        return self._lock.__enter__()
+        return self.lock.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        self._lock.release()
+        self.lock.release()
 
     def acquire(self) -> bool:
-        return self._lock.acquire()
+        return self.lock.acquire()
 
     def release(self) -> None:
-        self._lock.release()
+        self.lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
         if self._condition is None:
-            self._condition = threading.Condition(self._lock)
+            self._condition = threading.Condition(self.lock)
         return self._condition.wait(timeout)
 
     def notify_all(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -43,9 +44,10 @@ from rmq_spark.listener import (
     require_executing,
     require_listener,
 )
+from rmq_spark.machine import is_held
 from rmq_spark.message import Message, require_app_id, require_group_name
 from rmq_spark.sink.flights import Flights
-from rmq_spark.sink.futures import SendFuture
+from rmq_spark.sink.futures import SendFuture, holds_a_future
 from rmq_spark.sink.given import is_small, message_list, require_message, stage, topics_in
 from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
 from rmq_spark.sink.sent import TransactionSendResult, result_of
@@ -204,6 +206,7 @@ class TransactionMQProducer:
         self._await_s = seconds(await_termination, "await_termination")
         self._under_way = UnderWay(self.log.machine)
         self._plainly = self.two_phase.with_listener(CommitOncePrepared())
+        self._commits.holds = self._holds
         self._forget_others()
         self._forks = forks()
         self._started = self.log.machine.unique_id()
@@ -242,6 +245,15 @@ class TransactionMQProducer:
         callers = Crew(self._in_flight_max, f"{name}-callback", machine, _mark_own_thread)
         self._flights = Flights(self._commits, self._turns, self._senders, listeners, callers)
         self._with_thread: set[SendFuture] = set()  # sends that have a thread of their own, or wait for one
+        self._locks = (
+            self._under_way.lock, self._in_flight.changed, self._turns.lock,
+            *(crew.lock for crew in (self._senders, listeners, callers)),
+        )  # fmt: skip
+
+    def _holds(self) -> bool:
+        """Whether this thread has a lock that the end of a send takes. It is in the midst of a call then, and this call
+        came from ``__del__``, or a signal handler."""
+        return any(map(is_held, self._locks)) or holds_a_future()
 
     def shutdown(self) -> None:
         """Close the producer: accept no more, and wait for sends, callbacks, a check, or upkeep, that are under way.
@@ -514,10 +526,12 @@ class TransactionMQProducer:
     def _take_room(self, in_flight: InFlight, who: object) -> None:
         """Take a place among those in flight."""
         self._enter(who)
-        # The sends that are under way may need an event loop, or this very thread, in which a listener or a callback
-        # runs, or a commit. None of these may wait for room, so more are accepted.
-        if _event_loop() is None and not _in_own_thread() and self._commits.may_wait:
-            in_flight.enter(who)
+        in_flight.enter(who, self._may_wait_for_room)
+
+    def _may_wait_for_room(self) -> bool:
+        """Whether this call may wait until a send has come to its end. That may need an event loop, or this thread, in
+        which a listener or a callback runs, or a commit, or a send that has taken its room."""
+        return _event_loop() is None and not _in_own_thread() and self._commits.may_wait and not _is_within_a_send()
 
     # ------------------------------------------------------------------ with a session
     @named
@@ -591,6 +605,7 @@ class TransactionMQProducer:
         place = object()
         try:
             self._enter(place)
+            self._commits.require_may_wait()
             given = messages if isinstance(messages, pa.Table) else message_list(messages)
             return self._send_admitted(two_phase, given, arg, topic, transaction_key, per, idempotency_key)
         finally:
@@ -699,6 +714,18 @@ def _callback_of(work: Callable[[], object]) -> str:
     """The name of the callback that a piece of work of the callers calls."""
     sent = getattr(work, "__self__", None)
     return name_of(sent.calls if isinstance(sent, SendFuture) and sent.calls is not None else work)
+
+
+def _is_within_a_send() -> bool:
+    """Whether Python calls this, as ``__del__`` or a signal handler, in the midst of a send that takes room."""
+    frame, doors = sys._getframe(), 0
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        doors += frame.f_code in _DOORS
+    return doors > 1  # one is this send's own
+
+
+_DOORS = (TransactionMQProducer._fly.__code__, TransactionMQProducer._start_thread.__code__)
 
 
 def _mark_own_thread() -> None:
