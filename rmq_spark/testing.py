@@ -210,7 +210,7 @@ class MemoryTable:
 
     def try_commit(self, change: Change) -> bool:
         with self._versions.lock:
-            if self._state is not self._versions.head:
+            if self._state is not self._versions.head or change.is_stale(self._state.version):
                 return False
             removed = set(change.remove)
             files = {p: a for p, a in self._state.files.items() if p not in removed}

@@ -131,6 +131,13 @@ class Change:
     """Of applications, the newest batch id that it has."""
     modification_time_ms: int | None = None
     data_change: bool = True
+    version: int | None = None
+    """The one that it was proposed for. The loop sets it."""
+
+    def is_stale(self, version: int) -> bool:
+        """Whether the table is not at the version before this change's: the thread that commits has moved it, in a call
+        that came in the midst of the loop (``__del__``, a signal handler), or has had to open it anew."""
+        return self.version is not None and self.version != version + 1
 
 
 class Clock(Protocol):
@@ -276,9 +283,11 @@ def compare_and_set(
             # Our last try may have landed although it was reported lost.
             if change is not None and has_landed(change):
                 return change
-            change = propose(table.version + 1)
+            version = table.version + 1
+            change = propose(version)
             if change is None:
                 return None
+            change = replace(change, version=version)
             staged.require(change)
             try:
                 acknowledged = try_commit(change)
@@ -926,8 +935,11 @@ class DeltaLogTable:
         version = self.version + 1
         seal = {ENTRY_SEAL: entry_seal(version, said)}
         cleans = version % CHECKPOINT_INTERVAL == 0
+        table = self._table
+        if change.is_stale(int(table.version())):
+            return False
         try:
-            self._table.create_write_transaction(
+            table.create_write_transaction(
                 actions,
                 mode="append",
                 schema=self._delta_schema,
