@@ -92,7 +92,7 @@ class _Versions:
 
     def __init__(self, table_id: str) -> None:
         self.id = table_id
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.head = _State(0, {}, {})
         self.removed: dict[str, float] = {}
 

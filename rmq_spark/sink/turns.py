@@ -92,7 +92,10 @@ class InFlight:
     def enter(self, who: object, may_wait: Callable[[], bool]) -> None:
         """Take room, and wait for it where that is allowed; else one more is let in."""
         with self.changed:
-            if len(self._inside) < self._most or may_wait():
+            if has_room := len(self._inside) < self._most:
+                self._inside.add(who)
+        if not has_room and may_wait():
+            with self.changed:
                 self.changed.wait_for(lambda: len(self._inside) < self._most)
                 self._inside.add(who)
 
