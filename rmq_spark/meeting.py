@@ -93,7 +93,7 @@ class Meeting:
         self._place = hashlib.sha256(name.encode()).hexdigest()[:NAME_CHARS]
         self._who = {"name": name, "version": version, "clock": _clock()}
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._server: _Server | None = None
         self._followed: str | None = None  # the id of the one that serves
         self._idle: list[_Line] = []
@@ -328,7 +328,7 @@ class _Server:
         self._hello = {**who, "pid": os.getpid(), "id": machine.unique_id()}
         self._serve = serve
         self._machine = machine
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._lines: set[_Line] = set()
         self._asked = 0
         self._nobody_waits = threading.Event()

@@ -91,7 +91,7 @@ CONSUMERS: WeakSet[Any] = WeakSet()
 """The ``PushConsumer`` s of this process that are started. ``in_flight()`` of each says what it has fetched."""
 
 _observers: tuple[Observer, ...] = ()
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def add(observer: Observer) -> None:

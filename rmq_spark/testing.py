@@ -93,7 +93,7 @@ class _Versions:
 
     def __init__(self, table_id: str) -> None:
         self.id = table_id
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.head = _State(0, {}, {})
         self.removed: dict[str, float] = {}
 
@@ -215,7 +215,7 @@ class MemoryTable:
 
     def try_commit(self, change: Change) -> bool:
         with self._versions.lock:
-            if self._state is not self._versions.head:
+            if self._state is not self._versions.head or change.is_stale(self._state.version):
                 return False
             removed = set(change.remove)
             files = {p: a for p, a in self._state.files.items() if p not in removed}

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
@@ -122,6 +123,8 @@ class GroupCommit:
 
     def __init__(self, log: ProtocolSteps, linger_s: float = 0.0, at_once_max: int = AT_ONCE_MAX) -> None:
         self._log = log
+        self.holds: Callable[[], bool] = bool
+        """Whether this thread holds a lock that whoever is given an answer takes."""
         machine, needs = log.machine, log.lock
         self._prepares: Lane[_Waiting | OneMessage | Staged, HalfRecord | TxmqError] = Lane(
             machine, "txmq-prepare", self._prepare_many, linger_s, at_once_max, needs=needs
@@ -138,9 +141,11 @@ class GroupCommit:
     def may_wait(self) -> bool:
         """Whether this thread may wait for a commit. One that commits may not, and one that holds a lock which a commit
         needs: what Python calls in its midst (a signal handler, ``__del__``, a log handler) would wait for itself."""
-        return self._prepares.may_wait and self._decides.may_wait
+        lanes = (self._prepares, self._decides)
+        return not (any(lane.is_held for lane in lanes) or is_within(lanes) or self.holds())
 
-    def _require_may_wait(self) -> None:
+    def require_may_wait(self) -> None:
+        """Raise OptionError in a thread that may not wait for a commit."""
         if not self.may_wait:
             raise OptionError(
                 "a send waits for a commit, and this call came in the midst of one, from a signal handler, a log "
@@ -156,7 +161,7 @@ class GroupCommit:
         AlreadyPreparedError, StagedFilesTooOldError, LostStagedFileError, MessageError
             For this half batch alone.
         """
-        self._require_may_wait()
+        self.require_may_wait()
         found = self._prepares.ask(_Waiting(header, files), header.half_id)
         if isinstance(found, HalfRecord):
             return found
@@ -187,7 +192,7 @@ class GroupCommit:
         TxmqError
             When that fails for one of them. Others may be prepared.
         """
-        self._require_may_wait()
+        self.require_may_wait()
         found = self._prepares.ask_all({batch.header.half_id: batch for batch in staged})
         return [_answer(one, (HalfRecord, *PREPARE_ERRORS)) for one in found]
 
@@ -199,7 +204,7 @@ class GroupCommit:
         TxmqError
             When that fails for one of them. Others may be decided.
         """
-        self._require_may_wait()
+        self.require_may_wait()
         found = self._decides.ask_all({decision.record.half_id: decision for decision in decisions})
         return [_answer(one, (Decided,)) for one in found]
 
@@ -340,7 +345,6 @@ class Lane(Generic[Request, Result]):
         self._machine = machine
         self.hurries = False
         self._needs = needs
-        self._worker = 0  # the thread that commits now
         self._linger_s = linger_s
         self._at_once_max = at_once_max
         self._name = name
@@ -357,9 +361,9 @@ class Lane(Generic[Request, Result]):
         self._beside._beside = self
 
     @property
-    def may_wait(self) -> bool:
-        """Whether this thread may wait for an answer."""
-        return threading.get_ident() != self._worker and not (is_held(self._lock) or is_held(self._needs))
+    def is_held(self) -> bool:
+        """Whether this thread has a lock that a commit needs."""
+        return is_held(self._lock) or is_held(self._needs)
 
     def ask(self, request: Request, half_id: str) -> Result:
         """Wait for the commit that has this request, and return its answer or raise its problem."""
@@ -391,10 +395,12 @@ class Lane(Generic[Request, Result]):
                     self._runs = True
                     has_thread = self._starts()
             except BaseException:  # an interrupt. Two threads at work do no harm
-                self._runs = False
                 for one in asked:
                     with suppress(ValueError):
                         self._waiting.remove(one)
+                self._runs = False
+                if self._waiting:  # what Python called in our midst has put them there, and found a thread on its way
+                    self._runs = self._starts()
                 raise
         if not has_thread:
             self._work()
@@ -408,7 +414,6 @@ class Lane(Generic[Request, Result]):
 
     def _work(self) -> None:
         try:
-            self._worker = threading.get_ident()
             self._gather()
             while group := self._next():
                 began_s = self._machine.monotonic()
@@ -422,15 +427,11 @@ class Lane(Generic[Request, Result]):
         except BaseException as problem:  # a full memory: those who wait must hear of it, and the next one starts anew
             with self._lock:
                 self._runs = False
-                left = list(self._waiting)
-                self._waiting.clear()
+                left, self._waiting = self._waiting, deque()
             for asked in left:
                 asked.problem = _one_more(problem)
                 asked.tell()
             logger.error("%s ended, and the next request starts it anew: %s", self._name, traceback_of(problem))
-        finally:
-            if self._worker == threading.get_ident():
-                self._worker = 0
 
     def _gather(self) -> None:
         """Wait for as many as came lately. Those of the last group come again soon, one after the other: the first of
@@ -451,18 +452,26 @@ class Lane(Generic[Request, Result]):
             self._machine.sleep(GATHERING_S)
 
     def _next(self) -> list[_Asked[Request, Result]]:
-        """Those who are next, each half batch once."""
+        """Those who are next, each half batch once. None, and the thread ends: who comes then starts another."""
         with self._lock:
-            group: dict[str, _Asked[Request, Result]] = {}
-            later: list[_Asked[Request, Result]] = []
-            while self._waiting and len(group) < self._at_once_max:
-                asked = self._waiting.popleft()
-                if group.setdefault(asked.half_id, asked) is not asked:
-                    later.append(asked)
-            self._waiting.extendleft(reversed(later))
-            self._hurry = bool(later)
-            self._runs = bool(group)
-            return list(group.values())
+            while True:
+                group = self._group()
+                self._runs = bool(group)
+                # Python may call us in our midst (__del__, a signal handler). Who came before that line found a thread
+                # that runs, so look again.
+                if group or not self._waiting:
+                    return group
+
+    def _group(self) -> list[_Asked[Request, Result]]:
+        group: dict[str, _Asked[Request, Result]] = {}
+        later: list[_Asked[Request, Result]] = []
+        while self._waiting and len(group) < self._at_once_max:
+            asked = self._waiting.popleft()
+            if group.setdefault(asked.half_id, asked) is not asked:
+                later.append(asked)
+        self._waiting.extendleft(reversed(later))
+        self._hurry = bool(later)
+        return list(group.values())
 
     def _answer(self, group: Sequence[_Asked[Request, Result]]) -> None:
         try:
@@ -480,6 +489,16 @@ class Lane(Generic[Request, Result]):
                 asked.problem = problem if len(group) == 1 else _one_more(problem)
         for asked in group:
             asked.tell()
+
+
+def is_within(lanes: Collection[Lane[Any, Any]]) -> bool:
+    """Whether this call came from within the work of one of some lanes."""
+    frame = sys._getframe()
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        if frame.f_code is Lane._work.__code__ and frame.f_locals.get("self") in lanes:
+            return True
+    return False
 
 
 def _one_more(problem: BaseException) -> BaseException:

@@ -12,7 +12,7 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -275,11 +275,12 @@ class GroupMember:
         """Whether it has threads: since :meth:`start`, and until the end of :meth:`stop`."""
         return bool(self._threads)
 
-    def stop(self, timeout_s: float, at_exit: bool = False) -> None:
+    def stop(self, timeout_s: float, at_exit: bool = False, listener: str = "the listener") -> None:
         """End: wait for what runs, write progress, release the queues and leave the group.
 
         Queues of which something still runs after so many seconds are not released: the lease ends them. ``at_exit``
         says that Python ends: then threads that are within the store are waited for :data:`AT_EXIT_S_MAX` seconds.
+        ``listener`` is named when it still runs.
         """
         if self._is_copy():
             return
@@ -288,12 +289,17 @@ class GroupMember:
         end_s = self.machine.monotonic() + (min(timeout_s, AT_EXIT_S_MAX) if at_exit else timeout_s)
         at_exit_s = self.machine.monotonic() + AT_EXIT_S_MAX if at_exit else None
         if not is_first:  # the member's own thread may be at it
-            self._wait_for_threads(at_exit_s)
+            self._wait_for_threads(at_exit_s, self._threads)
             return
         try:
             self.stopping.set()
             late = self._wait_for_listeners(end_s)
-            goes_on = self._wait_for_threads(max(end_s, self.machine.monotonic() + LATE_S) if late else at_exit_s)
+            late_s = max(end_s, self.machine.monotonic() + LATE_S)
+            # A call may go on of a queue that somebody else has got.
+            calls = self._wait_for_threads(late_s, self._threads.keys() - OF_THE_STORE)
+            if late or calls:
+                self._tell_late(listener, timeout_s, late)
+            goes_on = calls | self._wait_for_threads(late_s if late or calls else at_exit_s, OF_THE_STORE)
             if not (at_exit and goes_on & OF_THE_STORE):
                 self.leave()
                 self.log.close()
@@ -303,9 +309,8 @@ class GroupMember:
         self._threads = {}
         atexit.unregister(self._at_exit)
 
-    def _wait_for_listeners(self, end_s: float) -> bool:
-        """Wait for running calls of the listener until a time, and return whether some are late."""
-        began_s = self.machine.monotonic()
+    def _wait_for_listeners(self, end_s: float) -> list[Queue]:
+        """Wait for running calls of the listener until a time, and return the queues of which some are late."""
         with self.changed:
             for queue in self.queues.values():
                 queue.releasing = True
@@ -313,18 +318,19 @@ class GroupMember:
             self.changed.notify_all()
             while any(q.running for q in self.queues.values()) and self.machine.monotonic() < end_s:
                 self.changed.wait(max(0.0, min(1.0, end_s - self.machine.monotonic())))
-            late = [q.queue for q in self.queues.values() if q.running]
-        if late:
-            logger.warning(
-                "consumer group %r: after %.1f s the listener still has messages of %s: these queues are free when the "
-                "lease is over, and their messages come again",
-                self.group, self.machine.monotonic() - began_s, late, extra=self._fields,
-            )  # fmt: skip
-        return bool(late)
+            return [q.queue for q in self.queues.values() if q.running]
 
-    def _wait_for_threads(self, end_s: float | None) -> set[str]:
-        """Wait for the threads, until a time when one is given, and return the names of those that go on."""
-        others = {name: t for name, t in self._threads.items() if t is not threading.current_thread()}
+    def _tell_late(self, listener: str, timeout_s: float, late: list[Queue]) -> None:
+        has = f"has messages of {late}" if late else "runs, with messages of queues that other members have by now"
+        logger.warning(
+            "consumer group %r: after %g s %s still %s: these queues are free when the lease is over, and their "
+            "messages come again. Give what blocks in it a time limit of its own",
+            self.group, timeout_s, listener, has, extra=self._fields,
+        )  # fmt: skip
+
+    def _wait_for_threads(self, end_s: float | None, names: Collection[str]) -> set[str]:
+        """Wait for some threads, until a time when one is given, and return the names of those that go on."""
+        others = {name: t for name, t in self._threads.items() if name in names and t is not threading.current_thread()}
         for thread in others.values():
             thread.join(None if end_s is None else max(0.0, end_s - self.machine.monotonic()))
         return {name for name, thread in others.items() if thread.is_alive()}

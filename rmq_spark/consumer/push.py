@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from rmq_spark import observer
+from rmq_spark.called import name_of
 from rmq_spark.commitlog.group_commit import GroupCommit
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import DELAY_LEVELS_S, named, seconds, whole_number
@@ -167,6 +168,7 @@ class PushConsumer:
         )  # fmt: skip
         self.orderly = mode == ORDERLY
         self._takes_positions = getattr(listener, "keeps_positions", False)
+        self._name = name_of(listener.function if isinstance(listener, EachMessage) else listener)
         self._listener = self._listener_of(listener, group)
         self._require_ready = getattr(listener, "require_created", lambda: None)
         self._is_each = isinstance(listener, EachMessage)
@@ -271,7 +273,7 @@ class PushConsumer:
             if self._open or self.member.is_running:
                 self._open = False
                 observer.CONSUMERS.discard(self)
-                self.member.stop(self._await_s, at_exit)
+                self.member.stop(self._await_s, at_exit, f"listener {self._name}")
 
     def _at_exit(self) -> None:
         self._end(at_exit=True)

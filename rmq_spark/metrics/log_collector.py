@@ -103,7 +103,7 @@ class LogCollector(prometheus.registry.Collector):
         self._cluster, self._node_id = cluster, node_id
         self._left_out = OF_A_WATCH if once else frozenset[str]()
         self._cache_s = seconds(cache_seconds, "cache_seconds")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._known: list[tuple[str, list[Sample]]] = []
         self._looked_s: float | None = None
 

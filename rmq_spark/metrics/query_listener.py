@@ -68,7 +68,7 @@ class QueryListener(StreamingQueryListener):
         self._every_s = seconds(every, "every")
         self._on_figures = on_figures
         self._watch = LogWatch(log_or_path, storage_options)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._told_s: float | None = None
         self._machine = self._watch.machine
 

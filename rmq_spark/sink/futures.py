@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures._base
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
@@ -11,10 +13,29 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
+from rmq_spark.machine import is_held
 from rmq_spark.redaction import traceback_of
 from rmq_spark.sink.sent import TransactionSendResult
 
 logger = logging.getLogger(__name__)
+
+
+_METHODS = (__file__, concurrent.futures._base.__file__)
+"""Where the methods of a future are."""
+
+
+def holds_a_future() -> bool:
+    """Whether this call came in the midst of a method that has the lock of a future of a send, which the end of that
+    send needs: from ``__del__``, a signal handler."""
+    frame = sys._getframe()
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        if frame.f_code.co_filename in _METHODS:
+            sent = frame.f_locals.get("self")
+            condition = getattr(sent, "_condition", None)  # there is none yet while it is made
+            if isinstance(condition, _Quiet) and is_held(condition.lock):
+                return True
+    return False
 
 
 class _Quiet:
@@ -24,27 +45,27 @@ class _Quiet:
     ``threading.Condition`` is eight of them.
     """
 
-    __slots__ = ("_condition", "_lock")
+    __slots__ = ("_condition", "lock")
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._condition: threading.Condition | None = None
 
     def __enter__(self) -> bool:
-        return self._lock.__enter__()
+        return self.lock.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        self._lock.release()
+        self.lock.release()
 
     def acquire(self) -> bool:
-        return self._lock.acquire()
+        return self.lock.acquire()
 
     def release(self) -> None:
-        self._lock.release()
+        self.lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
         if self._condition is None:
-            self._condition = threading.Condition(self._lock)
+            self._condition = threading.Condition(self.lock)
         return self._condition.wait(timeout)
 
     def notify_all(self) -> None:
@@ -83,6 +104,8 @@ class SendFuture(Future[TransactionSendResult]):
         self._room = room
         self._left: deque[Callable[[Future[TransactionSendResult]], object]] | None = None
         self._is_over = False
+        self.calls: Callable[[Future[TransactionSendResult]], object] | None = None
+        """The callback that is being called."""
 
     def add_done_callback(self, fn: Callable[[Future[TransactionSendResult]], object]) -> None:
         """Call a function when the send has come to its end; at once when it has."""
@@ -132,12 +155,14 @@ class SendFuture(Future[TransactionSendResult]):
         interrupt: KeyboardInterrupt | None = None
         while self._left:
             try:
-                super().add_done_callback(self._left.popleft())  # it is done, so this calls, and logs an Exception
+                self.calls = self._left.popleft()
+                super().add_done_callback(self.calls)  # it is done, so this calls, and logs an Exception
             except IndexError:  # another thread calls it
                 break
             except KeyboardInterrupt as problem:
                 interrupt = problem
             except BaseException as problem:
                 logger.error("a callback of a send raised: %s", traceback_of(problem))
+        self.calls = None
         if interrupt is not None:
             raise interrupt

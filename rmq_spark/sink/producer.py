@@ -6,17 +6,20 @@ import asyncio
 import atexit
 import logging
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
 import pyarrow as pa
 
 from rmq_spark import __version__
+from rmq_spark.called import name_of
 from rmq_spark.commitlog.group_commit import AT_ONCE_MAX
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
 from rmq_spark.commitlog.log import CommitLog
@@ -42,9 +45,10 @@ from rmq_spark.listener import (
     require_listener,
     store_id_of,
 )
+from rmq_spark.machine import is_held
 from rmq_spark.message import Message, require_app_id, require_group_name
 from rmq_spark.sink.flights import Flights
-from rmq_spark.sink.futures import SendFuture
+from rmq_spark.sink.futures import SendFuture, holds_a_future
 from rmq_spark.sink.given import is_small, message_list, require_message, stage, topics_in
 from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
 from rmq_spark.sink.sent import TransactionSendResult, result_of
@@ -61,6 +65,8 @@ IN_FLIGHT_MAX = 256
 AWAIT_TERMINATION_S = 30.0
 AT_EXIT_S_MAX = 10.0
 """Seconds for which the end of Python waits for a thread of a producer that was not closed."""
+LATE_S = 0.5
+"""The threads for checks and for upkeep have so long to end when sends have used up ``await_termination``."""
 _THREAD = threading.local()
 """``is_own`` in the threads that send for those who do not wait."""
 
@@ -137,7 +143,7 @@ class TransactionMQProducer:
         Seconds for which a repeated send (``idempotency_key``) asks the listener what became of the first one, before
         UnresolvedTransactionError.
     await_termination : float
-        Seconds for which :meth:`shutdown` waits for sends that are under way.
+        Seconds for which :meth:`shutdown` waits for sends that are under way, with their callbacks, and for a check.
 
     Examples
     --------
@@ -201,6 +207,7 @@ class TransactionMQProducer:
         self._await_s = seconds(await_termination, "await_termination")
         self._under_way = UnderWay(self.log.machine)
         self._plainly = self.two_phase.with_listener(CommitOncePrepared())
+        self._commits.holds = self._holds
         self._forget_others()
         self._forks = forks()
         self._started = self.log.machine.unique_id()
@@ -215,16 +222,16 @@ class TransactionMQProducer:
         self._require_own_process()
         with self._opening:
             if not self._under_way.is_open:
-                self._closing.clear()
+                self._closing = self.log.machine.event()  # what an earlier shutdown left has seen its own
                 atexit.register(self._end)
                 self._commits.hurry(False)
                 self._commits.open()
                 self._forget_others()
                 start = self.log.machine.start_thread
                 if self.check_interval is not None:
-                    self._threads.append(start(self._answer_checks, "txmq-checks", daemon=True))
+                    self._threads.append(start(partial(self._answer_checks, self._closing), "txmq-checks", daemon=True))
                 if self.maintenance_interval is not None:
-                    self._threads.append(start(self._keep_up, "txmq-maintainer", daemon=True))
+                    self._threads.append(start(partial(self._keep_up, self._closing), "txmq-maintainer", daemon=True))
                 self._under_way.open()
         return self
 
@@ -239,40 +246,69 @@ class TransactionMQProducer:
         callers = Crew(self._in_flight_max, f"{name}-callback", machine, _mark_own_thread)
         self._flights = Flights(self._commits, self._turns, self._senders, listeners, callers)
         self._with_thread: set[SendFuture] = set()  # sends that have a thread of their own, or wait for one
+        self._locks = (
+            self._under_way.lock, self._in_flight.changed, self._turns.lock,
+            *(crew.lock for crew in (self._senders, listeners, callers)),
+        )  # fmt: skip
+
+    def _holds(self) -> bool:
+        """Whether this thread has a lock that the end of a send takes. It is in the midst of a call then, and this call
+        came from ``__del__``, or a signal handler."""
+        return any(map(is_held, self._locks)) or holds_a_future()
 
     def shutdown(self) -> None:
-        """Close the producer: accept no more, and wait for sends, a check, or upkeep, that are under way.
+        """Close the producer: accept no more, and wait for sends, callbacks, a check, or upkeep, that are under way.
 
-        It waits for sends for ``await_termination`` seconds at most. Those that have not begun by then are cancelled
-        and leave nothing; a check settles what the others leave.
+        It waits for ``await_termination`` seconds at most, and then logs what it leaves under way. Sends that have not
+        begun by then are cancelled and leave nothing; a check settles what the others leave.
         """
         if forks() != self._forks:  # a forked copy has none of the threads
             self._under_way.is_open = False
             return
-        atexit.unregister(self._end)
+        until_s = self.log.machine.monotonic() + self._await_s
+
+        def seconds_left() -> float:
+            return max(0.0, until_s - self.log.machine.monotonic())
+
         self._commits.hurry()
         left = self._under_way.close(self._await_s)
+        late: list[str] = []
         if left:
             self._turns.close()
             for sent in list(self._with_thread):
                 self._flights.give_up(sent)
+            late += self._running_transactions()
         # A callback may close the producer in one of its threads, which cannot wait for itself.
         elif not _in_own_thread():
-            for crew in (self._senders, self._flights.listeners, self._flights.callers):
-                crew.wait()
+            for crew in (self._senders, self._flights.listeners):
+                crew.wait(seconds_left())
+            late += [f"callback {_callback_of(work)}" for work in self._flights.callers.wait(seconds_left())]
         self._commits.close()
         self._closing.set()
         for thread in self._threads:
-            thread.join()
-        self._threads = []
-        if left:  # they still need the log
-            logger.warning(
-                "producer %r was closed with %d under way (await_termination=%g s). Sends that had not "
-                "begun were cancelled; the others go on while the program lives, and a check settles what they leave",
-                self.producer_group, left, self._await_s,
-            )  # fmt: skip
-        else:
+            thread.join(max(LATE_S, seconds_left()))
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        late += [thread.name for thread in self._threads]
+        if not self._threads:
+            atexit.unregister(self._end)
+        if left or late:
+            self._tell_late(left, late)
+        else:  # what runs still needs the log
             self.log.close()
+
+    def _tell_late(self, left: int, late: Sequence[str]) -> None:
+        names = f" Still running: {'; '.join(sorted(set(late)))}." if late else ""
+        logger.warning(
+            "producer %r was closed with %d under way (await_termination=%g s).%s Sends that had not begun were "
+            "cancelled; what runs goes on while the program lives, and the end of Python waits for callbacks and local "
+            "transactions. A check settles what they leave. Give what blocks in them a time limit of its own",
+            self.producer_group, left, self._await_s, names,
+        )  # fmt: skip
+
+    def _running_transactions(self) -> list[str]:
+        """The local transactions that run in threads of the producer."""
+        running = self._flights.listeners.under_way()
+        return [f"local transaction of {name_of(self.listener)}"] if running else []
 
     def _end(self) -> None:
         """Python ends, and the producer was not closed: a thread that is within delta-rs would end it with a crash."""
@@ -290,7 +326,7 @@ class TransactionMQProducer:
     def __exit__(self, *details: object) -> None:
         self.shutdown()
 
-    def _answer_checks(self) -> None:
+    def _answer_checks(self, closing: threading.Event) -> None:
         from rmq_spark.check.service import CheckService
 
         service = CheckService(
@@ -300,14 +336,14 @@ class TransactionMQProducer:
             transaction_check_interval=self.check_interval or TRANSACTION_CHECK_INTERVAL_S,
             only_groups=True,
         )
-        service.run(self._closing)
+        service.run(closing)
 
-    def _keep_up(self) -> None:
+    def _keep_up(self, closing: threading.Event) -> None:
         from rmq_spark.check.fences import FencePruner
         from rmq_spark.check.maintainer import Maintainer
 
         interval = self.maintenance_interval or MAINTENANCE_INTERVAL_S
-        Maintainer(self.log, interval, fences=FencePruner(self.log, [self.listener])).run(self._closing)
+        Maintainer(self.log, interval, fences=FencePruner(self.log, [self.listener])).run(closing)
 
     # ------------------------------------------------------------------ sending
     def send_message_in_transaction(
@@ -493,10 +529,12 @@ class TransactionMQProducer:
     def _take_room(self, in_flight: InFlight, who: object) -> None:
         """Take a place among those in flight."""
         self._enter(who)
-        # The sends that are under way may need an event loop, or this very thread, in which a listener or a callback
-        # runs, or a commit. None of these may wait for room, so more are accepted.
-        if _event_loop() is None and not _in_own_thread() and self._commits.may_wait:
-            in_flight.enter(who)
+        in_flight.enter(who, self._may_wait_for_room)
+
+    def _may_wait_for_room(self) -> bool:
+        """Whether this call may wait until a send has come to its end. That may need an event loop, or this thread, in
+        which a listener or a callback runs, or a commit, or a send that has taken its room."""
+        return _event_loop() is None and not _in_own_thread() and self._commits.may_wait and not _is_within_a_send()
 
     # ------------------------------------------------------------------ with a session
     @named
@@ -570,6 +608,7 @@ class TransactionMQProducer:
         place = object()
         try:
             self._enter(place)
+            self._commits.require_may_wait()
             given = messages if isinstance(messages, pa.Table) else message_list(messages)
             return self._send_admitted(two_phase, given, arg, topic, transaction_key, per, idempotency_key)
         finally:
@@ -673,6 +712,24 @@ class TransactionMQProducer:
             numbered=False,
             made_up=idempotency_key is None,
         )
+
+
+def _callback_of(work: Callable[[], object]) -> str:
+    """The name of the callback that a piece of work of the callers calls."""
+    sent = getattr(work, "__self__", None)
+    return name_of(sent.calls if isinstance(sent, SendFuture) and sent.calls is not None else work)
+
+
+def _is_within_a_send() -> bool:
+    """Whether Python calls this, as ``__del__`` or a signal handler, in the midst of a send that takes room."""
+    frame, doors = sys._getframe(), 0
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        doors += frame.f_code in _DOORS
+    return doors > 1  # one is this send's own
+
+
+_DOORS = (TransactionMQProducer._fly.__code__, TransactionMQProducer._start_thread.__code__)
 
 
 def _mark_own_thread() -> None:

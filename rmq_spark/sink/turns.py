@@ -34,7 +34,8 @@ class UnderWay:
     """
 
     def __init__(self, machine: Machine) -> None:
-        self._lock = machine.lock()
+        self.lock = machine.lock()
+        """Who leaves takes it."""
         self._over = machine.event()  # set when the door is closed and nothing is under way
         self._inside: set[object] = set()
         self.is_open = False
@@ -46,20 +47,21 @@ class UnderWay:
 
     def enter(self, who: object) -> bool:
         """One more is under way; False when the door is closed."""
-        with self._lock:
+        with self.lock:
             if self.is_open:
                 self._inside.add(who)
             return self.is_open
 
     def leave(self, who: object) -> None:
         """One has come to its end, or has not entered."""
-        with self._lock:
-            self._inside.discard(who)
-            self._tell()
+        with self.lock:
+            if who in self._inside:
+                self._inside.remove(who)
+                self._tell()
 
     def close(self, seconds: float) -> int:
         """Let nobody in any more, wait for those who are, and return how many are left when the time is over."""
-        with self._lock:
+        with self.lock:
             self.is_open = False
             self._tell()
         self._over.wait(seconds)
@@ -84,19 +86,24 @@ class InFlight:
         self._most = most
         self._left = left
         self._inside: set[object] = set()
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
+        """Whose lock :meth:`leave` takes."""
 
-    def enter(self, who: object) -> None:
-        """Wait for room, and take it."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._inside) < self._most)
-            self._inside.add(who)
+    def enter(self, who: object, may_wait: Callable[[], bool]) -> None:
+        """Take room, and wait for it where that is allowed; else one more is let in."""
+        with self.changed:
+            if has_room := len(self._inside) < self._most:
+                self._inside.add(who)
+        if not has_room and may_wait():
+            with self.changed:
+                self.changed.wait_for(lambda: len(self._inside) < self._most)
+                self._inside.add(who)
 
     def leave(self, who: object) -> None:
         """Give up the room, if there is any to give up."""
-        with self._changed:
+        with self.changed:
             self._inside.discard(who)
-            self._changed.notify()
+            self.changed.notify()
         self._left(who)
 
 
@@ -151,7 +158,8 @@ class Turns:
         self._threads = threads
         self._within_s = transaction_timeout_s * WAITING_PART
         self._free = threading.BoundedSemaphore(threads)
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()  # what Python calls in our midst may send, too
+        """Who begins and who ends takes it."""
         self._waiting: deque[tuple[object, Callable[[], bool], Callable[[], object] | None]] = deque()
         self._admitted: set[object] = set()
         self._mean_s: float | None = None  # how long a local transaction takes
@@ -167,7 +175,7 @@ class Turns:
     def admit(self, who: object, begin: Callable[[], bool], give_up: Callable[[], object] | None = None) -> None:
         """Call ``begin`` when one more send may be prepared, and ``give_up`` when that will never be. When ``begin``
         returns False, the next one may begin in its place. After an interrupt in here, call :meth:`leave`."""
-        with self._lock:
+        with self.lock:
             has_room = len(self._admitted) < self.room
             if has_room:
                 self._admitted.add(who)
@@ -181,23 +189,24 @@ class Turns:
 
     def leave(self, who: object) -> None:
         """One that was admitted has ended its local transaction, or will have none. Others may begin."""
-        with self._lock:
+        with self.lock:
             self._admitted.discard(who)
         while True:
-            with self._lock:
+            with self.lock:
                 if not self._waiting or len(self._admitted) >= self.room:
                     return
                 other, begin, _ = self._waiting.popleft()
                 self._admitted.add(other)
             if not begin():
-                with self._lock:
+                with self.lock:
                     self._admitted.discard(other)
 
     def close(self) -> None:
         """Nobody waits any more for those that still run: those that can give up do so."""
-        with self._lock:
+        with self.lock:
             self._is_over = True
-            left, self._waiting = self._waiting, deque(w for w in self._waiting if w[2] is None)
+            left = list(self._waiting)
+            self._waiting = deque(w for w in left if w[2] is None)
         for _, _, give_up in left:
             if give_up is not None:
                 give_up()

@@ -81,30 +81,38 @@ class Crew:
         self._name = name
         self._machine = machine
         self._begin = begin
-        self._lock = threading.RLock()  # a signal handler may send, too
-        self._more = threading.Condition(self._lock)
-        self._done = threading.Condition(self._lock)
+        self.lock = threading.RLock()  # a signal handler may send, too
+        """Who puts something takes it."""
+        self._more = threading.Condition(self.lock)
+        self._done = threading.Condition(self.lock)
         self._waiting: deque[Callable[[], object]] = deque()
+        self._under_way: set[Callable[[], object]] = set()
         self._threads = 0
         self._comes = False  # one of them is on its way: it was started, or woken up
         self._idle = 0  # so many of them wait for more
 
     def put(self, work: Callable[[], object]) -> None:
         """Do it in a thread in which it may wait."""
-        with self._lock:
+        with self.lock:
             self._waiting.append(work)
             try:
                 has_thread = self._one_more()
             except BaseException:  # an interrupt
                 self._waiting.remove(work)
+                self._one_more()  # for what Python called in our midst has put there
                 raise
         if not has_thread:
             self._work_off()
 
-    def wait(self) -> None:
-        """Wait until all is done."""
-        with self._lock:
-            self._done.wait_for(lambda: not self._waiting and self._threads == self._idle)
+    def wait(self, seconds: float) -> list[Callable[[], object]]:
+        """Wait until all is done, and return what is still under way when the time is over."""
+        with self.lock:
+            is_done = self._done.wait_for(lambda: not self._waiting and self._threads == self._idle, seconds)
+        return [] if is_done else self.under_way()
+
+    def under_way(self) -> list[Callable[[], object]]:
+        """What is being done now."""
+        return list(self._under_way)
 
     def _one_more(self) -> bool:
         """Call one more thread when there is something for it to do; False when it cannot start."""
@@ -131,7 +139,7 @@ class Crew:
 
     def _run(self) -> None:
         self._begin()
-        with self._lock:
+        with self.lock:
             self._comes = False
         self._work_off(own_thread=True)
 
@@ -143,24 +151,30 @@ class Crew:
             self._more.wait(LINGERS_S)
             self._idle -= 1
             self._comes = False
-        if self._waiting:
-            return True
+        # Python may call us in our midst (__del__, a signal handler): this one goes before it looks for the last time.
         self._threads -= 1
-        return False
+        if not self._waiting:
+            return False
+        self._threads += 1
+        return True
 
     def _work_off(self, own_thread: bool = False) -> None:
         """Work until nothing is left. A piece may wait: the thread that comes next goes on meanwhile."""
         while True:
-            with self._lock:
+            with self.lock:
                 if not (self._gets_more() if own_thread else self._waiting):
                     self._done.notify_all()
                     return
                 work = self._waiting.popleft()
                 self._one_more()
             try:
+                self._under_way.add(work)
                 work()
             except BaseException as problem:  # the others must be done, too
                 logger.error("a piece of work ended: %s", traceback_of(problem))
+            finally:
+                self._under_way.discard(work)
+                del work  # what it drops, such as an object with __del__, is not dropped with our lock held
 
 
 def submitted(

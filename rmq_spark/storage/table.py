@@ -145,6 +145,13 @@ class Change:
     data_change: bool = True
     removed_earlier_s: float = 0.0
     """The files that it removes count as removed so many seconds earlier, so upkeep deletes them sooner."""
+    version: int | None = None
+    """The one that it was proposed for. The loop sets it."""
+
+    def is_stale(self, version: int) -> bool:
+        """Whether the table is not at the version before this change's: the thread that commits has moved it, in a call
+        that came in the midst of the loop (``__del__``, a signal handler), or has had to open it anew."""
+        return self.version is not None and self.version != version + 1
 
 
 class Clock(Protocol):
@@ -302,11 +309,13 @@ def compare_and_set(
                 return change
             if table.name in OURS_ALONE:
                 require_own(table)
-            change = propose(table.version + 1)
+            version = table.version + 1
+            change = propose(version)
             if change is None:
                 return None
+            change = replace(change, version=version)
             staged.require(change)
-            own = replace(change, transactions={**change.transactions, OWN: table.version + 1})
+            own = replace(change, transactions={**change.transactions, OWN: version})
             try:
                 acknowledged = try_commit(own)
             except TxmqError:
@@ -1023,8 +1032,11 @@ class DeltaLogTable:
         version = self.version + 1
         seal = {ENTRY_SEAL: entry_seal(version, said)}
         cleans = version % CHECKPOINT_INTERVAL == 0
+        table = self._table
+        if change.is_stale(int(table.version())):
+            return False
         try:
-            self._table.create_write_transaction(
+            table.create_write_transaction(
                 actions,
                 mode="append",
                 schema=self._delta_schema,

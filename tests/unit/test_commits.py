@@ -27,13 +27,17 @@ from tests.half_batches import another, bodies, check_offsets, commit, header_of
 
 
 # ---------------------------------------------------------------- threads that share a handle
-def look_meanwhile(table: Any, elsewhere: Callable[[], object], look: Callable[[], object]) -> None:
-    """Before the next commit of a table: another process commits, and then another thread of this one looks."""
+def look_meanwhile(table: Any, elsewhere: Callable[[], object], look: Callable[[], object], here: bool = False) -> None:
+    """Before the next commit of a table: another process commits, and then another thread of this one looks, or this
+    very thread, in ``__del__``."""
     real = table.try_commit
 
     def overtaken(change: Change) -> bool:
         table.try_commit = real
         elsewhere()
+        if here:
+            look()
+            return bool(real(change))
         thread = threading.Thread(target=look)
         thread.start()
         thread.join(LOOKS_S)
@@ -46,6 +50,7 @@ LOOKS_S = 0.3
 """So long the other thread has to look; it has to wait until the commit is done."""
 
 
+@pytest.mark.parametrize("here", [False, True])
 @pytest.mark.parametrize("kind", ["memory", "delta"])
 @pytest.mark.parametrize(
     "look",
@@ -59,7 +64,7 @@ LOOKS_S = 0.3
     ids=["get", "open half batches", "find", "read", "decide"],
 )
 def test_a_thread_that_looks_between_a_decision_and_its_commit_lets_nothing_be_prepared_twice(
-    tmp_path: Path, kind: str, look: Callable[[CommitLog], object]
+    tmp_path: Path, kind: str, look: Callable[[CommitLog], object], here: bool
 ) -> None:
     """Two processes send under one idempotency key. The look moved the shared handle to a version that the decision of
     the slower one had not seen, and its commit was accepted there."""
@@ -68,17 +73,21 @@ def test_a_thread_that_looks_between_a_decision_and_its_commit_lets_nothing_be_p
     header = replace(header_of(0), numbered=False)
     files = {handle: stage(handle, header) for handle in (log, another(log))}
     mine, theirs = files
-    look_meanwhile(log.half.table, lambda: theirs.prepare(header, files[theirs]), lambda: look(log))
+    look_meanwhile(log.half.table, lambda: theirs.prepare(header, files[theirs]), lambda: look(log), here)
     with pytest.raises(AlreadyPreparedError):
         mine.prepare(header, files[mine])
     assert another(log).get(header.half_id).rows == 1
 
 
+@pytest.mark.parametrize("here", [False, True])
 @pytest.mark.parametrize("kind", ["memory", "delta"])
-def test_a_thread_that_looks_for_topics_lets_no_topic_be_made_twice(tmp_path: Path, kind: str) -> None:
+def test_a_thread_that_looks_for_topics_lets_no_topic_be_made_twice(tmp_path: Path, kind: str, here: bool) -> None:
     log = make_log(kind, tmp_path / "log", orders=1)
     look_meanwhile(
-        log.topics_table, lambda: another(log).create_topic("bills", 2), lambda: log.topics_with(["no such topic"])
+        log.topics_table,
+        lambda: another(log).create_topic("bills", 2),
+        lambda: log.topics_with(["no such topic"]),
+        here,
     )
     with pytest.raises(TopicExistsError):
         log.create_topic("bills", 3)

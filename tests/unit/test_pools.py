@@ -43,7 +43,7 @@ def test_a_crew_does_what_waits_in_as_many_threads_as_it_may_have() -> None:
 
     for _ in range(8):
         crew.put(work)
-    crew.wait()
+    crew.wait(DEADLINE_S)
     assert not together.broken
     assert at_work == ["crew"] * 8
 
@@ -56,7 +56,7 @@ def test_a_crew_goes_on_after_a_piece_that_raises(caplog: pytest.LogCaptureFixtu
 
     crew.put(fails)
     crew.put(done.set)
-    crew.wait()
+    crew.wait(DEADLINE_S)
     assert done.is_set()
     assert "KeyboardInterrupt" in caplog.text
 
@@ -67,7 +67,7 @@ def test_each_thread_of_a_crew_is_told_that_it_begins() -> None:
     for _ in range(3):
         done: list[int] = []
         crew.put(lambda done=done: done.append(threading.get_ident()))
-        crew.wait()
+        crew.wait(DEADLINE_S)
         assert done[0] in begun
 
 
@@ -83,7 +83,7 @@ def test_a_crew_that_had_no_thread_for_a_moment_has_as_many_as_before_again(monk
     crew.put(done.set)
     assert done.wait(DEADLINE_S)  # while the first one waits
     go_on.set()
-    crew.wait()
+    crew.wait(DEADLINE_S)
 
 
 def test_what_comes_when_the_only_thread_of_a_crew_ends_is_done() -> None:
@@ -91,7 +91,7 @@ def test_what_comes_when_the_only_thread_of_a_crew_ends_is_done() -> None:
     for _ in range(3000):
         crew.put(done.release)
         assert done.acquire(timeout=DEADLINE_S)
-    crew.wait()
+    crew.wait(DEADLINE_S)
 
 
 def test_what_comes_while_a_crew_fails_to_start_a_thread_is_done() -> None:

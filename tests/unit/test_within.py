@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import rmq_spark as txmq
+from rmq_spark import observer
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import OptionError
 from tests.half_batches import make_log
@@ -118,3 +120,28 @@ def test_a_producer_that_lingers_closes_at_once(log: CommitLog) -> None:
         sent = producer.send_async(message("a"))
     assert sent.result(60).send_status
     assert bodies(log) == ["a"]
+
+
+def test_no_lock_of_the_package_stops_its_own_thread() -> None:
+    """Python may call ``__del__`` or a signal handler in the midst of any call, and that may call us again."""
+    package = Path(txmq.__file__).parent
+    found = [
+        f"{path.relative_to(package)}: {line.strip()}"
+        for path in sorted(package.rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if re.search(r"\bthreading\.(Lock|Semaphore|Condition\(threading\.Lock)\b|\ballocate_lock\b", line)
+    ]
+    assert found == ["storage/pools.py: self._taken = threading.Lock()"], "nobody waits for that one"
+
+
+def test_a_consumer_of_figures_may_end_in_the_midst_of_another_one_that_begins() -> None:
+    """It waited for itself for ever."""
+    ended = threading.Event()
+
+    def ends() -> None:
+        with observer._lock:
+            observer.remove(observer.Observer())
+        ended.set()
+
+    threading.Thread(target=ends, daemon=True).start()
+    assert ended.wait(8)
