@@ -1616,7 +1616,7 @@ MUTANTS += [
     ),
     PlayMutant(
         "a retry is known by the message that it is of", frozenset({A.LOST_WRITE}), play_retries,
-        _renamed(lambda queue, messages, *_: [f"back.{i}.{queue.epoch}" for i in messages["msg_id"].to_pylist()]),
+        _renamed(lambda queue, messages, names, dies: [f"back.{i}" for i in messages["msg_id"].to_pylist()]),
     ),
     PlayMutant(
         "what is sent back is known beyond a reset", frozenset({A.LOST_WRITE}), play_retries,
