@@ -7,11 +7,13 @@ with ``InMemoryCommitLog(machine=…)``. So a simulation can run the same code o
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
+from types import FrameType
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -27,6 +29,14 @@ def is_held(lock: object) -> bool:
     """Whether this thread holds a lock, as far as that can be known."""
     is_owned = getattr(lock, "_is_owned", None)
     return is_owned is not None and bool(is_owned())
+
+
+def callers() -> Iterator[FrameType]:
+    """The frames that led to this call, the nearest first: so code finds out in the midst of what Python calls it."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 class Machine:

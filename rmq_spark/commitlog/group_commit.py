@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,7 +32,7 @@ from rmq_spark.errors import (
     StagedFilesTooOldError,
     TxmqError,
 )
-from rmq_spark.machine import Machine, is_held
+from rmq_spark.machine import Machine, callers, is_held
 from rmq_spark.message import to_table
 from rmq_spark.redaction import traceback_of
 
@@ -493,12 +492,7 @@ class Lane(Generic[Request, Result]):
 
 def is_within(lanes: Collection[Lane[Any, Any]]) -> bool:
     """Whether this call came from within the work of one of some lanes."""
-    frame = sys._getframe()
-    while (outer := frame.f_back) is not None:
-        frame = outer
-        if frame.f_code is Lane._work.__code__ and frame.f_locals.get("self") in lanes:
-            return True
-    return False
+    return any(f.f_code is Lane._work.__code__ and f.f_locals.get("self") in lanes for f in callers())
 
 
 def _one_more(problem: BaseException) -> BaseException:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures._base
 import logging
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
@@ -13,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
-from rmq_spark.machine import is_held
+from rmq_spark.machine import callers, is_held
 from rmq_spark.redaction import traceback_of
 from rmq_spark.sink.sent import TransactionSendResult
 
@@ -27,12 +26,9 @@ _METHODS = (__file__, concurrent.futures._base.__file__)
 def holds_a_future() -> bool:
     """Whether this call came in the midst of a method that has the lock of a future of a send, which the end of that
     send needs: from ``__del__``, a signal handler."""
-    frame = sys._getframe()
-    while (outer := frame.f_back) is not None:
-        frame = outer
+    for frame in callers():
         if frame.f_code.co_filename in _METHODS:
-            sent = frame.f_locals.get("self")
-            condition = getattr(sent, "_condition", None)  # there is none yet while it is made
+            condition = getattr(frame.f_locals.get("self"), "_condition", None)  # there is none yet while it is made
             if isinstance(condition, _Quiet) and is_held(condition.lock):
                 return True
     return False

@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -45,7 +44,7 @@ from rmq_spark.listener import (
     require_listener,
     store_id_of,
 )
-from rmq_spark.machine import is_held
+from rmq_spark.machine import callers, is_held
 from rmq_spark.message import Message, require_app_id, require_group_name
 from rmq_spark.sink.flights import Flights
 from rmq_spark.sink.futures import SendFuture, holds_a_future
@@ -54,7 +53,7 @@ from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
 from rmq_spark.sink.sent import TransactionSendResult, result_of
 from rmq_spark.sink.turns import InFlight, Keys, Turns, UnderWay
 from rmq_spark.sink.two_phase import TwoPhase
-from rmq_spark.storage.pools import Crew
+from rmq_spark.storage.pools import Crew, is_in_crew
 from rmq_spark.tracing import tracing
 from rmq_spark.transaction import BATCH, KEY, MESSAGE
 
@@ -67,8 +66,6 @@ AT_EXIT_S_MAX = 10.0
 """Seconds for which the end of Python waits for a thread of a producer that was not closed."""
 LATE_S = 0.5
 """The threads for checks and for upkeep have so long to end when sends have used up ``await_termination``."""
-_THREAD = threading.local()
-"""``is_own`` in the threads that send for those who do not wait."""
 
 
 @dataclass
@@ -241,9 +238,9 @@ class TransactionMQProducer:
         self._in_flight = InFlight(self._in_flight_max, self._under_way.leave)
         self._keys = Keys(self.log.machine)
         name, machine = f"txmq-{self.producer_group}", self.log.machine
-        self._senders = Crew(self._in_flight_max, name, machine, _mark_own_thread)
-        listeners = Crew(self._listener_threads, f"{name}-listener", machine, _mark_own_thread)
-        callers = Crew(self._in_flight_max, f"{name}-callback", machine, _mark_own_thread)
+        self._senders = Crew(self._in_flight_max, name, machine)
+        listeners = Crew(self._listener_threads, f"{name}-listener", machine)
+        callers = Crew(self._in_flight_max, f"{name}-callback", machine)
         self._flights = Flights(self._commits, self._turns, self._senders, listeners, callers)
         self._with_thread: set[SendFuture] = set()  # sends that have a thread of their own, or wait for one
         self._locks = (
@@ -279,7 +276,7 @@ class TransactionMQProducer:
                 self._flights.give_up(sent)
             late += self._running_transactions()
         # A callback may close the producer in one of its threads, which cannot wait for itself.
-        elif not _in_own_thread():
+        elif not is_in_crew():
             for crew in (self._senders, self._flights.listeners):
                 crew.wait(seconds_left())
             late += [f"callback {_callback_of(work)}" for work in self._flights.callers.wait(seconds_left())]
@@ -534,7 +531,7 @@ class TransactionMQProducer:
     def _may_wait_for_room(self) -> bool:
         """Whether this call may wait until a send has come to its end. That may need an event loop, or this thread, in
         which a listener or a callback runs, or a commit, or a send that has taken its room."""
-        return _event_loop() is None and not _in_own_thread() and self._commits.may_wait and not _is_within_a_send()
+        return _event_loop() is None and not is_in_crew() and self._commits.may_wait and not _is_within_a_send()
 
     # ------------------------------------------------------------------ with a session
     @named
@@ -722,22 +719,10 @@ def _callback_of(work: Callable[[], object]) -> str:
 
 def _is_within_a_send() -> bool:
     """Whether Python calls this, as ``__del__`` or a signal handler, in the midst of a send that takes room."""
-    frame, doors = sys._getframe(), 0
-    while (outer := frame.f_back) is not None:
-        frame = outer
-        doors += frame.f_code in _DOORS
-    return doors > 1  # one is this send's own
+    return sum(frame.f_code in _DOORS for frame in callers()) > 1  # one is this send's own
 
 
 _DOORS = (TransactionMQProducer._fly.__code__, TransactionMQProducer._start_thread.__code__)
-
-
-def _mark_own_thread() -> None:
-    _THREAD.is_own = True
-
-
-def _in_own_thread() -> bool:
-    return getattr(_THREAD, "is_own", False)
 
 
 def _event_loop() -> asyncio.AbstractEventLoop | None:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Generic, ParamSpec, TypeVar, cast
 
-from rmq_spark.machine import Machine
+from rmq_spark.machine import Machine, callers
 from rmq_spark.redaction import traceback_of
 
 logger = logging.getLogger(__name__)
@@ -72,15 +72,12 @@ class Crew:
     name : str
         Of the threads.
     machine : Machine
-    begin : callable
-        Each thread calls it first.
     """
 
-    def __init__(self, most: int, name: str, machine: Machine, begin: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, most: int, name: str, machine: Machine) -> None:
         self._most = most
         self._name = name
         self._machine = machine
-        self._begin = begin
         self.lock = threading.RLock()  # a signal handler may send, too
         """Who puts something takes it."""
         self._more = threading.Condition(self.lock)
@@ -138,7 +135,6 @@ class Crew:
         return True
 
     def _run(self) -> None:
-        self._begin()
         with self.lock:
             self._comes = False
         self._work_off(own_thread=True)
@@ -175,6 +171,12 @@ class Crew:
             finally:
                 self._under_way.discard(work)
                 del work  # what it drops, such as an object with __del__, is not dropped with our lock held
+
+
+def is_in_crew() -> bool:
+    """Whether this call came from within a piece of work of a crew, or in the midst of a thread of one."""
+    codes = (Crew._run.__code__, Crew._work_off.__code__)
+    return any(frame.f_code in codes for frame in callers())
 
 
 def submitted(

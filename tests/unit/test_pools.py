@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rmq_spark.machine import MACHINE, Machine
-from rmq_spark.storage.pools import Crew, submitted
+from rmq_spark.storage.pools import Crew, is_in_crew, submitted
 
 DEADLINE_S = 20.0
 
@@ -61,14 +61,15 @@ def test_a_crew_goes_on_after_a_piece_that_raises(caplog: pytest.LogCaptureFixtu
     assert "KeyboardInterrupt" in caplog.text
 
 
-def test_each_thread_of_a_crew_is_told_that_it_begins() -> None:
-    begun: list[int] = []
-    crew = Crew(2, "crew", MACHINE, lambda: begun.append(threading.get_ident()))
-    for _ in range(3):
-        done: list[int] = []
-        crew.put(lambda done=done: done.append(threading.get_ident()))
-        crew.wait(DEADLINE_S)
-        assert done[0] in begun
+def test_a_piece_of_work_knows_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew, found = Crew(2, "crew", MACHINE), list[bool]()
+    crew.put(lambda: found.append(is_in_crew()))
+    crew.wait(DEADLINE_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _no_thread)
+        Crew(2, "crew", MACHINE).put(lambda: found.append(is_in_crew()))
+    assert found == [True, True]
+    assert not is_in_crew()
 
 
 def test_a_crew_that_had_no_thread_for_a_moment_has_as_many_as_before_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ SENDING = (
 """What a send goes through, and what has its locks."""
 
 LOCKING = ("commitlog/group_commit.py", "sink/futures.py", "sink/turns.py", "storage/pools.py")
-AGAIN = ("_next", "_group", "_work", "_put", "put", "_one_more", "_gets_more", "_work_off", "leave", "admit")
+AGAIN = ("_next", "_group", "_gets_more", "_work_off")
 """What comes to another end the second time: then nothing is left to do."""
 TIMES = 4
 
