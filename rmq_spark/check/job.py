@@ -100,6 +100,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
         if once:
             stop.set()
 
+    worked: list[bool] = []
     maintainer = settings.maintainer(service.log, draining, listeners.values())
     beside = {"txmq-drains": draining, "txmq-maintainer": maintainer}
     workers = {name: worker for name, worker in beside.items() if worker is not None}
@@ -108,8 +109,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
         with metrics as write_metrics, stopped_by_signals(stop):
             if once:
                 service.run(stop, show)
-                for worker in workers.values():
-                    _work_once(worker)
+                worked = [_work_once(worker) for worker in workers.values()]
                 write_metrics()  # again: with what these have done
             else:
                 with running(stop, {name: worker.run for name, worker in workers.items()}):
@@ -120,7 +120,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     service.log.close()
     if not once:
         return OK
-    if not reports or not _all_answered(reports[-1], settings.elsewhere):
+    if not (reports and _all_answered(reports[-1], settings.elsewhere) and all(worked)):
         return PROBLEMS
     return OK if reports[-1].ok and not reports[-1].quarantined else PROBLEMS
 
@@ -167,13 +167,15 @@ def _all_answered(report: CheckReport, elsewhere: Collection[str]) -> bool:
     return not missing
 
 
-def _work_once(worker: Draining | Maintainer) -> None:
-    """A drain, or a round of upkeep. That it failed is logged, and no problem of the checks."""
+def _work_once(worker: Draining | Maintainer) -> bool:
+    """A drain, or a round of upkeep. That it failed is logged."""
     try:
         worker.run_once()
+        return True
     except Exception as problem:
         what = "a drain" if isinstance(worker, Draining) else "upkeep"
         logger.warning("%s of %r failed: %s", what, worker.log, failure(problem))
+        return False
 
 
 def _log_to_stderr(level: int) -> None:

@@ -85,12 +85,15 @@ def argument_of(name: str) -> dict[str, str]:
 
 
 def _told(found: Trace, advice: str | None) -> str:
+    from rmq_spark.listener import NO_LISTENER_FENCE
+
     outcome = ", ".join(f"{n:,} {OUTCOMES.get(what, what)}" for what, n in found.outcome.items())
     head = {
         ("message" if found.message_id else "transaction" if found.transaction_id else "half batch"): (
             found.message_id or found.transaction_id or found.half_id
         ),
         "producer_group": found.producer_group,
+        "store": None if found.fence_id == NO_LISTENER_FENCE else found.fence_id,
         "messages": f"{found.messages:,}{': ' if outcome else ''}{outcome}",
         "topics": ", ".join(found.topics) or None,
         "where": WHERE[found.where],

@@ -363,7 +363,7 @@ def read_messages(
         ends = _first_of(firsts, ends, left)
     ranges, missing = Placements(log, topic.__eq__).between(firsts, ends)
     for queue, first, stop in missing:
-        raise OffsetOutOfRangeError(f"{out_of_range(*queue, first, stop, kept)} (log.firsts())")
+        raise OffsetOutOfRangeError(out_of_range(*queue, first, stop, kept))
     parts: list[pa.Table] = []
     for messages in read_ranges(ranges, log.read_range, log.find_again, names, where):
         if left == 0:

@@ -329,7 +329,7 @@ class ProtocolSteps(ABC):
         found, missing = self.drained.ranges((lost.topic, lost.queue_id), lost.queue_offset, lost.stop)
         if missing:
             raise LostFileError(
-                f"{out_of_range(lost.topic, lost.queue_id, *missing[0])} any more: file {lost.rows.path} of table "
+                f"{out_of_range(lost.topic, lost.queue_id, *missing[0])}: file {lost.rows.path} of table "
                 f"{lost.rows.table} is gone"
             )
         return found

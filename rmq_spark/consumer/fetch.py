@@ -97,7 +97,7 @@ class Fetcher:
         firsts = self._log.firsts()
         for queue, start, end in missing:
             if end > firsts.get(queue, 0):
-                raise OffsetOutOfRangeError(f"{out_of_range(*queue, start, end, firsts)} (log.firsts())")
+                raise OffsetOutOfRangeError(out_of_range(*queue, start, end, firsts))
             logger.warning("%s. The consumer goes on there", out_of_range(*queue, start, end, firsts))
 
 

@@ -232,7 +232,7 @@ class ConsumerGroup:
             firsts = self.log.firsts(refresh=False)
             for queue, offset in positions.items():
                 if offset < firsts.get(queue, 0):
-                    raise OffsetOutOfRangeError(f"{out_of_range(*queue, offset, offset + 1, firsts)} (log.firsts())")
+                    raise OffsetOutOfRangeError(f"{out_of_range(*queue, offset, offset + 1, firsts)}")
         self.log.groups.set(self.name, positions, f"reset to {to if isinstance(to, (str, datetime)) else 'offsets'}")
         return positions
 

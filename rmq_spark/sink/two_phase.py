@@ -260,6 +260,9 @@ class TwoPhase:
             record = self.prepare(header, files)
         if record is None:  # another driver of the same application was faster
             replayed = record = self._require_replayed(header)
+        if not header.numbered and record.header.fence_id != NO_LISTENER_FENCE:
+            # Two stores that use one key mean two sends, whatever became of the first.
+            require_same_fence(record.half_id, record.header.fence_id, header.fence_id)
         if record.left is not None:
             return _outcome_of_left(record, record.left)
         run = Run(record, header.fence_id, arg, Outcome(record, replayed is not None), numbered=header.numbered)

@@ -164,7 +164,7 @@ def messages(
     firsts = opened.firsts(refresh=False) if named_offsets else {}
     for queue, offset in start.items():
         if (lowest := min(offset, end[queue])) < (first := firsts.get(queue, 0)):
-            raise OffsetOutOfRangeError(f"{out_of_range(*queue, lowest, first, firsts)} (log.firsts())")
+            raise OffsetOutOfRangeError(out_of_range(*queue, lowest, first, firsts))
         if offset > end[queue]:
             raise OffsetOutOfRangeError(
                 f"starting is at {offset} of topic {queue[0]!r}, queue {queue[1]}, which is after the {end[queue]} of "

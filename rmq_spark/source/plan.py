@@ -153,7 +153,7 @@ class Planner:
 
     def _lost(self, what: str) -> None:
         if self._fail_on_data_loss:
-            raise OffsetOutOfRangeError(f"{what} (failOnDataLoss=false skips them)")
+            raise OffsetOutOfRangeError(f"{what}. failOnDataLoss=false skips them, for good")
         logger.warning("skipped, because failOnDataLoss=false: %s", what)
 
 

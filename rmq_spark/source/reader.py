@@ -370,9 +370,9 @@ def _messages(
             for placed in together:
                 what = out_of_range(placed.topic, placed.queue_id, placed.queue_offset, placed.stop)
                 lost = f"half batch {rows.half_id!r} has lost its file {rows.file_no}"
-                what += f" any more: {lost if rows.half_id else f'file {rows.path} of table messages is gone'}"
+                what += f": {lost if rows.half_id else f'file {rows.path} of table messages is gone'}"
                 if options.fail_on_data_loss:
-                    raise OffsetOutOfRangeError(f"{what} (failOnDataLoss=false skips them)") from problem
+                    raise OffsetOutOfRangeError(f"{what}. failOnDataLoss=false skips them, for good") from problem
                 logger.warning("skipped, because failOnDataLoss=false: %s", what)
 
 

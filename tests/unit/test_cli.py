@@ -578,7 +578,7 @@ def test_a_narrow_terminal_gets_fewer_columns_then_blocks(
         ("then log.resolve(half_id, verdict, reason=…)", "then txmq resolve HALF_ID COMMIT|ROLLBACK --reason …"),
         ("or log.resolve('a:0', verdict, reason=…)", "or txmq resolve a:0 COMMIT|ROLLBACK --reason …"),
         ("log.pending() lists the open ones", "txmq pending lists the open ones"),
-        ("are not in the commit log (log.firsts())", "are not in the commit log"),
+        ("the queue starts at offset 5 now (log.firsts())", "the queue starts at offset 5 now"),
     ],
 )
 def test_python_calls_in_advice_become_commands(sentence: str, words: str) -> None:

@@ -479,4 +479,6 @@ def test_tags_with_a_single_bar_between_them_are_refused(text: str) -> None:
 
 def test_the_sentence_of_a_missing_range_names_topic_queue_and_offsets() -> None:
     make: Callable[..., str] = out_of_range
-    assert make("orders", 2, 5, 9) == "topic 'orders', queue 2: offsets 5 to 8 are not in the commit log"
+    assert make("orders", 2, 5, 9).startswith(
+        "topic 'orders', queue 2: offsets 5 to 8 are not in the commit log, though they have not"
+    )

@@ -26,7 +26,7 @@ from rmq_spark.listener import CommitOncePrepared, PerMessageListener
 from rmq_spark.message import MessageExt, to_table
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
-from tests.half_batches import header_of
+from tests.half_batches import header_of, let_leave
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 DEADLINE_S = 20.0
@@ -35,7 +35,9 @@ DEADLINE_S = 20.0
 class Told(txmq.TransactionListener):
     """Answers as it is told; an answer may be a function of the half batch."""
 
-    def __init__(self, execute: Any = COMMIT, check: Any = UNKNOWN) -> None:
+    def __init__(self, execute: Any = COMMIT, check: Any = UNKNOWN, store_id: str | None = None) -> None:
+        if store_id is not None:
+            self.store_id = store_id
         self.answers = {"execute": execute, "check": check}
         self.args: list[Any] = []
         self.checked = threading.Event()
@@ -485,3 +487,18 @@ def test_the_batches_of_a_stream_begin_at_the_queues_in_turn() -> None:
     table = pa.table({"body": ["one message"]})
     queues = [segment.queue_id for w in writers for segment in w.arrange(w.normalize(table), 0)[1]]
     assert sorted(queues) == list(range(8))
+
+
+@pytest.mark.parametrize("verdict", [COMMIT, ROLLBACK, UNKNOWN])
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_key_of_another_store_is_no_retry_whatever_became_of_the_first_send(
+    log: Any, verdict: Any, has_left: bool
+) -> None:
+    north, south = Told(verdict, store_id="till of north"), Told(COMMIT, store_id="till of south")
+    with producer(log, north) as first:
+        first.send_message_in_transaction(ORDER, idempotency_key="7")
+    if has_left:
+        let_leave(log)
+    with producer(log, south) as second, pytest.raises(FenceError, match="store_id 'till of north'"):
+        second.send_message_in_transaction(ORDER, idempotency_key="7")
+    assert visible(log) == ([b"one"] if verdict is COMMIT else [])
