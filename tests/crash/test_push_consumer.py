@@ -14,6 +14,7 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
+from rmq_spark.consumer.retry import ORIGIN_MESSAGE_ID, RECONSUME_TIME
 from rmq_spark.listener import CommitOncePrepared
 from tests.crash.processes import Program, wait_until
 from tests.crash.push_flood import FAILS_EVERY, GROUP, KEYS, QUEUES, TOPIC, inbox, make, table
@@ -89,7 +90,10 @@ def test_killed_members_lose_nothing(mode: str, kills: int, tmp_path: Path) -> N
     if mode == "concurrently":
         found = Counter(line for n in range(CONSUMERS) for line in (tmp_path / f"found-{n}").read_text().split())
         assert set(found) == expected
-        assert log.read(f"%RETRY%{GROUP}", limit=1).num_rows, f"none of {FAILS_EVERY} failed: the test tried too little"
+        again = [dict(found) for found in log.read(f"%RETRY%{GROUP}", columns=["properties"])["properties"].to_pylist()]
+        assert again, f"none of {FAILS_EVERY} failed: the test tried too little"
+        names = Counter((found[ORIGIN_MESSAGE_ID], found[RECONSUME_TIME]) for found in again)
+        assert set(names.values()) == {1}, "a retry came twice"
         return
     with sa.create_engine(f"sqlite:///{tmp_path}/results.db").connect() as connection:
         rows = connection.execute(sa.text("select key, number from results order by id")).all()
