@@ -183,8 +183,9 @@ def require_same_fence(half_id: str, prepared_with: str | None, found: str | Non
     if prepared_with != found:
         raise FenceError(
             f"half batch {half_id!r} was prepared with {_store(prepared_with)}, and the listener has {_store(found)}: "
-            "it is of another database, or another listener. A checker or sender that has the first one settles it. Or "
-            "find out what became of its local transaction and settle it with log.resolve(half_id, verdict, reason=…)"
+            "it is of another database, or another listener. Restart with the one that the batch was prepared with, "
+            "let a checker that has it settle it, or find out what became of its local transaction and settle it with "
+            "log.resolve(half_id, verdict, reason=…)"
         )
 
 

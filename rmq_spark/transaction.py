@@ -148,7 +148,9 @@ def kept_reason(said: object) -> str | None:
     """A reason as the log keeps it: text on one line, without secrets, of at most 200 characters; None for nothing."""
     if said is None:
         return None
-    text = said if isinstance(said, str) else text_of(said) if isinstance(said, BaseException) else repr(said)
+    text = (
+        str.__str__(said) if isinstance(said, str) else text_of(said) if isinstance(said, BaseException) else repr(said)
+    )
     text = one_line(redacted(text[:TEXT_CHARS_MAX])).strip()  # a secret that is cut would not be known again
     return f"{text[: REASON_CHARS_MAX - 1]}…" if len(text) > REASON_CHARS_MAX else text or None
 

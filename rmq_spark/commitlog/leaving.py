@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.archived import Archived, ArchivedDecision
+from rmq_spark.commitlog.archived import DECISIONS_MAX, Archived, ArchivedDecision
 from rmq_spark.commitlog.follow import of_kind, settled_rows
 from rmq_spark.commitlog.half import HEADER_COLUMNS
 from rmq_spark.commitlog.half_store import LEFT
@@ -37,6 +37,7 @@ AT_ONCE = 10_000
 """Half batches that are looked at together."""
 HEADER_ROWS_MAX = 1_000_000
 """Half rows of which the header is read together."""
+MORE_REASONS = "other reasons, which are not kept"
 FILES_REMOVED_MAX = 10_000
 """Half files that leave in one commit."""
 LOOKED_AT = (
@@ -309,8 +310,21 @@ def _summed(decisions: Sequence[Mapping[str, Any]]) -> Iterator[ArchivedDecision
     for row in decisions:
         said = (row["op_time"], row["kind"], row["attempt"] or 1, row["decided_by"], row["reason"], row["refused"])
         sums[said] = sums.get(said, 0) + row["count"]
+    if len(sums) > DECISIONS_MAX:  # of rollbacks that differ in their reasons alone, the first reasons are kept
+        sums = _with_fewer_reasons(sums)
     for (at, kind, attempt, decided_by, reason, refused), count in sums.items():
         yield ArchivedDecision(at, kind, attempt, decided_by, reason, count, refused)
+
+
+def _with_fewer_reasons(sums: dict[tuple[Any, ...], int]) -> dict[tuple[Any, ...], int]:
+    spare = len(sums) - DECISIONS_MAX
+    found: dict[tuple[Any, ...], int] = {}
+    for said, count in reversed(sums.items()):
+        at, kind, attempt, decided_by, _, refused = said
+        if kind == Kind.ROLLBACK.value and spare >= 0:  # one more: the sum is a decision of its own
+            said, spare = (at, kind, attempt, decided_by, MORE_REASONS, refused), spare - 1
+        found[said] = found.get(said, 0) + count
+    return dict(reversed(found.items()))
 
 
 def _archived_row(kept: Archived) -> OpRow:

@@ -73,7 +73,6 @@ from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.redaction import traceback_of
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
-    REASON_CHARS_MAX,
     UNKNOWN,
     HalfBatch,
     LocalTransactionState,
@@ -848,7 +847,8 @@ class _Fence(Database):
             metadata,
             sa.Column("transaction_id", exact_text(700), primary_key=True),
             sa.Column("state", sa.String(16), nullable=False),
-            sa.Column("reason", exact_text(REASON_CHARS_MAX)),  # of rolled_back: why
+            # Of rolled_back: why. JSON is ASCII, which fits into a database of any encoding.
+            sa.Column("reason", sa.JSON(none_as_null=True)),
             sa.Column("half_id", exact_text(700), nullable=False),
             sa.Column("attempt", sa.Integer, nullable=False),
             sa.Column("created_at", sa.DateTime, nullable=False),  # UTC, by the writer's clock

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -204,10 +205,12 @@ def known_query_id(
 def _known_query_id(folder: _Folder, spark_id: str, batch_id: int, or_else: str | None) -> str:
     known = _known_ids.get((folder.name, spark_id))
     if known is None:
-        known = _id_in(folder.read(ID_FILE))
+        content = folder.read(ID_FILE)
+        known = _id_in(content)
         if known is None:
             known = spark_id
-            _make_known(folder, known, batch_id, or_else)
+            # The file is written whole or not at all. So one that says nothing was damaged, and batches may have run.
+            _make_known(folder, known, batch_id, batch_id > 0 or content is not None, or_else)
         elif known != spark_id:
             logger.warning(
                 "the checkpoint %r is that of query %s, which Spark calls %s now: its file metadata was made anew",
@@ -217,11 +220,11 @@ def _known_query_id(folder: _Folder, spark_id: str, batch_id: int, or_else: str 
     return known
 
 
-def _make_known(folder: _Folder, query_id: str, batch_id: int, or_else: str | None) -> None:
-    if batch_id > 0 and or_else is not None:
+def _make_known(folder: _Folder, query_id: str, batch_id: int, may_have_sent: bool, or_else: str | None) -> None:
+    if may_have_sent and or_else is not None:
         raise CheckpointMismatchError(
-            f"nobody knows as which query the batches before batch {batch_id} of the checkpoint {folder.name!r} were "
-            f"sent: it has no file {ID_FILE} that can be read, and Spark makes another id when its file metadata is "
+            f"nobody knows as which query the checkpoint {folder.name!r}, which is at batch {batch_id}, has sent its "
+            f"batches: it has no file {ID_FILE} that can be read, and Spark makes another id when its file metadata is "
             f'lost, so a batch may be sent twice. Restore {ID_FILE} from a copy; or write {{"id": "..."}} into it, '
             f"with the query_id that log.trace tells of what was sent; {or_else}"
         )
@@ -238,7 +241,7 @@ def _make_known(folder: _Folder, query_id: str, batch_id: int, or_else: str | No
 
 
 def _id_in(content: bytes | None) -> str | None:
-    """Return the id that a file says; None for one that is not there or was not written to its end."""
+    """Return the id that a file says; None for one that is not there or is damaged."""
     try:
         return None if content is None else str(json.loads(content)["id"])
     except (KeyError, TypeError, ValueError):
@@ -261,7 +264,7 @@ class _Folder(Protocol):
         """Return what a file holds, None when it is not there."""
 
     def write(self, file: str, content: bytes) -> None:
-        """Write a file, in place of what is there."""
+        """Write a file, in place of what is there: whole or not at all."""
 
 
 class _OfPython:
@@ -278,8 +281,10 @@ class _OfPython:
             return None
 
     def write(self, file: str, content: bytes) -> None:
-        with self._fs.open_output_stream(f"{self._root}/{file}") as stream:
+        beside = f"{self._root}/.{file}.{secrets.token_hex(4)}"
+        with self._fs.open_output_stream(beside) as stream:
             stream.write(content)
+        self._fs.move(beside, f"{self._root}/{file}")
 
 
 class _OfSpark:
@@ -312,11 +317,15 @@ class _OfSpark:
             stream.close()
 
     def write(self, file: str, content: bytes) -> None:
-        stream = self._fs.create(self._path(file), True)
+        beside = self._path(f".{file}.{secrets.token_hex(4)}")
+        stream = self._fs.create(beside, True)
         try:
             stream.write(bytearray(content))
         finally:
             stream.close()
+        self._fs.delete(self._path(file), False)  # no store's rename replaces a file
+        if not self._fs.rename(beside, self._path(file)):
+            raise OSError(f"{file} cannot be renamed into its place")
 
 
 def require_same_log(location: str, storage_options: Mapping[str, str] | None, log_id: str, log_path: str) -> None:

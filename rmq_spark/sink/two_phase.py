@@ -260,7 +260,7 @@ class TwoPhase:
             record = self.prepare(header, files)
         if record is None:  # another driver of the same application was faster
             replayed = record = self._require_replayed(header)
-        if not header.numbered and record.header.fence_id != NO_LISTENER_FENCE:
+        if not header.numbered and NO_LISTENER_FENCE not in (record.header.fence_id, header.fence_id):
             # Two stores that use one key mean two sends, whatever became of the first.
             require_same_fence(record.half_id, record.header.fence_id, header.fence_id)
         if record.left is not None:

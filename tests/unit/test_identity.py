@@ -135,7 +135,7 @@ def test_a_checkpoint_with_batches_and_no_id_that_we_know_is_refused(checkpoint:
     file.unlink()
     if content is not None:
         file.write_text(content)
-    with pytest.raises(CheckpointMismatchError, match=r"before batch 8 .* Restore txmq.query_id .* new checkpoint"):
+    with pytest.raises(CheckpointMismatchError, match=r"is at batch 8, .* Restore txmq.query_id .* new checkpoint"):
         name_of(checkpoint, 8)
     assert not file.exists() or file.read_text() == content
     file.write_text('{"id": "q0"}')  # as the error says
@@ -149,9 +149,26 @@ def test_an_application_with_a_name_needs_no_id(checkpoint: Path) -> None:
     assert name_of(checkpoint, 8) == "q"
 
 
-def test_a_crash_while_the_id_of_the_first_batch_was_written_does_no_harm(checkpoint: Path) -> None:
-    (checkpoint / identity.ID_FILE).write_text('{"id')
+@pytest.mark.parametrize("content", ["", '{"id'])
+def test_a_damaged_id_says_that_batches_may_have_run(checkpoint: Path, content: str) -> None:
+    """Batch 0 was sent, and its end never reached the checkpoint: it would be sent again under Spark's new id."""
+    (checkpoint / identity.ID_FILE).write_text(content)
     lose_metadata(checkpoint, 0)
+    with pytest.raises(CheckpointMismatchError, match=r"is at batch 0, .* Restore txmq.query_id"):
+        name_of(checkpoint, 0)
+
+
+def test_a_crash_while_the_id_of_the_first_batch_is_written_does_no_harm(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoint / identity.ID_FILE).unlink()
+    lose_metadata(checkpoint, 0)
+    (checkpoint / f".{identity.ID_FILE}.beside").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(identity.secrets, "token_hex", lambda _: "beside")
+        with pytest.raises(OptionError, match="cannot be written to"):
+            name_of(checkpoint, 0)
+    assert not (checkpoint / identity.ID_FILE).exists()
     assert name_of(checkpoint, 0) == "made anew"
 
 

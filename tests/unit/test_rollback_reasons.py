@@ -251,6 +251,27 @@ def test_reasons_outlive_the_half_batch_and_its_op_rows(log: CommitLog) -> None:
     assert trace.outcome["rolled_back"] == KEYS.count("a") + KEYS.count("b")
 
 
+def test_more_reasons_than_are_archived_hide_no_other_decision(log: CommitLog) -> None:
+    keys = [f"k{i}" for i in range(300)]
+    record = prepare(log, 0, {"body": keys, "k": keys}, per="key", key="k")
+    why = {key: f"reason {key}" for key in keys[::2]}
+
+    class Each(PerKey):
+        def check_local_transaction(self, batch: HalfBatch) -> Any:
+            return batch.verdicts(refused=why)
+
+    CheckService(log, {"group": Each()}, transaction_timeout=0, round_timeout=None).run_once()
+    prepare(log, 1)
+    log.decide(log.get("app:1"), 1, commit=pending(log, log.get("app:1")), who=Who.EXECUTE)
+    let_leave(log)
+    events = another(log).trace(half_id=record.half_id).events
+    assert sum(e.messages for e in events if e.kind == "committed") == 150
+    rolled_back = [e for e in events if e.kind == "rolled_back"]
+    assert sum(e.messages for e in rolled_back) == 150
+    assert rolled_back[-1].reason == "other reasons, which are not kept"
+    assert {e.reason for e in rolled_back[:-1]} < set(why.values())
+
+
 def test_a_refusal_by_a_check_is_archived_as_final(log: CommitLog) -> None:
     record = prepared(log)
     rows = pending(log, record)

@@ -280,6 +280,9 @@ def test_a_refusal_and_its_reason_are_on_record(url: sa.URL, fence: str, per_tra
     said = [(str(v.state), v.reason, v.refused) for v in later.each(4)]
     assert said[:3] == [(COMMIT, None, False), (ROLLBACK, why["b"], True), (ROLLBACK, "x" * 199 + "\u2026", True)]
     assert (said[3][0], said[3][2]) == (ROLLBACK, False)
+    with Database(url).transaction() as connection:  # a database of any encoding can hold it
+        texts = connection.exec_driver_sql("SELECT CAST(reason AS CHAR(2000)) FROM txmq_fence").scalars()
+        assert all(text is None or text.isascii() for text in texts)
 
 
 def test_thousands_of_keys_are_executed_and_checked(url: sa.URL, fence: str) -> None:

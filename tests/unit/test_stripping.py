@@ -209,7 +209,7 @@ def rewrite_shared(log: CommitLog) -> None:
     shared = table.write(rows, "half", ("half_id",))
     ms = pc.max(actions["modification_time"]).as_py()
     change = stripping.Change(add=[shared], remove=old, modification_time_ms=ms, data_change=False)
-    assert table.compare_and_set(lambda _: change, lambda _: True) is change
+    assert table.compare_and_set(lambda _: change, lambda _: True) is not None
 
 
 # ---------------------------------------------------------------- readers, and others who write
