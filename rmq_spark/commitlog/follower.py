@@ -61,7 +61,13 @@ class Follower:
     def refresh(self) -> int:
         """Read the op rows that are new, and return the version they reach."""
         with self.table.lock:
-            self.table.refresh()
+            version = self.table.refresh()
+            try:
+                return self._catch_up()
+            except CorruptLogError:
+                # This process may have been stopped within: since then rows were pruned, or files deleted.
+                if self.table.refresh() == version:
+                    raise
             return self._catch_up()
 
     def read_up_to(self, version: int) -> None:

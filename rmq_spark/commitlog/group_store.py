@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark.commitlog.looking import looks_again
 from rmq_spark.errors import GroupInUseError
 from rmq_spark.machine import MACHINE
 from rmq_spark.message import TIMESTAMP, require_group_name
@@ -111,11 +112,17 @@ class GroupStore:
     def __init__(self, table: Table) -> None:
         self.table = table
 
+    def looked_at(self) -> Iterable[Table]:
+        """The table that this reads."""
+        return (self.table,)
+
+    @looks_again
     def rows(self, group: str | None = None) -> pa.Table:
         """The progress of one group, or of all, by group, topic and queue."""
         self.table.refresh()
         return self._rows(group).sort_by([(c, "ascending") for c in ("consumer_group", "topic", "queue_id")])
 
+    @looks_again
     def places(self, group: str, refresh: bool = True) -> dict[Queue, Place]:
         """A group's place in every queue that it has read; empty for an unknown group. Without a refresh, as the table
         was last seen (:meth:`publish` looks at it)."""

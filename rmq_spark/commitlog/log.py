@@ -21,6 +21,7 @@ from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.ledger import Placed
+from rmq_spark.commitlog.looking import looks_again
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.opening import (
     LOG_RETENTION,
@@ -308,6 +309,7 @@ class CommitLog(ProtocolSteps):
         with reaching(self.path, self.storage_options):
             return open_groups(self.path, self.storage_options or None, self.half.table)
 
+    @looks_again
     def half_batch(
         self,
         record: HalfRecord,
@@ -328,6 +330,7 @@ class CommitLog(ProtocolSteps):
         with self.lock:
             return set(self.half.counted()["half_id"].to_pylist()).intersection(half_ids)
 
+    @looks_again
     def pending(self) -> pa.Table:
         """Half batches with pending messages, a row per attempt, oldest first.
 
@@ -340,15 +343,18 @@ class CommitLog(ProtocolSteps):
         """
         return overview.pending(self)
 
+    @looks_again
     def open_messages(self) -> dict[tuple[str, int], tuple[int, int]]:
         """By (topic, queue_id): how many messages are pending, and how many are committed but wait for their time or
         for an earlier one of their sharding key."""
         return overview.open_messages(self)
 
+    @looks_again
     def quarantined(self) -> pa.Table:
         """Half batches with quarantined messages, with the columns and the order of :meth:`pending`."""
         return overview.quarantined(self)
 
+    @looks_again
     def conflicts(self) -> list[str]:
         """Half batches with a verdict that came too late and that no person has resolved yet."""
         return overview.conflicts(self)
@@ -386,6 +392,7 @@ class CommitLog(ProtocolSteps):
             for attempt in self.state_of(record).attempts(*states)
         )
 
+    @looks_again
     def trace(
         self, transaction_id: str | None = None, *, half_id: str | None = None, message_id: str | None = None
     ) -> Trace:
@@ -413,6 +420,7 @@ class CommitLog(ProtocolSteps):
 
     # ------------------------------------------------------------------ reading
     @named
+    @looks_again
     def read(
         self,
         topic: str,
@@ -499,6 +507,7 @@ class CommitLog(ProtocolSteps):
         return [*tables, self.groups.table] if self._has_groups() else tables
 
     @named
+    @looks_again
     def maintain(
         self,
         dry_run: bool = False,
@@ -538,6 +547,7 @@ class CommitLog(ProtocolSteps):
         """
         return self.keep_up(Graces.of(grace, audit, idempotency), dry_run)
 
+    @looks_again
     def keep_up(
         self,
         graces: Graces,
@@ -550,6 +560,7 @@ class CommitLog(ProtocolSteps):
         log = self.another_on_the_same_log()
         return upkeep.maintain(log, log._tables_now(), graces, dry_run, orphans, turn)
 
+    @looks_again
     def drain(self) -> int:
         """Copy messages that are placed and not yet in the table ``messages`` into it, so that every reader of Delta
         sees them. Any number of processes may drain at once.
@@ -566,6 +577,7 @@ class CommitLog(ProtocolSteps):
         """
         return self.drain_by(LocalWriter)
 
+    @looks_again
     def drain_by(self, writer: Callable[[ProtocolSteps], Writer]) -> int:
         """:meth:`drain` with another writer of the files, which gets the handle that is drained."""
         log = self.another_on_the_same_log()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -17,6 +17,7 @@ from rmq_spark.commitlog.follow import Tails
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows, HalfWriter, half_id_of
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, PrepareError, Staged
 from rmq_spark.commitlog.ledger import Decided, Decision, Ledger, Placed, RolledBack
+from rmq_spark.commitlog.looking import looks_again
 from rmq_spark.commitlog.messages import wait_until_drained
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.placements import MessageRange, PlacedRange, out_of_range
@@ -63,6 +64,10 @@ class ProtocolSteps(ABC):
         self.upkeep = True
         """Whether a decision compacts ``op`` when it has many small files; upkeep by hand goes on."""
 
+    def looked_at(self) -> Iterable[Table]:
+        """The tables that this reads, without those of consumer groups."""
+        return (self.half.table, self.op, self.topics_table, self.messages_table)
+
     def __repr__(self) -> str:
         return f"CommitLog({redacted(self.path)!r})"
 
@@ -102,11 +107,13 @@ class ProtocolSteps(ABC):
         """A writer with the clock of this log."""
         return writer if writer.machine is self.machine else replace(writer, machine=self.machine)
 
+    @looks_again
     def last_batch_id(self, app_id: str) -> int | None:
         """The newest batch id that this application prepared."""
         with self.lock:
             return self.half.last_batch_id(app_id)
 
+    @looks_again
     def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
         """The half batch of an application and batch id; of one that has left, what is kept."""
         with self.lock:
@@ -115,6 +122,7 @@ class ProtocolSteps(ABC):
             kept = self.ledger.archived(half_id_of(app_id, batch_id)) if record is None else None
             return record if kept is None else HalfRecord.of_archived(kept)
 
+    @looks_again
     def get(self, half_id: str) -> HalfRecord:
         """The half batch of this id; HalfBatchNotFoundError when there is none, HalfBatchLeftError when it has left."""
         with self.lock:
@@ -126,6 +134,7 @@ class ProtocolSteps(ABC):
                     raise
                 raise kept.left_error() from None
 
+    @looks_again
     def archived(self, half_id: str) -> Archived | None:
         """What is kept of a half batch that was settled and has left ``half``; None for any other."""
         return self.ledger.archived(half_id)
@@ -180,6 +189,7 @@ class ProtocolSteps(ABC):
         """Take :meth:`expect` back."""
         self.ledger.forget(half_ids)
 
+    @looks_again
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """What the newest op markers say of a half batch; without a refresh, those that were read last."""
         return self.ledger.state_of(record, refresh)
@@ -263,6 +273,7 @@ class ProtocolSteps(ABC):
             if not state.settled:
                 yield record, state
 
+    @looks_again
     def open_half_ids(self) -> list[str]:
         """Half batches that may have pending rows, oldest first: their ids only, so that one which cannot be read does
         not hide the others."""
@@ -282,6 +293,7 @@ class ProtocolSteps(ABC):
         """The version of ``op`` that this handle has seen."""
         return self.op.version
 
+    @looks_again
     def tails(self, refresh: bool = True) -> Tails:
         """The next offset of every queue that has messages, by (topic, queue_id)."""
         with self.lock:
@@ -289,6 +301,7 @@ class ProtocolSteps(ABC):
                 self.ledger.refresh()
             return self.ledger.tails
 
+    @looks_again
     def firsts(self, refresh: bool = True) -> Tails:
         """The first offset that is kept, by (topic, queue_id), of queues of which messages have expired."""
         with self.lock:

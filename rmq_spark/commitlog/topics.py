@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.config import QUEUES_MAX, whole_number
-from rmq_spark.errors import LostFileError, TopicExistsError
+from rmq_spark.errors import CorruptLogError, TopicExistsError
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.storage.table import Change, Table, has_held
 
@@ -90,7 +90,7 @@ class TopicStore:
             version = self.table.version
             try:
                 return self.table.read(self.table.actions()["path"].to_pylist(), ["name", *Topic._fields])
-            except (LostFileError, FileNotFoundError):
+            except (CorruptLogError, FileNotFoundError):
                 if self.table.refresh() == version:
                     raise
 

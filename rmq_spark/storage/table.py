@@ -13,11 +13,11 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -79,6 +79,8 @@ from rmq_spark.storage.seal import (
 from rmq_spark.storage.turns import NO_TURNS, Turns
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 PARQUET_WITH_CHECKSUMS = pads.ParquetFileFormat(
     default_fragment_scan_options=pads.ParquetFragmentScanOptions(page_checksum_verification=True)
@@ -309,13 +311,11 @@ def compare_and_set(
                 return change
             if table.name in OURS_ALONE:
                 require_own(table)
-            version = table.version + 1
-            change = propose(version)
+            change = _proposed(table, propose)
             if change is None:
                 return None
-            change = replace(change, version=version)
             staged.require(change)
-            own = replace(change, transactions={**change.transactions, OWN: version})
+            own = replace(change, transactions={**change.transactions, OWN: table.version + 1})
             try:
                 acknowledged = try_commit(own)
             except TxmqError:
@@ -349,6 +349,20 @@ def compare_and_set(
     if change is not None and has_landed(change):
         return change
     raise CommitError(f"a commit to table {table.name} lost {COMMIT_TRIES_MAX} races in a row: too many writers")
+
+
+def _proposed(table: Table, propose: Callable[[int], Change | None]) -> Change | None:
+    """What a caller proposes for the next version. Damage that it finds must still be there in the newest state: what
+    it looked at may have been replaced, and then deleted, while this process was stopped."""
+    version = table.version + 1
+    try:
+        change = propose(version)
+    except CorruptLogError:
+        if table.refresh() + 1 == version:
+            raise
+        version = table.version + 1
+        change = propose(version)
+    return None if change is None else replace(change, version=version)
 
 
 class _Staged:
@@ -698,12 +712,19 @@ class DeltaLogTable:
         said = plainly(str(problem), self._storage_options)
         return CorruptLogError(f"the Delta log of table {self.name} cannot be read any more: {said}")
 
-    @contextmanager
-    def _asked(self) -> Iterator[None]:
-        """A question about the table, for which delta-rs may read a part of the Delta log that it left out before."""
+    def _asked(self, question: Callable[[DeltaTable], Answer]) -> Answer:
+        """What delta-rs answers of the table. It reads some parts of the Delta log only now, and upkeep may have
+        removed them while this process was stopped. So the table is opened anew, and asked again, before anyone speaks
+        of damage. The caller holds the lock; the table may be at a newer version afterwards."""
         try:
-            yield
+            return question(self._table)
         except BaseException as problem:  # a panic of delta-rs is no Exception
+            if not isinstance(problem, DeltaError) and not is_panic(problem):
+                raise
+            self._lose()
+        try:
+            return question(self._table)
+        except BaseException as problem:
             if not isinstance(problem, DeltaError) and not is_panic(problem):
                 raise
             raise self._unreadable(problem) from cause_of(problem)
@@ -852,14 +873,12 @@ class DeltaLogTable:
         if known is not None and known[0] == self.version:  # nobody need wait for a commit that is under way
             return known[1]
         with self.lock:
-            version = self.version
-            if self._actions is None or self._actions[0] != version:
-                self._actions = (version, self._read_actions())
+            if self._actions is None or self._actions[0] != self.version:
+                self._actions = self._read_actions()
             return self._actions[1]
 
-    def _read_actions(self) -> pa.Table:
-        with self._asked():
-            live = pa.table(self._table.get_add_actions(flatten=True))
+    def _read_actions(self) -> tuple[int, pa.Table]:
+        version, live = self._asked(lambda t: (int(t.version()), pa.table(t.get_add_actions(flatten=True))))
         schema = actions_schema(self.name)
         # A column without a single value in any file has no statistics at all.
         columns = {
@@ -868,12 +887,13 @@ class DeltaLogTable:
         }
         actions = pa.table(columns, schema=schema)
         require_bounds(actions, self.name)
-        return actions
+        return version, actions
 
     def removed_since(self, age_s: float | None = None) -> set[str]:
         def removed_before(hours: int) -> set[str]:
-            with self._asked():
-                listed = self._table.vacuum(retention_hours=hours, dry_run=True, enforce_retention_duration=False)
+            listed = self._asked(
+                lambda t: t.vacuum(retention_hours=hours, dry_run=True, enforce_retention_duration=False)
+            )
             return {unquote(p) for p in listed}
 
         with self.lock:
@@ -881,8 +901,8 @@ class DeltaLogTable:
             return removed if age_s is None else removed - removed_before(math.ceil(age_s / 3600))
 
     def transaction_version(self, app_id: str) -> int | None:
-        with self.lock, self._asked():
-            return self._table.transaction_version(app_id)
+        with self.lock:
+            return self._asked(lambda t: t.transaction_version(app_id))
 
     def changed_by_others(self, since: int) -> Changed | None:
         with self.lock:

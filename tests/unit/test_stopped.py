@@ -1,0 +1,128 @@
+"""A process that was stopped (SIGSTOP, a suspended machine) for longer than a log keeps what was replaced: it goes on,
+and calls no sound log damaged."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+
+import rmq_spark as txmq
+from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.errors import CorruptLogError
+from tests.half_batches import another, commit, let_leave, make_log, prepare, send
+
+PRODUCT = str(Path(txmq.__file__).parent)
+FILES = ("storage/table.py",)
+READING = tuple(f"{PRODUCT}/{room}/" for room in ("commitlog", "storage"))
+
+
+class Stopped:
+    """Stops a call before the first line of one function of the tables, and lets time pass for all others."""
+
+    def __init__(self, at: CodeType | None, meanwhile: Callable[[], object]) -> None:
+        self.at, self.meanwhile = at, meanwhile
+        self.came: dict[CodeType, None] = {}
+        self.is_over = at is None
+
+    def __call__(self, call: Callable[[], object]) -> None:
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            call()
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame: FrameType, event: str, _: Any) -> None:
+        if frame.f_code.co_filename.startswith(READING):
+            self.came[frame.f_code] = None
+            if frame.f_code is self.at and not self.is_over:
+                self.is_over = True
+                passes = threading.Thread(target=self.meanwhile)  # another process
+                passes.start()
+                passes.join()
+
+
+def send_all(log: CommitLog, key: str, rows: int) -> None:
+    commit(log, send(log, key, rows))
+
+
+def two_hours_pass(log: CommitLog) -> None:
+    """Others send, all that is settled leaves, and what was replaced is deleted, with the old entries of each log."""
+    other = another(log)
+    for n in range(2):
+        send_all(other, f"later{n}", 2)
+    let_leave(other)
+    maintenance.compact_op(other.op)
+    other.create_topic("refunds", 1, exist_ok=True)
+    other.groups.set("readers", {("orders", 0): 1}, "a test")
+    for table in (other.half.table, other.op, other.topics_table, other.messages_table, other.groups.table):
+        folder = Path(table.folder)
+        delta = DeltaTable(str(folder))
+        delta.create_checkpoint()
+        table.refresh()
+        for path in table.removed_since():
+            (folder / path).unlink(missing_ok=True)
+        for entry in (folder / "_delta_log").iterdir():
+            if entry.name[:20].isdigit() and int(entry.name[:20]) < delta.version():
+                entry.unlink()
+
+
+CALLS: dict[str, Callable[[CommitLog], object]] = {
+    "read": lambda log: log.read("orders").num_rows,
+    "pending": lambda log: log.pending(),
+    "trace": lambda log: log.trace(half_id="open:0"),
+    "send": lambda log: send_all(log, "mine", 1),
+    "positions": lambda log: log.groups.positions("readers"),
+    "topics": lambda log: (log.topics(), log.topics_with(["nowhere"])),
+    "drain": lambda log: log.drain(),
+    "check": lambda log: CheckService(log, {}, transaction_timeout=0).run_once(),
+}
+
+
+@pytest.fixture(scope="module")
+def aged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log with messages on both sides of the border, and an open half batch."""
+    path = tmp_path_factory.mktemp("aged") / "log"
+    log = make_log("delta", path, orders=1)
+    prepare(log, 0, 2, app="open")
+    for n in range(3):
+        send_all(log, f"early{n}", 2)
+    log.drain()
+    send_all(log, "late", 2)
+    log.groups.set("readers", {("orders", 0): 0}, "a test")
+    return path
+
+
+def opened(aged: Path, to: Path) -> CommitLog:
+    shutil.copytree(aged, to)
+    log = CommitLog.open(to)
+    log.refresh()
+    return log
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_process_that_was_stopped_for_hours_calls_no_sound_log_damaged(name: str, aged: Path, tmp_path: Path) -> None:
+    """ "The Delta log of table op cannot be read any more", said a process that woke up."""
+    call, first = CALLS[name], opened(aged, tmp_path / "first")
+    whole = Stopped(None, lambda: None)
+    whole(lambda: call(first))
+    for n, code in enumerate(code for code in whole.came if code.co_filename.endswith(FILES)):
+        log = opened(aged, tmp_path / f"{n}")
+        stopped = Stopped(code, partial(two_hours_pass, log))
+        try:
+            stopped(partial(call, log))
+        except CorruptLogError as problem:
+            raise AssertionError(f"stopped before {code.co_qualname}") from problem
+        assert stopped.is_over
+        assert another(log).read("orders").num_rows == 12 + (name == "send")
