@@ -242,6 +242,13 @@ class StorageError(TxmqError):
     """
 
 
+class OutOfThreadsError(TxmqError, RuntimeError):
+    """There is no room for one more thread.
+
+    Raise the number that the user or the container may have: ``ulimit -u``, ``--pids-limit`` of Docker.
+    """
+
+
 class ClockError(TxmqError):
     """This machine's clock is too far from the store's.
 

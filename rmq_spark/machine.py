@@ -17,6 +17,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from rmq_spark.errors import OutOfThreadsError
+
 if TYPE_CHECKING:
     from rmq_spark.meeting import Meeting
 
@@ -79,9 +81,21 @@ class Machine:
         return threading.Event()
 
     def start_thread(self, work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
-        """Run something beside this thread."""
+        """Run something beside this thread.
+
+        Raises
+        ------
+        OutOfThreadsError
+            Also a RuntimeError, as of Python: when there is no room for one more, or Python ends.
+        """
         thread = threading.Thread(target=work, name=name, daemon=daemon)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as problem:
+            raise OutOfThreadsError(
+                f"thread {name} cannot be started ({problem}): raise the number of threads that this user or container "
+                "may have (ulimit -u, --pids-limit of Docker), or start it before Python ends"
+            ) from None
         return thread
 
     def meeting(self, name: str, version: str, serve: Callable[[bytes], bytes]) -> Meeting:

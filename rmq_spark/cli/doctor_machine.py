@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from rmq_spark.report.finding import Finding, Level
@@ -116,7 +117,9 @@ def java_version(home: Path) -> int | None:
 
 
 def _jars(delta_spark: str | None) -> Finding:
-    folders = [Path.home() / folder for folder in IVY]
+    folders: list[Path] = []
+    with suppress(RuntimeError):  # a container's user may have neither HOME nor an entry in /etc/passwd
+        folders += [Path.home() / folder for folder in IVY]
     if home := os.environ.get("SPARK_HOME"):
         folders.insert(0, Path(home) / "jars")
     spec = importlib.util.find_spec("pyspark")  # does not import it

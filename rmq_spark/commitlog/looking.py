@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from rmq_spark.errors import CorruptLogError
+from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError
 from rmq_spark.storage.table import Table
 
 
@@ -23,7 +23,7 @@ Found = TypeVar("Found")
 
 
 def looks_again(look: Callable[Concatenate[Looking, P], Found]) -> Callable[Concatenate[Looking, P], Found]:
-    """Let a method that finds damage look at the newest state before it says so.
+    """Let a method that finds damage, or misses offsets, look at the newest state before it says so.
 
     A process may be stopped (SIGSTOP, a suspended machine) for longer than replaced files, and old entries of a Delta
     log, are kept. What it goes on from is gone then, and the log is sound.
@@ -33,7 +33,7 @@ def looks_again(look: Callable[Concatenate[Looking, P], Found]) -> Callable[Conc
     def call(self: Looking, /, *given: P.args, **named: P.kwargs) -> Found:
         try:
             return look(self, *given, **named)
-        except CorruptLogError:
+        except (CorruptLogError, OffsetOutOfRangeError):
             for table in self.looked_at():
                 table.refresh()
         return look(self, *given, **named)

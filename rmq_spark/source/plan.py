@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
 
 from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.placements import MessageRange, PlacedRange, Placements, out_of_range
-from rmq_spark.errors import OffsetOutOfRangeError
+from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError
 from rmq_spark.message import RETRY_PREFIX
 from rmq_spark.source.offsets import CountedPositions, Positions, Queue, resolve
 from rmq_spark.source.options import Subscription
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Found = TypeVar("Found")
 _Range = TypeVar("_Range", bound=MessageRange)
 
 BLOCK_ROWS = 262_144
@@ -139,17 +141,37 @@ class Planner:
         OffsetOutOfRangeError
             When the log does not hold all of them, unless data loss is to be skipped.
         """
-        found, missing = self._placements.between(self._firsts() | start, end)
+        found, missing = self._looked_again(lambda: self._placements.between(self._firsts() | start, end))
         for queue, first, stop in missing:
             self._lost(out_of_range(*queue, first, stop, self._firsts()))
         return found
 
     def tail(self, start: Positions, end: Positions) -> tuple[Mapping[Queue, int], list[PlacedRange]]:
         """The border, below which the table ``messages`` has all; and the ranges above it, as :meth:`ranges` does."""
-        border, found, missing = self._placements.tail(self._firsts() | start, end)
+        (border, found), missing = self._looked_again(lambda: self._tail(self._firsts() | start, end))
         for queue, first, stop in missing:
             self._lost(out_of_range(*queue, first, stop, self._firsts()))
         return border, [placed for queue in sorted(found) for placed in found[queue]]
+
+    def _tail(
+        self, start: Positions, end: Positions
+    ) -> tuple[tuple[Mapping[Queue, int], Mapping[Queue, list[PlacedRange]]], list[tuple[Queue, int, int]]]:
+        border, found, missing = self._placements.tail(start, end)
+        return (border, found), missing
+
+    def _looked_again(
+        self, look: Callable[[], tuple[Found, list[tuple[Queue, int, int]]]]
+    ) -> tuple[Found, list[tuple[Queue, int, int]]]:
+        """Look at the newest state before anything counts as damaged or lost: this process may have been stopped for
+        longer than the log keeps what was replaced."""
+        with suppress(CorruptLogError):
+            found, missing = look()
+            if not missing:
+                return found, missing
+        for table in self.log.looked_at():
+            table.refresh()
+        self._placements = Placements(self.log, self._subscription.matches)
+        return look()
 
     def _lost(self, what: str) -> None:
         if self._fail_on_data_loss:

@@ -36,6 +36,33 @@ def denied(where: str) -> StorageError:
     return StorageError(f"{where} cannot be written to (permission denied): give this program the right to write")
 
 
+_OUT_OF: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"too many open files|(?:os error|errno) 2[34]\b", re.IGNORECASE),
+        "this process, or the machine, cannot open one more file: raise its limit (ulimit -n 65536, LimitNOFILE= of "
+        "systemd, --ulimit nofile= of Docker; ENFILE: fs.file-max), or close files that the program leaves open",
+    ),
+    (
+        re.compile(r"can't start new thread|tokio runtime|resource temporarily unavailable", re.IGNORECASE),
+        "this user or container may start no more threads: raise ulimit -u, or pids_limit (--pids-limit of Docker)",
+    ),
+    (
+        re.compile(r"failed to map segment|cannot allocate memory", re.IGNORECASE),
+        "this process may take no more memory: raise ulimit -v or the container's limit; in Spark's Python workers "
+        "spark.executor.pyspark.memory and spark.sql.planner.pythonExecution.memory",
+    ),
+)
+"""What a system or a library says of a resource that is used up, and what to do."""
+
+
+def require_resources(problem: BaseException, where: str) -> None:
+    """Raise UnreachableStoreError when a problem is a lack of descriptors, threads or memory: the store is sound."""
+    said = str(problem)
+    remedy = next((remedy for pattern, remedy in _OUT_OF if pattern.search(said)), None)
+    if remedy is not None and not isinstance(problem, TxmqError):
+        raise UnreachableStoreError(f"{where} cannot be used: {remedy}") from cause_of(problem)
+
+
 @contextmanager
 def writing(where: str) -> Iterator[None]:
     """Turn a failure to write into an error which says where. FileNotFoundError passes: the folder is gone.
@@ -51,6 +78,7 @@ def writing(where: str) -> Iterator[None]:
         raise
     except OSError as problem:
         where = redacted(where)
+        require_resources(problem, where)
         if is_denied(problem):
             raise denied(where) from cause_of(problem)
         said = plainly(str(problem), None)
@@ -73,6 +101,7 @@ def asking(where: str, storage_options: Mapping[str, str] | None) -> Iterator[No
     except TxmqError:
         raise
     except OSError as problem:
+        require_resources(problem, where)
         said = plainly(str(problem), storage_options)
         if is_denied(problem):
             raise UnreachableStoreError(f"{where} cannot be read (permission denied): {said}") from None

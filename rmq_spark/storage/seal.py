@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from rmq_spark.errors import CorruptLogError, LostFileError, OptionError, TxmqError, UnreadableFileError
 from rmq_spark.plurals import count_of
 from rmq_spark.redaction import cause_of
-from rmq_spark.storage.answers import is_denied
+from rmq_spark.storage.answers import is_denied, require_resources
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +140,8 @@ def reading(path: str, table: str) -> Iterator[None]:
         For text that was asked for and is no UTF-8: no file has it.
     LostFileError
         For pyarrow's FileNotFoundError.
+    UnreachableStoreError
+        For a lack of descriptors, threads or memory: the file is sound.
     UnreadableFileError
         For every other error of the store or of pyarrow. It says when only permission is missing.
     """
@@ -152,6 +154,7 @@ def reading(path: str, table: str) -> Iterator[None]:
     except FileNotFoundError as problem:
         raise LostFileError(f"file {path} of table {table} is not there: {problem}") from cause_of(problem)
     except (OSError, pa.ArrowException, ValueError) as problem:
+        require_resources(problem, f"file {path} of table {table}")
         if is_denied(problem):
             raise UnreadableFileError(
                 f"file {path} of table {table} cannot be read (permission denied): give this program the right to read "

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from rmq_spark.errors import NotACommitLogError, OptionError, StorageError, TxmqError
 from rmq_spark.redaction import traceback_of
-from rmq_spark.storage.answers import is_denied, plainly
+from rmq_spark.storage.answers import is_denied, plainly, require_resources
 from rmq_spark.storage.location import is_uri
 from rmq_spark.storage.table import claim_table, remove_table
 
@@ -140,18 +140,23 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
 def _claim_at_once(probe: str, storage_options: Mapping[str, str] | None, claims: list[bool | None]) -> None:
     """Let several writers create one table, and add what each was told. Raises what the first of them raised."""
     start = threading.Barrier(CLAIMANTS)
-    problems: list[Exception] = []
+    problems: list[BaseException] = []
 
     def claim() -> None:
-        start.wait()
         try:
+            start.wait()
             claims.append(claim_table(probe, storage_options))
-        except Exception as problem:
+        except BaseException as problem:  # a panic of delta-rs is no Exception
             problems.append(problem)
 
     threads = [threading.Thread(target=claim, name="txmq-probe") for _ in range(CLAIMANTS)]
-    for thread in threads:
-        thread.start()
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError as problem:  # those that wait for this one must not wait for ever
+        start.abort()
+        require_resources(problem, probe)
+        raise
     for thread in threads:
         thread.join()
     if problems:

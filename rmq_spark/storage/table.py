@@ -5,6 +5,8 @@ No other module imports deltalake.
 
 from __future__ import annotations
 
+from rmq_spark.storage.room import require_address_space  # isort: skip  (it looks before the engine is loaded)
+
 import json
 import logging
 import math
@@ -48,7 +50,7 @@ from rmq_spark.forks import forks
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.redaction import cause_of, redacted
 from rmq_spark.selector.tree import Filter
-from rmq_spark.storage.answers import asking, denied, is_denied, plainly
+from rmq_spark.storage.answers import asking, denied, is_denied, plainly, require_resources
 from rmq_spark.storage.clock import StoreClock
 from rmq_spark.storage.files import (
     THREADS_ROWS_MIN,
@@ -311,11 +313,11 @@ def compare_and_set(
                 return change
             if table.name in OURS_ALONE:
                 require_own(table)
-            change = _proposed(table, propose)
+            change, version = _proposed(table, propose)
             if change is None:
                 return None
             staged.require(change)
-            own = replace(change, transactions={**change.transactions, OWN: table.version + 1})
+            own = replace(change, version=version, transactions={**change.transactions, OWN: version})
             try:
                 acknowledged = try_commit(own)
             except TxmqError:
@@ -326,6 +328,7 @@ def compare_and_set(
                     table.refresh()
                     if has_landed(change):
                         return change
+                    require_resources(problem, f"table {table.name}")
                     raise CommitError(
                         f"a commit to table {table.name} failed {failures} times, the last time with "
                         f"{type(problem).__name__}: {plainly(str(problem), None)}"
@@ -351,18 +354,17 @@ def compare_and_set(
     raise CommitError(f"a commit to table {table.name} lost {COMMIT_TRIES_MAX} races in a row: too many writers")
 
 
-def _proposed(table: Table, propose: Callable[[int], Change | None]) -> Change | None:
-    """What a caller proposes for the next version. Damage that it finds must still be there in the newest state: what
+def _proposed(table: Table, propose: Callable[[int], Change | None]) -> tuple[Change | None, int]:
+    """What a caller proposes, and for which version. Damage that it finds must still be there in the newest state: what
     it looked at may have been replaced, and then deleted, while this process was stopped."""
     version = table.version + 1
     try:
-        change = propose(version)
+        return propose(version), version
     except CorruptLogError:
         if table.refresh() + 1 == version:
             raise
-        version = table.version + 1
-        change = propose(version)
-    return None if change is None else replace(change, version=version)
+    version = table.version + 1
+    return propose(version), version
 
 
 class _Staged:
@@ -530,6 +532,7 @@ def require_no_fork() -> None:
     """Raise OptionError in a fork of a process that has used delta-rs: its calls end in a panic there, or hang."""
     global _engine_process
     if _engine_process is None:
+        require_address_space()  # it may have been limited since this module was imported
         _engine_process = (forks(), os.getpid())
     elif _engine_process[0] != forks():
         raise OptionError(
@@ -601,7 +604,10 @@ class DeltaLogTable:
                     max_commit_retries=0, custom_metadata={ENTRY_SEAL: entry_seal(0, ())}
                 ),
             )
-        except DeltaError as problem:
+        except BaseException as problem:  # a panic of delta-rs is no Exception
+            require_resources(problem, redacted(uri))
+            if not isinstance(problem, DeltaError):
+                raise
             if not DeltaTable.is_deltatable(uri, dict(storage_options or {}) or None):
                 raise NotACommitLogError(f"table {name} cannot be created at {uri}: {problem}") from cause_of(problem)
 
@@ -642,6 +648,7 @@ class DeltaLogTable:
         except BaseException as problem:
             if not is_panic(problem):
                 raise
+            require_resources(problem, redacted(uri))
             raise UnreachableStoreError(
                 f"{redacted(uri)} cannot be read: delta-rs cannot work with these storage options (an endpoint is a "
                 f"URL such as https://host:9000 or http://host): {plainly(str(problem), options)}"
@@ -690,6 +697,7 @@ class DeltaLogTable:
         except BaseException as problem:  # a panic of delta-rs is no Exception
             if not isinstance(problem, DeltaError) and not is_panic(problem):
                 raise
+            require_resources(problem, self._uri)
             said = plainly(str(problem), self._storage_options)
             if self._id is None:
                 raise NotACommitLogError(
@@ -697,7 +705,8 @@ class DeltaLogTable:
                 ) from cause_of(problem)
             self._require_entries(-1, None)
             raise self._unreadable(problem) from cause_of(problem)
-        self._require_entries(-1, int(table.version()))
+        with asking(self._uri, self._storage_options):
+            self._require_entries(-1, int(table.version()))
         have = set(pa.schema(table.schema().to_arrow()).names)
         missing = [n for n in self.schema.names if n not in have]
         if missing:
@@ -709,6 +718,7 @@ class DeltaLogTable:
         return table
 
     def _unreadable(self, problem: BaseException) -> CorruptLogError:
+        require_resources(problem, self._uri)
         said = plainly(str(problem), self._storage_options)
         return CorruptLogError(f"the Delta log of table {self.name} cannot be read any more: {said}")
 
@@ -975,7 +985,8 @@ class DeltaLogTable:
             dataset = pads.dataset(full, schema=self.schema, format=PARQUET_WITH_CHECKSUMS, filesystem=self.fs)
             self._require_files(dataset, said)
             return dataset.to_table(columns=names, filter=where)
-        except (OSError, pa.ArrowException, ValueError):
+        except (OSError, pa.ArrowException, ValueError) as problem:
+            require_resources(problem, f"table {self.name}")
             for path, file in zip(paths, full, strict=True):  # find the file that fails
                 with reading(path, self.name):
                     one = pads.dataset([file], schema=self.schema, format=PARQUET_WITH_CHECKSUMS, filesystem=self.fs)
@@ -1121,7 +1132,10 @@ def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | N
         )
     except CommitFailedError:
         return False
-    except DeltaError as problem:
+    except BaseException as problem:  # a panic of delta-rs is no Exception
+        require_resources(problem, redacted(uri))
+        if not isinstance(problem, DeltaError):
+            raise
         if DeltaTable.is_deltatable(uri, options):
             return None
         if is_denied(problem):

@@ -20,10 +20,13 @@ from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import CorruptLogError
+from rmq_spark.source.offsets import Positions
+from rmq_spark.source.options import Subscription
+from rmq_spark.source.plan import Planner
 from tests.half_batches import another, commit, let_leave, make_log, prepare, send
 
 PRODUCT = str(Path(txmq.__file__).parent)
-FILES = ("storage/table.py",)
+FILES = ("storage/table.py", "commitlog/op.py")
 READING = tuple(f"{PRODUCT}/{room}/" for room in ("commitlog", "storage"))
 
 
@@ -78,6 +81,14 @@ def two_hours_pass(log: CommitLog) -> None:
                 entry.unlink()
 
 
+def plan(log: CommitLog) -> None:
+    """What a stream reads with failOnDataLoss=false, which skips what it takes for lost."""
+    planner = Planner(log, Subscription(("orders",)), fail_on_data_loss=False)
+    end = planner.latest()
+    ranges = planner.ranges(Positions({("orders", 0): 0}), end)
+    assert sum(r.stop - r.queue_offset for r in ranges) == end["orders", 0] > 0
+
+
 CALLS: dict[str, Callable[[CommitLog], object]] = {
     "read": lambda log: log.read("orders").num_rows,
     "pending": lambda log: log.pending(),
@@ -85,6 +96,7 @@ CALLS: dict[str, Callable[[CommitLog], object]] = {
     "send": lambda log: send_all(log, "mine", 1),
     "positions": lambda log: log.groups.positions("readers"),
     "topics": lambda log: (log.topics(), log.topics_with(["nowhere"])),
+    "plan": plan,
     "drain": lambda log: log.drain(),
     "check": lambda log: CheckService(log, {}, transaction_timeout=0).run_once(),
 }
