@@ -219,6 +219,7 @@ class TransactionMQProducer:
         self._require_own_process()
         with self._opening:
             if not self._under_way.is_open:
+                self._closing.set()  # a start that was interrupted has begun threads, too
                 self._closing = self.log.machine.event()  # what an earlier shutdown left has seen its own
                 atexit.register(self._end)
                 self._commits.hurry(False)

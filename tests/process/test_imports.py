@@ -40,7 +40,10 @@ DRIVERS = (
         "import rmq_spark.consumer.push, rmq_spark.consumer.pull, rmq_spark.sink.producer",
         ("pyspark", "sqlalchemy", "typer", "lark", "prometheus_client"),
     ),
-    ("import sys, rmq_spark.listeners; rmq_spark.listeners.Rollback; assert 'sqlalchemy' in sys.modules", ("pyspark",)),
+    (
+        "import sys, rmq_spark.listeners; rmq_spark.listeners.HalfTransaction; assert 'sqlalchemy' in sys.modules",
+        ("pyspark",),
+    ),
 )
 HEAVY = ("pyarrow", "deltalake", "pandas", "numpy", "pyspark", "sqlalchemy", "lark", "prometheus_client", "altair")
 COMMAND = (("import rmq_spark.cli", HEAVY),)

@@ -53,7 +53,7 @@ def prepare_twice(
 ) -> tuple[HalfRecord, HalfRecord]:
     """As two processes could, before one lock owned the tables of a log: neither looks whether the other one has."""
     with monkeypatch.context() as patch:
-        patch.setattr(HalfStore, "_batch_id_in_log", lambda self, header: None)
+        patch.setattr(HalfStore, "there_among", lambda self, half_ids: frozenset())
         first = send(log, TWICE, ["x", "y", "z"], parts=2)
         return first, (second or (lambda other: send(other, TWICE, ["x", "y", "z"], parts=2)))(another(log))
 

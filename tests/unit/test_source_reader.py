@@ -296,7 +296,7 @@ def test_a_lost_file_is_an_error_or_a_warning(log: CommitLog, caplog: pytest.Log
     lost, kept = send(log, 0, 6), send(log, 1, 6)
     assert lost.half_id != kept.half_id
     (Path(log.path) / "half" / next(iter(lost.files.values())).path).unlink()
-    with pytest.raises(OffsetOutOfRangeError, match=r"topic 'orders', queue 0: offsets 0 to 1 .* any more"):
+    with pytest.raises(OffsetOutOfRangeError, match=r"topic 'orders', queue 0: offsets 0 to 1 .* has lost its file 0"):
         read(log)
     found = read(log, failOnDataLoss="false")
     assert {b.decode()[0] for b in found["body"].to_pylist()} == {"1"}
