@@ -135,6 +135,6 @@ def test_a_process_that_was_stopped_for_hours_calls_no_sound_log_damaged(name: s
         try:
             stopped(partial(call, log))
         except CorruptLogError as problem:
-            raise AssertionError(f"stopped before {code.co_qualname}") from problem
+            raise AssertionError(f"stopped before {code.co_name}") from problem
         assert stopped.is_over
         assert another(log).read("orders").num_rows == 12 + (name == "send")
