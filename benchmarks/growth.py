@@ -26,7 +26,7 @@ import rmq_spark as txmq
 from benchmarks.report import Pairs, publish
 from benchmarks.spark import median_ms, session
 from benchmarks.throughput import SMALL_BATCHES, SMALL_ROWS, WARM_UP, stream, txmq_writer, write_input
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord, Staged
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.ledger import Decision
@@ -75,7 +75,7 @@ def make_log(path: Path, transactions: int) -> txmq.CommitLog:
     def staged(number: int, message: txmq.Message) -> OneMessage:
         app_id = f"send.bench.{number:032d}"
         header = HalfHeader(
-            half_id_of(app_id, 0), app_id, 0, None, None, "none", "batch", "bench", numbered=False, made_up=True
+            batch_name(app_id, 0), app_id, 0, None, None, "none", "batch", "bench", numbered=False, made_up=True
         )
         return OneMessage(log.with_machine(HalfWriter(header, topics, None, None, fifo)), message)
 

@@ -195,8 +195,8 @@ def message_ids(half_id: pa.Array | pa.Scalar, file_no: pa.Array, row_no: pa.Arr
     return pc.binary_join_element_wise(half_id, address, ":")
 
 
-_TRANSACTION_ID = re.compile(r"([^:]+:\d{1,19}):(\d{1,9})(?::(.+))?", re.DOTALL)
-_MESSAGE_ID = re.compile(r"([^:]+:\d{1,19}):(\d{1,18})\.(\d{1,18})")
+_TRANSACTION_ID = re.compile(r"([^:]+:\d{1,19}(?:-[0-9a-f]+)?):(\d{1,9})(?::(.+))?", re.DOTALL)
+_MESSAGE_ID = re.compile(r"([^:]+:\d{1,19}(?:-[0-9a-f]+)?):(\d{1,18})\.(\d{1,18})")
 
 
 def parse_transaction_id(text: str) -> tuple[str, int, str | None]:
@@ -210,9 +210,7 @@ def parse_transaction_id(text: str) -> tuple[str, int, str | None]:
     """
     found = _TRANSACTION_ID.fullmatch(text) if isinstance(text, str) else None
     if found is None:
-        raise OptionError(
-            f"{text!r} is not a transaction id: <app_id>:<batch_id>:<attempt> is expected, and perhaps :<key>"
-        )
+        raise OptionError(f"{text!r} is not a transaction id: <half_id>:<attempt> is expected, and perhaps :<key>")
     return found[1], int(found[2]), found[3]
 
 
@@ -226,7 +224,7 @@ def parse_message_id(text: str) -> tuple[str, int, int]:
     """
     found = _MESSAGE_ID.fullmatch(text) if isinstance(text, str) else None
     if found is None:
-        raise OptionError(f"{text!r} is not a message id: <app_id>:<batch_id>:<file>.<row> is expected")
+        raise OptionError(f"{text!r} is not a message id: <half_id>:<file>.<row> is expected")
     return found[1], int(found[2]), int(found[3])
 
 

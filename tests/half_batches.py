@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pytest
 
 from rmq_spark.commitlog import maintenance, marking, pruning, upkeep
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.ledger import Placed
@@ -47,7 +47,7 @@ def another(log: CommitLog) -> CommitLog:
 def header_of(
     batch_id: int, app: str = APP, per: str = "batch", fence_id: str | None = None, group: str = "group"
 ) -> HalfHeader:
-    return HalfHeader(half_id_of(app, batch_id), app, batch_id, None, None, fence_id, per, group)
+    return HalfHeader(batch_name(app, batch_id), app, batch_id, None, None, fence_id, per, group)
 
 
 def prepare(

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 import pyarrow as pa
 
 from rmq_spark.commitlog.archived import Archived, ArchivedDecision
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import Kind, OpRow, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
@@ -54,7 +54,7 @@ class Shop:
         """Half messages, dealt out to the topics."""
         self.batches += 1
         app = group.split("-")[0]
-        header = HalfHeader(half_id_of(app, self.batches), app, self.batches, "query", None, None, "batch", group)
+        header = HalfHeader(batch_name(app, self.batches), app, self.batches, "query", None, None, "batch", group)
         writer = HalfWriter(header, self.log.topics(), None, None, self.log.fifo_topics())
         columns = {
             "body": [f"order {i}" * 12 for i in range(messages)],
@@ -159,7 +159,7 @@ def _left(number: int, at_s: float) -> OpRow:
     decided = datetime.fromtimestamp(at_s + 0.05 + number % 100 / 50, timezone.utc)
     back = messages if number % 25 == 0 else 0
     kept = Archived(
-        half_id=half_id_of(app, 0),
+        half_id=batch_name(app, 0),
         app_id=app,
         batch_id=0,
         query_id=None,

@@ -98,7 +98,7 @@ def terminal_width() -> int | None:
 def _worth_showing(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the columns without those that are empty, or that only repeat the parts of the half_id."""
     names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
-    if all(row.get("half_id") == f"{row.get('app_id')}:{row.get('batch_id')}" for row in rows):
+    if all(str(row.get("half_id")).startswith(f"{row.get('app_id')}:{row.get('batch_id')}") for row in rows):
         names = [name for name in names if name not in ("app_id", "batch_id")]
     return names
 

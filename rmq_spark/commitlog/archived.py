@@ -22,7 +22,6 @@ ARCHIVED = pa.struct(
         ("query_id", pa.string()),
         ("input_hash", pa.string()),
         ("fence_id", pa.string()),
-        ("staged_ms", pa.int64()),
         ("last_version", pa.int64()),  # of op, with a row of it
         ("committed", pa.int64()),
         ("rolled_back", pa.int64()),
@@ -77,8 +76,6 @@ class Archived:
         As in its header.
     prepared_ms : int
         When it was prepared.
-    staged_ms : int
-        When its newest message was staged. Another half batch of this name has another time.
     last_version : int
         The last version of ``op`` with a row of it.
     attempt : int
@@ -100,7 +97,6 @@ class Archived:
     transaction_per: str
     producer_group: str
     prepared_ms: int
-    staged_ms: int
     last_version: int
     attempt: int
     committed: int
@@ -163,7 +159,7 @@ class Archived:
             decisions = tuple(ArchivedDecision(**d) for d in said["decisions"])
             value = {name: said[name] for name in _OWN} | {name: row[name] for name in _SHARED}
             found = cls(**value, decisions=decisions, at=row["op_time"])
-            needed = (found.app_id, found.batch_id, found.prepared_ms, found.staged_ms)
+            needed = (found.app_id, found.batch_id, found.prepared_ms)
             whole = found.rows == row["count"] and None not in needed
         except TypeError:
             whole = False

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.follow import Followed, Tails, Waiting, of_kind, settled, settled_rows
+from rmq_spark.commitlog.half import after_name, batch_name, names_of
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.keyed import Open
 from rmq_spark.commitlog.op import NO_OPS, SETTLING, BatchState, Kind, OpRow, pruned_up_to
@@ -248,12 +249,11 @@ class Follower:
         where = (pc.field("half_id") == half_id) & pc.field("version").isin(versions)
         return self.table.read(paths, None, where).sort_by("version")
 
-    def expect(self, half_ids: Sequence[str], made_up: Collection[str] = ()) -> None:
-        """Tell of half batches that are about to be prepared: their op markers are all still to come. Of those with a
-        made up id ``op`` has never said anything."""
+    def expect(self, half_ids: Sequence[str]) -> None:
+        """Tell of half batches that are about to be prepared. ``op`` has never said anything of them."""
         with self.table.lock:
             self._remember_whole(half_ids)
-            self._known_whole.update(dict.fromkeys(made_up, True))
+            self._known_whole.update(dict.fromkeys(half_ids, True))
 
     def forget(self, half_ids: Sequence[str]) -> None:
         """Take :meth:`expect` back."""
@@ -302,8 +302,8 @@ class Follower:
         """Raise HalfBatchLeftError for a half batch that has left ``half``, whose op rows may be gone, too: it would
         look pending, and its messages would be placed twice."""
         for row in rows:
-            if row["kind"] == Kind.ARCHIVED.value and (kept := Archived.of(row)).staged_ms == record.staged_ms:
-                raise kept.left_error()
+            if row["kind"] == Kind.ARCHIVED.value:
+                raise Archived.of(row).left_error()
         if self.is_gone(record) or self._was_settled(record, rows):
             raise HalfBatchLeftError(
                 f"half batch {record.half_id!r} left table half long ago, and nothing is kept of its outcome: this "
@@ -332,23 +332,32 @@ class Follower:
             found = rows.filter(of_kind(rows, Kind.ARCHIVED)).to_pylist()
             return Archived.of(found[-1]) if found else None
 
-    def archived_among(self, half_ids: Collection[str]) -> frozenset[str]:
-        """Those half batches that have left, or are about to."""
+    def archived_as(self, app_id: str, batch_id: int) -> Archived | None:
+        """What is kept of the half batch of this name that has left, or is about to; None when there is none."""
+        name = batch_name(app_id, batch_id)
         with self.table.lock:
             self.refresh()
-            where = pc.field("half_id").isin(sorted(half_ids))
-            rows = self.table.read(self.archive_paths(), ["kind", "half_id"], where)
-            return frozenset(rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"].to_pylist())
+            rows = self.table.read(self.archive_paths(), None, _may_be_named([name])).sort_by("version")
+        rows = rows.filter(pc.and_(of_kind(rows, Kind.ARCHIVED), pc.equal(names_of(rows["half_id"]), name)))
+        return Archived.of(rows.slice(rows.num_rows - 1).to_pylist()[0]) if rows.num_rows else None
 
-    def committed_among(self, half_ids: Collection[str]) -> frozenset[str]:
-        """Those half batches of which messages are committed, also when they have left."""
+    def archived_among(self, names: Collection[str]) -> frozenset[str]:
+        """Those of some names whose half batch has left, or is about to."""
         with self.table.lock:
             self.refresh()
-            where = pc.field("half_id").isin(sorted(half_ids))
-            rows = self.table.read(self.table.actions()["path"].to_pylist(), ["kind", "half_id", "archived"], where)
+            rows = self.table.read(self.archive_paths(), ["kind", "half_id"], _may_be_named(names))
+        found = names_of(rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"])
+        return frozenset(found.to_pylist()).intersection(names)
+
+    def committed_among(self, names: Collection[str]) -> frozenset[str]:
+        """Those of some names of whose half batch messages are committed, also when it has left."""
+        with self.table.lock:
+            self.refresh()
+            paths = self.table.actions()["path"].to_pylist()
+            rows = self.table.read(paths, ["kind", "half_id", "archived"], _may_be_named(names))
         kept = pc.greater(pc.struct_field(rows["archived"], "committed"), 0)
         said = pc.or_(of_kind(rows, Kind.COMMIT), pc.fill_null(kept, False))
-        return frozenset(rows.filter(said)["half_id"].to_pylist())
+        return frozenset(names_of(rows.filter(said)["half_id"]).to_pylist()).intersection(names)
 
     def commit_ids_at(self, version: int) -> list[str]:
         """The ids of the commits that wrote the op rows of a version: one, or none when it has no rows."""
@@ -450,6 +459,11 @@ class Follower:
         rows = self.followed.rows
         ids = pc.unique(rows.filter(of_kind(rows, Kind.REOPEN))["half_id"]).to_pylist()
         return [h for h in ids if h not in prepared or prepared[h].rewritten]
+
+
+def _may_be_named(names: Collection[str]) -> pc.Expression:
+    """Holds for the rows of half batches of some names, and for few others: their ids lie between these."""
+    return (pc.field("half_id") >= min(names)) & (pc.field("half_id") < after_name(max(names)))
 
 
 def _of_batch(rows: pa.Table, half_id: str) -> pa.Table:

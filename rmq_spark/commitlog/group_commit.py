@@ -161,7 +161,7 @@ class GroupCommit:
             For this half batch alone.
         """
         self.require_may_wait()
-        found = self._prepares.ask(_Waiting(header, files), header.half_id)
+        found = self._prepares.ask(_Waiting(header, files), header.name)
         if isinstance(found, HalfRecord):
             return found
         raise found
@@ -171,7 +171,7 @@ class GroupCommit:
 
         It is called in the thread that commits, so it must not wait for anything, and must not raise.
         """
-        self._prepares.put(message, message.half_id, then)
+        self._prepares.put(message, message.header.name, then)
 
     def decide(self, decision: Decision) -> Sequence[Placed]:
         """Make verdicts final together with those of other threads.
@@ -192,7 +192,7 @@ class GroupCommit:
             When that fails for one of them. Others may be prepared.
         """
         self.require_may_wait()
-        found = self._prepares.ask_all({batch.header.half_id: batch for batch in staged})
+        found = self._prepares.ask_all({batch.header.name: batch for batch in staged})
         return [_answer(one, (HalfRecord, *PREPARE_ERRORS)) for one in found]
 
     def decide_many(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
@@ -265,11 +265,11 @@ Then: TypeAlias = Callable[[Result | None, BaseException | None], None]
 class _Asked(Generic[Request, Result]):
     """A request, and who hears what became of it."""
 
-    __slots__ = ("answer", "half_id", "problem", "request", "then")
+    __slots__ = ("about", "answer", "problem", "request", "then")
 
-    def __init__(self, request: Request, half_id: str, then: Then[Result]) -> None:
+    def __init__(self, request: Request, about: str, then: Then[Result]) -> None:
         self.request = request
-        self.half_id = half_id
+        self.about = about
         self.then = then
         self.answer: Result | None = None
         self.problem: BaseException | None = None
@@ -279,7 +279,7 @@ class _Asked(Generic[Request, Result]):
         try:
             self.then(self.answer, self.problem)
         except BaseException as problem:  # the others must hear of theirs
-            logger.error("what follows on half batch %r ended: %s", self.half_id, traceback_of(problem))
+            logger.error("what follows on half batch %r ended: %s", self.about, traceback_of(problem))
 
 
 class _Wait(Generic[Result]):
@@ -364,24 +364,24 @@ class Lane(Generic[Request, Result]):
         """Whether this thread has a lock that a commit needs."""
         return is_held(self._lock) or is_held(self._needs)
 
-    def ask(self, request: Request, half_id: str) -> Result:
+    def ask(self, request: Request, about: str) -> Result:
         """Wait for the commit that has this request, and return its answer or raise its problem."""
         waits: _Wait[Result] = _Wait(self._machine.event())
-        self.put(request, half_id, waits.hear)
+        self.put(request, about, waits.hear)
         return waits.result()
 
-    def put(self, request: Request, half_id: str, then: Then[Result]) -> None:
+    def put(self, request: Request, about: str, then: Then[Result]) -> None:
         """Hand in a request. ``then`` is called with what became of it, in the thread that commits.
 
         That is the caller's when there is no other one to be had.
         """
-        self._put([_Asked(request, half_id, then)])
+        self._put([_Asked(request, about, then)])
 
     def ask_all(self, requests: Mapping[str, Request]) -> list[Result | BaseException]:
         """As :meth:`ask` for several requests, by half id: the answer to each, or its problem."""
         waits: list[_Wait[Result]] = [_Wait(self._machine.event()) for _ in requests]
         asked = zip(requests.items(), waits, strict=True)
-        self._put([_Asked(request, half_id, wait.hear) for (half_id, request), wait in asked], hurry=True)
+        self._put([_Asked(request, about, wait.hear) for (about, request), wait in asked], hurry=True)
         return [wait.outcome() for wait in waits]
 
     def _put(self, asked: Sequence[_Asked[Request, Result]], hurry: bool = False) -> None:
@@ -466,7 +466,7 @@ class Lane(Generic[Request, Result]):
         later: list[_Asked[Request, Result]] = []
         while self._waiting and len(group) < self._at_once_max:
             asked = self._waiting.popleft()
-            if group.setdefault(asked.half_id, asked) is not asked:
+            if group.setdefault(asked.about, asked) is not asked:
                 later.append(asked)
         self._waiting.extendleft(reversed(later))
         self._hurry = bool(later)

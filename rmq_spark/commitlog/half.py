@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
@@ -89,6 +90,8 @@ SAMPLE_BYTES = 1024
 FILE_BYTES_MAX = 256 * 1024 * 1024
 """An executor ends a half file when the messages in it reach this, so that a partition of any size fits."""
 FILES_PER_PARTITION_MAX = 1000
+OWN_CHARS = 12
+"""Hexadecimal digits of a half id that are its own."""
 
 
 @value
@@ -96,6 +99,8 @@ class HalfHeader:
     """What all rows of a half batch have in common (the first columns of ``half``)."""
 
     half_id: str
+    """The identity, which no other half batch ever has: see :func:`half_id_of` and :func:`new_half_id`. Whatever must
+    mean this very half batch carries it: op markers, fences, message ids."""
     app_id: str
     batch_id: int
     query_id: str | None
@@ -111,6 +116,11 @@ class HalfHeader:
     named: bool = field(default=False, compare=False)
     """True when ``app_id`` and ``batch_id`` alone tell a retry: the user gave them (a batch write), or they hold the
     query's id (a consumer's retries). In other streams each checkpoint counts from 0, so ``query_id`` must agree."""
+
+    @property
+    def name(self) -> str:
+        """What a replay finds it by."""
+        return batch_name(self.app_id, self.batch_id)
 
 
 @value
@@ -210,9 +220,44 @@ def together(several: Sequence[HalfRows]) -> pa.Table:
     return source.slice(first, at - first)
 
 
-def half_id_of(app_id: str, batch_id: int) -> str:
-    """The name of a half batch. ``app_id`` has no colon (its rules say so), so two batches never share one."""
+def batch_name(app_id: str, batch_id: int) -> str:
+    """What a replay finds a half batch by. ``app_id`` has no colon (its rules say so), so two batches never share one.
+    A name can come back: an idempotency key after its time, a batch in a log that was restored."""
     return f"{app_id}:{batch_id}"
+
+
+def half_id_of(app_id: str, batch_id: int, query_id: str | None = None, input_hash: str | None = None) -> str:
+    """The identity of a batch that is counted: its name, and a digest of what is known of its query and its input.
+
+    The same batch has the same identity in each run, also in a log that was restored: its fence still answers for it.
+    One with other input under the same number has another.
+    """
+    name = batch_name(app_id, batch_id)
+    if query_id is None and input_hash is None:  # the name is all that tells a retry, as its user wants it
+        return name
+    return f"{name}-{hashlib.sha256(f'{query_id} {input_hash}'.encode()).hexdigest()[:OWN_CHARS]}"
+
+
+def new_half_id(app_id: str, batch_id: int, machine: Machine = MACHINE) -> str:
+    """An identity for a half batch whose name may come again for another one (an idempotency key, after its time): its
+    name, and digits that no other bearer of the name has."""
+    return f"{batch_name(app_id, batch_id)}-{machine.unique_id()[:OWN_CHARS]}"
+
+
+def names_of(half_ids: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The names of half batches. One whose application was made up for it has its name for an identity."""
+    return pc.replace_substring_regex(half_ids, "-[^:]*$", "")
+
+
+def after_name(name: str) -> str:
+    """What is greater than each half id of a name, and than no half id of a greater name."""
+    return f"{name}."
+
+
+def name_of(half_id: str) -> str:
+    """The same of one."""
+    head, _, number = half_id.rpartition(":")
+    return f"{head}:{number.partition('-')[0]}"
 
 
 @value

@@ -21,7 +21,10 @@ from rmq_spark.commitlog.half import (
     HalfHeader,
     HalfRows,
     Segment,
-    half_id_of,
+    after_name,
+    batch_name,
+    name_of,
+    names_of,
     together,
 )
 from rmq_spark.commitlog.op import BatchState, FileState
@@ -105,7 +108,7 @@ class HalfRecord:
     def of_archived(cls, kept: Archived) -> HalfRecord:
         """The record of a half batch that has left."""
         header = HalfHeader(**{name: getattr(kept, name) for name in HEADER_COLUMNS})
-        return cls(header, kept.prepared_ms, {}, kept.prepared_ms, kept.staged_ms, kept)
+        return cls(header, kept.prepared_ms, {}, kept.prepared_ms, kept.prepared_ms, kept)
 
     @property
     def all_rows(self) -> RowSet:
@@ -184,7 +187,7 @@ class HalfStore:
         header: HalfHeader,
         files: Sequence[HalfFile | HalfRows],
         after_ms: Callable[[], int] = lambda: 0,
-        left_among: Callable[[Collection[str]], Collection[str]] = lambda half_ids: (),
+        left_among: Callable[[Collection[str]], Collection[str]] = lambda names: (),
     ) -> HalfRecord:
         """Commit the staged files of a half batch: see :meth:`prepare_many`. What would let it drop out is raised."""
         (prepared,) = self.prepare_many([Staged(header, files)], after_ms, left_among)
@@ -196,7 +199,7 @@ class HalfStore:
         self,
         staged: Sequence[Staged],
         after_ms: Callable[[], int] = lambda: 0,
-        left_among: Callable[[Collection[str]], Collection[str]] = lambda half_ids: (),
+        left_among: Callable[[Collection[str]], Collection[str]] = lambda names: (),
     ) -> list[HalfRecord | PrepareError]:
         """Commit the staged files of half batches, at once: from here on they exist, and nobody sees them.
 
@@ -208,7 +211,7 @@ class HalfStore:
             Returns the time after which they must be prepared: not below the low-water mark, where no open half batch
             is looked for. The newest file may have an earlier time, when a clock that is behind rewrote it.
         left_among : callable
-            Takes half ids and returns those of half batches that were here and have left. It is called with the table
+            Takes names and returns those whose half batches were here and have left. It is called with the table
             refreshed.
 
         Returns
@@ -225,7 +228,7 @@ class HalfStore:
         MessageError
             When one has no files, or files of another half batch.
         ValueError
-            When a half batch is named twice, or two numbered ones of an application.
+            When a name comes twice, or two numbered half batches of an application.
 
         Any other problem, such as a store that does not answer, is raised for all of them.
         """
@@ -241,8 +244,8 @@ class HalfStore:
         def propose(version: int) -> Change | None:
             tried.append(version)
             refused.clear()
-            looked_for = [batch.header.half_id for batch in staged if batch.is_looked_for]
-            known = self.there_among(looked_for).union(left_among(looked_for)) if looked_for else frozenset[str]()
+            looked_for = [batch.header.name for batch in staged if batch.is_looked_for]
+            known = {*self.ids_named(looked_for), *left_among(looked_for)} if looked_for else set[str]()
             for batch in staged:
                 if (problem := self._refusal(batch, known)) is not None:
                     refused[batch.header.half_id] = problem
@@ -274,12 +277,11 @@ class HalfStore:
         ]
 
     def _refusal(self, batch: Staged, known: Collection[str]) -> PrepareError | None:
-        """Why a half batch cannot be prepared, as the table is now. Of the half ids that are looked for, some are
-        known."""
+        """Why a half batch cannot be prepared, as the table is now. Some names are known."""
         header, last = batch.header, None
         if header.numbered:
             last = self.table.transaction_version(header.app_id)
-        elif batch.is_looked_for and header.half_id in known:
+        elif batch.is_looked_for and header.name in known:
             last = header.batch_id
         if last is not None and last >= header.batch_id:
             return AlreadyPreparedError(
@@ -328,14 +330,12 @@ class HalfStore:
         return {p: (s or 0, n or 1) for p, s, n in zip(path, size, rows, strict=True)}
 
     def holds(self, record: HalfRecord) -> bool:
-        """Whether this very half batch is in the table. When it has left and is forgotten, another one may have its
-        name: it was staged at another time."""
+        """Whether a half batch is in the table."""
         self.table.refresh()
         paths = pa.array({file.path for file in record.files.values()}, pa.string())
         if pc.sum(pc.is_in(self.table.actions()["path"], value_set=paths)).as_py() == len(paths):
             return True
-        found = self._find(record.half_id)
-        return found is not None and (found.staged_ms, found.rows) == (record.staged_ms, record.rows)
+        return self._find(record.half_id) is not None
 
     def may_be_above(self, half_id: str, ms: int) -> bool:
         """Whether a half batch in the table may have been prepared after a time: a file says so, or somebody rewrote
@@ -355,6 +355,19 @@ class HalfStore:
             inside = self._shared.of(path)["half_id"]
             found += inside.filter(pc.is_in(inside, value_set=ids)).to_pylist()
         return frozenset(found)
+
+    def ids_named(self, names: Collection[str]) -> dict[str, str]:
+        """The ids of those half batches in the table that have one of these names, by name. It does not refresh."""
+        actions = self.table.actions()
+        (one, low), high = _of_one(actions), pc.cast(actions["max.half_id"], pa.string())
+        wanted = pa.array(sorted(names), pa.string())
+        apart = pc.or_(pc.less(high, wanted[0]), pc.greater_equal(low, after_name(wanted[-1].as_py())))
+        near = actions.append_column("one", one).filter(pc.invert(pc.fill_null(apart, False)))
+        parts = [near.filter(near["one"])["min.half_id"]]
+        parts += [self._shared.of(path)["half_id"] for path in near.filter(pc.invert(near["one"]))["path"].to_pylist()]
+        ids = pa.chunked_array([chunk for part in parts for chunk in pc.cast(part, pa.string()).chunks], pa.string())
+        ids = ids.filter(pc.is_in(names_of(ids), value_set=wanted))
+        return {name_of(half_id): half_id for half_id in ids.to_pylist()}
 
     def newest_ms(self) -> int:
         """When the newest file was prepared (or rewritten, by somebody's clock)."""
@@ -384,16 +397,18 @@ class HalfStore:
     def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
         """The half batch of an application and batch id."""
         self.table.refresh()
-        return self._find(half_id_of(app_id, batch_id))
+        half_ids = self.ids_named([batch_name(app_id, batch_id)]).values()
+        return next(map(self._find, half_ids), None)
 
     def get(self, half_id: str) -> HalfRecord:
         """The half batch of this id; HalfBatchNotFoundError when there is none."""
         self.table.refresh()
-        record = self._find(half_id) if isinstance(half_id, str) and half_id.isascii() else None
+        may_be_one = isinstance(half_id, str) and half_id.isascii()
+        record = self._find(half_id) if may_be_one else None
         if record is None:
-            raise HalfBatchNotFoundError(
-                f"no half batch {half_id!r} in this commit log: log.pending() lists the open ones"
-            )
+            named = self.ids_named([half_id]).get(half_id) if may_be_one else None
+            hint = "log.pending() lists the open ones" if named is None else f"the one of this name is {named!r} now"
+            raise HalfBatchNotFoundError(f"no half batch {half_id!r} in this commit log: {hint}")
         return record
 
     def _candidates(self, half_id: str) -> pa.Table:
@@ -689,7 +704,7 @@ def _of_one(actions: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
 
 
 def _require_each_once(staged: Sequence[Staged]) -> None:
-    names = [f"half batch {batch.header.half_id!r}" for batch in staged]
+    names = [f"half batch {batch.header.name!r}" for batch in staged]
     names += [f"a numbered half batch of app {b.header.app_id!r}" for b in staged if b.header.numbered]
     for name, times in Counter(names).items():
         if times > 1:

@@ -203,7 +203,7 @@ class Leaver:
                 )
 
     def _headers(self, leaving: Collection[str]) -> Iterator[dict[str, Any]]:
-        """The headers of half batches, as their files have them, and their ``staged_ms``."""
+        """The headers of half batches, as their files have them."""
         paths = self._log.half.paths_of(leaving)
         while paths:
             some: list[str] = []
@@ -212,14 +212,11 @@ class Leaver:
                 path, rows = paths.pop()
                 some.append(path)
                 size += rows
-            read = self._log.half.table.read(some, [*HEADER_COLUMNS, "store_timestamp"])
+            read = self._log.half.table.read(some, HEADER_COLUMNS)
             others = [(name, "first") for name in HEADER_COLUMNS if name != "half_id"]
-            found = read.group_by("half_id", use_threads=False).aggregate([*others, ("store_timestamp", "max")])
+            found = read.group_by("half_id", use_threads=False).aggregate(others)
             found = found.rename_columns([name.removesuffix("_first") for name in found.column_names])
-            for header in found.to_pylist():
-                staged_ms = int(header.pop("store_timestamp_max").timestamp() * 1000)
-                if header["half_id"] in leaving:
-                    yield {**header, "staged_ms": staged_ms}
+            yield from (header for header in found.to_pylist() if header["half_id"] in leaving)
 
     def _counts(self, half_id: str) -> dict[str, int] | None:
         """What became of the messages of a half batch, from its whole state; None when it is not settled for good."""

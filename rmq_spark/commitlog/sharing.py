@@ -38,7 +38,7 @@ from rmq_spark.commitlog.carried import (
     unpack_prepares,
 )
 from rmq_spark.commitlog.group_commit import AT_ONCE_MAX, GroupCommit
-from rmq_spark.commitlog.half import HALF_SCHEMA, HalfRows, together
+from rmq_spark.commitlog.half import HalfRows
 from rmq_spark.commitlog.half_store import HalfRecord, Staged
 from rmq_spark.commitlog.ledger import Decided, Decision, Placed
 from rmq_spark.commitlog.steps import ProtocolSteps
@@ -158,7 +158,7 @@ class SharedCommits(GroupCommit):
                 log.machine.sleep(max(0.0, until_s - log.machine.monotonic()))
         log.forget([half_id for half_id, answer in zip(half_ids, answers, strict=True) if answer is None])
         prepared = [answer for answer in answers if answer is not None]
-        if not all(answer.untouched and answer.record.header.made_up for answer in prepared):
+        if not all(answer.untouched for answer in prepared):
             log.refresh()  # a check was faster, or may have been
         return {h: None if answer is None else answer.record for h, answer in zip(half_ids, answers, strict=True)}
 
@@ -176,15 +176,9 @@ class SharedCommits(GroupCommit):
         if not (batch.may_be_there and isinstance(found, AlreadyPreparedError)):
             return found
         record = self._log.find(batch.header.app_id, batch.header.batch_id)
-        if record is None or record.left is not None:
-            return found
-        return record if batch.header.made_up or self._has_rows(record, batch) else found
-
-    def _has_rows(self, record: HalfRecord, batch: Staged) -> bool:
-        """Whether the rows are those that this process has staged, to the microsecond: another one may have sent the
-        same key."""
-        rows = together([file for file in batch.files if isinstance(file, HalfRows)]).cast(HALF_SCHEMA)
-        return bool(self._log.half.read(record, record.all_rows, HALF_SCHEMA.names).equals(rows))
+        if record is None or record.left is not None or record.half_id != batch.header.half_id:
+            return found  # another one has sent the same key
+        return record
 
     def _decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
         meeting = self._met(len(decisions))
@@ -220,7 +214,7 @@ class SharedCommits(GroupCommit):
     def _serve(self, request: bytes) -> bytes:
         kind, body = request[:1], request[1:]
         if kind == PREPARES:
-            staged = {batch.header.half_id: batch for batch in unpack_prepares(body, self._log.with_machine)}
+            staged = {batch.header.name: batch for batch in unpack_prepares(body, self._log.with_machine)}
             prepared = self._prepares.ask_all(staged)
             return pack_prepared(
                 [Answer(one, self._log.is_untouched(one)) if isinstance(one, HalfRecord) else None for one in prepared]

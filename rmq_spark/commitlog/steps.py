@@ -14,7 +14,7 @@ import pyarrow as pa
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.drained import Drained
 from rmq_spark.commitlog.follow import Tails
-from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, PrepareError, Staged
 from rmq_spark.commitlog.ledger import Decided, Decision, Ledger, Placed, RolledBack
 from rmq_spark.commitlog.looking import looks_again
@@ -119,7 +119,7 @@ class ProtocolSteps(ABC):
         with self.lock:
             record = self.half.find(app_id, batch_id)
             # op after half: what has left half by now was archived in op before.
-            kept = self.ledger.archived(half_id_of(app_id, batch_id)) if record is None else None
+            kept = self.ledger.archived_as(app_id, batch_id) if record is None else None
             return record if kept is None else HalfRecord.of_archived(kept)
 
     @looks_again
@@ -140,11 +140,12 @@ class ProtocolSteps(ABC):
         return self.ledger.archived(half_id)
 
     def _has_left(self, half_id: str) -> bool:
-        return half_id in self._left_among([half_id])
-
-    def _left_among(self, half_ids: Collection[str]) -> Collection[str]:
         self.ledger.read_up_to(self.half.left_up_to())
-        return self.ledger.archived_among(half_ids)
+        return self.ledger.archived(half_id) is not None
+
+    def _left_among(self, names: Collection[str]) -> Collection[str]:
+        self.ledger.read_up_to(self.half.left_up_to())
+        return self.ledger.archived_among(names)
 
     def _ms_before_prepare(self) -> int:
         # The mark is above all that has left. So half alone does not tell of it any more.
@@ -183,7 +184,7 @@ class ProtocolSteps(ABC):
     def expect(self, headers: Sequence[HalfHeader]) -> None:
         """Tell the ledger of half batches that are about to be prepared, here or by another process."""
         half_ids = [header.half_id for header in headers]
-        self.ledger.expect(half_ids, [header.half_id for header in headers if header.made_up])
+        self.ledger.expect(half_ids)
 
     def forget(self, half_ids: Sequence[str]) -> None:
         """Take :meth:`expect` back."""

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.archived import Archived
-from rmq_spark.commitlog.half import Segment
+from rmq_spark.commitlog.half import Segment, name_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, rolled_back_as
 from rmq_spark.commitlog.rows import RowSet
@@ -309,7 +309,7 @@ def _of_forgotten(log: ProtocolSteps, asked: _Asked) -> Trace:
     if visible.num_rows == 0:
         raise _not_found(log, asked)
     first = visible.slice(0, 1).to_pylist()[0]
-    app_id, _, batch_id = asked.half_id.rpartition(":")
+    app_id, _, batch_id = name_of(asked.half_id).rpartition(":")
     events = list(_placed_events(visible))
     return Trace(
         half_id=asked.half_id,
@@ -351,7 +351,7 @@ def _last_word(events: Sequence[TraceEvent]) -> dict[str, int]:
 
 
 def _not_found(log: ProtocolSteps, asked: _Asked) -> HalfBatchNotFoundError:
-    app_id, _, batch_id = asked.half_id.rpartition(":")
+    app_id, _, batch_id = name_of(asked.half_id).rpartition(":")
     last = log.last_batch_id(app_id) if app_id and batch_id.isdecimal() else None
     if last is not None and int(batch_id) <= last:
         return HalfBatchNotFoundError(

@@ -214,7 +214,7 @@ class _Concurrently(_Consumer):
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         identity = self.identity(batch, batch_id)
-        header = own_header(self.group, f"retry.{self.group}.{self.query_name(identity)}", batch_id, identity)
+        header = own_header(self.log, self.group, f"retry.{self.group}.{self.query_name(identity)}", batch_id, identity)
         (writer,) = own_writers(self.log, [header])
 
         ends: dict[Queue, int] = {}

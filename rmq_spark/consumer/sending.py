@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from rmq_spark import observer
 from rmq_spark.commitlog.group_commit import AT_ONCE_MAX
-from rmq_spark.commitlog.half import HalfHeader, HalfRows, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfHeader, HalfRows, HalfWriter, half_id_of, name_of, new_half_id
 from rmq_spark.commitlog.half_store import HalfRecord, Staged
 from rmq_spark.commitlog.ledger import Decision
 from rmq_spark.commitlog.log import CommitLog
@@ -31,18 +31,26 @@ from rmq_spark.sink.two_phase import Outcome, TwoPhase
 from rmq_spark.transaction import BATCH
 
 
-def own_header(group: str, app_id: str, batch_id: int = 0, identity: Identity | None = None) -> HalfHeader:
+def own_header(
+    log: CommitLog, group: str, app_id: str, batch_id: int = 0, identity: Identity | None = None
+) -> HalfHeader:
     """Return the header of a half batch that is committed once it is prepared, by whoever sees it first.
 
     A dot in ``app_id`` keeps it apart from half batches that people send, whose app ids have none. With the identity of
     a micro-batch, ``app_id`` has to name its query, and ``batch_id`` counts the half batches of that query.
     """
+    query_id, input_hash = (None, None) if identity is None else (identity.query_id, identity.input_hash)
+    may_come_again = identity is None
     return HalfHeader(
-        half_id=half_id_of(app_id, batch_id),
+        half_id=(
+            new_half_id(app_id, batch_id, log.machine)
+            if may_come_again
+            else half_id_of(app_id, batch_id, query_id, input_hash)
+        ),
         app_id=app_id,
         batch_id=batch_id,
-        query_id=None if identity is None else identity.query_id,
-        input_hash=None if identity is None else identity.input_hash,
+        query_id=query_id,
+        input_hash=input_hash,
         fence_id=CommitOncePrepared.store_id,
         transaction_per=BATCH,
         producer_group=group,
@@ -73,7 +81,7 @@ def send_each(
         Of the sender; one without shared commits when not given.
     """
     two_phase = two_phase or TwoPhase(log, CommitOncePrepared())
-    writers = own_writers(log, [own_header(group, name) for name in names])
+    writers = own_writers(log, [own_header(log, group, name) for name in names])
     new = 0
     for at in range(0, len(writers), AT_ONCE_MAX):
         some = writers[at : at + AT_ONCE_MAX]
@@ -90,26 +98,26 @@ def _send(group: str, rows: Sequence[HalfRows], two_phase: TwoPhase) -> int:
     log, commits = two_phase.log, two_phase.commits
     began_s = log.machine.monotonic()
     prepared = commits.prepare_many([Staged(one.writer.header, [one]) for one in rows])
-    new = {found.half_id: found for found in prepared if isinstance(found, HalfRecord)}
-    left = {one.half_id: one for one in rows}
+    new = {found.header.name: found for found in prepared if isinstance(found, HalfRecord)}
+    left = {one.writer.header.name: one for one in rows}
     if known := left.keys() - new:
         there = log.ledger.committed_among(known)
-        left = {half_id: one for half_id, one in left.items() if half_id not in there}
+        left = {name: one for name, one in left.items() if name not in there}
     opened = [*new.values(), *_open_among(log, left.keys() - new)]
     decisions = [Decision(record, 1, record.all_rows, NO_ROWS, Who.EXECUTE) for record in opened]
     decided = commits.decide_many(decisions) if decisions else ()
     for record, found in zip(opened, decided, strict=True):
         if found.problem is None:
-            del left[record.half_id]
-            if record.half_id in new and observer.observers():
+            del left[record.header.name]
+            if record.header.name in new and observer.observers():
                 tell_sent(log, group, Outcome(record, messages={RowState.COMMITTED: record.rows}), began_s)
     for one in left.values():  # somebody has quarantined it, or rolled it back
         two_phase.send(one.writer.header, lambda one=one: [one])  # type: ignore[misc]
     return len(new)
 
 
-def _open_among(log: CommitLog, half_ids: Collection[str]) -> list[HalfRecord]:
-    """Those half batches that somebody has prepared, and nobody has decided."""
-    opened = [half_id for half_id in log.open_half_ids() if half_id in half_ids] if half_ids else []
-    found = [log.find(half_id.rpartition(":")[0], 0) for half_id in opened]
+def _open_among(log: CommitLog, names: Collection[str]) -> list[HalfRecord]:
+    """Those half batches of some names that somebody has prepared, and nobody has decided."""
+    opened = {name_of(half_id) for half_id in log.open_half_ids()}.intersection(names) if names else ()
+    found = [log.find(name.rpartition(":")[0], 0) for name in opened]
     return [record for record in found if record is not None and record.left is None]

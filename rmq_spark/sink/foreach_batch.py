@@ -145,7 +145,7 @@ class TransactionalSink:
         )
         app_id = self.app_id or require_app_id(identity.query_id)
         return HalfHeader(
-            half_id=half_id_of(app_id, batch_id),
+            half_id=half_id_of(app_id, batch_id, identity.query_id, identity.input_hash),
             app_id=app_id,
             batch_id=batch_id,
             query_id=identity.query_id,

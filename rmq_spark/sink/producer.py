@@ -20,7 +20,7 @@ import pyarrow as pa
 from rmq_spark import __version__
 from rmq_spark.called import name_of
 from rmq_spark.commitlog.group_commit import AT_ONCE_MAX
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name, new_half_id
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.sharing import SharedCommits
 from rmq_spark.commitlog.single import OneMessage
@@ -698,8 +698,9 @@ class TransactionMQProducer:
         else:
             one_send = require_app_id(idempotency_key, "idempotency_key")
         app_id = f"send.{self.producer_group}.{one_send}"
+        is_key = idempotency_key is not None  # what is made up is an identity already
         return HalfHeader(
-            half_id=half_id_of(app_id, 0),
+            half_id=new_half_id(app_id, 0, self.log.machine) if is_key else batch_name(app_id, 0),
             app_id=app_id,
             batch_id=0,
             query_id=None,

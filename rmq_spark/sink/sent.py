@@ -71,10 +71,11 @@ def result_of(header: HalfHeader, outcome: Outcome, rows: int) -> TransactionSen
     for p in outcome.placed:
         first, _ = offsets.get((p.topic, p.queue_id), (p.queue_offset, 0))
         offsets[(p.topic, p.queue_id)] = (first, p.queue_offset + p.count - 1)
+    half_id = (outcome.record or header).half_id  # the one that is in the log, of a send that came again
     return TransactionSendResult(
         send_status=SendStatus.SEND_OK,
-        half_id=header.half_id,
-        transaction_id=batch_transaction_id(header.half_id, outcome.attempt),
+        half_id=half_id,
+        transaction_id=batch_transaction_id(half_id, outcome.attempt),
         local_transaction_state=verdict,
         queue_offsets=offsets,
         messages=rows,

@@ -94,7 +94,7 @@ class _Writer:
         self, app_id: str, batch_id: int, query_id: str | None, input_hash: str | None, listener: TransactionListener
     ) -> HalfHeader:
         return HalfHeader(
-            half_id=half_id_of(app_id, batch_id),
+            half_id=half_id_of(app_id, batch_id, query_id, input_hash),
             app_id=app_id,
             batch_id=batch_id,
             query_id=query_id,

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 import rmq_spark as txmq
 from rmq_spark.check.report import LEASED
 from rmq_spark.check.service import CheckReport, CheckService
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.config import LEASE_S_MAX
 from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.sink.two_phase import TwoPhase
@@ -65,7 +65,7 @@ def test_a_slow_but_living_sink_beside_a_checker_has_one_outcome(tmp_path: Path,
     thread = threading.Thread(target=checker.run, args=(stop, reports.append))
     thread.start()
     try:
-        head = HalfHeader(half_id_of("app", 0), "app", 0, "query", None, listener.store_id, "batch", "shop")
+        head = HalfHeader(batch_name("app", 0), "app", 0, "query", None, listener.store_id, "batch", "shop")
         files = log.stage(
             HalfWriter(head, log.topics(), "orders", None), pa.table({"body": list("abcdef")}).to_batches()
         )

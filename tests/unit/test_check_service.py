@@ -23,7 +23,7 @@ from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, requ
 from rmq_spark.check.report import CHECKED
 from rmq_spark.check.service import CheckReport, CheckService
 from rmq_spark.commitlog.asked import split_by_verdict
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
@@ -88,7 +88,7 @@ def prepare(
     immunity_s: list[int | None] | None = None,
 ) -> HalfRecord:
     """A half batch as a driver leaves it that dies before the op marker."""
-    header = HalfHeader(half_id_of(app_id, batch_id), app_id, batch_id, None, None, fence_id, per, group)
+    header = HalfHeader(batch_name(app_id, batch_id), app_id, batch_id, None, None, fence_id, per, group)
     rows = len(keys or immunity_s or range(rows))
     columns: dict[str, Any] = {"body": [f"{batch_id}.{i}" for i in range(rows)]}
     if keys is not None:

@@ -22,7 +22,7 @@ from rmq_spark.cli.resolving import Resolving
 from rmq_spark.cli.text import age_in_words
 from rmq_spark.cli.words import as_commands
 from rmq_spark.commitlog.finding import Wanted, find
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
@@ -49,7 +49,7 @@ def prepare(
     tags: str | None = None,
     app_id: str = "app",
 ) -> HalfRecord:
-    header = HalfHeader(half_id_of(app_id, batch_id), app_id, batch_id, None, None, NO_LISTENER_FENCE, "batch", "shop")
+    header = HalfHeader(batch_name(app_id, batch_id), app_id, batch_id, None, None, NO_LISTENER_FENCE, "batch", "shop")
     n = len(bodies)
     columns = {"body": pa.array(bodies, pa.binary()), "keys": [f"k{i}" for i in range(n)]}
     table = pa.table({**columns, "tags": pa.array([tags] * n, pa.string())})

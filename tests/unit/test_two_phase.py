@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from rmq_spark.commitlog.asked import split_by_verdict
-from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
@@ -75,7 +75,7 @@ def header(
     named: bool = False,
 ) -> HalfHeader:
     return HalfHeader(
-        half_id_of(app_id, batch_id), app_id, batch_id, query_id, input_hash, fence_id, per, "shop", numbered,
+        batch_name(app_id, batch_id), app_id, batch_id, query_id, input_hash, fence_id, per, "shop", numbered,
         named=named,
     )  # fmt: skip
 

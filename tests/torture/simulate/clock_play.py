@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import Who
 from rmq_spark.storage.table import Change
@@ -65,7 +65,7 @@ class _Play:
         log = self.machine()
         per = self.chance.choice(("batch", "message"))
         key = self.chance.choice("xy")
-        header = HalfHeader(half_id_of(app, 0), app, 0, None, None, None, per, "group")
+        header = HalfHeader(batch_name(app, 0), app, 0, None, None, None, per, "group")
         writer = HalfWriter(header, log.topics(), TOPIC, None, log.fifo_topics())
         bodies = [f"{header.half_id}.{row}" for row in range(self.chance.choice((1, 2)))]
         files = log.stage(writer, pa.table({"body": bodies, "sharding_key": [key] * len(bodies)}).to_batches())

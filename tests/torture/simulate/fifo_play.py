@@ -6,7 +6,7 @@ import random
 
 import pyarrow as pa
 
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.testing import InMemoryCommitLog
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
@@ -29,7 +29,7 @@ def play_fifo(seed: int) -> list[Anomaly]:
         process = chance.choice(processes)
         if left and (not open_ones or chance.random() < 0.5):
             keys = [chance.choice("xyz") for _ in range(chance.choice((1, 2, 3)))]
-            header = HalfHeader(half_id_of("app", sent), "app", sent, None, None, None, "batch", "group")
+            header = HalfHeader(batch_name("app", sent), "app", sent, None, None, None, "batch", "group")
             bodies = [f"{header.half_id}.{row}" for row in range(len(keys))]
             for key, body in zip(keys, bodies, strict=True):
                 sequence[key] = sequence.get(key, -1) + 1

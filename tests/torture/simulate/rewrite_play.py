@@ -7,7 +7,7 @@ import random
 
 import pyarrow as pa
 
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.storage.table import Change
@@ -50,7 +50,7 @@ def play_rewrites(seed: int) -> list[Anomaly]:
 
 
 def _send(log: InMemoryCommitLog, history: History, batch_id: int, chance: random.Random) -> HalfRecord:
-    header = HalfHeader(half_id_of("app", batch_id), "app", batch_id, None, None, None, "message", "group")
+    header = HalfHeader(batch_name("app", batch_id), "app", batch_id, None, None, None, "message", "group")
     bodies = [f"{header.half_id}.{row}" for row in range(chance.choice((1, 2, 3)))]
     for body in bodies:
         history.note(Kind.SEND, Phase.BEGIN, "producer", half_id=header.half_id, topic=TOPIC,

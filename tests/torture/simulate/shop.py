@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
+from rmq_spark.commitlog.half import name_of
 from rmq_spark.errors import FencedError, FenceError, LocalTransactionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, Verdicts
 from rmq_spark.transaction import (
@@ -51,7 +52,7 @@ class Temper:
     slow_s: float = 45.0
     check_fails: float = 0.0
     check_unknown: float = 0.0
-    poison: str | None = None  # this half batch: its work says UNKNOWN, and no check of it is ever answered
+    poison: str | None = None  # the half batch of this name: its work says UNKNOWN, and no check of it is ever answered
 
     def calm(self) -> None:
         for name in ("fails_before", "fails_after", "says_unknown", "slow", "check_fails", "check_unknown"):
@@ -135,14 +136,14 @@ class Listener(TransactionListener):
         self._scheduler.step()
         if self._happens(self.temper.fails_after):
             raise Broken("the connection broke at the commit")
-        unknown = 1.0 if batch.half_id == self.temper.poison else self.temper.says_unknown
+        unknown = 1.0 if name_of(batch.half_id) == self.temper.poison else self.temper.says_unknown
         return self._answer([UNKNOWN if self._happens(unknown) else v for v in verdicts])
 
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
         ids: list[str] = batch.transactions["transaction_id"].to_pylist()
         self._note(Kind.CHECK, Phase.BEGIN, batch, ids)
         self._scheduler.step()
-        if self._happens(self.temper.check_fails) or batch.half_id == self.temper.poison:
+        if self._happens(self.temper.check_fails) or name_of(batch.half_id) == self.temper.poison:
             self._note(Kind.CHECK, Phase.FAIL, batch, ids)
             raise Broken("the database does not answer")
         try:

@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import maintenance, upkeep
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name, half_id_of, name_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.log import CommitLog
@@ -507,7 +507,7 @@ class Simulation:
         waiting = set(log.conflicts()) | set(log.quarantined()["half_id"].to_pylist())
         if also_pending:
             waiting |= set(log.pending()["half_id"].to_pylist())
-        waiting.discard(self.scenario.temper.poison or "")  # nobody will ever answer for it
+        waiting = {h for h in waiting if name_of(h) != self.scenario.temper.poison}  # nobody will ever answer for it
         for half_id in sorted(waiting):
             record = log.get(half_id)
             state = log.state_of(record)
@@ -836,7 +836,7 @@ class Source:
             return
         self.slipped = True
         app_id = f"slip-{self.name}"
-        half_id = half_id_of(app_id, 0)
+        half_id = batch_name(app_id, 0)
         header = HalfHeader(half_id, app_id, 0, None, None, listener.store_id, "batch", GROUP)
         writer = HalfWriter(header, {TOPIC: self.simulation.scenario.queues}, TOPIC, None)
         now_us = int(log.machine.time() * 1_000_000)
@@ -847,7 +847,7 @@ class Source:
         except MessageError:
             self.simulation.counts["slips refused"] += 1
             return
-        begun = self.events(columns, 0, half_id)
+        begun = self.events(columns, 0, header.name)
         self.simulation.history.extend(begun)
         try:
             TwoPhase(log, listener, on_listener_error="unknown").send(header, lambda: files)
@@ -868,12 +868,12 @@ class Source:
             columns["properties"] = [[(CHECK_IMMUNITY_PROPERTY, "2" if i % 2 else "25")] for i in range(s.rows)]
         return columns
 
-    def events(self, columns: dict[str, list[Any]], batch_id: int, half_id: str) -> list[Event]:
+    def events(self, columns: dict[str, list[Any]], batch_id: int, name: str) -> list[Event]:
         s = self.simulation.scenario
         shards = columns.get("sharding_key")
         return [
             Event(
-                Kind.SEND, Phase.BEGIN, self.simulation.world.process, half_id=half_id, batch_id=batch_id,
+                Kind.SEND, Phase.BEGIN, self.simulation.world.process, half_id=name, batch_id=batch_id,
                 payload=payload_hash(body), topic=TOPIC, operation=f"{self.simulation.world.process}/{batch_id}",
                 key=shards[i] if shards and s.partitions == 1 else None,
                 sequence=batch_id * s.rows + i if shards and s.partitions == 1 else None,
@@ -932,11 +932,11 @@ class StreamSource(Source):
     ) -> None:
         simulation, s = self.simulation, self.simulation.scenario
         columns = self.columns(batch_id, "'" if restored else "")
-        half_id = half_id_of(self.name, batch_id)
         offsets: str | None = f"offsets of {batch_id}{'b' if restored == 'offsets' else ''}"
         query: str | None = f"query of {self.name}{'b' if restored == 'query' else ''}"
         if restored == "hidden":
             query = offsets = None
+        half_id = half_id_of(self.name, batch_id, query, offsets)
         header = HalfHeader(half_id, self.name, batch_id, query, offsets, listener.store_id, s.per, GROUP)
         fifo = frozenset({TOPIC} if s.fifo else ())
         writer = HalfWriter(header, {TOPIC: s.queues}, TOPIC, "k" if s.per == "key" else None, fifo)
@@ -946,8 +946,8 @@ class StreamSource(Source):
         for partition in range(s.partitions):
             part = table.slice(partition * size, size)
             files += log.stage(writer, part.to_batches(), partition)
-        self._remember_keys(log, half_id, [f.data.path for f in files])
-        begun = self.events(columns, batch_id, half_id)
+        self._remember_keys(log, header.name, [f.data.path for f in files])
+        begun = self.events(columns, batch_id, header.name)
         simulation.history.extend(begun)
         simulation.scheduler.step()
         listener.seen_version = log.seen_version
@@ -972,13 +972,13 @@ class StreamSource(Source):
     def abort(self, log: SimulatedLog, paths: Sequence[str]) -> None:
         """What Spark calls after a failed commit. A commit that timed out may still land: nothing is deleted."""
 
-    def _remember_keys(self, log: SimulatedLog, half_id: str, paths: Sequence[str]) -> None:
+    def _remember_keys(self, log: SimulatedLog, name: str, paths: Sequence[str]) -> None:
         if self.simulation.scenario.per != "key":
             return
         for path in paths:
             rows = log.half.table.fs.get(f"half/{path}").select(["file_no", "row_no", "transaction_key"])
             for row in rows.to_pylist():
-                self.simulation.world.keys[half_id, row["file_no"], row["row_no"]] = row["transaction_key"]
+                self.simulation.world.keys[name, row["file_no"], row["row_no"]] = row["transaction_key"]
 
 
 class SendSource(Source):
@@ -997,9 +997,9 @@ class SendSource(Source):
             if s.unkeyed:  # each has a name of its own, which nothing can have had before, and is not sent again
                 idempotency_key += f"-{simulation.world.machine.unique_id()}"
                 self.done = max(self.done, batch_id + 1)
-            half_id = half_id_of(f"send.{GROUP}.{idempotency_key}", 0)
-            self._know_keys(half_id, columns)
-            begun = self.events(columns, batch_id, half_id)
+            name = batch_name(f"send.{GROUP}.{idempotency_key}", 0)
+            self._know_keys(name, columns)
+            begun = self.events(columns, batch_id, name)
             simulation.history.extend(begun)
             if s.senders == 1:  # else other threads ask the same listener
                 listener.seen_version = log.seen_version
@@ -1020,16 +1020,16 @@ class SendSource(Source):
             self.done = max(self.done, batch_id + 1)
             simulation.scheduler.step()
 
-    def _know_keys(self, half_id: str, columns: dict[str, list[Any]]) -> None:
+    def _know_keys(self, name: str, columns: dict[str, list[Any]]) -> None:
         """The producer stages by itself, as one file: rows by queue, and of one queue in order."""
         s = self.simulation.scenario
         if s.per != "key":
             return
-        header = HalfHeader(half_id, half_id.rpartition(":")[0], 0, None, None, None, s.per, GROUP)
+        header = HalfHeader(name, name.rpartition(":")[0], 0, None, None, None, s.per, GROUP)
         writer = HalfWriter(header, {TOPIC: s.queues}, TOPIC, "k")
         rows, _ = writer.arrange(writer.normalize(self.table(columns)), 0)
         for row_no, key in enumerate(rows["transaction_key"].to_pylist()):
-            self.simulation.world.keys[half_id, 0, row_no] = key
+            self.simulation.world.keys[name, 0, row_no] = key
 
 
 # ---------------------------------------------------------------- who reads

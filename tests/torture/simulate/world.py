@@ -178,7 +178,7 @@ class SimulatedLog(CommitLog):
         addresses = [(n, i) for n, ranges in rows.ranges() for a, b in ranges for i in range(a, b + 1)]
         if per == "message":
             return [f"{head}:{n}.{i}" for n, i in addresses]
-        return sorted({f"{head}:{self.world.keys[record.half_id, n, i]}" for n, i in addresses})
+        return sorted({f"{head}:{self.world.keys[record.header.name, n, i]}" for n, i in addresses})
 
 
 # ---------------------------------------------------------------- the machine
@@ -204,7 +204,7 @@ class SimulatedMachine(Machine):
 
     def unique_id(self) -> str:
         self._serial += 1
-        return f"{self._serial:032x}"
+        return f"{self._serial:012x}{0:020x}"
 
     def lock(self) -> SimulatedLock:
         return SimulatedLock(self._scheduler)

@@ -1,0 +1,180 @@
+"""A name comes back: an idempotency key after its time, a batch in a log that was made anew. An identity does not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+import rmq_spark as txmq
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name, half_id_of, name_of, names_of, new_half_id
+from rmq_spark.errors import HalfBatchNotFoundError
+from rmq_spark.sink.sent import TransactionSendResult
+from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.testing import InMemoryCommitLog
+from rmq_spark.transaction import parse_message_id, parse_transaction_id
+from tests.half_batches import let_leave, make_log
+
+import pyarrow as pa  # isort: skip
+
+metadata = sa.MetaData()
+rows = sa.Table("orders", metadata, sa.Column("number", sa.Integer), sa.Column("said", sa.String(20)))
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> txmq.CommitLog:
+    return make_log(request.param, tmp_path / "log", orders=1)
+
+
+class Shop:
+    """A database with a fence, and sends under an idempotency key whose work writes a row, or refuses to."""
+
+    def __init__(self, log: txmq.CommitLog, url: str) -> None:
+        self.log = log
+        self.engine = sa.create_engine(url)
+        metadata.create_all(self.engine)
+        self.refuses = False
+        self.listener = txmq.SqlTransactionListener(self.engine, self.work, rollback_after=0)
+        self.listener.create_fence()
+
+    def work(self, connection: sa.Connection, batch: txmq.HalfBatch) -> None:
+        if self.refuses:
+            raise txmq.Rollback("no stock", refused=True)
+        connection.execute(rows.insert(), {"number": 7, "said": "paid"})
+
+    def send(self, key: str = "order-7") -> TransactionSendResult:
+        with txmq.TransactionMQProducer(self.log, "shop", self.listener, check_interval=None) as producer:
+            return producer.send_message_in_transaction(txmq.Message("orders", b"7"), idempotency_key=key)
+
+    def forget(self) -> None:
+        """Let the idempotency window of everything end."""
+        for _ in range(3):
+            let_leave(self.log, idempotency_s=0)
+
+    @property
+    def count(self) -> int:
+        with self.engine.connect() as connection:
+            return int(connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one())
+
+
+@pytest.fixture
+def shop(log: txmq.CommitLog, tmp_path: Path) -> Shop:
+    return Shop(log, f"sqlite:///{tmp_path / 'shop.db'}")
+
+
+def test_a_key_that_comes_again_after_its_time_is_a_local_transaction_of_its_own(shop: Shop) -> None:
+    first = shop.send()
+    assert (shop.send().replayed, shop.count) == (True, 1)
+    shop.forget()
+    again = shop.send()
+    assert (again.replayed, again.local_transaction_state) == (False, txmq.COMMIT_MESSAGE)
+    assert shop.count == 2, "the message is visible, and its row is not there"
+    assert again.half_id != first.half_id
+    assert shop.log.read("orders").num_rows == 2
+
+
+def test_a_key_that_was_refused_can_be_accepted_after_its_time(shop: Shop) -> None:
+    shop.refuses = True
+    assert shop.send().local_transaction_state == txmq.ROLLBACK_MESSAGE
+    shop.forget()
+    shop.refuses = False
+    assert shop.send().local_transaction_state == txmq.COMMIT_MESSAGE
+    assert shop.count == shop.log.read("orders").num_rows == 1
+
+
+def test_a_key_that_was_accepted_can_be_refused_after_its_time(shop: Shop) -> None:
+    shop.send()
+    shop.forget()
+    shop.refuses = True
+    assert shop.send().local_transaction_state == txmq.ROLLBACK_MESSAGE
+    assert shop.count == shop.log.read("orders").num_rows == 1
+
+
+def test_a_retry_is_told_the_id_of_the_half_batch_that_is_in_the_log(shop: Shop) -> None:
+    first, again = shop.send(), shop.send()
+    assert (again.half_id, again.transaction_id) == (first.half_id, first.transaction_id)
+    assert shop.log.get(again.half_id).rows == 1
+
+
+def test_an_id_that_somebody_noted_never_means_the_next_bearer_of_its_name(shop: Shop) -> None:
+    first = shop.send()
+    shop.forget()
+    again = shop.send()
+    with pytest.raises(HalfBatchNotFoundError):
+        shop.log.get(first.half_id)
+    ids = shop.log.read("orders").select(["msg_id", "transaction_id"]).to_pydict()
+    assert len(set(ids["msg_id"])) == len(set(ids["transaction_id"])) == 2
+    assert parse_message_id(ids["msg_id"][1])[0] == parse_transaction_id(ids["transaction_id"][1])[0] == again.half_id
+
+
+def test_who_gives_the_name_alone_is_told_the_id(shop: Shop) -> None:
+    sent = shop.send()
+    with pytest.raises(HalfBatchNotFoundError, match=f"the one of this name is '{sent.half_id}' now"):
+        shop.log.get("send.shop.order-7:0")
+
+
+def test_a_batch_that_a_log_made_anew_has_again_is_a_transaction_of_its_own(tmp_path: Path) -> None:
+    """As after a restore: the database knows the batch of that name, and this log never had it."""
+    first, second = InMemoryCommitLog(), InMemoryCommitLog()
+    ids = []
+    for log in (first, second):
+        log.create_topic("orders", 1)
+        shop = Shop(log, f"sqlite:///{tmp_path / 'shop.db'}")
+        ids.append(shop.send().half_id)
+        assert name_of(ids[-1]) == "send.shop.order-7:0"
+    assert shop.count == 2
+    assert len(set(ids)) == 2
+
+
+def test_a_batch_of_a_stream_is_the_same_in_a_restored_log_unless_its_input_is_another(tmp_path: Path) -> None:
+    """The fence of the database still answers for it, so its rows are not written twice."""
+    written: list[str] = []
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'shop.db'}")
+    listener = txmq.SqlTransactionListener(engine, lambda connection, batch: written.append(batch.half_id))
+    listener.create_fence()
+    log = txmq.CommitLog.create(tmp_path / "log")
+    log.create_topic("orders", queues=1)
+    log.close()
+    shutil.copytree(tmp_path / "log", tmp_path / "backup")
+
+    def run(offsets: str) -> None:
+        log = txmq.CommitLog.open(tmp_path / "log")
+        two_phase = TwoPhase(log, listener)
+        half_id = half_id_of("app", 0, "query", offsets)
+        header = HalfHeader(half_id, "app", 0, "query", offsets, listener.store_id, "batch", "shop")
+        writer = HalfWriter(header, log.topics(), "orders", None)
+        two_phase.send(header, lambda: log.stage(writer, pa.table({"body": ["7"]}).to_batches()))
+        assert log.read("orders").num_rows == 1
+        log.close()
+        shutil.rmtree(tmp_path / "log")
+        shutil.copytree(tmp_path / "backup", tmp_path / "log")
+
+    run("offsets")
+    run("offsets")
+    assert len(written) == 1
+    run("others")
+    assert len(set(written)) == 2
+
+
+@pytest.mark.parametrize("app_id", ["app", "app-1", "send.shop.a-b", "3f2a-9c41", "a~b.c_d"])
+def test_a_half_id_says_its_name(app_id: str) -> None:
+    name, half_id = batch_name(app_id, 10), new_half_id(app_id, 10)
+    assert half_id.startswith(f"{name}-")
+    assert name_of(half_id) == name_of(name) == name
+    assert names_of(pa.chunked_array([[half_id, name]])).to_pylist() == [name, name]
+
+
+def test_a_batch_is_found_by_its_name_beside_others_that_begin_alike(log: txmq.CommitLog) -> None:
+    with txmq.TransactionMQProducer(log, "shop", check_interval=None) as producer:
+        keys = ["1", "1-a", "10", "2", "11"]
+        sent = {key: producer.send(txmq.Message("orders", key.encode()), idempotency_key=key).half_id for key in keys}
+    for key, half_id in sent.items():
+        found = log.find(f"send.shop.{key}", 0)
+        assert found is not None
+        assert found.half_id == half_id
+    assert log.find("send.shop.", 0) is None
+    assert log.find("send.shop.1", 1) is None
+    let_leave(log)
+    assert {log.find(f"send.shop.{key}", 0).half_id for key in keys} == set(sent.values())  # type: ignore[union-attr]
