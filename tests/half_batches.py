@@ -137,9 +137,13 @@ def check_offsets(log: CommitLog, topic: str = "orders") -> None:
     assert tails == {q: len(offsets) for q, offsets in by_queue.items()}
 
 
-def send(log: CommitLog, key: str, rows: int = 5, per: str = "batch", names: str | None = None) -> HalfRecord:
-    """Prepare what a producer sends under an idempotency key: an application of one half batch."""
+def send(
+    log: CommitLog, key: str, rows: int = 5, per: str = "batch", names: str | None = None, half_id: str | None = None
+) -> HalfRecord:
+    """Prepare what a producer sends under an idempotency key: an application of one half batch. Its id is its name when
+    not given."""
     header = replace(header_of(0, key, per), numbered=False)
+    header = header if half_id is None else replace(header, half_id=half_id)
     writer = HalfWriter(header, log.topics(), "orders", None, log.fifo_topics())
     table = pa.table({"body": [f"{names or key}.{i}" for i in range(rows)]})
     return log.prepare(header, log.stage(writer, table.to_batches()))

@@ -1571,8 +1571,8 @@ def _woken_by_a_lease() -> AbstractContextManager[None]:
     return replaced((Follower, "_require_there", require), (Follower, "is_gone", lambda *_: False))
 
 
-def _known_by_name() -> AbstractContextManager[None]:
-    return replaced((HalfStore, "holds", lambda self, record: self._find(record.half_id) is not None))
+def _identity_again() -> AbstractContextManager[None]:
+    return replaced((half_module, "new_half_id", lambda app_id, batch_id, *_: half_module.batch_name(app_id, batch_id)))
 
 
 def _renamed(rename: Callable[[ProcessQueue, pa.Table, Sequence[str], bool], Sequence[str]]) -> Patch:
@@ -1638,8 +1638,8 @@ MUTANTS += [
         play_sleepers, _woken_by_a_lease,
     ),
     PlayMutant(
-        "a half batch that has left is known by its name alone",
-        frozenset({A.ABORTED_READ, A.OUTCOME_CHANGED, A.LOST_WRITE}), play_sleepers, _known_by_name,
+        "the next half batch of a name has the identity of the first",
+        frozenset({A.ABORTED_READ, A.OUTCOME_CHANGED, A.LOST_WRITE}), play_sleepers, _identity_again,
     ),
     PlayMutant(
         "what was said of a half batch, by another clock, is taken for a bound of its prepare",

@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 
+from rmq_spark.commitlog import half
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import (
@@ -80,7 +81,8 @@ class _Play:
     def send(self, key: str) -> None:
         rows = ROWS_OF[key]
         with suppress(AlreadyPreparedError):
-            record = send(another(self.log), key, rows, names=f"{key}-{len(self.sent)}")
+            half_id = half.new_half_id(key, 0)
+            record = send(another(self.log), key, rows, names=f"{key}-{len(self.sent)}", half_id=half_id)
             self.sent.append(_Sent(record, [f"{key}-{len(self.sent)}.{i}" for i in range(rows)]))
 
     def decide(self, sent: _Sent) -> None:
