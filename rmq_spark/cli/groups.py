@@ -16,7 +16,15 @@ from rmq_spark.cli.times import time_of
 from rmq_spark.cli.watching import Watch, watched
 from rmq_spark.errors import GroupNotFoundError, OffsetError, OptionError
 from rmq_spark.plurals import count_of
-from rmq_spark.source.offsets import EARLIEST, LATEST, CountedPositions, parse_offsets, to_json
+from rmq_spark.source.offsets import (
+    EARLIEST,
+    EARLIEST_OFFSET,
+    LATEST,
+    LATEST_OFFSET,
+    CountedPositions,
+    parse_offsets,
+    to_json,
+)
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
@@ -187,7 +195,7 @@ def reset(
         positions = found.reset(text, topic)
     elif text.startswith("{"):
         try:
-            given = parse_offsets(text, "--to", (EARLIEST, LATEST), ())
+            given = parse_offsets(text, "--to", (EARLIEST, LATEST), (EARLIEST_OFFSET, LATEST_OFFSET))
         except OffsetError as problem:  # whatever the log has
             raise OptionError(str(problem)) from None
         assert isinstance(given, CountedPositions)  # JSON

@@ -1,6 +1,7 @@
 """Op rows of half batches that have left are pruned: ``op`` is rewritten without them.
 
-Of a half batch that left, the ``archived`` row alone stays, for the idempotency window. It goes last.
+Of a half batch that left, the ``archived`` row alone stays, for the idempotency window, and for as long as rmq_spark
+itself may send it again (``own_sends``). It goes last.
 Whoever has read ``op`` less far than what was pruned goes on from the newest mark, which is above it.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -18,6 +20,7 @@ from rmq_spark.commitlog.follow import of_kind
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.maintenance import MERGED_BYTES_MAX
 from rmq_spark.commitlog.op import PRUNED, PRUNED_PLACED, STATS_COLUMNS, Kind, pruned_up_to
+from rmq_spark.commitlog.own_sends import PREFIXES, OwnSends
 from rmq_spark.storage.files import DataFile
 from rmq_spark.storage.table import Change
 
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
 
 PRUNED_SHARE_MIN = 0.5
 """An op file is rewritten when at least so much of it can go: each row is rewritten a few times at most."""
-NO_IDS = pa.array([], pa.string())
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,21 @@ class Pruner:
 
         dead = older_than(self._graces.reader_s).combine_chunks()
         old = older_than(max(self._graces.idempotency_s, self._graces.reader_s)).combine_chunks()
-        return _Dead(dead, self._without_other_rows(old) if len(old) else NO_IDS)
+        if len(old):
+            old = self._not_asked_for(self._without_other_rows(old))
+        return _Dead(dead, old)
+
+    def _not_asked_for(self, half_ids: pa.Array) -> pa.Array:
+        """Those half batches that nobody may send again."""
+        log = self._log
+        own = half_ids.filter(reduce(pc.or_, (pc.starts_with(half_ids, prefix) for prefix in PREFIXES)))
+        if not len(own):
+            return half_ids
+        rows = log.op.read(log.ledger.archive_paths(), ["kind", "half_id", "archived"], pc.field("half_id").isin(own))
+        rows = rows.filter(of_kind(rows, Kind.ARCHIVED))
+        names, sends = pc.struct_field(rows["archived"], "app_id").to_pylist(), OwnSends(log)
+        asked_for = rows.filter(pa.array([sends.may_come(name) for name in names], pa.bool_()))["half_id"]
+        return half_ids.filter(pc.invert(pc.is_in(half_ids, value_set=asked_for.combine_chunks())))
 
     def _without_other_rows(self, half_ids: pa.Array) -> pa.Array:
         """Those half batches of which ``op`` has nothing but their ``archived`` row."""

@@ -14,6 +14,7 @@ import pyarrow as pa
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.drained import Drained
 from rmq_spark.commitlog.follow import Tails
+from rmq_spark.commitlog.group_store import GroupStore
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, PrepareError, Staged
 from rmq_spark.commitlog.ledger import Decided, Decision, Ledger, Placed, RolledBack
@@ -89,6 +90,15 @@ class ProtocolSteps(ABC):
     @abstractmethod
     def messages_table(self) -> Table:
         """The table ``messages``: what is placed, for every reader of Delta."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> GroupStore:
+        """The progress of consumer groups."""
+
+    @abstractmethod
+    def has_groups(self) -> bool:
+        """Whether any consumer group has ever read."""
 
     @abstractmethod
     def after_decision(self) -> None:

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from rmq_spark.commitlog.half import HalfFile, HalfWriter
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.own_sends import dead_name
 from rmq_spark.config import DELAY_LEVELS_S, named, seconds, whole_number
 from rmq_spark.consumer.in_order import RESULT, Queue, QueueResult, by_queue, consume_queue
 from rmq_spark.consumer.listener import EachMessage, Listen, answers, require_table_listener, tell_failed
@@ -343,6 +344,5 @@ class _Orderly(_Consumer):
         # The name has the query and the message. So a pass that runs again does not send the letter again, but a query
         # after a reset does.
         letter = sent_back(pa.ipc.open_stream(message).read_all(), [found.reason], self.group, 0, None)
-        name = f"dead.{self.group}.{query_name}.{queue[0]}.{queue[1]}.{offset}"
-        send_each(self.log, self.group, [name], letter)
+        send_each(self.log, self.group, [dead_name(self.group, query_name, queue, offset)], letter)
         return True

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog.history import kept_batches
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import SOURCE_SCHEMA
+from rmq_spark.commitlog.own_sends import resend_name
 from rmq_spark.config import nearest, whole_number
 from rmq_spark.consumer.groups import groups
 from rmq_spark.consumer.retry import (
@@ -58,8 +59,7 @@ class DeadLetters:
         pyarrow.Table
             ``queue_offset`` (identifies the letter), ``topic`` and ``msg_id`` of the original message, ``tags, keys,
             sharding_key, properties, body, born_timestamp``, ``reconsume_times``, ``reason``, ``died`` (when the group
-            gave it up) and ``resent`` (when somebody sent it again; null also when the log has forgotten that, after
-            upkeep's ``idempotency``).
+            gave it up) and ``resent`` (when somebody sent it again).
         """
         read = self._read(limit)
         maps = [dict(m or ()) for m in read["properties"].to_pylist()]
@@ -81,7 +81,7 @@ class DeadLetters:
         return pa.table(columns)
 
     def waiting(self) -> int:
-        """Return how many letters are kept that nobody has sent again, as far as the log knows it. It reads none."""
+        """Return how many letters are kept that nobody has sent again. It reads none."""
         topic, firsts, tails = DLQ_PREFIX + self.group, self.log.firsts(), self.log.tails()
         kept = [range(firsts.get(queue, 0), tail) for queue, tail in tails.items() if queue[0] == topic]
         if not any(kept):
@@ -90,20 +90,16 @@ class DeadLetters:
         return sum(len(offsets) - sum(offset in offsets for offset in sent) for offsets in kept)
 
     def _resent(self, offsets: Sequence[int]) -> Sequence[datetime | None]:
-        """When each letter was sent again, as far as the log knows it."""
+        """When each letter was sent again."""
         at = self._sent_again() if offsets else {}
         return [at.get(offset) for offset in offsets]
 
     def _sent_again(self) -> dict[int, datetime]:
-        """The letters that were sent again, by their offsets, and when, as far as the log knows it."""
-        prefix, batches = self._resend_app(""), kept_batches(self.log)
+        """The letters that were sent again, by their offsets, and when."""
+        prefix, batches = resend_name(self.group, ""), kept_batches(self.log)
         mine = batches.filter(pc.starts_with(batches["half_id"], prefix)).select(["half_id", "prepared_at"])
         rows = ((row["half_id"].removeprefix(prefix).partition(":")[0], row["prepared_at"]) for row in mine.to_pylist())
         return {int(offset): at for offset, at in rows if offset.isdecimal()}  # another group's name may go on
-
-    def _resend_app(self, offset: int | str) -> str:
-        """The application that sends a letter again: its half batch is there once."""
-        return f"resend.{self.group}.{offset}"
 
     def resend(self, offsets: Iterable[int] | None = None) -> int:
         """Send dead letters to the group again. No other group gets them, and their count of retries begins anew.
@@ -112,7 +108,7 @@ class DeadLetters:
         ----------
         offsets : iterable of int, optional
             ``queue_offset`` of each letter; all letters when not given. A letter is sent again only once, however often
-            this is called.
+            this is called, and however long ago that was: the log knows it for as long as the letter is there.
 
         Returns
         -------
@@ -134,9 +130,8 @@ class DeadLetters:
             known = f"it has those from {there[0]} to {there[-1]}" if there else "it has none"
             raise OffsetError(f"group {self.group!r} has no dead letter {unknown[0]}: {known}")
         letters = read.filter(pc.is_in(read["queue_offset"], value_set=pa.array(wanted, pa.int64())))
-        return send_each(
-            self.log, self.group, [self._resend_app(offset) for offset in wanted], _alive(letters, self.group)
-        )
+        names = [resend_name(self.group, offset) for offset in wanted]
+        return send_each(self.log, self.group, names, _alive(letters, self.group))
 
     def _read(self, limit: int | None) -> pa.Table:
         topics = self.log.topics()

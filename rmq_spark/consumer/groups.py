@@ -189,7 +189,8 @@ class ConsumerGroup:
         ----------
         to : str, datetime or mapping
             ``"earliest"``, ``"latest"``, a time with a time zone (the first message committed then or later), or the
-            offset of every queue: ``{"orders": {"0": 23, "1": 7}}``.
+            offset of every queue: ``{"orders": {"0": 23, "1": 7}}``. -2 stands for the first message that is kept,
+            and -1 for the end.
         topics : iterable of str, optional
             When not given: the topics of the offsets in ``to``, else those that the group has read.
         others_stay : bool

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.own_sends import back_name
 from rmq_spark.consumer.progress import ProcessQueue
 from rmq_spark.consumer.retry import sent_back, tried
 from rmq_spark.consumer.sending import send_each
@@ -48,8 +49,5 @@ def send_back(
         How often the first message was tried again in its place.
     """
     again = sent_back(tried(messages, tries), reasons, group, reconsume_max, delay_level)
-    topic, queue_id = queue.queue
-    offsets = messages["queue_offset"].to_pylist()
-    return send_each(
-        log, group, [f"back.{group}.{topic}.{queue_id}.{n}.{queue.epoch}" for n in offsets], again, two_phase
-    )
+    names = [back_name(group, queue.queue, n, queue.epoch) for n in messages["queue_offset"].to_pylist()]
+    return send_each(log, group, names, again, two_phase)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -99,7 +100,7 @@ class Database:
 
         ``lock_timeout`` is in seconds; None keeps the database's own.
         """
-        with self.connect() as connection:
+        with self.connect() as connection, Owner().holding(connection):
             self.refuse_unsafe(connection)
             if connection.dialect.name == "sqlite":
                 with _sqlite_transaction(connection, lock_timeout, write):
@@ -140,6 +141,59 @@ class Database:
                 f"the engine of {self.where} is set to READ UNCOMMITTED: a check would take for done what may still "
                 "be undone. Set isolation_level to READ COMMITTED or higher"
             )
+
+
+class Owner:
+    """Who commits the transaction of a driver's connection. A connection has one owner at a time, whichever objects of
+    SQLAlchemy it is reached by: sessions bound to it, or those that a pool hands one connection out to."""
+
+    def __init__(self) -> None:
+        self._held: tuple[sa.PoolProxiedConnection, object] | None = None
+
+    def take(self, connection: sa.Connection) -> None:
+        """Own a connection, until :meth:`release`.
+
+        Raises
+        ------
+        ListenerError
+            When another one owns it.
+        """
+        checked_out = connection.connection
+        driver = checked_out.dbapi_connection
+        with _OWNERS_LOCK:
+            other = _OWNERS.get(id(driver))
+            if other is not None and other._has(driver):
+                raise ListenerError(
+                    "the connection is in another transaction() of a producer, or in that of a listener or an inbox: "
+                    "one at a time commits it. Send with the transaction that is open, or give each a connection"
+                )
+            _OWNERS[id(driver)] = self
+            self._held = checked_out, driver
+
+    def _has(self, driver: object) -> bool:
+        """Whether the connection was not given back to its pool, from where others may have it."""
+        return self._held is not None and self._held[0].dbapi_connection is driver
+
+    def release(self) -> None:
+        """Let others own the connection."""
+        with _OWNERS_LOCK:
+            held, self._held = self._held, None
+            if held is not None and _OWNERS.get(id(held[1])) is self:
+                del _OWNERS[id(held[1])]
+
+    @contextmanager
+    def holding(self, connection: sa.Connection) -> Iterator[None]:
+        """Own a connection within a ``with`` statement."""
+        self.take(connection)
+        try:
+            yield
+        finally:
+            self.release()
+
+
+_OWNERS: dict[int, Owner] = {}
+"""By the id of a driver's connection, which the owner keeps alive."""
+_OWNERS_LOCK = threading.Lock()
 
 
 def insert_absent(connection: sa.Connection, key: sa.Column[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:

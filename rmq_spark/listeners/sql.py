@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-from weakref import WeakSet
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -43,6 +42,7 @@ from rmq_spark.listeners.database import (  # isort: skip
     IN_INNODB,
     PLACE_CHARS_MAX,
     Database,
+    Owner,
     alike,
     begin_savepoint,
     end_savepoint,
@@ -576,10 +576,6 @@ class SqlTransactionListener(TransactionListener):
             )
 
 
-_ENLISTED: WeakSet[Any] = WeakSet()
-"""Sessions that are in a transaction() of a producer."""
-
-
 class EnlistedSession(TransactionListener):
     """The local transaction of one half batch is what an open session holds: the fence row joins it, and it commits.
 
@@ -600,6 +596,7 @@ class EnlistedSession(TransactionListener):
         self._session = session
         self._transaction: object = None
         self._committed_through: sa.Connection | None = None
+        self._owner = Owner()
         self._ended = False
 
     @property
@@ -617,17 +614,15 @@ class EnlistedSession(TransactionListener):
         ------
         ListenerError
         """
-        if self._session in _ENLISTED:
-            raise ListenerError("the session is in another transaction() of a producer: one at a time commits it")
-        _ENLISTED.add(self._session)
+        connection = self._connection
+        self._owner.take(connection)
         try:
-            self._begin()
+            self._begin(connection)
         except BaseException:
             self.end()
             raise
 
-    def _begin(self) -> None:
-        connection = self._connection
+    def _begin(self, connection: sa.Connection) -> None:
         if not isinstance(self._session, Session) and not connection.in_transaction():
             connection.begin()
         self._listener._fence.refuse_unsafe(connection)
@@ -676,7 +671,7 @@ class EnlistedSession(TransactionListener):
     def end(self) -> None:
         """The session may be committed by others, and enlisted again."""
         self.let_commit()
-        _ENLISTED.discard(self._session)
+        self._owner.release()
 
     def let_commit(self) -> None:
         """The session may be committed now."""
@@ -749,6 +744,7 @@ class EnlistedSession(TransactionListener):
         self._listener._fence.require_not_too_late(batch)
         self.let_commit()
         self._session.commit()
+        self.end()
         self._require_committed(ids, batch)
         return COMMIT_MESSAGE
 

@@ -21,7 +21,7 @@ from rmq_spark.errors import (
 )
 from rmq_spark.relay.brokers import Brokers
 from rmq_spark.relay.client import ck
-from rmq_spark.relay.positions import Position, PositionRecords, Queue
+from rmq_spark.relay.positions import Last, Position, PositionRecords, Queue
 from rmq_spark.relay.records import Handed, Record, parked
 from rmq_spark.relay.report import RelayReport
 from rmq_spark.relay.settings import (
@@ -451,4 +451,4 @@ def _mapping(kafka: object) -> dict[str, Any]:
 
 def _positions_after(batch: Sequence[Handed]) -> dict[Queue, Position]:
     """Where the queues stand after these messages, which are in the order of each queue."""
-    return {(m.topic, m.queue_id): Position(m.queue_offset + 1, m.msg_id) for m in batch}
+    return {(m.topic, m.queue_id): Position(m.queue_offset + 1, Last(m.msg_id, m.committed_us)) for m in batch}

@@ -8,7 +8,8 @@ key                                    value
 =====================================  =================================================================
 relay, log                             shards, topic_template: what the relay's processes must agree on
 relay, log, shard                      run, host, pid, at: who runs the shard (a claim)
-relay, log, topic, queue               next_offset, msg_id (of the last message; null when there is none)
+relay, log, topic, queue               next_offset; msg_id and committed (microseconds since 1970) of the last
+                                       message, both null when there is none
 relay, log, topic, queue, gap          next_offset, at: offsets from ``gap`` up to it had expired
 =====================================  =================================================================
 """
@@ -18,7 +19,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
 
 from rmq_spark.errors import RelayRefusedError
 from rmq_spark.relay.records import Record
@@ -29,6 +31,20 @@ Queue = tuple[str, int]
 """A topic and a queue_id."""
 
 
+class Last(NamedTuple):
+    """A message as its queue has it, now and in no other history of the log.
+
+    Its id alone does not say that: a half batch that was pending in a copy has the same identity when it is committed
+    again, perhaps behind other messages. Its time of commit is then another.
+    """
+
+    msg_id: str
+    committed_us: int
+
+    def __str__(self) -> str:
+        return f"{self.msg_id}, committed at {datetime.fromtimestamp(self.committed_us / 1e6, timezone.utc)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
     """Up to where a queue is handed over.
@@ -36,12 +52,12 @@ class Position:
     Attributes
     ----------
     next_offset : int
-    msg_id : str or None
-        Of the message before it; None when none was handed over, or it had expired.
+    last : Last or None
+        The message before it; None when the queue has none below, because they have expired or none was sent.
     """
 
     next_offset: int
-    msg_id: str | None = None
+    last: Last | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +104,8 @@ class Stored:
             if "gap" in name:
                 return
             if "topic" in name:
-                position = Position(int(said["next_offset"]), said["msg_id"])
+                last = None if said["msg_id"] is None else Last(str(said["msg_id"]), int(said["committed"]))
+                position = Position(int(said["next_offset"]), last)
                 self.positions[log, (str(name["topic"]), int(name["queue"]))] = position
             elif "shard" in name:
                 self.runs[log, int(name["shard"])] = (str(said["run"]), offset)
@@ -125,7 +142,8 @@ class PositionRecords:
         return self._record({"shard": shard}, {"run": run, **who})
 
     def position(self, queue: Queue, position: Position) -> Record:
-        said = {"next_offset": position.next_offset, "msg_id": position.msg_id}
+        msg_id, committed_us = position.last or (None, None)
+        said = {"next_offset": position.next_offset, "msg_id": msg_id, "committed": committed_us}
         return self._record({"topic": queue[0], "queue": queue[1]}, said)
 
     def gap(self, queue: Queue, first: int, stop: int, at: str) -> Record:

@@ -75,6 +75,7 @@ class Handed:
     queue_id: int
     queue_offset: int
     msg_id: str
+    committed_us: int
     record: Record
 
     @property
@@ -96,17 +97,18 @@ def to_records(messages: pa.Table, kafka_topic: Callable[[str], str]) -> list[Ha
     ours = zip(*(_text(messages[name]).to_pylist() for name in HEADER_COLUMNS), strict=True)
     rows = zip(
         *(messages[name].to_pylist() for name in ("topic", "queue_id", "queue_offset", "msg_id", "body", "properties")),
+        microseconds(messages["commit_timestamp"]).to_pylist(),
         _text(key).to_pylist(),
         _milliseconds(messages["born_timestamp"]).to_pylist(),
         ours,
         strict=True,
     )
     found: list[Handed] = []
-    for topic, queue_id, offset, msg_id, body, properties, key_bytes, born_ms, values in rows:
+    for topic, queue_id, offset, msg_id, body, properties, committed_us, key_bytes, born_ms, values in rows:
         headers = [(_header_of(name), value.encode()) for name, value in properties or () if value is not None]
         headers += [(name, value) for name, value in zip(names, values, strict=True) if value is not None]
         record = Record(topics[topic], queue_id, key_bytes, body, tuple(headers), born_ms)
-        found.append(Handed(topic, queue_id, offset, msg_id, record))
+        found.append(Handed(topic, queue_id, offset, msg_id, committed_us, record))
     return found
 
 
@@ -119,6 +121,11 @@ def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """A column as text in UTF-8: numbers as digits, times as milliseconds."""
     plain = _milliseconds(column) if pa.types.is_timestamp(column.type) else column
     return plain.cast(pa.string()).cast(pa.binary())
+
+
+def microseconds(times: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Times as microseconds since 1970."""
+    return times.cast(pa.timestamp("us", "UTC")).cast(pa.int64())
 
 
 def _milliseconds(times: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.placements import MessageRange, Placements
 from rmq_spark.commitlog.reading import read_ranges
-from rmq_spark.relay.positions import Queue
-from rmq_spark.relay.records import COLUMNS, Handed, pieces, to_records
+from rmq_spark.relay.positions import Last, Queue
+from rmq_spark.relay.records import COLUMNS, Handed, microseconds, pieces, to_records
 from rmq_spark.relay.settings import RelaySettings
 
 if TYPE_CHECKING:
@@ -82,12 +82,13 @@ class RelaySource:
         if batch:
             yield batch
 
-    def msg_ids(self, offsets: Mapping[Queue, int]) -> dict[Queue, str]:
-        """The ids of the messages at some offsets; those that the log does not hold are left out."""
+    def lasts(self, offsets: Mapping[Queue, int]) -> dict[Queue, Last]:
+        """The messages at some offsets; those that the log does not hold are left out."""
         ranges, _ = self.ranges(offsets, {queue: offset + 1 for queue, offset in offsets.items()})
-        columns = ("topic", "queue_id", "msg_id")
-        found: dict[Queue, str] = {}
+        columns = ("topic", "queue_id", "msg_id", "commit_timestamp")
+        found: dict[Queue, Last] = {}
         for messages in read_ranges(ranges, self._log.read_range, self._log.find_again, columns):
-            for row in messages.to_pylist():
-                found[row["topic"], row["queue_id"]] = row["msg_id"]
+            times = microseconds(messages["commit_timestamp"]).to_pylist()
+            for row, committed_us in zip(messages.to_pylist(), times, strict=True):
+                found[row["topic"], row["queue_id"]] = Last(row["msg_id"], committed_us)
         return found

@@ -156,30 +156,36 @@ class Start:
         if self._settings.start != LATEST:
             return {queue: Position(firsts.get(queue, 0)) for queue in queues}
         last = {queue: ends[queue] - 1 for queue in queues if ends.get(queue, 0) > firsts.get(queue, 0)}
-        msg_ids = self._source.msg_ids(last)
-        return {queue: Position(ends.get(queue, 0), msg_ids.get(queue)) for queue in queues}
+        lasts = self._source.lasts(last)
+        return {queue: Position(ends.get(queue, 0), lasts.get(queue)) for queue in queues}
 
     # ------------------------------------------------------------------ is it the same log?
     def _require_fit(self, stored: Stored) -> None:
         """Require that the log has the messages that this shard handed over last."""
         self._agrees(stored)
-        mine = {q: p for q, p in stored.of_log(self._log.id).items() if self._settings.is_mine(*q)}
-        ends, firsts = self._source.ends(), self._source.firsts()
-        require_not_behind(ends, {queue: p for queue, p in mine.items() if self._source.wants(queue[0])})
-        last = {
-            queue: p.next_offset - 1
-            for queue, p in mine.items()
-            if p.msg_id is not None and p.next_offset > firsts.get(queue, 0) and self._source.wants(queue[0])
+        mine = {
+            queue: p
+            for queue, p in stored.of_log(self._log.id).items()
+            if self._settings.is_mine(*queue) and self._source.wants(queue[0])
         }
-        found = self._source.msg_ids(last)
-        for (topic, queue_id), offset in last.items():
-            known, there = mine[topic, queue_id].msg_id, found.get((topic, queue_id))
-            if known != there:
-                raise RelayRefusedError(
-                    f"topic {topic!r}, queue {queue_id}: message {known} was handed over from offset {offset}, and now "
-                    f"the log has {there} there. It was set back to an older copy, and written to since. Restore the "
-                    "newest one; or hand this log over with a relay of another name"
+        ends, firsts = self._source.ends(), self._source.firsts()
+        require_not_behind(ends, mine)
+        above = {queue: p for queue, p in mine.items() if p.next_offset > firsts.get(queue, 0)}
+        found = self._source.lasts({q: p.next_offset - 1 for q, p in above.items() if p.last is not None})
+        for queue, p in above.items():
+            if p.last is None:
+                seen = f"all messages below offset {p.next_offset} had expired, and now the log has them"
+            elif p.last != found.get(queue):
+                seen = (
+                    f"message {p.last}, was handed over from offset {p.next_offset - 1}, and now the log has "
+                    f"{found.get(queue)} there"
                 )
+            else:
+                continue
+            raise RelayRefusedError(
+                f"topic {queue[0]!r}, queue {queue[1]}: {seen}. It was set back to an older copy, and written to "
+                "since. Restore the newest one; or hand this log over with a relay of another name"
+            )
 
 
 def require_not_behind(ends: Mapping[Queue, int], positions: Mapping[Queue, Position]) -> None:

@@ -552,7 +552,8 @@ class TransactionMQProducer:
         Raises
         ------
         ListenerError
-            When the producer's listener has no fence in a database, or the session cannot be used.
+            When the producer's listener has no fence in a database, or the session cannot be used: another
+            ``transaction()`` within, on the same database connection, is refused.
         FenceError
             When the session is of another database than the listener's fence.
         LocalTransactionError

@@ -32,7 +32,7 @@ from rmq_spark.config import named, nearest, require_time
 from rmq_spark.errors import CorruptLogError, LostFileError, OffsetOutOfRangeError, OptionError
 from rmq_spark.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags
-from rmq_spark.source.offsets import EARLIEST, EARLIEST_OFFSET, LATEST, Positions, given_positions
+from rmq_spark.source.offsets import EARLIEST, LATEST, Positions, given_positions
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner
 from rmq_spark.storage.spark_parquet import PATHS_MAX, read_files, spark_schema
@@ -218,7 +218,7 @@ def _given(value: Where, name: str, word: str) -> str | datetime | Positions:
     if not isinstance(value, Mapping) or not all(isinstance(queues, Mapping) for queues in value.values()):
         raise OptionError(f"{name}={value!r} is no mapping of offsets, such as {{'orders': {{0: 23, 1: 7}}}}")
     offsets = {topic: {str(q): n for q, n in queues.items()} for topic, queues in value.items()}
-    return given_positions(offsets, name, EARLIEST_OFFSET)
+    return given_positions(offsets, name)
 
 
 def _limit(log: CommitLog, as_of: datetime | int | None) -> datetime | int | None:

@@ -46,6 +46,8 @@ class CountedPositions(dict[Queue, int]):
 
     log_id: str | None = None
     """The id of the commit log whose offsets these are, if the person gave it."""
+    marks: tuple[int, ...] = ()
+    """Which of -2 (earliest) and -1 (latest) may be given here in the place of an offset."""
 
 
 class StreamOffset(NamedTuple):
@@ -59,7 +61,8 @@ class StreamOffset(NamedTuple):
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _QUEUE_ID = re.compile(r"0|[1-9][0-9]{0,8}")
-_EXAMPLE = '{"orders": {"0": 23, "1": -1}}'
+_EXAMPLE = '{"orders": {"0": 23, "1": 7}}'
+_MEANT = {LATEST_OFFSET: LATEST, EARLIEST_OFFSET: EARLIEST}
 
 
 def to_json(
@@ -135,15 +138,15 @@ def from_checkpoint(value: object, what: str = "the checkpoint") -> StreamOffset
     return StreamOffset(from_json(topics, what), again, log_id)
 
 
-def from_json(value: object, what: str, lowest: int = 0) -> Positions:
+def from_json(value: object, what: str, marks: tuple[int, ...] = ()) -> Positions:
     """Read positions from a JSON value.
 
     Parameters
     ----------
     what : str
         Where the value comes from, for the error's text.
-    lowest : int
-        The smallest number allowed: 0, or one of Kafka's special offsets (-1 latest, -2 earliest).
+    marks : tuple of int
+        Which of -2 (earliest) and -1 (latest) are allowed in the place of an offset.
 
     Raises
     ------
@@ -167,8 +170,8 @@ def from_json(value: object, what: str, lowest: int = 0) -> Positions:
                 )
             if offset > OFFSET_MAX:
                 raise OffsetError(f"{what} has {offset} for topic {topic!r}, queue {queue_id}: no offset is that large")
-            if offset < lowest:
-                also = {0: "", -1: " (or -1, latest)", -2: " (or -1, latest, or -2, earliest)"}[lowest]
+            if offset < 0 and offset not in marks:
+                also = "".join(f", or {mark} for {meant}" for mark, meant in _MEANT.items() if mark in marks)
                 raise OffsetError(
                     f"{what} has {offset} for topic {topic!r}, queue {queue_id}: at least 0 is expected{also}"
                 )
@@ -176,14 +179,14 @@ def from_json(value: object, what: str, lowest: int = 0) -> Positions:
     return positions
 
 
-def parse_offsets(text: str, option: str, keywords: tuple[str, ...], special: tuple[int, ...]) -> str | Positions:
+def parse_offsets(text: str, option: str, keywords: tuple[str, ...], marks: tuple[int, ...]) -> str | Positions:
     """Read the value of ``startingOffsets`` or ``endingOffsets``.
 
     Parameters
     ----------
     keywords : tuple of str
         Which of ``earliest`` and ``latest`` the option allows here.
-    special : tuple of int
+    marks : tuple of int
         Which of -2 (earliest) and -1 (latest) it allows in JSON.
 
     Returns
@@ -212,20 +215,18 @@ def parse_offsets(text: str, option: str, keywords: tuple[str, ...], special: tu
         ) from problem
     if value is None:
         raise OffsetError(f"{option} is null, as the start of a stream's first batch is: use {keywords[0]!r}")
-    positions = given_positions(value, option, min(special, default=0))
-    for (topic, queue_id), offset in positions.items():
-        if offset < 0 and offset not in special:
-            name = EARLIEST if offset == EARLIEST_OFFSET else LATEST
-            raise OffsetError(f"{option} has {offset} ({name}) for topic {topic!r}, queue {queue_id}: not allowed here")
-    return positions
+    return given_positions(value, option, marks)
 
 
-def given_positions(value: object, what: str, lowest: int = 0) -> CountedPositions:
+def given_positions(
+    value: object, what: str, marks: tuple[int, ...] = (EARLIEST_OFFSET, LATEST_OFFSET)
+) -> CountedPositions:
     """Read positions that a person wrote, or took from the progress report of a stream."""
-    if not isinstance(value, dict):
-        return CountedPositions(from_json(value, what, lowest))
-    found = CountedPositions(from_json({t: q for t, q in value.items() if t not in OWN_KEYS}, what, lowest))
-    found.log_id = from_checkpoint({LOG: value[LOG]}, what).log_id if LOG in value else None
+    own = {t: q for t, q in value.items() if t not in OWN_KEYS} if isinstance(value, dict) else value
+    found = CountedPositions(from_json(own, what, marks))
+    found.marks = marks
+    if isinstance(value, dict) and LOG in value:
+        found.log_id = from_checkpoint({LOG: value[LOG]}, what).log_id
     return found
 
 
@@ -243,6 +244,7 @@ def resolve(
     queues: Mapping[str, int],
     tails: Mapping[Queue, int],
     firsts: Mapping[Queue, int] | None = None,
+    marks: tuple[int, ...] = (),
 ) -> Positions:
     """Return the offset of each queue for what :func:`parse_offsets` returned.
 
@@ -254,6 +256,8 @@ def resolve(
         The next offset of every queue that has messages.
     firsts : mapping, optional
         The first offset that is kept, of queues of which messages have expired.
+    marks : tuple of int
+        Which of -2 and -1 could have been given, for the error's text.
 
     Raises
     ------
@@ -283,9 +287,10 @@ def resolve(
             )
     for topic, queue_id in ends:
         if (topic, queue_id) not in given:
+            other = " or ".join(f"{mark} for {meant}" for mark, meant in _MEANT.items() if mark in marks)
+            hint = f", with {other} where you have no offset" if other else ""
             raise OffsetError(
-                f"{option} leaves out queue {queue_id} of topic {topic!r}: name every queue that is subscribed to, "
-                "with -2 for earliest or -1 for latest where you have no offset"
+                f"{option} leaves out queue {queue_id} of topic {topic!r}: name every queue that is subscribed to{hint}"
             )
     meaning = {queue: {EARLIEST_OFFSET: starts[queue], LATEST_OFFSET: end} for queue, end in ends.items()}
     return {queue: meaning[queue].get(offset, offset) for queue, offset in given.items()}

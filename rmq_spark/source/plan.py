@@ -87,7 +87,9 @@ class Planner:
             found = {queue: min(end, first.get(queue, end)) for queue, end in (starts | latest).items()}
             return {queue: max(offset, firsts.get(queue, 0)) for queue, offset in found.items()}
         queues = self.queues()
+        marks: tuple[int, ...] = ()
         if isinstance(given, CountedPositions):
+            marks = given.marks
             if given.log_id not in (None, self.log.id):
                 raise OffsetOutOfRangeError(
                     f"{option} counts in commit log {given.log_id!r}, and this is commit log {self.log.id}: it was "
@@ -97,7 +99,7 @@ class Planner:
             given = {q: n for q, n in given.items() if q[0] in queues or not q[0].startswith(RETRY_PREFIX)}
         if isinstance(given, dict) and (retry := self._subscription.retry) in queues and retry is not None:
             given = {(retry, queue_id): 0 for queue_id in range(queues[retry])} | given  # nobody names it
-        return resolve(option, given, queues, latest, firsts)
+        return resolve(option, given, queues, latest, firsts, marks)
 
     # ------------------------------------------------------------------ a stream's offsets
     def require_start(self, start: Positions, latest: Positions, whose: str = "the checkpoint") -> Positions:

@@ -347,6 +347,78 @@ def test_a_session_is_enlisted_once_at_a_time(
     assert (bought(engine), sent(log)) == ([2], [1, 2])
 
 
+def bound_with_full_control(connection: sa.Connection) -> Session:
+    return Session(connection, join_transaction_mode="control_fully")
+
+
+@pytest.mark.parametrize("outer", [Session, sa.Engine.connect])
+@pytest.mark.parametrize("inner", [lambda connection: connection, bound_with_full_control, Session])
+def test_a_connection_has_one_transaction_of_a_producer_whichever_object_it_is_reached_by(
+    engine: sa.Engine, log: CommitLog, producer: txmq.TransactionMQProducer, outer: Any, inner: Any
+) -> None:
+    """The inner one committed the outer's rows, whose messages were lost."""
+    refused: list[str] = []
+
+    def help_out(session: Session | sa.Connection) -> None:
+        reached = inner(session.connection() if isinstance(session, Session) else session)
+        try:
+            with producer.transaction(reached) as transaction:
+                session.execute(INSERT, {"n": 2})
+                transaction.send(order(2))
+        except ListenerError as problem:
+            refused.append(str(problem))
+
+    with outer(engine) as session, producer.transaction(session) as transaction:
+        session.execute(INSERT, {"n": 1})
+        transaction.send(order(1))
+        help_out(session)
+    assert len(refused) == 1
+    assert "in another transaction() of a producer" in refused[0]
+    assert (bought(engine), sent(log), log.another().pending().num_rows) == ([1], [1], 0)
+
+
+def test_a_pool_that_gives_everybody_one_connection_gives_it_to_one_transaction(log: CommitLog) -> None:
+    """As tests in memory have it. Whoever gives the connection back undoes what it holds, so nothing may be sent."""
+    engine = sa.create_engine("sqlite://", poolclass=sa.pool.StaticPool)
+    with engine.begin() as connection:
+        connection.execute(sa.text("create table bought (n integer primary key)"))
+    listener = txmq.SqlTransactionListener(engine, lambda connection, batch: connection.execute(INSERT, {"n": 3}))
+    listener.create_fence()
+
+    def buy_with_help(producer: txmq.TransactionMQProducer, help_out: Any) -> None:
+        with Session(engine) as session, producer.transaction(session) as transaction:
+            session.execute(INSERT, {"n": 2})
+            transaction.send(order(2))
+            with pytest.raises((ListenerError, LocalTransactionError), match="one at a time"):
+                help_out()
+
+    with txmq.TransactionMQProducer(log, "shop", listener, check_interval=None, on_listener_error="fail") as producer:
+        buy(producer, Session(engine), 1)
+        for help_out in (
+            lambda: buy(producer, engine.connect(), 3),
+            lambda: producer.send_message_in_transaction(order(3)),
+        ):
+            with pytest.raises(ListenerError, match="ended within transaction"):
+                buy_with_help(producer, help_out)
+    assert (bought(engine), sent(log)) == ([1], [1])
+
+
+def test_work_is_not_given_to_a_transaction_of_a_producer(engine: sa.Engine, log: CommitLog) -> None:
+    """Its messages were prepared before anybody refused its commit."""
+    producer: txmq.TransactionMQProducer
+
+    def work(connection: sa.Connection, batch: txmq.HalfBatch) -> None:
+        connection.execute(INSERT, {"n": 1})
+        with pytest.raises(ListenerError, match="one at a time"), producer.transaction(connection) as transaction:
+            transaction.send(order(2))
+
+    listener = txmq.SqlTransactionListener(engine, work)
+    listener.create_fence()
+    with txmq.TransactionMQProducer(log, "shop", listener, check_interval=None) as producer:
+        producer.send_message_in_transaction(order(1))
+        assert (bought(engine), sent(log), log.another().pending().num_rows) == ([1], [1], 0)
+
+
 def test_threads_on_sqlite_with_the_recipe_for_its_transactions_wait_for_each_other(
     log: CommitLog, tmp_path: Path
 ) -> None:

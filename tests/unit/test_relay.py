@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+import rmq_spark as txmq
 from rmq_spark.cli.relaying import _exit_code, kafka_settings
+from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import SOURCE_SCHEMA
 from rmq_spark.errors import (
     MessageError,
@@ -20,11 +24,15 @@ from rmq_spark.errors import (
     TxmqError,
 )
 from rmq_spark.redaction import redacted
-from rmq_spark.relay.positions import Agreed, Position, PositionRecords, Stored
-from rmq_spark.relay.records import COLUMNS, parked, pieces, to_records
+from rmq_spark.relay.kafka import _positions_after
+from rmq_spark.relay.positions import Agreed, Last, Position, PositionRecords, Stored
+from rmq_spark.relay.records import COLUMNS, Record, parked, pieces, to_records
 from rmq_spark.relay.report import RelayReport
 from rmq_spark.relay.settings import RelaySettings
+from rmq_spark.relay.source import RelaySource
+from rmq_spark.relay.start import Start
 from rmq_spark.testing import InMemoryCommitLog
+from tests.half_batches import commit, let_leave, make_log, prepare
 
 DEFAULTS: dict[str, Any] = {
     "bootstrap_servers": "broker:9092",
@@ -187,12 +195,12 @@ def test_positions_are_read_as_they_were_written_and_those_of_other_relays_are_l
     for relay in ("mine", "other"):
         makes = PositionRecords("positions", relay, "log")
         written = [makes.agreed(2, "{topic}"), makes.claim(1, f"run of {relay}", {"host": "h"})]
-        written += [makes.position(("ö", 3), Position(n, f"{relay}{n}")) for n in (7, 8)]
+        written += [makes.position(("ö", 3), Position(n, Last(f"{relay}{n}", n))) for n in (7, 8)]
         written += [makes.gap(("ö", 3), 1, 4, "now")]
         for offset, record in enumerate(written):
             stored.add(record.key, record.value, offset)
     assert stored.agreed == {"log": Agreed(2, "{topic}")}
-    assert stored.of_log("log") == {("ö", 3): Position(8, "mine8")}
+    assert stored.of_log("log") == {("ö", 3): Position(8, Last("mine8", 8))}
     assert stored.of_log("another") == {}
     assert stored.runs == {("log", 1): ("run of mine", 1)}
 
@@ -227,3 +235,116 @@ def test_a_relay_needs_settings_that_can_be_used_before_anything_else() -> None:
 
     with pytest.raises(OptionError, match="bootstrap_servers is missing"):
         kafka.KafkaRelay(InMemoryCommitLog(), "")
+
+
+# ---------------------------------------------------------------- is it the same log?
+class Restored:
+    """A log on a disk, of which a copy is taken, and which is set back to it; and what a relay has handed over."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = make_log("delta", folder / "log", orders=1)
+        self.settings = settings()
+        self.records = PositionRecords("positions", "kafka", self.log.id)
+        self.stored = Stored("kafka")
+        self.keep(self.records.agreed(1, "{topic}"))
+
+    def keep(self, record: Record) -> None:
+        self.stored.add(record.key, record.value, 0)
+
+    def send(self, *keys: str) -> None:
+        with txmq.TransactionMQProducer(self.log, "shop", check_interval=None) as producer:
+            for key in keys:
+                producer.send(txmq.Message("orders", key.encode()), idempotency_key=key)
+
+    def copy(self) -> None:
+        shutil.copytree(self.folder / "log", self.folder / "copy")
+
+    def set_back(self) -> None:
+        shutil.rmtree(self.folder / "log")
+        shutil.copytree(self.folder / "copy", self.folder / "log")
+        self.log = CommitLog.open(self.folder / "log")
+
+    def hand_over(self) -> list[bytes | None]:
+        """Hand over what a relay would that starts now, and keep its positions."""
+        log = self.log.another()
+        source = RelaySource(log, self.settings)
+        self.require_fit()
+        ends = source.ends()
+        start = {queue: p.next_offset for queue, p in self.stored.of_log(log.id).items()}
+        ranges, missing = source.ranges({queue: start.get(queue, 0) for queue in ends}, ends)
+        assert not missing
+        handed = [message for batch in source.batches(ranges) for message in batch]
+        for queue, position in _positions_after(handed).items():
+            self.keep(self.records.position(queue, position))
+        return [message.record.value for message in handed]
+
+    def require_fit(self) -> None:
+        log = self.log.another()
+        brokers: Any = None
+        Start(log, self.settings, RelaySource(log, self.settings), brokers, "a-run")._require_fit(self.stored)
+
+
+@pytest.fixture
+def restored(tmp_path: Path) -> Restored:
+    return Restored(tmp_path)
+
+
+def test_a_log_that_was_set_back_and_sent_the_same_keys_again_is_refused(restored: Restored) -> None:
+    """The last message stood at its offset again: x was never handed over, and b twice."""
+    restored.send("a")
+    restored.copy()
+    restored.send("b", "c")
+    assert restored.hand_over() == [b"a", b"b", b"c"]
+    restored.set_back()
+    restored.send("x", "c", "b")
+    with pytest.raises(RelayRefusedError, match="set back to an older copy, and written to since"):
+        restored.hand_over()
+
+
+def test_a_log_that_was_set_back_and_placed_what_was_pending_in_the_copy_is_refused(restored: Restored) -> None:
+    """A half batch that is pending in the copy keeps its identity, and its message its id."""
+    restored.send("a")
+    prepare(restored.log, 0, 1, app="late")
+    restored.copy()
+
+    def settle() -> None:
+        commit(restored.log, restored.log.get(restored.log.open_half_ids()[0]))
+
+    restored.send("b")
+    settle()
+    assert restored.hand_over() == [b"a", b"b", b"late.0.0"]
+    restored.set_back()
+    restored.send("x")
+    settle()
+    with pytest.raises(RelayRefusedError, match="set back to an older copy, and written to since"):
+        restored.hand_over()
+
+
+def test_a_position_below_which_all_had_expired_is_of_no_log_that_still_has_it(restored: Restored) -> None:
+    """It has no message to compare, so what was sent after the restore was taken for handed over."""
+    restored.send("a")
+    restored.copy()
+    restored.send("b")
+    restored.log.topic_store.set_retention("orders", 0.0)
+    let_leave(restored.log)
+    restored.keep(restored.records.position(("orders", 0), Position(2)))
+    assert restored.hand_over() == []
+    restored.set_back()
+    restored.send("x", "y")
+    with pytest.raises(RelayRefusedError, match="below offset 2 had expired, and now the log has them"):
+        restored.hand_over()
+
+
+def test_a_log_goes_on_fitting_while_its_messages_are_drained_and_leave(restored: Restored) -> None:
+    restored.send("a", "b")
+    assert restored.hand_over() == [b"a", b"b"]
+    restored.log.drain()
+    assert restored.hand_over() == []
+    let_leave(restored.log)
+    let_leave(restored.log)
+    restored.send("c")
+    assert restored.hand_over() == [b"c"]
+    restored.log.topic_store.set_retention("orders", 0.0)
+    let_leave(restored.log)
+    restored.require_fit()

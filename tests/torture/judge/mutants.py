@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from rmq_spark.commitlog import (
     leaving,
     maintenance,
     marking,
+    own_sends,
     placing,
     pruning,
     stripping,
@@ -1629,6 +1631,14 @@ MUTANTS += [
     PlayMutant(
         "a retry is new again when it has left half", frozenset({A.DUPLICATE}), play_retries,
         lambda: replaced((Follower, "archived_among", lambda *_: frozenset())),
+    ),
+    PlayMutant(
+        "what rmq_spark sent of a message is forgotten like a user's key", frozenset({A.DUPLICATE}), play_retries,
+        lambda: replaced((Pruner, "_not_asked_for", lambda self, half_ids: half_ids)),
+    ),
+    PlayMutant(
+        "what is sent back may be forgotten while its group is before it", frozenset({A.DUPLICATE}), play_retries,
+        lambda: replaced((own_sends, "_BACK", re.compile("nobody asks"))),
     ),
     PlayMutant(
         "what was sent back is read again", frozenset({A.STUCK_HALF}), play_retries, _read_before,

@@ -201,7 +201,12 @@ class _Play:
             CheckService(self.log.another(), listeners={}).run_once()
         elif self.chance.random() < 0.8:
             self.person()
-        let_leave(self.log)
+        self.let_leave()
+
+    def let_leave(self) -> None:
+        """Upkeep, perhaps after the time for which names are remembered: a member that slept for so long has none."""
+        forgets = not self.asleep and self.chance.random() < 0.5
+        let_leave(self.log, idempotency_s=0 if forgets else 1e9)
 
     def person(self) -> None:
         """Somebody settles one of those half batches that the dead have left open, before any check does."""
@@ -256,6 +261,18 @@ class _Play:
             dies = count is not None and count > self.max
             if body not in dead[self.dead_before :] and (dies or body not in self.done):
                 self.say(AnomalyKind.LOST_WRITE, f"{body} is neither consumed nor dead")
+        self.look_at_letters(len(dead))
+
+    def look_at_letters(self, count: int) -> None:
+        """Somebody sends the dead letters again, and once more when months have passed."""
+        letters = rmq_spark.DeadLetters(self.log.another(), GROUP)
+        sent = letters.resend()
+        for _ in range(3):
+            let_leave(self.log, idempotency_s=0)
+        again = rmq_spark.DeadLetters(self.log.another(), GROUP).resend()
+        if (sent, again) != (count, 0):
+            kind = AnomalyKind.DUPLICATE if sent + again > count else AnomalyKind.LOST_WRITE
+            self.say(kind, f"of {count} dead letters {sent} were sent again, and {again} of them months later")
 
     def say(self, kind: AnomalyKind, sentence: str) -> None:
         self.found.append(Anomaly(kind, sentence, ()))

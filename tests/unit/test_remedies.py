@@ -1,0 +1,296 @@
+"""What an error of offsets, consumer groups, dead letters and inboxes advises is done here, and it helps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import sqlalchemy as sa
+from typer.testing import CliRunner
+
+import rmq_spark as txmq
+from rmq_spark.cli import app
+from rmq_spark.commitlog.group_store import Session
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.source.offsets import to_json
+from rmq_spark.source.options import read_options
+from rmq_spark.source.plan import Planner
+from tests.consumers import go_on, memory_log, push, send
+from tests.half_batches import let_leave, make_log
+from tests.inboxes import inbox_of, make_database, results
+
+ZERO = ("orders", 0)
+ONE = ("orders", 1)
+
+
+@pytest.fixture
+def log() -> CommitLog:
+    """Two messages in each queue of ``orders``."""
+    made = memory_log(orders=2, returns=1)
+    send(made, "abcd")
+    return made
+
+
+def group_of(log: CommitLog, name: str = "points") -> txmq.ConsumerGroup:
+    return txmq.ConsumerGroup(log, name)
+
+
+def bound_of(log: CommitLog, option: str, text: str, streaming: bool = False) -> Any:
+    """Where a read with this option begins or ends."""
+    given = read_options({"path": "log", "subscribe": "orders", option: text}, streaming)
+    planner = Planner(log, given.subscription)
+    return planner.resolve(option, given.starting if option == "startingOffsets" else given.ending)
+
+
+# ---------------------------------------------------------------- offsets
+NAMES = {-2: "-2 for earliest", -1: "-1 for latest"}
+
+
+@pytest.mark.parametrize(
+    ("option", "streaming", "taken"),
+    [
+        ("startingOffsets", False, {-2: 0}),
+        ("startingOffsets", True, {-2: 0, -1: 2}),
+        ("endingOffsets", False, {-1: 2}),
+    ],
+)
+def test_each_mark_that_is_advised_for_a_queue_that_was_left_out_is_taken(
+    log: CommitLog, option: str, streaming: bool, taken: dict[int, int]
+) -> None:
+    """A batch advised -1 for its start, and -2 for its end, and refused them."""
+    with pytest.raises(txmq.OffsetError, match="leaves out queue 1") as caught:
+        bound_of(log, option, '{"orders": {"0": 1}}', streaming)
+    assert {mark for mark, words in NAMES.items() if words in str(caught.value)} == set(taken)
+    for mark, there in taken.items():
+        given = json.dumps({"orders": {"0": 1, "1": mark}})
+        assert bound_of(log, option, given, streaming) == {ZERO: 1, ONE: there}
+
+
+@pytest.mark.parametrize("mark", [-1, -2])
+def test_a_reset_takes_the_marks_that_it_advises_for_a_queue_that_was_left_out(log: CommitLog, mark: int) -> None:
+    group = group_of(log)
+    with pytest.raises(txmq.OffsetError, match=f"leaves out queue 1 .*{NAMES[mark]}"):
+        group.reset({"orders": {"0": 1}})
+    there = {-1: 2, -2: 0}[mark]
+    assert group.reset({"orders": {"0": 1, "1": mark}}) == {ZERO: 1, ONE: there} == group.positions()
+    assert group.reset({"orders": {"1": mark}}, others_stay=True) == {ONE: there}
+
+
+@pytest.mark.parametrize(
+    ("option", "streaming", "advised"),
+    [
+        ("startingOffsets", True, ", or -1 for latest, or -2 for earliest"),
+        ("startingOffsets", False, ", or -2 for earliest"),
+        ("endingOffsets", False, ", or -1 for latest"),
+    ],
+)
+def test_an_offset_that_is_too_small_is_told_the_marks_that_are_taken(
+    log: CommitLog, option: str, streaming: bool, advised: str
+) -> None:
+    with pytest.raises(txmq.OffsetError, match=f"has -3 for .*: at least 0 is expected{advised}$"):
+        bound_of(log, option, '{"orders": {"0": -3, "1": 0}}', streaming)
+
+
+@pytest.mark.parametrize("option", ["startingOffsets", "endingOffsets"])
+def test_the_example_of_offsets_that_an_error_shows_is_taken(log: CommitLog, option: str) -> None:
+    """It had a -1 in it, which a batch refuses for its start."""
+    send(log, map(str, range(100)))
+    with pytest.raises(txmq.OffsetError, match="is not of the form") as caught:
+        bound_of(log, option, "3")
+    example = str(caught.value).partition("of the form ")[2].partition(": found")[0]
+    assert bound_of(log, option, example) == {ZERO: 23, ONE: 7}
+    with pytest.raises(txmq.OffsetError, match="is not of the form"):
+        group_of(log).reset({"orders": 3})  # type: ignore[dict-item]
+    assert group_of(log).reset(json.loads(example)) == {ZERO: 23, ONE: 7}
+
+
+def test_offsets_of_another_log_are_refused_and_those_words_that_are_advised_are_taken(log: CommitLog) -> None:
+    group = group_of(log)
+    with pytest.raises(txmq.OffsetOutOfRangeError, match="Use 'earliest', or offsets of this log"):
+        group.reset(to_json({ZERO: 1, ONE: 1}, log_id="another"))
+    assert group.reset(to_json({ZERO: 1, ONE: 1}, log_id=log.id)) == {ZERO: 1, ONE: 1}
+    assert group.reset("earliest", ["orders"]) == {ZERO: 0, ONE: 0}
+
+
+def test_a_reset_to_what_has_expired_is_told_where_the_queue_starts(tmp_path: Path) -> None:
+    log = make_log("memory", tmp_path)
+    send(log, "abcd")
+    log.topic_store.set_retention("orders", 0.0)
+    let_leave(log)
+    with pytest.raises(txmq.OffsetOutOfRangeError, match="starts at offset 2 now"):
+        group_of(log).reset({"orders": {"0": 0, "1": 2}})
+    assert group_of(log).reset({"orders": {"0": 2, "1": 2}}) == {ZERO: 2, ONE: 2}
+
+
+# ---------------------------------------------------------------- groups
+def test_a_new_group_begins_at_topics_that_are_named(log: CommitLog) -> None:
+    with pytest.raises(txmq.GroupNotFoundError, match="Name its topics to say where a new group begins"):
+        group_of(log).reset("latest")
+    assert group_of(log).reset("latest", ["orders"]) == {ZERO: 2, ONE: 2}
+
+
+def test_a_topic_without_offsets_is_given_some_or_left_out(log: CommitLog) -> None:
+    group = group_of(log)
+    with pytest.raises(txmq.OptionError, match="give offsets of it, or leave out the topic"):
+        group.reset({"orders": {"0": 0}}, ["orders", "returns"], others_stay=True)
+    assert group.reset({"orders": {"0": 0}}, ["orders"], others_stay=True) == {ZERO: 0}
+    both = {"orders": {"0": 0}, "returns": {"0": 0}}
+    assert group.reset(both, ["orders", "returns"], others_stay=True) == {ZERO: 0, ("returns", 0): 0}
+
+
+def test_a_clone_goes_to_a_group_that_was_deleted_or_has_another_name(log: CommitLog) -> None:
+    for name in ("points", "other"):
+        group_of(log, name).reset("latest", ["orders"])
+    with pytest.raises(txmq.OptionError, match="delete it first, or choose another name"):
+        group_of(log).clone("other")
+    assert group_of(log).clone("another").positions() == {ZERO: 2, ONE: 2}
+    assert group_of(log, "other").delete()
+    assert group_of(log).clone("other").positions() == {ZERO: 2, ONE: 2}
+
+
+def test_a_group_that_spark_reads_is_handed_over_by_the_command_that_is_advised(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log")
+    log.groups.publish("points", {ZERO: 0}, Session("a-query"))
+    with pytest.raises(txmq.GroupInUseError, match="or stop the others and run: txmq group hand-over LOG points"):
+        log.groups.claim("points", "member", {ZERO: 1}, {}, "by")
+    assert log.groups.claim("a-group-of-its-own", "member", {ZERO: 0}, {ZERO: 0}, "by")
+    assert CliRunner().invoke(app, ["group", "hand-over", log.path, "points"]).exit_code == 0
+    assert log.groups.claim("points", "member", {ZERO: log.groups.places("points")[ZERO].generation}, {}, "by")
+
+
+@pytest.mark.parametrize("to", ["earliest", "latest", "2025-03-01T08:00:00Z", "2h", '{"orders": {"0": -1, "1": -2}}'])
+def test_each_place_that_the_command_advises_is_taken(tmp_path: Path, to: str) -> None:
+    """It refused -1 and -2."""
+    log = make_log("delta", tmp_path / "log")
+    wrong = CliRunner().invoke(app, ["group", "reset", log.path, "points", "--to", "yesterday"])
+    assert wrong.exit_code == 2
+    assert to in wrong.output or to.startswith("{")
+    unknown = CliRunner().invoke(app, ["group", "reset", log.path, "points", "--to", "latest"])
+    assert "Name its topics" in unknown.output
+    right = CliRunner().invoke(app, ["group", "reset", log.path, "points", "--to", to, "--topic", "orders"])
+    assert right.exit_code == 0, right.output
+    assert log.another().groups.positions("points") == {ZERO: 0, ONE: 0}
+
+
+# ---------------------------------------------------------------- dead letters
+def letters_of(log: CommitLog) -> txmq.DeadLetters:
+    consumer = push(log, lambda messages: txmq.ConsumeConcurrentlyStatus.RECONSUME_LATER, max_reconsume_times=0)
+    consumer.member.join()
+    go_on(consumer)
+    return txmq.DeadLetters(log, "points")
+
+
+def test_letters_are_sent_again_by_the_offsets_that_are_advised(log: CommitLog) -> None:
+    letters = letters_of(log)
+    with pytest.raises(txmq.OffsetError, match="has no dead letter 9: it has those from 0 to 3"):
+        letters.resend([9])
+    assert letters.resend([0, 3]) == 2
+    with pytest.raises(txmq.OffsetError, match=r"a list.*as in \[0, 2\]|no list: .*as in \[0, 2\]"):
+        letters.resend(2)  # type: ignore[arg-type]
+    assert letters.resend([0, 2]) == 1
+
+
+@pytest.mark.parametrize("which", [["--offset", "0"], ["--all"]])
+def test_the_command_that_sends_letters_again_takes_what_it_advises(tmp_path: Path, which: list[str]) -> None:
+    log = make_log("delta", tmp_path / "log", orders=1)
+    send(log, "a")
+    letters_of(log)
+    unsaid = CliRunner().invoke(app, ["dlq", "resend", log.path, "points"])
+    assert "say which letters: --offset N (may be repeated), or --all" in unsaid.output
+    said = CliRunner().invoke(app, ["dlq", "resend", log.path, "points", *which])
+    assert "1 dead letter sent again" in said.output
+
+
+# ---------------------------------------------------------------- inboxes
+def test_an_inbox_whose_tables_are_missing_is_created(log: CommitLog, tmp_path: Path) -> None:
+    inbox = txmq.SqlInbox(make_database(tmp_path), "points", lambda connection, messages: None)
+    with pytest.raises(txmq.ListenerError, match=r"call create\(\) once"):
+        inbox.apply(log.read("orders"))
+    inbox.create()
+    assert inbox.apply(log.read("orders")) == 4
+
+
+@pytest.mark.parametrize("remedy", ["another group", "rows deleted"])
+def test_an_inbox_of_another_log_goes_on_as_advised(log: CommitLog, tmp_path: Path, remedy: str) -> None:
+    url = make_database(tmp_path)
+    inbox_of(url)
+    first = txmq.SqlInbox(url, "points", lambda connection, messages: None, log=log)
+    assert first.apply(log.read("orders")) == 4
+    anew = memory_log(orders=2)
+    send(anew, "abcd")
+    second = txmq.SqlInbox(url, "points", lambda connection, messages: None, log=anew)
+    advised = "Use another group, or delete the group's rows in 'txmq_inbox' and 'txmq_inbox_log'"
+    with pytest.raises(txmq.InboxConflictError, match=advised):
+        second.apply(anew.read("orders"))
+    if remedy == "another group":
+        second = txmq.SqlInbox(url, "others", lambda connection, messages: None, log=anew)
+    else:
+        with sa.create_engine(url).begin() as connection:
+            for table in ("txmq_inbox", "txmq_inbox_log"):
+                connection.execute(sa.text(f"delete from {table} where consumer_group = 'points'"))
+    assert second.apply(anew.read("orders")) == 4
+
+
+def test_an_inbox_whose_work_ended_its_transaction_goes_on_where_it_is_told_to(log: CommitLog, tmp_path: Path) -> None:
+    url = make_database(tmp_path)
+
+    def end_it(connection: sa.Connection, messages: pa.Table) -> None:
+        connection.connection.dbapi_connection.commit()  # type: ignore[union-attr]
+        connection.execute(sa.text("select 1"))
+
+    with pytest.raises(txmq.TransactionEndedError, match=r"call set_position\(topic, queue_id, next_offset\)"):
+        inbox_of(url, end_it).apply(log.read("orders"))
+    inbox = inbox_of(url)
+    for queue in (ZERO, ONE):
+        with pytest.raises(txmq.ListenerError, match=r"call set_position\('orders', \d, next_offset\)"):
+            inbox.apply(log.read("orders"))
+        inbox.set_position(*queue, 1)
+    assert inbox.apply(log.read("orders")) == 2
+    assert results(url) == ["b", "d"]
+
+
+# ---------------------------------------------------------------- consumers
+def test_each_of_a_member_s_settings_that_contradict_is_mended_as_advised(log: CommitLog) -> None:
+    def consumer(**options: Any) -> Callable[[], Any]:
+        return lambda: txmq.PullConsumer(log, "points", "orders", **options)
+
+    when = log.machine.now()
+    for wrong, advised, right in (
+        ({"tags": "a", "selector": "TAGS = 'a'"}, "give one of them", {"selector": "TAGS = 'a'"}),
+        ({"message_model": "BROADCASTING"}, "give each consumer a group of its own", {"message_model": "CLUSTERING"}),
+        (
+            {"consume_from_where": "CONSUME_FROM_TIMESTAMP"},
+            "consume_timestamp=<a datetime>",
+            {"consume_from_where": "CONSUME_FROM_TIMESTAMP", "consume_timestamp": when},
+        ),
+        ({"lease": 1.0, "heartbeat_interval": 1.0}, "under two heartbeats", {"lease": 2.0, "heartbeat_interval": 1.0}),
+    ):
+        with pytest.raises(txmq.OptionError, match=advised):
+            consumer(**wrong)()
+        assert consumer(**right)()
+
+
+@pytest.mark.parametrize("remedy", ["commit", "max_span"])
+def test_who_gave_out_all_that_may_be_given_out_goes_on_as_advised(log: CommitLog, remedy: str) -> None:
+    span = 2 if remedy == "commit" else 4
+    send(log, "efgh")
+    options: dict[str, Any] = {"auto_commit": False, "tables": True, "pull_batch_size": 8}
+
+    def rows(consumer: txmq.PullConsumer) -> int:
+        found = consumer.poll(0)
+        return found.num_rows if isinstance(found, pa.Table) else 0
+
+    with txmq.PullConsumer(log.another(), "points", "orders", max_span=2, **options) as consumer:
+        assert [rows(consumer), rows(consumer)] == [2, 2]
+        with pytest.raises(txmq.ConsumeError, match=r"call commit\(\), or raise max_span"):
+            consumer.poll(0)
+        if remedy == "commit":
+            consumer.commit()
+            assert rows(consumer) == span
+    if remedy == "max_span":
+        with txmq.PullConsumer(log.another(), "others", "orders", max_span=span, **options) as consumer:
+            assert [rows(consumer), rows(consumer)] == [4, 4]
