@@ -94,6 +94,10 @@ OWN_CHARS = 12
 """Hexadecimal digits of a half id that are its own."""
 
 
+FIRST = -1
+"""What the first half batch of an application follows."""
+
+
 @value
 class HalfHeader:
     """What all rows of a half batch have in common (the first columns of ``half``)."""
@@ -116,6 +120,8 @@ class HalfHeader:
     named: bool = field(default=False, compare=False)
     """True when ``app_id`` and ``batch_id`` alone tell a retry: the user gave them (a batch write), or they hold the
     query's id (a consumer's retries). In other streams each checkpoint counts from 0, so ``query_id`` must agree."""
+    follows: int | None = field(default=None, compare=False)
+    """The application's last batch before it, or :data:`FIRST`: else it is not prepared. None: whichever it is."""
 
     @property
     def name(self) -> str:

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.half import (
+    FIRST,
     HALF_SCHEMA,
     HEADER_COLUMNS,
     STATS_COLUMNS,
@@ -287,6 +288,11 @@ class HalfStore:
             return AlreadyPreparedError(
                 f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: batch {last} is in the log"
             )
+        if header.follows is not None and header.follows != (FIRST if last is None else last):
+            return AlreadyPreparedError(
+                f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: it was to follow batch "
+                f"{header.follows}, and another process has prepared batch {last}"
+            )
         if batch.until_s is not None and self.table.machine.monotonic() >= batch.until_s:
             return StagedFilesTooOldError(f"half batch {header.half_id!r} is prepared by the process that sends it")
         age_s = self.table.machine.time() - min(f.staged_at for f in batch.files)
@@ -390,8 +396,7 @@ class HalfStore:
 
     # ------------------------------------------------------------------ finding
     def last_batch_id(self, app_id: str) -> int | None:
-        """The newest batch id that this application prepared."""
-        self.table.refresh()
+        """The newest batch id that this application prepared. It does not refresh."""
         return self.table.transaction_version(app_id)
 
     def find(self, app_id: str, batch_id: int) -> HalfRecord | None:

@@ -62,6 +62,7 @@ class ProtocolSteps(ABC):
         self.ledger = Ledger(op, self.half, self.topic_store, self._has_left_elsewhere)
         self.machine = half.machine
         self.drained = Drained(self)
+        self._prepared: dict[str, HalfHeader] = {}  # of applications that count their batches, the last one
         self.upkeep = True
         """Whether a decision compacts ``op`` when it has many small files; upkeep by hand goes on."""
 
@@ -118,10 +119,20 @@ class ProtocolSteps(ABC):
         return writer if writer.machine is self.machine else replace(writer, machine=self.machine)
 
     @looks_again
-    def last_batch_id(self, app_id: str) -> int | None:
-        """The newest batch id that this application prepared."""
+    def last_batch_id(self, app_id: str, refresh: bool = True) -> int | None:
+        """The newest batch id that this application prepared; without a refresh, as the table was read last."""
         with self.lock:
+            if refresh:
+                self.half.table.refresh()
             return self.half.last_batch_id(app_id)
+
+    def header_of(self, app_id: str, batch_id: int) -> HalfHeader | None:
+        """The header of a half batch. That which this handle has prepared last of an application is not read again."""
+        known = self._prepared.get(app_id)
+        if known is not None and known.batch_id == batch_id:
+            return known
+        record = self.find(app_id, batch_id)
+        return None if record is None else record.header
 
     @looks_again
     def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
@@ -169,7 +180,10 @@ class ProtocolSteps(ABC):
     def prepare(self, header: HalfHeader, files: Sequence[HalfFile | HalfRows]) -> HalfRecord:
         """Commit staged files: see :meth:`HalfStore.prepare`."""
         with self._expected([header]):
-            return self.half.prepare(header, files, self._ms_before_prepare, self._left_among)
+            record = self.half.prepare(header, files, self._ms_before_prepare, self._left_among)
+            if header.numbered:
+                self._prepared[header.app_id] = header
+            return record
 
     def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
         """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare_many`."""

@@ -229,7 +229,7 @@ class _Concurrently(_Consumer):
                     ends[queue] = max(end, ends.get(queue, 0))
             return sorted(files, key=lambda f: f.file_no)
 
-        outcome = TwoPhase(self.log, CommitOncePrepared()).send(header, consume)
+        outcome = TwoPhase(self.log, CommitOncePrepared()).send(header, consume, lineage=identity.lineage)
         if not STREAM_TELLS_START and self.alone:  # the source hears of a run's last micro-batch in the next run only
             self.log.groups.progress(self.group, ends, f"{self.query_name(identity)} batch {batch_id}")
         if outcome.replayed:

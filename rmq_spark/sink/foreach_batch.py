@@ -16,7 +16,7 @@ from rmq_spark.errors import OptionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, require_executing, require_listener, store_id_of
 from rmq_spark.message import require_app_id, require_group_name
 from rmq_spark.sink.frame import require_message_types, topics_for
-from rmq_spark.sink.identity import identity_of, run_of
+from rmq_spark.sink.identity import Identity, identity_of, run_of
 from rmq_spark.sink.limits import PendingLimits
 from rmq_spark.sink.settings import require_transaction_per
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
@@ -127,7 +127,8 @@ class TransactionalSink:
         """Send one micro-batch. ``foreachBatch`` calls this."""
         require_importable(batch_df.sparkSession)
         require_message_types(batch_df.schema, self.topic, self.transaction_key)
-        header = self._header(batch_df, batch_id)
+        identity = self._identity(batch_df, batch_id)
+        header = self._header(identity, batch_id)
         sending = (run_of(batch_df), batch_id)
         if sending[0] is not None and _sent.get((self.log.path, header.app_id)) == sending:
             raise OptionError(
@@ -135,14 +136,21 @@ class TransactionalSink:
                 "foreachBatch function an app_id of its own, or the second would be taken for a replay of the first"
             )
         with sending_batch(self.log.path, header.half_id, self.topic):
-            self.last_outcome = self._two_phase.send(header, lambda: self._stage(batch_df, header))
+            self.last_outcome = self._two_phase.send(
+                header, lambda: self._stage(batch_df, header), lineage=identity.lineage
+            )
+        if identity.lineage is not None and identity.input_hash is not None and self.last_outcome.record is not None:
+            # A function may call its sink for batches with messages alone, and Spark cleans their offsets meanwhile.
+            identity.lineage.keep(batch_id, identity.input_hash)
         _sent[self.log.path, header.app_id] = sending
 
-    def _header(self, batch_df: DataFrame, batch_id: int) -> HalfHeader:
+    def _identity(self, batch_df: DataFrame, batch_id: int) -> Identity:
         or_else = None if self.app_id else "or, when it has sent nothing yet, give TransactionalSink app_id=..."
-        identity = identity_of(
+        return identity_of(
             batch_df, batch_id, self.checkpoint_location, self.log.storage_options, "TransactionalSink", or_else
         )
+
+    def _header(self, identity: Identity, batch_id: int) -> HalfHeader:
         app_id = self.app_id or require_app_id(identity.query_id)
         return HalfHeader(
             half_id=half_id_of(app_id, batch_id, identity.query_id, identity.input_hash),

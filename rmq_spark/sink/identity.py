@@ -6,6 +6,12 @@ first batch of a new query would be taken for a replay of the old query's, and n
     old checkpoint   query a1   batches 0 1 2 2        the second 2 is a replay: same query, same input
     new checkpoint   query b2   batch   0              new messages: another query
 
+A batch that sends nothing leaves no trace in the log. So the batches of two checkpoints, of which one is a copy of the
+other, may take turns at numbers that the other one left free::
+
+    checkpoint       query a1   batches 0 1 2          1 was empty, and the log has 0 and 2
+    its old copy     query a1   batches 0       3      refused: its offsets/2 is not what the log knows of batch 2
+
 Spark keeps the query's id in the checkpoint's file ``metadata``, and makes another one when that file is lost. So the
 id by which the log knows a checkpoint is kept in a file of our own beside it. It is the one that Spark had at the first
 batch, and it is written before anything is sent.
@@ -18,7 +24,7 @@ import json
 import logging
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rmq_spark.errors import CheckpointMismatchError, OptionError
@@ -37,6 +43,8 @@ LOG_FILE = "txmq.log_id"
 
 ID_FILE = "txmq.query_id"
 """In a query's checkpoint, beside Spark's ``metadata`` and in its form: the id by which the log knows the query."""
+LAST_BATCH_FILE = "txmq.last_batch"
+"""In a query's checkpoint: the last batch that was sent from it, and the hash of its offsets."""
 REASON_CHARS_MAX = 300
 """Of a store's error: the JVM's come with all their frames."""
 
@@ -56,10 +64,13 @@ class Identity:
     input_hash : str or None
         None where the application has a name and Spark does not tell where the checkpoint lies. One that was restored
         from an older copy is then not noticed.
+    lineage : Lineage or None
+        What the checkpoint knows of earlier batches; None as for the hash.
     """
 
     query_id: str
     input_hash: str | None
+    lineage: Lineage | None = field(default=None, compare=False)
 
 
 def identity_of(
@@ -100,7 +111,7 @@ def identity_of(
                 f"{checkpoint.batch_id}: checkpoint_location is another query's, or two queries use it"
             )
         query_id = known_query_id(checkpoint_location, storage_options, checkpoint, or_else)
-        return Identity(query_id, checkpoint.input_hash)
+        return Identity(query_id, checkpoint.input_hash, lineage_of(checkpoint_location, storage_options))
     if told is None:
         raise OptionError(
             "this session hides the query's id (Spark Connect, another thread, or no stream), and batch numbers alone "
@@ -109,7 +120,7 @@ def identity_of(
         )
     try:
         folder = _OfSpark(batch.sparkSession, told)
-        input_hash = _hash(folder.read(f"offsets/{batch_id}") or b"")
+        input_hash = input_hash_of(folder.read(f"offsets/{batch_id}") or b"")
     except Exception as problem:  # these are internals of Spark, and another version may have others
         what = f"the checkpoint of query {told} cannot be found ({type(problem).__name__})"
         if or_else is not None:
@@ -119,7 +130,7 @@ def identity_of(
             ) from cause_of(problem)
         logger.warning("%s: pass checkpoint_location, and one that was restored from an older copy is noticed", what)
         return Identity(told, None)
-    return Identity(_known_query_id(folder, told, batch_id, or_else), input_hash)
+    return Identity(_known_query_id(folder, told, batch_id, or_else), input_hash, Lineage(folder))
 
 
 def query_id_of(batch: DataFrame) -> str | None:
@@ -172,7 +183,7 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
         names = [i.base_name for i in fs.get_file_info(pafs.FileSelector(f"{root}/offsets"))]
         batch_id = max(int(n) for n in names if n.isdigit())
         with fs.open_input_stream(f"{root}/offsets/{batch_id}") as stream:
-            return Checkpoint(str(query_id), batch_id, _hash(stream.readall()))
+            return Checkpoint(str(query_id), batch_id, input_hash_of(stream.readall()))
     except (OSError, KeyError, TypeError, ValueError) as problem:
         raise _unreadable(location, problem) from cause_of(problem)
 
@@ -195,14 +206,13 @@ def known_query_id(
     OptionError
         When the file cannot be read or made.
     """
-    folder = _OfPython(*_checkpoint_folder(location, storage_options), location)
     try:
-        return _known_query_id(folder, checkpoint.query_id, checkpoint.batch_id, or_else)
+        return _known_query_id(_of_python(location, storage_options), checkpoint.query_id, checkpoint.batch_id, or_else)
     except OSError as problem:
         raise _unreadable(location, problem) from cause_of(problem)
 
 
-def _known_query_id(folder: _Folder, spark_id: str, batch_id: int, or_else: str | None) -> str:
+def _known_query_id(folder: Folder, spark_id: str, batch_id: int, or_else: str | None) -> str:
     known = _known_ids.get((folder.name, spark_id))
     if known is None:
         content = folder.read(ID_FILE)
@@ -220,7 +230,7 @@ def _known_query_id(folder: _Folder, spark_id: str, batch_id: int, or_else: str 
     return known
 
 
-def _make_known(folder: _Folder, query_id: str, batch_id: int, may_have_sent: bool, or_else: str | None) -> None:
+def _make_known(folder: Folder, query_id: str, batch_id: int, may_have_sent: bool, or_else: str | None) -> None:
     if may_have_sent and or_else is not None:
         raise CheckpointMismatchError(
             f"nobody knows as which query the checkpoint {folder.name!r}, which is at batch {batch_id}, has sent its "
@@ -248,6 +258,61 @@ def _id_in(content: bytes | None) -> str | None:
         return None
 
 
+class Lineage:
+    """What a checkpoint knows of the batches that were sent from it, or from the one of which it is a copy.
+
+    Spark keeps the offsets of the last batches alone (``spark.sql.streaming.minBatchesToRetain``), also when these sent
+    nothing. So the last batch that was sent is kept in :data:`LAST_BATCH_FILE`, too, before its offsets are cleaned.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    def holds(self, batch_id: int, input_hash: str) -> bool:
+        """Whether this batch was sent from it: its offsets have this hash, or :meth:`keep` was told so.
+
+        Raises
+        ------
+        OptionError
+            When the checkpoint cannot be read.
+        """
+        try:
+            offsets = self._folder.read(f"offsets/{batch_id}")
+            if offsets is not None and input_hash_of(offsets) == input_hash:
+                return True
+            return self._kept() == (batch_id, input_hash)
+        except OSError as problem:
+            raise _unreadable(self._folder.name, problem) from cause_of(problem)
+
+    def keep(self, batch_id: int, input_hash: str) -> None:
+        """Keep that this is the last batch that was sent.
+
+        A checkpoint that cannot be written to stays without: the log says so.
+        """
+        try:
+            if self._kept() != (batch_id, input_hash):
+                content = json.dumps({"batch_id": batch_id, "input_hash": input_hash})
+                self._folder.write(LAST_BATCH_FILE, content.encode())
+        except Exception as problem:  # of pyarrow or of the JVM
+            logger.warning(
+                "the checkpoint %r cannot be written to (%s): when Spark has cleaned its file offsets/%d, the next "
+                "batch with messages is refused", self._folder.name, sentence_of(problem)[:REASON_CHARS_MAX], batch_id,
+            )  # fmt: skip
+
+    def _kept(self) -> tuple[int, str] | None:
+        content = self._folder.read(LAST_BATCH_FILE)
+        try:
+            said = {} if content is None else json.loads(content)
+            return int(said["batch_id"]), str(said["input_hash"])
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+def lineage_of(location: str, storage_options: Mapping[str, str] | None) -> Lineage:
+    """Return what a checkpoint knows of the batches that were sent from it."""
+    return Lineage(_of_python(location, storage_options))
+
+
 def _unreadable(location: str, problem: BaseException) -> OptionError:
     return OptionError(
         f"checkpointLocation={location!r} cannot be read from Python ({type(problem).__name__}: {problem}): "
@@ -255,7 +320,7 @@ def _unreadable(location: str, problem: BaseException) -> OptionError:
     )
 
 
-class _Folder(Protocol):
+class Folder(Protocol):
     """A checkpoint's folder."""
 
     name: str
@@ -285,6 +350,10 @@ class _OfPython:
         with self._fs.open_output_stream(beside) as stream:
             stream.write(content)
         self._fs.move(beside, f"{self._root}/{file}")
+
+
+def _of_python(location: str, storage_options: Mapping[str, str] | None) -> _OfPython:
+    return _OfPython(*_checkpoint_folder(location, storage_options), location)
 
 
 class _OfSpark:
@@ -369,6 +438,6 @@ def _checkpoint_folder(location: str, storage_options: Mapping[str, str] | None)
     return filesystem(location.replace("dbfs:/", "/dbfs/", 1), storage_options)
 
 
-def _hash(offsets: bytes) -> str:
+def input_hash_of(offsets: bytes) -> str:
     """Return the hash of a batch's offsets: a replay has the same, and a batch of another checkpoint has another."""
     return hashlib.sha256(offsets).hexdigest()[:32]

@@ -15,17 +15,18 @@ the same batch goes on. This module speaks to a ``CommitLog`` and a listener, an
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.group_commit import Alone, Commits, Stageable
-from rmq_spark.commitlog.half import HalfHeader, HalfRows
+from rmq_spark.commitlog.half import FIRST, HalfHeader, HalfRows
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Placed
 from rmq_spark.commitlog.log import CommitLog
@@ -61,6 +62,7 @@ from rmq_spark.listener import (
 from rmq_spark.logs import of_batch, of_header
 from rmq_spark.plurals import count_of
 from rmq_spark.redaction import cause_of, line_of, sentence_of, text_of, traceback_of
+from rmq_spark.sink.identity import LAST_BATCH_FILE, Lineage
 from rmq_spark.sink.leases import LeaseKeeper
 from rmq_spark.sink.limits import NO_LIMITS, PendingGuard, PendingLimits
 from rmq_spark.sink.told import told
@@ -209,7 +211,13 @@ class TwoPhase:
         return twin
 
     # ------------------------------------------------------------------ all of it
-    def send(self, header: HalfHeader, stage: Callable[[], Sequence[Stageable]], arg: Any = None) -> Outcome:
+    def send(
+        self,
+        header: HalfHeader,
+        stage: Callable[[], Sequence[Stageable]],
+        arg: Any = None,
+        lineage: Lineage | None = None,
+    ) -> Outcome:
         """Bring a half batch to its verdicts. A batch that was prepared before goes on where it stands.
 
         Parameters
@@ -221,11 +229,14 @@ class TwoPhase:
             new batch only.
         arg : object, optional
             Handed to ``execute_local_transaction`` as ``batch.arg``.
+        lineage : Lineage, optional
+            Of the micro-batch's checkpoint, where that can be read.
 
         Raises
         ------
         CheckpointMismatchError
-            When the batch id was used by another query or with other input, or nobody can say that it was not.
+            When the batch id was used by another query or with other input, or nobody can say that it was not; or when
+            the log has a last batch that the checkpoint does not know.
         FenceError
             When the half batch was prepared with another fence than the header's, and is still open.
         LocalTransactionError
@@ -246,20 +257,26 @@ class TwoPhase:
                 f"{type(self.listener).__name__}.execute_local_transaction is a coroutine function. Only "
                 "TransactionMQProducer.send_message_in_transaction_async can wait for it; make it a plain function"
             )
-        return told(self.log, header.producer_group, lambda: self._bring(header, stage, arg))
+        return told(self.log, header.producer_group, lambda: self._bring(header, stage, arg, lineage))
 
-    def _bring(self, header: HalfHeader, stage: Callable[[], Sequence[Stageable]], arg: Any) -> Outcome:
+    def _bring(
+        self, header: HalfHeader, stage: Callable[[], Sequence[Stageable]], arg: Any, lineage: Lineage | None
+    ) -> Outcome:
         """The steps of :meth:`send`."""
         replayed = record = self.find_replayed(header)
         files: Sequence[Stageable] = ()
-        if record is None:
-            self.pending.require_room(header.producer_group)
-            files = stage()
+        while record is None:
+            last = self._require_no_fork(header, lineage)
             if not files:
-                return Outcome()
-            record = self.prepare(header, files)
-        if record is None:  # another driver of the same application was faster
-            replayed = record = self._require_replayed(header)
+                self.pending.require_room(header.producer_group)
+                files = stage()
+                if not files:
+                    if lineage is not None and last is not None and last.input_hash is not None:
+                        lineage.keep(last.batch_id, last.input_hash)
+                    return Outcome()
+            record = self.prepare(_following(header, last, lineage), files)
+            if record is None:  # another driver of the same application was faster
+                replayed = record = self.find_replayed(header) if header.numbered else self._require_replayed(header)
         if not header.numbered and NO_LISTENER_FENCE not in (record.header.fence_id, header.fence_id):
             # Two stores that use one key mean two sends, whatever became of the first.
             require_same_fence(record.half_id, record.header.fence_id, header.fence_id)
@@ -296,6 +313,36 @@ class TwoPhase:
             return None
         return self._require_replayed(header)
 
+    def _require_no_fork(self, header: HalfHeader, lineage: Lineage | None) -> HalfHeader | None:
+        """Return the header of the application's last batch, which a new one of a query follows; None for the first.
+
+        A micro-batch that sends nothing leaves no trace in the log, so its number is free. A copy of the checkpoint may
+        have sent under it what this query has yet to send. Then the log's last batch is one that the checkpoint lacks.
+        """
+        if header.query_id is None or not header.numbered:
+            return None
+        batch_id = self.log.last_batch_id(header.app_id, refresh=False)
+        if batch_id is None:
+            return None
+        last = self.log.header_of(header.app_id, batch_id)
+        if last is None:
+            raise CheckpointMismatchError(
+                f"batch {batch_id} of app {header.app_id!r}, the last one in the log, is not there any more: nobody "
+                f"can say whether batch {header.batch_id} follows it. " + _REMEDY
+            )
+        if not _is_same_query(last, header):
+            raise CheckpointMismatchError(_of_another_query(last, header))
+        if lineage is not None and last.input_hash is not None and not lineage.holds(batch_id, last.input_hash):
+            content = json.dumps({"batch_id": batch_id, "input_hash": last.input_hash})
+            raise CheckpointMismatchError(
+                f"batch {header.batch_id} of app {header.app_id!r} does not follow batch {batch_id}, the last one in "
+                f"the log: the checkpoint's file offsets/{batch_id} is missing or holds something else. So another "
+                "checkpoint, a copy of this one or a newer one, has sent that batch, and this one may send its "
+                f"messages again. {_REMEDY}; or, when nobody else has sent and the file was cleaned or the log "
+                f"restored (docs/guarantees.md), write {content} into the checkpoint's file {LAST_BATCH_FILE}"
+            )
+        return last
+
     def _require_replayed(self, header: HalfHeader) -> HalfRecord:
         record = self.log.find(header.app_id, header.batch_id)
         if record is None:
@@ -304,10 +351,7 @@ class TwoPhase:
                 "not in it: the checkpoint is a new or an older one. " + _REMEDY
             )
         if not _is_same_query(record.header, header):
-            raise CheckpointMismatchError(
-                f"batch {header.batch_id} of app {header.app_id!r} was prepared by {_query(record.header)}, and now "
-                f"comes from {_query(header)}: the checkpoint is a new one, or another's. " + _REMEDY
-            )
+            raise CheckpointMismatchError(_of_another_query(record.header, header))
         # One is unknown where a foreachBatch sink could not read the checkpoint.
         hashes = (record.header.input_hash, header.input_hash)
         if None not in hashes and hashes[0] != hashes[1]:
@@ -594,6 +638,21 @@ def _is_same_query(prepared: HalfHeader, now: HalfHeader) -> bool:
     if now.named or not now.numbered:
         return prepared.query_id in (None, now.query_id)
     return prepared.query_id is not None and prepared.query_id == now.query_id
+
+
+def _following(header: HalfHeader, last: HalfHeader | None, lineage: Lineage | None) -> HalfHeader:
+    """The header of a new half batch that is prepared only after the one that its checkpoint was found to hold."""
+    if lineage is None:
+        return header
+    return replace(header, follows=FIRST if last is None else last.batch_id)
+
+
+def _of_another_query(prepared: HalfHeader, now: HalfHeader) -> str:
+    return (
+        f"batch {prepared.batch_id} of app {now.app_id!r} was prepared by {_query(prepared)}, and now "
+        f"{'comes' if prepared.batch_id == now.batch_id else f'batch {now.batch_id} comes'} from {_query(now)}: the "
+        "checkpoint is a new one, or another's. " + _REMEDY
+    )
 
 
 def _query(header: HalfHeader) -> str:

@@ -26,7 +26,7 @@ from rmq_spark.logs import of_header
 from rmq_spark.message import require_app_id
 from rmq_spark.sink.frame import require_message_types, topics_for
 from rmq_spark.sink.freed_memory import keep_freed_memory
-from rmq_spark.sink.identity import known_query_id, read_checkpoint, require_same_log
+from rmq_spark.sink.identity import Lineage, known_query_id, lineage_of, read_checkpoint, require_same_log
 from rmq_spark.sink.limits import PendingGuard
 from rmq_spark.sink.settings import SinkSettings
 from rmq_spark.sink.spark_socket import acknowledge_at_once
@@ -140,7 +140,11 @@ class _Writer:
                 replay_check_timeout_s=self.settings.replay_check_timeout_s,
             )
             with sending_batch(log.path, self.header.half_id, self.settings.topic):
-                two_phase.send(self.header, lambda: self._staged(files))
+                two_phase.send(self.header, lambda: self._staged(files), lineage=self._lineage())
+
+    def _lineage(self) -> Lineage | None:
+        """What the checkpoint knows of earlier batches; None without one."""
+        return None
 
     def _staged(self, files: list[HalfFile]) -> list[HalfFile]:
         if self.replayed:
@@ -191,12 +195,16 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
         location, name = options.get("checkpointLocation"), options.get("appId")
         checkpoint = read_checkpoint(location, options.storage_options)
         or_else = None if name else "or, when it has sent nothing yet, set .option('appId', ...)"
-        query_id = known_query_id(location or "", options.storage_options, checkpoint, or_else)
+        self.checkpoint_location = location or ""  # which read_checkpoint has required
+        query_id = known_query_id(self.checkpoint_location, options.storage_options, checkpoint, or_else)
         app_id = require_app_id(name or query_id)
         return self._make_header(app_id, checkpoint.batch_id, query_id, checkpoint.input_hash, listener)
 
     def _require_same_log(self, options: Options, log: CommitLog) -> None:
         require_same_log(options.get("checkpointLocation") or "", options.storage_options, log.id, log.path)
+
+    def _lineage(self) -> Lineage:
+        return lineage_of(self.checkpoint_location, self.settings.storage_options)
 
     def _require_same_batch(self, context: Any) -> None:
         running = context.getLocalProperty(BATCH_ID_PROPERTY) if context is not None else None

@@ -31,13 +31,15 @@ AGAIN = "again"  # it is another application's batch: it is sent, or consumed, a
 REFUSED = "refused"  # an error that names the remedy, and nothing is done
 NO_SUCH = "no such cell"
 
-SAME, UNNAMED, UNKNOWN, NEW, RESTORED, DELETED = "same", "unnamed", "unknown", "new", "restored", "deleted"
+SAME, UNNAMED, UNKNOWN, NEW = "same", "unnamed", "unknown", "new"
+RESTORED, FORKED, DELETED = "restored", "forked", "deleted"
 CHECKPOINTS = {
     SAME: "the batch that was under way runs again",
     UNNAMED: "the same, and Spark's file metadata is gone: Spark makes the query another id",
     UNKNOWN: "the same, and our file beside it is gone, too",
     NEW: "another checkpointLocation; a consumer group was reset",
     RESTORED: "an older copy: the last batch is planned anew",
+    FORKED: "its copy has sent the message to come, as a batch of which this one had nothing to send",
     DELETED: "the folder is gone; a consumer group was reset",
 }
 APP_IDS = ("same", "other", "none")
@@ -55,6 +57,7 @@ _OF_A_STREAM = {
     UNKNOWN: (REFUSED, AGAIN, REFUSED),
     NEW: (REFUSED, AGAIN, AGAIN),
     RESTORED: (REFUSED, AGAIN, REFUSED),
+    FORKED: (REFUSED, AGAIN, REFUSED),
     DELETED: (REFUSED, AGAIN, AGAIN),
 }
 _HIDDEN = dict.fromkeys(CHECKPOINTS, (REFUSED, REFUSED, REFUSED))
@@ -68,15 +71,17 @@ ROWS: dict[str, dict[str, tuple[str, str, str]]] = {
     "foreachBatch over Connect": _HIDDEN,
     "foreachBatch over Connect, checkpoint_location": _OF_A_STREAM,
     # What is sent again is named by the query: a group that was reset is consumed anew.
-    "consume": {**_OF_A_STREAM, UNKNOWN: (REFUSED,) * 3, NEW: (AGAIN,) * 3, DELETED: (AGAIN,) * 3},
+    "consume": {
+        **_OF_A_STREAM, UNKNOWN: (REFUSED,) * 3, NEW: (AGAIN,) * 3, FORKED: (NO_SUCH,) * 3, DELETED: (AGAIN,) * 3,
+    },
     "consume over Connect": _HIDDEN,
     # The group's own positions say what was done.
     "orderly": {
         SAME: (GOES_ON,) * 3, UNNAMED: (GOES_ON,) * 3, UNKNOWN: (REFUSED,) * 3,
-        NEW: (AGAIN,) * 3, RESTORED: (GOES_ON,) * 3, DELETED: (AGAIN,) * 3,
+        NEW: (AGAIN,) * 3, RESTORED: (GOES_ON,) * 3, FORKED: (NO_SUCH,) * 3, DELETED: (AGAIN,) * 3,
     },
     # The positions in the database say it, and there is no appId.
-    "inbox": dict.fromkeys(CHECKPOINTS, (NO_SUCH, NO_SUCH, GOES_ON)),
+    "inbox": {**dict.fromkeys(CHECKPOINTS, (NO_SUCH, NO_SUCH, GOES_ON)), FORKED: (NO_SUCH,) * 3},
     # Numbers and keys of the user's own say it, and there is no checkpoint.
     "batch write": _WITHOUT_CHECKPOINT,
     "producer": _WITHOUT_CHECKPOINT,
@@ -104,6 +109,8 @@ def expected(cell: Cell, outcome: str) -> list[str]:
     if cell.door in OVER_CONNECT and ROWS[cell.door] is _HIDDEN:
         return []
     before, after = ["0", "1"], ["2"]
+    if cell.checkpoint == FORKED:  # its copy has sent the last one
+        return [*before, *after, *(after if outcome == AGAIN else ())]
     if outcome == AGAIN:
         after = ["0", "1", "2"] if cell.checkpoint in (NEW, DELETED) else ["1", "2"]
     return sorted([*before, *([] if outcome == REFUSED else after)])
@@ -155,6 +162,8 @@ class Play:
                 (checkpoint / "txmq.query_id").unlink(missing_ok=True)
         elif cell.checkpoint == RESTORED:
             _forget(checkpoint, "1")
+        elif cell.checkpoint == FORKED:
+            self.fork(cell.door, base, place, app_id)
         elif cell.checkpoint == DELETED:
             shutil.rmtree(checkpoint)
         if cell.checkpoint in (NEW, DELETED) and cell.door in ("consume", "orderly", "inbox"):
@@ -165,6 +174,19 @@ class Play:
         if outcome == GOES_ON and len(done) > len(expected(cell, GOES_ON)):
             outcome = AGAIN
         return outcome, done
+
+    def fork(self, door: str, base: Path, place: Path, app_id: str | None) -> None:
+        """Run a batch without messages; then a copy of the checkpoint before it sends the message that comes next."""
+        to_come, nothing = base / "in" / "2.json", base / "in" / "nothing.json"
+        shutil.copytree(place / "checkpoint", place / "copy")
+        to_come.rename(base / "2.json")
+        nothing.write_text("\n")
+        os.utime(nothing, (1_700_000_001,) * 2)
+        found = self.run(door, place, "checkpoint", app_id)
+        (base / "2.json").rename(to_come)
+        assert (found, self.run(door, place, "copy", app_id, 2)) == (GOES_ON, GOES_ON)
+        assert self.done(door, place) == ["0", "1", "2"]
+        nothing.unlink()
 
     # ------------------------------------------------------------------ what is there to be sent
     def begin(self, base: Path, door: str) -> None:
@@ -201,10 +223,11 @@ class Play:
         return consumed
 
     # ------------------------------------------------------------------ the doors
-    def run(self, door: str, place: Path, checkpoint: str, app_id: str | None) -> str:
+    def run(self, door: str, place: Path, checkpoint: str, app_id: str | None, at_once: int = 1) -> str:
+        """What became of a program; a stream takes so many files at once."""
         for _ in range(STARTS_MAX):
             try:
-                self._run(door, place, place / checkpoint, app_id)
+                self._run(door, place, place / checkpoint, app_id, at_once)
             except Exception as problem:
                 if any(remedy in str(problem) for remedy in REMEDIES):
                     return REFUSED
@@ -214,7 +237,7 @@ class Play:
                 return GOES_ON
         raise TimeoutError(f"a Python worker came too late {STARTS_MAX} times")
 
-    def _run(self, door: str, place: Path, checkpoint: Path, app_id: str | None) -> None:
+    def _run(self, door: str, place: Path, checkpoint: Path, app_id: str | None, at_once: int) -> None:
         path = str(place / "log")
         if door in ("batch write", "producer"):
             (self._write_batches if door == "batch write" else self._send_by_key)(place, app_id)
@@ -222,13 +245,13 @@ class Play:
         location = {"checkpoint_location": str(checkpoint)} if "checkpoint_location" in door else {}
         if door == "stream":
             options = {"path": path, "topic": "orders", "producerGroup": "g", "transactionListener": "none"}
-            writer = self._files(place).writeStream.format("txmq").options(**options)
+            writer = self._files(place, at_once).writeStream.format("txmq").options(**options)
             writer = writer if app_id is None else writer.option("appId", app_id)
         elif door.startswith("foreachBatch"):
             sink = txmq.TransactionalSink(
                 path, producer_group="g", listener=None, topic="orders", app_id=app_id, **location
             )
-            writer = self._files(place).writeStream.foreachBatch(sink)
+            writer = self._files(place, at_once).writeStream.foreachBatch(sink)
         elif door == "inbox":
             writer = self._messages(path).writeStream.foreachBatch(self.inbox(place))
         else:
@@ -243,8 +266,8 @@ class Play:
         query.awaitTermination(120)
         assert not query.isActive
 
-    def _files(self, place: Path) -> Any:
-        stream = self.spark.readStream.schema("body string").option("maxFilesPerTrigger", 1)
+    def _files(self, place: Path, at_once: int) -> Any:
+        stream = self.spark.readStream.schema("body string").option("maxFilesPerTrigger", at_once)
         return stream.json(str((place / "in").resolve()))
 
     def _messages(self, path: str) -> Any:

@@ -15,6 +15,7 @@ import rmq_spark as txmq
 from tests.spark.identity_table import (
     APP_IDS,
     CHECKPOINTS,
+    FORKED,
     NEW,
     NO_SUCH,
     OVER_CONNECT,
@@ -35,6 +36,7 @@ QUICK = {
     Cell("foreachBatch", RESTORED, "none"),
     Cell("foreachBatch", SAME, "none"),
     Cell("consume", NEW, "same"),
+    *(Cell(door, FORKED, "none") for door in ("stream", "foreachBatch")),
     *(Cell(door, checkpoint, "none") for door in DOORS for checkpoint in (UNNAMED, UNKNOWN)),
     Cell("producer", SAME, "same"),
 }

@@ -12,7 +12,7 @@ import pytest
 
 from rmq_spark.errors import CheckpointMismatchError, OptionError
 from rmq_spark.sink import identity
-from rmq_spark.sink.identity import Identity, identity_of, require_same_log
+from rmq_spark.sink.identity import Identity, identity_of, input_hash_of, lineage_of, require_same_log
 
 HIDDEN: Any = SimpleNamespace(sparkSession=None)
 """A micro-batch over Spark Connect: its session has no context to ask."""
@@ -185,3 +185,55 @@ def test_a_checkpoint_that_cannot_keep_the_id_is_refused_before_anything_is_sent
         name_of(checkpoint, 0)
     assert name_of(checkpoint, 0, None) == "made anew"
     assert "known by Spark's file metadata alone" in caplog.text
+
+
+# ---------------------------------------------------------------- what was sent before
+def test_a_checkpoint_holds_the_batches_whose_offsets_it_has(checkpoint: Path) -> None:
+    lineage = identity_of(HIDDEN, 8, str(checkpoint), None, "consume", OR_ELSE).lineage
+    assert lineage is not None
+    assert lineage.holds(7, input_hash_of(b"v1\n7"))
+    assert not lineage.holds(7, input_hash_of(b"another"))
+    assert not lineage.holds(6, input_hash_of(b"v1\n6"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"batch_id": "six", "input_hash": "hash of 6"}'])
+def test_the_last_batch_stays_when_spark_has_cleaned_its_offsets(checkpoint: Path, content: str) -> None:
+    lineage = lineage_of(str(checkpoint), None)
+    lineage.keep(6, "hash of 6")
+    assert lineage.holds(6, "hash of 6")
+    assert not lineage.holds(6, "another")
+    assert not lineage.holds(5, "hash of 6")
+    (checkpoint / identity.LAST_BATCH_FILE).write_text(content)
+    assert not lineage.holds(6, "hash of 6")
+    lineage.keep(6, "hash of 6")
+    assert lineage.holds(6, "hash of 6")
+
+
+def test_what_is_kept_is_not_written_again(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lineage = lineage_of(str(checkpoint), None)
+    lineage.keep(6, "hash of 6")
+    monkeypatch.setattr(identity._OfPython, "write", None)
+    lineage.keep(6, "hash of 6")
+
+
+def test_a_checkpoint_that_cannot_keep_the_last_batch_says_what_that_leads_to(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("permission denied")
+
+    monkeypatch.setattr(identity._OfPython, "write", refuse)
+    lineage_of(str(checkpoint), None).keep(6, "hash of 6")
+    assert "permission denied" in caplog.text
+    assert "offsets/6, the next batch with messages is refused" in caplog.text
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_fork(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("the store does not answer")
+
+    monkeypatch.setattr(identity._OfPython, "read", fail)
+    with pytest.raises(OptionError, match="does not answer"):
+        lineage_of(str(checkpoint), None).holds(7, "hash")

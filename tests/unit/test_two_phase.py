@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from rmq_spark.errors import (
 )
 from rmq_spark.listener import CommitOncePrepared, TransactionListener
 from rmq_spark.sink import two_phase as module
+from rmq_spark.sink.identity import Lineage, input_hash_of
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
 from rmq_spark.transaction import (
     BATCH,
@@ -94,9 +97,35 @@ def stage(log: CommitLog, head: HalfHeader, keys: Sequence[str] = KEYS) -> list[
     return files
 
 
-def send(log: CommitLog, listener: TransactionListener, head: HalfHeader, **more: Any) -> Outcome:
+def send(
+    log: CommitLog, listener: TransactionListener, head: HalfHeader, checkpoint: Checkpoint | None = None, **more: Any
+) -> Outcome:
     two_phase = TwoPhase(log, listener, replay_check_timeout_s=more.pop("timeout_s", 0.0), **more)
-    return two_phase.send(head, lambda: stage(log, head))
+    return two_phase.send(head, lambda: stage(log, head), lineage=checkpoint and Lineage(checkpoint))
+
+
+@dataclass
+class Checkpoint:
+    """The folder of a checkpoint, and what its batches are called."""
+
+    name: str = "checkpoint"
+    files: dict[str, bytes] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+
+    def read(self, file: str) -> bytes | None:
+        self.asked.append(file)
+        return self.files.get(file)
+
+    def write(self, file: str, content: bytes) -> None:
+        self.files[file] = content
+
+    def copy(self) -> Checkpoint:
+        return Checkpoint("its copy", dict(self.files))
+
+    def header(self, batch_id: int, planned: str) -> HalfHeader:
+        """That of a batch which Spark plans."""
+        self.files[f"offsets/{batch_id}"] = planned.encode()
+        return header(batch_id=batch_id, input_hash=input_hash_of(planned.encode()))
 
 
 def prepared(log: CommitLog, per: str = BATCH, batch_id: int = 0, fence_id: str | None = None) -> HalfRecord:
@@ -712,6 +741,153 @@ def test_batch_ids_may_have_gaps(log: CommitLog) -> None:
     send(log, Told(), header(batch_id=1))
     send(log, Told(), header(batch_id=5))
     assert visible(log) == sorted(bodies(batch_id=1) + bodies(batch_id=5))
+
+
+# ---------------------------------------------------------------- does the checkpoint hold what was sent before?
+def send_nothing(log: CommitLog, head: HalfHeader, checkpoint: Checkpoint) -> Outcome:
+    """A micro-batch of which a filter keeps nothing."""
+    return TwoPhase(log, Told()).send(head, lambda: (), lineage=Lineage(checkpoint))
+
+
+def test_a_copy_of_a_checkpoint_is_refused_when_the_query_has_sent_under_a_later_number(log: CommitLog) -> None:
+    """The copy was made after batch 0. The query's batch 1 is empty, and the copy's is not."""
+    first = Checkpoint()
+    send(log, Told(), first.header(0, "row 1"), first)
+    second = first.copy()
+    assert send_nothing(log, first.header(1, "row 2"), first).record is None
+    send(log, Told(), first.header(2, "row 3"), first)
+    with pytest.raises(CheckpointMismatchError, match=rf"batch 1 of app 'app' is not above.*{REMEDY}"):
+        send(another(log), Told(), second.header(1, "row 3"), second)
+    listener = Told(COMMIT)
+    for batch_id in (2, 3):  # it goes on after batches that it had nothing to send of
+        with pytest.raises(CheckpointMismatchError, match=REMEDY):
+            send(another(log), listener, second.header(batch_id, "row 4"), second)
+    assert not listener.executed
+    assert visible(log) == sorted(bodies() + bodies(batch_id=2))
+    assert not send(log, Told(), first.header(3, "row 4"), first).replayed
+
+
+def test_a_query_is_refused_when_a_copy_of_its_checkpoint_has_sent_under_a_number_that_it_left_free(
+    log: CommitLog,
+) -> None:
+    """The example of the issue: batch 1 of the copy is batch 2 of the query."""
+    first = Checkpoint()
+    send(log, Told(), first.header(0, "row 1"), first)
+    second = first.copy()
+    send_nothing(log, first.header(1, "row 2"), first)
+    send(log, Told(), second.header(1, "row 3"), second)
+    listener = Told(COMMIT)
+    said = r"batch 2 of app 'app' does not follow batch 1.*offsets/1 is missing or holds something else"
+    with pytest.raises(CheckpointMismatchError, match=rf"{said}.*{REMEDY}"):
+        send(another(log), listener, first.header(2, "row 3"), first)
+    assert not listener.executed
+    assert visible(log) == sorted(bodies() + bodies(batch_id=1))
+
+
+def test_an_empty_batch_of_a_fork_is_refused_too(log: CommitLog) -> None:
+    first = Checkpoint()
+    second = first.copy()
+    send(log, Told(), first.header(0, "row 1"), first)
+    with pytest.raises(CheckpointMismatchError, match="does not follow batch 0"):
+        send_nothing(another(log), second.header(1, "row 2"), second)
+
+
+def test_forks_that_run_at_once_do_not_both_prepare(log: CommitLog) -> None:
+    """Each finds nothing in the log that it lacks, and the other one is faster."""
+    first, second = Checkpoint(), Checkpoint()
+
+    class Slower(TwoPhase):
+        def prepare(self, head: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord | None:
+            send(another(log), Told(), first.header(1, "row 1"), first)
+            return super().prepare(head, files)
+
+    head = second.header(2, "row 1")
+    with pytest.raises(CheckpointMismatchError, match="does not follow batch 1"):
+        Slower(log, Told()).send(head, lambda: stage(log, head), lineage=Lineage(second))
+    assert visible(log) == bodies(batch_id=1)
+
+
+def test_a_batch_that_a_slow_driver_of_the_same_checkpoint_prepared_meanwhile_is_no_fork(log: CommitLog) -> None:
+    checkpoint = Checkpoint()
+    slow = checkpoint.header(1, "row 1")
+
+    class Slower(TwoPhase):
+        def prepare(self, head: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord | None:
+            if log.last_batch_id("app") is None:
+                send(another(log), Told(), slow, checkpoint)
+            return super().prepare(head, files)
+
+    head = checkpoint.header(2, "row 2")
+    assert not Slower(log, Told()).send(head, lambda: stage(log, head), lineage=Lineage(checkpoint)).replayed
+    assert visible(log) == sorted(bodies(batch_id=1) + bodies(batch_id=2))
+
+
+def test_offsets_that_spark_has_cleaned_are_kept_by_the_first_empty_batch(log: CommitLog) -> None:
+    checkpoint = Checkpoint()
+    send(log, Told(), checkpoint.header(0, "row 1"), checkpoint)
+    for batch_id in range(1, 4):
+        send_nothing(log, checkpoint.header(batch_id, "nothing"), checkpoint)
+        del checkpoint.files[f"offsets/{batch_id - 1}"]  # spark.sql.streaming.minBatchesToRetain=1
+    send(log, Told(), checkpoint.header(4, "row 2"), checkpoint)
+    assert visible(log) == sorted(bodies() + bodies(batch_id=4))
+
+
+def test_who_has_lost_offsets_that_were_sent_goes_on_as_the_error_says(log: CommitLog) -> None:
+    """A function called its sink for none of the last 100 batches, or the log is an older copy."""
+    checkpoint = Checkpoint()
+    send(log, Told(), checkpoint.header(0, "row 1"), checkpoint)
+    del checkpoint.files["offsets/0"]
+    with pytest.raises(CheckpointMismatchError, match=REMEDY) as problem:
+        send(log, Told(), checkpoint.header(101, "row 2"), checkpoint)
+    said = re.search(r"write (\{.*\}) into the checkpoint's file (\S+)", str(problem.value))
+    assert said is not None
+    checkpoint.write(said[2], said[1].encode())
+    send(log, Told(), checkpoint.header(101, "row 2"), checkpoint)
+    assert visible(log) == sorted(bodies() + bodies(batch_id=101))
+
+
+def test_a_fresh_checkpoint_under_a_used_app_id_is_refused_also_above_the_last_batch(log: CommitLog) -> None:
+    """Its first batches were empty, or did not call the sink."""
+    send(log, Told(), header())
+    with pytest.raises(CheckpointMismatchError, match=rf"batch 0 of app 'app' was prepared by query query-1.*{REMEDY}"):
+        send(another(log), Told(), header(batch_id=1, query_id="query-2", input_hash=None))
+
+
+@pytest.mark.parametrize(("before", "now"), [(None, "hash"), ("hash", None)])
+def test_what_nobody_can_compare_goes_on(log: CommitLog, before: str | None, now: str | None) -> None:
+    """A foreachBatch sink whose checkpoint Python does not find; it says so at each start."""
+    send(log, Told(), header(input_hash=before), None if before is None else Checkpoint())
+    send(log, Told(), header(batch_id=2, input_hash=now), None if now is None else Checkpoint())
+    assert visible(log) == sorted(bodies() + bodies(batch_id=2))
+
+
+def test_batch_writes_are_known_by_their_numbers_alone(log: CommitLog) -> None:
+    for batch_id in (0, 2):
+        send(log, Told(), header(batch_id=batch_id, query_id=None, input_hash=None, named=True))
+    assert visible(log) == sorted(bodies() + bodies(batch_id=2))
+
+
+def test_a_process_reads_the_header_of_the_last_batch_once(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint()
+    send(log, Told(), checkpoint.header(0, "row"), checkpoint)
+    handle = another(log)
+    found: list[int] = []
+    find = handle.find
+
+    def counted(app_id: str, batch_id: int) -> HalfRecord | None:
+        found.append(batch_id)
+        return find(app_id, batch_id)
+
+    monkeypatch.setattr(handle, "find", counted)
+    for batch_id in range(1, 6):
+        if batch_id % 2:
+            send(handle, Told(), checkpoint.header(batch_id, "row"), checkpoint)
+        else:
+            send_nothing(handle, checkpoint.header(batch_id, "nothing"), checkpoint)
+    assert found == [0]
+    last = [name for name in checkpoint.asked if name.startswith("offsets/")]
+    assert last == ["offsets/0", "offsets/1", "offsets/1", "offsets/3", "offsets/3"]
+    assert checkpoint.asked.count("txmq.last_batch") == 2  # for the empty ones
 
 
 # ---------------------------------------------------------------- several drivers

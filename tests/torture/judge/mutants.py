@@ -66,6 +66,7 @@ from rmq_spark.errors import HalfBatchLeftError
 from rmq_spark.meeting import NoAnswerError
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.sink import two_phase
+from rmq_spark.sink.identity import Lineage
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.source.plan import Planner
 from rmq_spark.storage import table as table_module
@@ -266,6 +267,21 @@ def _restored_checkpoint() -> Iterator[None]:
 @mutant("a new checkpoint is taken for a replay", A.REPLAY_DIVERGENCE, streams=1, restored="query")
 def _new_checkpoint() -> Iterator[None]:
     with _restored_checkpoint():
+        yield
+
+
+FORKS = {"streams": 1, "senders": 0, "restored": None, "forks": True, "temper_refuses": 0.0}
+
+
+@mutant("a fork is not noticed", A.DUPLICATE, **FORKS)
+def _fork() -> Iterator[None]:
+    with replaced((Lineage, "holds", lambda *_: True)):
+        yield
+
+
+@mutant("forks that run at once both prepare", A.DUPLICATE, **FORKS)
+def _forks_at_once() -> Iterator[None]:
+    with replaced((two_phase, "_following", lambda header, *_: header)):
         yield
 
 

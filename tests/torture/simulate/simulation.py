@@ -53,6 +53,7 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from rmq_spark.message import CHECK_IMMUNITY_PROPERTY, PROPERTIES, TIMESTAMP
+from rmq_spark.sink.identity import Lineage, input_hash_of
 from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.source.options import Subscription
@@ -129,6 +130,7 @@ class Scenario:
     zombies: float = 0.0
     restored: str | None = None  # "offsets", "query" or "hidden" (nobody knows): the last batch comes again from
     # another checkpoint
+    forks: bool = False  # a copy of each stream's checkpoint is used beside it; its first batch had nothing to send
     changed: bool = False  # a driver that starts again may have transactionListener=none
     stranger: bool = False  # one more checker, which looks into another database
     deletions: int = 0  # so often another writer deletes a row of messages, and a person puts it back later
@@ -215,6 +217,8 @@ class Scenario:
         scenario.deletions = 2 if scenario.upkeep > 1 and scenario.polls != 2 else 0
         if scenario.restored == "query" and scenario.planner:
             scenario.restored = "hidden"
+        if scenario.restored == "offsets" and scenario.partitions > 1:
+            scenario.restored, scenario.forks = None, True
         scenario.slips = scenario.on_listener_error == "unknown"
         scenario.in_mood(pick((None,) * 8 + MOODS))
         scenario.prunes = often() < 0.3  # last: what older seeds draw stays
@@ -299,6 +303,7 @@ class Simulation:
         self.wrong_database = Database(self.scheduler, self.history, "another fence")
         self.delta = DeltaTwin()
         self.sources: list[Source] = [StreamSource(self, f"app{i}") for i in range(s.streams)]
+        self.sources += [StreamSource(self, f"app{i}", f"fork{i}") for i in range(s.streams) if s.forks]
         self.sources += [SendSource(self, f"sender{i}") for i in range(s.senders)]
         self.sources += [SendSource(self, f"sender{i}", f"rival{i}") for i in range(s.senders) if s.rivals]
         self.positions: dict[str, dict[int, int]] = {}
@@ -899,10 +904,32 @@ class Source:
 _VERDICT_OF = {RowState.COMMITTED: COMMIT_MESSAGE, RowState.ROLLED_BACK: ROLLBACK_MESSAGE}
 
 
+class Checkpoint:
+    """The folder of a stream's checkpoint. Spark plans a batch of one as another than that of any other."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.files = name, dict[str, bytes]()
+
+    def plan(self, batch_id: int) -> str:
+        """Write the offsets of a batch, and return their hash."""
+        self.write(f"offsets/{batch_id}", f"{self.name}, batch {batch_id}".encode())
+        return input_hash_of(self.files[f"offsets/{batch_id}"])
+
+    def read(self, file: str) -> bytes | None:
+        return self.files.get(file)
+
+    def write(self, file: str, content: bytes) -> None:
+        self.files[file] = content
+
+
 class StreamSource(Source):
     """A streaming query: a driver that runs one micro-batch after the other, and goes on from its checkpoint."""
 
-    lives = 0
+    def __init__(self, simulation: Simulation, name: str, role: str | None = None) -> None:
+        super().__init__(simulation, name, role)
+        self.lives = 0
+        self.checkpoint = Checkpoint(self.role)
+        self.empty = int(self.role != name)  # so many batches have sent nothing
 
     def work(self, log: SimulatedLog) -> None:
         simulation, world = self.simulation, self.simulation.world
@@ -912,7 +939,7 @@ class StreamSource(Source):
         self.slip(log, listener)
         while not self.finished:
             self.keep_appointment()
-            if mistaken is not None and log.find(self.name, self.done) is None:
+            if mistaken is not None and log.find(self.name, self.done + self.empty) is None:
                 raise FenceError("the operator sees that the driver has no listener")
             self.send(log, listener, self.done)
             world.scheduler.step()  # Spark's own commit is another moment
@@ -932,12 +959,14 @@ class StreamSource(Source):
     ) -> None:
         simulation, s = self.simulation, self.simulation.scenario
         columns = self.columns(batch_id, "'" if restored else "")
-        offsets: str | None = f"offsets of {batch_id}{'b' if restored == 'offsets' else ''}"
+        number = batch_id + self.empty
+        checkpoint = Checkpoint(f"an older {self.role}") if restored == "offsets" else self.checkpoint
+        offsets: str | None = checkpoint.plan(number)
         query: str | None = f"query of {self.name}{'b' if restored == 'query' else ''}"
         if restored == "hidden":
             query = offsets = None
-        half_id = half_id_of(self.name, batch_id, query, offsets)
-        header = HalfHeader(half_id, self.name, batch_id, query, offsets, listener.store_id, s.per, GROUP)
+        half_id = half_id_of(self.name, number, query, offsets)
+        header = HalfHeader(half_id, self.name, number, query, offsets, listener.store_id, s.per, GROUP)
         fifo = frozenset({TOPIC} if s.fifo else ())
         writer = HalfWriter(header, {TOPIC: s.queues}, TOPIC, "k" if s.per == "key" else None, fifo)
         table = self.table(columns)
@@ -955,12 +984,13 @@ class StreamSource(Source):
             log, listener, on_listener_error=s.on_listener_error, replay_check_timeout_s=8.0, lease_s=60.0
         )
         try:
-            outcome = two_phase.send(header, lambda: files)
+            outcome = two_phase.send(header, lambda: files, lineage=Lineage(checkpoint))
         except CheckpointMismatchError:
             self.told(begun, Phase.FAIL)
-            if restored:
-                return
-            raise
+            if not restored and not s.forks:
+                raise
+            self.done = self.batches  # an operator goes on with the other one
+            return
         except EXPECTED:
             self.told(begun, Phase.UNKNOWN)
             self.abort(log, [f.data.path for f in files])
