@@ -79,6 +79,10 @@ VERBS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "Copy committed messages into the table messages, which every reader of Delta can read",
         ),
         "vacuum": ("logs", "Remove files that no table names: what crashes and compaction left behind"),
+        "backup": (
+            "backup",
+            "Copy a commit log as it is at one moment, while programs use it; or a copy back to where the log was",
+        ),
         "upgrade": ("logs", "Give a commit log of an older version what this one needs"),
         "relay": (
             "relaying",
