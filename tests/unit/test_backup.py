@@ -207,14 +207,14 @@ def test_a_backup_that_is_killed_anywhere_leaves_the_older_copy_or_one_that_the_
         left = steps
 
         def dies(real: Callable[..., Any]) -> Callable[..., Any]:
-            def step(*arguments: Any) -> Any:
+            def counted(*arguments: Any) -> Any:
                 nonlocal left
                 if left == 0:
                     raise Killed
                 left -= 1
                 return real(*arguments)
 
-            return step
+            return counted
 
         with monkeypatch.context() as patch, suppress(Killed):
             for step in ("_copy", "_delete", "put"):
