@@ -48,7 +48,7 @@ from rmq_spark.message import to_table
 from rmq_spark.plurals import count_of
 from rmq_spark.redaction import cause_of, sentence_of
 from rmq_spark.sink.given import message_list
-from rmq_spark.sink.identity import ID_FILE
+from rmq_spark.sink.identity import ID_FILE, hash_of
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.storage.files import filesystem
 from rmq_spark.transaction import BATCH
@@ -64,6 +64,8 @@ REASON = "reconciled after a restore: the database has executed it"
 COMMITTED = (RowState.COMMITTED, RowState.DECIDED)
 REFUSED = (RowState.ROLLED_BACK,)
 IDS_SHOWN = 3
+OF_ONE_SEND = "."
+"""Is in the app of a producer's send, and in no stream's."""
 
 
 class Standing(str, Enum):
@@ -193,12 +195,18 @@ class Stream:
         The batch that runs when the query starts.
     planned : bool
         True when its input is fixed already: it ran, or began to.
+    query_id : str
+        By which the log knows the checkpoint's batches.
+    input_hashes : mapping of int to str
+        Of the batches of which the checkpoint still has the input.
     """
 
     app_id: str
     place: str
     next_batch: int
     planned: bool
+    query_id: str
+    input_hashes: Mapping[int, str] = field(repr=False)
 
     @classmethod
     def read(cls, given: str, storage_options: Mapping[str, str] | None = None) -> Stream:
@@ -218,15 +226,17 @@ class Stream:
                 found = fs.get_file_info(pafs.FileSelector(f"{root}/{folder}", allow_not_found=folder == "commits"))
                 return [int(i.base_name) for i in found if i.base_name.isdigit()]
 
-            if not app_id:
-                app_id = _id_of(fs, root)
-            planned, done = max(numbers("offsets"), default=-1), max(numbers("commits"), default=-1)
+            query_id = _id_of(fs, root)
+            batches = numbers("offsets")
+            planned, done = max(batches, default=-1), max(numbers("commits"), default=-1)
+            hashes = {batch_id: _input_hash(fs, f"{root}/offsets/{batch_id}") for batch_id in batches}
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise OptionError(
                 f"checkpoint {place!r} cannot be read ({sentence_of(problem)}): the checkpointLocation of a query that "
                 "is stopped is expected"
             ) from cause_of(problem)
-        return cls(app_id, place, planned if planned > done else planned + 1, planned > done)
+        runs = planned if planned > done else planned + 1
+        return cls(app_id or query_id, place, runs, planned > done, query_id, hashes)
 
 
 def _id_of(fs: Any, root: str) -> str:
@@ -238,6 +248,11 @@ def _id_of(fs: Any, root: str) -> str:
             if file == "metadata":
                 raise
     raise AssertionError
+
+
+def _input_hash(fs: Any, path: str) -> str:
+    with fs.open_input_stream(path) as stream:
+        return hash_of(stream.readall())
 
 
 @dataclass
@@ -293,8 +308,10 @@ class Reconciler:
         executed: list[ExecutedAttempt] = list(
             self.listener.executed_since(self.log.id, since - timedelta(seconds=MARGIN_S))  # type: ignore[attr-defined]
         )
+        streams = tuple(self._said(stream, executed) for stream in self.streams)
         findings: list[Finding] = []
         settled = 0
+        executed.sort(key=lambda a: (a.app_id or "", a.batch_id or 0, a.half_id, a.attempt))  # as they were sent
         for _, some in groupby(executed, key=lambda attempt: attempt.half_id):
             for finding in self._of_half_batch(list(some), apply):
                 if finding.standing is Standing.SETTLED:
@@ -311,7 +328,7 @@ class Reconciler:
             len(executed),
             settled,
             tuple(findings),
-            tuple(self._said(stream, executed) for stream in self.streams),
+            streams,
         )
 
     # ------------------------------------------------------------------ what the database has executed
@@ -391,6 +408,11 @@ class Reconciler:
             yield from (_finding(Standing.PERSON, a, _ENDED) for a in attempts)
             return
         lost = [_finding(Standing.LOST, a, "its messages are lost, and its rows are in the database") for a in attempts]
+        if stream is None and OF_ONE_SEND not in (first.app_id or ""):
+            # Made again now, they would stand in the way of a stream that runs the batch again.
+            more = "a stream sent them: name its checkpoint (--checkpoint); or a batch write: run it again"
+            yield from (replace(f, what=f"{f.what}; {more}") for f in lost)
+            return
         try:
             messages = self._messages(attempts)
         except Exception as problem:  # of the user's own function
@@ -405,7 +427,7 @@ class Reconciler:
             yield from found
             return
         try:
-            self._send(first, messages)
+            self._send(first, stream, messages)
         except TxmqError as problem:
             yield from (replace(f, what=f"{f.what}; sending them failed: {sentence_of(problem)}") for f in found)
             return
@@ -424,20 +446,20 @@ class Reconciler:
             tables.append(found if isinstance(found, pa.Table) else to_table(message_list(found)))
         return pa.concat_tables(tables, promote_options="default")
 
-    def _send(self, attempt: ExecutedAttempt, messages: pa.Table) -> None:
-        """Send messages under the name of their half batch: a retry under its idempotency key finds it."""
+    def _send(self, attempt: ExecutedAttempt, stream: Stream | None, messages: pa.Table) -> None:
+        """Send messages under the name of their half batch: a retry, and a stream's next batch, find it."""
         assert attempt.app_id is not None
         assert attempt.batch_id is not None
         header = HalfHeader(
             half_id=half_id_of(attempt.app_id, attempt.batch_id),
             app_id=attempt.app_id,
             batch_id=attempt.batch_id,
-            query_id=None,
-            input_hash=None,
+            query_id=None if stream is None else stream.query_id,
+            input_hash=None if stream is None else stream.input_hashes.get(attempt.batch_id),
             fence_id=CommitOncePrepared.store_id,
             transaction_per=BATCH,
             producer_group=GROUP,
-            numbered=False,
+            numbered=stream is not None,
         )
         log = self.log
         writer = log.with_machine(HalfWriter(header, log.topics(), None, None, log.fifo_topics()))

@@ -109,7 +109,7 @@ def identity_of(
         )
     try:
         folder = _OfSpark(batch.sparkSession, told)
-        input_hash = _hash(folder.read(f"offsets/{batch_id}") or b"")
+        input_hash = hash_of(folder.read(f"offsets/{batch_id}") or b"")
     except Exception as problem:  # these are internals of Spark, and another version may have others
         what = f"the checkpoint of query {told} cannot be found ({type(problem).__name__})"
         if or_else is not None:
@@ -172,7 +172,7 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
         names = [i.base_name for i in fs.get_file_info(pafs.FileSelector(f"{root}/offsets"))]
         batch_id = max(int(n) for n in names if n.isdigit())
         with fs.open_input_stream(f"{root}/offsets/{batch_id}") as stream:
-            return Checkpoint(str(query_id), batch_id, _hash(stream.readall()))
+            return Checkpoint(str(query_id), batch_id, hash_of(stream.readall()))
     except (OSError, KeyError, TypeError, ValueError) as problem:
         raise _unreadable(location, problem) from cause_of(problem)
 
@@ -369,6 +369,6 @@ def _checkpoint_folder(location: str, storage_options: Mapping[str, str] | None)
     return filesystem(location.replace("dbfs:/", "/dbfs/", 1), storage_options)
 
 
-def _hash(offsets: bytes) -> str:
+def hash_of(offsets: bytes) -> str:
     """Return the hash of a batch's offsets: a replay has the same, and a batch of another checkpoint has another."""
     return hashlib.sha256(offsets).hexdigest()[:32]
