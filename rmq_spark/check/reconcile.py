@@ -116,7 +116,7 @@ class Finding:
     def __str__(self) -> str:
         ids = ", ".join(self.transaction_ids) + (" …" if self.transactions > len(self.transaction_ids) else "")
         attempt = "" if self.attempt is None else f", attempt {self.attempt}"
-        at = "" if self.at is None else f" at {self.at:%Y-%m-%d %H:%M:%S} UTC"
+        at = "" if self.at is None else f" at {self.at:%Y-%m-%d %H:%M:%S}Z"
         done = "" if self.done is None else f". {self.done}"
         of = f" ({count_of(self.transactions, 'transaction')}: {ids})" if ids else ""
         return f"{self.standing}: half batch {self.half_id!r}{attempt}{at}{of}: {self.what}{done}"
@@ -159,7 +159,7 @@ class ReconcileReport:
 
     def __str__(self) -> str:
         lines = [
-            f"the database has executed {count_of(self.executed, 'attempt')} since {self.since:%Y-%m-%d %H:%M:%S} UTC; "
+            f"the database has executed {count_of(self.executed, 'attempt')} since {self.since:%Y-%m-%d %H:%M:%S}Z; "
             f"{self.settled} need nothing",
             *self.streams,
             *map(str, self.findings),

@@ -92,10 +92,10 @@ class BackupReport:
     files_deleted: int = 0
 
     def __str__(self) -> str:
-        copied = f"{count_of(self.files_copied, 'file')} ({self.bytes_copied:,} bytes) copied"
+        copied = f"{count_of(self.files_copied, 'file')} ({self.bytes_copied / 1e6:.1f} MB) copied"
         kept = f", {count_of(self.files_kept, 'file')} there already" if self.files_kept else ""
         deleted = f", {count_of(self.files_deleted, 'old file')} deleted" if self.files_deleted else ""
-        return f"{self.target} is the log as it was at {self.taken_at:%Y-%m-%d %H:%M:%S} UTC: {copied}{kept}{deleted}"
+        return f"{self.target} is the log as it was at {self.taken_at:%Y-%m-%d %H:%M:%S}Z: {copied}{kept}{deleted}"
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,18 @@ class Shop:
     def header(self, app: str, batch_id: int = 0) -> HalfHeader:
         numbered = app == QUERY
         app = app if numbered else f"{SEND}{app}"
+        offsets = self.checkpoint / "offsets" / str(batch_id)
         return HalfHeader(
-            half_id_of(app, batch_id), app, batch_id, QUERY if numbered else None,
-            hash_of((self.checkpoint / "offsets" / str(batch_id)).read_bytes()) if numbered else None, self.listener.store_id, "key", "shop", numbered=numbered,
-        )  # fmt: skip
+            half_id=half_id_of(app, batch_id),
+            app_id=app,
+            batch_id=batch_id,
+            query_id=QUERY if numbered else None,
+            input_hash=hash_of(offsets.read_bytes()) if numbered else None,
+            fence_id=self.listener.store_id,
+            transaction_per="key",
+            producer_group="shop",
+            numbered=numbered,
+        )
 
     def stage(self, header: HalfHeader, names: list[str]) -> Any:
         writer = HalfWriter(header, self.log.topics(), "orders", "key", self.log.fifo_topics())
