@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rmq_spark.consumer.push import PushConsumer as PushConsumer
     from rmq_spark.datasource import register as register
     from rmq_spark.errors import *  # noqa: F403
+    from rmq_spark.listener import ExecutedAttempt as ExecutedAttempt
     from rmq_spark.listener import PerMessageListener as PerMessageListener
     from rmq_spark.listener import TransactionListener as TransactionListener
     from rmq_spark.listeners.delta import DeltaTransactionListener as DeltaTransactionListener
@@ -72,6 +73,7 @@ _WHERE = {
     "register": "datasource",
     "drain": "source.drain",
     "messages": "source.native",
+    "ExecutedAttempt": "listener",
     "PerMessageListener": "listener",
     "TransactionListener": "listener",
     "DeltaTransactionListener": "listeners.delta",

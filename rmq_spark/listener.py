@@ -7,6 +7,8 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -35,6 +37,31 @@ Verdicts: TypeAlias = (
 )
 """One verdict for all transactions of a half batch, or one for each row of ``batch.transactions``, as
 ``batch.verdicts(...)`` makes them. None is UNKNOWN."""
+
+
+@dataclass(frozen=True)
+class ExecutedAttempt:
+    """An attempt that a listener's store has executed.
+
+    Attributes
+    ----------
+    half_id, app_id, batch_id, attempt :
+        Of the half batch. ``app_id`` and ``batch_id`` are its name in the log.
+    transaction_ids : tuple of str
+        Those of its transactions that were executed.
+    executed_at : datetime
+        When they began (UTC), by the clock of the machine that executed them.
+    is_whole : bool
+        False when the local transaction ended the store's transaction in its middle: nobody knows what was done.
+    """
+
+    half_id: str
+    app_id: str | None
+    batch_id: int | None
+    attempt: int
+    transaction_ids: tuple[str, ...]
+    executed_at: datetime
+    is_whole: bool = True
 
 
 class TransactionListener(ABC):

@@ -224,14 +224,16 @@ def open_log(path: str, storage: Sequence[str] | None) -> CommitLog:
         ) from problem
 
 
-def storage_options(given: Sequence[str] | None) -> dict[str, str] | None:
+def storage_options(
+    given: Sequence[str] | None, environment: str = STORAGE_ENV, option: str = "--storage"
+) -> dict[str, str] | None:
     """Return options for the store: those given win over the environment's, and these over the configuration's."""
-    options = {**_configured_storage}
-    options.update({k[len(STORAGE_ENV) :]: v for k, v in os.environ.items() if k.startswith(STORAGE_ENV)})
+    options = {**_configured_storage} if environment == STORAGE_ENV else {}
+    options.update({k[len(environment) :]: v for k, v in os.environ.items() if k.startswith(environment)})
     for text in given or ():
         key, found, value = text.partition("=")
         if not found or not key:
-            raise typer.BadParameter("KEY=VALUE is expected (what was given is not shown)", param_hint="--storage")
+            raise typer.BadParameter("KEY=VALUE is expected (what was given is not shown)", param_hint=option)
         options[key] = value
     _secrets[:] = [v for v in options.values() if len(v) > 3]
     return options or None

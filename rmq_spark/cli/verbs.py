@@ -79,6 +79,15 @@ VERBS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "Copy committed messages into the table messages, which every reader of Delta can read",
         ),
         "vacuum": ("logs", "Remove files that no table names: what crashes and compaction left behind"),
+        "backup": (
+            "backup",
+            "Copy a commit log as it is at one moment, while programs use it; or a copy back to where the log was",
+        ),
+        "reconcile": (
+            "reconcile",
+            "After a restore: compare a commit log with the database of its local transactions and with checkpoints "
+            "of streams, and say for each attempt that the database has executed since the backup what is to be done",
+        ),
         "upgrade": ("logs", "Give a commit log of an older version what this one needs"),
         "relay": (
             "relaying",

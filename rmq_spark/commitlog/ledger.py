@@ -400,6 +400,20 @@ class Ledger(Follower):
         self.append(build)
         return until
 
+    def commit_executed(self, record: HalfRecord, attempt: int, rows: RowSet, reason: str) -> list[Placed]:
+        """Commit rows whose local transaction a store has, under an attempt of which the log may know nothing (it was
+        restored from an older copy). Rows that are committed already stay as they are."""
+
+        def build() -> list[OpRow]:
+            state = self.state_of(record, refresh=False)
+            chosen = rows & state.rows_in(OPEN_STATES + ROLLED_BACK_STATES)
+            closed = chosen - state.rows_in((RowState.PENDING,), attempt)
+            op_rows = _rows_for(Kind.REOPEN, record, closed, attempt, Who.ADMIN, reason) if closed else []
+            op_rows += self._commit_rows(record, chosen, attempt, Who.ADMIN, reason)
+            return self._with_places([record], op_rows)
+
+        return _placed(self.append(build, reopens=True))
+
     def overrule(self, record: HalfRecord, verdict: LocalTransactionState, reason: str) -> list[Placed]:
         """A person's verdict, for rows that are pending, quarantined or in conflict.
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 from rmq_spark.commitlog import maintenance, overview, tracing, upkeep
 from rmq_spark.commitlog import repair as repair_module
 from rmq_spark.commitlog.asked import half_batch_of
+from rmq_spark.commitlog.backup import BackupReport, back_up
 from rmq_spark.commitlog.drain import Drainer, LocalWriter, Writer
 from rmq_spark.commitlog.group_store import GroupStore
 from rmq_spark.commitlog.half import HalfRows
@@ -601,6 +602,44 @@ class CommitLog(ProtocolSteps):
         """
         with self.lock:
             return repair_module.repair(self.half.table, self.op, dry_run)
+
+    @named
+    def backup(
+        self,
+        target: str | os.PathLike[str],
+        storage_options: Mapping[str, str] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> BackupReport:
+        """Copy the log to another place as it is at one moment, while programs go on to send, read and keep it up. What
+        is copied can be opened as a commit log; it has the same id. An older copy there is brought up to date: only
+        files that it lacks are copied, and it stays whole until these are there.
+
+        Parameters
+        ----------
+        target : str or path
+            A local folder or an object-store URI: empty, or an older copy that a backup made.
+        storage_options : mapping, optional
+            For the target's store; those of the log when not given.
+        progress : callable, optional
+            ``progress(copied, total)`` is called after each file, with bytes.
+
+        Returns
+        -------
+        BackupReport
+            ``print`` it.
+
+        Raises
+        ------
+        OptionError
+            When the target is the log, lies inside it, or around it.
+        CommitLogExistsError
+            When the target has something else than an older copy of this log, or lies inside another log.
+        CorruptLogError
+            When the log is damaged; an older copy then stays as it was.
+        StorageError
+            When a store cannot be reached.
+        """
+        return back_up(self, target, storage_options, progress)
 
     def another(self) -> CommitLog:
         """Another handle on this log, which has read nothing yet: what another process would open."""

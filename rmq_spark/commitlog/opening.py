@@ -133,8 +133,8 @@ def require_no_rest(where: str, storage_options: Mapping[str, str] | None) -> No
         ):
             raise CorruptLogError(
                 f"{where} has no table 'topics', and its table {name!r} has been written to: the log has lost it, or "
-                "is a copy that is not finished. Restore 'topics' from a copy (docs/backup.md); without it no new log "
-                "can be made here"
+                "is a copy that is not finished (txmq backup finishes it, as its PATH or its TARGET). Restore the log "
+                "from a copy (docs/backup.md); without it no new log can be made here"
             )
 
 

@@ -32,6 +32,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from functools import cached_property, partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
@@ -68,8 +69,9 @@ from rmq_spark.errors import (
     TransactionEndedError,
     VerdictError,
 )
-from rmq_spark.listener import TransactionListener, Verdicts, require_executing, require_work
+from rmq_spark.listener import ExecutedAttempt, TransactionListener, Verdicts, require_executing, require_work
 from rmq_spark.machine import MACHINE, Machine
+from rmq_spark.message import Message
 from rmq_spark.redaction import traceback_of
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
@@ -208,6 +210,7 @@ class _GroupedMessages:
 
 BatchWork: TypeAlias = Callable[[sa.Connection, HalfBatch], Verdicts]
 TransactionWork: TypeAlias = Callable[[sa.Connection, HalfTransaction], LocalTransactionState | Rollback | str | None]
+MessagesAgain: TypeAlias = Callable[[sa.Connection, ExecutedAttempt], "pa.Table | Sequence[Message] | None"]
 
 
 class SqlTransactionListener(TransactionListener):
@@ -254,6 +257,11 @@ class SqlTransactionListener(TransactionListener):
         Name of the fence table. The table ``<fence_table>_id`` keeps the fence's id.
     schema : str, optional
         The database schema of both tables.
+    messages : callable, optional
+        ``messages(connection, attempt)`` returns the messages of an :class:`~rmq_spark.ExecutedAttempt` again, out of
+        the rows that ``work`` wrote for it: a table with the columns that the sink takes, or a list of
+        :class:`~rmq_spark.Message`; None when it cannot. ``txmq reconcile`` calls it after a restore for messages that
+        the log has lost.
 
     Notes
     -----
@@ -284,9 +292,13 @@ class SqlTransactionListener(TransactionListener):
         lock_timeout: float = LOCK_TIMEOUT_S,
         fence_table: str = FENCE_TABLE,
         schema: str | None = None,
+        messages: MessagesAgain | None = None,
     ) -> None:
         if work is not None:
             require_work(work, "work(connection, batch)")
+        if messages is not None:
+            require_work(messages, "messages(connection, attempt)")
+        self._messages = messages
         self._fence = _Fence(url_or_engine, fence_table, schema)
         self.only_checks = work is None
         self._work: Callable[[sa.Connection, Any], Any] = self._refuse if work is None else work
@@ -370,6 +382,17 @@ class SqlTransactionListener(TransactionListener):
         pages = self.pruning(older_than, log)
         if self._fence.take_turn(log.id, every):
             yield from pages
+
+    def executed_since(self, log_id: str, since: datetime) -> Iterator[ExecutedAttempt]:
+        """Yield each attempt of a log's half batches that this database has executed since a time (UTC)."""
+        return self._fence.executed_since(log_id, since)
+
+    def messages_again(self, attempt: ExecutedAttempt) -> pa.Table | Sequence[Message] | None:
+        """Return the messages of an attempt again, from the rows that it wrote; None when nobody can make them."""
+        if self._messages is None:
+            return None
+        with self._fence.transaction(write=False) as connection:
+            return self._messages(connection, attempt)
 
     @property
     def machine(self) -> Machine:
@@ -846,6 +869,9 @@ class _Fence(Database):
             # Of rolled_back: why. JSON is ASCII, which fits into a database of any encoding.
             sa.Column("reason", sa.JSON(none_as_null=True)),
             sa.Column("half_id", exact_text(700), nullable=False),
+            # Its name in the log, by which a restored log is compared with the fence.
+            sa.Column("app_id", exact_text(700)),
+            sa.Column("batch_id", sa.BigInteger),
             sa.Column("attempt", sa.Integer, nullable=False),
             sa.Column("created_at", sa.DateTime, nullable=False),  # UTC, by the writer's clock
             **IN_INNODB,
@@ -954,6 +980,8 @@ class _Fence(Database):
         common = {
             "state": state,
             "half_id": _in_its_log(batch),
+            "app_id": batch.app_id,
+            "batch_id": batch.batch_id,
             "attempt": batch.attempt,
             "created_at": self.machine.now().replace(tzinfo=None),
         }
@@ -1014,6 +1042,30 @@ class _Fence(Database):
         for start in range(0, len(ids), _IDS_PER_SELECT):
             some = list(ids[start : start + _IDS_PER_SELECT])
             connection.execute(self._update_state, {"ids": some, "to": state, "why": reason})
+
+    def executed_since(self, log_id: str, since: datetime) -> Iterator[ExecutedAttempt]:
+        """Yield the attempts of a log that were executed since a time, or ended in their middle."""
+        columns = self._rows.c
+        chosen = (columns.half_id, columns.app_id, columns.batch_id, columns.attempt, columns.state)
+        wanted = sa.and_(
+            columns.state.in_((EXECUTED, STARTED)),
+            columns.created_at >= _utc(since).astimezone(timezone.utc).replace(tzinfo=None),
+            columns.half_id.endswith(f"{_IN_LOG}{log_id}", autoescape=True),
+        )
+        query = sa.select(*chosen, columns.transaction_id, columns.created_at).where(wanted).order_by(*chosen)
+        with self.transaction(write=False) as connection:
+            self.read_id(connection)
+            for _, rows in groupby(connection.execute(query), key=lambda row: row[: len(chosen)]):
+                some = list(rows)
+                yield ExecutedAttempt(
+                    some[0].half_id.removesuffix(f"{_IN_LOG}{log_id}"),
+                    some[0].app_id,
+                    some[0].batch_id,
+                    some[0].attempt,
+                    tuple(row.transaction_id for row in some),
+                    _utc(min(row.created_at for row in some)),
+                    is_whole=some[0].state == EXECUTED,
+                )
 
     # ------------------------------------------------------------------ pruning
     def prune(self, older_than_s: float, logs: Mapping[str, Callable[[Collection[str]], set[str]]]) -> Iterator[int]:

@@ -1,0 +1,85 @@
+"""``txmq reconcile``: after a restore, what the database has and the log has not, and the other way round."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rmq_spark.cli.output import AsJson, LogPath, Storage, one_line, open_log, plainly
+from rmq_spark.cli.text import as_json as json_of
+from rmq_spark.cli.times import time_of
+
+if TYPE_CHECKING:
+    from rmq_spark.check.reconcile import ReconcileReport
+    from rmq_spark.commitlog.log import CommitLog
+
+LEFT = 1
+"""Exit code when something is left to be done, by --apply or by a person."""
+
+
+def register(app: Any) -> None:
+    """Add the command to the app."""
+    app.command()(reconcile)
+
+
+@plainly
+def reconcile(
+    path: LogPath,
+    listener: Annotated[
+        str, typer.Option(metavar="MODULE:ATTRIBUTE", help="The SqlTransactionListener that answers the checks.")
+    ],
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[APPID=]PLACE",
+            help="The checkpoint of a stream that sends to the log, with its appId if it has one; may be repeated.",
+        ),
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(help="When the log was as it is now; a copy that txmq backup made says it itself.")
+    ] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Make visible what can be made visible.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the report is kept; beside the log by default.")
+    ] = None,
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
+    """After a restore: compare a commit log with the database of its local transactions and with checkpoints of
+    streams, and say for each attempt that the database has executed since the backup what is to be done. It changes
+    nothing without --apply. Let nobody send, and no checks run, before."""
+    from rmq_spark.check.reconcile import Reconciler, Stream
+    from rmq_spark.listener import load_listener
+
+    began = None if since is None else time_of(since, datetime.now(timezone.utc), "--since")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    log = open_log(path, storage)
+    streams = [Stream.read(given, log.storage_options) for given in checkpoint or ()]
+    found = Reconciler(log, load_listener(listener), streams, began).run(apply)
+    kept = _keep(found, log, report)
+    if as_json:
+        typer.echo(json_of({**found.to_dict(), "report": kept}))
+    else:
+        typer.echo("\n".join(one_line(line) for line in str(found).splitlines()))
+        typer.secho(f"the report is kept at {kept}", dim=True, err=True)
+    if found.left:
+        raise typer.Exit(LEFT)
+
+
+def _keep(found: ReconcileReport, log: CommitLog, file: Path | None) -> str:
+    from rmq_spark.storage.copying import Folder
+
+    if file is not None:
+        file.write_bytes(found.content())
+        return str(file)
+    around, _, name = log.path.rpartition("/")
+    at = datetime.now(timezone.utc)
+    name = f"{name}-reconcile-{at:%Y%m%dT%H%M%S.%f}Z.json"
+    Folder(around, log.storage_options).put(name, found.content())
+    return f"{around}/{name}"

@@ -1,0 +1,366 @@
+"""A copy of a commit log is the log as it was at one moment, whatever went on meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs as pafs
+import pytest
+
+from rmq_spark.commitlog import backup as backup_module
+from rmq_spark.commitlog.backup import MANIFEST, SWITCH, finish
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.consumer.groups import ConsumerGroup
+from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LostFileError, OptionError
+from rmq_spark.storage import copying
+from rmq_spark.storage.copying import Pin
+from rmq_spark.storage.table import CHECKPOINT_INTERVAL, Table
+from rmq_spark.testing import InMemoryCommitLog
+from tests.commands import objects, txmq
+from tests.half_batches import bodies, check_offsets, commit, let_leave, make_log, prepare, roll_back, send
+from tests.seeds import first_seed, how_many
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> CommitLog:
+    return make_log("delta", tmp_path / "log")
+
+
+def require_same(copy: CommitLog, log: CommitLog) -> None:
+    assert copy.id == log.id
+    assert bodies(copy) == bodies(log)
+    assert copy.pending().equals(log.pending())
+    assert copy.tails() == log.tails()
+
+
+def between(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], object]) -> None:
+    """Do something once, right after a backup has looked at a table."""
+    real = copying.pin
+    acts = [act]
+
+    def pin(table: Table) -> Pin:
+        found = real(table)
+        if table.name == name and acts:
+            acts.pop()()
+        return found
+
+    monkeypatch.setattr(backup_module, "pin", pin)
+
+
+def test_a_copy_has_all_that_the_log_had(log: CommitLog, tmp_path: Path) -> None:
+    for i in range(4):
+        commit(log, send(log, f"key{i}"))
+    let_leave(log)
+    commit(log, send(log, "later"))
+    prepare(log, 0)
+    roll_back(log, send(log, "refused"))
+    report = log.backup(tmp_path / "copy")
+    require_same(CommitLog.open(tmp_path / "copy"), log)
+    assert not (tmp_path / "copy" / "op" / "_delta_log" / "_last_checkpoint").exists()
+    assert report.files_copied > 0
+    assert report.versions == {t.name: t.refresh() for t in log.tables()}
+    said = json.loads((tmp_path / "copy" / MANIFEST).read_text())
+    assert said["log_id"] == log.id
+    # It can be used in the place of the log.
+    shutil.rmtree(log.path)
+    shutil.move(tmp_path / "copy", log.path)
+    restored = CommitLog.open(log.path)
+    commit(restored, send(restored, "after"))
+    check_offsets(restored)
+
+
+def copied_while_all_leaves(log: CommitLog, target: Path, monkeypatch: pytest.MonkeyPatch, table: str) -> CommitLog:
+    """A copy, of which the look at a table was followed by decisions, a drain, and half batches that left."""
+    for i in range(3):
+        commit(log, send(log, f"old{i}"))
+    ConsumerGroup(log, "readers").reset("latest", ["orders"])
+    opened = send(log, "opened")
+
+    def go_on() -> None:
+        commit(log, opened)
+        commit(log, send(log, "new"))
+        assert let_leave(log).files_left >= 4
+
+    between(monkeypatch, table, go_on)
+    log.backup(target)
+    return CommitLog.open(target)
+
+
+@pytest.mark.parametrize("table", ["groups", "messages", "op", "half"])
+def test_what_is_sent_drained_and_leaves_between_two_looks_is_whole_in_the_copy_or_not_there(
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
+) -> None:
+    copy = copied_while_all_leaves(log, tmp_path / "copy", monkeypatch, table)
+    old = {f"old{i}.{n}" for i in range(3) for n in range(5)}
+    assert set(bodies(copy)) >= old
+    assert set(bodies(copy)) - old in (set(), {f"{key}.{n}" for key in ("opened", "new") for n in range(5)})
+    copy.drain()
+    check_offsets(copy)
+
+
+def test_a_backup_that_looks_only_once_at_half_would_lose_what_left_meanwhile(
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backup_module, "_has_left", lambda half, before: False)
+    with pytest.raises(CorruptLogError, match="neither half nor messages has them"):
+        copied_while_all_leaves(log, tmp_path / "copy", monkeypatch, "op")
+
+
+def test_entries_that_are_cleaned_up_between_the_listing_and_the_reading_are_listed_again(
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What made one of ten copies of a page's recipe unreadable: a checkpoint came, and entries went, meanwhile."""
+    commit(log, send(log, "first"))
+    acts = [True]
+    listed = copying._log_files
+
+    def late(fs: pafs.FileSystem, folder: str, version: int) -> dict[str, bytes] | None:
+        if acts and folder.endswith("op/_delta_log"):
+            acts.pop()
+            for i in range(CHECKPOINT_INTERVAL + 2):
+                commit(log, send(log, f"more{i}", 1))
+            for entry in Path(folder).glob("*.json"):
+                if int(entry.stem) < CHECKPOINT_INTERVAL:
+                    entry.unlink()
+        return listed(fs, folder, version)
+
+    monkeypatch.setattr(copying, "_log_files", late)
+    log.backup(tmp_path / "copy")
+    assert not acts
+    require_same(CommitLog.open(tmp_path / "copy"), log)
+
+
+def test_a_file_that_upkeep_deletes_before_it_is_copied_lets_the_copy_begin_anew(
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(3):
+        commit(log, send(log, f"key{i}"))
+
+    def leave_and_delete() -> None:
+        before = {p.name for p in Path(log.path, "half").glob("*.parquet")}
+        let_leave(log)
+        gone = before - set(log.another().half.table.actions()["path"].to_pylist())
+        assert gone
+        for name in gone:
+            Path(log.path, "half", name).unlink()
+
+    between(monkeypatch, "topics", leave_and_delete)
+    log.backup(tmp_path / "copy")
+    require_same(CommitLog.open(tmp_path / "copy"), log.another())
+
+
+def test_a_copy_is_brought_up_to_date_with_the_files_that_it_lacks(log: CommitLog, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    for i in range(3):
+        commit(log, send(log, f"key{i}"))
+    first = log.backup(target)
+    commit(log, send(log, "later"))
+    second = log.backup(target)
+    assert (second.files_copied, second.files_kept) == (2, first.files_copied)
+    require_same(CommitLog.open(target), log)
+    let_leave(log)
+    third = log.backup(target)
+    assert third.files_deleted > 0
+    require_same(CommitLog.open(target), log.another())
+    assert log.backup(target).files_copied == 0
+    for table in log.another().tables():
+        assert {p.name for p in (target / table.name).glob("*.parquet")} == set(table.actions()["path"].to_pylist())
+
+
+def test_a_half_written_file_of_an_earlier_try_is_copied_again(log: CommitLog, tmp_path: Path) -> None:
+    commit(log, send(log, "key"))
+    log.backup(tmp_path / "copy")
+    (file,) = (tmp_path / "copy" / "half").glob("*.parquet")
+    file.write_bytes(file.read_bytes()[:100])
+    assert log.backup(tmp_path / "copy").files_copied == 1
+    require_same(CommitLog.open(tmp_path / "copy"), log)
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_backup_that_is_killed_anywhere_leaves_the_older_copy_or_one_that_the_next_call_finishes(
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(log, send(log, "first"))
+    log.backup(tmp_path / "kept")
+    older = bodies(log)
+    commit(log, send(log, "second"))
+    let_leave(log)
+    newer = bodies(log.another())
+    seen = set()
+    steps = 0
+    while True:
+        target = tmp_path / f"copy{steps}"
+        shutil.copytree(tmp_path / "kept", target)
+        left = steps
+
+        def dies(real: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*arguments: Any) -> Any:
+                nonlocal left
+                if left == 0:
+                    raise Killed
+                left -= 1
+                return real(*arguments)
+
+            return counted
+
+        with monkeypatch.context() as patch, suppress(Killed):
+            for step in ("_copy", "_delete", "put"):
+                patch.setattr(copying.Folder, step, dies(getattr(copying.Folder, step)))
+            log.backup(target)
+            break
+        if not (target / "topics" / "_delta_log").is_dir() or not any((target / "topics/_delta_log").iterdir()):
+            with pytest.raises(CorruptLogError, match="txmq backup"):
+                CommitLog.open(target)
+            seen.add("between")
+        finish(target, None)  # as a restore does, when the log is gone
+        found = bodies(CommitLog.open(target))
+        assert found in (older, newer), steps
+        seen.add("older" if found == older else "newer")
+        log.backup(target)
+        require_same(CommitLog.open(target), log.another())
+        assert not (target / SWITCH).exists()
+        steps += 1
+    assert seen == {"older", "between", "newer"}
+    assert steps > 10
+
+
+# ---------------------------------------------------------------- what is refused
+def test_places_inside_the_log_and_around_it_are_refused(log: CommitLog, tmp_path: Path) -> None:
+    os.symlink(log.path, tmp_path / "alias")
+    for target in (log.path, Path(log.path, "op"), Path(log.path, "a", "b"), tmp_path, tmp_path / "alias"):
+        with pytest.raises(OptionError, match=r"itself|lies inside"):
+            log.backup(target)
+
+
+def test_another_log_and_what_is_no_copy_are_refused(log: CommitLog, tmp_path: Path) -> None:
+    other = CommitLog.create(tmp_path / "other")
+    with pytest.raises(CommitLogExistsError, match="no copy that a backup made"):
+        log.backup(other.path)
+    other.backup(tmp_path / "copy")
+    with pytest.raises(CommitLogExistsError, match="another commit log"):
+        log.backup(tmp_path / "copy")
+    with pytest.raises(CommitLogExistsError, match="inside the commit log"):
+        log.backup(Path(other.path, "copy"))
+    shutil.copytree(log.path, tmp_path / "by-hand")
+    with pytest.raises(CommitLogExistsError, match="no copy that a backup made"):
+        log.backup(tmp_path / "by-hand")
+    with pytest.raises(OptionError, match="memory"):
+        InMemoryCommitLog().backup(tmp_path / "memory")
+
+
+def test_a_copy_that_is_newer_or_in_use_is_left_as_it_is(log: CommitLog, tmp_path: Path) -> None:
+    commit(log, send(log, "first"))
+    log.backup(tmp_path / "old")
+    commit(log, send(log, "second"))
+    log.backup(tmp_path / "new")
+    shutil.rmtree(log.path)
+    shutil.copytree(tmp_path / "old", log.path)
+    restored = CommitLog.open(log.path)
+    with pytest.raises(CommitLogExistsError, match="set back"):
+        restored.backup(tmp_path / "new")
+    for key in ("third", "fourth"):  # the same versions, and more, of other messages
+        commit(restored, send(restored, key))
+    with pytest.raises(CommitLogExistsError, match="set back"):
+        restored.backup(tmp_path / "new")
+    assert "second.0" in bodies(CommitLog.open(tmp_path / "new"))
+    used = CommitLog.open(tmp_path / "old")
+    commit(used, send(used, "used"))
+    with pytest.raises(CommitLogExistsError, match="in use"):
+        restored.backup(tmp_path / "old")
+
+
+def test_a_damaged_log_does_not_replace_a_good_copy(log: CommitLog, tmp_path: Path) -> None:
+    commit(log, send(log, "first"))
+    log.backup(tmp_path / "copy")
+    commit(log, send(log, "second"))
+    record = log.find("second", 0)
+    assert record is not None
+    Path(log.path, "half", record.files[0].path).unlink()
+    with pytest.raises(LostFileError, match="the copy was left as it was"):
+        log.backup(tmp_path / "copy")
+    assert sorted(bodies(CommitLog.open(tmp_path / "copy"))) == [f"first.{n}" for n in range(5)]
+
+
+# ---------------------------------------------------------------- the command
+def test_the_command_backs_up_and_restores(log: CommitLog, tmp_path: Path) -> None:
+    commit(log, send(log, "key"))
+    said, _ = txmq("backup", log.path, tmp_path / "copy")
+    assert "is the log as it was at" in said
+    (again,) = objects("backup", log.path, tmp_path / "copy")
+    assert again["files_copied"] == 0
+    commit(log, send(log, "lost"))
+    shutil.rmtree(log.path)
+    (back,) = objects("backup", tmp_path / "copy", log.path)
+    assert back["taken_at"] == again["taken_at"]  # of what is in it
+    assert sorted(bodies(CommitLog.open(log.path))) == [f"key.{n}" for n in range(5)]
+    _, problem = txmq("backup", log.path, log.path, code=2)
+    assert "is the commit log itself" in problem
+
+
+# ---------------------------------------------------------------- under load
+@pytest.mark.parametrize("seed", range(first_seed(), first_seed() + how_many(2, 20)))
+def test_copies_that_are_taken_while_programs_send_and_upkeep_runs_are_prefixes(
+    log: CommitLog, tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    stop = threading.Event()
+    problems: list[BaseException] = []
+
+    def started(act: Callable[[int], object]) -> threading.Thread:
+        def run() -> None:
+            try:
+                for n in takewhile(lambda _: not stop.is_set(), count()):
+                    act(n)
+            except BaseException as problem:
+                problems.append(problem)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    senders = [log.another() for _ in range(2)]
+    upkeep = log.another()
+    outcomes = [chance.random() for _ in range(100)]
+
+    def send_one(own: CommitLog, name: str, n: int) -> None:
+        record = send(own, f"{name}.{n}", 3)
+        if outcomes[n % 100] < 0.8:
+            commit(own, record)
+        elif outcomes[n % 100] < 0.9:
+            roll_back(own, record)
+
+    acts = [partial(send_one, own, f"sender{i}") for i, own in enumerate(senders)]
+    threads = [started(act) for act in (*acts, lambda n: let_leave(upkeep))]
+    try:
+        seen = 0
+        for n in range(how_many(4, 8)):
+            target = tmp_path / f"copy{n // 2}"  # each second one brings an older copy up to date
+            log.backup(target)
+            copy = CommitLog.open(target)
+            check_offsets(copy)
+            found = bodies(copy)
+            assert len(found) >= seen
+            seen = len(found)
+            for name in {body.rpartition(".")[0] for body in found}:
+                assert {f"{name}.{i}" for i in range(3)} <= set(found), name
+        copy.drain()
+        assert bodies(copy) == found
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not problems
+    assert seen > 0

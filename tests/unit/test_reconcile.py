@@ -1,0 +1,479 @@
+"""A log that was restored alone is brought to agree with its database, whatever was under way."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from collections import Counter
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import sqlalchemy as sa
+
+from rmq_spark.check import reconcile as reconcile_module
+from rmq_spark.check.reconcile import Finding, Reconciler, ReconcileReport, Standing, Stream
+from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.errors import ListenerError, OptionError
+from rmq_spark.listener import CommitOncePrepared, ExecutedAttempt
+from rmq_spark.listeners.sql import HalfTransaction, SqlTransactionListener
+from rmq_spark.sink.identity import hash_of
+from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, Rollback
+from tests.commands import objects, txmq
+from tests.half_batches import bodies, let_leave, prepare
+from tests.seeds import first_seed, how_many
+
+QUERY = "0d7f2a1c"
+SEND = "send.shop."
+
+
+class Shop:
+    """A log, its database, a program that sends under keys, and a stream with a checkpoint."""
+
+    def __init__(self, folder: Path, makes_again: bool = True) -> None:
+        self.folder = folder
+        self.log = CommitLog.create(folder / "log")
+        self.log.create_topic("orders", 2)
+        self.url = f"sqlite:///{folder / 'orders.db'}"
+        self.engine = sa.create_engine(self.url)
+        with self.engine.begin() as connection:
+            connection.execute(sa.text("create table orders (body text, transaction_id text)"))
+        again = self.messages if makes_again else None
+        self.listener = SqlTransactionListener(
+            self.engine, self.work, per_transaction=True, rollback_after=0, messages=again
+        )
+        self.listener.create_fence()
+        self.checkpoint = folder / "checkpoint"
+        for name in ("offsets", "commits"):
+            (self.checkpoint / name).mkdir(parents=True)
+        (self.checkpoint / "metadata").write_text(json.dumps({"id": QUERY}))
+        self.next_batch = 0
+
+    # ------------------------------------------------------------------ the local transaction
+    def work(self, connection: sa.Connection, transaction: HalfTransaction) -> None:
+        found = [body.decode() for body in transaction.messages(["body"])["body"].to_pylist()]
+        if any("refused" in body for body in found):
+            raise Rollback("refused")
+        rows = [{"body": body, "id": transaction.transaction_id} for body in found]
+        connection.execute(sa.text("insert into orders values (:body, :id)"), rows)
+
+    def messages(self, connection: sa.Connection, attempt: ExecutedAttempt) -> pa.Table:
+        query = sa.text("select body from orders where transaction_id in :ids").bindparams(
+            sa.bindparam("ids", expanding=True)
+        )
+        found = connection.execute(query, {"ids": list(attempt.transaction_ids)}).scalars().all()
+        return pa.table({"body": pa.array(found, pa.string()), "topic": ["orders"] * len(found)})
+
+    def rows(self) -> list[str]:
+        with self.engine.connect() as connection:
+            return sorted(connection.execute(sa.text("select body from orders")).scalars())
+
+    # ------------------------------------------------------------------ senders
+    def header(self, app: str, batch_id: int = 0) -> HalfHeader:
+        numbered = app == QUERY
+        app = app if numbered else f"{SEND}{app}"
+        offsets = self.checkpoint / "offsets" / str(batch_id)
+        return HalfHeader(
+            half_id=batch_name(app, batch_id),
+            app_id=app,
+            batch_id=batch_id,
+            query_id=QUERY if numbered else None,
+            input_hash=hash_of(offsets.read_bytes()) if numbered else None,
+            fence_id=self.listener.store_id,
+            transaction_per="key",
+            producer_group="shop",
+            numbered=numbered,
+        )
+
+    def stage(self, header: HalfHeader, names: list[str]) -> Any:
+        writer = HalfWriter(header, self.log.topics(), "orders", "key", self.log.fifo_topics())
+        table = pa.table({"body": names, "key": names})
+        return lambda: self.log.stage(writer, table.to_batches())
+
+    def send(self, app: str, *names: str, batch_id: int = 0) -> None:
+        """All of it."""
+        header = self.header(app, batch_id)
+        TwoPhase(self.log, self.listener).send(header, self.stage(header, list(names or [app])))
+
+    def begin(self, app: str, *names: str, batch_id: int = 0, executed: bool = False) -> HalfRecord:
+        """Die before the local transaction, or after it."""
+        header = self.header(app, batch_id)
+        record = self.log.prepare(header, self.stage(header, list(names or [app]))())
+        if executed:
+            batch = self.log.half_batch(record, self.log.state_of(record), 1, record.all_rows)
+            self.listener.execute_local_transaction(batch)
+        return record
+
+    def run_stream(self, names: list[str], dies: bool = False) -> None:
+        """A micro-batch, or the last one again."""
+        batch_id = self.next_batch
+        (self.checkpoint / "offsets" / str(batch_id)).write_text(json.dumps(names))
+        self.send(QUERY, *names, batch_id=batch_id)
+        if not dies:
+            (self.checkpoint / "commits" / str(batch_id)).write_text("{}")
+            self.next_batch += 1
+
+    def restart_stream(self) -> None:
+        planned = self.checkpoint / "offsets" / str(self.next_batch)
+        if planned.exists():
+            self.run_stream(json.loads(planned.read_text()))
+
+    def check(self) -> None:
+        CheckService(self.log, {"shop": self.listener}, transaction_timeout=0).run_once()
+
+    # ------------------------------------------------------------------ disaster
+    def back_up(self) -> None:
+        self.log.backup(self.folder / "copy")
+
+    def lose(self) -> None:
+        shutil.rmtree(self.log.path)
+        CommitLog.open(self.folder / "copy").backup(self.log.path)
+        self.log = CommitLog.open(self.log.path)
+
+    def reconcile(self, apply: bool = False, checkpoint: bool = True) -> ReconcileReport:
+        streams = [Stream.read(str(self.checkpoint))] if checkpoint else []
+        return Reconciler(self.log, self.listener, streams).run(apply)
+
+    def standings(self, **how: Any) -> dict[str, str]:
+        """By app, and number for the stream, how what is not settled stands."""
+        found = self.reconcile(**how).findings
+        return {
+            f"{f.app_id}:{f.batch_id}" if f.app_id == QUERY else str(f.app_id).removeprefix(SEND): f.standing.value
+            for f in found
+        }
+
+    def require_agreement(self) -> None:
+        assert Counter(bodies(self.log)) == Counter(self.rows())
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    return Shop(tmp_path)
+
+
+# ---------------------------------------------------------------- the two holes of the page of steps
+def test_a_half_batch_that_a_check_rolled_back_before_and_a_replay_executed_after_the_backup_is_found(
+    shop: Shop,
+) -> None:
+    shop.begin("late")
+    shop.check()
+    shop.back_up()
+    shop.send("late")  # its retry: reopened, and executed as attempt 2
+    assert (shop.rows(), bodies(shop.log)) == (["late"], ["late"])
+    shop.lose()
+    assert bodies(shop.log) == []
+    (found,) = shop.reconcile().findings
+    assert (found.standing, found.half_id, found.attempt, found.done) == (Standing.LOST, "send.shop.late:0", 2, None)
+    assert bodies(shop.log) == []
+    (found,) = shop.reconcile(apply=True).findings
+    assert found.done == "1 message became visible"
+    shop.require_agreement()
+    assert shop.reconcile(apply=True).findings == ()
+    shop.send("late")
+    shop.require_agreement()
+
+
+def test_a_batch_that_a_stream_runs_again_is_not_sent_by_a_person_too(shop: Shop) -> None:
+    shop.run_stream(["a", "b"])
+    shop.back_up()
+    shop.run_stream(["c"])
+    shop.run_stream(["d"], dies=True)
+    shop.lose()
+    assert shop.standings() == {f"{QUERY}:1": "lost", f"{QUERY}:2": "replayed"}
+    report = shop.reconcile(apply=True)
+    assert report.left == ()
+    assert f"stream {QUERY} ({shop.checkpoint}) runs batch 2 again; the log has batches up to 0" in str(report)
+    shop.restart_stream()
+    shop.require_agreement()
+    shop.run_stream(["e"])
+    shop.require_agreement()
+    assert shop.reconcile(apply=True).findings == ()
+
+
+# ---------------------------------------------------------------- each kind
+def test_what_the_log_knows_needs_nothing(shop: Shop) -> None:
+    shop.send("whole", "1", "2", "refused 3")
+    shop.begin("pending", executed=True)
+    shop.begin("never")
+    shop.back_up()
+    shop.lose()
+    report = shop.reconcile()
+    assert (report.executed, report.settled, report.findings) == (2, 2, ())
+    shop.check()
+    shop.require_agreement()
+
+
+def test_what_was_pending_under_an_attempt_that_ended_before_the_executed_one_is_lost_and_comes_back(
+    shop: Shop,
+) -> None:
+    shop.begin("late")
+    shop.back_up()
+    shop.check()  # the tombstone of attempt 1 is in the database, and not in the copy
+    shop.send("late")
+    shop.lose()
+    assert shop.standings(apply=True) == {"late": "lost"}
+    shop.check()
+    shop.require_agreement()
+
+
+def test_a_quarantined_half_batch_that_was_executed_comes_back(shop: Shop) -> None:
+    record = shop.begin("odd", "1", "2", executed=True)
+    pending = shop.log.state_of(record).rows_in((RowState.PENDING,))
+    shop.log.quarantine(record, 1, pending, Who.CHECK, "gave up")
+    shop.back_up()
+    shop.lose()
+    assert shop.standings(apply=True) == {"odd": "lost"}
+    shop.require_agreement()
+
+
+def test_transactions_of_a_half_batch_are_told_apart(shop: Shop) -> None:
+    shop.begin("mixed", "1", "refused 2", "3")
+    shop.check()
+    shop.back_up()
+    shop.send("mixed")
+    shop.lose()
+    (found,) = shop.reconcile(apply=True).findings
+    assert found.transactions == 2
+    assert sorted(bodies(shop.log)) == ["1", "3"]
+    shop.send("mixed")
+    shop.require_agreement()
+
+
+def test_what_the_log_has_never_seen_is_made_again_from_rows_and_a_retry_finds_it(shop: Shop) -> None:
+    shop.back_up()
+    shop.send("key", "1", "2", "refused 3")
+    shop.lose()
+    assert shop.standings() == {"key": "lost"}
+    assert bodies(shop.log) == []
+    assert shop.standings(apply=True) == {"key": "lost"}
+    shop.require_agreement()
+    assert shop.reconcile(apply=True).findings == ()
+    shop.send("key", "1", "2", "refused 3")
+    shop.require_agreement()
+
+
+def test_what_nobody_can_make_again_is_listed_as_the_database_sees_it(tmp_path: Path) -> None:
+    shop = Shop(tmp_path, makes_again=False)
+    shop.back_up()
+    shop.send("key", "1", "2")
+    shop.lose()
+    (found,) = shop.reconcile(apply=True).left
+    assert (found.standing, found.app_id, found.transactions) == (Standing.LOST, "send.shop.key", 2)
+    assert len(found.transaction_ids) == 2
+    assert "send them again" in found.what
+    assert bodies(shop.log) == []
+
+
+def test_a_function_that_fails_or_makes_what_cannot_be_sent_is_told_and_stops_nothing_else(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop.back_up()
+    for key in ("good", "broken", "nowhere"):
+        shop.send(key)
+    shop.lose()
+
+    def messages(connection: sa.Connection, attempt: ExecutedAttempt) -> pa.Table:
+        key = str(attempt.app_id).removeprefix(SEND)
+        if key == "broken":
+            raise ZeroDivisionError("no rows")
+        return pa.table({"body": [key], "topic": ["unknown" if key == "nowhere" else "orders"]})
+
+    monkeypatch.setattr(shop.listener, "_messages", messages)
+    report = shop.reconcile(apply=True)
+    assert bodies(shop.log) == ["good"]
+    said = {str(f.app_id).removeprefix(SEND): f.what for f in report.left}
+    assert said.keys() == {"broken", "nowhere"}
+    assert "no rows" in said["broken"]
+    assert "unknown" in said["nowhere"]
+
+
+def test_a_batch_of_a_stream_whose_checkpoint_nobody_named_is_not_made_again(shop: Shop) -> None:
+    """Made again, it would stand in the way of the stream, which may run it again."""
+    shop.run_stream(["a"])
+    shop.back_up()
+    shop.run_stream(["b"])
+    shop.run_stream(["c"], dies=True)
+    shop.lose()
+    (b, c) = shop.reconcile(apply=True, checkpoint=False).left
+    assert "--checkpoint" in b.what
+    assert (b.standing, c.standing) == (Standing.LOST, Standing.LOST)
+    assert bodies(shop.log) == ["a"]
+    assert shop.reconcile(apply=True).left == ()
+    shop.restart_stream()
+    shop.require_agreement()
+
+
+def test_a_checkpoint_that_is_older_than_the_database_is_a_persons(shop: Shop) -> None:
+    shop.run_stream(["a"])
+    shop.back_up()
+    old = shop.folder / "old"
+    shutil.copytree(shop.checkpoint, old)
+    shop.run_stream(["b"])
+    shop.run_stream(["c"])
+    shop.lose()
+    shutil.rmtree(shop.checkpoint)
+    shutil.move(old, shop.checkpoint)
+    assert shop.standings() == {f"{QUERY}:1": "person", f"{QUERY}:2": "person"}
+    assert "older than the database" in shop.reconcile().findings[0].what
+
+
+def test_a_database_that_is_older_than_the_log_is_noticed(shop: Shop) -> None:
+    shop.send("old")
+    shop.engine.dispose()
+    shutil.copy(shop.folder / "orders.db", shop.folder / "orders.db.old")
+    began = datetime.now(timezone.utc)
+    shop.send("new")
+    shop.send("gone")
+    let_leave(shop.log)
+    shop.engine.dispose()
+    shutil.copyfile(shop.folder / "orders.db.old", shop.folder / "orders.db")
+    shop.log.resolve(shop.begin("by hand").half_id, COMMIT_MESSAGE, "a person says so")
+    prepare(shop.log, 0, fence_id=CommitOncePrepared.store_id)
+    report = Reconciler(shop.log, shop.listener, since=began - timedelta(seconds=1)).run(apply=True)
+    found = {f.half_id: f for f in report.findings}
+    assert {h: f.standing for h, f in found.items()} == dict.fromkeys(
+        ("send.shop.new:0", "send.shop.gone:0"), Standing.UNKNOWN_TO_THE_DATABASE
+    )
+    assert len(report.left) == 2
+
+
+def test_a_half_batch_that_the_log_refused_and_the_database_executed_is_a_persons(shop: Shop) -> None:
+    record = shop.begin("odd", executed=True)
+    shop.log.resolve(record.half_id, ROLLBACK_MESSAGE, "a person says so")
+    shop.back_up()
+    shop.lose()
+    assert shop.standings(apply=True) == {"odd": "person"}
+    assert bodies(shop.log) == []
+
+
+def test_another_half_batch_of_the_same_name_is_a_persons(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop.back_up()
+    shop.send("key")
+    shop.lose()
+    header = HalfHeader("other", f"{SEND}key", 0, None, None, None, "batch", "shop", numbered=False)
+    record = shop.log.prepare(header, shop.stage(header, ["key"])())
+    monkeypatch.setattr(shop.log, "find", lambda app_id, batch_id: record)
+    assert shop.standings(apply=True) == {"key": "person"}
+    assert bodies(shop.log) == []
+
+
+def test_who_cannot_tell_is_refused(shop: Shop) -> None:
+    with pytest.raises(ListenerError, match="SqlTransactionListener is expected"):
+        Reconciler(shop.log, CommitOncePrepared())
+    with pytest.raises(OptionError, match="--since"):
+        Reconciler(shop.log, shop.listener)
+    with pytest.raises(OptionError, match="cannot be read"):
+        Stream.read(str(shop.folder / "nothing"))
+    assert Stream.read(f"orders-app={shop.checkpoint}").app_id == "orders-app"
+
+
+# ---------------------------------------------------------------- the command
+def test_the_command_changes_nothing_without_apply_and_keeps_its_report(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop.back_up()
+    shop.send("key")
+    shop.lose()
+    monkeypatch.setattr(sys.modules[__name__], "listener_of_the_shop", shop.listener, raising=False)
+    named = ("reconcile", shop.log.path, "--listener", f"{__name__}:listener_of_the_shop")
+    given = (*named, "--checkpoint", shop.checkpoint)
+    versions = {t.name: t.refresh() for t in shop.log.tables()}
+    said, _ = txmq(*given, code=1)
+    assert "lost: half batch 'send.shop.key:0', attempt 1" in said
+    assert "--apply makes visible" in said
+    assert versions == {t.name: t.refresh() for t in shop.log.tables()}
+    (report,) = objects(*given, "--apply")
+    assert report["findings"][0]["done"] == "1 message became visible"
+    kept = json.loads(Path(report["report"]).read_text())
+    assert Path(report["report"]).parent == shop.folder
+    assert kept["findings"] == report["findings"]
+    (again,) = objects(*named, "--report", shop.folder / "report.json")
+    assert again["findings"] == []
+    assert json.loads((shop.folder / "report.json").read_text())["settled"] == 1
+    shop.require_agreement()
+
+
+def test_half_batches_of_other_logs_are_left_alone(shop: Shop) -> None:
+    other = CommitLog.create(shop.folder / "other")
+    other.create_topic("orders", 2)
+    mine, shop.log = shop.log, other
+    shop.send("elsewhere")
+    shop.log = mine
+    shop.back_up()
+    shop.lose()
+    assert shop.reconcile().executed == 0
+
+
+# ---------------------------------------------------------------- the drill
+@pytest.mark.parametrize("seed", range(first_seed(), first_seed() + how_many(3, 20)))
+def test_after_any_losses_rows_and_messages_agree(shop: Shop, seed: int) -> None:
+    drill(shop, random.Random(seed))
+
+
+def test_the_drill_notices_a_comparison_that_looks_at_half_ids_and_not_at_attempts(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def known(self: Reconciler, record: HalfRecord, attempt: ExecutedAttempt, apply: bool) -> Finding:
+        return reconcile_module._finding(Standing.SETTLED, attempt, "the log knows it")
+
+    monkeypatch.setattr(Reconciler, "_known", known)
+    with pytest.raises(AssertionError):
+        drill(shop, random.Random(first_seed()))
+
+
+def drill(shop: Shop, chance: random.Random, dies: bool | None = None) -> None:
+    """Send, back up, send on, lose the log, restore, reconcile, and start again."""
+    begun: list[str] = []
+    number = 0
+
+    def act() -> None:
+        nonlocal number
+        number += 1
+        name = f"n{number}"
+        names = [f"{name}.{i}" + (" refused" if chance.random() < 0.2 else "") for i in range(chance.randint(1, 3))]
+        kind = chance.choice(("send", "send", "begin", "executed", "stream", "stream", "check", "retry", "upkeep"))
+        if kind == "send":
+            shop.send(name, *names)
+        elif kind in ("begin", "executed"):
+            shop.begin(name, *names, executed=kind == "executed")
+            begun.append(name)
+        elif kind == "stream":
+            shop.run_stream(names)
+        elif kind == "check":
+            shop.check()
+        elif kind == "retry" and begun:
+            shop.send(chance.choice(begun))
+        elif kind == "upkeep":
+            let_leave(shop.log, audit_s=1e9)
+
+    for _ in range(chance.randint(2, 8)):
+        act()
+    shop.begin("planted")
+    shop.check()
+    shop.back_up()
+    shop.send("planted")
+    for _ in range(chance.randint(2, 8)):
+        act()
+    if dies or (dies is None and chance.random() < 0.7):
+        shop.run_stream(["the last"], dies=True)
+    shop.lose()
+    dry = shop.reconcile()
+    assert any(f.app_id == f"{SEND}planted" for f in dry.findings)
+    report = shop.reconcile(apply=True)
+    assert report.left == (), str(report)
+    assert [f.half_id for f in report.findings] == [f.half_id for f in dry.findings]
+    shop.restart_stream()
+    shop.check()
+    shop.require_agreement()
+    assert shop.reconcile(apply=True).findings == ()
+    shop.run_stream(["goes on"])
+    shop.require_agreement()
