@@ -104,6 +104,16 @@ class Decided:
         return self.placed
 
 
+@value
+class AnsweredCheck:
+    """A listener's answer that left rows of a half batch pending, which are under one attempt."""
+
+    record: HalfRecord
+    attempt: int
+    rows: RowSet
+    reason: str | None
+
+
 DecisionError = VerdictConflictError | StaleAttemptError
 """Why a decision does not count."""
 TOO_LATE = (VerdictConflictError, StaleAttemptError)
@@ -345,7 +355,16 @@ class Ledger(Follower):
         checks_min: int = 0,
     ) -> None:
         """Hide pending rows until somebody resumes or resolves them; those that have so many answered checks."""
-        self._change(Kind.QUARANTINE, record, attempt, rows, who, reason, checks_min)
+
+        def build() -> list[OpRow]:
+            state = self.state_of(record, refresh=False)
+            still = state.rows_in((RowState.PENDING,), attempt) & rows
+            if checks_min:
+                still = state.checked_at_least(still, checks_min)
+            op_rows = _rows_for(Kind.QUARANTINE, record, still, attempt, who, reason)
+            return self._with_places([record], op_rows)
+
+        self.append(build)
 
     def record_check(
         self,
@@ -355,29 +374,27 @@ class Ledger(Follower):
         reason: str | None,
         pause_s: float = 0.0,
     ) -> None:
-        """Count an answered check that left these rows pending, unless one was counted in the last seconds."""
-        self._change(Kind.CHECK, record, attempt, rows, Who.CHECK, reason, pause_s=pause_s)
+        """Count one answered check: see :meth:`record_checks`."""
+        self.record_checks([AnsweredCheck(record, attempt, RowSet(rows), reason)], pause_s)
 
-    def _change(
-        self,
-        kind: Kind,
-        record: HalfRecord,
-        attempt: int,
-        rows: Mapping[int, bytes],
-        who: Who,
-        reason: str | None,
-        checks_min: int = 0,
-        pause_s: float = 0.0,
-    ) -> None:
+    def record_checks(self, checks: Sequence[AnsweredCheck], pause_s: float = 0.0) -> None:
+        """Count answered checks that left rows pending, all in one commit. Of a half batch of which one was counted in
+        the last seconds none is, and none of one that has left."""
+
         def build() -> list[OpRow]:
-            state = self.state_of(record, refresh=False)
-            if state.checked_lately(self.machine.now(), pause_s):
-                return []
-            still = state.rows_in((RowState.PENDING,), attempt) & rows
-            if checks_min:
-                still = state.checked_at_least(still, checks_min)
-            op_rows = _rows_for(kind, record, still, attempt, who, reason)
-            return self._with_places([record], op_rows) if kind is Kind.QUARANTINE else op_rows
+            now = self.machine.now()
+            found: list[OpRow] = []
+            for check in checks:
+                try:
+                    state = self.state_of(check.record, refresh=False)
+                except HalfBatchLeftError:
+                    if len(checks) == 1:
+                        raise
+                    continue
+                if not state.checked_lately(now, pause_s):
+                    still = state.rows_in((RowState.PENDING,), check.attempt) & check.rows
+                    found += _rows_for(Kind.CHECK, check.record, still, check.attempt, Who.CHECK, check.reason)
+            return found
 
         self.append(build)
 

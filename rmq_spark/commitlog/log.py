@@ -333,10 +333,10 @@ class CommitLog(ProtocolSteps):
         attempt: int,
         rows: RowSet,
         arg: Any = None,
-        held: HalfRows | None = None,
+        held: HalfRows | pa.Table | None = None,
     ) -> HalfBatch:
         """The half batch as a listener sees it: these rows, which are under one attempt. ``held`` are all rows of it,
-        where the caller has them."""
+        or some columns of them, where the caller has them."""
         return half_batch_of(self, record, state, attempt, rows, arg, held)
 
     # ------------------------------------------------------------------ what is open
