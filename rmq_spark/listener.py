@@ -106,6 +106,15 @@ class TransactionListener(ABC):
         rollback is final, and nothing runs again.
         """
 
+    def check_local_transactions(self, batches: Sequence[HalfBatch]) -> Sequence[Verdicts | Exception]:
+        """Return for each half batch what :meth:`check_local_transaction` returns: those that a round of checks found.
+
+        A listener that can answer many with one question overrides it. The half batches are small, of one group, store
+        and commit log. An exception that is returned in the place of an answer stands for that half batch alone.
+        :meth:`check_local_transaction` is then asked about it, and about all of them when this method raises.
+        """
+        return [returned(self.check_local_transaction, batch) for batch in batches]
+
 
 class PerMessageListener(TransactionListener):
     """Makes a TransactionListener from a listener with RocketMQ's own signature, which answers message by message.
@@ -271,6 +280,17 @@ def require_listener(listener: object, where: str) -> TransactionListener:
             "event loop: make it a plain function"
         )
     return listener
+
+
+def answers_many(listener: TransactionListener) -> bool:
+    """Whether a listener has an answer of its own for many half batches: one that a subclass changes for one half batch
+    does not count."""
+    one, many = "check_local_transaction", "check_local_transactions"
+    if one in vars(listener):
+        return False
+    kinds = type(listener).__mro__
+    first = {name: next(at for at, kind in enumerate(kinds) if name in vars(kind)) for name in (one, many)}
+    return first[many] <= first[one]
 
 
 def is_coroutine(listener: TransactionListener) -> bool:

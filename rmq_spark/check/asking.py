@@ -4,7 +4,7 @@ takes its answer."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -55,6 +55,8 @@ class _Call:
     question: Question
     began: float
     verdicts: Future[VerdictArray]
+    together: object
+    """The same in all calls that are one call of a listener."""
 
 
 class Asker:
@@ -91,11 +93,11 @@ class Asker:
         ------
         NoAnswer
         """
-        asked = self._calls.pop(question.key, None) or self._begin(question, call, here, seconds_left)
+        asked = self._calls.pop(question.key, None)
+        if asked is None:
+            (asked,) = self._begin([question], lambda _: [call()], here, seconds_left)
         if not asked.verdicts.done():
-            self._calls[question.key] = asked
-            waited_s = self._machine.monotonic() - asked.began
-            raise NoAnswer(f"its listener has not answered for {waited_s:.1f} s; a later round uses its answer")
+            raise self._keep(asked)
         if (problem := asked.verdicts.exception()) is not None:
             half_id, said = question.key[0], traceback_of(problem)
             # A producer's own checks have nobody who reads their report.
@@ -107,29 +109,74 @@ class Asker:
             raise NoAnswer(f"its listener did not answer: {sentence_of(problem)}")
         return Answer(asked.question, asked.verdicts.result())
 
+    def ask_many(
+        self,
+        questions: Sequence[Question],
+        call: Callable[[Sequence[Question]], Sequence[VerdictArray | Exception]],
+        here: bool,
+        seconds_left: Callable[[], float],
+    ) -> list[Answer | NoAnswer | None]:
+        """The answer to each of several questions, which are one call of a listener; None where it gave none, so that
+        it is to be asked alone. See :meth:`ask`."""
+        new = [q for q in questions if q.key not in self._calls]
+        begun: dict[tuple[str, int], _Call] = {}
+        refused: NoAnswer | None = None
+        try:
+            begun = {c.question.key: c for c in self._begin(new, call, here, seconds_left)} if new else {}
+        except NoAnswer as reason:
+            refused = reason
+        calls = [self._calls.pop(q.key, None) or begun.get(q.key) for q in questions]
+        return [refused if asked is None else self._answered(asked) for asked in calls]
+
+    def _answered(self, asked: _Call) -> Answer | NoAnswer | None:
+        if not asked.verdicts.done():
+            return self._keep(asked)
+        return None if asked.verdicts.exception() is not None else Answer(asked.question, asked.verdicts.result())
+
+    def _keep(self, asked: _Call) -> NoAnswer:
+        """Keep a call that has not come back."""
+        self._calls[asked.question.key] = asked
+        waited_s = self._machine.monotonic() - asked.began
+        return NoAnswer(f"its listener has not answered for {waited_s:.1f} s; a later round uses its answer")
+
     def forget_all_but(self, half_ids: Collection[str]) -> None:
         """Drop answers about half batches that somebody else has settled."""
         self._told.intersection_update(half_ids)
         self._calls = {key: c for key, c in self._calls.items() if key[0] in half_ids or not c.verdicts.done()}
 
     def _begin(
-        self, question: Question, call: Callable[[], VerdictArray], here: bool, seconds_left: Callable[[], float]
-    ) -> _Call:
-        hung = sum(not c.verdicts.done() for c in self._calls.values())
+        self,
+        questions: Sequence[Question],
+        call: Callable[[Sequence[Question]], Sequence[VerdictArray | Exception]],
+        here: bool,
+        seconds_left: Callable[[], float],
+    ) -> list[_Call]:
+        hung = len({id(c.together) for c in self._calls.values() if not c.verdicts.done()})
         if hung >= HUNG_CALLS_MAX:
             raise NoAnswer(f"it was not asked about: {hung} calls of listeners have not come back; restart the checker")
-        asked = _Call(question, self._machine.monotonic(), Future())
+        together, began = object(), self._machine.monotonic()
+        asked = [_Call(question, began, Future(), together) for question in questions]
         if here or not self.in_threads:
-            _answer(asked.verdicts, call, Exception)  # an exit or an interrupt of the user ends this thread
+            _answer(asked, call, Exception)  # an exit or an interrupt of the user ends this thread
         else:  # such a thread has nobody else to tell
-            self._machine.start_thread(lambda: _answer(asked.verdicts, call, BaseException), "txmq-check", daemon=True)
-            while not asked.verdicts.done() and (left := seconds_left()) > 0:
-                wait([asked.verdicts], min(STOP_POLL_S, left))
+            self._machine.start_thread(lambda: _answer(asked, call, BaseException), "txmq-check", daemon=True)
+            last = asked[-1].verdicts
+            while not last.done() and (left := seconds_left()) > 0:
+                wait([last], min(STOP_POLL_S, left))
         return asked
 
 
-def _answer(verdicts: Future[VerdictArray], call: Callable[[], VerdictArray], caught: type[BaseException]) -> None:
+def _answer(
+    asked: Sequence[_Call],
+    call: Callable[[Sequence[Question]], Sequence[VerdictArray | Exception]],
+    caught: type[BaseException],
+) -> None:
     try:
-        verdicts.set_result(call())
+        found: Sequence[VerdictArray | BaseException] = call([one.question for one in asked])
     except caught as problem:
-        verdicts.set_exception(problem)
+        found = [problem] * len(asked)
+    for one, answer in zip(asked, found, strict=True):
+        if isinstance(answer, BaseException):
+            one.verdicts.set_exception(answer)
+        else:
+            one.verdicts.set_result(answer)

@@ -9,21 +9,23 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
 
+import pyarrow as pa
+
 from rmq_spark import observer
-from rmq_spark.check.asking import Asker, NoAnswer, Question
-from rmq_spark.check.deciding import Decisions
+from rmq_spark.check.asking import Answer, Asker, NoAnswer, Question
+from rmq_spark.check.deciding import TOGETHER_MAX, Decisions
 from rmq_spark.check.immunity import COLUMNS, due_rows
 from rmq_spark.check.policy import TransactionCheckListener, require_policy
 from rmq_spark.check.report import CHECKED, IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport, Tally
 from rmq_spark.commitlog.asked import Split, split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.ledger import TOO_LATE, Decision
+from rmq_spark.commitlog.ledger import TOO_LATE, AnsweredCheck, Decision
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
@@ -44,6 +46,8 @@ from rmq_spark.listener import (
     NO_LISTENER_FENCE,
     CommitOncePrepared,
     TransactionListener,
+    Verdicts,
+    answers_many,
     require_listener,
     require_same_fence,
     store_id_of,
@@ -59,6 +63,7 @@ from rmq_spark.transaction import (
     UNKNOWN,
     HalfBatch,
     LocalTransactionState,
+    Rollback,
     VerdictArray,
     kept_reason,
     normalize_verdicts,
@@ -202,11 +207,16 @@ class CheckService:
         round_ = _Round(report, decisions, self.round_timeout, stop, self.log.machine)
         half_ids = self._open_half_ids()
         self._not_reached = []
+        together: set[str] = set()
         for at, half_id in enumerate(half_ids):
             if stop.is_set() or (at > 0 and round_.seconds_left() <= 0):
-                self._not_reached = half_ids[at:]
+                self._not_reached = [h for h in half_ids[at:] if h not in together]
                 report.skip(LEFT_OVER, len(self._not_reached))
                 break
+            if at % TOGETHER_MAX == 0:
+                together = self._check_together(half_ids[at : at + TOGETHER_MAX], round_)
+            if half_id in together:
+                continue
             try:
                 self._check_half_batch(half_id, round_)
             except Exception as problem:  # unreadable, corrupt: the others must not wait for it
@@ -233,7 +243,44 @@ class CheckService:
         if listener is None and self.only_groups:
             self._foreign.add(half_id)
             return
-        state = self.log.state_of(record)
+        self._check_record(record, self.log.state_of(record), listener, round_, self._ask, None)
+
+    def _check_together(self, half_ids: Sequence[str], round_: _Round) -> set[str]:
+        """Check the small half batches among these whose listener answers many with one question; returns those that
+        are done with. All others are looked at alone, also those about which it gave no answer."""
+        if not any(answers_many(listener) for listener in self.listeners.values()):
+            return set()
+        asked: list[Question] = []
+        done: set[str] = set()
+
+        def keep(question: Question, *_: object) -> None:
+            asked.append(question)
+
+        try:
+            for record, state, rows in self.log.small_batches(half_ids):
+                listener = self._listener_of(record)
+                if listener is not None and answers_many(listener):
+                    with suppress(HalfBatchLeftError):  # settled by somebody else, long ago by now
+                        self._check_record(record, state, listener, round_, keep, rows)
+                    done.add(record.half_id)
+            for group in dict.fromkeys(question.record.header.producer_group for question in asked):
+                some = [question for question in asked if question.record.header.producer_group == group]
+                done -= self._ask_many(some, self.listeners[group], round_)
+        except Exception as problem:
+            logger.info("%d half batches are looked at one by one: %s", len(half_ids), failure(problem))
+            done -= {question.record.half_id for question in asked}
+        return done
+
+    def _check_record(
+        self,
+        record: HalfRecord,
+        state: BatchState,
+        listener: TransactionListener | None,
+        round_: _Round,
+        ask: Callable[[Question, TransactionListener, _Round], None],
+        held: pa.Table | None,
+    ) -> None:
+        half_id = record.half_id
         if state.settled:  # by somebody else, meanwhile
             return
         if state.in_conflict:
@@ -248,16 +295,23 @@ class CheckService:
         for attempt in state.attempts(RowState.PENDING):
             pending = state.rows_in((RowState.PENDING,), attempt)
             try:
-                self._check_attempt(self._question(record, state, attempt, pending), listener, round_)
+                self._check_attempt(self._question(record, state, attempt, pending, held), listener, round_, ask, held)
             except TOO_LATE as problem:
                 _came_too_late(record, attempt, problem, round_.report)
 
-    def _check_attempt(self, pending: Question, listener: TransactionListener | None, round_: _Round) -> None:
+    def _check_attempt(
+        self,
+        pending: Question,
+        listener: TransactionListener | None,
+        round_: _Round,
+        ask: Callable[[Question, TransactionListener, _Round], None],
+        held: pa.Table | None,
+    ) -> None:
         for todo, rows in self._due(pending, listener, round_.report):
-            question = self._question(pending.record, pending.state, pending.attempt, rows)
+            question = self._question(pending.record, pending.state, pending.attempt, rows, held)
             match todo:
                 case _Todo.ASK:
-                    self._ask(question, listener or self._without_fence, round_)
+                    ask(question, listener or self._without_fence, round_)
                 case _Todo.DISCARD:
                     self._discard(question, round_.report)
                 case _Todo.EXPIRE:
@@ -268,8 +322,10 @@ class CheckService:
             return self._without_fence
         return self.listeners.get(record.header.producer_group)
 
-    def _question(self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet) -> Question:
-        return Question(record, state, attempt, rows, self.log.half_batch(record, state, attempt, rows))
+    def _question(
+        self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, held: pa.Table | None
+    ) -> Question:
+        return Question(record, state, attempt, rows, self.log.half_batch(record, state, attempt, rows, held=held))
 
     # ------------------------------------------------------------------ what is due
     def _due(
@@ -342,18 +398,57 @@ class CheckService:
         except NoAnswer as reason:
             round_.report.problem(record.half_id, str(reason))
             return
+        # The next call of a listener may hang in this very thread. And each span is one of its own.
+        at_once = (here and not asks_nobody) or tracing() is not None
+        unknown = self._take(answer, listener, round_, at_once)
+        if unknown is not None:
+            self.log.record_checks([unknown], self._pause_s)
+        round_.decisions.make_if_old()
+
+    def _take(
+        self, answer: Answer, listener: TransactionListener, round_: _Round, at_once: bool
+    ) -> AnsweredCheck | None:
+        """Decide what an answer decides, and return the check to count for what stays UNKNOWN."""
         asked = answer.question
         split = split_by_verdict(self.log, asked.record, asked.rows, asked.batch, answer.verdicts)
         _tally(round_.report, asked.batch, split, answer.verdicts)
-        if split.unknown:
-            why = _why(listener, asked.batch)
-            self.log.record_check(asked.record, asked.attempt, split.unknown, why, self._pause_s)
         if split.decides:
-            decision = split.decision(asked.record, asked.attempt, Who.CHECK)
-            # The next call of a listener may hang in this very thread. And each span is one of its own.
-            at_once = (here and not asks_nobody) or tracing() is not None
-            round_.decisions.add(decision, asked.batch, at_once)
-        round_.decisions.make_if_old()
+            round_.decisions.add(split.decision(asked.record, asked.attempt, Who.CHECK), asked.batch, at_once)
+        if not split.unknown:
+            return None
+        return AnsweredCheck(asked.record, asked.attempt, split.unknown, _why(listener, asked.batch))
+
+    def _ask_many(self, questions: Sequence[Question], listener: TransactionListener, round_: _Round) -> set[str]:
+        """Ask about several half batches at once, make the verdicts final, and count the checks of what stays UNKNOWN.
+        Returns those about which the listener is to be asked alone."""
+
+        def call(new: Sequence[Question]) -> list[VerdictArray | Exception]:
+            store_id = store_id_of(listener)
+            mine = [q for q in new if q.record.header.fence_id == store_id]
+            said = listener.check_local_transactions([q.batch for q in mine]) if mine else []
+            found = {q.key: _normalized(answer, q.batch) for answer, q in zip(said, mine, strict=True)}
+            return [found.get(q.key, _OF_ANOTHER_STORE) for q in new]
+
+        def seconds_left() -> float:
+            round_.decisions.make_if_old()  # a listener that hangs holds up nothing that was decided before
+            return round_.seconds_left()
+
+        here = listener.requires_spark or not self._asker.in_threads
+        answers = self._asker.ask_many(questions, call, here, seconds_left)
+        alone: set[str] = set()
+        unknown: list[AnsweredCheck] = []
+        for question, answer in zip(questions, answers, strict=True):
+            if answer is None:
+                alone.add(question.record.half_id)
+            elif isinstance(answer, NoAnswer):
+                round_.report.problem(question.record.half_id, str(answer))
+            else:
+                check = self._take(answer, listener, round_, tracing() is not None)
+                unknown += [check] if check is not None else []
+        round_.decisions.make()
+        if unknown:
+            self.log.record_checks(unknown, self._pause_s)
+        return alone
 
     def _discard(self, question: Question, report: CheckReport) -> None:
         """Leave what was checked too often to the discard policy."""
@@ -432,6 +527,16 @@ class CheckService:
                 report.problem(half_id, _IN_CONFLICT)
 
 
+def _normalized(said: Verdicts | Exception, batch: HalfBatch) -> VerdictArray | Exception:
+    """A listener's answer about one of several half batches; what is wrong with it concerns that one alone."""
+    try:
+        if isinstance(said, Exception) and not isinstance(said, Rollback):
+            return said
+        return normalize_verdicts(said, batch)
+    except Exception as problem:
+        return problem
+
+
 def _not_decided(decision: Decision, problem: Exception, report: CheckReport) -> None:
     if isinstance(problem, TOO_LATE):
         _came_too_late(decision.record, decision.attempt, problem, report)
@@ -459,6 +564,8 @@ def _why(listener: TransactionListener, batch: HalfBatch) -> str:
     why = kept_reason(batch.reason)
     return said if why is None else f"{said}: {why}"
 
+
+_OF_ANOTHER_STORE = NoAnswer("it is of another store than the listener: asked alone, that is reported")
 
 _IN_CONFLICT = (
     "two of its verdicts contradict each other, and it waits for a person: find out which is true, then "

@@ -45,10 +45,10 @@ def half_batch_of(
     attempt: int,
     rows: RowSet,
     arg: Any = None,
-    held: HalfRows | None = None,
+    held: HalfRows | pa.Table | None = None,
 ) -> HalfBatch:
-    """The half batch as a listener sees it: these rows, which are under one attempt. ``held`` are all rows of it, where
-    the caller has them."""
+    """The half batch as a listener sees it: these rows, which are under one attempt. ``held`` are all rows of it in
+    send order, or some columns of them, where the caller has them."""
     return HalfBatch(
         half_id=record.half_id,
         app_id=record.header.app_id,
@@ -153,12 +153,17 @@ def _by_reason(rollback: RowSet, why: pa.Array | pa.ChunkedArray, distinct: Sequ
 class _LogRows:
     """The rows of one half batch for a listener."""
 
-    def __init__(self, log: ProtocolSteps, record: HalfRecord, rows: RowSet, held: HalfRows | None) -> None:
+    def __init__(self, log: ProtocolSteps, record: HalfRecord, rows: RowSet, held: HalfRows | pa.Table | None) -> None:
         self._log, self._record, self._rows, self._held = log, record, rows, held
 
     def read(self, columns: Sequence[str]) -> pa.Table:
-        if self._held is not None:
-            return self._held.table.select(list(columns))
+        table = self._held.table if isinstance(self._held, HalfRows) else self._held
+        if table is not None and set(columns).issubset(table.column_names):
+            held = table.select(list(columns))
+            if self._rows.count == self._record.rows:
+                return held
+            chosen = [self._rows.get(n) or bytes(file.rows) for n, file in self._record.files.items()]
+            return held.filter(booleans_of(b"".join(chosen)))
         return self._log.half.read(self._record, self._rows, columns)
 
     def to_spark(self, spark: SparkSession) -> DataFrame:

@@ -26,7 +26,7 @@ OLD_LISTINGS_MAX = 50
 OLD_LISTING_S = 0.05
 DECIDING = frozenset(kind.value for kind in (*SETTLING, Kind.REOPEN))
 """Kinds of op rows that say how a half batch stands; a lease or a counted check does not."""
-OLDER_KEPT = 100
+OLDER_KEPT = 512
 """Half batches of which the op rows before the kept ones are kept in memory until the next mark."""
 OPEN_ROWS_KEPT = 1_000_000
 """Rows of open half batches whose states are kept in memory, at four bytes each."""
@@ -52,8 +52,8 @@ class Follower:
         self._open_rows = 0  # their rows; those of what was let go count on until the next count
         # Half batches with no op rows before the kept ones, oldest first; True while op has said nothing of them.
         self._known_whole: dict[str, bool] = {}
-        # A version, and the op rows before it of half batches that were asked for; they do not change.
-        self._older_rows: tuple[int, dict[str, pa.Table]] = (0, {})
+        # A mark's version, and the op rows before the kept ones of half batches that were asked for since.
+        self._older_rows: tuple[int, dict[str, pa.Table]] = (-1, {})
         self._awaited: str | None = None  # the commit id that is being written
         self._written: dict[str, pa.Table] = {}  # the rows of its files, by their paths: they need not be read again
         self._arrived = False  # it was among the rows that were followed
@@ -116,7 +116,7 @@ class Follower:
         """Read what op says from the table, whatever was kept: nobody looks again at what a mark passes."""
         version = self.table.refresh()
         self._open.clear()
-        self._older_rows = (0, {})
+        self._older_rows = (-1, {})
         self._known_whole = dict.fromkeys(self._known_whole, False)
         start = self._start()
         self.followed = start.after(self._read_between(start.version + 1, version), version)
@@ -212,7 +212,7 @@ class Follower:
         followed = self.followed
         kept = _of_batch(followed.rows, half_id)
         if half_id in followed.below:
-            return pa.concat_tables([self._rows_below(half_id), kept])
+            return pa.concat_tables([self._older_of(half_id), kept])
         settled = record.prepared_ms <= followed.low_water and half_id not in followed.waiting
         if not settled and half_id in self._known_whole:
             return kept
@@ -226,28 +226,56 @@ class Follower:
     def _older_of(self, half_id: str) -> pa.Table:
         """The op rows of one half batch before the kept ones. A commit that loses a race asks again, and a scan each
         time would let it lose the next one, too."""
-        since, known = self._older_rows
-        if since != self.followed.since or len(known) >= OLDER_KEPT:
-            known = {}
-            self._older_rows = (self.followed.since, known)
+        known = self._older_kept()
         if half_id not in known:
-            known[half_id] = self.older([half_id])
+            known.update(self._read_older([half_id]))
         return known[half_id]
 
-    def _rows_below(self, half_id: str) -> pa.Table:
-        """The op rows before the kept ones of a half batch that the mark names, in version order."""
-        versions = self.followed.below[half_id].versions
-        if not versions:
-            return NO_OPS
+    def _older_kept(self, more: int = 1) -> dict[str, pa.Table]:
+        """What is kept for :meth:`_older_of`, with room for more."""
+        marked_at, known = self._older_rows
+        if marked_at != self.followed.marked_at or len(known) + more > OLDER_KEPT:
+            known = {}
+            self._older_rows = (self.followed.marked_at, known)
+        return known
+
+    def read_older(self, half_ids: Collection[str]) -> None:
+        """Read at once what :meth:`state_of` would read of each of some half batches: their op rows before the kept
+        ones."""
+        with self.table.lock:
+            below = self.followed.below
+            wanted = [h for h in half_ids if h in below or h not in self._known_whole]
+            if len(wanted) <= OLDER_KEPT:
+                known = self._older_kept(len(wanted))
+                known.update(self._read_older([h for h in wanted if h not in known]))
+
+    def _read_older(self, half_ids: Sequence[str]) -> dict[str, pa.Table]:
+        """The op rows before the kept ones, in version order. Of a half batch that the mark names, those count that it
+        names."""
+        below = self.followed.below
+        versions = sorted({v for h in half_ids if h in below for v in below[h].versions})
+        others = [h for h in half_ids if h not in below]
+        rows = self.older(others) if others else NO_OPS
+        if versions:
+            named = [h for h in half_ids if h in below]
+            where = pc.field("half_id").isin(named) & pc.field("version").isin(versions)
+            rows = pa.concat_tables([rows, self.table.read(self._paths_with(versions), None, where).sort_by("version")])
+        places: dict[str, list[int]] = {}
+        ids, at = rows["half_id"].to_pylist(), rows["version"].to_pylist()
+        for place, (half_id, version) in enumerate(zip(ids, at, strict=True)):
+            if half_id not in below or version in below[half_id].versions:
+                places.setdefault(half_id, []).append(place)
+        return {h: rows.take(places[h]) if h in places else NO_OPS for h in half_ids}
+
+    def _paths_with(self, versions: Sequence[int]) -> list[str]:
+        """The files that may have rows of some versions, which ascend."""
         actions = self.table.actions()
         firsts, lasts = actions["min.version"].to_pylist(), actions["max.version"].to_pylist()
-        paths = [
+        return [
             path
             for path, first, last in zip(actions["path"].to_pylist(), firsts, lasts, strict=True)
             if first is None or last is None or bisect_left(versions, first) < bisect_right(versions, last)
         ]
-        where = (pc.field("half_id") == half_id) & pc.field("version").isin(versions)
-        return self.table.read(paths, None, where).sort_by("version")
 
     def expect(self, half_ids: Sequence[str]) -> None:
         """Tell of half batches that are about to be prepared. ``op`` has never said anything of them."""

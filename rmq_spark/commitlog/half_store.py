@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -162,6 +162,8 @@ each half batch that has left."""
 
 
 FOUND_COLUMNS = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "deliver_at", "store_timestamp"]
+SMALL_COLUMNS = [*FOUND_COLUMNS, "transaction_key", "properties"]
+"""What a check looks at before it asks a listener."""
 SHARED_ROWS_KEPT = 65_536
 """Of one file with several half batches, so many rows are kept in memory, without their payload."""
 
@@ -426,11 +428,15 @@ class HalfStore:
         return found if all(has) else found.filter(pa.array(has, pa.bool_()))
 
     def _find(self, half_id: str) -> HalfRecord | None:
+        found = self._candidates(half_id).to_pylist()
+        return self._found(half_id, [(action, self._rows_in(action["path"], half_id)) for action in found])
+
+    def _found(self, half_id: str, parts: Sequence[tuple[Mapping[str, Any], pa.Table]]) -> HalfRecord | None:
+        """The record of a half batch: files of the table, each with its rows in it."""
         files: dict[int, StoredFile] = {}
         header: HalfHeader | None = None
         prepared_ms = sent_ms = staged_ms = 0
-        for action in self._candidates(half_id).to_pylist():
-            rows = self._rows_in(action["path"], half_id)
+        for action, rows in parts:
             if action["min.half_id"] == half_id == action["max.half_id"]:
                 require_count(rows.num_rows, action["num_records"], action["path"], "half")
             if rows.num_rows == 0:
@@ -454,6 +460,47 @@ class HalfStore:
         if header is None:
             return None
         return HalfRecord(header, prepared_ms, dict(sorted(files.items())), sent_ms, staged_ms)
+
+    def find_small(self, half_ids: Collection[str], rows_max: int) -> dict[str, tuple[HalfRecord, pa.Table]]:
+        """Those of these half batches that have few rows, each with its rows in send order: the columns
+        :data:`SMALL_COLUMNS`. All files are read together; any that is damaged raises CorruptLogError."""
+        self.table.refresh()
+        actions = self.table.actions()
+        one, low = _of_one(actions)
+        ids = pa.array(sorted(half_ids), pa.string())
+        alone = actions.filter(pc.and_(one, pc.is_in(low, value_set=ids))).to_pylist()
+        large = {a["min.half_id"] for a in alone if a["num_records"] is None or a["num_records"] > rows_max}
+        alone = [a for a in alone if a["min.half_id"] not in large]
+        parts: dict[str, list[tuple[Mapping[str, Any], pa.Table]]] = {}
+        rows = self.table.read([a["path"] for a in alone], SMALL_COLUMNS)
+        at = 0
+        for action in alone:
+            part = rows.slice(at, action["num_records"])
+            at += action["num_records"]
+            parts.setdefault(action["min.half_id"], []).append((action, part))
+        for action in actions.filter(pc.invert(one)).to_pylist():
+            inside = self._shared.of(action["path"])
+            mine = inside["half_id"].filter(pc.is_in(inside["half_id"], value_set=ids)).to_pylist()
+            if not mine:
+                continue
+            if not self._shared.is_small(action["path"], SHARED_ROWS_KEPT):
+                large.update(mine)
+                continue
+            every = self.table.read([action["path"]], SMALL_COLUMNS)
+            places: dict[str, list[int]] = {}
+            for place, half_id in enumerate(every["half_id"].to_pylist()):
+                places.setdefault(half_id, []).append(place)
+            for half_id in mine:
+                parts.setdefault(half_id, []).append((action, every.take(places[half_id])))
+        found: dict[str, tuple[HalfRecord, pa.Table]] = {}
+        for half_id in half_ids:
+            its_rows = pa.concat_tables([part for _, part in parts.get(half_id, ())] or [rows.slice(0, 0)])
+            if half_id not in large and 0 < its_rows.num_rows <= rows_max:
+                record = self._found(half_id, parts[half_id])
+                if record is not None:
+                    in_order = [("file_no", "ascending"), ("row_no", "ascending")]
+                    found[half_id] = record, its_rows.sort_by(in_order) if its_rows.num_rows > 1 else its_rows
+        return found
 
     def _rows_in(self, path: str, half_id: str) -> pa.Table:
         """The rows of a half batch in a file, without their payload."""

@@ -20,6 +20,8 @@ from rmq_spark.transaction import BATCH, KEY
 KEYED_ROWS_MAX = 1_000_000
 """Rows of half batches whose keys are kept in memory, at about 75 bytes each."""
 NO_KEYS = pa.array([], pa.string())
+NO_KEYED_ROWS = pa.table({"key": NO_KEYS})
+"""Of a half batch that sends to no FIFO topic."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class KeyIndex:
         self._half = half
         self._topics = topics
         self._keyed: OrderedDict[str, _Keyed] = OrderedDict()
+        self._kept = 0  # their rows, and one more for each
 
     def fifo_of(self, *records: HalfRecord) -> frozenset[str]:
         """The FIFO topics to which half batches send."""
@@ -99,7 +102,7 @@ class KeyIndex:
     def _open(self, batch: Open) -> _Keyed:
         known = self._of(batch.record)
         if known.of is not batch:
-            open_rows = _open_rows(known.rows, batch)
+            open_rows = _open_rows(known.rows, batch) if known.rows.num_rows else known.rows
             known = _Keyed(known.rows, batch, open_rows, _distinct([open_rows["key"]]))
             self._keyed[batch.record.half_id] = known
         return known
@@ -108,16 +111,19 @@ class KeyIndex:
         known = self._keyed.get(record.half_id)
         if known is None:
             known = self._keyed[record.half_id] = _Keyed(self._rows(record))
-            left = sum(k.rows.num_rows for k in self._keyed.values())
-            while left > KEYED_ROWS_MAX and len(self._keyed) > 1:
-                left -= self._keyed.popitem(last=False)[1].rows.num_rows
+            self._kept += 1 + known.rows.num_rows
+            while self._kept > KEYED_ROWS_MAX and len(self._keyed) > 1:
+                self._kept -= 1 + self._keyed.popitem(last=False)[1].rows.num_rows
         return known
 
     def _rows(self, record: HalfRecord) -> pa.Table:
+        in_order = self.fifo_of(record)
+        if not in_order:
+            return NO_KEYED_ROWS
         every = record.all_rows
         columns = ["file_no", "row_no", "topic", "queue_id", "sharding_key", "transaction_key"]
         rows = self._half.read(record, every, columns)
-        fifo = pc.is_in(rows["topic"], value_set=pa.array(sorted(self.fifo_of(record)), pa.string()))
+        fifo = pc.is_in(rows["topic"], value_set=pa.array(sorted(in_order), pa.string()))
         key = pc.binary_join_element_wise(
             rows["topic"], pc.cast(rows["queue_id"], pa.string()), rows["sharding_key"], " "
         )

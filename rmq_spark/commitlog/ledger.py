@@ -6,7 +6,7 @@ decided once, no verdict counts for a past attempt, and offsets have no gaps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from datetime import datetime, timedelta, timezone
 
@@ -102,6 +102,16 @@ class Decided:
         if self.problem is not None:
             raise self.problem
         return self.placed
+
+
+@value
+class AnsweredCheck:
+    """A listener's answer that left rows of a half batch pending, which are under one attempt."""
+
+    record: HalfRecord
+    attempt: int
+    rows: RowSet
+    reason: str | None
 
 
 DecisionError = VerdictConflictError | StaleAttemptError
@@ -263,7 +273,8 @@ class Ledger(Follower):
         states = {o.record.half_id: o.state for o in opened}
         for row in rows:
             states[row.half_id or ""].fold(replace(row, op_time=self._op_time))
-        pieces = self._placer.placeable([*self._others(opened, now), *opened], now)
+        only_commits = all(row.kind is Kind.COMMIT for row in rows)
+        pieces = self._placer.placeable(self._to_place(opened, now, only_commits), now)
         commits = [(r.half_id, r.file_no, r.ranges, r.attempt) for r in rows if r.kind is Kind.COMMIT]
         if [(p.record.half_id, p.file_no, p.ranges, p.attempt) for p in pieces] == commits:  # nobody waits: a row each
             return _with_offsets(rows, self.tails)
@@ -276,24 +287,38 @@ class Ledger(Follower):
             return []
         with self.table.lock:
             mine = self.open_batch(record.half_id)
-            units = in_send_order([mine, *self._others([mine], EPOCH)])
+            units = in_send_order(self._to_place([mine], EPOCH))
         sent = list(dict.fromkeys(batch.record.half_id for batch, _ in units))
         before = sent[: sent.index(record.half_id)]
         return [h for h in before if self.open_batch(h).state.count(RowState.PENDING)]
 
-    def _others(self, opened: Sequence[Open], now: datetime) -> list[Open]:
-        """Other half batches whose messages may be due, or may wait for those of ``opened``."""
+    def _to_place(self, opened: Sequence[Open], now: datetime, only_commits: bool = False) -> list[Open]:
+        """These half batches, and others whose messages may be due, or may wait for those of ``opened``.
+
+        Parameters
+        ----------
+        only_commits : bool
+            Nothing of ``opened`` is rolled back now. When all that it commits has to wait for pending messages, then
+            nothing that waited before waits for less, and it is not looked at: a key with thousands of messages that
+            wait costs each further one no more than the first.
+        """
         mine = {o.record.half_id for o in opened}
         due_ids = {h for h, counts in self.waiting.items() if any(d is not None and d <= now for d in counts)} - mine
         due = self._those_there(due_ids)
         keyed = [o for o in [*opened, *due] if self._placer.keys.fifo_of(o.record)]
         if not keyed:
-            return due
+            return [*due, *opened]
         prepared = self.prepared()
-        ids = {h for h, counts in self.waiting.items() if None in counts}
-        ids.update(self.open_of(prepared), self.reopened(prepared))
-        others = self._those_there(ids - mine - due_ids)
-        return due + self._placer.keys.related(keyed, [o for o in others if self._placer.keys.fifo_of(o.record)])
+        pending_ids = {*self.open_of(prepared), *self.reopened(prepared)} - mine - due_ids
+        waiting_ids = {h for h, counts in self.waiting.items() if None in counts} - mine - due_ids - pending_ids
+        pending, waiting = self._those_there(pending_ids), self._those_there(waiting_ids)
+        related = self._placer.keys.related
+        if only_commits and waiting:
+            few = {o.record.half_id: o for o in related(keyed, pending) + _later([*pending, *waiting], keyed)}
+            if self._placer.all_wait(keyed, list(few.values())):
+                stay = {o.record.half_id for o in keyed}
+                return [o for o in [*due, *opened] if o.record.half_id not in stay]
+        return [*due, *related(keyed, [*pending, *waiting]), *opened]
 
     def _those_there(self, half_ids: Collection[str]) -> list[Open]:
         """These half batches, without those that have left. ``op`` tells of that at a version that this handle has not
@@ -314,7 +339,7 @@ class Ledger(Follower):
             now = self.machine.now()
             if not any(due is not None and due <= now for counts in self.waiting.values() for due in counts):
                 return []
-            pieces = self._placer.placeable(self._others([], now), now)
+            pieces = self._placer.placeable(self._to_place([], now), now)
             return _with_offsets([_place_row(piece) for piece in pieces], self.tails)
 
         return _placed(self.append(build))
@@ -330,7 +355,16 @@ class Ledger(Follower):
         checks_min: int = 0,
     ) -> None:
         """Hide pending rows until somebody resumes or resolves them; those that have so many answered checks."""
-        self._change(Kind.QUARANTINE, record, attempt, rows, who, reason, checks_min)
+
+        def build() -> list[OpRow]:
+            state = self.state_of(record, refresh=False)
+            still = state.rows_in((RowState.PENDING,), attempt) & rows
+            if checks_min:
+                still = state.checked_at_least(still, checks_min)
+            op_rows = _rows_for(Kind.QUARANTINE, record, still, attempt, who, reason)
+            return self._with_places([record], op_rows)
+
+        self.append(build)
 
     def record_check(
         self,
@@ -340,29 +374,27 @@ class Ledger(Follower):
         reason: str | None,
         pause_s: float = 0.0,
     ) -> None:
-        """Count an answered check that left these rows pending, unless one was counted in the last seconds."""
-        self._change(Kind.CHECK, record, attempt, rows, Who.CHECK, reason, pause_s=pause_s)
+        """Count one answered check: see :meth:`record_checks`."""
+        self.record_checks([AnsweredCheck(record, attempt, RowSet(rows), reason)], pause_s)
 
-    def _change(
-        self,
-        kind: Kind,
-        record: HalfRecord,
-        attempt: int,
-        rows: Mapping[int, bytes],
-        who: Who,
-        reason: str | None,
-        checks_min: int = 0,
-        pause_s: float = 0.0,
-    ) -> None:
+    def record_checks(self, checks: Sequence[AnsweredCheck], pause_s: float = 0.0) -> None:
+        """Count answered checks that left rows pending, all in one commit. Of a half batch of which one was counted in
+        the last seconds none is, and none of one that has left."""
+
         def build() -> list[OpRow]:
-            state = self.state_of(record, refresh=False)
-            if state.checked_lately(self.machine.now(), pause_s):
-                return []
-            still = state.rows_in((RowState.PENDING,), attempt) & rows
-            if checks_min:
-                still = state.checked_at_least(still, checks_min)
-            op_rows = _rows_for(kind, record, still, attempt, who, reason)
-            return self._with_places([record], op_rows) if kind is Kind.QUARANTINE else op_rows
+            now = self.machine.now()
+            found: list[OpRow] = []
+            for check in checks:
+                try:
+                    state = self.state_of(check.record, refresh=False)
+                except HalfBatchLeftError:
+                    if len(checks) == 1:
+                        raise
+                    continue
+                if not state.checked_lately(now, pause_s):
+                    still = state.rows_in((RowState.PENDING,), check.attempt) & check.rows
+                    found += _rows_for(Kind.CHECK, check.record, still, check.attempt, Who.CHECK, check.reason)
+            return found
 
         self.append(build)
 
@@ -514,6 +546,16 @@ class Ledger(Follower):
                 self._awaited = None
                 self._written = {}
         return rows
+
+
+def _later(batches: Iterable[Open], than: Sequence[Open]) -> list[Open]:
+    """Those with a later number than one of the same application. They tell in which order those were sent when
+    somebody's OPTIMIZE has given rows a new time."""
+    lowest: dict[str, int] = {}
+    for header in (o.record.header for o in than):
+        lowest[header.app_id] = min(header.batch_id, lowest.get(header.app_id, header.batch_id))
+    headers = ((o, o.record.header) for o in batches)
+    return [o for o, header in headers if header.batch_id > lowest.get(header.app_id, header.batch_id)]
 
 
 def _with_offsets(rows: list[OpRow], tails: Tails) -> list[OpRow]:

@@ -199,11 +199,23 @@ class CommitLog(ProtocolSteps):
         exist_ok: bool = False,
         retention: str | None = None,
     ) -> None:
-        """Add a topic.
+        """Add a topic: :meth:`create_topics` with one name says what the arguments are, and what is raised."""
+        self.create_topics([name], queues, fifo, exist_ok, retention)
+
+    @named
+    def create_topics(
+        self,
+        names: Collection[str],
+        queues: int | None = None,
+        fifo: bool = False,
+        exist_ok: bool = False,
+        retention: str | None = None,
+    ) -> None:
+        """Add topics of one kind, all in one commit. When one is refused, none is added.
 
         Parameters
         ----------
-        name : str
+        names : collection of str
         queues : int, optional
             1 to 1024; the commit log's default when not given. The number never changes.
         fifo : bool
@@ -222,10 +234,14 @@ class CommitLog(ProtocolSteps):
         TopicExistsError
             When it is there already, unless ``exist_ok`` and of the same kind.
         OptionError
-            When the retention is no duration, or too short.
+            When the retention is no duration, or too short, or ``names`` is one text.
         """
-        require_topic_name(name)
-        self.topic_store.create(name, queues, flag(fifo, "fifo"), flag(exist_ok, "exist_ok"), _retention_s(retention))
+        if isinstance(names, str):
+            raise OptionError(f"names={names!r} is one text: a list of topic names is expected, such as [{names!r}]")
+        wanted = list(names)
+        for name in wanted:
+            require_topic_name(name)
+        self.topic_store.create(wanted, queues, flag(fifo, "fifo"), flag(exist_ok, "exist_ok"), _retention_s(retention))
 
     @named
     def set_retention(self, name: str, retention: str | None) -> None:
@@ -252,7 +268,7 @@ class CommitLog(ProtocolSteps):
     def create_own_topic(self, name: str) -> None:
         """Add a topic of retries or dead letters, with one queue as in RocketMQ; one that is there is left as it is."""
         require_topic_name(name, own=True)
-        self.topic_store.create(name, 1, fifo=False, exist_ok=True)
+        self.topic_store.create([name], 1, fifo=False, exist_ok=True)
 
     def topics(self) -> dict[str, int]:
         """Topics and their number of queues."""
@@ -318,10 +334,10 @@ class CommitLog(ProtocolSteps):
         attempt: int,
         rows: RowSet,
         arg: Any = None,
-        held: HalfRows | None = None,
+        held: HalfRows | pa.Table | None = None,
     ) -> HalfBatch:
         """The half batch as a listener sees it: these rows, which are under one attempt. ``held`` are all rows of it,
-        where the caller has them."""
+        or some columns of them, where the caller has them."""
         return half_batch_of(self, record, state, attempt, rows, arg, held)
 
     # ------------------------------------------------------------------ what is open

@@ -80,7 +80,7 @@ def compact_op(table: Table) -> int:
         merged = table.write(_in_version_order(table.read(small)), "op", STATS_COLUMNS)
         return Change(add=[merged], remove=small, data_change=False)
 
-    return _compact(table, _to_merge, merge)
+    return compact(table, _to_merge, merge)
 
 
 def compact_messages(table: Table, retentions: Mapping[str, float] | None = None) -> int:
@@ -102,7 +102,7 @@ def compact_messages(table: Table, retentions: Mapping[str, float] | None = None
         return Change(add=[write_messages(table, rows)], remove=small, data_change=False, removed_earlier_s=earlier_s)
 
     merged = 0
-    while done := _compact(table, _messages_to_merge, merge):
+    while done := compact(table, _messages_to_merge, merge):
         merged += done
     return merged
 
@@ -151,7 +151,7 @@ def removed_earlier_s(table: Table, useful_s: float | None) -> float:
     return 0.0 if useful_s is None else max(0.0, kept_s(table) - max(REPLACED_FILES_S, useful_s))
 
 
-def _compact(table: Table, choose: Callable[[Table], list[str]], merge: Callable[[list[str]], Change]) -> int:
+def compact(table: Table, choose: Callable[[Table], list[str]], merge: Callable[[list[str]], Change]) -> int:
     """Replace the files that are chosen by one; returns how many they were."""
     made: Change | None = None
 

@@ -138,6 +138,8 @@ class Marker:
         """What a mark says of a half batch, of which these op rows are kept that stand before a version."""
         before = self._follower.followed
         known = before.below.get(half_id)
+        if known is not None and not rows.num_rows:
+            return known
         place = known or prepared.get(half_id)
         older: Sequence[int]
         if known is not None:

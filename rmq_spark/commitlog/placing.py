@@ -79,7 +79,7 @@ class Placer:
     # ------------------------------------------------------------------ what may be placed
     def placeable(self, batches: Sequence[Open], now: datetime) -> list[Piece]:
         """Committed rows that need not wait any longer: the due ones by their time, all others in send order."""
-        blocked = self._blocked([b for b in batches if self.keys.fifo_of(b.record)])
+        blocked = self._blocked(batches)
         pieces: list[Piece] = []
         for batch, sent in in_send_order(batches):
             decided = batch.state.rows_in((RowState.DECIDED,))
@@ -88,13 +88,18 @@ class Placer:
                 pieces += _pieces(batch, file_no, bits, now)
         return sorted(pieces, key=lambda piece: piece.due or EPOCH)
 
+    def all_wait(self, batches: Sequence[Open], others: Sequence[Open]) -> bool:
+        """Whether these others alone hold up all that is committed, and not placed, of half batches."""
+        blocked = self._blocked([*batches, *others])
+        return not any(b.state.rows_in((RowState.DECIDED,)) - blocked.get(b.record.half_id, NO_ROWS) for b in batches)
+
     def _blocked(self, batches: Sequence[Open]) -> dict[str, RowSet]:
         """Committed rows that wait for a message sent before them, by half id.
 
         The largest set of transactions is placed that waits for nobody outside itself: two that wait for each other
         alone go together.
         """
-        units = enumerate(in_send_order(batches))
+        units = enumerate(in_send_order(b for b in batches if self.keys.fifo_of(b.record)))
         open_rows = [_ranked(self.keys.open_rows(batch), batch, sent, rank) for rank, (batch, sent) in units]
         if not any(rows["pending"].num_chunks and pc.any(rows["pending"]).as_py() for rows in open_rows):
             return {}

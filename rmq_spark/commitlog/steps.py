@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 
@@ -17,7 +17,7 @@ from rmq_spark.commitlog.follow import Tails
 from rmq_spark.commitlog.group_store import GroupStore
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, PrepareError, Staged
-from rmq_spark.commitlog.ledger import Decided, Decision, Ledger, Placed, RolledBack
+from rmq_spark.commitlog.ledger import AnsweredCheck, Decided, Decision, Ledger, Placed, RolledBack
 from rmq_spark.commitlog.looking import looks_again
 from rmq_spark.commitlog.messages import wait_until_drained
 from rmq_spark.commitlog.op import BatchState, RowState, Who
@@ -26,12 +26,15 @@ from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.commitlog.walk import walk_placements
 from rmq_spark.config import QUEUES_DEFAULT
-from rmq_spark.errors import HalfBatchNotFoundError, LostFileError
+from rmq_spark.errors import HalfBatchNotFoundError, LostFileError, TxmqError
 from rmq_spark.redaction import redacted
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import RowRange
 from rmq_spark.storage.location import place_of
 from rmq_spark.storage.table import Table
+
+SMALL_ROWS_MAX = 1_000
+"""Half batches of so many rows are read together with others."""
 
 
 class ProtocolSteps(ABC):
@@ -219,6 +222,20 @@ class ProtocolSteps(ABC):
         """What the newest op markers say of a half batch; without a refresh, those that were read last."""
         return self.ledger.state_of(record, refresh)
 
+    @looks_again
+    def small_batches(self, half_ids: Collection[str]) -> list[tuple[HalfRecord, BatchState, pa.Table]]:
+        """Those of these half batches that are small, with their newest states and all their rows (the columns
+        ``SMALL_COLUMNS``). They are read together; one that cannot be read, or has left, is not among them."""
+        found: list[tuple[HalfRecord, BatchState, pa.Table]] = []
+        with self.lock:
+            small = self.half.find_small(half_ids, SMALL_ROWS_MAX)
+            self.ledger.refresh()
+            self.ledger.read_older(small)
+            for record, rows in small.values():
+                with suppress(TxmqError):  # it is looked at alone, and reported
+                    found.append((record, self.ledger.state_of(record, refresh=False), rows))
+        return found
+
     def is_untouched(self, record: HalfRecord) -> bool:
         """Whether ``op``, as it was last read, has said nothing of a half batch that this process has prepared."""
         return self.ledger.is_untouched(record)
@@ -272,6 +289,10 @@ class ProtocolSteps(ABC):
     ) -> None:
         """Count an answered check: see :meth:`Ledger.record_check`."""
         self.ledger.record_check(record, attempt, rows, reason, pause_s)
+
+    def record_checks(self, checks: Sequence[AnsweredCheck], pause_s: float = 0.0) -> None:
+        """Count answered checks of several half batches at once: see :meth:`Ledger.record_checks`."""
+        self.ledger.record_checks(checks, pause_s)
 
     def lease(self, record: HalfRecord, seconds: float) -> datetime:
         """Keep checkers away while a local transaction runs; returns until when."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark.commitlog.maintenance import compact
 from rmq_spark.config import QUEUES_MAX, whole_number
 from rmq_spark.errors import CorruptLogError, TopicExistsError
+from rmq_spark.logs import failure
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.storage.table import Change, Table, has_held
+
+logger = logging.getLogger(__name__)
 
 TOPICS_SCHEMA = pa.schema(
     [
@@ -22,6 +27,10 @@ TOPICS_SCHEMA = pa.schema(
         ("created", TIMESTAMP),
     ]
 )
+
+
+TOPICS_FILES_MAX = 16
+"""So many files are merged into one."""
 
 
 class Topic(NamedTuple):
@@ -42,6 +51,10 @@ class Known(NamedTuple):
     fifo: frozenset[str]
 
 
+_COLUMNS = ["name", *Topic._fields]
+_NO_ROWS = pa.schema([TOPICS_SCHEMA.field(name) for name in _COLUMNS]).empty_table()
+
+
 class TopicStore:
     """The ``topics`` table of a commit log."""
 
@@ -49,6 +62,7 @@ class TopicStore:
         self.table = table
         self.default_queues = default_queues
         self._known: Known | None = None
+        self._rows: dict[str, pa.Table] = {}  # of the files that were read last, by path
 
     def all(self) -> dict[str, Topic]:
         """The topics by name, as the table has them now."""
@@ -85,11 +99,13 @@ class TopicStore:
 
     def _read(self) -> pa.Table:
         """The rows of the version that this handle has seen. Upkeep may have deleted its files long ago, when others
-        have changed topics since; then those of the newest version."""
+        have changed topics since; then those of the newest version. A file never changes, so it is read once."""
         while True:
             version = self.table.version
             try:
-                return self.table.read(self.table.actions()["path"].to_pylist(), ["name", *Topic._fields])
+                paths = self.table.actions()["path"].to_pylist()
+                self._rows = {p: self._rows[p] if p in self._rows else self.table.read([p], _COLUMNS) for p in paths}
+                return pa.concat_tables([_NO_ROWS, *self._rows.values()])
             except (CorruptLogError, FileNotFoundError):
                 if self.table.refresh() == version:
                     raise
@@ -100,44 +116,60 @@ class TopicStore:
         return None if known is None or known.version != self.table.version else known
 
     def create(
-        self, name: str, queues: int | None, fifo: bool, exist_ok: bool, retention_s: float | None = None
+        self, names: Iterable[str], queues: int | None, fifo: bool, exist_ok: bool, retention_s: float | None = None
     ) -> None:
-        """Add a topic; TopicExistsError when it is there already, unless ``exist_ok`` and of the same kind. One that is
-        there keeps its retention, and another one is refused."""
+        """Add topics of one kind in one commit, or none of them. TopicExistsError when one is there already, unless
+        ``exist_ok`` and of the same kind. One that is there keeps its retention, and another one is refused."""
         wanted = self.default_queues if queues is None else queues
         whole_number(wanted, "queues", 1, QUEUES_MAX, " of queues")
-        row = {
-            "name": [name],
-            "queues": [wanted],
-            "fifo": [bool(fifo)],
-            "retention_s": [retention_s],
-            "created": [self.table.machine.now()],
-        }
+        asked = list(dict.fromkeys(names))
+
+        def is_there(name: str) -> bool:
+            there = self.known().get(name)
+            if there is None:
+                return False
+            as_asked = queues in (None, there.queues) and there.fifo == bool(fifo)
+            if exist_ok and as_asked:
+                if retention_s not in (None, there.retention_s):
+                    raise TopicExistsError(
+                        f"topic {name!r} is there already, and its messages are kept {_how_long(there.retention_s)}"
+                        f" (asked for: {_how_long(retention_s)}): change that with log.set_retention"
+                    )
+                return True
+            advice = "takes it only as it is; use another name" if exist_ok else "takes it as it is"
+            there_is = _kind(there.queues, there.fifo)
+            other = "" if as_asked else f" (asked for: {_kind(wanted, bool(fifo))})"
+            raise TopicExistsError(f"topic {name!r} is there already, with {there_is}{other}: exist_ok=True {advice}")
 
         def propose(version: int) -> Change | None:
-            there = self.known().get(name)
-            if there is not None:
-                if exist_ok and queues in (None, there.queues) and there.fifo == bool(fifo):
-                    if retention_s not in (None, there.retention_s):
-                        raise TopicExistsError(
-                            f"topic {name!r} is there already, and its messages are kept {_how_long(there.retention_s)}"
-                            f" (asked for: {_how_long(retention_s)}): change that with log.set_retention"
-                        )
-                    return None
-                advice = "takes it only as it is; use another name" if exist_ok else "takes it as it is"
-                as_asked = queues in (None, there.queues) and there.fifo == bool(fifo)
-                asked = "" if as_asked else f" (asked for: {_kind(wanted, bool(fifo))})"
-                raise TopicExistsError(
-                    f"topic {name!r} is there already, with {_kind(there.queues, there.fifo)}{asked}: exist_ok=True "
-                    f"{advice}"
-                )
-            return Change(add=[self.table.write(pa.table(row, schema=TOPICS_SCHEMA), "topics", ("name",))])
+            new = [name for name in asked if not is_there(name)]
+            kind = {"queues": wanted, "fifo": bool(fifo), "retention_s": retention_s}
+            rows = [{"name": name, **kind, "created": self.table.machine.now()} for name in new]
+            table = pa.Table.from_pylist(rows, schema=TOPICS_SCHEMA)
+            return Change(add=[self.table.write(table, "topics", ("name",))]) if new else None
 
         def landed(change: Change) -> bool:
             # A topic of this name may be another process's: what counts is the file, also when it was rewritten since.
             return all(has_held(self.table, file) for file in change.add)
 
-        self.table.compare_and_set(propose, landed)
+        if self.table.compare_and_set(propose, landed) is not None:
+            self._merge()
+
+    def _merge(self) -> None:
+        """Put many small files together, or each topic would be a file that every process reads for ever."""
+
+        def choose(table: Table) -> list[str]:
+            paths: list[str] = table.actions()["path"].to_pylist()
+            return paths if len(paths) >= TOPICS_FILES_MAX else []
+
+        def merge(paths: list[str]) -> Change:
+            file = self.table.write(self.table.read(paths), "topics", ("name",))
+            return Change(add=[file], remove=paths, data_change=False)
+
+        try:
+            compact(self.table, choose, merge)
+        except Exception as problem:  # the topics are there; who makes the next ones tries again
+            logger.info("the files of table topics were not merged: %s", failure(problem))
 
     def set_retention(self, name: str, retention_s: float | None) -> None:
         """Change how long messages of a topic are kept; None for ever. The topic must be there."""

@@ -451,8 +451,8 @@ class SqlTransactionListener(TransactionListener):
     def _execute(self, ids: Sequence[str], batch: HalfBatch) -> tuple[list[str], list[Verdict]]:
         """Run one database transaction. Return the ids that a check rolled back; when there are none, the verdicts."""
         with self._fence.transaction() as connection:
-            self._require_same_fence(connection, batch)
-            recorded = self._fence.claim(connection, ids, STARTED, batch)
+            self._require_same_fence(connection, [batch])
+            recorded = self._fence.claim(connection, dict.fromkeys(ids, batch), STARTED)
             fenced = [i for i in ids if i in recorded and recorded[i].word == TOMBSTONE]
             if fenced:
                 self._end_attempt(connection, ids, recorded, batch)
@@ -465,7 +465,7 @@ class SqlTransactionListener(TransactionListener):
         """Insert a row for each transaction that has lost its own, so that no check answers "it never happened"."""
         try:
             with self._fence.transaction(self._lock_timeout) as connection:
-                self._fence.claim(connection, ids, STARTED, batch)
+                self._fence.claim(connection, dict.fromkeys(ids, batch), STARTED)
         except (sa.exc.DBAPIError, FenceError) as problem:
             logger.error(
                 "%r: could not note that its work ended the database transaction: %s", batch, traceback_of(problem)
@@ -555,15 +555,8 @@ class SqlTransactionListener(TransactionListener):
             The database has no fence, or another one than when the half batch was prepared, or ``work`` ended its
             transaction in the middle: no check can answer.
         """
-        ids: list[str] = batch.transactions["transaction_id"].to_pylist()
         try:
-            with self._fence.transaction(self._lock_timeout, write=False) as connection:
-                self._require_same_fence(connection, batch)
-                recorded = self._fence.read(connection, ids, batch)
-            absent = [i for i in ids if i not in recorded]
-            old = self.machine.now() - _utc(batch.prepared_at) >= timedelta(seconds=self.rollback_after_s)
-            if absent and (old or batch.restarted):
-                recorded |= self._bury(absent, batch)
+            (answer,) = self._checked([batch])
         except sa.exc.DBAPIError as problem:
             if not is_lock_problem(problem):
                 raise
@@ -571,21 +564,56 @@ class SqlTransactionListener(TransactionListener):
             logger.info("%r: another transaction holds its fence rows; the answer is UNKNOWN", batch)
             batch.reason = "another database transaction holds its fence rows, so its local transaction is running"
             return UNKNOWN
-        if len(recorded) < len(ids):
+        if isinstance(answer, FenceError):
+            raise answer
+        return answer
+
+    def check_local_transactions(self, batches: Sequence[HalfBatch]) -> Sequence[Verdicts | Exception]:
+        """Return what :meth:`check_local_transaction` returns for each half batch, or its FenceError in that place. The
+        fence is read once for all, and all tombstones are inserted in one database transaction.
+
+        Raises
+        ------
+        FenceError, sqlalchemy.exc.DBAPIError
+            One of them has rows of another log, or somebody holds a row: ask about each alone.
+        """
+        return self._checked(batches)
+
+    def _checked(self, batches: Sequence[HalfBatch]) -> list[VerdictArray | FenceError]:
+        owners = {i: batch for batch in batches for i in batch.transactions["transaction_id"].to_pylist()}
+        with self._fence.transaction(self._lock_timeout, write=False) as connection:
+            self._require_same_fence(connection, batches)
+            recorded = self._fence.read(connection, list(owners), batches[0])
+        now, wait = self.machine.now(), timedelta(seconds=self.rollback_after_s)
+        absent = {i: b for i, b in owners.items() if i not in recorded}
+        if absent := {i: b for i, b in absent.items() if b.restarted or now - _utc(b.prepared_at) >= wait}:
+            recorded |= self._bury(absent)
+        return [self._answer(batch, recorded) for batch in batches]
+
+    def _answer(self, batch: HalfBatch, recorded: Mapping[str, _State]) -> VerdictArray | FenceError:
+        ids: list[str] = batch.transactions["transaction_id"].to_pylist()
+        if any(i not in recorded for i in ids):
             wait = f"rollback_after ({self.rollback_after_s:g} s) is not over"
             batch.reason = f"the database has no fence row of it yet, and {wait}"
-        return VerdictArray.of([_verdict(recorded[i], i) if i in recorded else _UNKNOWN for i in ids])
+        try:
+            return VerdictArray.of([_verdict(recorded[i], i) if i in recorded else _UNKNOWN for i in ids])
+        except FenceError as problem:
+            return problem
 
-    def _bury(self, absent: Sequence[str], batch: HalfBatch) -> dict[str, _State]:
+    def _bury(self, absent: Mapping[str, HalfBatch]) -> dict[str, _State]:
         """Insert a tombstone for each id, unless execute was faster, and return the state of each row."""
         with self._fence.transaction(self._lock_timeout) as connection:
             # Once more in this transaction: the fence may have been dropped meanwhile, or the database failed over.
-            self._require_same_fence(connection, batch)
-            faster = self._fence.claim(connection, absent, TOMBSTONE, batch)
+            self._require_same_fence(connection, list(absent.values()))
+            faster = self._fence.claim(connection, absent, TOMBSTONE)
         return dict.fromkeys(absent, _State(TOMBSTONE)) | faster
 
-    def _require_same_fence(self, connection: sa.Connection, batch: HalfBatch) -> None:
+    def _require_same_fence(self, connection: sa.Connection, batches: Sequence[HalfBatch]) -> None:
         found = self._fence.read_id(connection)
+        for batch in batches:
+            self._require_fence_of(batch, found)
+
+    def _require_fence_of(self, batch: HalfBatch, found: str) -> None:
         if batch.fence_id is None:
             raise FenceError(
                 f"half batch {batch.half_id!r} was prepared without a fence, so this fence ({found}) cannot "
@@ -758,7 +786,7 @@ class EnlistedSession(TransactionListener):
         self._ended = True
         self._require_whole()
         ids = batch.transactions["transaction_id"].to_pylist()
-        recorded = self._listener._fence.claim(self._connection, ids, EXECUTED, batch)
+        recorded = self._listener._fence.claim(self._connection, dict.fromkeys(ids, batch), EXECUTED)
         if recorded:
             raise LocalTransactionError(
                 f"a check has rolled back half batch {batch.half_id!r} before its session committed: nothing was done. "
@@ -972,24 +1000,29 @@ class _Fence(Database):
             return sa.inspect(connection).has_table(self._id.name, schema=self._id.schema)
 
     # ------------------------------------------------------------------ the rows
-    def claim(self, connection: sa.Connection, ids: Sequence[str], state: str, batch: HalfBatch) -> dict[str, _State]:
-        """Insert a row for each id that has none, and return the states of the ids that had one.
+    def claim(self, connection: sa.Connection, owners: Mapping[str, HalfBatch], state: str) -> dict[str, _State]:
+        """Insert a row for each id that has none, and return the states of the ids that had one. Each id has its half
+        batch; all are of one commit log.
 
         It waits for another database transaction that has inserted one of the ids and is still open.
         """
-        common = {
-            "state": state,
-            "half_id": _in_its_log(batch),
-            "app_id": batch.app_id,
-            "batch_id": batch.batch_id,
-            "attempt": batch.attempt,
-            "created_at": self.machine.now().replace(tzinfo=None),
-        }
         self._try_once(connection)
+        now = self.machine.now().replace(tzinfo=None)
         # Everybody inserts in the same order. So of two transactions one waits for the other, and never both.
-        rows = [{"transaction_id": i, **common} for i in sorted(ids)]
+        rows = [
+            {
+                "transaction_id": i,
+                "state": state,
+                "half_id": _in_its_log(owners[i]),
+                "app_id": owners[i].app_id,
+                "batch_id": owners[i].batch_id,
+                "attempt": owners[i].attempt,
+                "created_at": now,
+            }
+            for i in sorted(owners)
+        ]
         taken = insert_absent(connection, self._rows.c.transaction_id, rows)
-        found = self._read_newest(connection, taken, batch)
+        found = self._read_newest(connection, taken, owners[taken[0]]) if taken else {}
         hidden = [i for i in taken if i not in found]
         if hidden:
             raise FenceError(

@@ -16,14 +16,16 @@ import pytest
 from deltalake import DeltaTable
 
 import rmq_spark as txmq
-from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog import maintenance, topics
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Kind, OpenBelow, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
+from rmq_spark.commitlog.topics import TOPICS_FILES_MAX
 from rmq_spark.errors import (
     AlreadyPreparedError,
+    CommitError,
     CommitLogExistsError,
     HalfBatchNotFoundError,
     MessageError,
@@ -521,6 +523,47 @@ def test_topics_are_made_once_and_counted(log: CommitLog) -> None:
         log.create_topic("carts", queues=5, exist_ok=True)
     with pytest.raises(TopicNotFoundError, match="orders"):
         log.require_topic("order")
+
+
+def test_many_topics_are_made_in_one_commit_or_none_of_them(log: CommitLog) -> None:
+    log.topics()
+    version = log.topics_table.version
+    log.create_topics(["a", "b", "c", "a"], queues=2, fifo=True)
+    assert another(log).topics() == {"a": 2, "b": 2, "c": 2, "orders": 2, "points": 3}
+    assert log.topics_table.refresh() == version + 1
+    assert log.fifo_topics() == {"a", "b", "c"}
+    with pytest.raises(TopicExistsError, match="'b'"):
+        log.create_topics(["new", "b"], queues=2, fifo=True)
+    with pytest.raises(MessageError):
+        log.create_topics(["new", "a/b"])
+    with pytest.raises(OptionError, match="one text"):
+        log.create_topics("new")
+    assert "new" not in another(log).topics()
+    log.create_topics(["b", "new"], queues=2, fifo=True, exist_ok=True)
+    assert another(log).topics()["new"] == 2
+
+
+def test_topics_lie_in_few_files_however_many_there_are(log: CommitLog) -> None:
+    """Each was a file for ever, which every process read at its start, and everybody who made another one."""
+    quiet = another(log)
+    quiet.topics()
+    for n in range(40):
+        log.create_topic(f"topic{n}", queues=1 + n % 3)
+    assert log.topics_table.actions().num_rows <= TOPICS_FILES_MAX
+    expected = {"orders": 2, "points": 3, **{f"topic{n}": 1 + n % 3 for n in range(40)}}
+    assert quiet.topics() == another(log).topics() == expected
+    log.set_retention("topic7", "2h")
+    kept = {name: s for name, s in another(log).retentions().items() if s is not None}
+    assert kept == {"topic7": 7200.0}
+
+
+def test_a_topic_is_made_although_the_files_cannot_be_merged(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compact(*_: object) -> int:
+        raise CommitError("the store does not answer")
+
+    monkeypatch.setattr(topics, "compact", compact)
+    log.create_topic("carts", queues=1)
+    assert another(log).topics()["carts"] == 1
 
 
 def test_a_topic_that_is_known_is_not_looked_for_again(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:

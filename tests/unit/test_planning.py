@@ -232,7 +232,7 @@ def test_a_pattern_finds_topics_that_come_later_from_their_start(log: CommitLog)
 
 
 def test_a_pattern_reads_retries_and_dead_letters_only_when_it_names_them(log: CommitLog) -> None:
-    log.topic_store.create("%RETRY%points", 1, fifo=False, exist_ok=False)
+    log.topic_store.create(["%RETRY%points"], 1, fifo=False, exist_ok=False)
     assert not Subscription(pattern=".*").matches("%RETRY%points")
     assert not Subscription(pattern="%DLQ%.*").matches("%RETRY%points")
     assert Subscription(pattern="%RETRY%.*|or.*").matches("%RETRY%points")

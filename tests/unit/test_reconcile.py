@@ -25,7 +25,7 @@ from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared, ExecutedAttempt
 from rmq_spark.listeners.sql import HalfTransaction, SqlTransactionListener
-from rmq_spark.sink.identity import hash_of
+from rmq_spark.sink.identity import input_hash_of
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, Rollback
 from tests.commands import objects, txmq
@@ -87,7 +87,7 @@ class Shop:
             app_id=app,
             batch_id=batch_id,
             query_id=QUERY if numbered else None,
-            input_hash=hash_of(offsets.read_bytes()) if numbered else None,
+            input_hash=input_hash_of(offsets.read_bytes()) if numbered else None,
             fence_id=self.listener.store_id,
             transaction_per="key",
             producer_group="shop",
