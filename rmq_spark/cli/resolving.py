@@ -5,15 +5,19 @@ from __future__ import annotations
 from rmq_spark.cli.bodies import peek
 from rmq_spark.cli.command import path_to_type, sentence_of
 from rmq_spark.cli.text import age_in_words, escaped, one_line, short_text, short_time
-from rmq_spark.commitlog.ledger import OPEN_STATES, ROLLED_BACK_STATES
+from rmq_spark.commitlog.ledger import COMMITTED_STATES, OPEN_STATES, ROLLED_BACK_STATES, Placed
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.op import RowState
+from rmq_spark.commitlog.op import BatchState, RowState
 from rmq_spark.errors import TxmqError
 from rmq_spark.plurals import count_of
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
 SHOWN = 3
 """Messages that a person sees before the question."""
+_RUNS_AGAIN = (
+    "a restart of its query, or the same send under its idempotency key, runs it again. Resolve it when that has made "
+    "it pending"
+)
 
 
 class Resolving:
@@ -94,22 +98,37 @@ class Resolving:
         """
         placed = self._log.resolve(self._record.half_id, COMMIT_MESSAGE if self._commits else ROLLBACK_MESSAGE, reason)
         after = self._log.state_of(self._record)
-        if self._commits:
-            mine = sum(p.count for p in placed if p.half_id in ("", self._record.half_id))
-            waiting = after.count(RowState.DECIDED) - self._state.count(RowState.DECIDED)
-            said = [f"{count_of(mine, 'message')} became visible"] if mine or not waiting else []
-            if waiting > 0:
-                said.append(
-                    f"{count_of(waiting, 'message')} {'is' if waiting == 1 else 'are'} committed, and wait"
-                    f"{'s' if waiting == 1 else ''} for a time or for an earlier message"
-                )
-            return "; ".join(said)
-        count = after.count(*ROLLED_BACK_STATES) - self._state.count(*ROLLED_BACK_STATES)
-        if count <= 0 and after.count(RowState.ROLLED_BACK_BY_CHECK):
-            return (
-                "nothing was changed. A check has rolled it back already, which is not final: a restart of its query, "
-                "or the same send under its idempotency key, runs it again. Resolve it when that has made it pending"
+        return (self._committed(placed, after) if self._commits else self._rolled_back(after)) or self._as_before(after)
+
+    def _committed(self, placed: list[Placed], after: BatchState) -> str:
+        mine = sum(p.count for p in placed if p.half_id in ("", self._record.half_id))
+        waiting = after.count(RowState.DECIDED) - self._state.count(RowState.DECIDED)
+        said = [f"{count_of(mine, 'message')} became visible"] if mine else []
+        if waiting > 0:
+            said.append(
+                f"{count_of(waiting, 'message')} {'is' if waiting == 1 else 'are'} committed, and wait"
+                f"{'s' if waiting == 1 else ''} for a time or for an earlier message"
             )
-        if count <= 0:
-            return "its messages were rolled back already, and stay so"
-        return f"{count_of(count, 'message')} {'was' if count == 1 else 'were'} rolled back"
+        return "; ".join(said)
+
+    def _rolled_back(self, after: BatchState) -> str:
+        count = after.count(*ROLLED_BACK_STATES) - self._state.count(*ROLLED_BACK_STATES)
+        return f"{count_of(count, 'message')} {'was' if count == 1 else 'were'} rolled back" if count > 0 else ""
+
+    def _as_before(self, after: BatchState) -> str:
+        """What to say when every message has the verdict that it had."""
+        committed, rolled_back = after.count(*COMMITTED_STATES), after.count(*ROLLED_BACK_STATES)
+        by_check = after.count(RowState.ROLLED_BACK_BY_CHECK)
+        if committed and rolled_back:
+            changed = "the conflict is over, and no message was changed" if self._in_conflict else "nothing was changed"
+            counts = " and ".join(
+                f"{count_of(count, 'message')} {'is' if count == 1 else 'are'} {what}"
+                for count, what in ((committed, "committed"), (rolled_back, "rolled back already"))
+            )
+            not_final = f". What a check rolled back is not final: {_RUNS_AGAIN}" if by_check else ""
+            return f"{changed}: {counts}{not_final}"
+        if committed:
+            return "its messages were committed already, and stay so"
+        if by_check:
+            return f"nothing was changed. A check has rolled it back already, which is not final: {_RUNS_AGAIN}"
+        return "its messages were rolled back already, and stay so"

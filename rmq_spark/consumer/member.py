@@ -25,14 +25,16 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import flag, require_time, seconds, whole_number
 from rmq_spark.consumer.fetch import FETCH_BYTES, Fetcher
 from rmq_spark.consumer.members import Members, new_member_name
-from rmq_spark.consumer.progress import ProcessQueue, Queue, Take
+from rmq_spark.consumer.progress import HeldUp, ProcessQueue, Queue, Take
 from rmq_spark.consumer.retry import dlq_topic, retry_topic
 from rmq_spark.consumer.shares import Moves, moves
 from rmq_spark.errors import (
     ConsumeError,
+    CorruptLogError,
     GroupInUseError,
     ListenerError,
     NotACommitLogError,
+    OffsetOutOfRangeError,
     OptionError,
     StorageError,
 )
@@ -73,6 +75,9 @@ OF_THE_STORE = {"member", "fetch"}
 NOT_PLACED = "delayed messages were not placed"
 FATAL = (GroupInUseError, NotACommitLogError, ListenerError)
 """After these another try would end the same way."""
+OF_SOME_QUEUES = (CorruptLogError, OffsetOutOfRangeError)
+"""Damage that may lie in some queues alone."""
+HELD_UP_S_MIN = 1.0
 
 CLUSTERING = "clustering"
 
@@ -202,6 +207,7 @@ class GroupMember:
         self.queues: dict[Queue, ProcessQueue] = {}
         self.problem: BaseException | None = None
         """What ended the consumer."""
+        self._unfetched: Exception | None = None  # why nothing at all could be fetched the last time
         self.stopping = threading.Event()
         self._fetcher = Fetcher(log, set(self.topics).__contains__, settings.selector)
         table = log.groups.table
@@ -368,15 +374,24 @@ class GroupMember:
         pause_s = self.pull_interval_s
         while not self.stopping.is_set():
             try:
-                fetched = self.fetch()
-                pause_s = self.pull_interval_s
+                fetched = self.fetch_past_damage()
+                pause_s, self._unfetched = self.pull_interval_s, None
             except Exception as problem:
+                self._unfetched = problem
                 self.note(problem, "messages were not fetched")
                 fetched, pause_s = False, min(BACKOFF_S_MAX, max(1.0, 2 * pause_s))
             if not fetched and pause_s <= SLEEP_S_MAX:
                 self.machine.sleep(pause_s)  # costs two thirds of what a wait costs
             elif not fetched:
                 self.stopping.wait(pause_s)
+
+    @property
+    def held_up_by(self) -> Exception | None:
+        """What keeps messages from being fetched while the member tries again: of all queues, or of the first one that
+        is held up. None when nothing does."""
+        with self.changed:
+            held = [queue.held_up for _, queue in sorted(self.queues.items()) if queue.held_up is not None]
+        return self._unfetched or (held[0].problem if held else None)
 
     def note(self, problem: Exception, what: str) -> None:
         """Log a problem after which another try may do better. Others end the consumer."""
@@ -614,8 +629,32 @@ class GroupMember:
             self.note(problem, NOT_PLACED)
 
     # ------------------------------------------------------------------ messages
-    def fetch(self) -> bool:
-        """Fetch what queues have room for; False when nothing was fetched."""
+    def fetch_past_damage(self) -> bool:
+        """:meth:`fetch`, and when some queues cannot be read, only these wait: they are held up for a while."""
+        try:
+            return self.fetch()
+        except OF_SOME_QUEUES:
+            self.log.refresh()  # which raises when the damage is of all
+        with self.changed:
+            queues = [queue for queue in self.queues.values() if queue.is_open]
+        fetched = False
+        for queue in queues:
+            try:
+                fetched |= self.fetch(queue)
+            except OF_SOME_QUEUES as problem:
+                self._hold_up(queue, problem)
+        return fetched
+
+    def _hold_up(self, queue: ProcessQueue, problem: Exception) -> None:
+        with self.changed:
+            before = queue.held_up
+            pause_s = HELD_UP_S_MIN if before is None else min(BACKOFF_S_MAX, 2 * before.pause_s)
+            queue.held_up = HeldUp(problem, pause_s, self.machine.monotonic() + pause_s)
+        topic, queue_id = queue.queue
+        self.note(problem, f"queue {queue_id} of topic {topic!r} is held up, and tried again in {pause_s:g} s")
+
+    def fetch(self, only: ProcessQueue | None = None) -> bool:
+        """Fetch what queues have room for, or one of them; False when nothing was fetched."""
         version, span = self.log.refresh(), self.settings.max_span
         if self._nothing_at == (version, self._claims):  # two looks at the disk, and nothing else
             return False
@@ -625,7 +664,12 @@ class GroupMember:
             if waiting and waiting * self._fetcher.row_bytes > FETCH_BYTES:
                 return False
             open_queues = [q for q in self.queues.values() if q.is_open]
-            starts = {q.queue: (q.fetched_to, span - (q.fetched_to - q.lowest)) for q in open_queues}
+            now_s = self.machine.monotonic()
+            # A queue that is not named would count as read by others, and its placements would be forgotten.
+            left_out = [q for q in open_queues if only not in (None, q) or q.is_held_up(now_s)]
+            starts = {
+                q.queue: (q.fetched_to, 0 if q in left_out else span - (q.fetched_to - q.lowest)) for q in open_queues
+            }
         here, began_ns = tracing(), int(self.machine.time() * 1e9)
         found = self._fetcher.fetch(starts)
         tables = [new.messages for new in found.values() if new.messages.num_rows]
@@ -635,6 +679,8 @@ class GroupMember:
             self._nothing_at = (version, claims)
         with self.changed:
             for queue in open_queues:
+                if queue not in left_out:
+                    queue.held_up = None
                 new = found.get(queue.queue)
                 if new is not None and queue.is_open and queue.fetched_to == starts[queue.queue][0]:
                     queue.put(new.messages, new.fetched_to)
@@ -645,7 +691,8 @@ class GroupMember:
 
 def _told(problem: Exception) -> str:
     """Return what a log says of a problem: its sentence, and of one that nobody foresaw where it came from."""
-    return redacted(str(problem)) if isinstance(problem, StorageError) else traceback_of(problem)
+    foreseen = (StorageError, *OF_SOME_QUEUES)
+    return redacted(str(problem)) if isinstance(problem, foreseen) else traceback_of(problem)
 
 
 def _subscribed(topics: Iterable[str], chooses: str) -> str:

@@ -38,6 +38,15 @@ class Take:
         return int(pc.sum(pc.less(self.messages["queue_offset"], self.first)).as_py() or 0)
 
 
+@dataclass(frozen=True)
+class HeldUp:
+    """Why a queue could not be read, for how many seconds it waits, and until when by the monotonic clock."""
+
+    problem: Exception
+    pause_s: float
+    again_s: float
+
+
 class ProcessQueue:
     """A claimed queue (RocketMQ: ``ProcessQueue``). Who uses it holds its member's lock.
 
@@ -55,6 +64,8 @@ class ProcessQueue:
         By the monotonic clock, until when an orderly queue is suspended.
     tries : int
         How often in a row an orderly queue has stopped at its first message.
+    held_up : HeldUp, optional
+        Set when it could not be read the last time.
     """
 
     def __init__(self, queue: Queue, claim: Claim) -> None:
@@ -64,6 +75,7 @@ class ProcessQueue:
         self.lost = self.releasing = False
         self.again_s = 0.0
         self.tries = 0
+        self.held_up: HeldUp | None = None
         self.rows = 0
         self._waiting: deque[pa.Table] = deque()
         self._out: list[Take] = []
@@ -72,6 +84,10 @@ class ProcessQueue:
     def is_open(self) -> bool:
         """Whether more may be fetched and taken."""
         return not (self.lost or self.releasing)
+
+    def is_held_up(self, now_s: float) -> bool:
+        """Whether it is not read yet, for it could not be read the last time."""
+        return self.held_up is not None and now_s < self.held_up.again_s
 
     @property
     def running(self) -> int:

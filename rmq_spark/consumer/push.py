@@ -319,13 +319,17 @@ class PushConsumer:
     @property
     def is_running(self) -> bool:
         """Whether it consumes. False before :meth:`start`, after :meth:`shutdown`, and when a problem has ended it:
-        what a health check asks."""
+        what a health check asks. A consumer that cannot fetch tries again, and runs: :attr:`problem` tells it."""
         return self._open and not self.member.stopping.is_set()
 
     @property
     def problem(self) -> BaseException | None:
-        """What has ended the consumer, until :meth:`shutdown` or :meth:`run` has raised it; None when nothing has."""
-        return self.member.problem
+        """What has ended the consumer, until :meth:`shutdown` or :meth:`run` has raised it; None when nothing has.
+
+        Of a consumer that runs: what keeps it from fetching the messages of a queue, or of all (a file is lost or
+        damaged, the store fails). It tries again, the problem is None when it has fetched them, and nothing raises it.
+        """
+        return self.member.problem or (self.member.held_up_by if self.is_running else None)
 
     def queues(self) -> dict[tuple[str, int], int]:
         """Return the queues that this member has now, and the next offset of each that is not finished."""

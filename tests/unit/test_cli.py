@@ -239,6 +239,47 @@ def test_resolve_does_not_claim_what_a_check_did_before_it(log: CommitLog) -> No
     assert out.startswith("app:0: nothing was changed. A check has rolled it back already, which is not final")
 
 
+@pytest.mark.parametrize("verdict", ["COMMIT", "ROLLBACK"])
+def test_resolve_counts_both_verdicts_of_a_half_batch_that_has_both_and_changes_nothing(
+    log: CommitLog, verdict: str
+) -> None:
+    record = prepare(log, bodies=(b"one", b"two", b"three"))
+    paid = rows(log, record).first(1)
+    log.decide(record, 1, commit=paid, rollback=rows(log, record) - paid, who=Who.EXECUTE)
+    version = log.refresh()
+    out, _ = txmq("resolve", log.path, "app:0", verdict, "--reason", "x")
+    assert out == "app:0: nothing was changed: 1 message is committed and 2 messages are rolled back already\n"
+    assert log.refresh() == version
+
+
+@pytest.mark.parametrize("verdict", ["COMMIT", "ROLLBACK"])
+def test_resolve_of_both_verdicts_says_that_a_rollback_by_a_check_is_not_final(log: CommitLog, verdict: str) -> None:
+    record = prepare(log, bodies=(b"one", b"two", b"three"))
+    log.decide(record, 1, commit=rows(log, record).first(2), who=Who.EXECUTE)
+    log.decide(record, 1, rollback=rows(log, record), who=Who.CHECK)
+    out, _ = txmq("resolve", log.path, "app:0", verdict, "--reason", "x")
+    counts = "2 messages are committed and 1 message is rolled back already"
+    assert out.startswith(f"app:0: nothing was changed: {counts}. What a check rolled back is not final")
+
+
+def test_resolve_of_both_verdicts_tells_that_a_conflict_is_over(log: CommitLog) -> None:
+    record = prepare(log)
+    paid = rows(log, record).first(1)
+    log.decide(record, 1, commit=paid, rollback=rows(log, record) - paid, who=Who.EXECUTE)
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, rollback=paid, who=Who.CHECK)
+    out, _ = txmq("resolve", log.path, "app:0", "COMMIT", "--reason", "the bank says so", "-y")
+    counts = "1 message is committed and 1 message is rolled back already"
+    assert out == f"app:0: the conflict is over, and no message was changed: {counts}\n"
+    assert txmq("conflicts", log.path)[0] == "there are no conflicts\n"
+
+
+def test_resolve_does_not_count_no_messages_when_all_are_committed(log: CommitLog) -> None:
+    commit(log, prepare(log))
+    out, _ = txmq("resolve", log.path, "app:0", "COMMIT", "--reason", "x")
+    assert out == "app:0: its messages were committed already, and stay so\n"
+
+
 def test_resolve_shows_the_half_batch_before_it_asks(log: CommitLog) -> None:
     record = prepare(log)
     log.quarantine(record, 1, rows(log, record), Who.DISCARD, "too often")

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -1013,6 +1014,135 @@ def test_what_ended_a_consumer_is_told_to_who_asks(log: CommitLog) -> None:
     with pytest.raises(txmq.ListenerError):
         consumer.shutdown()
     assert consumer.problem is None
+
+
+def with_a_hole(folder: Path) -> tuple[CommitLog, Path, Path]:
+    """A log of which somebody has deleted the file of the table messages that queue 0 of orders lies in: the log, where
+    the file was, and where it is now."""
+    log = make_log("delta", folder / "log", orders=2, bills=1)
+    send(log, "ab", queue_id=[0, 0])
+    log.drain()
+    send(log, "c", queue_id=[1])
+    send(log, "d", topic="bills")
+    log.drain()
+    log.messages_table.refresh()
+    files = log.messages_table.actions().filter(pc.field("max.topic") == "orders").filter(pc.field("max.queue_id") == 0)
+    (path,) = files["path"].to_pylist()
+    lost = Path(log.path) / "messages" / path
+    return log, lost, lost.rename(folder / "kept")
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a member has noted a problem after which it tries again."""
+    event, note = threading.Event(), GroupMember.note
+
+    def tell(self: GroupMember, problem: Exception, what: str) -> None:
+        note(self, problem, what)
+        event.set()
+
+    monkeypatch.setattr(GroupMember, "note", tell)
+    return event
+
+
+def test_a_hole_in_messages_is_told_while_its_queue_is_tried_again_and_the_others_go_on(
+    tmp_path: Path, noted: threading.Event
+) -> None:
+    log, lost, kept = with_a_hole(tmp_path)
+    found: list[str] = []
+    others_came, all_came = threading.Event(), threading.Event()
+
+    def listen(message: txmq.MessageExt) -> Any:
+        found.append(bytes(message.body).decode())  # type: ignore[arg-type]
+        if set(found) >= set("cd"):
+            others_came.set()
+        if set(found) == set("abcd"):
+            all_came.set()
+        return DONE
+
+    with push(log, txmq.EachMessage(listen), topics=["orders", "bills"]) as consumer:
+        assert noted.wait(60)
+        assert isinstance(consumer.problem, txmq.errors.LostFileError)
+        assert lost.name in str(consumer.problem)
+        assert consumer.is_running
+        assert others_came.wait(60)
+        kept.rename(lost)
+        assert all_came.wait(60)
+        assert consumer.problem is None
+    assert Counter(found) == Counter("abcd")
+    assert log.groups.positions("points")[QUEUE] == 2
+
+
+def test_what_holds_up_a_queue_is_not_raised_at_the_end_of_the_consumer(
+    tmp_path: Path, noted: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, _, _ = with_a_hole(tmp_path)
+    consumer = push(log, seen_by([]), topics=["orders", "bills"]).start()
+    assert noted.wait(60)
+    assert consumer.problem is not None
+    consumer.shutdown()
+    assert consumer.problem is None
+    assert not consumer.is_running
+    assert "queue 0 of topic 'orders' is held up, and tried again in 1 s: file " in caplog.text
+
+
+def test_a_store_that_fails_is_told_until_it_answers(noted: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = memory_log(Machine(), orders=1)
+    came = threading.Semaphore(0)
+
+    def listen(messages: pa.Table) -> Any:
+        came.release()
+        return DONE
+
+    consumer = push(log, listen)
+    with monkeypatch.context() as patch:
+        patch.setattr(consumer.member._fetcher, "fetch", fails_with(txmq.errors.UnreachableStoreError("no answer")))
+        consumer.start()
+        send(log, "a")
+        assert noted.wait(60)
+        assert "no answer" in str(consumer.problem)
+        assert consumer.is_running
+    assert came.acquire(timeout=60)
+    send(log, "b")  # is fetched when all is known of the fetch before
+    assert came.acquire(timeout=60)
+    assert consumer.problem is None
+    consumer.shutdown()
+
+
+def fails_with(problem: Exception) -> Callable[..., Any]:
+    def fail(*_: object) -> Any:
+        raise problem
+
+    return fail
+
+
+def test_a_queue_that_is_held_up_is_tried_again_later_each_time() -> None:
+    machine = Steps()
+    log = memory_log(machine)
+    send(log, "ab", queue_id=[0, 1])
+    consumer = push(log, seen_by([]))
+    consumer.member.join()
+    fetch, tried = consumer.member._fetcher.fetch, []
+
+    def lacks_a_queue(starts: Any) -> Any:
+        if starts[QUEUE][1]:
+            tried.append(machine.since_s)
+            raise txmq.errors.OffsetOutOfRangeError("a hole")
+        return fetch(starts)
+
+    consumer.member._fetcher.fetch = lacks_a_queue
+    assert consumer.member.fetch_past_damage()
+    assert consumer.work()
+    for _ in range(200):
+        consumer.member.fetch_past_damage()
+        machine.sleep(0.5)
+    assert [later - at for at, later in pairwise(sorted(set(tried)))] == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_a_script_is_told_of_a_hole_at_once(tmp_path: Path) -> None:
+    log, _, _ = with_a_hole(tmp_path)
+    with pytest.raises(txmq.errors.LostFileError):
+        list(txmq.PullConsumer(log, "report", topics=["orders", "bills"], stop_at_end=True))
 
 
 def test_the_end_of_the_process_waits_once_for_all_calls_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
