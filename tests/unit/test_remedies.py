@@ -20,7 +20,7 @@ from rmq_spark.source.offsets import to_json
 from rmq_spark.source.options import read_options
 from rmq_spark.source.plan import Planner
 from tests.consumers import go_on, memory_log, push, send
-from tests.half_batches import let_leave, make_log
+from tests.half_batches import let_leave, make_log, prepare
 from tests.inboxes import inbox_of, make_database, results
 
 ZERO = ("orders", 0)
@@ -176,6 +176,58 @@ def test_each_place_that_the_command_advises_is_taken(tmp_path: Path, to: str) -
     assert log.another().groups.positions("points") == {ZERO: 0, ONE: 0}
 
 
+# ---------------------------------------------------------------- commands on messages and half batches
+RESOLVE = ["resolve", "LOG", "app:0", "COMMIT", "--reason", "it is known"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advised", "right"),
+    [
+        (
+            ["read", "LOG", "orders", "--last", "1", "--from", "0"],
+            "--last N counts",
+            ["read", "LOG", "orders", "--last", "1"],
+        ),
+        (
+            ["read", "LOG", "orders", "--tags", "a", "--selector", "TAGS = 'a'"],
+            "give one of them (a selector can say TAGS = 'a')",
+            ["read", "LOG", "orders", "--selector", "TAGS = 'a'"],
+        ),
+        (["query", "LOG"], "say which messages: --key, --message-id", ["query", "LOG", "--key", "k"]),
+        (["query", "LOG"], "--topic, --since or --until", ["query", "LOG", "--topic", "orders"]),
+        (["query", "LOG"], "--topic, --since or --until", ["query", "LOG", "--since", "2h"]),
+        (["query", "LOG"], "--topic, --since or --until", ["query", "LOG", "--until", "2261-01-01T00:00:00Z"]),
+        (
+            ["query", "LOG", "--queue", "0"],
+            "it needs --topic",
+            ["query", "LOG", "--queue", "0", "--topic", "orders"],
+        ),
+        (
+            ["query", "LOG", "--topic", "orders", "--offset", "0"],
+            "it needs --queue",
+            ["query", "LOG", "--topic", "orders", "--offset", "0", "--queue", "0"],
+        ),
+        (["resume", "LOG", "app:0", "--group", "g"], "write txmq resume all", ["resume", "LOG", "all", "--group", "g"]),
+        ([*RESOLVE[:3], "MAYBE", *RESOLVE[4:]], "neither COMMIT nor ROLLBACK", [*RESOLVE, "--yes"]),
+        (RESOLVE, "pass --yes to COMMIT it unasked", [*RESOLVE, "--yes"]),
+    ],
+)
+def test_a_command_does_what_it_advises(tmp_path: Path, wrong: list[str], advised: str, right: list[str]) -> None:
+    log = make_log("delta", tmp_path / "log", orders=1)
+    send(log, "a", keys=["k"], tags=["a"])
+    half_id = prepare(log, 0, 1).half_id
+
+    def run(words: list[str]) -> tuple[int, str]:
+        typed = [{"LOG": log.path, "app:0": half_id}.get(word, word) for word in words]
+        result = CliRunner().invoke(app, typed)
+        return result.exit_code, " ".join(result.output.replace("\u2502", " ").split())
+
+    code, said = run(wrong)
+    assert code == 2
+    assert advised in said
+    assert run(right)[0] == 0
+
+
 # ---------------------------------------------------------------- dead letters
 def letters_of(log: CommitLog) -> txmq.DeadLetters:
     consumer = push(log, lambda messages: txmq.ConsumeConcurrentlyStatus.RECONSUME_LATER, max_reconsume_times=0)
@@ -251,6 +303,19 @@ def test_an_inbox_whose_work_ended_its_transaction_goes_on_where_it_is_told_to(l
         inbox.set_position(*queue, 1)
     assert inbox.apply(log.read("orders")) == 2
     assert results(url) == ["b", "d"]
+
+
+@pytest.mark.parametrize("name", ["points", "others"])
+def test_an_inbox_is_given_to_a_consumer_as_advised(log: CommitLog, tmp_path: Path, name: str) -> None:
+    url = make_database(tmp_path)
+    wrong = {"mode": "concurrently"} if name == "points" else {"mode": "orderly"}
+    advised = "use mode='orderly'" if name == "points" else "make an inbox for each group"
+    with pytest.raises(txmq.OptionError, match=advised):
+        push(log, inbox_of(url), name, **wrong)
+    consumer = push(log, inbox_of(url, group=name), name, mode="orderly")
+    consumer.member.join()
+    go_on(consumer)
+    assert results(url) == ["a", "b", "c", "d"]
 
 
 # ---------------------------------------------------------------- consumers
