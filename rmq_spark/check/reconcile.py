@@ -42,6 +42,7 @@ from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.history import kept_batches
 from rmq_spark.commitlog.op import Kind, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
+from rmq_spark.config import FENCE_RETENTION_S, FENCE_RETENTION_S_MIN
 from rmq_spark.errors import HalfBatchLeftError, ListenerError, OptionError, TxmqError
 from rmq_spark.listener import CommitOncePrepared, ExecutedAttempt, TransactionListener
 from rmq_spark.message import to_table
@@ -64,6 +65,8 @@ REASON = "reconciled after a restore: the database has executed it"
 COMMITTED = (RowState.COMMITTED, RowState.DECIDED)
 REFUSED = (RowState.ROLLED_BACK,)
 IDS_SHOWN = 3
+FENCES_LOOKED_AT = 100
+"""Half batches, the newest ones, whose fences are compared with the listener's."""
 OF_ONE_SEND = "."
 """Is in the app of a producer's send, and in no stream's."""
 
@@ -140,6 +143,8 @@ class ReconcileReport:
         All others.
     streams : tuple of str
         A sentence for each checkpoint.
+    careful : tuple of str
+        Sentences about what the comparison may not have seen.
     """
 
     log: str
@@ -151,6 +156,7 @@ class ReconcileReport:
     settled: int
     findings: tuple[Finding, ...]
     streams: tuple[str, ...] = ()
+    careful: tuple[str, ...] = ()
 
     @property
     def left(self) -> tuple[Finding, ...]:
@@ -161,6 +167,7 @@ class ReconcileReport:
         lines = [
             f"the database has executed {count_of(self.executed, 'attempt')} since {self.since:%Y-%m-%d %H:%M:%S}Z; "
             f"{self.settled} need nothing",
+            *(f"careful: {sentence}" for sentence in self.careful),
             *self.streams,
             *map(str, self.findings),
         ]
@@ -329,6 +336,7 @@ class Reconciler:
             settled,
             tuple(findings),
             streams,
+            tuple(self._careful(since)),
         )
 
     # ------------------------------------------------------------------ what the database has executed
@@ -496,6 +504,24 @@ class Reconciler:
         history = self.log.state_of(record, refresh=False).history
         by_listeners = _by_listeners((row.kind, row.decided_by) for row in history)
         return header.app_id, header.batch_id, header.fence_id, by_listeners
+
+    # ------------------------------------------------------------------ what may be missing
+    def _careful(self, since: datetime) -> Iterator[str]:
+        age = self.log.machine.now() - since
+        if age > timedelta(seconds=FENCE_RETENTION_S_MIN):
+            yield (
+                f"the copy is {age.days} days old, and upkeep deletes rows of the fence that are older than fences "
+                f"({FENCE_RETENTION_S / 86_400:g}d by default): what they told is not seen"
+            )
+        kept = kept_batches(self.log).sort_by([("prepared_at", "descending")])
+        newest = kept["half_id"].to_pylist()[:FENCES_LOOKED_AT]
+        fences = {self._committed(half_id)[2] for half_id in newest} - {None, CommitOncePrepared.store_id}
+        if fences and self.listener.store_id not in fences:
+            yield (
+                f"none of the newest {len(newest)} half batches of the log was prepared with this listener's fence "
+                f"({self.listener.store_id}), but with {', '.join(sorted(map(str, fences)))}: it may be another "
+                "database"
+            )
 
     # ------------------------------------------------------------------ checkpoints
     def _said(self, stream: Stream, executed: Sequence[ExecutedAttempt]) -> str:

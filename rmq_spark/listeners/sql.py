@@ -101,7 +101,7 @@ LOCK_TIMEOUT_S_MAX = 24 * 3600.0
 """PostgreSQL and SQLite keep a lock timeout as milliseconds in an int32, which holds 24 days."""
 FENCE_TABLE = "txmq_fence"
 PRUNED_AT_ONCE = 10_000
-"""Rows that prune looks at in one database transaction."""
+"""Rows that prune looks at in one database transaction, and that others read at once."""
 
 STARTED = "started"
 """Committed only when work ended the database transaction in its middle. Then no check can answer."""
@@ -1088,7 +1088,8 @@ class _Fence(Database):
         query = sa.select(*chosen, columns.transaction_id, columns.created_at).where(wanted).order_by(*chosen)
         with self.transaction(write=False) as connection:
             self.read_id(connection)
-            for _, rows in groupby(connection.execute(query), key=lambda row: row[: len(chosen)]):
+            found = connection.execute(query.execution_options(yield_per=PRUNED_AT_ONCE))
+            for _, rows in groupby(found, key=lambda row: row[: len(chosen)]):
                 some = list(rows)
                 yield ExecutedAttempt(
                     some[0].half_id.removesuffix(f"{_IN_LOG}{log_id}"),

@@ -402,6 +402,21 @@ def test_the_command_changes_nothing_without_apply_and_keeps_its_report(
     shop.require_agreement()
 
 
+def test_what_the_comparison_may_not_have_seen_is_said(shop: Shop, tmp_path: Path) -> None:
+    shop.send("key")
+    shop.back_up()
+    shop.lose()
+    assert shop.reconcile().careful == ()
+    long_ago = datetime.now(timezone.utc) - timedelta(days=8)
+    (said,) = Reconciler(shop.log, shop.listener, since=long_ago).run().careful
+    assert "8 days old" in said
+    (tmp_path / "beside").mkdir()
+    beside = Shop(tmp_path / "beside")
+    report = Reconciler(shop.log, beside.listener).run()
+    assert report.executed == 0
+    assert "it may be another database" in str(report)
+
+
 def test_half_batches_of_other_logs_are_left_alone(shop: Shop) -> None:
     other = CommitLog.create(shop.folder / "other")
     other.create_topic("orders", 2)
