@@ -1,0 +1,317 @@
+"""Listeners that are asked about many half batches with one question: each half batch is treated as if alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+import rmq_spark as txmq
+from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog.half_store import HalfRecord
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.errors import FenceError
+from rmq_spark.listener import CommitOncePrepared, PerMessageListener, TransactionListener, answers_many
+from rmq_spark.listeners.sql import STARTED, SqlTransactionListener, create_fence
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, Rollback
+from tests.half_batches import another, make_log, merge_op_files, pending, prepare, rewrite_half
+
+DEADLINE_S = 20.0
+MANY = 12
+
+
+@pytest.fixture(params=["memory", "delta"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    return make_log(request.param, tmp_path / "log", orders=2)
+
+
+@dataclass
+class Many(TransactionListener):
+    """Answers by half id; an exception is raised when it is asked alone. It remembers how it was asked."""
+
+    answers: dict[str, Any] = field(default_factory=dict)
+    together: list[list[HalfBatch]] = field(default_factory=list)
+    alone: list[str] = field(default_factory=list)
+    fails: Exception | None = None
+    store_id: str | None = None  # type: ignore[assignment]
+
+    def execute_local_transaction(self, batch: HalfBatch) -> Any:
+        raise AssertionError("a check executes nothing")
+
+    def _answer(self, batch: HalfBatch) -> Any:
+        found = self.answers.get(batch.half_id, COMMIT_MESSAGE)
+        return found(batch) if callable(found) else found
+
+    def check_local_transaction(self, batch: HalfBatch) -> Any:
+        self.alone.append(batch.half_id)
+        if isinstance(found := self._answer(batch), Exception):
+            raise found
+        return found
+
+    def check_local_transactions(self, batches: Sequence[HalfBatch]) -> Any:
+        self.together.append(list(batches))
+        if self.fails is not None:
+            raise self.fails
+        return [self._answer(batch) for batch in batches]
+
+
+def later() -> datetime:
+    return datetime.now(timezone.utc) + timedelta(hours=1)
+
+
+def service(log: CommitLog, listener: TransactionListener, **more: Any) -> CheckService:
+    return CheckService(log, {"group": listener}, clock=later, **more)
+
+
+def sends(log: CommitLog, count: int = MANY, **more: Any) -> list[HalfRecord]:
+    return [prepare(log, 0, 2, app=f"app{n}", **more) for n in range(count)]
+
+
+def counts(log: CommitLog, record: HalfRecord) -> dict[RowState, int]:
+    state = log.state_of(record)
+    return {s: n for s in RowState if (n := state.count(s))}
+
+
+def checks(log: CommitLog, record: HalfRecord) -> int:
+    return log.state_of(record).check_times(pending(log, record))
+
+
+def test_one_question_and_one_commit_settle_all_and_each_has_its_own_verdict(log: CommitLog) -> None:
+    records = sends(log)
+    refused, never, unknown = (r.half_id for r in records[:3])
+    listener = Many({refused: Rollback("no money", refused=True), never: ROLLBACK_MESSAGE, unknown: None})
+    log.refresh()
+    version = log.version
+    report = service(log, listener).run_once()
+    assert ([len(batches) for batches in listener.together], listener.alone) == ([MANY], [])
+    assert log.refresh() <= version + 3  # the decisions, the counted check, the mark
+    assert report.ok
+    assert (report.checked.transactions, report.checked.messages) == (MANY, 2 * MANY)
+    assert (report.committed.transactions, report.rolled_back.transactions, report.unknown.transactions) == (9, 2, 1)
+    assert [counts(log, r) for r in records[:3]] == [
+        {RowState.ROLLED_BACK: 2}, {RowState.ROLLED_BACK_BY_CHECK: 2}, {RowState.PENDING: 2},
+    ]  # fmt: skip
+    assert all(counts(log, r) == {RowState.COMMITTED: 2} for r in records[3:])
+    assert [checks(log, r) for r in records[2:4]] == [1, 0]
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("the bank is closed"), "MAYBE", [COMMIT_MESSAGE] * 2, 42])
+def test_one_without_an_answer_is_asked_alone_and_reported_and_stops_no_other(log: CommitLog, answer: Any) -> None:
+    records = sends(log)
+    bad = records[4]
+    listener = Many({bad.half_id: answer})
+    report = service(log, listener).run_once()
+    assert listener.alone == [bad.half_id]
+    assert [half_id for half_id, _ in report.problems] == [bad.half_id]
+    assert (counts(log, bad), checks(log, bad)) == ({RowState.PENDING: 2}, 0)
+    assert all(counts(log, r) == {RowState.COMMITTED: 2} for r in records if r is not bad)
+    assert report.committed.transactions == MANY - 1
+
+
+def test_a_question_that_fails_is_asked_one_by_one(log: CommitLog) -> None:
+    records = sends(log)
+    bad = records[0].half_id
+    listener = Many({bad: FenceError("not mine")}, fails=OSError("too many at once"))
+    report = service(log, listener).run_once()
+    assert (len(listener.together), listener.alone) == (1, [r.half_id for r in records])
+    assert [half_id for half_id, _ in report.problems] == [bad]
+    assert report.checked.transactions == MANY - 1
+
+
+def test_too_few_answers_are_no_answers(log: CommitLog) -> None:
+    records = sends(log)
+    listener = Many()
+    listener.check_local_transactions = lambda batches: [ROLLBACK_MESSAGE]  # type: ignore[method-assign,assignment]
+    assert service(log, listener).run_once().committed.transactions == MANY
+    assert listener.alone == [r.half_id for r in records]
+
+
+def test_those_that_are_leased_in_conflict_or_settled_are_left_alone(log: CommitLog) -> None:
+    leased, settled, conflict, due = sends(log, 4)
+    log.lease(leased, 30.0)
+    log.decide(settled, 1, commit=pending(log, settled), who=Who.EXECUTE)
+    halves = {0: b"\x01\x00"}
+    log.decide(conflict, 1, commit=halves, who=Who.EXECUTE)
+    with pytest.raises(txmq.VerdictConflictError):
+        log.decide(conflict, 1, rollback=halves, who=Who.EXECUTE)
+    listener = Many()
+    report = CheckService(log, {"group": listener}, transaction_timeout=0.0).run_once()
+    assert [[batch.half_id for batch in batches] for batches in listener.together] == [[due.half_id]]
+    assert report.skipped["leased"] == 1
+    assert [half_id for half_id, _ in report.problems] == [conflict.half_id]
+    assert listener.alone == []
+
+
+def test_answers_of_unknown_add_up_whatever_the_mark_has_passed_and_end_in_quarantine(log: CommitLog) -> None:
+    records = sends(log, 4)
+    listener = Many(dict.fromkeys([r.half_id for r in records], UNKNOWN))
+    for times in range(1, 4):
+        assert service(another(log), listener, transaction_check_max=3).run_once().unknown.transactions == 4
+        assert [checks(log, r) for r in records] == [times] * 4
+        if times == 2:
+            merge_op_files(log)
+    assert listener.together[-1][0].check_times == 2
+    report = service(log, listener, transaction_check_max=3).run_once()
+    assert (len(listener.together), report.quarantined.transactions) == (3, 4)
+    assert [counts(log, r) for r in records] == [{RowState.QUARANTINED: 2}] * 4
+
+
+def test_the_listener_sees_those_keys_alone_that_are_due(log: CommitLog) -> None:
+    columns = {"body": list("1234"), "owner": ["a", "b", "a", "c"]}
+    record = prepare(log, 0, columns, per="key", key="owner")
+    whole = prepare(log, 0, 4, per="message", app="other", partitions=2)
+    log.decide(record, 1, commit={0: b"\x01\x00\x01\x00"}, who=Who.EXECUTE)
+    listener = Many()
+    listener.answers[record.half_id] = lambda batch: batch.verdicts(commit=["b"], rollback=["c"])
+    assert service(another(log), listener).run_once().ok
+    by_id = {batch.half_id: batch for batch in listener.together[0]}
+    mine = by_id[record.half_id]
+    assert sorted(mine.transactions["transaction_key"].to_pylist()) == ["b", "c"]
+    keys, bodies = mine.messages(["transaction_key"])["transaction_key"], mine.messages(["body", "msg_id"])["body"]
+    assert dict(zip(keys.to_pylist(), bodies.to_pylist(), strict=True)) == {"b": b"2", "c": b"4"}
+    assert by_id[whole.half_id].transactions.num_rows == 4
+    assert counts(log, record) == {RowState.COMMITTED: 3, RowState.ROLLED_BACK_BY_CHECK: 1}
+    assert counts(log, whole) == {RowState.COMMITTED: 4}
+
+
+def test_half_batches_in_a_file_that_somebody_rewrote_and_large_ones_are_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = make_log("delta", tmp_path / "log", orders=2)
+    records = [*sends(log, 3), prepare(log, 0, 9, app="large", partitions=3)]
+    rewrite_half(log)
+    records += [prepare(log, 0, 2, app="last"), prepare(log, 0, 9, app="larger", partitions=2)]
+    monkeypatch.setattr("rmq_spark.commitlog.steps.SMALL_ROWS_MAX", 4)
+    listener = Many()
+    assert service(log, listener).run_once().committed.transactions == len(records)
+    assert sorted(listener.alone) == ["large:0", "larger:0"]
+    assert all(counts(log, r) == {RowState.COMMITTED: r.rows} for r in records)
+
+
+def test_a_damaged_half_batch_hides_no_other(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log", orders=2)
+    records = sends(log, 4)
+    Path(log.path, "half", records[1].files[0].path).write_bytes(b"damaged")
+    listener = Many()
+    report = service(another(log), listener).run_once()
+    assert [half_id for half_id, _ in report.problems] == [records[1].half_id]
+    assert report.committed.transactions == 3
+
+
+def test_a_hung_question_ends_the_round_and_its_answers_are_used_later(log: CommitLog) -> None:
+    records = sends(log, 3)
+    release, came = threading.Event(), threading.Event()
+    listener = Many()
+
+    def hang(batch: HalfBatch) -> Any:
+        release.wait(DEADLINE_S)
+        came.set()
+        return COMMIT_MESSAGE
+
+    listener.answers[records[0].half_id] = hang
+    checker = service(log, listener, round_timeout=0.2)
+    report = checker.run_once()
+    assert [half_id for half_id, _ in report.problems] == [r.half_id for r in records]
+    assert "has not answered" in report.problems[0][1]
+    new = prepare(log, 0, 2, app="new")
+    checker.round_timeout = DEADLINE_S
+    assert checker.run_once().committed.transactions == 1  # the new one
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name == "txmq-check":
+            thread.join(DEADLINE_S)
+    assert checker.run_once().committed.transactions == 3
+    assert [[b.half_id for b in batches] for batches in listener.together] == [
+        [r.half_id for r in records], [new.half_id],
+    ]  # fmt: skip
+    assert listener.alone == []
+
+
+def test_a_half_batch_of_another_store_is_not_asked_about_together(log: CommitLog) -> None:
+    here, there = prepare(log, 0, 2, app="a", fence_id="bank"), prepare(log, 0, 2, app="b", fence_id="shop")
+    listener = Many(store_id="bank")
+    report = service(log, listener).run_once()
+    assert [[b.half_id for b in batches] for batches in listener.together] == [[here.half_id]]
+    assert [half_id for half_id, _ in report.problems] == [there.half_id]
+    assert "was prepared with store_id 'shop'" in report.problems[0][1]
+    assert listener.alone == []
+
+
+def test_a_subclass_that_answers_one_is_asked_one_by_one() -> None:
+    class Quiet(SqlTransactionListener):
+        def check_local_transaction(self, batch: HalfBatch) -> Any:
+            return UNKNOWN
+
+    class Louder(Many):
+        pass
+
+    assert answers_many(Louder())
+    assert answers_many(SqlTransactionListener("sqlite://"))
+    changed = SqlTransactionListener("sqlite://")
+    changed.check_local_transaction = lambda batch: UNKNOWN  # type: ignore[method-assign]
+    assert not answers_many(changed)
+    assert not answers_many(Quiet("sqlite://"))
+    assert not answers_many(PerMessageListener(CommitOncePrepared()))
+    one = CommitOncePrepared()
+    assert list(one.check_local_transactions([])) == []
+
+
+# ---------------------------------------------------------------- a fence
+def test_a_fence_answers_for_all_in_two_database_transactions(
+    tmp_path: Path, log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"sqlite:///{tmp_path / 'shop.db'}"
+    fence_id = create_fence(url)
+
+    def work(connection: sa.Connection, batch: HalfBatch) -> Any:
+        if batch.app_id == "app1":
+            raise Rollback("sold out")
+
+    listener = SqlTransactionListener(url, work)
+    records = sends(log, fence_id=fence_id)
+    for record in records[:2]:
+        listener.execute_local_transaction(log.half_batch(record, log.state_of(record), 1, record.all_rows))
+    young = prepare(log, 0, 2, app="young", fence_id=fence_id)
+    begun: list[bool] = []
+    transaction = listener._fence.transaction
+    monkeypatch.setattr(listener._fence, "transaction", lambda *a, **k: begun.append(True) or transaction(*a, **k))
+    listener.rollback_after_s = 0.0
+    listener.store_id  # noqa: B018  (looked up once)
+    begun.clear()
+    report = service(log, listener).run_once()
+    assert len(begun) == 2
+    assert report.ok
+    assert counts(log, records[0]) == {RowState.COMMITTED: 2}
+    assert counts(log, records[1]) == {RowState.ROLLED_BACK: 2}
+    assert log.state_of(records[1]).history[-1].reason == "sold out"
+    assert all(counts(log, r) == {RowState.ROLLED_BACK_BY_CHECK: 2} for r in [*records[2:], young])
+    with pytest.raises(txmq.FencedError):
+        listener.execute_local_transaction(log.half_batch(young, young.fresh_state(), 1, young.all_rows))
+
+
+def test_a_fence_says_unknown_of_the_young_and_nothing_of_one_whose_work_ended_its_transaction(
+    tmp_path: Path, log: CommitLog
+) -> None:
+    url = f"sqlite:///{tmp_path / 'shop.db'}"
+    fence_id = create_fence(url)
+    listener = SqlTransactionListener(url, lambda connection, batch: None, rollback_after=3600.0)
+    records = sends(log, 5, fence_id=fence_id)
+    batches = [log.half_batch(r, r.fresh_state(), 1, r.all_rows) for r in records]
+    listener.execute_local_transaction(batches[0])
+    with listener._fence.transaction() as connection:
+        (broken,) = batches[1].transactions["transaction_id"].to_pylist()
+        listener._fence.claim(connection, {broken: batches[1]}, STARTED)
+    report = CheckService(log, {"group": listener}, transaction_timeout=0.0).run_once()
+    assert [half_id for half_id, _ in report.problems] == [records[1].half_id]
+    assert "ended the database transaction" in report.problems[0][1]
+    assert (report.committed.transactions, report.unknown.transactions) == (1, 3)
+    assert [checks(log, r) for r in records[1:]] == [0, 1, 1, 1]
+    state = log.state_of(records[2])
+    assert state.checked_at is not None
