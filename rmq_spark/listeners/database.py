@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -160,26 +159,26 @@ class Owner:
         """
         checked_out = connection.connection
         driver = checked_out.dbapi_connection
-        with _OWNERS_LOCK:
-            other = _OWNERS.get(id(driver))
-            if other is not None and other._has(driver):
-                raise ListenerError(
-                    "the connection is in another transaction() of a producer, or in that of a listener or an inbox: "
-                    "one at a time commits it. Send with the transaction that is open, or give each a connection"
-                )
-            _OWNERS[id(driver)] = self
-            self._held = checked_out, driver
+        self._held = checked_out, driver
+        other = _OWNERS.setdefault(id(driver), self)
+        if other is not self and other._has(driver):
+            self._held = None
+            raise ListenerError(
+                "the connection is in another transaction() of a producer, or in that of a listener or an inbox: one "
+                "at a time commits it. Send with the transaction that is open, or give each a connection"
+            )
+        _OWNERS[id(driver)] = self
 
     def _has(self, driver: object) -> bool:
         """Whether the connection was not given back to its pool, from where others may have it."""
-        return self._held is not None and self._held[0].dbapi_connection is driver
+        held = self._held
+        return held is not None and held[0].dbapi_connection is driver
 
     def release(self) -> None:
         """Let others own the connection."""
-        with _OWNERS_LOCK:
-            held, self._held = self._held, None
-            if held is not None and _OWNERS.get(id(held[1])) is self:
-                del _OWNERS[id(held[1])]
+        held, self._held = self._held, None
+        if held is not None and _OWNERS.get(id(held[1])) is self:
+            del _OWNERS[id(held[1])]
 
     @contextmanager
     def holding(self, connection: sa.Connection) -> Iterator[None]:
@@ -192,8 +191,7 @@ class Owner:
 
 
 _OWNERS: dict[int, Owner] = {}
-"""By the id of a driver's connection, which the owner keeps alive."""
-_OWNERS_LOCK = threading.Lock()
+"""By the id of a driver's connection, which the owner keeps alive. No lock: a fork could copy it while it is held."""
 
 
 def insert_absent(connection: sa.Connection, key: sa.Column[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
