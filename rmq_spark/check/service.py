@@ -164,6 +164,8 @@ class CheckService:
         self.elsewhere = frozenset(elsewhere)
         self.log = CommitLog.of(log_or_path, storage_options)
         self._clock = clock or self.log.machine.now
+        self._is_believed = clock is not None
+        self._doubt_s: float | None = None  # in this round
         self._without_fence = CommitOncePrepared()
         self._asker = Asker(self.log.machine, in_threads=self.round_timeout is not None)
         self._not_reached: list[str] = []
@@ -203,6 +205,7 @@ class CheckService:
 
     def _round(self, stop: threading.Event) -> CheckReport:
         report = CheckReport(self._clock())
+        self._doubt_s = None
         decisions = Decisions(self.log, lambda decision, problem: _not_decided(decision, problem, report))
         round_ = _Round(report, decisions, self.round_timeout, stop, self.log.machine)
         half_ids = self._open_half_ids()
@@ -341,7 +344,7 @@ class CheckService:
         ==============================================  =======
         """
         age_s = self._age_s(pending, report)
-        expires = age_s >= self.file_reserved_time and listener is not self._without_fence
+        expires = listener is not self._without_fence and self._is_expired(age_s)
         if expires:
             rows = pending.rows
         else:
@@ -355,6 +358,14 @@ class CheckService:
         worn_out = NO_ROWS if listener is None else pending.state.checked_at_least(rows, self.transaction_check_max)
         found = [(_Todo.DISCARD, worn_out), (_Todo.EXPIRE if expires else _Todo.ASK, rows - worn_out)]
         return [(todo, chosen) for todo, chosen in found if chosen]
+
+    def _is_expired(self, age_s: float) -> bool:
+        """Whether it is older than ``file_reserved_time``, by more than one clock's word."""
+        if age_s < self.file_reserved_time:
+            return False
+        if self._doubt_s is None:
+            self._doubt_s = 0.0 if self._is_believed else self.log.clock_doubt_s()
+        return age_s >= self.file_reserved_time + self._doubt_s
 
     def _age_s(self, pending: Question, report: CheckReport) -> float:
         prepared_at = pending.record.prepared_at

@@ -26,10 +26,13 @@ class Expirer:
     Parameters
     ----------
     log : ProtocolSteps
+    doubt_s : float
+        So much older than their retention must messages be: see :mod:`~rmq_spark.commitlog.second_look`.
     """
 
-    def __init__(self, log: ProtocolSteps) -> None:
+    def __init__(self, log: ProtocolSteps, doubt_s: float) -> None:
         self._log = log
+        self._doubt_s = doubt_s
 
     def run(self, dry_run: bool = False) -> list[str]:
         """Let all expire that may; returns the files that left the table ``messages``."""
@@ -51,7 +54,7 @@ class Expirer:
         actions = self._log.messages_table.actions()
         of_topic = pc.and_(pc.equal(actions["min.topic"], topic), pc.equal(actions["max.topic"], topic))
         files = actions.filter(pc.fill_null(of_topic, False))
-        limit = self._log.machine.now() - timedelta(seconds=seconds)
+        limit = self._log.machine.now() - timedelta(seconds=seconds + self._doubt_s)
         old = files.filter(pc.fill_null(pc.less(files["max.commit_timestamp"], limit), False))
         young = files.filter(pc.invert(pc.is_in(files["path"], value_set=old["path"].combine_chunks())))
         # Files may overlap after a merge. One that holds anything behind what stays must stay, too, or a queue would

@@ -87,6 +87,10 @@ class Graces:
             )
         return found
 
+    def and_later(self, seconds: float) -> Graces:
+        """These, each so much longer."""
+        return Graces(self.reader_s + seconds, self.audit_s + seconds, self.idempotency_s + seconds)
+
 
 @dataclass(frozen=True)
 class _Batch:

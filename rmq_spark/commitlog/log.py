@@ -513,7 +513,8 @@ class CommitLog(ProtocolSteps):
                 f"older_than={older_than!r} is under {ORPHAN_AGE_S / 86400:.0f}d: files that young may be in use"
             )
         with self.lock:
-            return maintenance.vacuum(self._tables_now(), age_s, dry_run)
+            doubt_s = self.clock_doubt_s(note=not dry_run)
+            return maintenance.vacuum(self._tables_now(), age_s + doubt_s, dry_run)
 
     def tables(self) -> list[Table]:
         """The tables that are there, as they were last read. The one of groups is made when it is first needed."""

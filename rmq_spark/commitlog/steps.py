@@ -23,6 +23,7 @@ from rmq_spark.commitlog.messages import wait_until_drained
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.placements import MessageRange, PlacedRange, out_of_range
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
+from rmq_spark.commitlog.second_look import doubt_s
 from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.commitlog.walk import walk_placements
 from rmq_spark.config import QUEUES_DEFAULT
@@ -107,6 +108,10 @@ class ProtocolSteps(ABC):
     @abstractmethod
     def after_decision(self) -> None:
         """Upkeep, when it is time for it."""
+
+    def clock_doubt_s(self, note: bool = True) -> float:
+        """Seconds by which this machine's clock may be ahead: see :func:`~rmq_spark.commitlog.second_look.doubt_s`."""
+        return doubt_s(self, note)
 
     def in_background(self, work: Callable[[], None]) -> threading.Thread | None:
         """Run upkeep beside this thread; None when it is done already."""

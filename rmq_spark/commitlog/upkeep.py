@@ -109,6 +109,8 @@ def maintain(
         Entered while messages are in memory.
     """
     turn = nullcontext() if turn is None else turn
+    doubt_s = log.clock_doubt_s(note=not dry_run)  # before this clock has said anything in a commit of its own
+    graces = graces.and_later(doubt_s)
     odd = None  # a drain raises it
     if dry_run and foreign_change(log.messages_table) is None:
         odd = log.drained.odd_rows()
@@ -127,7 +129,7 @@ def maintain(
     left = leaver.remove(dry_run)
     stripped = Stripper(log, graces).run(dry_run)
     pruned = Pruner(log, graces).run(dry_run)
-    expired = Expirer(log).run(dry_run)
+    expired = Expirer(log, doubt_s).run(dry_run)
     merged = 0
     if not dry_run:
         merged = maintenance.compact_op(log.op)
@@ -138,9 +140,9 @@ def maintain(
         deleted = [
             path
             for table in tables
-            for path in maintenance.delete_replaced([table], maintenance.kept_s(table), dry_run)
+            for path in maintenance.delete_replaced([table], maintenance.kept_s(table) + doubt_s, dry_run)
         ]
-        deleted += maintenance.vacuum(tables, ORPHAN_AGE_S, dry_run) if orphans else []
+        deleted += maintenance.vacuum(tables, ORPHAN_AGE_S + doubt_s, dry_run) if orphans else []
     return MaintenanceReport(
         dry_run,
         drained,

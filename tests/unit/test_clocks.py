@@ -8,13 +8,16 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
-from rmq_spark.errors import ClockError
+from rmq_spark.commitlog.second_look import BELIEVED_S, LOOK_INTERVAL_S, LOOKED
+from rmq_spark.errors import AlreadyPreparedError, ClockError
 from rmq_spark.listener import TransactionListener
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.storage import clock as module
@@ -22,7 +25,19 @@ from rmq_spark.storage.clock import StoreClock
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, LocalTransactionState
 from tests.clocks import on_a_machine, set_clock
-from tests.half_batches import another, bodies, commit, pending, prepare, split
+from tests.half_batches import (
+    another,
+    bodies,
+    commit,
+    header_of,
+    in_half,
+    make_log,
+    pending,
+    prepare,
+    roll_back,
+    send,
+    split,
+)
 
 DAY_S = 86_400.0
 DAYS_S = 3 * DAY_S
@@ -255,3 +270,115 @@ def test_who_lost_a_race_was_not_sent_before_the_winner(
     commit(another(fifo), winners[0])
     commit(fifo, lost)
     assert bodies(fifo) == ["B", "a1", "a2"]
+
+
+# ---------------------------------------------------------------- what destroys asks more than one clock
+EIGHT_DAYS_S = 8 * DAY_S
+
+
+class Unsure(Silent):
+    """Rolls back nothing."""
+
+    def check_local_transaction(self, batch: HalfBatch) -> LocalTransactionState:
+        return UNKNOWN
+
+
+@pytest.fixture(params=["memory", "delta"])
+def kept_log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+    """A log of which messages expire."""
+    log = make_log(request.param, tmp_path / "kept", orders=1)
+    log.set_retention("orders", "7d")
+    return log
+
+
+def test_one_round_of_upkeep_by_a_clock_that_is_days_ahead_destroys_nothing(
+    kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = kept_log
+    clock = set_clock(monkeypatch)
+    commit(log, send(log, "key"))
+    roll_back(log, send(log, "refused"))
+    log.drain()
+    for _ in range(2):  # of a job that lives on, and of one that starts
+        for ahead_s in (EIGHT_DAYS_S, 0.0):
+            clock.ahead_s = ahead_s
+            report = another(log).maintain()
+            assert report.files_expired == 0
+    assert len(bodies(another(log))) == 5
+    assert in_half(log) == {"refused:0"}  # it stays for its audit time
+    with pytest.raises(AlreadyPreparedError):  # its outcome is not forgotten
+        send(another(log), "key")
+
+
+def test_what_is_old_goes_after_a_second_look(kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = kept_log
+    clock = set_clock(monkeypatch)
+    commit(log, send(log, "key"))
+    log.drain()
+    clock.ahead_s = EIGHT_DAYS_S
+    assert another(log).maintain().files_expired == 0
+    clock.ahead_s += LOOK_INTERVAL_S - 10
+    assert another(log).maintain().files_expired == 0
+    clock.ahead_s += 20
+    assert another(log).maintain(dry_run=True).files_expired == 1
+    assert another(log).maintain().files_expired == 1
+
+
+def test_upkeep_that_goes_on_is_on_time(kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is late when looks follow each other; and they are no more than one each interval."""
+    log = kept_log
+    clock = set_clock(monkeypatch)
+    commit(log, send(log, "key"))
+    log.drain()
+    log.set_retention("orders", "2h")
+    expired_s = []
+    for ahead_s in range(0, 3 * 3600, 600):
+        clock.ahead_s = float(ahead_s)
+        if another(log).maintain().files_expired:
+            expired_s.append(ahead_s)
+    assert [2 * 3600 <= s <= 2 * 3600 + 600 for s in expired_s] == [True]
+    looks = another(log).op.transaction_version(LOOKED)
+    assert looks is not None
+    assert 0 <= time.time() + 3 * 3600 - looks <= LOOK_INTERVAL_S + 1200
+
+
+def test_a_round_of_checks_by_a_clock_that_is_days_ahead_quarantines_nothing(
+    kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = kept_log
+    clock = set_clock(monkeypatch)
+    send(log, "open")
+    clock.ahead_s = EIGHT_DAYS_S
+    report = CheckService(another(log), {"group": Unsure()}).run_once()
+    assert report.quarantined.transactions == 0
+    clock.ahead_s = 10.0
+    assert another(log).open_half_ids() == ["open:0"]
+    clock.ahead_s = 4 * DAY_S
+    checker = CheckService(another(log), {"group": Unsure()})
+    assert checker.run_once().quarantined.transactions == 0
+    clock.ahead_s += LOOK_INTERVAL_S + 1
+    assert checker.run_once().quarantined.transactions == 1
+
+
+def test_orphans_stay_when_a_clock_is_days_ahead(kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = kept_log
+    clock = set_clock(monkeypatch)
+    header = header_of(0)
+    files = log.stage(HalfWriter(header, log.topics(), "orders", None), pa.table({"body": ["a"]}).to_batches())
+    clock.ahead_s = EIGHT_DAYS_S
+    assert another(log).vacuum() == []
+    clock.ahead_s = 0.0
+    log.prepare(header, files)
+
+
+def test_a_clock_that_was_ahead_at_the_last_look_is_forgotten(
+    kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight days later its look would be an earlier look of a clock that is right."""
+    log = kept_log
+    clock = set_clock(monkeypatch)
+    commit(log, send(log, "key"))
+    for ahead_s in (EIGHT_DAYS_S, 10.0, EIGHT_DAYS_S + 2 * LOOK_INTERVAL_S):
+        clock.ahead_s = ahead_s
+        doubt_s = another(log).clock_doubt_s()
+        assert doubt_s == pytest.approx(max(0.0, ahead_s - BELIEVED_S), abs=10)

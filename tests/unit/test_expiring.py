@@ -75,7 +75,7 @@ def test_a_queue_never_has_a_hole(log: CommitLog, monkeypatch: pytest.MonkeyPatc
     merged = actions.filter(pc.equal(actions["num_records"], 8))
     assert merged.num_rows == 1
 
-    old = Expirer(another(log))
+    old = Expirer(another(log), 0.0)
     limit = pc.max(actions.filter(pc.equal(actions["path"], second))["max.commit_timestamp"]).as_py()
     monkeypatch.setattr(
         old._log.machine, "now", lambda: limit.__class__.fromtimestamp(limit.timestamp() + 1000.001, limit.tzinfo)
@@ -95,8 +95,8 @@ def test_what_is_not_drained_or_has_no_retention_stays(log: CommitLog) -> None:
     send_and_drain(log, "drained")
     log.topic_store.set_retention("orders", 0.0)
     commit(log, send(log, "tail"))
-    assert Expirer(another(log)).run(dry_run=True) != []
-    assert len(Expirer(another(log)).run()) == 1
+    assert Expirer(another(log), 0.0).run(dry_run=True) != []
+    assert len(Expirer(another(log), 0.0).run()) == 1
     assert sum(another(log).firsts().values()) == 4
 
 
@@ -125,10 +125,10 @@ def test_a_crash_between_the_row_and_the_files_is_made_good(log: CommitLog, monk
     with monkeypatch.context() as patch:
         patch.setattr(Expirer, "_remove", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            Expirer(another(log)).run()
+            Expirer(another(log), 0.0).run()
     assert sum(another(log).firsts().values()) == 4
     version = another(log).refresh()
-    assert len(Expirer(another(log)).run()) == 1
+    assert len(Expirer(another(log), 0.0).run()) == 1
     assert another(log).refresh() == version
 
 

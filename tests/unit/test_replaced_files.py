@@ -100,7 +100,7 @@ def test_what_expired_is_deleted_after_the_hour(tmp_path: Path, clock: Clock) ->
     commit(log, send(log, "old", 4))
     log.topic_store.set_retention("orders", 0.0)
     log.drain()
-    assert len(Expirer(another(log)).run()) == 1
+    assert len(Expirer(another(log), 0.0).run()) == 1
     clock.ahead_s = 0.0
     assert [p.partition("/")[0] for p in log.maintain().files_deleted if p.startswith("messages")] == ["messages"]
 

@@ -36,6 +36,8 @@ from rmq_spark.commitlog import (
     own_sends,
     placing,
     pruning,
+    second_look,
+    steps,
     stripping,
 )
 from rmq_spark.commitlog import half as half_module
@@ -83,6 +85,7 @@ from tests.torture.simulate.shop import TOMBSTONE, Broken, Database, FencedListe
 from tests.torture.simulate.simulation import Scenario, Simulation, StreamSource
 from tests.torture.simulate.sleeper_play import play_sleepers
 from tests.torture.simulate.store import SimulatedTable, Weather
+from tests.torture.simulate.upkeep_play import play_upkeep
 from tests.torture.simulate.world import SimulatedLog, SimulatedMeeting
 
 SEEDS_MAX = 400
@@ -1627,7 +1630,32 @@ def _read_before() -> AbstractContextManager[None]:
     return replaced((Follower, "committed_among", read))
 
 
+def _believed_at_once() -> AbstractContextManager[None]:
+    return replaced((second_look, "doubt_s", lambda *_: 0.0), (steps, "doubt_s", lambda *_: 0.0))
+
+
+def _believed_after_itself() -> AbstractContextManager[None]:
+    return replaced((second_look, "LOOK_INTERVAL_S", 0.0))
+
+
+def _ahead_remembered() -> AbstractContextManager[None]:
+    after = second_look._after_look
+
+    def remembered(log: Any, op: Any) -> tuple[int, int]:
+        believed, looked = second_look._noted(op)
+        if believed is not None and looked is not None and looked > log.machine.time():
+            return believed, looked
+        return after(log, op)
+
+    return replaced((second_look, "_after_look", remembered))
+
+
+_UNDER_A_CLOCK = frozenset({A.EXPIRED_EARLY, A.DUPLICATE, A.DISCARDED_WITHOUT_CHECK})
+
 MUTANTS += [
+    PlayMutant("a clock is believed", _UNDER_A_CLOCK, play_upkeep, _believed_at_once),
+    PlayMutant("a clock is believed at its second word", _UNDER_A_CLOCK, play_upkeep, _believed_after_itself),
+    PlayMutant("a clock that was ahead is remembered", _UNDER_A_CLOCK, play_upkeep, _ahead_remembered),
     PlayMutant(
         "what is sent back is named after the first message of its take", frozenset({A.DUPLICATE, A.LOST_WRITE}),
         play_retries, _renamed(lambda queue, messages, names, dies: [f"{names[0]}.{at}" for at in range(len(names))]),

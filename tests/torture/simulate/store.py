@@ -453,8 +453,10 @@ class SimulatedTable:
 
 
 def name_of(change: Change) -> str:
-    """What a commit is known by: the first file that it adds, or removes."""
-    return change.add[0].path if change.add else f"without {change.remove[0]}"
+    """What a commit is known by: the first file that it adds, or removes; else what it notes."""
+    if change.add:
+        return change.add[0].path
+    return f"without {change.remove[0]}" if change.remove else f"noting {sorted(change.transactions.items())}"
 
 
 def prepared_s(half: SimulatedTable) -> Mapping[str, float]:

@@ -13,8 +13,9 @@ from tests.torture.simulate.fifo_play import play_fifo
 from tests.torture.simulate.retry_play import play_retries
 from tests.torture.simulate.rewrite_play import play_rewrites
 from tests.torture.simulate.sleeper_play import play_sleepers
+from tests.torture.simulate.upkeep_play import play_upkeep
 
-PLAYS = (play_fifo, play_rewrites, play_clocks, play_sleepers, play_retries)
+PLAYS = (play_fifo, play_rewrites, play_clocks, play_sleepers, play_retries, play_upkeep)
 
 
 @pytest.mark.parametrize("seeds", [8, pytest.param(300, marks=pytest.mark.long)])
