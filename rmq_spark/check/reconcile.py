@@ -320,7 +320,7 @@ class Reconciler:
         settled = 0
         executed.sort(key=lambda a: (a.app_id or "", a.batch_id or 0, a.half_id, a.attempt))  # as they were sent
         for _, some in groupby(executed, key=lambda attempt: attempt.half_id):
-            for finding in self._of_half_batch(list(some), apply):
+            for finding in self._looked_at(list(some), apply):
                 if finding.standing is Standing.SETTLED:
                     settled += 1
                 else:
@@ -340,6 +340,14 @@ class Reconciler:
         )
 
     # ------------------------------------------------------------------ what the database has executed
+    def _looked_at(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> list[Finding]:
+        """What is found of one half batch. One that is damaged does not hide the others."""
+        try:
+            return list(self._of_half_batch(attempts, apply))
+        except TxmqError as problem:
+            what = f"it cannot be looked at: {sentence_of(problem)}"
+            return [_finding(Standing.PERSON, attempt, what) for attempt in attempts]
+
     def _of_half_batch(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Finding]:
         first = attempts[0]
         record = None
@@ -359,7 +367,10 @@ class Reconciler:
         if not attempt.is_whole:
             return _finding(Standing.PERSON, attempt, _ENDED)
         if record.left is not None:
-            if record.left.not_committed == 0:
+            by_hand = any(
+                d.kind == Kind.ROLLBACK.value and d.decided_by == Who.ADMIN.value for d in record.left.decisions
+            )
+            if record.left.final and not by_hand:  # what is not committed was refused
                 return _finding(Standing.SETTLED, attempt, "it is committed")
             what = (
                 "the log has rolled some of its messages back, and they have left it: look which, and send them again"
@@ -384,10 +395,10 @@ class Reconciler:
 
     def _rows_of(self, record: HalfRecord, attempt: ExecutedAttempt) -> RowSet:
         """The messages of the transactions that were executed under an attempt."""
-        state = self.log.state_of(record, refresh=False)
-        batch = self.log.half_batch(record, state, attempt.attempt, record.all_rows)
         if record.header.transaction_per == BATCH:
             return record.all_rows
+        state = self.log.state_of(record, refresh=False)
+        batch = self.log.half_batch(record, state, attempt.attempt, record.all_rows)
         ids = batch.messages(["transaction_id"])["transaction_id"]
         return record.all_rows.where(pc.is_in(ids, value_set=pa.array(attempt.transaction_ids, pa.string())))
 
