@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from enum import Enum
@@ -492,7 +493,12 @@ class Reconciler:
         for row in kept.select(["half_id", "prepared_at"]).to_pylist():
             if row["half_id"] in executed:
                 continue
-            app_id, batch_id, fence_id, by_listeners = self._committed(row["half_id"])
+            try:
+                app_id, batch_id, fence_id, by_listeners = self._committed(row["half_id"])
+            except TxmqError as problem:
+                what = f"it cannot be looked at: {sentence_of(problem)}"
+                yield Finding(Standing.PERSON, row["half_id"], None, None, None, 0, (), row["prepared_at"], what)
+                continue
             if fence_id is not None and fence_id == self.listener.store_id and by_listeners:
                 yield Finding(
                     Standing.UNKNOWN_TO_THE_DATABASE, row["half_id"], app_id, batch_id, None, 0, (),
@@ -526,7 +532,11 @@ class Reconciler:
             )
         kept = kept_batches(self.log).sort_by([("prepared_at", "descending")])
         newest = kept["half_id"].to_pylist()[:FENCES_LOOKED_AT]
-        fences = {self._committed(half_id)[2] for half_id in newest} - {None, CommitOncePrepared.store_id}
+        fences: set[str | None] = set()
+        for half_id in newest:
+            with suppress(TxmqError):  # one that is damaged is told elsewhere
+                fences.add(self._committed(half_id)[2])
+        fences -= {None, CommitOncePrepared.store_id}
         if fences and self.listener.store_id not in fences:
             yield (
                 f"none of the newest {len(newest)} half batches of the log was prepared with this listener's fence "
