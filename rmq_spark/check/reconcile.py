@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from enum import Enum
@@ -320,7 +321,7 @@ class Reconciler:
         settled = 0
         executed.sort(key=lambda a: (a.app_id or "", a.batch_id or 0, a.half_id, a.attempt))  # as they were sent
         for _, some in groupby(executed, key=lambda attempt: attempt.half_id):
-            for finding in self._of_half_batch(list(some), apply):
+            for finding in self._looked_at(list(some), apply):
                 if finding.standing is Standing.SETTLED:
                     settled += 1
                 else:
@@ -340,6 +341,14 @@ class Reconciler:
         )
 
     # ------------------------------------------------------------------ what the database has executed
+    def _looked_at(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> list[Finding]:
+        """What is found of one half batch. One that is damaged does not hide the others."""
+        try:
+            return list(self._of_half_batch(attempts, apply))
+        except TxmqError as problem:
+            what = f"it cannot be looked at: {sentence_of(problem)}"
+            return [_finding(Standing.PERSON, attempt, what) for attempt in attempts]
+
     def _of_half_batch(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Finding]:
         first = attempts[0]
         record = None
@@ -359,7 +368,10 @@ class Reconciler:
         if not attempt.is_whole:
             return _finding(Standing.PERSON, attempt, _ENDED)
         if record.left is not None:
-            if record.left.not_committed == 0:
+            by_hand = any(
+                d.kind == Kind.ROLLBACK.value and d.decided_by == Who.ADMIN.value for d in record.left.decisions
+            )
+            if record.left.final and not by_hand:  # what is not committed was refused
                 return _finding(Standing.SETTLED, attempt, "it is committed")
             what = (
                 "the log has rolled some of its messages back, and they have left it: look which, and send them again"
@@ -384,10 +396,10 @@ class Reconciler:
 
     def _rows_of(self, record: HalfRecord, attempt: ExecutedAttempt) -> RowSet:
         """The messages of the transactions that were executed under an attempt."""
-        state = self.log.state_of(record, refresh=False)
-        batch = self.log.half_batch(record, state, attempt.attempt, record.all_rows)
         if record.header.transaction_per == BATCH:
             return record.all_rows
+        state = self.log.state_of(record, refresh=False)
+        batch = self.log.half_batch(record, state, attempt.attempt, record.all_rows)
         ids = batch.messages(["transaction_id"])["transaction_id"]
         return record.all_rows.where(pc.is_in(ids, value_set=pa.array(attempt.transaction_ids, pa.string())))
 
@@ -481,7 +493,12 @@ class Reconciler:
         for row in kept.select(["half_id", "prepared_at"]).to_pylist():
             if row["half_id"] in executed:
                 continue
-            app_id, batch_id, fence_id, by_listeners = self._committed(row["half_id"])
+            try:
+                app_id, batch_id, fence_id, by_listeners = self._committed(row["half_id"])
+            except TxmqError as problem:
+                what = f"it cannot be looked at: {sentence_of(problem)}"
+                yield Finding(Standing.PERSON, row["half_id"], None, None, None, 0, (), row["prepared_at"], what)
+                continue
             if fence_id is not None and fence_id == self.listener.store_id and by_listeners:
                 yield Finding(
                     Standing.UNKNOWN_TO_THE_DATABASE, row["half_id"], app_id, batch_id, None, 0, (),
@@ -515,7 +532,11 @@ class Reconciler:
             )
         kept = kept_batches(self.log).sort_by([("prepared_at", "descending")])
         newest = kept["half_id"].to_pylist()[:FENCES_LOOKED_AT]
-        fences = {self._committed(half_id)[2] for half_id in newest} - {None, CommitOncePrepared.store_id}
+        fences: set[str | None] = set()
+        for half_id in newest:
+            with suppress(TxmqError):  # one that is damaged is told elsewhere
+                fences.add(self._committed(half_id)[2])
+        fences -= {None, CommitOncePrepared.store_id}
         if fences and self.listener.store_id not in fences:
             yield (
                 f"none of the newest {len(newest)} half batches of the log was prepared with this listener's fence "

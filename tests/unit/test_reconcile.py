@@ -212,6 +212,18 @@ def test_what_the_log_knows_needs_nothing(shop: Shop) -> None:
     shop.require_agreement()
 
 
+def test_what_has_left_with_its_refusals_needs_nothing_and_what_was_overruled_is_a_persons(shop: Shop) -> None:
+    shop.send("whole", "1", "refused 2")
+    overruled = shop.begin("overruled", executed=True)
+    shop.log.resolve(overruled.half_id, ROLLBACK_MESSAGE, "a person says so")
+    let_leave(shop.log)
+    shop.back_up()
+    shop.lose()
+    assert shop.log.find(f"{SEND}whole", 0).left is not None  # type: ignore[union-attr]
+    assert shop.standings() == {"overruled": "person"}
+    assert shop.reconcile().settled == 1
+
+
 def test_what_was_pending_under_an_attempt_that_ended_before_the_executed_one_is_lost_and_comes_back(
     shop: Shop,
 ) -> None:
@@ -353,6 +365,21 @@ def test_a_half_batch_that_the_log_refused_and_the_database_executed_is_a_person
     shop.lose()
     assert shop.standings(apply=True) == {"odd": "person"}
     assert bodies(shop.log) == []
+
+
+def test_a_half_batch_that_is_damaged_does_not_hide_the_others(shop: Shop) -> None:
+    for key in ("bad", "good"):
+        shop.begin(key)
+        shop.check()
+    shop.back_up()
+    for key in ("bad", "good"):
+        shop.send(key)
+    shop.lose()
+    record = shop.log.find(f"{SEND}bad", 0)
+    assert record is not None
+    Path(shop.log.path, "half", record.files[0].path).unlink()
+    assert shop.standings(apply=True) == {"bad": "person", "good": "lost"}
+    assert bodies(shop.log) == ["good"]
 
 
 def test_another_half_batch_of_the_same_name_is_a_persons(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
