@@ -139,9 +139,7 @@ class TopicStore:
             advice = "takes it only as it is; use another name" if exist_ok else "takes it as it is"
             there_is = _kind(there.queues, there.fifo)
             other = "" if as_asked else f" (asked for: {_kind(wanted, bool(fifo))})"
-            raise TopicExistsError(
-                f"topic {name!r} is there already, with {there_is}{other}: exist_ok=True {advice}"
-            )
+            raise TopicExistsError(f"topic {name!r} is there already, with {there_is}{other}: exist_ok=True {advice}")
 
         def propose(version: int) -> Change | None:
             new = [name for name in asked if not is_there(name)]
