@@ -2,7 +2,11 @@
 
 Five durations: a sink micro-batch of 100 messages (whole, on Spark), planning a micro-batch of a source at the head, a
 cold start (open the log, find what is pending, plan), a round of checks, and the last 1,000 offsets of each queue by
-``txmq.messages``. Environment: BENCH_ROUNDS (5), BENCH_OLD (100000), BENCH_YOUNG (100), BENCH_OPEN (1: all along one
+``txmq.messages``. Before these: what each of many costs beside each of few, in processor time, which must be about as
+much. 1,000 topics beside 100; 1,000 sends behind an open one of their FIFO key beside 200; a round of checks by a fence
+for 10,000 pending half batches beside 1,000. BENCH_ONLY=many measures no more than that.
+
+Environment: BENCH_ROUNDS (5), BENCH_OLD (100000), BENCH_YOUNG (100), BENCH_OPEN (1: all along one
 half batch stays open, a message is delayed by three days, and 300 half batches of a FIFO key wait behind an open one),
 BENCH_FOLDER (a folder whose two logs are kept, and taken when they are there).
 """
@@ -43,6 +47,8 @@ DELAY = timedelta(hours=71)
 WAITING = 300
 TOGETHER = 1_000
 """Sends that are prepared, and decided, in one commit, as those of so many threads are: that builds a log fast."""
+SENT_TOGETHER = 64
+"""Sends of one commit, as those of a producer's threads are."""
 UPKEEP_EVERY = 20_000
 LAST_OFFSETS = 1_000
 PLANS = 20
@@ -62,6 +68,30 @@ print((time.perf_counter() - started) * 1000)
 """
 
 
+def staged(log: txmq.CommitLog, number: int, message: txmq.Message, fence_id: str = "none") -> OneMessage:
+    """A single send, as a producer stages it."""
+    app_id = f"send.bench.{number:032d}"
+    header = HalfHeader(
+        batch_name(app_id, 0), app_id, 0, None, None, fence_id, "batch", "bench", numbered=False, made_up=True
+    )
+    fifo = log.fifo_topics()
+    return OneMessage(log.with_machine(HalfWriter(header, log.topics_with([message.topic]), None, None, fifo)), message)
+
+
+def prepare(log: txmq.CommitLog, many: Sequence[OneMessage]) -> list[HalfRecord]:
+    """Prepare sends in one commit."""
+    assert not arrange(many)
+    prepared = log.prepare_many([Staged(one.writer.header, [one.rows]) for one in many if one.rows is not None])
+    return [record for record in prepared if isinstance(record, HalfRecord)]
+
+
+def send(log: txmq.CommitLog, many: Sequence[OneMessage]) -> None:
+    """Prepare sends in one commit, and commit them in another."""
+    records = prepare(log, many)
+    every = [record.fresh_state().rows_in((RowState.PENDING,)) for record in records]
+    log.decide_many([Decision(r, 1, rows, NO_ROWS, Who.EXECUTE) for r, rows in zip(records, every, strict=True)])
+
+
 def make_log(path: Path, transactions: int) -> txmq.CommitLog:
     """A log with so many single sends, and upkeep whose graces are over at once; the outcome of each is kept."""
     if path.exists():
@@ -70,39 +100,82 @@ def make_log(path: Path, transactions: int) -> txmq.CommitLog:
     log.create_topic("orders")
     if OPEN:
         log.create_topic("accounts", fifo=True)
-    topics, fifo = log.topics(), log.fifo_topics()
-
-    def staged(number: int, message: txmq.Message) -> OneMessage:
-        app_id = f"send.bench.{number:032d}"
-        header = HalfHeader(
-            batch_name(app_id, 0), app_id, 0, None, None, "none", "batch", "bench", numbered=False, made_up=True
-        )
-        return OneMessage(log.with_machine(HalfWriter(header, topics, None, None, fifo)), message)
-
-    def prepare(many: Sequence[OneMessage]) -> list[HalfRecord]:
-        assert not arrange(many)
-        prepared = log.prepare_many([Staged(one.writer.header, [one.rows]) for one in many if one.rows is not None])
-        return [record for record in prepared if isinstance(record, HalfRecord)]
-
-    def send(many: Sequence[OneMessage]) -> None:
-        records = prepare(many)
-        every = [record.fresh_state().rows_in((RowState.PENDING,)) for record in records]
-        log.decide_many([Decision(r, 1, rows, NO_ROWS, Who.EXECUTE) for r, rows in zip(records, every, strict=True)])
-
     if OPEN:
         entry = txmq.Message("accounts", "x", sharding_key="one")
         later = txmq.Message("orders", "x", deliver_at=datetime.now(timezone.utc) + DELAY)
         numbers = iter(range(transactions, transactions + WAITING + 3))
-        prepare([staged(next(numbers), txmq.Message("orders", "x")), staged(next(numbers), entry)])
-        send([staged(next(numbers), later), *(staged(number, entry) for number in numbers)])
+        prepare(log, [staged(log, next(numbers), txmq.Message("orders", "x")), staged(log, next(numbers), entry)])
+        send(log, [staged(log, next(numbers), later), *(staged(log, number, entry) for number in numbers)])
     message = txmq.Message("orders", "x" * 200)
     for at in track(range(0, transactions, TOGETHER), description=f"{transactions:,} transactions"):
         end = min(at + TOGETHER, transactions)
-        send([staged(number, message) for number in range(at, end)])
+        send(log, [staged(log, number, message) for number in range(at, end)])
         if end % UPKEEP_EVERY == 0 or end == transactions:
             log.close()
             log.keep_up(Graces(0, 0, 1e9))
     return log
+
+
+def topics_ms(folder: Path, count: int) -> float:
+    """Making topics one by one, and reading them in a handle that is new, for each topic."""
+    log = txmq.CommitLog.create(folder)
+    began = time.process_time()
+    for n in range(count):
+        log.create_topic(f"topic{n}")
+    assert len(txmq.CommitLog.open(folder).topics()) == count
+    return (time.process_time() - began) / count * 1000
+
+
+def fifo_ms(folder: Path, count: int) -> float:
+    """Sends behind an open one of their sharding key, and the commit that releases them, for each send."""
+    log = txmq.CommitLog.create(folder)
+    log.create_topic("accounts", fifo=True)
+    message = txmq.Message("accounts", "x", sharding_key="one")
+    began = time.process_time()
+    (blocker,) = prepare(log, [staged(log, 0, message)])
+    for number in range(1, count + 1):
+        send(log, [staged(log, number, message)])
+    assert not log.tails()
+    log.decide_many([Decision(blocker, 1, blocker.all_rows, NO_ROWS, Who.EXECUTE)])
+    assert sum(log.tails().values()) == count + 1
+    log.close()
+    return (time.process_time() - began) / count * 1000
+
+
+def pending_ms(folder: Path, count: int) -> float:
+    """A round of checks by a fence that knows none of the pending half batches, for each of them."""
+    folder.mkdir()
+    url = f"sqlite:///{folder / 'shop.db'}"
+    fence_id = txmq.create_fence(url)
+    log = txmq.CommitLog.create(folder / "log")
+    log.create_topic("orders")
+    message = txmq.Message("orders", "x" * 200)
+    for at in range(0, count, SENT_TOGETHER):
+        prepare(log, [staged(log, n, message, fence_id) for n in range(at, min(at + SENT_TOGETHER, count))])
+    log.close()
+    log = txmq.CommitLog.open(folder / "log")
+    listener = txmq.SqlTransactionListener(url, rollback_after=0.0)
+    service = txmq.CheckService(log, {"bench": listener}, transaction_timeout=0.0, round_timeout=None)
+    began = time.process_time()
+    report = service.run_once()
+    assert (report.rolled_back.transactions, report.pending) == (count, 0), report
+    log.close()
+    return (time.process_time() - began) / count * 1000
+
+
+def many_beside_few(folder: Path) -> None:
+    """What each of many costs beside each of few."""
+    results: list[Pairs] = []
+    for name, what, measure, many, few in (
+        ("growth_topics", "each of 1,000 topics, beside 100", topics_ms, 1_000, 100),
+        ("growth_fifo", "each of 1,000 sends behind an open one of their key, beside 200", fifo_ms, 1_000, 200),
+        ("growth_pending", "a check of each of 10,000 pending half batches, beside 1,000", pending_ms, 10_000, 1_000),
+    ):
+        both = [
+            (measure(folder / f"{name}{n}.many", many), measure(folder / f"{name}{n}.few", few)) for n in range(ROUNDS)
+        ]
+        results.append(Pairs(name, what, "ms of a processor", [a for a, _ in both], [b for _, b in both], False))
+    publish("Each of many (ours) beside each of few", results, "few")
 
 
 def check_ms(log: txmq.CommitLog) -> float:
@@ -135,6 +208,10 @@ def cold_start_ms(log: txmq.CommitLog) -> float:
 
 def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="txmq_growth_"))
+    many_beside_few(folder)
+    if os.environ.get("BENCH_ONLY") == "many":
+        shutil.rmtree(folder, ignore_errors=True)
+        return
     logs = Path(os.environ.get("BENCH_FOLDER", folder))
     old, young = make_log(logs / "old", OLD), make_log(logs / "young", YOUNG)
     sent = (OLD, YOUNG)

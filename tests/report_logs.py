@@ -168,7 +168,6 @@ def _left(number: int, at_s: float) -> OpRow:
         transaction_per="batch",
         producer_group="order-service",
         prepared_ms=int(at_s * 1000),
-        staged_ms=int(at_s * 1000),
         last_version=1,
         attempt=1,
         committed=messages - back,

@@ -20,9 +20,9 @@ from rmq_spark.errors import OptionError
 if TYPE_CHECKING:
     from rmq_spark.commitlog.trace import Trace, TraceEvent
 
-_MESSAGE_ID = re.compile(r"[^:]+:\d+:\d+\.\d+")
-_HALF_ID = re.compile(r"[^:]+:\d+")
-_TRANSACTION_ID = re.compile(r"[^:]+:\d+:.+", re.DOTALL)
+_MESSAGE_ID = re.compile(r"[^:]+:\d+(-[0-9a-f]+)?:\d+\.\d+")
+_HALF_ID = re.compile(r"[^:]+:\d+(-[0-9a-f]+)?")
+_TRANSACTION_ID = re.compile(r"[^:]+:\d+(-[0-9a-f]+)?:.+", re.DOTALL)
 PLACES_SHOWN = 4
 WHERE = {
     "half": "in half, with its messages",

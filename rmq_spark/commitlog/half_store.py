@@ -473,6 +473,8 @@ class HalfStore:
         alone = [a for a in alone if a["min.half_id"] not in large]
         parts: dict[str, list[tuple[Mapping[str, Any], pa.Table]]] = {}
         rows = self.table.read([a["path"] for a in alone], SMALL_COLUMNS)
+        if rows["half_id"].to_pylist() != [a["min.half_id"] for a in alone for _ in range(a["num_records"])]:
+            raise CorruptLogError("half files have rows of other half batches than the Delta log of table half says")
         at = 0
         for action in alone:
             part = rows.slice(at, action["num_records"])

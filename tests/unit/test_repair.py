@@ -53,7 +53,7 @@ def prepare_twice(
 ) -> tuple[HalfRecord, HalfRecord]:
     """As two processes could, before one lock owned the tables of a log: neither looks whether the other one has."""
     with monkeypatch.context() as patch:
-        patch.setattr(HalfStore, "there_among", lambda self, half_ids: frozenset())
+        patch.setattr(HalfStore, "ids_named", lambda self, names: {})
         first = send(log, TWICE, ["x", "y", "z"], parts=2)
         return first, (second or (lambda other: send(other, TWICE, ["x", "y", "z"], parts=2)))(another(log))
 

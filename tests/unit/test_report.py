@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +36,7 @@ from rmq_spark.report.words import duration, rate, size
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from tests import report_logs
+from tests.clocks import Ticking
 from tests.half_batches import commit, let_leave, prepare, roll_back, split
 from tests.half_batches import pending as pending_rows
 from tests.report_logs import NOW_S, Shop
@@ -108,7 +110,8 @@ def test_a_rollback_that_a_person_confirms_is_counted_once_before_and_after_upke
 @pytest.mark.parametrize("verdict", ["commit", "rollback"])
 def test_a_transaction_counts_by_its_last_verdict_whatever_a_replay_or_a_person_took_back(verdict: str) -> None:
     """A crashed batch that a check rolled back, and whose replay was refused, had its messages rolled back twice."""
-    log = InMemoryCommitLog(topics={"orders": 2})
+    # Checks are counted for each second, so all of them are within one.
+    log = InMemoryCommitLog(topics={"orders": 2}, machine=Ticking(time.time() // 60 * 60, 0.001))
     replayed, asked_again, resumed, pending_again = (prepare(log, n, 5, per="message") for n in (1, 2, 3, 4))
     in_part, rest = split(pending_rows(log, replayed), every=2)
 

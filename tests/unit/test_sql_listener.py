@@ -27,6 +27,7 @@ from sqlalchemy.orm import Session
 
 import rmq_spark as txmq
 from rmq_spark.check.service import CheckService
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
@@ -46,6 +47,7 @@ from rmq_spark.listeners.database import Database, exact_text
 from rmq_spark.listeners.sql import HalfTransaction, SqlTransactionListener, create_fence
 from rmq_spark.machine import Machine
 from rmq_spark.message import PROPERTIES, TIMESTAMP
+from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
@@ -501,16 +503,19 @@ def test_work_that_ends_the_transaction_itself_is_refused(
 
 
 def test_a_transaction_of_another_log_is_not_taken_for_one_that_ran(url: sa.URL, fence: str) -> None:
-    """Two logs with one fence, and a key of both: the second one's message became visible, and its work never ran."""
+    """Two logs with one fence, and a batch write of both: the second one's message became visible, and its work never
+    ran."""
     first, second = InMemoryCommitLog(topics={"orders": 1}), InMemoryCommitLog(topics={"orders": 1})
 
     def nothing(connection: sa.Connection, batch: HalfBatch) -> None:
         pass
 
     def send(log: CommitLog, body: bytes) -> None:
-        told = {"on_listener_error": "fail", "check_interval": None}
-        with txmq.TransactionMQProducer(log, "shop", listener(url, nothing), **told) as producer:
-            producer.send_message_in_transaction(txmq.Message("orders", body), idempotency_key="order-42")
+        header = HalfHeader("app:0", "app", 0, None, None, fence, "batch", "shop", named=True)
+        writer = HalfWriter(header, log.topics(), "orders", None)
+        TwoPhase(log, listener(url, nothing)).send(
+            header, lambda: log.stage(writer, pa.table({"body": [body]}).to_batches())
+        )
 
     send(first, b"a")
     with pytest.raises(LocalTransactionError, match=r"another commit log.*keys of their own"):
@@ -521,6 +526,20 @@ def test_a_transaction_of_another_log_is_not_taken_for_one_that_ran(url: sa.URL,
     assert second.read("orders").num_rows == 0
     send(first, b"a")
     assert first.read("orders").num_rows == 1
+
+
+def test_a_key_that_two_logs_use_is_a_transaction_in_each(url: sa.URL, fence: str) -> None:
+    logs = [InMemoryCommitLog(topics={"orders": 1}) for _ in range(2)]
+    written: list[str] = []
+
+    def work(connection: sa.Connection, batch: HalfBatch) -> None:
+        written.append(batch.half_id)
+
+    for log in logs:
+        with txmq.TransactionMQProducer(log, "shop", listener(url, work), check_interval=None) as producer:
+            producer.send_message_in_transaction(txmq.Message("orders", b"a"), idempotency_key="order-42")
+    assert [log.read("orders").num_rows for log in logs] == [1, 1]
+    assert len(written) == len(set(written)) == 2
 
 
 def test_work_may_use_savepoints_of_its_own(url: sa.URL, fence: str) -> None:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -1538,6 +1538,15 @@ def _direct_neighbours() -> AbstractContextManager[None]:
     return replaced((KeyIndex, "related", one_step))
 
 
+def _releasing_nobody() -> AbstractContextManager[None]:
+    to_place = Ledger._to_place
+
+    def hasty(self: Ledger, opened: Sequence[Open], now: datetime, only_commits: bool = False) -> list[Open]:
+        return to_place(self, opened, now, True)
+
+    return replaced((Ledger, "_to_place", hasty))
+
+
 def _stale_neighbours() -> AbstractContextManager[None]:
     catch_up = Ledger._catch_up
 
@@ -1713,6 +1722,10 @@ MUTANTS += [
     PlayMutant(
         "a message that waits through another one is not looked for", frozenset({A.STUCK_HALF, A.ORDER_BROKEN}),
         play_fifo, _direct_neighbours,
+    ),
+    PlayMutant(
+        "a rollback does not release what waits for it", frozenset({A.STUCK_HALF, A.LOST_WRITE, A.ORDER_BROKEN}),
+        play_fifo, _releasing_nobody,
     ),
     PlayMutant(
         "what waits is looked up as it was once", frozenset({A.STUCK_HALF, A.LOST_WRITE, A.ORDER_BROKEN}),

@@ -209,7 +209,7 @@ def arm(fate: Fate, folder: Path) -> None:
     _around(TwoPhase, "_check", "replay asks")
     _around(Ledger, "lease", after="lease written")
     _around(Ledger, "reopen", after="reopened")
-    _around(Ledger, "record_check", after="check counted")
+    _around(Ledger, "record_checks", after="check counted")
     _around(Ledger, "quarantine", after="quarantined")
     _around(Ledger, "mark", after="mark moved")
     _around(GroupStore, "progress", "progress begins", "progress written")

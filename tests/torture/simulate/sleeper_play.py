@@ -18,8 +18,8 @@ from rmq_spark.errors import (
     StaleAttemptError,
     VerdictConflictError,
 )
-from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
+from tests.clocks import Ticking
 from tests.half_batches import another, bodies, let_leave, rewrite_half, send
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 
@@ -44,20 +44,9 @@ def play_sleepers(seed: int) -> list[Anomaly]:
     return _Play(random.Random(seed)).play()
 
 
-class _Ticking(Machine):
-    """A clock on which nothing happens at the same time as something else."""
-
-    def __init__(self) -> None:
-        self._at_s = time.time()
-
-    def time(self) -> float:
-        self._at_s += 0.005
-        return self._at_s
-
-
 class _Play:
     def __init__(self, chance: random.Random) -> None:
-        self.chance, self.log = chance, InMemoryCommitLog(topics={TOPIC: 1}, machine=_Ticking())
+        self.chance, self.log = chance, InMemoryCommitLog(topics={TOPIC: 1}, machine=Ticking(time.time(), 0.005))
         self.sent: list[_Sent] = []
         self.found: list[Anomaly] = []
 
