@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from rmq_spark.commitlog.log import CommitLog
+from rmq_spark.commitlog.second_look import LOOK_INTERVAL_S
 from rmq_spark.machine import Machine
 from rmq_spark.storage.clock import StoreClock
 from rmq_spark.testing import InMemoryCommitLog
@@ -41,6 +43,13 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, ahead_s: float = 0.0) -> Clock:
         monkeypatch.setattr(Machine, name, lambda *arguments, method=method: method(*arguments))
     monkeypatch.setattr(StoreClock, "stored_at", lambda store: store._machine.time())  # the store's goes with it
     return clock
+
+
+def let_upkeep_believe(clock: Clock, log: CommitLog) -> None:
+    """An earlier round of upkeep has looked at the clock: the next one believes it."""
+    clock.ahead_s -= LOOK_INTERVAL_S + 5
+    log.another().clock_doubt_s()
+    clock.ahead_s += LOOK_INTERVAL_S + 5
 
 
 class Ahead(Machine):

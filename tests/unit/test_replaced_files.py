@@ -11,7 +11,7 @@ from deltalake import DeltaTable
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.expiring import Expirer
 from rmq_spark.commitlog.log import CommitLog
-from tests.clocks import Clock, set_clock
+from tests.clocks import Clock, let_upkeep_believe, set_clock
 from tests.half_batches import another, commit, make_log, prepare, send
 
 HOUR_S = 3_600.0
@@ -35,6 +35,7 @@ def merged_before(tmp_path: Path, clock: Clock, seconds: float, retention: str |
         log.drain()
     merge(log)
     clock.ahead_s = 0.0
+    let_upkeep_believe(clock, log)
     return log
 
 
@@ -79,6 +80,7 @@ def test_a_longer_log_retention_keeps_them_longer(tmp_path: Path, clock: Clock) 
         log.drain()
     merge(log)
     clock.ahead_s = 0.0
+    let_upkeep_believe(clock, log)
     assert not [path for path in log.maintain().files_deleted if path.startswith("messages/")]
     assert [rows_at(log, version) for version in range(1, 4)] == [5, 10, 15]
     said = (
@@ -102,6 +104,7 @@ def test_what_expired_is_deleted_after_the_hour(tmp_path: Path, clock: Clock) ->
     log.drain()
     assert len(Expirer(another(log), 0.0).run()) == 1
     clock.ahead_s = 0.0
+    let_upkeep_believe(clock, log)
     assert [p.partition("/")[0] for p in log.maintain().files_deleted if p.startswith("messages")] == ["messages"]
 
 

@@ -18,7 +18,7 @@ from rmq_spark.errors import ClockError, CorruptLogError, StrippedError
 from rmq_spark.machine import Machine
 from rmq_spark.storage.files import PAYLOAD_COLUMNS, DataFile, RowRange, column_stats
 from rmq_spark.storage.others import Changed
-from rmq_spark.storage.table import Change, Clock, actions_schema, bounds_of, compare_and_set
+from rmq_spark.storage.table import OWN, Change, Clock, actions_schema, bounds_of, compare_and_set
 from rmq_spark.storage.turns import Turns
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.simulate.scheduler import Scheduler
@@ -456,7 +456,8 @@ def name_of(change: Change) -> str:
     """What a commit is known by: the first file that it adds, or removes; else what it notes."""
     if change.add:
         return change.add[0].path
-    return f"without {change.remove[0]}" if change.remove else f"noting {sorted(change.transactions.items())}"
+    noted = sorted((name, n) for name, n in change.transactions.items() if name != OWN)  # which the loop adds
+    return f"without {change.remove[0]}" if change.remove else f"noting {noted}"
 
 
 def prepared_s(half: SimulatedTable) -> Mapping[str, float]:
