@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -37,6 +38,11 @@ def make_log(kind: str, folder: Path, **topics: int) -> CommitLog:
     for name, queues in (topics or {"orders": 2}).items():
         log.create_topic(name, queues)
     return log
+
+
+def same_half_id(app_id: str, batch_id: int, *_: object) -> str:
+    """In the place of ``new_half_id``, where runs are compared: the digits of its own follow from the name."""
+    return f"{batch_name(app_id, batch_id)}-{hashlib.sha256(app_id.encode()).hexdigest()[:12]}"
 
 
 def another(log: CommitLog) -> CommitLog:

@@ -233,10 +233,10 @@ def test_a_deadlock_is_a_lock_problem(url: sa.URL) -> None:
 def test_these_tests_notice_a_listener_that_trusts_its_snapshot(url: sa.URL, monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener as it was: it read a taken row from the snapshot, and took one that it did not see for its own."""
 
-    def trusting(fence: _Fence, connection: sa.Connection, ids: list[str], state: str, batch: Any) -> dict[str, str]:
-        now = fence.machine.now().replace(tzinfo=None)
+    def trusting(fence: _Fence, connection: sa.Connection, owners: dict[str, Any], state: str) -> dict[str, Any]:
+        now, batch = fence.machine.now().replace(tzinfo=None), next(iter(owners.values()))
         common = {"state": state, "half_id": batch.half_id, "attempt": batch.attempt, "created_at": now}
-        rows = [{"transaction_id": i, **common} for i in sorted(ids)]
+        rows = [{"transaction_id": i, **common} for i in sorted(owners)]
         key = fence._rows.c.transaction_id
         return fence.read(connection, database.insert_absent(connection, key, rows), batch)
 
@@ -255,8 +255,8 @@ def test_these_tests_notice_fence_rows_that_say_executed_too_early(
     url = make_orders(sa.make_url(f"sqlite:///{tmp_path / 'orders.db'}"))
     claim = _Fence.claim
 
-    def early(fence: _Fence, connection: sa.Connection, ids: list[str], state: str, batch: Any) -> dict[str, str]:
-        return claim(fence, connection, ids, EXECUTED if state == STARTED else state, batch)
+    def early(fence: _Fence, connection: sa.Connection, owners: dict[str, Any], state: str) -> dict[str, Any]:
+        return claim(fence, connection, owners, EXECUTED if state == STARTED else state)
 
     monkeypatch.setattr(_Fence, "claim", early)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import re
 import shlex
@@ -16,8 +15,8 @@ from typer.testing import CliRunner
 from rmq_spark.cli import app, doctor_machine
 from rmq_spark.cli.command import App
 from rmq_spark.cli.verbs import VERBS, whole
-from rmq_spark.commitlog.half import batch_name
 from rmq_spark.sink import producer
+from tests.half_batches import same_half_id
 
 PAGE = Path(__file__).parents[2] / "docs" / "command.md"
 CHANGES = (
@@ -61,7 +60,7 @@ def test_every_example_prints_what_the_page_says(tmp_path: Path, monkeypatch: py
     for name in ("TXMQ_PATH", "TXMQ_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor_machine, "look_at_machine", lambda: iter(()))
-    monkeypatch.setattr(producer, "new_half_id", half_id_of_the_page)
+    monkeypatch.setattr(producer, "new_half_id", same_half_id)
     (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     exec(compile(program, str(PAGE), "exec"), {"__name__": "command_page"})
     commands = 0
@@ -69,11 +68,6 @@ def test_every_example_prints_what_the_page_says(tmp_path: Path, monkeypatch: py
         assert alike(run(command)) == alike(printed), command
         commands += 1
     assert commands > 30
-
-
-def half_id_of_the_page(app_id: str, batch_id: int, *_: object) -> str:
-    """The digits of its own that a half batch has are others in each run, but for the page."""
-    return f"{batch_name(app_id, batch_id)}-{hashlib.sha256(app_id.encode()).hexdigest()[:12]}"
 
 
 def verbs(command: Any, before: str = "") -> Iterator[str]:

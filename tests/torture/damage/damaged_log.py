@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 from deltalake import DeltaTable
@@ -26,10 +27,11 @@ from rmq_spark.config import IDEMPOTENCY_S
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.listener import TransactionListener
 from rmq_spark.message import PROPERTIES, Message
+from rmq_spark.sink import producer
 from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.source.reader import TxmqReader, TxmqStreamReader
 from rmq_spark.transaction import COMMIT_MESSAGE, HalfBatch, LocalTransactionState
-from tests.half_batches import commit, pending, prepare, roll_back, split
+from tests.half_batches import commit, pending, prepare, roll_back, same_half_id, split
 from tests.source_logs import source_schema
 
 GROUP = "group"  # of tests.half_batches
@@ -108,9 +110,10 @@ def _columns(batch_id: int, rows: int) -> dict[str, Any]:
 
 
 def _send(log: CommitLog, key: str) -> tuple[Any, ...]:
-    with TransactionMQProducer(log, GROUP, AlwaysCommit(), check_interval=None) as producer:
+    made = TransactionMQProducer(log, GROUP, AlwaysCommit(), check_interval=None)
+    with patch.object(producer, "new_half_id", same_half_id), made as sender:  # copies of the log get the same rows
         message = Message("points", f"sent as {key}", tags="sent", keys=key)
-        sent = producer.send_message_in_transaction(message, idempotency_key=key)
+        sent = sender.send_message_in_transaction(message, idempotency_key=key)
     return sent.local_transaction_state, dict(sent.queue_offsets), sent.replayed
 
 

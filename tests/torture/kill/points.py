@@ -15,7 +15,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -241,7 +241,7 @@ def _of_commit(step: str) -> Callable[..., str]:
     return name
 
 
-def _of_claim(fence: _Fence, connection: sa.Connection, ids: Sequence[str], state: str, batch: HalfBatch) -> str:
+def _of_claim(fence: _Fence, connection: sa.Connection, owners: Mapping[str, HalfBatch], state: str) -> str:
     return "fence rows written" if state == STARTED else "tombstones written"
 
 

@@ -15,7 +15,7 @@ from rmq_spark.machine import Machine
 from rmq_spark.storage.table import Change
 from rmq_spark.testing import InMemoryCommitLog, MemoryTable
 from rmq_spark.transaction import UNKNOWN, HalfBatch
-from tests.clocks import set_clock
+from tests.clocks import let_upkeep_believe, set_clock
 from tests.half_batches import another, bodies, check_offsets, commit, let_leave, pending, prepare, rewrite_half, send
 
 
@@ -247,6 +247,7 @@ def test_a_half_batch_that_is_rewritten_every_night_is_given_up_all_the_same(mon
         rewrite(log, files_of(log, record.half_id), at_ms=log.machine.time_ms())
         assert CheckService(another(log), {"group": Silent()}).run_once().quarantined.messages == 0
     clock.ahead_s += 30_000
+    let_upkeep_believe(clock, log)
     assert CheckService(another(log), {"group": Silent()}).run_once().quarantined.messages == 2
 
 
