@@ -18,6 +18,7 @@ from rmq_spark.redaction import TEXT_CHARS_MAX, one_line, redacted, text_of
 from rmq_spark.values import value
 
 if TYPE_CHECKING:
+    import sqlalchemy as sa
     from pyspark.sql import DataFrame, SparkSession
 
 BATCH = "batch"
@@ -386,6 +387,41 @@ class HalfBatch:
             For another ``on_error``.
         """
         return decode_json(self.messages(["body"])["body"], schema, on_error, self._name_of)
+
+    def insert(
+        self, connection: sa.Connection, table: str, rows: str | pa.Schema | pa.Table, schema: str | None = None
+    ) -> int:
+        """Insert a row for each message into a table of the database, in its open transaction, as fast as it takes
+        them: by binary COPY on PostgreSQL (with the extra ``postgres``), by an INSERT of many rows elsewhere.
+
+        Parameters
+        ----------
+        connection : sqlalchemy.Connection
+            The one that ``work`` is given.
+        table : str
+        rows : str, pyarrow.Schema or pyarrow.Table
+            The fields of the JSON bodies, as :meth:`decode` takes them; or the rows themselves, such as some of those
+            that ``decode`` returned. Columns go by their names; those that are not given get the table's defaults.
+        schema : str, optional
+            The database schema of the table.
+
+        Returns
+        -------
+        int
+            How many rows.
+
+        Raises
+        ------
+        ListenerError
+            When there is no such table, or it lacks a column.
+        MessageError
+            For a body that does not fit the fields, and for what the database cannot keep, with its row.
+        sqlalchemy.exc.DBAPIError
+            For whatever the database refuses.
+        """
+        from rmq_spark.listeners.inserting import insert
+
+        return insert(connection, table, rows if isinstance(rows, pa.Table) else self.decode(rows), schema)
 
     def _name_of(self, row: int) -> str:
         """Return the name of a message in an error, by its row."""
