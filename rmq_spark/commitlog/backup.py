@@ -42,7 +42,7 @@ from rmq_spark.commitlog.opening import require_no_log_around
 from rmq_spark.commitlog.walk import rows_above
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LostFileError, OptionError
 from rmq_spark.plurals import count_of
-from rmq_spark.storage.copying import LOG, FileGoneError, Folder, Pin, pin
+from rmq_spark.storage.copying import LOG, LOG_FILE, FileGoneError, Folder, Pin, pin
 from rmq_spark.storage.location import is_uri, location
 from rmq_spark.storage.stores import reaching, require_storage_options
 
@@ -54,6 +54,7 @@ MANIFEST = "txmq_backup.json"
 """In a copy: of which log it is, when it was taken, and the versions of its tables."""
 SWITCH = "txmq_backup.zip"
 """In a copy that is being brought up to date: the manifest, and the Delta logs of all tables."""
+TABLES = frozenset({"half", "op", "topics", "groups", "messages"})
 LOOKS_MAX = 50
 """So often the tables are looked at again because half batches left between two looks."""
 PINS_MAX = 10
@@ -411,15 +412,35 @@ class _Copy:
         if self._folder.read(MANIFEST) is not None:  # not begun, or all but this file is done
             self._folder.delete([SWITCH])
             return
-        with zipfile.ZipFile(io.BytesIO(packed)) as file:
-            versions = Manifest.of(file.read(MANIFEST), self._where).versions or {}
+        versions = Manifest.of(self._unpacked(packed)[0], self._where).versions or {}
         if all(version <= versions.get(table, -1) for table, version in self._newest().items()):
             self._apply(packed)
 
+    def _unpacked(self, packed: bytes) -> tuple[bytes, dict[str, bytes]]:
+        """The manifest, and the files of the Delta logs by name.
+
+        Raises
+        ------
+        CorruptLogError
+            When it cannot be read, or has another file: that one could lie anywhere.
+        """
+        try:
+            with zipfile.ZipFile(io.BytesIO(packed)) as file:
+                found = {name: file.read(name) for name in file.namelist()}
+            manifest = found.pop(MANIFEST)
+        except (zipfile.BadZipFile, KeyError, ValueError, OSError):
+            raise CorruptLogError(f"{self._where}/{SWITCH} is damaged: back up to another place") from None
+        for name in found:
+            table, _, entry = name.partition(f"/{LOG}/")
+            if table not in TABLES or LOG_FILE.fullmatch(entry) is None:
+                raise CorruptLogError(
+                    f"{self._where}/{SWITCH} has {name!r}, which is no file of a Delta log: somebody else wrote it. "
+                    "Back up to another place"
+                )
+        return manifest, found
+
     def _apply(self, packed: bytes) -> None:
-        with zipfile.ZipFile(io.BytesIO(packed)) as file:
-            logs = {name: file.read(name) for name in file.namelist() if name != MANIFEST}
-            manifest = file.read(MANIFEST)
+        manifest, logs = self._unpacked(packed)
         there = [name for name in self._folder.sizes("") if f"/{LOG}/" in name]
         # Without topics nobody opens it: from here until topics is there again, the tables are of two moments.
         self._folder.delete(name for name in there if name.startswith("topics/"))

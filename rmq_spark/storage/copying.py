@@ -25,7 +25,7 @@ LOG = "_delta_log"
 COPIES_AT_ONCE = 8
 CHUNK_BYTES = 4 * 1024 * 1024
 
-_LOG_FILE = re.compile(r"(\d{20})\.(json|checkpoint(\.[\w-]+)*\.parquet)")
+LOG_FILE = re.compile(r"(\d{20})\.(json|checkpoint(\.[\w-]+)*\.parquet)")
 
 
 class FileGoneError(Exception):
@@ -93,7 +93,7 @@ def pin(table: Table) -> Pin:
 
 def _log_files(fs: pafs.FileSystem, folder: str, version: int) -> dict[str, bytes] | None:
     """The files that make up a version; None when the listing does not have them all."""
-    listed = [_LOG_FILE.fullmatch(info.base_name) for info in fs.get_file_info(pafs.FileSelector(folder))]
+    listed = [LOG_FILE.fullmatch(info.base_name) for info in fs.get_file_info(pafs.FileSelector(folder))]
     numbers = {found[0]: int(found[1]) for found in listed if found and int(found[1]) <= version}
     first = max((n for name, n in numbers.items() if not name.endswith(".json")), default=-1)
     entries = {n for name, n in numbers.items() if name.endswith(".json")}

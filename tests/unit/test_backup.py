@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import threading
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -243,6 +244,30 @@ def test_places_inside_the_log_and_around_it_are_refused(log: CommitLog, tmp_pat
     for target in (log.path, Path(log.path, "op"), Path(log.path, "a", "b"), tmp_path, tmp_path / "alias"):
         with pytest.raises(OptionError, match=r"itself|lies inside"):
             log.backup(target)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("../outside.json", b"{}"),
+        ("half/_delta_log/../../../outside.json", b"{}"),
+        ("other/_delta_log/00000000000000000000.json", b"{}"),
+        ("/half/_delta_log/00000000000000000000.json", b"{}"),
+        (None, b"no archive"),
+    ],
+)
+def test_a_switch_that_somebody_else_wrote_writes_nothing(tmp_path: Path, name: str | None, content: bytes) -> None:
+    copy = tmp_path / "copies" / "copy"
+    copy.mkdir(parents=True)
+    if name is None:
+        (copy / SWITCH).write_bytes(content)
+    else:
+        with zipfile.ZipFile(copy / SWITCH, "w") as file:
+            file.writestr(MANIFEST, json.dumps({"log_id": "an id", "taken_at": None, "versions": {"half": 1}}))
+            file.writestr(name, content)
+    with pytest.raises(CorruptLogError, match=r"somebody else wrote it|is damaged"):
+        finish(copy, None)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [SWITCH]
 
 
 def test_another_log_and_what_is_no_copy_are_refused(log: CommitLog, tmp_path: Path) -> None:
