@@ -365,7 +365,7 @@ def _no_read_back() -> Iterator[None]:
 )  # fmt: skip
 def _history_instead_of_state() -> Iterator[None]:
     def has_entry(table: SimulatedTable, change: Change) -> bool:
-        return any(known is change for _, known in table.content.below_head)
+        return any(known is tried for _, known in table.content.below_head for tried in table._tried)
 
     with _often_cleaned(), replaced((store, "compare_and_set", _acknowledged_is_enough(has_entry))):
         yield
