@@ -300,7 +300,7 @@ def _odd_value(rng: random.Random, name: str, kind: pa.DataType, column: list[An
             for _ in range(rng.randrange(3))
         ]
     if name == "archived":
-        kept = Archived("app:0", "app", 0, None, None, None, "batch", "group", 0, 0, 1, 1, rng.choice((0, 5, 6)))
+        kept = Archived("app:0", "app", 0, None, None, None, "batch", "group", 0, 1, 1, rng.choice((0, 5, 6)))
         value = kept.struct()
         name = rng.choice([n for n in value if isinstance(value[n], int)])
         return {**value, name: rng.choice((None, 0, 3))} | {"decisions": rng.choice(([], None))}
@@ -348,6 +348,8 @@ def _odd_value(rng: random.Random, name: str, kind: pa.DataType, column: list[An
         return rng.choice(([("a", "1")], [("CHECK_IMMUNITY_TIME_IN_SECONDS", "x")], [("a", None)]))
     if pa.types.is_binary(kind):
         return rng.choice((b"", b"\xff"))
+    if pa.types.is_boolean(kind):
+        return rng.choice((False, True))
     return rng.choice(("", "execute", "batch", "message", "key", "none", "os:system", "x" * 1000))
 
 
