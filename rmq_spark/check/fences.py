@@ -47,8 +47,7 @@ class FencePruner:
         began_s = machine.monotonic()
         if not self._left and self._listeners and began_s - self._begun_s >= EVERY_S:
             self._begun_s, log = began_s, self._log.another_on_the_same_log()
-            older_than_s = self._older_than + log.clock_doubt_s()
-            self._left = [(each, each.pruning_in_turn(older_than_s, log, TURN_S)) for each in self._listeners]
+            self._left = [(each, each.pruning_in_turn(self._older_than, log, TURN_S)) for each in self._listeners]
         deleted = 0
         while self._left and machine.monotonic() - began_s < seconds_max and not is_over():
             listener, pages = self._left[0]

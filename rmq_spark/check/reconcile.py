@@ -43,7 +43,7 @@ from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.history import kept_batches
 from rmq_spark.commitlog.op import Kind, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
-from rmq_spark.config import FENCE_RETENTION_S, FENCE_RETENTION_S_MIN
+from rmq_spark.config import FENCE_RETENTION_S, FENCE_RETENTION_S_MIN, IDEMPOTENCY_S
 from rmq_spark.errors import HalfBatchLeftError, ListenerError, OptionError, TxmqError
 from rmq_spark.listener import CommitOncePrepared, ExecutedAttempt, TransactionListener
 from rmq_spark.message import to_table
@@ -291,6 +291,8 @@ class Reconciler:
     streams: Sequence[Stream] = ()
     since: datetime | None = None
     _by_app: dict[str, Stream] = field(init=False, default_factory=dict)
+    _in_messages: frozenset[str] = field(init=False, default=frozenset())
+    """Those half batches that the database has executed, and of which the table ``messages`` has messages."""
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.listener, "executed_since", None)):
@@ -316,6 +318,7 @@ class Reconciler:
         executed: list[ExecutedAttempt] = list(
             self.listener.executed_since(self.log.id, since - timedelta(seconds=MARGIN_S))  # type: ignore[attr-defined]
         )
+        self._in_messages = self._among_messages({attempt.half_id for attempt in executed})
         streams = tuple(self._said(stream, executed) for stream in self.streams)
         findings: list[Finding] = []
         settled = 0
@@ -339,6 +342,18 @@ class Reconciler:
             streams,
             tuple(self._careful(since)),
         )
+
+    def _among_messages(self, half_ids: Collection[str]) -> frozenset[str]:
+        table = self.log.messages_table
+        with self.log.lock:
+            table.refresh()
+            paths = table.actions()["path"].to_pylist()
+            rows = table.read(paths, ["half_id"], pc.field("half_id").isin(sorted(half_ids)))
+        return frozenset(pc.unique(rows["half_id"]).to_pylist())
+
+    def _is_forgotten(self, executed_at: datetime) -> bool:
+        """Whether the log may have settled and forgotten what was executed then, and its messages may have expired."""
+        return self.log.machine.now() - executed_at > timedelta(seconds=IDEMPOTENCY_S)
 
     # ------------------------------------------------------------------ what the database has executed
     def _looked_at(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> list[Finding]:
@@ -413,6 +428,12 @@ class Reconciler:
     def _absent(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Finding]:
         """The log does not know the half batch's name."""
         first = attempts[0]
+        if first.half_id in self._in_messages:  # settled so long ago that nothing else is kept of it
+            yield from (_finding(Standing.SETTLED, a, "its messages are visible") for a in attempts)
+            return
+        if any(a.executed_at is None or self._is_forgotten(a.executed_at) for a in attempts):
+            yield from (_finding(Standing.PERSON, a, _FORGOTTEN) for a in attempts)
+            return
         stream = self._by_app.get(first.app_id or "")
         if stream is not None and first.batch_id is not None and first.batch_id >= stream.next_batch:
             replays = first.batch_id == stream.next_batch and stream.planned
@@ -557,6 +578,10 @@ class Reconciler:
         )
 
 
+_FORGOTTEN = (
+    "it was executed so long ago that the log may have settled and forgotten it: look whether its messages are there, "
+    "and send them again if not"
+)
 _ENDED = (
     "its local transaction ended the database's in its middle, so a part may be there: look, undo or finish it, and "
     "send its messages if it is done"

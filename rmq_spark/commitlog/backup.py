@@ -28,10 +28,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
@@ -55,6 +57,8 @@ MANIFEST = "txmq_backup.json"
 SWITCH = "txmq_backup.zip"
 """In a copy that is being brought up to date: the manifest, and the Delta logs of all tables."""
 TABLES = frozenset({"half", "op", "topics", "groups", "messages"})
+_DATA_FILE = re.compile(rf"({'|'.join(sorted(TABLES))})/[^/]+\.parquet")
+"""Whatever else lies there is somebody else's."""
 LOOKS_MAX = 50
 """So often the tables are looked at again because half batches left between two looks."""
 PINS_MAX = 10
@@ -219,11 +223,17 @@ def _fetch(source: CommitLog, copy: _Copy, progress: Progress | None) -> tuple[d
         older = manifest_of(source.path, source.storage_options)  # a copy that is copied, as a restore does
         if older is not None and older.taken_at and older.versions == {p.name: p.version for p in pins}:
             taken_at = older.taken_at
-        return taken_at, pins
+        return min(taken_at, _newest(pins)), pins  # this machine's clock may be ahead
     raise CorruptLogError(
         f"upkeep deleted files before they were copied, {PINS_MAX} times, the last one was {gone}: stop upkeep for the "
         "time of a backup"
     )
+
+
+def _newest(pins: Sequence[Pin]) -> datetime:
+    """When somebody has written to a table last, by the writers' clocks."""
+    times = [pc.max(p.table.actions()["modification_time"]).as_py() or 0 for p in pins]
+    return datetime.fromtimestamp(max(times) / 1000, timezone.utc)
 
 
 def _pins(log: CommitLog) -> list[Pin]:
@@ -367,7 +377,7 @@ class _Copy:
     def files(self) -> dict[str, int]:
         """The data files, as ``<table>/<file>``, and their sizes."""
         every = self._folder.sizes("")
-        return {name: size for name, size in every.items() if "/" in name and f"/{LOG}/" not in name}
+        return {name: size for name, size in every.items() if _DATA_FILE.fullmatch(name) is not None}
 
     def fetch(self, pins: Sequence[Pin], progress: Progress | None) -> None:
         """Copy the data files that are not here, or only a part of them.
@@ -409,9 +419,11 @@ class _Copy:
         packed = self._folder.read(SWITCH)
         if packed is None:
             return
-        if self._folder.read(MANIFEST) is not None:  # not begun, or all but this file is done
-            self._folder.delete([SWITCH])
-            return
+        said = self._folder.read(MANIFEST)
+        with suppress(CorruptLogError):  # whoever wrote it died over it
+            if said is not None and Manifest.of(said, self._where):  # not begun, or all but this file is done
+                self._folder.delete([SWITCH])
+                return
         versions = Manifest.of(self._unpacked(packed)[0], self._where).versions or {}
         if all(version <= versions.get(table, -1) for table, version in self._newest().items()):
             self._apply(packed)

@@ -375,7 +375,8 @@ class SqlTransactionListener(TransactionListener):
                     f"prune got {type(log).__name__} {str(log)[:100]!r}: open logs are expected, one after "
                     "the other, as prune(older_than, CommitLog.open(path), ...)"
                 )
-        return self._fence.prune(older_than, {log.id: log.still_in_half for log in logs})
+        doubt_s = max(log.clock_doubt_s() for log in logs)
+        return self._fence.prune(older_than + doubt_s, {log.id: log.still_in_half for log in logs})
 
     def pruning_in_turn(self, older_than: float, log: CommitLog, every: float) -> Iterator[int]:
         """Do what :meth:`pruning` does, unless somebody has begun it for this log in the last ``every`` seconds."""

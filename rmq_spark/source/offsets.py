@@ -154,7 +154,7 @@ def from_json(value: object, what: str, marks: tuple[int, ...] = ()) -> Position
         When the value does not have the form ``{"topic": {"queue": offset}}``.
     """
     if not isinstance(value, dict) or not all(isinstance(queues, dict) for queues in value.values()):
-        raise OffsetError(f"{what} is not of the form {_EXAMPLE}: found {json.dumps(value, default=str)[:200]}")
+        raise OffsetError(f"{what} is not of the form {_EXAMPLE}: found {str(value)[:200]}")
     positions: Positions = {}
     for topic, queues in value.items():
         if not isinstance(topic, str) or any("\ud800" <= c <= "\udfff" for c in topic):

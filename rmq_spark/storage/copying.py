@@ -14,16 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow.fs as pafs
+import pyarrow.parquet as pq
 
 from rmq_spark.errors import CorruptLogError, OptionError
 from rmq_spark.storage.answers import writing
 from rmq_spark.storage.files import filesystem, require_path
 from rmq_spark.storage.pools import submitted
+from rmq_spark.storage.seal import reading
 from rmq_spark.storage.table import LISTS_MAX, Table
 
 LOG = "_delta_log"
 COPIES_AT_ONCE = 8
 CHUNK_BYTES = 4 * 1024 * 1024
+ROWS_AT_ONCE = 8192
 
 LOG_FILE = re.compile(r"(\d{20})\.(json|checkpoint(\.[\w-]+)*\.parquet)")
 
@@ -184,7 +187,18 @@ class Folder:
                     copied += len(chunk)
         if copied != size:
             raise CorruptLogError(f"file {name} has {copied} bytes, and its Delta log says {size}: it was damaged")
+        try:
+            self._require_readable(name, table.name)
+        except CorruptLogError:
+            self._delete(name)  # the next backup would take it for copied
+            raise
         return copied
+
+    def _require_readable(self, name: str, table: str) -> None:
+        """Read all pages of a copied file, and their checksums."""
+        with reading(name, table), self._fs.open_input_file(f"{self.path}/{name}") as file:
+            for _ in pq.ParquetFile(file, page_checksum_verification=True).iter_batches(batch_size=ROWS_AT_ONCE):
+                pass
 
     def _opened(self, name: str) -> Any:
         path = f"{self.path}/{name}"

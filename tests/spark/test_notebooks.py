@@ -24,7 +24,7 @@ PRINTED = {
         "in the database: [1, 2] - told: [1, 2] - pending: 0",
         "committed by check, 1 message",
         "rolled_back by check, 1 message",
-        "order 3 COMMIT_MESSAGE send.order-service.order-3:0:2",
+        "order 3 COMMIT_MESSAGE send.order-service.order-3:0-",
         "in the database: [1, 2, 3] - told: [1, 2, 3] - pending: 0",
     ],
     "03_ordered_orders_and_retries": [

@@ -10,6 +10,7 @@ import threading
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime, timezone
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
@@ -27,6 +28,7 @@ from rmq_spark.storage import copying
 from rmq_spark.storage.copying import Pin
 from rmq_spark.storage.table import CHECKPOINT_INTERVAL, Table
 from rmq_spark.testing import InMemoryCommitLog
+from tests.clocks import set_clock
 from tests.commands import objects, txmq
 from tests.half_batches import bodies, check_offsets, commit, let_leave, make_log, prepare, roll_back, send
 from tests.seeds import first_seed, how_many
@@ -305,6 +307,68 @@ def test_a_copy_that_is_newer_or_in_use_is_left_as_it_is(log: CommitLog, tmp_pat
     commit(used, send(used, "used"))
     with pytest.raises(CommitLogExistsError, match="in use"):
         restored.backup(tmp_path / "old")
+
+
+@pytest.mark.parametrize("newest", [False, True])
+def test_a_damaged_data_file_is_not_copied_over_a_good_copy(log: CommitLog, tmp_path: Path, newest: bool) -> None:
+    """It has the size that the Delta log says. Only the newest file was read, and after the switch."""
+    commit(log, send(log, "first"))
+    log.backup(tmp_path / "copy")
+    before = bodies(CommitLog.open(tmp_path / "copy"))
+    record = send(log, "damaged")
+    commit(log, record)
+    if not newest:
+        commit(log, send(log, "newest"))
+    (file,) = {Path(log.path) / "half" / stored.path for stored in log.get(record.half_id).files.values()}
+    content = bytearray(file.read_bytes())
+    content[len(content) // 3] ^= 0xFF
+    file.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(CorruptLogError, match="damaged"):
+            log.another().backup(tmp_path / "copy")
+    assert bodies(CommitLog.open(tmp_path / "copy")) == before
+
+
+def test_what_others_put_into_a_copy_stays(log: CommitLog, tmp_path: Path) -> None:
+    copy, outside = tmp_path / "copy", tmp_path / "outside"
+    log.backup(copy)
+    outside.mkdir()
+    mine = [copy / "mine" / "notes.txt", copy / "half" / "notes.txt", outside / "precious.parquet"]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    (copy / "link").symlink_to(outside)
+    commit(log, send(log, "first"))
+    log.backup(copy)
+    assert all(path.read_text() == "mine" for path in mine)
+
+
+def test_a_backup_that_died_over_its_manifest_is_finished_by_the_next_one(log: CommitLog, tmp_path: Path) -> None:
+    commit(log, send(log, "first"))
+    log.backup(tmp_path / "copy")
+    commit(log, send(log, "second"))
+    put = copying.Folder.put
+
+    def dies(folder: copying.Folder, name: str, content: bytes) -> None:
+        put(folder, name, content[:10] if name == MANIFEST else content)
+        if name == MANIFEST:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying.Folder, "put", dies)
+        with pytest.raises(KeyboardInterrupt):
+            log.backup(tmp_path / "copy")
+    log.backup(tmp_path / "copy")
+    require_same(CommitLog.open(tmp_path / "copy"), log)
+
+
+def test_a_clock_that_is_ahead_does_not_say_when_a_copy_was_taken(log: CommitLog, tmp_path: Path) -> None:
+    """A restore would not look at what the database has executed before that time."""
+    commit(log, send(log, "first"))
+    with pytest.MonkeyPatch.context() as patch:
+        set_clock(patch, 8 * 86_400.0)
+        report = log.another().backup(tmp_path / "copy")
+    assert report.taken_at <= datetime.now(timezone.utc)
 
 
 def test_a_damaged_log_does_not_replace_a_good_copy(log: CommitLog, tmp_path: Path) -> None:

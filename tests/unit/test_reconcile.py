@@ -22,12 +22,14 @@ from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
+from rmq_spark.config import IDEMPOTENCY_S
 from rmq_spark.errors import ListenerError, OptionError
 from rmq_spark.listener import CommitOncePrepared, ExecutedAttempt
 from rmq_spark.listeners.sql import HalfTransaction, SqlTransactionListener
 from rmq_spark.sink.identity import input_hash_of
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, Rollback
+from tests.clocks import set_clock
 from tests.commands import objects, txmq
 from tests.half_batches import bodies, let_leave, prepare
 from tests.seeds import first_seed, how_many
@@ -158,6 +160,42 @@ class Shop:
 @pytest.fixture
 def shop(tmp_path: Path) -> Shop:
     return Shop(tmp_path)
+
+
+# ---------------------------------------------------------------- long after the restore
+def forget(log: CommitLog) -> None:
+    """Let everything settled leave, and be forgotten."""
+    for _ in range(3):
+        let_leave(log, idempotency_s=0)
+
+
+def test_what_the_log_has_settled_and_forgotten_is_not_made_again(shop: Shop) -> None:
+    """A week after the restore all of it was visible twice."""
+    shop.send("before")
+    shop.back_up()
+    shop.send("lost")
+    shop.lose()
+    shop.reconcile(apply=True)
+    shop.send("after")
+    shop.require_agreement()
+    forget(shop.log)
+    assert shop.log.find(f"{SEND}after", 0) is None
+    report = shop.reconcile(apply=True)
+    assert (report.left, report.findings) == ((), ())
+    shop.require_agreement()
+
+
+def test_what_was_executed_longer_ago_than_the_log_remembers_is_left_to_a_person(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its messages may have expired, and then nothing tells that they were visible."""
+    shop.back_up()
+    shop.send("lost")
+    shop.lose()
+    set_clock(monkeypatch, IDEMPOTENCY_S + 60)
+    (found,) = shop.reconcile(apply=True).left
+    assert (found.standing, found.done) == (Standing.PERSON, None)
+    assert "may have settled and forgotten it" in found.what
 
 
 # ---------------------------------------------------------------- the two holes of the page of steps

@@ -16,7 +16,7 @@ import rmq_spark as txmq
 from rmq_spark.cli import app
 from rmq_spark.commitlog.group_store import Session
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.source.offsets import to_json
+from rmq_spark.source.offsets import from_json, to_json
 from rmq_spark.source.options import read_options
 from rmq_spark.source.plan import Planner
 from tests.consumers import go_on, memory_log, push, send
@@ -359,3 +359,8 @@ def test_who_gave_out_all_that_may_be_given_out_goes_on_as_advised(log: CommitLo
     if remedy == "max_span":
         with txmq.PullConsumer(log.another(), "others", "orders", max_span=span, **options) as consumer:
             assert [rows(consumer), rows(consumer)] == [4, 4]
+
+
+def test_positions_by_queue_are_no_offsets_and_are_refused_in_words() -> None:
+    with pytest.raises(txmq.OffsetError, match=r"is not of the form .*: found \{\('orders', 0\): 1\}"):
+        from_json({("orders", 0): 1}, "to")
