@@ -251,17 +251,17 @@ def new_half_id(app_id: str, batch_id: int, machine: Machine = MACHINE) -> str:
 
 
 def names_of(half_ids: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The names of half batches. One whose application was made up for it has its name for an identity."""
+    """The names of half batches. Of one without digits of its own, the half id is the name."""
     return pc.replace_substring_regex(half_ids, "-[^:]*$", "")
 
 
 def after_name(name: str) -> str:
-    """What is greater than each half id of a name, and than no half id of a greater name."""
+    """A text that sorts after all half ids of a name, and before those of a greater name."""
     return f"{name}."
 
 
 def name_of(half_id: str) -> str:
-    """The same of one."""
+    """The name of one half batch; see :func:`names_of`."""
     head, _, number = half_id.rpartition(":")
     return f"{head}:{number.partition('-')[0]}"
 

@@ -280,7 +280,7 @@ class HalfStore:
         ]
 
     def _refusal(self, batch: Staged, known: Collection[str]) -> PrepareError | None:
-        """Why a half batch cannot be prepared, as the table is now. Some names are known."""
+        """Why a half batch cannot be prepared, as the table is now; ``known`` are names that the log has already."""
         header, last = batch.header, None
         if header.numbered:
             last = self.table.transaction_version(header.app_id)

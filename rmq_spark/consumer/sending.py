@@ -39,14 +39,13 @@ def own_header(
     A dot in ``app_id`` keeps it apart from half batches that people send, whose app ids have none. With the identity of
     a micro-batch, ``app_id`` has to name its query, and ``batch_id`` counts the half batches of that query.
     """
-    query_id, input_hash = (None, None) if identity is None else (identity.query_id, identity.input_hash)
-    may_come_again = identity is None
+    if identity is None:
+        query_id, input_hash, half_id = None, None, new_half_id(app_id, batch_id, log.machine)
+    else:
+        query_id, input_hash = identity.query_id, identity.input_hash
+        half_id = half_id_of(app_id, batch_id, query_id, input_hash)
     return HalfHeader(
-        half_id=(
-            new_half_id(app_id, batch_id, log.machine)
-            if may_come_again
-            else half_id_of(app_id, batch_id, query_id, input_hash)
-        ),
+        half_id=half_id,
         app_id=app_id,
         batch_id=batch_id,
         query_id=query_id,
