@@ -38,7 +38,7 @@ from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.check.report import CheckReport
 from rmq_spark.check.threads import running, stopped_by_signals
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.listener import TransactionListener
+from rmq_spark.listener import TransactionListener, see_working_folder
 from rmq_spark.logs import failure, json_handler, open_closed_streams
 from rmq_spark.redaction import one_line, redacted, traceback_of
 from rmq_spark.storage.location import location
@@ -69,7 +69,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     settings: JobSettings | None = None
     try:
         settings = JobSettings.load(config)
-        _see_working_folder()
+        see_working_folder()
         listeners = settings.load_listeners()
         service = settings.service(listeners)
         _start_spark_if_needed(listeners)
@@ -192,12 +192,6 @@ def _log_to_stderr(level: int) -> None:
         handler.setFormatter(formatter)
         logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("rmq_spark").setLevel(level)
-
-
-def _see_working_folder() -> None:
-    """Let listeners be imported from the working folder, last on the path. The allow-list of modules still holds."""
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
 
 
 def _say_error(problem: BaseException) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,11 +52,10 @@ def reconcile(
     streams, and say for each attempt that the database has executed since the backup what is to be done. It changes
     nothing without --apply. Let nobody send, and no checks run, before."""
     from rmq_spark.check.reconcile import Reconciler, Stream
-    from rmq_spark.listener import load_listener
+    from rmq_spark.listener import load_listener, see_working_folder
 
     began = None if since is None else time_of(since, datetime.now(timezone.utc), "--since")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+    see_working_folder()
     log = open_log(path, storage)
     streams = [Stream.read(given, log.storage_options) for given in checkpoint or ()]
     found = Reconciler(log, load_listener(listener), streams, began).run(apply)
