@@ -260,7 +260,7 @@ class SqlInbox(Database):
             return
         columns = self._log_table.c
         with self._saying_what_is_missing(self._log_table):
-            insert_absent(connection, columns.consumer_group, [{"consumer_group": self.group, "log_id": self._log_id}])
+            insert_absent(connection, self._log_table, [{"consumer_group": self.group, "log_id": self._log_id}])
         query = sa.select(columns.log_id).where(columns.consumer_group == self.group)
         found = connection.execute(query.with_for_update(read=True)).scalar_one()
         if found != self._log_id:

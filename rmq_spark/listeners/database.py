@@ -194,26 +194,19 @@ _OWNERS: dict[int, Owner] = {}
 """By the id of a driver's connection, which the owner keeps alive. No lock: a fork could copy it while it is held."""
 
 
-def insert_absent(connection: sa.Connection, key: sa.Column[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """Insert the rows whose key is not in the table yet, and return the keys that were."""
-    table, dialect = key.table, connection.dialect
-    assert isinstance(table, sa.Table)
-    if not rows:
-        return []
-    if dialect.insert_executemany_returning and dialect.name in ("postgresql", "sqlite"):
-        inserted = set(connection.execute(_insert_absent(key, dialect.name), rows).scalars())
-        return [row[key.name] for row in rows if row[key.name] not in inserted]
-    # Try all rows at once. Only when some keys are taken, find out which.
-    if _inserts(connection, table, rows):
-        return []
-    return [row[key.name] for row in rows if not _inserts(connection, table, [row])]
+def insert_absent(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Insert the rows whose primary key is not in the table yet, and return the others."""
+    if connection.dialect.name in ("postgresql", "sqlite"):
+        insert = _insert_absent(table, connection.dialect.name)
+        return [row for row in rows if connection.execute(insert, row).one_or_none() is None]
+    return [row for row in rows if not _inserts(connection, table, [row])]
 
 
 @lru_cache(maxsize=64)
-def _insert_absent(key: sa.Column[Any], dialect: str) -> sa.Insert:
+def _insert_absent(table: sa.Table, dialect: str) -> sa.Insert:
     """Made once: SQLAlchemy then looks up its compiled form at once."""
     make = postgresql.insert if dialect == "postgresql" else sqlite.insert
-    return make(key.table).on_conflict_do_nothing(index_elements=[key]).returning(key)
+    return make(table).on_conflict_do_nothing().returning(*table.primary_key)
 
 
 def _inserts(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> bool:
