@@ -514,8 +514,8 @@ class HalfBatch:
             When a key is not in this half batch, or is named for two verdicts.
         """
         column = "transaction_key" if self.transaction_per == KEY else "transaction_id"
-        known = self.transactions[column].combine_chunks()
-        positions = {key: i for i, key in enumerate(known.to_pylist())}
+        known = self.transactions[column].to_pylist()
+        positions = dict(zip(known, range(len(known)), strict=True))
         distinct = {Verdict(_state(otherwise)): 0}
         which = [0] * len(known)
         named: dict[int, Verdict] = {}
@@ -528,8 +528,16 @@ class HalfBatch:
             reasons = keys if isinstance(keys, Mapping) else None
             if reasons is not None and state is not ROLLBACK_MESSAGE:
                 raise VerdictError(f"{state} was given a mapping: its keys alone are expected, for it has no reasons")
+            texts: dict[str, str | None] = {}  # thousands of keys may have one reason
             for key in keys:
-                verdict = Verdict(state, kept_reason(reasons[key]) if reasons else None, final)
+                reason = reasons[key] if reasons else None
+                if type(reason) is not str:
+                    reason = kept_reason(reason)
+                elif reason in texts:
+                    reason = texts[reason]
+                else:
+                    reason = texts.setdefault(reason, kept_reason(reason))
+                verdict = Verdict(state, reason, final)
                 at = positions.get(str(key))
                 if at is None:
                     raise VerdictError(f"{key!r} is not a {column} of half batch {self.half_id!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -38,6 +39,8 @@ _SERVER_STATUS_IN_TRANS = 1  # of the MySQL protocol
 _UTF8_BYTES_MAX = 4
 
 PLACE_CHARS_MAX = 64
+IDLE_S_MAX = 1.0
+"""A pooled connection that was not used for so long is tested before use."""
 
 IN_INNODB: dict[str, Any] = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
 """Makes a table whose changes a transaction can undo, whatever the default engine of a MariaDB or MySQL server is."""
@@ -359,7 +362,7 @@ def _commits_by_itself(driver: Any) -> bool:
 
 
 # ---------------------------------------------------------------- one transaction for work
-_ENDED = (
+ENDED = (
     "work ended the database transaction that it was given: by a COMMIT or ROLLBACK of its own, by a statement that "
     "does it (ON CONFLICT ROLLBACK, executescript, MariaDB's DDL), or by going on after an error that ended it (a "
     "deadlock). A part of what it wrote may be committed"
@@ -386,7 +389,7 @@ def no_commit_within(connection: sa.Connection) -> Iterator[None]:
 
     def require_open(*_: Any) -> None:
         if _is_idle(connection.connection.dbapi_connection):
-            raise TransactionEndedError(_ENDED)
+            raise TransactionEndedError(ENDED)
 
     listeners = (("commit", refuse), ("rollback", refuse), ("before_cursor_execute", require_open))
     for event, listen in listeners:
@@ -422,7 +425,7 @@ def end_savepoint(connection: sa.Connection, *, keep: bool) -> None:
         connection.exec_driver_sql(f"RELEASE SAVEPOINT {_SAVEPOINT}")
     except sa.exc.DBAPIError as problem:
         if _is_savepoint_gone(problem):
-            raise TransactionEndedError(_ENDED) from problem
+            raise TransactionEndedError(ENDED) from problem
         raise
 
 
@@ -480,15 +483,38 @@ def _require_tested(backend: str) -> None:
 
 def _make_engine(url: sa.URL) -> sa.Engine:
     try:
-        # A connection may idle for hours between two micro-batches: test whether it is alive before use. An error's
-        # text goes into logs, so it has no values of rows in it.
-        return sa.create_engine(url, pool_pre_ping=True, hide_parameters=True)
+        # An error's text goes into logs, so it has no values of rows in it.
+        engine = sa.create_engine(url, hide_parameters=True)
     except sa.exc.NoSuchModuleError:
         raise ListenerError(f"SQLAlchemy knows no database {url.drivername!r}: install its dialect") from None
     except ModuleNotFoundError as problem:
         raise ListenerError(
             f"the driver of {url.drivername!r} is not installed: pip install {problem.name}"
         ) from problem
+    _test_what_idled(engine)
+    return engine
+
+
+def _test_what_idled(engine: sa.Engine) -> None:
+    """Test a pooled connection before use that was not used for a while: it may idle for hours between two
+    micro-batches. SQLAlchemy's own ``pool_pre_ping`` tests each time, which is a third of a short transaction."""
+
+    def given_back(_: object, record: sa.pool.ConnectionPoolEntry) -> None:
+        record.info["txmq_used_s"] = time.monotonic()
+
+    def taken(driver: Any, record: sa.pool.ConnectionPoolEntry, _: object) -> None:
+        used_s = record.info.get("txmq_used_s")
+        if used_s is None or time.monotonic() - used_s < IDLE_S_MAX:
+            return
+        try:
+            is_alive = engine.dialect.do_ping(driver)
+        except engine.dialect.loaded_dbapi.Error:
+            is_alive = False
+        if not is_alive:
+            raise sa.exc.DisconnectionError  # SQLAlchemy connects anew
+
+    sa.event.listen(engine, "checkin", given_back)
+    sa.event.listen(engine, "checkout", taken)
 
 
 def is_lock_problem(problem: sa.exc.DBAPIError) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 # Imported first: it says what to install when SQLAlchemy is missing.
 from rmq_spark.listeners.database import (  # isort: skip
+    ENDED,
     IN_INNODB,
     PLACE_CHARS_MAX,
     Database,
@@ -29,7 +30,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from rmq_spark.config import FENCE_RETENTION_S_MIN
-from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, OptionError
+from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, OptionError, TransactionEndedError
 from rmq_spark.listener import ExecutedAttempt
 from rmq_spark.listeners.recorded import EXECUTED, MIXED, STARTED, Recorded, State
 from rmq_spark.machine import MACHINE
@@ -40,6 +41,8 @@ PRUNED_AT_ONCE = 10_000
 PRUNED = "pruned"
 """The state of a row that belongs to no half batch: when rows of a log were last pruned."""
 
+_WRITTEN_HERE = sa.text("xmin::text = mod(txid_current(), 4294967296)::text")
+"""Of PostgreSQL: the row was written by this very database transaction."""
 _IDS_PER_SELECT = 500
 # Rows of the table <fence_table>_id.
 _THE_ID = 1
@@ -91,6 +94,8 @@ class Fence(Database):
             .where(of_attempt)
             .values(state=sa.bindparam("word"), outcome=sa.bindparam("sets"), changed_at=sa.bindparam("now"))
         )
+        self._update_own = self._update.where(_WRITTEN_HERE)
+        self._read_own = sa.select(columns.attempt).where(of_attempt, _WRITTEN_HERE)
         # A row is inserted where the fence has the id that the half batch was prepared with, in one statement.
         self._values = (
             sa.select(*(sa.bindparam(f"new_{c.name}", type_=c.type) for c in columns))
@@ -178,7 +183,7 @@ class Fence(Database):
             return sa.inspect(connection).has_table(self._id.name, schema=self._id.schema)
 
     # ------------------------------------------------------------------ the rows
-    def claim(self, connection: sa.Connection, batch: HalfBatch, word: str) -> Recorded | None:
+    def claim(self, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded | None:
         """Insert the row of an attempt: all that is asked about has this state. Return None, or what the row says that
         was there, which is locked until the database transaction ends.
 
@@ -189,10 +194,11 @@ class Fence(Database):
         FenceError
             The fence is not that of the prepare, or nothing can be said.
         """
-        if not self._is_known:
-            self.require_id_of(batch, self.read_id(connection))
-        self._try_once(connection)
-        if self._insert(connection, batch, Recorded.of(State(word), batch.rows, batch.is_all)):
+        if not (self._is_known and self._tried):
+            with connection.begin_nested():  # ends the savepoints within: a row would look like another's in one
+                self.require_id_of(batch, self.read_id(connection))
+                self._try_once(connection)
+        if self._insert(connection, batch, Recorded.of(state, batch.rows, batch.is_all)):
             return None
         self.require_id_of(batch, self.read_id(connection))
         found = self._newest(connection, batch)
@@ -275,10 +281,30 @@ class Fence(Database):
             where = f"the fence row of half batch {batch.half_id!r}, attempt {batch.attempt}"
             raise FenceError(f"{where}: {problem}") from problem
 
-    def write(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> None:
-        """Change the row of an attempt, which this database transaction has claimed."""
+    def write(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded, again: bool = False) -> None:
+        """Change the row of an attempt, which this database transaction has claimed; ``again`` says that it has written
+        the row before.
+
+        Raises
+        ------
+        TransactionEndedError
+            That was another database transaction, which has ended.
+        """
+        update = self._update_own if again and self.knows_its_rows(connection) else self._update
         said = {"word": recorded.state, "sets": recorded.encoded(), "now": self._now()}
-        connection.execute(self._update, {"of": batch.half_id, "at": batch.attempt, **said})
+        if connection.execute(update, {"of": batch.half_id, "at": batch.attempt, **said}).rowcount != 1:
+            raise TransactionEndedError(ENDED)
+
+    @staticmethod
+    def knows_its_rows(connection: sa.Connection) -> bool:
+        """Whether a row tells which database transaction wrote it. Elsewhere a savepoint proves that work has left the
+        transaction open, which costs PostgreSQL two statements more."""
+        return connection.dialect.name == "postgresql"
+
+    def require_own(self, connection: sa.Connection, batch: HalfBatch) -> None:
+        """Raise TransactionEndedError when this database transaction is not the one that claimed the row."""
+        if connection.execute(self._read_own, {"of": batch.half_id, "at": batch.attempt}).one_or_none() is None:
+            raise TransactionEndedError(ENDED)
 
     def _now(self) -> datetime:
         return self.machine.now().replace(tzinfo=None)

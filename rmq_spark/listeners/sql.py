@@ -449,16 +449,26 @@ class SqlTransactionListener(TransactionListener):
                 if tries == CLAIMS_MAX:
                     raise lost.problem from None
                 tries += 1
+            except _UndoneError as undone:
+                return self._refuse_all(batch, undone.verdict)
+
+    def _refuse_all(self, batch: HalfBatch, verdict: Verdict) -> tuple[list[str], VerdictArray]:
+        """Record what ``work`` said no to, once the database transaction is rolled back that it wrote in."""
+        with self._fence.transaction() as connection:
+            recorded = self._fill(connection, batch, _state(verdict))
+            fenced = self._fenced(connection, batch, recorded)  # a check may have been faster
+        return fenced, VerdictArray(()) if fenced else _verdicts(batch, recorded)
 
     def _try_to_execute(self, batch: HalfBatch) -> tuple[list[str], VerdictArray]:
         """Run one database transaction."""
         with self._fence.transaction() as connection:
             try:
-                recorded = self._fence.claim(connection, batch, STARTED)
+                recorded = self._fence.claim(connection, batch, State(STARTED))
             except sa.exc.DBAPIError as problem:
-                if not is_lock_problem(problem):
+                # Another one has changed the row since this transaction's snapshot was taken; or the pool's connection
+                # was lost. Nothing is done yet.
+                if not (is_lock_problem(problem) or problem.connection_invalidated):
                     raise
-                # Another one has changed the row since this transaction's snapshot was taken, and nothing is done yet.
                 raise _ClaimLostError(problem) from problem
             if recorded is None:
                 self._fence.require_not_too_late(batch)
@@ -471,20 +481,20 @@ class SqlTransactionListener(TransactionListener):
         happened"."""
         try:
             with self._fence.transaction(self._lock_timeout) as connection:
-                self._fill(connection, batch, STARTED)
+                self._fill(connection, batch, State(STARTED))
         except (sa.exc.DBAPIError, FenceError) as problem:
             logger.error(
                 "%r: could not note that its work ended the database transaction: %s", batch, traceback_of(problem)
             )
 
-    def _fill(self, connection: sa.Connection, batch: HalfBatch, word: str) -> Recorded:
+    def _fill(self, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded:
         """Give a state to all transactions that have none, and return what is recorded then."""
-        recorded = self._fence.claim(connection, batch, word)
+        recorded = self._fence.claim(connection, batch, state)
         if recorded is None:
-            return Recorded.of(State(word), batch.rows, batch.is_all)
+            return Recorded.of(state, batch.rows, batch.is_all)
         absent = batch.rows.where(pc.is_null(recorded.among(batch.rows)))
         if absent:
-            recorded = recorded.with_rows(absent, [State(word)])
+            recorded = recorded.with_rows(absent, [state])
             self._fence.write(connection, batch, recorded)
         return recorded
 
@@ -517,7 +527,7 @@ class SqlTransactionListener(TransactionListener):
             ended = Recorded.of(states[0], batch.rows, batch.is_all)
         else:
             ended = NOTHING.with_rows(batch.rows, states, batch.by_row(verdicts.which))
-        self._fence.write(connection, batch, ended)
+        self._fence.write(connection, batch, ended, again=True)
         return verdicts
 
     def _run_rest(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> VerdictArray:
@@ -547,7 +557,7 @@ class SqlTransactionListener(TransactionListener):
         assert result.which is not None
         ended = batch.by_row(result.which).filter(pc.is_null(recorded.among(batch.rows)))
         states = [_state(verdict) for verdict in result.distinct]
-        self._fence.write(connection, batch, recorded.with_rows(absent, states, ended))
+        self._fence.write(connection, batch, recorded.with_rows(absent, states, ended), again=True)
         return result
 
     def _run(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool] | None = None) -> VerdictArray:
@@ -558,12 +568,19 @@ class SqlTransactionListener(TransactionListener):
             )
 
     def _run_all(self, connection: sa.Connection, batch: HalfBatch) -> VerdictArray:
-        begin_savepoint(connection)
+        needs_savepoint = not self._fence.knows_its_rows(connection)
+        if needs_savepoint:
+            begin_savepoint(connection)
         result = returned(self._work, connection, batch)
         verdicts = normalize_verdicts(COMMIT_MESSAGE if result is None else result, batch)
         _refuse_unknown(verdicts, batch)
         whole = result is None or isinstance(result, (str, Rollback))
-        end_savepoint(connection, keep=not whole or verdicts.distinct[0].state is COMMIT_MESSAGE)
+        is_kept = not whole or verdicts.distinct[0].state is COMMIT_MESSAGE
+        if needs_savepoint:
+            end_savepoint(connection, keep=is_kept)
+        elif not is_kept:
+            self._fence.require_own(connection, batch)
+            raise _UndoneError(verdicts.distinct[0])
         return verdicts
 
     def _run_each(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool] | None) -> VerdictArray:
@@ -658,7 +675,7 @@ class SqlTransactionListener(TransactionListener):
         with self._fence.transaction(self._lock_timeout) as connection:
             # Everybody inserts in the same order. So of two database transactions one waits for the other, never both.
             in_order = sorted(absent, key=lambda batch: (batch.half_id, batch.attempt))
-            return {batch: self._fill(connection, batch, TOMBSTONE) for batch in in_order}
+            return {batch: self._fill(connection, batch, State(TOMBSTONE)) for batch in in_order}
 
 
 class _ClaimLostError(Exception):
@@ -667,6 +684,14 @@ class _ClaimLostError(Exception):
     def __init__(self, problem: sa.exc.DBAPIError) -> None:
         super().__init__()
         self.problem = problem
+
+
+class _UndoneError(Exception):
+    """``work`` said no to the half batch, so the database transaction is to be rolled back."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__()
+        self.verdict = verdict
 
 
 class EnlistedSession(TransactionListener):
@@ -827,7 +852,7 @@ class EnlistedSession(TransactionListener):
             )
         self._ended = True
         self._require_whole()
-        recorded = self._listener._fence.claim(self._connection, batch, EXECUTED)
+        recorded = self._listener._fence.claim(self._connection, batch, State(EXECUTED))
         if recorded is not None:
             raise LocalTransactionError(
                 f"a check has rolled back half batch {batch.half_id!r} before its session committed: nothing was done. "
@@ -911,6 +936,8 @@ def _one_verdict(result: object, transaction: HalfTransaction) -> Verdict:
 
 
 def _refuse_unknown(verdicts: VerdictArray, batch: HalfBatch) -> None:
+    if _UNKNOWN not in verdicts.distinct:
+        return
     count = batch.transactions.num_rows
     unknown = verdicts.counts(count)[UNKNOWN]
     if unknown:

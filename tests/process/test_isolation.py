@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from rmq_spark.errors import FenceError, TxmqError
 from rmq_spark.listeners import database
 from rmq_spark.listeners.fence import Fence
-from rmq_spark.listeners.recorded import EXECUTED, STARTED, Recorded
+from rmq_spark.listeners.recorded import EXECUTED, STARTED, Recorded, State
 from rmq_spark.listeners.sql import create_fence
 from rmq_spark.transaction import HalfBatch
 from tests.unit import test_sql_listener as suite
@@ -238,9 +238,9 @@ def test_these_tests_notice_a_listener_that_trusts_its_snapshot(url: sa.URL, mon
     def newest(fence: Fence, connection: sa.Connection, batch: HalfBatch) -> Any:
         return connection.execute(fence._read_one, {"of": batch.half_id, "at": batch.attempt}).one_or_none()
 
-    def claim(fence: Fence, connection: sa.Connection, batch: HalfBatch, word: str) -> Recorded | None:
+    def claim(fence: Fence, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded | None:
         try:
-            return honest(fence, connection, batch, word)
+            return honest(fence, connection, batch, state)
         except FenceError:  # it does not show the first
             return None
 
@@ -258,8 +258,8 @@ def test_these_tests_notice_fence_rows_that_say_executed_too_early(
     url = make_orders(sa.make_url(f"sqlite:///{tmp_path / 'orders.db'}"))
     claim = Fence.claim
 
-    def early(fence: Fence, connection: sa.Connection, batch: HalfBatch, word: str) -> Recorded | None:
-        return claim(fence, connection, batch, EXECUTED if word == STARTED else word)
+    def early(fence: Fence, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded | None:
+        return claim(fence, connection, batch, State(EXECUTED) if state.word == STARTED else state)
 
     monkeypatch.setattr(Fence, "claim", early)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):

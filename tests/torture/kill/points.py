@@ -29,7 +29,7 @@ from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import PRUNED, Who
 from rmq_spark.listeners.fence import Fence
-from rmq_spark.listeners.recorded import STARTED
+from rmq_spark.listeners.recorded import STARTED, State
 from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.storage.table import Change, DeltaLogTable
@@ -243,8 +243,8 @@ def _of_commit(step: str) -> Callable[..., str]:
     return name
 
 
-def _of_claim(fence: Fence, connection: sa.Connection, batch: HalfBatch, word: str) -> str:
-    return "fence row written" if word == STARTED else "tombstone written"
+def _of_claim(fence: Fence, connection: sa.Connection, batch: HalfBatch, state: State) -> str:
+    return "fence row written" if state.word == STARTED else "tombstone written"
 
 
 def _if_executed(point: str) -> Callable[..., str]:
