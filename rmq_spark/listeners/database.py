@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 from rmq_spark.errors import ListenerError, TransactionEndedError
 from rmq_spark.redaction import sentence_of
@@ -94,6 +95,7 @@ class Database:
             # This process was forked, and the connections are its parent's: forget them without closing them.
             self._engine.dispose(close=False)
             self._pid = os.getpid()
+        _guard(self._engine)
         return self._engine
 
     @contextmanager
@@ -381,24 +383,41 @@ def no_commit_within(connection: sa.Connection) -> Iterator[None]:
         When ``work`` runs a statement after the transaction has ended in some other way.
     """
 
-    def refuse(_: sa.Connection) -> None:
+    info = connection.info  # of the driver's connection, so whichever object of SQLAlchemy work reaches it by
+    info[_AT_WORK] = True
+    try:
+        yield
+    finally:
+        info.pop(_AT_WORK, None)  # it is cleared when the connection is lost
+
+
+_AT_WORK = "txmq_at_work"
+
+
+def _refuse_end(connection: sa.Connection) -> None:
+    if not connection.invalidated and _AT_WORK in connection.info:
         raise ListenerError(
             "work must not commit or roll back the connection that it is given, nor close it: return, or raise "
             "txmq.Rollback, and the listener does it with the fence rows"
         )
 
-    def require_open(*_: Any) -> None:
-        if _is_idle(connection.connection.dbapi_connection):
-            raise TransactionEndedError(ENDED)
 
-    listeners = (("commit", refuse), ("rollback", refuse), ("before_cursor_execute", require_open))
-    for event, listen in listeners:
-        sa.event.listen(connection, event, listen)
-    try:
-        yield
-    finally:
-        for event, listen in listeners:
-            sa.event.remove(connection, event, listen)
+def _require_open(connection: sa.Connection, *_: Any) -> None:
+    if _AT_WORK in connection.info and _is_idle(connection.connection.dbapi_connection):
+        raise TransactionEndedError(ENDED)
+
+
+_GUARDED: WeakSet[sa.Engine] = WeakSet()
+_GUARDS = (("commit", _refuse_end), ("rollback", _refuse_end), ("before_cursor_execute", _require_open))
+
+
+def _guard(engine: sa.Engine) -> None:
+    """Let an engine's connections look whether work is in hand. Once for each engine: SQLAlchemy takes a fifth of a
+    short transaction to add and remove what it calls."""
+    if engine not in _GUARDED:
+        _GUARDED.add(engine)
+        for event, look in _GUARDS:
+            sa.event.listen(engine, event, look)
 
 
 _SAVEPOINT = "txmq_work"
