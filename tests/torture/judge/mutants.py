@@ -680,7 +680,7 @@ def _tombstone_too_large() -> Iterator[None]:
 
 
 @mutant("a tombstone is not added to a row that is there", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME,
-        **PARTS | {"pause": 0.05, "zombies": 0.9, "temper_slow": 0.4}, per="message")  # fmt: skip
+        **PARTS | {"pause": 0.15, "zombies": 0.9, "crash": 0.0, "temper_refuses": 0.0}, per="message")  # fmt: skip
 def _tombstone_too_small() -> Iterator[None]:
     def bury(self: FencedListener, absent: Sequence[str], batch: Any) -> dict[str, str]:
         if (batch.half_id, batch.attempt) in self.database.fence:
