@@ -502,8 +502,10 @@ def _require_tested(backend: str) -> None:
 
 def _make_engine(url: sa.URL) -> sa.Engine:
     try:
+        # A pooler (PgBouncer) gives the session to others after each transaction, so no statement stays prepared in it.
+        in_session = {"prepare_threshold": None} if url.get_driver_name() == "psycopg" else {}
         # An error's text goes into logs, so it has no values of rows in it.
-        engine = sa.create_engine(url, hide_parameters=True)
+        engine = sa.create_engine(url, hide_parameters=True, connect_args=in_session)
     except sa.exc.NoSuchModuleError:
         raise ListenerError(f"SQLAlchemy knows no database {url.drivername!r}: install its dialect") from None
     except ModuleNotFoundError as problem:
