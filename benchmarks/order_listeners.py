@@ -45,16 +45,12 @@ def insert_good(connection: sa.Connection, batch: HalfBatch) -> Verdicts:
     return batch.verdicts(rollback=dict.fromkeys(ids.filter(bad).to_pylist(), "not in stock"))
 
 
-def copying() -> SqlTransactionListener:
-    return SqlTransactionListener(os.environ[URL], insert_all)
-
-
-def refusing() -> SqlTransactionListener:
-    return SqlTransactionListener(os.environ[URL], insert_good)
+copying = SqlTransactionListener(f"env:{URL}", insert_all)
+refusing = SqlTransactionListener(f"env:{URL}", insert_good)
 
 
 def through_table() -> Any:
-    return rmq_spark.TableListener(os.environ[URL], TABLE, key="order_id")  # type: ignore[attr-defined]
+    return rmq_spark.TableListener(f"env:{URL}", TABLE, key="order_id")
 
 
 # ------------------------------------------------------------------ plain, at least once
