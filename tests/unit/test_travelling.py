@@ -87,11 +87,15 @@ def test_a_function_and_work_of_a_notebook_go_along(url: str) -> None:
 
 
 def test_the_process_that_uses_it_looks_up_the_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    sent = pickle.dumps(txmq.SqlTransactionListener(f"env:{VARIABLE}", keep))
+    """Also the fence's id, which this process has read in another database."""
+    monkeypatch.setenv(VARIABLE, f"{url}-of-another-machine")
+    listener = txmq.SqlTransactionListener(f"env:{VARIABLE}", keep)
+    elsewhere = listener.create_fence()
+    sent = pickle.dumps(listener)
     monkeypatch.setenv(VARIABLE, url)
+    here = txmq.create_fence(f"env:{VARIABLE}")
     arrived = pickle.loads(sent)
-    assert arrived.create_fence() == txmq.create_fence(f"env:{VARIABLE}")
+    assert arrived.store_id == here != elsewhere
     assert send_with(arrived, url) == (["a", "b"], ["a", "b"])
 
 
