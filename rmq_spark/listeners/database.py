@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 from rmq_spark.errors import ListenerError, TransactionEndedError
-from rmq_spark.redaction import sentence_of
+from rmq_spark.redaction import cause_of, sentence_of
 
 try:
     import sqlalchemy as sa
@@ -42,6 +44,7 @@ _UTF8_BYTES_MAX = 4
 PLACE_CHARS_MAX = 64
 IDLE_S_MAX = 1.0
 """A pooled connection that was not used for so long is tested before use."""
+_ENVIRONMENT = "env:"
 
 IN_INNODB: dict[str, Any] = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
 """Makes a table whose changes a transaction can undo, whatever the default engine of a MariaDB or MySQL server is."""
@@ -69,28 +72,64 @@ def exact_text(chars: int) -> sa.String:
     return sa.String(chars).with_variant(_Utf8(chars * _UTF8_BYTES_MAX), "mysql", "mariadb")
 
 
+Address: TypeAlias = "str | sa.URL | sa.Engine | Callable[[], str | sa.URL | sa.Engine]"
+"""Names a database: a URL, an engine, ``env:NAME`` for the URL in an environment variable, or a function that returns
+the URL. The last two are looked up by each process that uses the database."""
+
+
 class Database:
-    """A database, given by a URL or an engine. It connects when it is first used.
+    """A database. It connects when it is first used.
+
+    It is pickled as the arguments that it was made from, and the other process connects by itself.
 
     Raises
     ------
     ListenerError
-        When the argument is neither, no test runs on this kind of database, or SQLAlchemy cannot make an engine of it.
+        When the argument is no :data:`Address`, no test runs on this kind of database, or SQLAlchemy cannot make an
+        engine of it. When it is pickled, and was made of an engine.
     """
 
-    def __init__(self, url_or_engine: str | sa.URL | sa.Engine) -> None:
-        self._engine, self._url = _engine_or_url(url_or_engine)
+    _given: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *given: Any, **named: Any) -> Any:
+        made = super().__new__(cls)
+        made._given = given, named
+        return made
+
+    def __init__(self, url_or_engine: Address) -> None:
+        self._engine: sa.Engine | None = None
+        self._url: sa.URL | None = None
+        self._lookup = _lookup_of(url_or_engine)
+        if self._lookup is None:
+            self._engine, self._url = _engine_or_url(url_or_engine)
         self._pid = os.getpid()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        given, named = self._given
+        if any(isinstance(one, sa.Engine) for one in (*given, *named.values())):
+            raise ListenerError(
+                f"the engine of {self.where} cannot go to another process, because it holds connections: in its place "
+                "give the database's URL, 'env:NAME', or a function that returns the URL"
+            )
+        return partial(type(self), **named), given
 
     @property
     def where(self) -> str:
-        """The database's URL for people to read, without the password and the query part, which may hold one."""
+        """The database's URL for people to read, without the password and the query part, which may hold one; or what
+        gives the URL."""
+        if self._url is None:
+            assert self._lookup is not None
+            return self._lookup.name
         return self._url.set(query={}).render_as_string(hide_password=True)
 
     @property
     def engine(self) -> sa.Engine:
         if self._engine is None:
-            self._engine = _make_engine(self._url)
+            made, url = None, self._url
+            if url is None:
+                assert self._lookup is not None
+                made, url = _engine_or_url(self._lookup.find())
+            self._engine, self._url = made or _make_engine(url), url
         if self._pid != os.getpid():
             # This process was forked, and the connections are its parent's: forget them without closing them.
             self._engine.dispose(close=False)
@@ -465,6 +504,54 @@ def _is_idle(driver: Any) -> bool:
     return status is not None and status == 0
 
 
+class _Lookup(NamedTuple):
+    """What gives a database's URL in the process that needs it: its name for people to read, and the call."""
+
+    name: str
+    find: Callable[[], object]
+
+
+def _lookup_of(address: object) -> _Lookup | None:
+    """Return what gives the URL; None when the address is one, or an engine."""
+    if isinstance(address, str) and address.startswith(_ENVIRONMENT):
+        variable = address.removeprefix(_ENVIRONMENT)
+        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable) is None:
+            raise ListenerError(f"{_ENVIRONMENT!r} is not followed by the name of an environment variable")
+        return _Lookup(address, partial(_from_environment, variable))
+    if not callable(address):
+        return None
+    name = f"{getattr(address, '__qualname__', type(address).__name__)}()"
+    try:
+        inspect.signature(address).bind()
+    except TypeError as problem:
+        raise ListenerError(
+            f"{name} cannot give the database's URL: a function without arguments is expected ({problem})"
+        ) from problem
+    return _Lookup(name, partial(_from_function, address, name))
+
+
+def _from_environment(variable: str) -> str:
+    url = os.environ.get(variable, "")
+    if not url:
+        raise ListenerError(
+            f"the environment variable {variable}, which has the database's URL, is not set in this process: set it "
+            "where the listener or the inbox runs (of Spark, the driver's environment)"
+        )
+    return url
+
+
+def _from_function(function: Callable[[], object], name: str) -> object:
+    try:
+        found = function()
+    except Exception as problem:
+        raise ListenerError(f"{name}, which gives the database's URL, raised {sentence_of(problem)}") from cause_of(
+            problem
+        )
+    if not isinstance(found, (str, sa.URL, sa.Engine)):
+        raise ListenerError(f"{name} returned {type(found).__name__}: the database's URL is expected")
+    return found
+
+
 def _engine_or_url(url_or_engine: object) -> tuple[sa.Engine | None, sa.URL]:
     engine, url = _read_url(url_or_engine)
     if url.host is not None and "@" in url.host:  # the part before it belongs to the password
@@ -489,7 +576,10 @@ def _read_url(url_or_engine: object) -> tuple[sa.Engine | None, sa.URL]:
         except (sa.exc.ArgumentError, ValueError):
             # The error does not show the URL, which may hold a password, nor its cause, which may quote the URL.
             raise ListenerError("the database URL cannot be parsed: write it as 'sqlite:///orders.db'") from None
-    raise ListenerError(f"{type(url_or_engine).__name__} is no database: pass a URL or a SQLAlchemy engine")
+    raise ListenerError(
+        f"{type(url_or_engine).__name__} is no database: pass a URL, 'env:NAME', a function that returns the URL, or a "
+        "SQLAlchemy engine"
+    )
 
 
 def _require_tested(backend: str) -> None:

@@ -17,6 +17,7 @@ from rmq_spark.listeners.database import (  # isort: skip
     ENDED,
     IN_INNODB,
     PLACE_CHARS_MAX,
+    Address,
     Database,
     alike,
     exact_text,
@@ -52,7 +53,7 @@ _THE_PLACE = 2
 class Fence(Database):
     """The fence's tables in one database, and transactions on them. It reads and writes rows and gives no verdicts."""
 
-    def __init__(self, url_or_engine: str | sa.URL | sa.Engine, name: str, schema: str | None) -> None:
+    def __init__(self, url_or_engine: Address, name: str, schema: str | None) -> None:
         if not isinstance(name, str) or re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,55}", name) is None:
             raise OptionError(f"fence_table={name!r} is not a plain table name of at most 56 letters, digits and _")
         super().__init__(url_or_engine)

@@ -38,6 +38,7 @@ import pyarrow.compute as pc
 
 # Imported first: it says what to install when SQLAlchemy is missing.
 from rmq_spark.listeners.database import (  # isort: skip
+    Address,
     Owner,
     begin_savepoint,
     end_savepoint,
@@ -209,9 +210,11 @@ class SqlTransactionListener(TransactionListener):
 
     Parameters
     ----------
-    url_or_engine : str, sqlalchemy.URL or sqlalchemy.Engine
+    url_or_engine : str, sqlalchemy.URL, callable or sqlalchemy.Engine
         The database that ``work`` writes to: SQLite, PostgreSQL, MariaDB or MySQL. Another database is refused. From a
-        URL the listener makes an engine when it first needs one, in the process that needs it.
+        URL the listener makes an engine when it first needs one, in the process that needs it. ``"env:NAME"`` is the
+        URL in that process's environment variable, and a function without arguments returns it: so a listener can go
+        to another process (Spark Connect pickles it) without a password. One that was made of an Engine cannot.
     work : callable, optional
         ``work(connection, batch)`` gets the open :class:`sqlalchemy.Connection` and the :class:`~rmq_spark.HalfBatch`.
         It must not commit, roll back or close the connection, nor end its transaction in another way. Without work the
@@ -275,7 +278,7 @@ class SqlTransactionListener(TransactionListener):
     @named
     def __init__(
         self,
-        url_or_engine: str | sa.URL | sa.Engine,
+        url_or_engine: Address,
         work: BatchWork | TransactionWork | None = None,
         *,
         per_transaction: bool = False,
@@ -301,11 +304,9 @@ class SqlTransactionListener(TransactionListener):
         work = "" if self.only_checks else f", work={getattr(self._work, '__qualname__', '?')}"
         return f"SqlTransactionListener({self._fence.where!r}{work})"
 
-    def __getstate__(self) -> object:
-        raise ListenerError(
-            "a SqlTransactionListener holds database connections and cannot be pickled: make it in the "
-            "process that uses it, from a function that transactionListener='module:function' names"
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        # Over Spark Connect a listener is pickled. The other process connects by itself, and reads the fence's id.
+        return {name: value for name, value in self.__dict__.items() if name != "store_id"}
 
     # ------------------------------------------------------------------ the fence
     @cached_property
@@ -889,7 +890,7 @@ def _refuse_commit(_: sa.Connection) -> None:
 
 
 def create_fence(
-    url_or_engine: str | sa.URL | sa.Engine,
+    url_or_engine: Address,
     *,
     fence_table: str = FENCE_TABLE,
     schema: str | None = None,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import pickle
 import random
 import shutil
 import sqlite3
@@ -1071,5 +1070,3 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         listener(7)  # type: ignore[arg-type]
     with pytest.raises(ListenerError, match=r"SQLAlchemy knows no database 'sqlite\+nosuch'"):
         _ = listener("sqlite+nosuch://host/x").store_id  # type: ignore[arg-type]
-    with pytest.raises(ListenerError, match="cannot be pickled: make it in the process"):
-        pickle.dumps(listener("sqlite://"))  # type: ignore[arg-type]

@@ -631,7 +631,8 @@ def _older_snapshot() -> Iterator[None]:
 # Transactions of a half batch are asked about, buried and run again in parts.
 PARTS = RESTARTS | {
     "crash": 0.06, "listener": "fenced", "rows": 6, "checkers": 2, "rounds": 4, "zombies": 0.5, "person": False,
-    "temper_refuses": 0.2, "temper_check_some_unknown": 0.5, "temper_fails_before": 0.3, "on_listener_error": "fail",
+    "deletions": 0, "temper_refuses": 0.2, "temper_check_some_unknown": 0.5, "temper_fails_before": 0.3,
+    "on_listener_error": "fail",
 }  # fmt: skip
 
 
