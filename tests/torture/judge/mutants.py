@@ -49,7 +49,7 @@ from rmq_spark.commitlog.drained import Drained
 from rmq_spark.commitlog.expiring import Expirer
 from rmq_spark.commitlog.follow import Followed
 from rmq_spark.commitlog.follower import Follower
-from rmq_spark.commitlog.half import HalfHeader
+from rmq_spark.commitlog.half import HalfHeader, name_of
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.keyed import KeyIndex, Open
 from rmq_spark.commitlog.leaving import Graces, Leaver
@@ -470,12 +470,13 @@ def _second_copy() -> Iterator[None]:
     clock_steps=False,
 )  # fmt: skip
 def _discard_decided() -> Iterator[None]:
-    def change(
-        self: Any, kind: Kind, record: Any, attempt: int, mask: Any, who: Any, reason: Any, *limits: Any, **more: Any
+    def quarantine(
+        self: Ledger, record: Any, attempt: int, rows: Any, who: Any, reason: Any, checks_min: int = 0
     ) -> None:
-        self.append(lambda: ledger_module._rows_for(kind, record, mask, attempt, who, reason))
+        rows = RowSet(rows)
+        self.append(lambda: ledger_module._rows_for(Kind.QUARANTINE, record, rows, attempt, who, reason))
 
-    with replaced((Ledger, "_change", change)):
+    with replaced((Ledger, "quarantine", quarantine)):
         yield
 
 
@@ -1270,7 +1271,7 @@ def _half_compaction(careful: bool) -> Patch:
         table.refresh()
         last = {app: log.last_batch_id(app) for app in (s.name for s in self.sources)}
         for half_id in log.half.prepared_after(0):
-            app_id, _, batch_id = half_id.rpartition(":")
+            app_id, _, batch_id = name_of(half_id).rpartition(":")
             record = log.find(app_id, int(batch_id))
             try:
                 state = None if record is None else log.state_of(record)
@@ -1522,8 +1523,8 @@ def _reported_early() -> Iterator[None]:
         turns.spawn(turns.current.process, work)
         return False
 
-    def at_once(self: TwoPhase, header: Any, stage: Any, arg: Any = None) -> Any:
-        outcome = send(self, header, stage, arg)
+    def at_once(self: TwoPhase, *given: Any, **named: Any) -> Any:
+        outcome = send(self, *given, **named)
         outcome.messages = {RowState.COMMITTED: 1}
         return outcome
 
