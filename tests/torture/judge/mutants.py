@@ -1698,10 +1698,10 @@ def _renamed(rename: Callable[[ProcessQueue, pa.Table, Sequence[str], bool], Seq
 def _read_before() -> AbstractContextManager[None]:
     committed = Follower.committed_among
 
-    def read(self: Follower, half_ids: Collection[str]) -> frozenset[str]:
-        for record in filter(None, map(self._half._find, half_ids)):
+    def read(self: Follower, names: Collection[str]) -> frozenset[str]:
+        for record in filter(None, map(self._half._find, self._half.ids_named(names).values())):
             self._half.read(record, record.all_rows, ["body"])
-        return committed(self, half_ids)
+        return committed(self, names)
 
     return replaced((Follower, "committed_among", read))
 
