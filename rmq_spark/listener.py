@@ -75,6 +75,10 @@ class TransactionListener(ABC):
     requires_spark = False
     """True for a listener that needs a Spark session. ``format("txmq")`` refuses it, because it commits without one."""
 
+    needs_single_transactions = False
+    """True for a listener that rolls back some messages of a half batch: sinks refuse it for half batches that are one
+    transaction."""
+
     only_checks = False
     """True for a listener that answers checks and has no local transaction to run. Sends that need one refuse it."""
 
@@ -165,6 +169,16 @@ def require_executing(listener: TransactionListener, where: str) -> TransactionL
         raise ListenerError(
             f"{where}: {listener!r} has no work, so it answers checks and has no local transaction to run. Give it "
             "work(connection, batch), or send with producer.transaction(session) or send()"
+        )
+    return listener
+
+
+def require_transactions_for(listener: TransactionListener, transaction_per: str, where: str) -> TransactionListener:
+    """Return the listener, or raise ListenerError when it needs more than one transaction in a half batch."""
+    if listener.needs_single_transactions and transaction_per == BATCH:
+        raise ListenerError(
+            f"{where}: {listener!r} rolls back messages that do not fit, and here a whole micro-batch is one "
+            "transaction: set transactionKey, or transactionPer=message"
         )
     return listener
 
