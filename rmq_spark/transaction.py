@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
@@ -469,6 +470,7 @@ class HalfBatch:
         distinct = {Verdict(_state(otherwise)): 0}
         which = [0] * len(known)
         named: dict[int, Verdict] = {}
+        kept = lru_cache(maxsize=64)(kept_reason)  # many keys may have one reason, and to look for secrets takes 0.1 ms
         for state, keys, final in (
             (COMMIT_MESSAGE, commit, False),
             (ROLLBACK_MESSAGE, rollback, False),
@@ -479,7 +481,8 @@ class HalfBatch:
             if reasons is not None and state is not ROLLBACK_MESSAGE:
                 raise VerdictError(f"{state} was given a mapping: its keys alone are expected, for it has no reasons")
             for key in keys:
-                verdict = Verdict(state, kept_reason(reasons[key]) if reasons else None, final)
+                said = reasons[key] if reasons else None
+                verdict = Verdict(state, kept(said) if isinstance(said, str) else kept_reason(said), final)
                 at = positions.get(str(key))
                 if at is None:
                     raise VerdictError(f"{key!r} is not a {column} of half batch {self.half_id!r}")

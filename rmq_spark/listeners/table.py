@@ -415,9 +415,7 @@ class _Target:
         found: set[tuple[Any, ...]] = set()
         savepoint = connection.begin_nested()
         try:
-            for start in range(0, len(keys), KEYS_AT_ONCE):
-                some = keys[start : start + KEYS_AT_ONCE]
-                one_of = sa.tuple_(*columns).in_(some) if len(columns) > 1 else columns[0].in_([key for (key,) in some])
+            for one_of in self._one_of(columns, keys):
                 found.update(tuple(row) for row in connection.execute(sa.select(*columns).where(one_of)))
         except sa.exc.StatementError as problem:  # a value that is no value of the key's type, such as a uuid
             if not is_refused_value(problem):
@@ -429,6 +427,16 @@ class _Target:
         for at in taken:
             refused.add(units[at].as_py(), f"a row with this {', '.join(self.lookup)} is there already")
         return bool(taken)
+
+    def _one_of(self, columns: Sequence[sa.Column[Any]], keys: Sequence[Any]) -> Iterator[sa.ColumnElement[bool]]:
+        """Conditions, each of which holds for the rows of some keys."""
+        if self.is_postgres and len(columns) == 1:  # an array is one parameter
+            array = sa.literal([key for (key,) in keys], postgresql.ARRAY(columns[0].type))
+            yield columns[0] == sa.func.any(array)
+            return
+        for start in range(0, len(keys), KEYS_AT_ONCE):
+            some = keys[start : start + KEYS_AT_ONCE]
+            yield sa.tuple_(*columns).in_(some) if len(columns) > 1 else columns[0].in_([key for (key,) in some])
 
 
 # ---------------------------------------------------------------- what the arguments say
