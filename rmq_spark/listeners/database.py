@@ -83,10 +83,6 @@ class Database:
         self._pid = os.getpid()
 
     @property
-    def url(self) -> sa.URL:
-        return self._url
-
-    @property
     def where(self) -> str:
         """The database's URL for people to read, without the password and the query part, which may hold one."""
         return self._url.set(query={}).render_as_string(hide_password=True)

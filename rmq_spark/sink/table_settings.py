@@ -129,7 +129,10 @@ def _require_no_password(url: str) -> None:
     """Raise OptionError for a URL with a password, which would stand in Spark's plans; the error does not show it."""
     from rmq_spark.listeners.database import Database
 
-    found = Database(url).url
+    Database(url)  # it says what is wrong with a URL that cannot be read
+    from sqlalchemy import make_url
+
+    found = make_url(url)
     if found.password is not None or any(_SECRET.search(name) for name in found.query):
         raise OptionError(
             "table.url has a password in it, which Spark's plans and logs would show: write table.url=env:NAME or "
