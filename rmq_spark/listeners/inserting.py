@@ -296,17 +296,76 @@ def _copy(
     if same and conflict is None:
         _copy_into(connection, target, names, wanted, rows)
         return
-    staged, numbers = quote(f"txmq_{uuid4().hex[:16]}"), [f"c{i}" for i in range(rows.num_columns)]
-    carriers = [str(_carrier_of(column.type)) for column in rows.columns]
-    fields = ", ".join(f"{n} {carrier}" for n, carrier in zip(numbers, carriers, strict=True))
-    connection.exec_driver_sql(f"CREATE TEMPORARY TABLE {staged} ({fields}) ON COMMIT DROP")
-    _copy_into(connection, staged, numbers, carriers, rows)
-    # Without its length: what is longer than a varchar(n) is refused when it is assigned, and a cast would cut it.
-    casts = [f"CAST({n} AS {columns[c].written})" for n, c in zip(numbers, rows.column_names, strict=True)]
-    source = f"SELECT {', '.join(casts)} FROM {staged}"
+    staged, source = _stage(connection, rows, columns)
     into = f"INSERT INTO {target} AS txmq_there ({', '.join(names)}) {source}"
     connection.exec_driver_sql(into + _on_conflict(quote, rows.column_names, conflict))
     connection.exec_driver_sql(f"DROP TABLE {staged}")
+
+
+def _stage(
+    connection: sa.Connection, rows: pa.Table, columns: Mapping[str, _Column], units: pa.Array | None = None
+) -> tuple[str, str]:
+    """Copy rows into a temporary table, with a number for each where these are given, which is its column ``unit``.
+    Returns its name, and the SELECT of what it has with the types of the columns."""
+    staged = connection.dialect.identifier_preparer.quote_identifier(f"txmq_{uuid4().hex[:16]}")
+    numbers = [f"c{i}" for i in range(rows.num_columns)]
+    carriers = [str(_carrier_of(column.type)) for column in rows.columns]
+    # Without its length: what is longer than a varchar(n) is refused when it is assigned, and a cast would cut it.
+    casts = [f"CAST({n} AS {columns[c].written})" for n, c in zip(numbers, rows.column_names, strict=True)]
+    if units is not None:
+        numbers, carriers, rows = [*numbers, "unit"], [*carriers, "int8"], rows.append_column("", units)
+    fields = ", ".join(f"{n} {carrier}" for n, carrier in zip(numbers, carriers, strict=True))
+    connection.exec_driver_sql(f"CREATE TEMPORARY TABLE {staged} ({fields}) ON COMMIT DROP")
+    _copy_into(connection, staged, numbers, carriers, rows)
+    return staged, f"SELECT {', '.join(casts)} FROM {staged}"
+
+
+def can_insert_each(connection: sa.Connection, rows: pa.Table) -> bool:
+    """Whether :func:`insert_each` can be used."""
+    return connection.dialect.name == "postgresql" and _can_copy(connection, rows)
+
+
+def insert_each(
+    connection: sa.Connection,
+    table: str,
+    rows: pa.Table,
+    units: pa.Array,
+    schema: str | None,
+    conflict: Conflict | None,
+) -> dict[int, str]:
+    """Insert rows unit by unit, each in a savepoint of its own, by a loop within PostgreSQL.
+
+    Parameters
+    ----------
+    units : pyarrow.Array of int32
+        The unit of each row. They are inserted in the order in which they first appear.
+
+    Returns
+    -------
+    dict
+        What PostgreSQL said of the units that it refused.
+    """
+    quote = connection.dialect.identifier_preparer.quote_identifier
+    target, names = _quoted(connection, table, schema), ", ".join(quote(name) for name in rows.column_names)
+    distinct = pc.unique(units)
+    staged, source = _stage(
+        connection, rows, _columns_of(connection, table, schema), pc.cast(pc.index_in(units, distinct), pa.int64())
+    )
+    refused, body = quote(f"txmq_{uuid4().hex[:16]}"), f"$txmq_{uuid4().hex}$"
+    insert_one = f"INSERT INTO {target} AS txmq_there ({names}) {source} WHERE unit = at"
+    for statement in (
+        f"CREATE INDEX ON {staged} (unit)",
+        f"ANALYZE {staged}",
+        f"CREATE TEMPORARY TABLE {refused} (unit bigint, said text) ON COMMIT DROP",
+        f"DO {body} BEGIN FOR at IN 0..{len(distinct) - 1} LOOP "
+        f"BEGIN {insert_one}{_on_conflict(quote, rows.column_names, conflict)}; "
+        "EXCEPTION WHEN data_exception OR integrity_constraint_violation THEN "
+        f"INSERT INTO {refused} VALUES (at, SQLERRM); END; END LOOP; END {body}",
+    ):
+        connection.exec_driver_sql(statement)
+    found = connection.exec_driver_sql(f"SELECT unit, said FROM {refused} ORDER BY unit").all()
+    connection.exec_driver_sql(f"DROP TABLE {staged}, {refused}")
+    return {distinct[unit].as_py(): said for unit, said in found}
 
 
 def _on_conflict(quote: Callable[[str], str], names: Sequence[str], conflict: Conflict | None) -> str:

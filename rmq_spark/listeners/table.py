@@ -5,8 +5,9 @@ What ``work`` does with the messages of a half batch::
     bodies ─▶ rows ─▶ those that cannot fit    ─▶ the others, all at once, in a savepoint ─▶ verdicts
                       (no JSON object, another     │ refused by the database
                       type, a null)                ▼
-                                                   without those whose key is there; then by halves, until
-                                                   what is refused is one transaction
+                                                   without those whose key is there; then by halves, until what
+                                                   is refused is one transaction, or a loop within PostgreSQL is
+                                                   faster
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ import pyarrow.types as kinds
 from rmq_spark.config import named
 from rmq_spark.errors import ListenerError, MessageError, OptionError
 from rmq_spark.listeners.database import is_refused_value
-from rmq_spark.listeners.inserting import Conflict, as_table, columns_of, insert, unstorable
+from rmq_spark.listeners.inserting import (
+    Conflict,
+    as_table,
+    can_insert_each,
+    columns_of,
+    insert,
+    insert_each,
+    unstorable,
+)
 from rmq_spark.listeners.sql import FENCE_TABLE, LOCK_TIMEOUT_S, ROLLBACK_AFTER_S, MessagesAgain, SqlTransactionListener
 from rmq_spark.redaction import one_line, text_of
 from rmq_spark.transaction import BATCH, KEY, HalfBatch, VerdictArray, arrow_schema, read_bodies
@@ -39,6 +48,9 @@ from sqlalchemy.engine.interfaces import ReflectedColumn
 ON_CONFLICT = ERROR, IGNORE, UPDATE = ("error", "ignore", "update")
 ON_BAD_ROW = FAIL, ROLLBACK = ("fail", "rollback")
 
+EACH_MAX = 4_000
+"""So many transactions, of which the database refuses one, are not halved any more where PostgreSQL can insert them one
+by one: it does 40,000 a second, and each half takes some milliseconds."""
 KEYS_AT_ONCE = 5_000
 """Values of keys that one SELECT looks for."""
 EXACT_DIGITS = 15
@@ -374,6 +386,8 @@ class _Target:
             if len(distinct) == 1:
                 refused.add(distinct[0].as_py(), _reason(problem), problem)
                 continue
+            if len(distinct) <= EACH_MAX and self._insert_each(connection, some, whose, refused):
+                continue
             first = pc.is_in(whose, value_set=distinct[: len(distinct) // 2])
             second = pc.invert(first)
             for half in (second, first):  # the first one is taken up first
@@ -394,6 +408,17 @@ class _Target:
             return problem
         savepoint.commit()
         return None
+
+    def _insert_each(self, connection: sa.Connection, rows: pa.Table, units: pa.Array, refused: _Refused) -> bool:
+        """Insert transaction by transaction within the database, where it can. Whether this was done."""
+        parts = self._parts(rows)
+        is_plain = len(parts) == 1 and parts[0].num_rows == rows.num_rows  # no rows with one key, which are one
+        if not is_plain or not can_insert_each(connection, rows):
+            return False
+        said = insert_each(connection, self.table.name, parts[0], units, self.schema, self.conflict)
+        for unit, reason in said.items():
+            refused.add(unit, one_line(reason))
+        return True
 
     def _parts(self, rows: pa.Table) -> list[pa.Table]:
         """Rows that take the same columns' defaults."""
