@@ -375,6 +375,26 @@ class _Target:
             problem = self._try(connection, rows)
         if problem is None:
             return
+        if self.conflict is None:
+            self._insert_parts(connection, rows, units, problem, refused)
+            return
+        # Parts were inserted transaction by transaction. Which of two rows with one key counts is said by their order.
+        trial = connection.begin_nested()
+        self._insert_parts(connection, rows, units, problem, refused)
+        trial.rollback()
+        problem = self._try(connection, refused.others(rows, units)[0])
+        if problem is not None:
+            raise problem
+
+    def _insert_parts(
+        self,
+        connection: sa.Connection,
+        rows: pa.Table,
+        units: pa.Array,
+        problem: sa.exc.StatementError | None,
+        refused: _Refused,
+    ) -> None:
+        """Insert rows, of which the database refuses some when they come all at once, part by part."""
         left: list[tuple[pa.Table, pa.Array, sa.exc.StatementError | None]] = [(rows, units, problem)]
         while left:
             some, whose, problem = left.pop()

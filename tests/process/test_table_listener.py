@@ -16,6 +16,7 @@ import sqlalchemy as sa
 import rmq_spark as txmq
 from rmq_spark.errors import ListenerError, MessageError
 from rmq_spark.listeners import inserting
+from rmq_spark.listeners import table as table_module
 from rmq_spark.listeners.table import TableListener
 from tests.unit import test_table_listener as suite
 from tests.unit.test_sql_listener import run
@@ -177,8 +178,12 @@ def test_a_deferred_constraint_fails_the_half_batch_at_its_commit(url: sa.URL) -
 
 
 @of_postgres
+@pytest.mark.parametrize("each_max", [3, 4_000])
 @pytest.mark.parametrize("on_conflict", ["error", "update"])
-def test_thousands_of_rows_of_which_some_are_refused(url: sa.URL, on_conflict: str) -> None:
+def test_thousands_of_rows_of_which_some_are_refused(
+    url: sa.URL, on_conflict: str, each_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_module, "EACH_MAX", each_max)
     key = "order_id" if on_conflict == "update" else None
     listener = TableListener(url, "orders", key=key, on_conflict=on_conflict, on_bad_row="rollback")
     send(listener, [order(n) for n in range(0, 5000, 50)])

@@ -17,6 +17,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import sqlalchemy as sa
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rmq_spark as txmq
 from rmq_spark.config import Options
@@ -238,6 +240,45 @@ def test_many_refused_rows_are_found_among_many(url: sa.URL) -> None:
     assert {row[0] for row in stored(url)} == set(range(500)) - wrong
 
 
+@pytest.mark.parametrize("on_conflict", ["error", "ignore", "update"])
+def test_what_is_stored_is_what_a_simple_model_stores(url: sa.URL, on_conflict: str) -> None:
+    """Transactions of several rows, of which some do not fit and some have a key that is there."""
+    listener = TableListener(
+        url, "orders", columns="order_id, total", key="order_id", on_conflict=on_conflict, on_bad_row="rollback"
+    )
+    # A message: its transaction, its key, and its total, which the database refuses below 0 and the listener for null.
+    message = st.tuples(st.integers(0, 5), st.integers(0, 12), st.sampled_from([*range(1, 9), -1, None]))
+
+    @settings(max_examples=settings.default.max_examples // 2, deadline=None)
+    @given(st.lists(message, min_size=1, max_size=12), st.sets(st.integers(0, 12), max_size=4))
+    def compare(sent: list[tuple[int, int, int | None]], there: set[int]) -> None:
+        run(url, "DELETE FROM orders", *(f"INSERT INTO orders (order_id, total) VALUES ({key}, 100)" for key in there))
+        of: dict[int, list[tuple[int, int | None]]] = {}
+        for transaction, key, total in sent:
+            of.setdefault(transaction, []).append((key, total))
+        model: dict[int, int | None] = dict.fromkeys(there, 100)
+        good = {t for t, rows in of.items() if all(total is not None and total >= 0 for _, total in rows)}
+        if on_conflict == "error":
+            for transaction in [t for t in of if t in good]:
+                keys = [key for key, _ in of[transaction]]
+                if len(set(keys)) < len(keys) or model.keys() & set(keys):
+                    good.remove(transaction)
+                else:
+                    model.update(of[transaction])
+        said = send(listener, [order(key, total) for _, key, total in sent], keys=[str(t) for t, *_ in sent])
+        committed = {t for t, reason in zip(of, said, strict=True) if reason is None}
+        for transaction, key, total in sent:
+            if transaction in committed and (on_conflict == "update" or key not in model):
+                model[key] = total
+        assert dict(stored(url, "order_id, total")) == model
+        if on_conflict == "update":  # the database need not see a row below 0 that another one overwrites
+            good |= {t for t in committed if all(total is not None for _, total in of[t])}
+            assert -1 not in model.values()
+        assert committed == good
+
+    compare()
+
+
 def test_all_rows_may_be_refused(url: sa.URL) -> None:
     said = send(TableListener(url, "orders", on_bad_row="rollback"), ["no", order(1, -1), order(2, None)])
     assert all(said)
@@ -371,7 +412,7 @@ def test_what_is_a_date(tmp_path: Path, value: Any, fits: bool) -> None:
 SECRET = "hunter2-secret"
 
 
-def settings(**table: str) -> SinkSettings:
+def sink_settings(**table: str) -> SinkSettings:
     given = {"path": "log", "producerGroup": "shop", "transactionListener": "txmq.table", "transactionKey": "k"}
     return SinkSettings.of(Options({**given, **{f"table.{k}": v for k, v in table.items()}}, SINK_OPTIONS))
 
@@ -383,7 +424,7 @@ def test_options_make_a_table_listener(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("ORDERS_DB", url)
     (tmp_path / "secret").write_text(f"{url}\n")
     named = {"text": url, "env": "env:ORDERS_DB", "file": f"file:{tmp_path}/secret"}[where]
-    found = settings(url=named, name="orders", key="order_id", onConflict="update", onBadRow="rollback")
+    found = sink_settings(url=named, name="orders", key="order_id", onConflict="update", onBadRow="rollback")
     listener = pickle.loads(pickle.dumps(found)).listener()
     assert isinstance(listener, TableListener)
     assert listener is found.listener()  # with its connections
@@ -402,14 +443,14 @@ def test_options_make_a_table_listener(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_a_password_in_the_options_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises((OptionError, ListenerError), match=r"password in it|@ in its password") as refused:
-        settings(url=url, name="orders")
+        sink_settings(url=url, name="orders")
     assert SECRET not in str(refused.value)
     assert SECRET not in repr(refused.value.__cause__)
 
 
 def test_a_password_in_the_environment_is_in_no_text_and_no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORDERS_DB", f"postgresql+psycopg://shop:{SECRET}@localhost:1/shop")
-    found = settings(url="env:ORDERS_DB", name="orders")
+    found = sink_settings(url="env:ORDERS_DB", name="orders")
     listener = found.listener()
     with pytest.raises(sa.exc.OperationalError) as failed:
         _ = listener.store_id
@@ -436,7 +477,7 @@ def test_a_password_in_the_environment_is_in_no_text_and_no_pickle(monkeypatch: 
 )
 def test_options_that_cannot_be_used(given: dict[str, str], why: str) -> None:
     with pytest.raises((OptionError, ListenerError), match=why):
-        settings(**given).listener()
+        sink_settings(**given).listener()
 
 
 def test_options_of_a_table_are_for_its_listener_and_a_rollback_needs_transactions() -> None:
