@@ -88,6 +88,10 @@ class TransactionListener(ABC):
     id. None: listeners of the group that name no store answer for each other. A class or an instance sets it, to at
     most 200 printable characters."""
 
+    def require_ready(self) -> None:  # noqa: B027 - most have nothing to look at
+        """Raise when the local transaction could not run: a table is missing. It is called before each half batch is
+        prepared, and never for a check."""
+
     @abstractmethod
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         """Do the work that must agree with the messages, and return the verdict(s).
@@ -213,6 +217,12 @@ def store_id_of(listener: TransactionListener) -> str | None:
     if found is not None and not isinstance(listener, CommitOncePrepared):
         _require_store_id(found, type(listener).__name__)
     return found
+
+
+def store_id_to_send(listener: TransactionListener) -> str | None:
+    """Return the store of a listener whose local transaction is to run."""
+    listener.require_ready()
+    return store_id_of(listener)
 
 
 def _require_store_id(found: object, where: str) -> None:

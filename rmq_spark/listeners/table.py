@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
@@ -120,7 +119,8 @@ class TableListener(SqlTransactionListener):
     OptionError
         When the arguments contradict each other.
     ListenerError
-        At the first use: when the database has no such table, column or key, or cannot undo what is written to it.
+        Before the first half batch is prepared: when the database has no such table, column or key, or cannot undo what
+        is written to it.
     """
 
     @named
@@ -172,20 +172,17 @@ class TableListener(SqlTransactionListener):
     def __repr__(self) -> str:
         return f"TableListener({self._fence.where!r}, {self.table!r})"
 
-    @cached_property
-    def store_id(self) -> str:  # type: ignore[override]
-        """The id of the database's fence. When it is asked for, the table is looked at, too.
+    def require_ready(self) -> None:
+        """Look at the table, once in a process.
 
         Raises
         ------
-        FenceError
-            When the database has no fence yet.
         ListenerError
             When the table, a column or the key is missing.
         """
-        with self._fence.transaction(write=False) as connection:
-            self._looked_at(connection)
-        return str(super().store_id)
+        if self._target is None:
+            with self._fence.transaction(write=False) as connection:
+                self._looked_at(connection)
 
     # ------------------------------------------------------------------ the table
     def _looked_at(self, connection: sa.Connection) -> _Target:

@@ -19,7 +19,7 @@ from rmq_spark.listener import (
     require_executing,
     require_listener,
     require_transactions_for,
-    store_id_of,
+    store_id_to_send,
 )
 from rmq_spark.message import require_app_id, require_group_name
 from rmq_spark.sink.frame import require_message_types, topics_for
@@ -166,7 +166,7 @@ class TransactionalSink:
             batch_id=batch_id,
             query_id=identity.query_id,
             input_hash=identity.input_hash,
-            fence_id=store_id_of(self.listener),
+            fence_id=store_id_to_send(self.listener),
             transaction_per=self.transaction_per,
             producer_group=self.producer_group,
         )

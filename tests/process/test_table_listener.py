@@ -6,6 +6,7 @@ import datetime as dt
 import inspect
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -149,7 +150,7 @@ def test_a_table_and_a_fence_in_schemas_of_their_own(url: sa.URL) -> None:
     send(TableListener(url, "Orders of May", on_bad_row="rollback", **given), [{"the id": 1}, {"the id": 2, "n%": 3}])
     assert rows_of(url, 'SELECT * FROM shop."Orders of May" ORDER BY 1') == [(1, 2), (2, 3)]
     with pytest.raises(ListenerError, match=r"no table 'orders' in schema 'shop': it has Orders of May, txmq_fence"):
-        _ = TableListener(url, "orders", schema="shop", fence_schema="shop").store_id
+        TableListener(url, "orders", schema="shop", fence_schema="shop").require_ready()
 
 
 @of_postgres
@@ -160,7 +161,7 @@ def test_an_update_refuses_a_row_that_another_unique_key_has(url: sa.URL) -> Non
     first, second = send(listener, [order(2, note="a"), order(3, note="b")])
     assert (first, second) == ('duplicate key value violates unique constraint "note"', None)
     with pytest.raises(ListenerError, match="no unique key of the columns status"):
-        _ = TableListener(url, "orders", key="status", on_conflict="ignore").store_id
+        TableListener(url, "orders", key="status", on_conflict="ignore").require_ready()
 
 
 @of_postgres
@@ -196,15 +197,35 @@ def test_thousands_of_rows_of_which_some_are_refused(
     ]
 
 
+@of_postgres
+@pytest.mark.parametrize("isolation", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
+@pytest.mark.parametrize("it_commits", [True, False])
+def test_a_key_that_another_transaction_is_inserting_is_waited_for(
+    url: sa.URL, isolation: str, it_commits: bool
+) -> None:
+    listener = TableListener(sa.create_engine(url, isolation_level=isolation), "orders", on_bad_row="rollback")
+    send(listener, [order(9)])
+    with sa.create_engine(url).connect() as other, ThreadPoolExecutor(1) as pool:
+        other.exec_driver_sql("INSERT INTO orders (order_id, total) VALUES (1, 77)")
+        said = pool.submit(send, listener, [order(1), order(2)])
+        while not rows_of(url, "SELECT 1 FROM pg_locks WHERE NOT granted") and not said.done():
+            pass
+        (other.commit if it_commits else other.rollback)()
+        first, second = said.result(60)
+    assert (first is None, second) == (not it_commits, None)
+    assert not it_commits or "already" in first or "duplicate key" in first
+    assert stored(url, "order_id, total") == [(1, 77.0 if it_commits else 1.5), (2, 1.5), (9, 1.5)]
+
+
 # ---------------------------------------------------------------- MariaDB
 @of_mariadb
 def test_mariadb_must_undo_what_is_rolled_back_and_refuse_what_does_not_fit(url: sa.URL) -> None:
     run(url, "CREATE TABLE heap (id INT PRIMARY KEY) ENGINE=MyISAM")
     with pytest.raises(ListenerError, match="storage engine MyISAM, in which what is rolled back stays"):
-        _ = TableListener(url, "heap").store_id
+        TableListener(url, "heap").require_ready()
     lax = sa.create_engine(url, connect_args={"init_command": "SET sql_mode = ''"})
     with pytest.raises(ListenerError, match="sql_mode is '', in which it cuts values"):
-        _ = TableListener(lax, "orders").store_id
+        TableListener(lax, "orders").require_ready()
 
 
 @of_mariadb
@@ -212,7 +233,7 @@ def test_an_upsert_into_a_table_with_two_unique_keys_is_refused(url: sa.URL) -> 
     run(url, "CREATE UNIQUE INDEX note ON orders (note)")
     for on_conflict in ("ignore", "update"):
         with pytest.raises(ListenerError, match=r"has 2 unique keys, and .* only on_conflict='error' can be used"):
-            _ = TableListener(url, "orders", key="order_id", on_conflict=on_conflict).store_id
+            TableListener(url, "orders", key="order_id", on_conflict=on_conflict).require_ready()
     assert send(TableListener(url, "orders", key="order_id"), [order(1, note="a")]) == [None]
 
 

@@ -311,13 +311,23 @@ def test_what_is_missing_is_found_before_the_first_batch(url: sa.URL, given: dic
     listener = TableListener(url, **{"table": "orders", **given})
     for _ in range(2):  # it does not pass for known when it is asked again
         with pytest.raises(ListenerError, match=why):
-            _ = listener.store_id
+            listener.require_ready()
 
 
 def test_a_database_without_a_fence_is_found_before_the_first_batch(url: sa.URL) -> None:
     run(url, "DROP TABLE txmq_fence", "DROP TABLE txmq_fence_id")
     with pytest.raises(FenceError, match="has no fence"):
         _ = TableListener(url, "orders").store_id
+
+
+def test_a_check_needs_no_table(url: sa.URL) -> None:
+    send(TableListener(url, "orders"), [order(1)], keys=["a"])
+    last = f"app-{next(sends) - 1}"
+    run(url, "DROP TABLE orders")
+    checker = TableListener(url, "orders")
+    said = checker.check_local_transaction(half_batch(checker.store_id, ["a"], per="key", half_id=last))
+    assert isinstance(said, txmq.VerdictArray)
+    assert said.each(1)[0].state is COMMIT_MESSAGE
 
 
 @pytest.mark.parametrize(
@@ -350,6 +360,13 @@ def test_messages_and_rows_agree_after_a_send(tmp_path: Path) -> None:
         sent = producer.send_messages_in_transaction(rows, topic="orders", transaction_per="message")
     assert [json.loads(body)["order_id"] for body in log.read("orders")["body"].to_pylist()] == [1, 2, 3, 4]
     assert stored(url, "order_id") == [(1,), (2,), (3,), (4,)]
+    missing = TableListener(url, "order")
+    with (
+        txmq.TransactionMQProducer(log, "shop", missing, check_interval=None) as producer,
+        pytest.raises(ListenerError, match="no table 'order': it has orders"),
+    ):
+        producer.send_messages_in_transaction(rows, topic="orders")
+    assert log.pending().num_rows == 0
     assert "CHECK constraint failed" in str(log.trace(f"{sent.half_id}:1:0.0"))
 
 
@@ -387,7 +404,7 @@ def test_binary_columns_need_a_schema_of_their_own(tmp_path: Path) -> None:
         with pytest.raises(
             ListenerError, match="column 'picture' of table 'orders' is BLOB, which has no form in JSON"
         ):
-            _ = TableListener(url, "orders", columns=columns).store_id
+            TableListener(url, "orders", columns=columns).require_ready()
     send(TableListener(url, "orders", columns="id"), [{"id": 1, "picture": "abc"}])
     fields = pa.schema([("id", pa.int64()), ("picture", pa.binary())])
     send(TableListener(url, "orders", columns=fields), [{"id": 2, "picture": "abc"}])
@@ -453,7 +470,7 @@ def test_a_password_in_the_environment_is_in_no_text_and_no_pickle(monkeypatch: 
     found = sink_settings(url="env:ORDERS_DB", name="orders")
     listener = found.listener()
     with pytest.raises(sa.exc.OperationalError) as failed:
-        _ = listener.store_id
+        listener.require_ready()
     assert SECRET.encode() not in pickle.dumps(found)
     for text in (repr(found), repr(listener), str(failed.value), repr(found.table)):
         assert SECRET not in text
