@@ -91,8 +91,9 @@ class TableListener(SqlTransactionListener):
         ``transactionKey``.
     on_conflict : {"error", "ignore", "update"}
         What becomes of a row whose key is in the table already. ``error``: the row does not fit. ``ignore``: it is left
-        out, and its transaction is committed. ``update``, which needs ``key``: the row that is there gets its values;
-        of rows of one half batch with the same key, the last one counts.
+        out, and its transaction is committed; of several rows of one half batch with the same key, one is inserted.
+        ``update``, which needs ``key``: the row that is there gets its values; of rows of one half batch with the same
+        key, the last one counts, and the database need not see the others.
     on_bad_row : {"fail", "rollback"}
         What becomes of a row that does not fit. ``fail``: MessageError names the first message, nothing is inserted,
         and the half batch stays pending. ``rollback``, which needs ``transactionKey`` or ``transactionPer=message``:
