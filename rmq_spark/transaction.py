@@ -671,7 +671,7 @@ def _no_objects(bodies: pa.Array) -> dict[int, str]:
     """
     begins = pc.match_substring_regex(bodies, r"^\s*\{")
     goes_on = pc.match_substring_regex(bodies, r"\}\s*[^\s,\]}]")  # something follows a }, which may be in a string
-    found: dict[int, str] = {}
+    found = _no_texts(bodies)
     for row in pc.indices_nonzero(pc.or_(pc.invert(begins), goes_on)).to_pylist():
         body = bodies[row].as_py()
         try:
@@ -680,6 +680,20 @@ def _no_objects(bodies: pa.Array) -> dict[int, str]:
                 found[row] = f"it is {type(made).__name__}" if made is not None else "it is null"
         except (ValueError, RecursionError) as problem:
             found[row] = str(problem)
+    return found
+
+
+def _no_texts(bodies: pa.Array) -> dict[int, str]:
+    """Return the rows of bodies that are no UTF-8, which pyarrow's reader takes for texts."""
+    with suppress(pa.ArrowInvalid):
+        pc.cast(bodies, pa.string())
+        return {}
+    found: dict[int, str] = {}
+    for row, body in enumerate(bodies.cast(pa.binary()).to_pylist()):
+        try:
+            (body or b"").decode()
+        except UnicodeDecodeError as problem:
+            found[row] = f"it is not UTF-8: {problem.reason} at byte {problem.start}"
     return found
 
 

@@ -58,7 +58,13 @@ more for 100,000 rows."""
 _DECIMAL = pa.decimal256(76, 38)
 _UTC, _NAIVE = pa.timestamp("us", "UTC"), pa.timestamp("us")
 _BLANK = re.compile(r"[ \t\n\r]*")
-_DECODER = json.JSONDecoder()
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"JSON has no {constant}")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 class TableListener(SqlTransactionListener):
@@ -599,8 +605,8 @@ def _made_of(column: pa.ChunkedArray, kind: pa.DataType | str) -> tuple[pa.Chunk
         day = pc.floor_temporal(column, unit="day")
         wrong = pc.or_(pc.not_equal(day, column), pc.less(day, pa.scalar(datetime.min, _NAIVE)))
         return pc.cast(day, pa.date32()), pc.fill_null(wrong, False)
-    if kind == pa.float32():  # a number that is too large was read as infinite
-        return column, pc.fill_null(pc.is_inf(column), False)
+    if kinds.is_floating(column.type):  # the reader takes NaN, Infinity, and too large a number for 32 bits
+        return column, pc.fill_null(pc.invert(pc.is_finite(column)), False)
     if kind == _DECIMAL:
         text = pc.replace_substring_regex(pc.cast(column, pa.string()), r"\.?0+$", "")
         return text, None

@@ -57,10 +57,13 @@ def stored(url: sa.URL, columns: str = "order_id, total, status, note") -> list[
 sends = iter(range(1_000_000))
 
 
-def send(listener: TableListener, bodies: Sequence[dict[str, Any] | str], per: str = "key", **given: Any) -> list[Any]:
+def send(
+    listener: TableListener, bodies: Sequence[dict[str, Any] | str | bytes], per: str = "key", **given: Any
+) -> list[Any]:
     """Run the local transaction of a half batch, and return why each transaction was rolled back; None: committed."""
     keys = given.get("keys") or [str(n) for n in range(len(bodies))]
-    encoded = [(body if isinstance(body, str) else json.dumps(body)).encode() for body in bodies]
+    texts = [json.dumps(body) if isinstance(body, dict) else body for body in bodies]
+    encoded = [text.encode() if isinstance(text, str) else text for text in texts]
     half_id = f"app-{next(sends)}"
     batch = half_batch(listener.store_id, keys, bodies=encoded, per=per, half_id=half_id)
     said = listener.execute_local_transaction(batch)
@@ -208,6 +211,9 @@ BAD = [
     ({"order_id": 1}, "column 'total' cannot be null"),
     (order(1, -1), r"(?i)check|constraint"),
     (order(1, note=5), "note"),
+    ('{"order_id": 1, "total": NaN}', "column 'total' is a double, and the field is none"),
+    ('{"order_id": 1, "total": Infinity}', "column 'total' is a double, and the field is none"),
+    (b'{"order_id": 1, "total": 1, "note": "\xff"}', "it is not UTF-8: invalid start byte at byte 37"),
 ]
 
 
@@ -378,8 +384,10 @@ def test_a_json_column_takes_any_value(tmp_path: Path) -> None:
     send(TableListener(url, "orders"), [{"id": n, "note": value} for n, value in enumerate(values)])
     assert [None if text is None else json.loads(str(text)) for _, text in stored(url, "id, note")] == values
     run(url, "DROP TABLE orders", "CREATE TABLE orders (note JSON)")
-    said = send(TableListener(url, "orders", on_bad_row="rollback"), [{"note": [1]}, "no", {"other": 1}])
-    assert [reason is None for reason in said] == [True, False, False]
+    bodies = [{"note": [1]}, "no", {"other": 1}, '{"note": [NaN]}']
+    said = send(TableListener(url, "orders", on_bad_row="rollback"), bodies)
+    assert [reason is None for reason in said] == [True, False, False, False]
+    assert said[3] == "it is not JSON: JSON has no NaN"
     assert stored(url, "note") == [("[1]",)]
 
 
