@@ -32,7 +32,7 @@ POSTGRES = pytest.param("postgres", marks=pytest.mark.postgres)
 MARIADB = pytest.param("mariadb", marks=pytest.mark.mariadb)
 
 
-@pytest.fixture(params=[POSTGRES, MARIADB])
+@pytest.fixture(params=[POSTGRES, pytest.param("mariadb", marks=[pytest.mark.mariadb, pytest.mark.long])])
 def url(request: pytest.FixtureRequest) -> Iterator[sa.URL]:
     """A database with the empty table ``orders`` and a fence; others find it empty again."""
     server: sa.URL = request.getfixturevalue(request.param)
