@@ -102,6 +102,10 @@ bench-push: install ## how fast and how soon consumers without Spark are, and wh
 bench-consumers: install ## what it costs that a result counts once, beside at least once
 	@$(PY) -m benchmarks.consumers
 
+.PHONY: bench-orders
+bench-orders: install ## orders into PostgreSQL with their messages, beside COPY and a Delta append (BENCH_ONLY=key,batch)
+	@$(PY) -m benchmarks.orders
+
 .PHONY: lock
 lock: $(HAVE_VENV) ## requirements.lock anew from pyproject.toml (UPGRADE=1: newest versions)
 	@$(PY) -m pip install --quiet 'uv>=0.5'

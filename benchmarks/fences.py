@@ -50,16 +50,30 @@ class Orders:
 
 
 @contextmanager
-def orders(folder: Path) -> Iterator[Orders]:
-    """Orders in a PostgreSQL server of its own, whose files lie in an empty folder."""
+def durable(folder: Path) -> Iterator[sa.URL]:
+    """A PostgreSQL server of its own that waits for its disk, as one that people use does. Its files lie in an empty
+    folder."""
     with running(folder) as url:
-        # The tests' server does not wait for its disk. One that people use does.
         settings = sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
         with settings.connect() as connection:
+            # The tests' server does not wait.
             for statement in ("ALTER SYSTEM RESET fsync", "SELECT pg_reload_conf()"):
                 connection.exec_driver_sql(statement)
-        engine = sa.create_engine(url, pool_size=CONNECTIONS, max_overflow=0)
-        try:
-            yield Orders(engine)
-        finally:
-            engine.dispose()
+        yield url
+
+
+@contextmanager
+def orders(folder: Path) -> Iterator[Orders]:
+    """Orders in such a server."""
+    with durable(folder) as url, pooled(url) as engine:
+        yield Orders(engine)
+
+
+@contextmanager
+def pooled(url: sa.URL) -> Iterator[sa.Engine]:
+    """An engine with a connection for each thread."""
+    engine = sa.create_engine(url, pool_size=CONNECTIONS, max_overflow=0)
+    try:
+        yield engine
+    finally:
+        engine.dispose()

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
+from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.errors import FenceError, ListenerError
 from rmq_spark.message import MessageExt
 from rmq_spark.redaction import cause_of
@@ -49,21 +50,21 @@ class ExecutedAttempt:
     ----------
     half_id, app_id, batch_id, attempt :
         Of the half batch. ``app_id`` and ``batch_id`` are its name in the log.
-    transaction_ids : tuple of str
-        Those of its transactions that were executed.
     executed_at : datetime
-        When they began (UTC), by the clock of the machine that executed them.
+        When that was (UTC), by the clock of the machine that executed it.
     is_whole : bool
         False when the local transaction ended the store's transaction in its middle: nobody knows what was done.
+    rows : RowSet or None
+        The places of the messages whose transactions were executed; None: all of the half batch.
     """
 
     half_id: str
     app_id: str | None
     batch_id: int | None
     attempt: int
-    transaction_ids: tuple[str, ...]
     executed_at: datetime
     is_whole: bool = True
+    rows: RowSet | None = None
 
 
 class TransactionListener(ABC):

@@ -9,6 +9,7 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from urllib.parse import quote, quote_plus
 
 HIDDEN = "***"
@@ -81,6 +82,12 @@ def _spellings(secret: str) -> Iterator[str]:
     yield from (json.dumps(secret)[1:-1], repr(secret)[1:-1])
 
 
+@lru_cache(maxsize=4096)
+def _is_of_a_store(name: str) -> bool:
+    """Whether delta-rs takes a storage option from this variable of the environment."""
+    return _OF_ENVIRONMENT.fullmatch(name) is not None
+
+
 def redacted(text: object) -> str:
     """Return the text for an error, a log or a ``repr``, with ``***`` for everything in it that may be secret.
 
@@ -89,7 +96,8 @@ def redacted(text: object) -> str:
     like a signature or an access key.
     """
     shown = str(text)
-    environment = {v for k, v in os.environ.items() if _OF_ENVIRONMENT.fullmatch(k) and is_secret(k, v)}
+    of_stores = {k: os.environ.get(k, "") for k in os.environ if _is_of_a_store(k)}
+    environment = {v for k, v in of_stores.items() if is_secret(k, v)}
     for spelling in sorted({s for secret in _seen | environment for s in _spellings(secret)}, key=len, reverse=True):
         shown = shown.replace(spelling, HIDDEN)
     shown = _URI.sub(_redacted_uri, shown)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from enum import Enum
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
@@ -21,6 +20,8 @@ from rmq_spark.values import value
 if TYPE_CHECKING:
     import sqlalchemy as sa
     from pyspark.sql import DataFrame, SparkSession
+
+    from rmq_spark.commitlog.rows import RowSet
 
 BATCH = "batch"
 MESSAGE = "message"
@@ -231,7 +232,21 @@ def parse_message_id(text: str) -> tuple[str, int, int]:
 
 
 class HalfRows(Protocol):
-    """Reads the rows of a half batch from a commit log or its twin in memory."""
+    """Reads the rows of a half batch from a commit log or its twin in memory.
+
+    Attributes
+    ----------
+    rows : RowSet
+        Which rows are undecided.
+    is_all : bool
+        Whether these are all rows of the half batch.
+    """
+
+    @property
+    def rows(self) -> RowSet: ...
+
+    @property
+    def is_all(self) -> bool: ...
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Return the undecided rows, in send order, with these columns of ``half``."""
@@ -435,6 +450,40 @@ class HalfBatch:
         """
         return self._rows.to_spark(spark)
 
+    @property
+    def rows(self) -> RowSet:
+        """Where the undecided messages lie in the half batch: an address of a message never changes."""
+        return self._rows.rows
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing of the half batch is decided yet."""
+        return self._rows.is_all
+
+    def by_row(self, of_transactions: pa.Array) -> pa.Array:
+        """A value for each row of :attr:`transactions`, as one for each message in send order."""
+        if self.transaction_per == MESSAGE:
+            return of_transactions
+        if self.transaction_per == BATCH:
+            return pa.repeat(of_transactions[0], self.rows.count)
+        return of_transactions.take(self._transaction_of_each())
+
+    def by_transaction(self, of_rows: pa.Array) -> pa.Array:
+        """A value for each message in send order, as one for each row of :attr:`transactions`. Messages of one
+        transaction have one value; a null says that they do not."""
+        if self.transaction_per == MESSAGE:
+            return of_rows
+        owner = pa.repeat(0, len(of_rows)) if self.transaction_per == BATCH else self._transaction_of_each()
+        table = pa.table({"owner": owner, "value": of_rows})
+        found = table.group_by("owner").aggregate([("value", "min"), ("value", "max")]).sort_by("owner")
+        first, last = (found[name].combine_chunks() for name in ("value_min", "value_max"))
+        return pc.if_else(pc.equal(first, last), first, pa.scalar(None, of_rows.type))
+
+    def _transaction_of_each(self) -> pa.Array:
+        """For each message, in send order, the position of its transaction."""
+        keys = self._rows.read(["transaction_key"])["transaction_key"].combine_chunks()
+        return pc.index_in(keys, value_set=self.transactions["transaction_key"].combine_chunks())
+
     def verdicts(
         self,
         *,
@@ -465,12 +514,11 @@ class HalfBatch:
             When a key is not in this half batch, or is named for two verdicts.
         """
         column = "transaction_key" if self.transaction_per == KEY else "transaction_id"
-        known = self.transactions[column].combine_chunks()
-        positions = {key: i for i, key in enumerate(known.to_pylist())}
+        known = self.transactions[column].to_pylist()
+        positions = dict(zip(known, range(len(known)), strict=True))
         distinct = {Verdict(_state(otherwise)): 0}
         which = [0] * len(known)
         named: dict[int, Verdict] = {}
-        kept = lru_cache(maxsize=64)(kept_reason)  # many keys may have one reason, and to look for secrets takes 0.1 ms
         for state, keys, final in (
             (COMMIT_MESSAGE, commit, False),
             (ROLLBACK_MESSAGE, rollback, False),
@@ -480,9 +528,16 @@ class HalfBatch:
             reasons = keys if isinstance(keys, Mapping) else None
             if reasons is not None and state is not ROLLBACK_MESSAGE:
                 raise VerdictError(f"{state} was given a mapping: its keys alone are expected, for it has no reasons")
+            texts: dict[str, str | None] = {}  # thousands of keys may have one reason
             for key in keys:
-                said = reasons[key] if reasons else None
-                verdict = Verdict(state, kept(said) if isinstance(said, str) else kept_reason(said), final)
+                reason = reasons[key] if reasons else None
+                if type(reason) is not str:
+                    reason = kept_reason(reason)
+                elif reason in texts:
+                    reason = texts[reason]
+                else:
+                    reason = texts.setdefault(reason, kept_reason(reason))
+                verdict = Verdict(state, reason, final)
                 at = positions.get(str(key))
                 if at is None:
                     raise VerdictError(f"{key!r} is not a {column} of half batch {self.half_id!r}")
@@ -542,8 +597,10 @@ def _verdicts(result: object, batch: HalfBatch) -> VerdictArray:
             f"the listener of {batch.producer_group!r} returned {type(result).__name__}: a LocalTransactionState, "
             "a Rollback, None, or one of these per transaction is expected"
         )
+    if found.which is None:
+        return found
     expected = batch.transactions.num_rows
-    if found.which is not None and len(found.which) != expected:
+    if len(found.which) != expected:
         raise VerdictError(
             f"the listener of {batch.producer_group!r} returned {len(found.which)} verdicts for {expected} "
             f"transactions of half batch {batch.half_id!r}: return one per row of batch.transactions"

@@ -65,7 +65,6 @@ MARGIN_S = 3600.0
 REASON = "reconciled after a restore: the database has executed it"
 COMMITTED = (RowState.COMMITTED, RowState.DECIDED)
 REFUSED = (RowState.ROLLED_BACK,)
-IDS_SHOWN = 3
 FENCES_LOOKED_AT = 100
 """Half batches, the newest ones, whose fences are compared with the listener's."""
 OF_ONE_SEND = "."
@@ -94,10 +93,8 @@ class Finding:
     standing : Standing
     half_id, app_id, batch_id, attempt :
         Of the half batch. The attempt is None of one that the database does not know.
-    transactions : int
-        How many of its transactions it is about.
-    transaction_ids : tuple of str
-        The first of them.
+    messages : int or None
+        How many of its messages it is about, as far as that is known.
     at : datetime or None
         When the database executed it, or when the log prepared it (UTC).
     what : str
@@ -111,18 +108,16 @@ class Finding:
     app_id: str | None
     batch_id: int | None
     attempt: int | None
-    transactions: int
-    transaction_ids: tuple[str, ...]
+    messages: int | None
     at: datetime | None
     what: str
     done: str | None = None
 
     def __str__(self) -> str:
-        ids = ", ".join(self.transaction_ids) + (" …" if self.transactions > len(self.transaction_ids) else "")
         attempt = "" if self.attempt is None else f", attempt {self.attempt}"
         at = "" if self.at is None else f" at {self.at:%Y-%m-%d %H:%M:%S}Z"
         done = "" if self.done is None else f". {self.done}"
-        of = f" ({count_of(self.transactions, 'transaction')}: {ids})" if ids else ""
+        of = "" if self.messages is None else f" ({count_of(self.messages, 'message')})"
         return f"{self.standing}: half batch {self.half_id!r}{attempt}{at}{of}: {self.what}{done}"
 
 
@@ -411,12 +406,7 @@ class Reconciler:
 
     def _rows_of(self, record: HalfRecord, attempt: ExecutedAttempt) -> RowSet:
         """The messages of the transactions that were executed under an attempt."""
-        if record.header.transaction_per == BATCH:
-            return record.all_rows
-        state = self.log.state_of(record, refresh=False)
-        batch = self.log.half_batch(record, state, attempt.attempt, record.all_rows)
-        ids = batch.messages(["transaction_id"])["transaction_id"]
-        return record.all_rows.where(pc.is_in(ids, value_set=pa.array(attempt.transaction_ids, pa.string())))
+        return record.all_rows if attempt.rows is None else record.all_rows & attempt.rows
 
     def _same_name(self, record: HalfRecord, attempt: ExecutedAttempt) -> Finding:
         """The log knows another half batch of this name."""
@@ -518,11 +508,11 @@ class Reconciler:
                 app_id, batch_id, fence_id, by_listeners = self._committed(row["half_id"])
             except TxmqError as problem:
                 what = f"it cannot be looked at: {sentence_of(problem)}"
-                yield Finding(Standing.PERSON, row["half_id"], None, None, None, 0, (), row["prepared_at"], what)
+                yield Finding(Standing.PERSON, row["half_id"], None, None, None, None, row["prepared_at"], what)
                 continue
             if fence_id is not None and fence_id == self.listener.store_id and by_listeners:
                 yield Finding(
-                    Standing.UNKNOWN_TO_THE_DATABASE, row["half_id"], app_id, batch_id, None, 0, (),
+                    Standing.UNKNOWN_TO_THE_DATABASE, row["half_id"], app_id, batch_id, None, None,
                     row["prepared_at"],
                     "its messages are visible, and the database has not executed it: the database is older than the "
                     "log. Restore a newer one, or send messages that undo them",
@@ -601,8 +591,7 @@ def _finding(standing: Standing, attempt: ExecutedAttempt, what: str) -> Finding
         attempt.app_id,
         attempt.batch_id,
         attempt.attempt,
-        len(attempt.transaction_ids),
-        attempt.transaction_ids[:IDS_SHOWN],
+        None if attempt.rows is None else attempt.rows.count,
         attempt.executed_at,
         what,
     )

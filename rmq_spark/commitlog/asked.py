@@ -19,7 +19,6 @@ from rmq_spark.storage.spark_parquet import read_files, spark_schema
 from rmq_spark.storage.table import DeltaLogTable
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
-    KEY,
     ROLLBACK_MESSAGE,
     UNKNOWN,
     HalfBatch,
@@ -112,9 +111,7 @@ def split_by_verdict(
         if only.state is UNKNOWN:
             return Split(NO_ROWS, NO_ROWS, rows)
         return Split(NO_ROWS, rows, NO_ROWS, [RolledBack(only.reason, only.refused, dict(rows.ranges()))])
-    if batch.transaction_per == KEY:
-        keys = log.half.read(record, rows, ["transaction_key"])["transaction_key"]
-        which = which.take(pc.index_in(keys, value_set=batch.transactions["transaction_key"].combine_chunks()))
+    which = batch.by_row(which)
     codes = {
         s: pa.array([n for n, v in enumerate(distinct) if v.state is s], pa.int32()) for s in LocalTransactionState
     }
@@ -154,29 +151,33 @@ class _LogRows:
     """The rows of one half batch for a listener."""
 
     def __init__(self, log: ProtocolSteps, record: HalfRecord, rows: RowSet, held: HalfRows | pa.Table | None) -> None:
-        self._log, self._record, self._rows, self._held = log, record, rows, held
+        self._log, self._record, self.rows, self._held = log, record, rows, held
+
+    @property
+    def is_all(self) -> bool:
+        return self.rows.count == self._record.rows
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         table = self._held.table if isinstance(self._held, HalfRows) else self._held
         if table is not None and set(columns).issubset(table.column_names):
             held = table.select(list(columns))
-            if self._rows.count == self._record.rows:
+            if self.is_all:
                 return held
-            chosen = [self._rows.get(n) or bytes(file.rows) for n, file in self._record.files.items()]
+            chosen = [self.rows.get(n) or bytes(file.rows) for n, file in self._record.files.items()]
             return held.filter(booleans_of(b"".join(chosen)))
-        return self._log.half.read(self._record, self._rows, columns)
+        return self._log.half.read(self._record, self.rows, columns)
 
     def to_spark(self, spark: SparkSession) -> DataFrame:
         from pyspark.sql import functions as F
 
         table = self._log.half.table
-        files = sorted({self._record.files[n].path for n in self._rows})
+        files = sorted({self._record.files[n].path for n in self.rows})
         if not isinstance(table, DeltaLogTable):
             return spark.createDataFrame(self.read(HALF_SCHEMA.names))
         frame = read_files(spark, self._log.path, table, table.actions(), files, HALF_SCHEMA)
         frame = frame.where(F.col("half_id") == self._record.half_id)
-        if self._rows.count < self._record.rows:
-            ranges = [(n, a, b) for n, file_ranges in self._rows.ranges() for a, b in file_ranges]
+        if not self.is_all:
+            ranges = [(n, a, b) for n, file_ranges in self.rows.ranges() for a, b in file_ranges]
             wanted = spark.createDataFrame(ranges, spark_schema(WANTED))
             inside = (F.col("file_no") == F.col("wanted_file")) & F.col("row_no").between(F.col("first"), F.col("last"))
             frame = frame.join(F.broadcast(wanted), inside, "left_semi")

@@ -19,6 +19,7 @@ from rmq_spark.forks import called_here
 from rmq_spark.listener import require_work
 from rmq_spark.listeners.database import (
     IN_INNODB,
+    Address,
     Database,
     alike,
     begin_savepoint,
@@ -52,7 +53,9 @@ class SqlInbox(Database):
 
     Parameters
     ----------
-    url_or_engine : str, sqlalchemy.URL or sqlalchemy.Engine
+    url_or_engine : str, sqlalchemy.URL, callable or sqlalchemy.Engine
+        The database, as for :class:`~rmq_spark.SqlTransactionListener`. Over Spark Connect, which pickles the inbox:
+        a URL, ``"env:NAME"``, or a function that returns the URL.
     group : str
         The consumer group that has these positions.
     work : callable
@@ -79,7 +82,7 @@ class SqlInbox(Database):
     @named
     def __init__(
         self,
-        url_or_engine: str | sa.URL | sa.Engine,
+        url_or_engine: Address,
         group: str,
         work: Work,
         *,
@@ -116,6 +119,12 @@ class SqlInbox(Database):
 
     def __repr__(self) -> str:
         return f"SqlInbox({self.where!r}, {self.group!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The log's id goes with it, and the log itself, which may be open, does not.
+        make, given = super().__reduce__()
+        make.keywords.pop("log", None)
+        return make, given, {"_log_id": self._log_id}
 
     def create(self) -> None:
         """Make the two tables. Tables that are there already are left as they are."""
@@ -260,7 +269,7 @@ class SqlInbox(Database):
             return
         columns = self._log_table.c
         with self._saying_what_is_missing(self._log_table):
-            insert_absent(connection, columns.consumer_group, [{"consumer_group": self.group, "log_id": self._log_id}])
+            insert_absent(connection, self._log_table, [{"consumer_group": self.group, "log_id": self._log_id}])
         query = sa.select(columns.log_id).where(columns.consumer_group == self.group)
         found = connection.execute(query.with_for_update(read=True)).scalar_one()
         if found != self._log_id:

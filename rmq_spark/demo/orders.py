@@ -61,8 +61,8 @@ def place_orders(connection: sa.Connection, batch: HalfBatch) -> Verdicts:
     """Write the orders of a half batch, and refuse baskets with a zero quantity. This is the local transaction."""
     orders, lines, refused = orders_of(batch)
     note_start(Settings().folder, batch, len(refused))
-    _insert(connection, ORDERS, orders)
-    _insert(connection, ORDER_LINES, lines)
+    batch.insert(connection, ORDERS.name, orders)
+    batch.insert(connection, ORDER_LINES.name, lines)
     baskets = batch.transactions.num_rows
     run = {"half_id": batch.half_id, "attempt": batch.attempt, "baskets": baskets, "refused": len(refused)}
     connection.execute(RUNS.insert(), run)
@@ -86,11 +86,6 @@ def orders_of(batch: HalfBatch) -> tuple[pa.Table, pa.Table, pa.Array]:
         }
     )
     return orders, lines_of(shipped, "order_id"), refused
-
-
-def _insert(connection: sa.Connection, table: sa.Table, rows: pa.Table) -> None:
-    if rows.num_rows:
-        connection.execute(table.insert(), rows.to_pylist())
 
 
 def note_start(folder: Folder, batch: HalfBatch, refused: int) -> None:

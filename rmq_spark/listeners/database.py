@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakSet
 
 from rmq_spark.errors import ListenerError, TransactionEndedError
-from rmq_spark.redaction import sentence_of
+from rmq_spark.redaction import cause_of, sentence_of
 
 try:
     import sqlalchemy as sa
@@ -42,6 +46,9 @@ _SERVER_STATUS_IN_TRANS = 1  # of the MySQL protocol
 _UTF8_BYTES_MAX = 4
 
 PLACE_CHARS_MAX = 64
+IDLE_S_MAX = 1.0
+"""A pooled connection that was not used for so long is tested before use."""
+_ENVIRONMENT = "env:"
 
 IN_INNODB: dict[str, Any] = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
 """Makes a table whose changes a transaction can undo, whatever the default engine of a MariaDB or MySQL server is."""
@@ -69,32 +76,69 @@ def exact_text(chars: int) -> sa.String:
     return sa.String(chars).with_variant(_Utf8(chars * _UTF8_BYTES_MAX), "mysql", "mariadb")
 
 
+Address: TypeAlias = "str | sa.URL | sa.Engine | Callable[[], str | sa.URL | sa.Engine]"
+"""Names a database: a URL, an engine, ``env:NAME`` for the URL in an environment variable, or a function that returns
+the URL. The last two are looked up by each process that uses the database."""
+
+
 class Database:
-    """A database, given by a URL or an engine. It connects when it is first used.
+    """A database. It connects when it is first used.
+
+    It is pickled as the arguments that it was made from, and the other process connects by itself.
 
     Raises
     ------
     ListenerError
-        When the argument is neither, no test runs on this kind of database, or SQLAlchemy cannot make an engine of it.
+        When the argument is no :data:`Address`, no test runs on this kind of database, or SQLAlchemy cannot make an
+        engine of it. When it is pickled, and was made of an engine.
     """
 
-    def __init__(self, url_or_engine: str | sa.URL | sa.Engine) -> None:
-        self._engine, self._url = _engine_or_url(url_or_engine)
+    _given: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *given: Any, **named: Any) -> Any:
+        made = super().__new__(cls)
+        made._given = given, named
+        return made
+
+    def __init__(self, url_or_engine: Address) -> None:
+        self._engine: sa.Engine | None = None
+        self._url: sa.URL | None = None
+        self._lookup = _lookup_of(url_or_engine)
+        if self._lookup is None:
+            self._engine, self._url = _engine_or_url(url_or_engine)
         self._pid = os.getpid()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        given, named = self._given
+        if any(isinstance(one, sa.Engine) for one in (*given, *named.values())):
+            raise ListenerError(
+                f"the engine of {self.where} cannot go to another process, because it holds connections: in its place "
+                "give the database's URL, 'env:NAME', or a function that returns the URL"
+            )
+        return partial(type(self), **named), given
 
     @property
     def where(self) -> str:
-        """The database's URL for people to read, without the password and the query part, which may hold one."""
+        """The database's URL for people to read, without the password and the query part, which may hold one; or what
+        gives the URL."""
+        if self._url is None:
+            assert self._lookup is not None
+            return self._lookup.name
         return self._url.set(query={}).render_as_string(hide_password=True)
 
     @property
     def engine(self) -> sa.Engine:
         if self._engine is None:
-            self._engine = _make_engine(self._url)
+            made, url = None, self._url
+            if url is None:
+                assert self._lookup is not None
+                made, url = _engine_or_url(self._lookup.find())
+            self._engine, self._url = made or _make_engine(url), url
         if self._pid != os.getpid():
             # This process was forked, and the connections are its parent's: forget them without closing them.
             self._engine.dispose(close=False)
             self._pid = os.getpid()
+        _guard(self._engine)
         return self._engine
 
     @contextmanager
@@ -198,26 +242,19 @@ _OWNERS: dict[int, Owner] = {}
 """By the id of a driver's connection, which the owner keeps alive. No lock: a fork could copy it while it is held."""
 
 
-def insert_absent(connection: sa.Connection, key: sa.Column[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """Insert the rows whose key is not in the table yet, and return the keys that were."""
-    table, dialect = key.table, connection.dialect
-    assert isinstance(table, sa.Table)
-    if not rows:
-        return []
-    if dialect.insert_executemany_returning and dialect.name in ("postgresql", "sqlite"):
-        inserted = set(connection.execute(_insert_absent(key, dialect.name), rows).scalars())
-        return [row[key.name] for row in rows if row[key.name] not in inserted]
-    # Try all rows at once. Only when some keys are taken, find out which.
-    if _inserts(connection, table, rows):
-        return []
-    return [row[key.name] for row in rows if not _inserts(connection, table, [row])]
+def insert_absent(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Insert the rows whose primary key is not in the table yet, and return the others."""
+    if connection.dialect.name in ("postgresql", "sqlite"):
+        insert = _insert_absent(table, connection.dialect.name)
+        return [row for row in rows if connection.execute(insert, row).one_or_none() is None]
+    return [row for row in rows if not _inserts(connection, table, [row])]
 
 
 @lru_cache(maxsize=64)
-def _insert_absent(key: sa.Column[Any], dialect: str) -> sa.Insert:
+def _insert_absent(table: sa.Table, dialect: str) -> sa.Insert:
     """Made once: SQLAlchemy then looks up its compiled form at once."""
     make = postgresql.insert if dialect == "postgresql" else sqlite.insert
-    return make(key.table).on_conflict_do_nothing(index_elements=[key]).returning(key)
+    return make(table).on_conflict_do_nothing().returning(*table.primary_key)
 
 
 def _inserts(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> bool:
@@ -370,7 +407,7 @@ def _commits_by_itself(driver: Any) -> bool:
 
 
 # ---------------------------------------------------------------- one transaction for work
-_ENDED = (
+ENDED = (
     "work ended the database transaction that it was given: by a COMMIT or ROLLBACK of its own, by a statement that "
     "does it (ON CONFLICT ROLLBACK, executescript, MariaDB's DDL), or by going on after an error that ended it (a "
     "deadlock). A part of what it wrote may be committed"
@@ -389,24 +426,41 @@ def no_commit_within(connection: sa.Connection) -> Iterator[None]:
         When ``work`` runs a statement after the transaction has ended in some other way.
     """
 
-    def refuse(_: sa.Connection) -> None:
+    info = connection.info  # of the driver's connection, so whichever object of SQLAlchemy work reaches it by
+    info[_AT_WORK] = True
+    try:
+        yield
+    finally:
+        info.pop(_AT_WORK, None)  # it is cleared when the connection is lost
+
+
+_AT_WORK = "txmq_at_work"
+
+
+def _refuse_end(connection: sa.Connection) -> None:
+    if not connection.invalidated and _AT_WORK in connection.info:
         raise ListenerError(
             "work must not commit or roll back the connection that it is given, nor close it: return, or raise "
             "txmq.Rollback, and the listener does it with the fence rows"
         )
 
-    def require_open(*_: Any) -> None:
-        if _is_idle(connection.connection.dbapi_connection):
-            raise TransactionEndedError(_ENDED)
 
-    listeners = (("commit", refuse), ("rollback", refuse), ("before_cursor_execute", require_open))
-    for event, listen in listeners:
-        sa.event.listen(connection, event, listen)
-    try:
-        yield
-    finally:
-        for event, listen in listeners:
-            sa.event.remove(connection, event, listen)
+def _require_open(connection: sa.Connection, *_: Any) -> None:
+    if _AT_WORK in connection.info and _is_idle(connection.connection.dbapi_connection):
+        raise TransactionEndedError(ENDED)
+
+
+_GUARDED: WeakSet[sa.Engine] = WeakSet()
+_GUARDS = (("commit", _refuse_end), ("rollback", _refuse_end), ("before_cursor_execute", _require_open))
+
+
+def _guard(engine: sa.Engine) -> None:
+    """Let an engine's connections look whether work is in hand. Once for each engine: SQLAlchemy takes a fifth of a
+    short transaction to add and remove what it calls."""
+    if engine not in _GUARDED:
+        _GUARDED.add(engine)
+        for event, look in _GUARDS:
+            sa.event.listen(engine, event, look)
 
 
 _SAVEPOINT = "txmq_work"
@@ -433,7 +487,7 @@ def end_savepoint(connection: sa.Connection, *, keep: bool) -> None:
         connection.exec_driver_sql(f"RELEASE SAVEPOINT {_SAVEPOINT}")
     except sa.exc.DBAPIError as problem:
         if _is_savepoint_gone(problem):
-            raise TransactionEndedError(_ENDED) from problem
+            raise TransactionEndedError(ENDED) from problem
         raise
 
 
@@ -452,6 +506,54 @@ def _is_idle(driver: Any) -> bool:
         return not driver.server_status & _SERVER_STATUS_IN_TRANS
     status = getattr(getattr(driver, "info", None), "transaction_status", None)  # psycopg
     return status is not None and status == 0
+
+
+class _Lookup(NamedTuple):
+    """What gives a database's URL in the process that needs it: its name for people to read, and the call."""
+
+    name: str
+    find: Callable[[], object]
+
+
+def _lookup_of(address: object) -> _Lookup | None:
+    """Return what gives the URL; None when the address is one, or an engine."""
+    if isinstance(address, str) and address.startswith(_ENVIRONMENT):
+        variable = address.removeprefix(_ENVIRONMENT)
+        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable) is None:
+            raise ListenerError(f"{_ENVIRONMENT!r} is not followed by the name of an environment variable")
+        return _Lookup(address, partial(_from_environment, variable))
+    if not callable(address):
+        return None
+    name = f"{getattr(address, '__qualname__', type(address).__name__)}()"
+    try:
+        inspect.signature(address).bind()
+    except TypeError as problem:
+        raise ListenerError(
+            f"{name} cannot give the database's URL: a function without arguments is expected ({problem})"
+        ) from problem
+    return _Lookup(name, partial(_from_function, address, name))
+
+
+def _from_environment(variable: str) -> str:
+    url = os.environ.get(variable, "")
+    if not url:
+        raise ListenerError(
+            f"the environment variable {variable}, which has the database's URL, is not set in this process: set it "
+            "where the listener or the inbox runs (of Spark, the driver's environment)"
+        )
+    return url
+
+
+def _from_function(function: Callable[[], object], name: str) -> object:
+    try:
+        found = function()
+    except Exception as problem:
+        raise ListenerError(f"{name}, which gives the database's URL, raised {sentence_of(problem)}") from cause_of(
+            problem
+        )
+    if not isinstance(found, (str, sa.URL, sa.Engine)):
+        raise ListenerError(f"{name} returned {type(found).__name__}: the database's URL is expected")
+    return found
 
 
 def _engine_or_url(url_or_engine: object) -> tuple[sa.Engine | None, sa.URL]:
@@ -478,7 +580,10 @@ def _read_url(url_or_engine: object) -> tuple[sa.Engine | None, sa.URL]:
         except (sa.exc.ArgumentError, ValueError):
             # The error does not show the URL, which may hold a password, nor its cause, which may quote the URL.
             raise ListenerError("the database URL cannot be parsed: write it as 'sqlite:///orders.db'") from None
-    raise ListenerError(f"{type(url_or_engine).__name__} is no database: pass a URL or a SQLAlchemy engine")
+    raise ListenerError(
+        f"{type(url_or_engine).__name__} is no database: pass a URL, 'env:NAME', a function that returns the URL, or a "
+        "SQLAlchemy engine"
+    )
 
 
 def _require_tested(backend: str) -> None:
@@ -491,15 +596,40 @@ def _require_tested(backend: str) -> None:
 
 def _make_engine(url: sa.URL) -> sa.Engine:
     try:
-        # A connection may idle for hours between two micro-batches: test whether it is alive before use. An error's
-        # text goes into logs, so it has no values of rows in it.
-        return sa.create_engine(url, pool_pre_ping=True, hide_parameters=True)
+        # A pooler (PgBouncer) gives the session to others after each transaction, so no statement stays prepared in it.
+        in_session = {"prepare_threshold": None} if url.get_driver_name() == "psycopg" else {}
+        # An error's text goes into logs, so it has no values of rows in it.
+        engine = sa.create_engine(url, hide_parameters=True, connect_args=in_session)
     except sa.exc.NoSuchModuleError:
         raise ListenerError(f"SQLAlchemy knows no database {url.drivername!r}: install its dialect") from None
     except ModuleNotFoundError as problem:
         raise ListenerError(
             f"the driver of {url.drivername!r} is not installed: pip install {problem.name}"
         ) from problem
+    _test_what_idled(engine)
+    return engine
+
+
+def _test_what_idled(engine: sa.Engine) -> None:
+    """Test a pooled connection before use that was not used for a while: it may idle for hours between two
+    micro-batches. SQLAlchemy's own ``pool_pre_ping`` tests each time, which is a third of a short transaction."""
+
+    def given_back(_: object, record: sa.pool.ConnectionPoolEntry) -> None:
+        record.info["txmq_used_s"] = time.monotonic()
+
+    def taken(driver: Any, record: sa.pool.ConnectionPoolEntry, _: object) -> None:
+        used_s = record.info.get("txmq_used_s")
+        if used_s is None or time.monotonic() - used_s < IDLE_S_MAX:
+            return
+        try:
+            is_alive = engine.dialect.do_ping(driver)
+        except engine.dialect.loaded_dbapi.Error:
+            is_alive = False
+        if not is_alive:
+            raise sa.exc.DisconnectionError  # SQLAlchemy connects anew
+
+    sa.event.listen(engine, "checkin", given_back)
+    sa.event.listen(engine, "checkout", taken)
 
 
 def is_lock_problem(problem: sa.exc.DBAPIError) -> bool:

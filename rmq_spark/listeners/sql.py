@@ -1,21 +1,22 @@
-"""Runs a local transaction in a database, together with a fence row for each transaction.
+"""Runs a local transaction in a database, together with a fence row for each attempt of a half batch.
 
 With the fence a check can promise that a local transaction *never will* happen. Execute and check both insert the
-transaction's id, and the primary key lets only one of them do so. See :class:`SqlTransactionListener`. ::
+attempt's row, and its primary key lets only one of them do so. See :class:`SqlTransactionListener`. ::
 
-    execute first    execute   BEGIN  insert id (started)  work  set executed  COMMIT
-                     check                                 insert id, which waits     finds executed: COMMIT_MESSAGE
-                                                           (or waits too long:        UNKNOWN)
+    execute first    execute   BEGIN  insert row (started)  work  set executed  COMMIT
+                     check                                  insert row, which waits    finds executed: COMMIT_MESSAGE
+                                                            (or waits too long:        UNKNOWN)
 
-    check first      check     BEGIN  insert id (tombstone)  COMMIT                   ROLLBACK_MESSAGE
-                     execute                                        BEGIN  insert id  finds tombstone: FencedError
+    check first      check     BEGIN  insert row (tombstone)  COMMIT                   ROLLBACK_MESSAGE
+                     execute                                         BEGIN  insert row  finds tombstone: FencedError
 
-What a check makes of the committed state of a row:
+A row says of all transactions of the attempt what became of them, or of each of them where they differ
+(:class:`~rmq_spark.listeners.recorded.Recorded`). What a check makes of the committed state of a transaction:
 
 ===============  ======================================  ===========================================================
 state            written by                              a check answers
 ===============  ======================================  ===========================================================
-no row           nobody                                  UNKNOWN; after ``rollback_after`` it inserts a tombstone
+nothing          nobody                                  UNKNOWN; after ``rollback_after`` it writes a tombstone
 ``executed``     execute, when work's rows commit        COMMIT
 ``rolled_back``  execute, when work rolled back          ROLLBACK, refused: it is final, with the reason of work
 ``tombstone``    a check, or execute after that check    ROLLBACK: it never happened, and a replay runs it again
@@ -26,33 +27,23 @@ no row           nobody                                  UNKNOWN; after ``rollba
 from __future__ import annotations
 
 import logging
-import re
-import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from functools import cached_property, partial
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 # Imported first: it says what to install when SQLAlchemy is missing.
 from rmq_spark.listeners.database import (  # isort: skip
-    IN_INNODB,
-    PLACE_CHARS_MAX,
-    Database,
+    Address,
     Owner,
-    alike,
     begin_savepoint,
     end_savepoint,
-    exact_text,
-    insert_absent,
     is_lock_problem,
     no_commit_within,
-    place_of,
-    require_exact,
 )
 
 import sqlalchemy as sa
@@ -70,7 +61,9 @@ from rmq_spark.errors import (
     VerdictError,
 )
 from rmq_spark.listener import ExecutedAttempt, TransactionListener, Verdicts, require_executing, require_work
-from rmq_spark.machine import MACHINE, Machine
+from rmq_spark.listeners.fence import Fence, utc
+from rmq_spark.listeners.recorded import EXECUTED, NOTHING, ROLLED_BACK, STARTED, TOMBSTONE, Recorded, State
+from rmq_spark.machine import Machine
 from rmq_spark.message import Message
 from rmq_spark.redaction import traceback_of
 from rmq_spark.transaction import (
@@ -100,59 +93,58 @@ LOCK_TIMEOUT_S_MIN = 0.001
 LOCK_TIMEOUT_S_MAX = 24 * 3600.0
 """PostgreSQL and SQLite keep a lock timeout as milliseconds in an int32, which holds 24 days."""
 FENCE_TABLE = "txmq_fence"
-PRUNED_AT_ONCE = 10_000
-"""Rows that prune looks at in one database transaction, and that others read at once."""
+CLAIMS_MAX = 4
+"""So often execute begins anew when another one changes its row at the same moment."""
 
-STARTED = "started"
-"""Committed only when work ended the database transaction in its middle. Then no check can answer."""
-EXECUTED = "executed"
-ROLLED_BACK = "rolled_back"
-TOMBSTONE = "tombstone"
-PRUNED = "pruned"
-"""The state of a row that belongs to no transaction: when rows of a log were last pruned."""
-
-_IDS_PER_SELECT = 500
-_IN_LOG = "@"
-"""Separates a half id, which has none of these, from the id of its commit log."""
-# Rows of the table <fence_table>_id. A fence of an earlier version has only the first, until create_fence runs again.
-_THE_ID = 1
-_THE_PLACE = 2
-_ENDS = (EXECUTED, ROLLED_BACK, TOMBSTONE)
 _COMMIT = Verdict(COMMIT_MESSAGE)
 _UNKNOWN = Verdict(UNKNOWN)
 _BURIED = rollback("it never happened: a check found no fence row of it, and put a tombstone there")
 
 
-def _verdict(state: _State, transaction_id: str) -> Verdict:
-    """Return the verdict of a fence row.
+def _verdict(state: State, batch: HalfBatch) -> Verdict:
+    """Return the verdict of a state.
 
     Raises
     ------
     FenceError
-        When work ended the database transaction in its middle, or the row was changed by hand or by a failing disk.
+        When work ended the database transaction in its middle.
     """
-    word = state.word
-    if word == STARTED:
+    if state.word == STARTED:
         raise FenceError(
-            f"work ended the database transaction of {transaction_id!r} in its middle, so a part of what it wrote may "
-            "be in the database: no check can answer. Look there, undo or finish that part, and settle the half batch "
-            "with log.resolve"
+            f"work ended the database transaction of half batch {batch.half_id!r}, attempt {batch.attempt}, in its "
+            "middle, so a part of what it wrote may be in the database: no check can answer. Look there, undo or "
+            "finish that part, and settle the half batch with log.resolve"
         )
-    if word not in _ENDS:
-        raise FenceError(
-            f"the fence row of transaction {transaction_id!r} says {word!r}, which is not one of "
-            f"{', '.join(_ENDS)}: the database is damaged, or the row was changed by hand"
-        )
-    if word == TOMBSTONE:
+    if state.word == TOMBSTONE:
         return _BURIED
-    return _COMMIT if word == EXECUTED else rollback(state.reason, refused=True)
+    return _COMMIT if state.word == EXECUTED else rollback(state.reason, refused=True)
 
 
-class _State(NamedTuple):
-    """What a fence row says: one of the words of this module, and why ``work`` rolled back."""
+def _state(verdict: Verdict) -> State:
+    """Return the state of a transaction of which ``work`` has said this."""
+    return State(EXECUTED) if verdict.state is COMMIT_MESSAGE else State(ROLLED_BACK, verdict.reason)
 
-    word: str
-    reason: str | None = None
+
+def _verdicts(batch: HalfBatch, recorded: Recorded) -> VerdictArray:
+    """Return what is recorded, as a verdict for each transaction; UNKNOWN where nothing is.
+
+    Raises
+    ------
+    FenceError
+        When work ended the database transaction in its middle, or the fence says two things of one transaction.
+    """
+    codes = recorded.among(batch.rows)
+    used = pc.unique(codes)
+    distinct = [_UNKNOWN if code is None else _verdict(recorded.states[code], batch) for code in used.to_pylist()]
+    if len(distinct) == 1:
+        return VerdictArray((distinct[0],))
+    which = batch.by_transaction(pc.index_in(codes, value_set=used))
+    if which.null_count:
+        raise FenceError(
+            f"the fence row of half batch {batch.half_id!r}, attempt {batch.attempt}, says two things of one "
+            "transaction: the database is damaged, or the row was changed by hand"
+        )
+    return VerdictArray(tuple(distinct), which)
 
 
 @dataclass(frozen=True)
@@ -218,9 +210,11 @@ class SqlTransactionListener(TransactionListener):
 
     Parameters
     ----------
-    url_or_engine : str, sqlalchemy.URL or sqlalchemy.Engine
+    url_or_engine : str, sqlalchemy.URL, callable or sqlalchemy.Engine
         The database that ``work`` writes to: SQLite, PostgreSQL, MariaDB or MySQL. Another database is refused. From a
-        URL the listener makes an engine when it first needs one, in the process that needs it.
+        URL the listener makes an engine when it first needs one, in the process that needs it. ``"env:NAME"`` is the
+        URL in that process's environment variable, and a function without arguments returns it: so a listener can go
+        to another process (Spark Connect pickles it) without a password. One that was made of an Engine cannot.
     work : callable, optional
         ``work(connection, batch)`` gets the open :class:`sqlalchemy.Connection` and the :class:`~rmq_spark.HalfBatch`.
         It must not commit, roll back or close the connection, nor end its transaction in another way. Without work the
@@ -284,7 +278,7 @@ class SqlTransactionListener(TransactionListener):
     @named
     def __init__(
         self,
-        url_or_engine: str | sa.URL | sa.Engine,
+        url_or_engine: Address,
         work: BatchWork | TransactionWork | None = None,
         *,
         per_transaction: bool = False,
@@ -299,7 +293,7 @@ class SqlTransactionListener(TransactionListener):
         if messages is not None:
             require_work(messages, "messages(connection, attempt)")
         self._messages = messages
-        self._fence = _Fence(url_or_engine, fence_table, schema)
+        self._fence = Fence(url_or_engine, fence_table, schema)
         self.only_checks = work is None
         self._work: Callable[[sa.Connection, Any], Any] = self._refuse if work is None else work
         self._per_transaction = flag(per_transaction, "per_transaction")
@@ -310,11 +304,9 @@ class SqlTransactionListener(TransactionListener):
         work = "" if self.only_checks else f", work={getattr(self._work, '__qualname__', '?')}"
         return f"SqlTransactionListener({self._fence.where!r}{work})"
 
-    def __getstate__(self) -> object:
-        raise ListenerError(
-            "a SqlTransactionListener holds database connections and cannot be pickled: make it in the "
-            "process that uses it, from a function that transactionListener='module:function' names"
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        # Over Spark Connect a listener is pickled. The other process connects by itself, and reads the fence's id.
+        return {name: value for name, value in self.__dict__.items() if name != "store_id"}
 
     # ------------------------------------------------------------------ the fence
     @cached_property
@@ -432,11 +424,10 @@ class SqlTransactionListener(TransactionListener):
         TransactionEndedError
             ``work`` ended the database transaction. A part of what it wrote may be committed.
         """
-        ids: list[str] = batch.transactions["transaction_id"].to_pylist()
         try:
-            fenced, verdicts = self._execute(ids, batch)
+            fenced, verdicts = self._execute(batch)
         except TransactionEndedError as problem:
-            self._keep_started(ids, batch)
+            self._keep_started(batch)
             raise TransactionEndedError(
                 f"{problem}. Half batch {batch.half_id!r} stays pending, and no check answers for it: look what is in "
                 "the database, undo or finish it, and settle the half batch with log.resolve"
@@ -444,99 +435,164 @@ class SqlTransactionListener(TransactionListener):
         if fenced:
             raise FencedError(
                 f"attempt {batch.attempt} of half batch {batch.half_id!r} came too late: a check has rolled back "
-                f"{len(fenced)} of its {len(ids)} transactions (the first is {fenced[0]!r}). None of them ran, and "
-                "none will under this attempt; the next attempt runs them"
+                f"{len(fenced)} of its {batch.transactions.num_rows} transactions (the first is {fenced[0]!r}). None "
+                "of them ran, and none will under this attempt; the next attempt runs them"
             )
-        return VerdictArray.of(verdicts)
+        return verdicts
 
-    def _execute(self, ids: Sequence[str], batch: HalfBatch) -> tuple[list[str], list[Verdict]]:
-        """Run one database transaction. Return the ids that a check rolled back; when there are none, the verdicts."""
+    def _execute(self, batch: HalfBatch) -> tuple[list[str], VerdictArray]:
+        """Return the ids that a check rolled back; when there are none, the verdicts."""
+        tries = 1
+        while True:
+            try:
+                return self._try_to_execute(batch)
+            except _ClaimLostError as lost:
+                if tries == CLAIMS_MAX:
+                    raise lost.problem from None
+                tries += 1
+            except _UndoneError as undone:
+                return self._refuse_all(batch, undone.verdict)
+
+    def _refuse_all(self, batch: HalfBatch, verdict: Verdict) -> tuple[list[str], VerdictArray]:
+        """Record what ``work`` said no to, once the database transaction is rolled back that it wrote in."""
         with self._fence.transaction() as connection:
-            self._require_same_fence(connection, [batch])
-            recorded = self._fence.claim(connection, dict.fromkeys(ids, batch), STARTED)
-            fenced = [i for i in ids if i in recorded and recorded[i].word == TOMBSTONE]
-            if fenced:
-                self._end_attempt(connection, ids, recorded, batch)
-                return fenced, []
-            if len(recorded) < len(ids):
-                self._fence.require_not_too_late(batch)
-            return [], self._run_fresh(connection, ids, recorded, batch)
+            recorded = self._fill(connection, batch, _state(verdict))
+            fenced = self._fenced(connection, batch, recorded)  # a check may have been faster
+        return fenced, VerdictArray(()) if fenced else _verdicts(batch, recorded)
 
-    def _keep_started(self, ids: Sequence[str], batch: HalfBatch) -> None:
-        """Insert a row for each transaction that has lost its own, so that no check answers "it never happened"."""
+    def _try_to_execute(self, batch: HalfBatch) -> tuple[list[str], VerdictArray]:
+        """Run one database transaction."""
+        with self._fence.transaction() as connection:
+            try:
+                recorded = self._fence.claim(connection, batch, State(STARTED))
+            except sa.exc.DBAPIError as problem:
+                # Another one has changed the row since this transaction's snapshot was taken; or the pool's connection
+                # was lost. Nothing is done yet.
+                if not (is_lock_problem(problem) or problem.connection_invalidated):
+                    raise
+                raise _ClaimLostError(problem) from problem
+            if recorded is None:
+                self._fence.require_not_too_late(batch)
+                return [], self._run_all_anew(connection, batch)
+            fenced = self._fenced(connection, batch, recorded)
+            return fenced, VerdictArray(()) if fenced else self._run_rest(connection, batch, recorded)
+
+    def _keep_started(self, batch: HalfBatch) -> None:
+        """Write that each transaction has started that has lost its state, so that no check answers "it never
+        happened"."""
         try:
             with self._fence.transaction(self._lock_timeout) as connection:
-                self._fence.claim(connection, dict.fromkeys(ids, batch), STARTED)
+                self._fill(connection, batch, State(STARTED))
         except (sa.exc.DBAPIError, FenceError) as problem:
             logger.error(
                 "%r: could not note that its work ended the database transaction: %s", batch, traceback_of(problem)
             )
 
-    def _end_attempt(
-        self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, _State], batch: HalfBatch
-    ) -> None:
-        """Write a tombstone for each id that has no row: FencedError says of *all* that they never will run."""
-        others = sum(state.word != TOMBSTONE for state in recorded.values())
+    def _fill(self, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded:
+        """Give a state to all transactions that have none, and return what is recorded then."""
+        recorded = self._fence.claim(connection, batch, state)
+        if recorded is None:
+            return Recorded.of(state, batch.rows, batch.is_all)
+        absent = batch.rows.where(pc.is_null(recorded.among(batch.rows)))
+        if absent:
+            recorded = recorded.with_rows(absent, [state])
+            self._fence.write(connection, batch, recorded)
+        return recorded
+
+    def _fenced(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> list[str]:
+        """Return the ids that a check has rolled back. Then all are: FencedError says of *all* that they never run."""
+        words = pa.array([state.word for state in recorded.states], pa.string()).take(recorded.among(batch.rows))
+        is_buried = pc.equal(words, TOMBSTONE)
+        if not pc.any(is_buried).as_py():
+            return []
+        ids = batch.transactions["transaction_id"].to_pylist()
+        of_each = batch.by_transaction(words).to_pylist()
+        fenced = [i for i, word in zip(ids, of_each, strict=True) if word == TOMBSTONE]
+        others = sum(word not in (TOMBSTONE, None) for word in of_each)
         if others:
             raise LocalTransactionError(
-                f"{len(recorded) - others} of the {len(ids)} transactions of half batch {batch.half_id!r}, "
-                f"attempt {batch.attempt}, were rolled back by a check, and {others} ran before: nothing was "
-                "done; let a check settle each of them"
+                f"{len(fenced)} of the {len(ids)} transactions of half batch {batch.half_id!r}, attempt "
+                f"{batch.attempt}, were rolled back by a check, and {others} ran before: nothing was done; let a check "
+                "settle each of them"
             )
-        self._fence.set_state(connection, [i for i in ids if i not in recorded], TOMBSTONE)
+        absent = batch.rows.where(pc.is_null(words))
+        if absent:
+            self._fence.write(connection, batch, recorded.with_rows(absent, [State(TOMBSTONE)]))
+        return fenced
 
-    def _run_fresh(
-        self, connection: sa.Connection, ids: Sequence[str], recorded: Mapping[str, _State], batch: HalfBatch
-    ) -> list[Verdict]:
+    def _run_all_anew(self, connection: sa.Connection, batch: HalfBatch) -> VerdictArray:
+        """Run ``work`` for transactions of which the fence knew nothing."""
+        verdicts = self._run(connection, batch)
+        states = [_state(verdict) for verdict in verdicts.distinct]
+        if verdicts.which is None:
+            ended = Recorded.of(states[0], batch.rows, batch.is_all)
+        else:
+            ended = NOTHING.with_rows(batch.rows, states, batch.by_row(verdicts.which))
+        self._fence.write(connection, batch, ended, again=True)
+        return verdicts
+
+    def _run_rest(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> VerdictArray:
         """Run ``work`` for the transactions that did not run before, and return a verdict for each transaction."""
-        said = {i: _verdict(state, i) for i, state in recorded.items()}
-        fresh = [i not in said for i in ids]
+        said = _verdicts(batch, recorded)
+        count = batch.transactions.num_rows
+        before = said.each(count)
+        fresh = [verdict is _UNKNOWN for verdict in before]
         if not any(fresh):
             logger.info("%r ran before: what it recorded is answered, its work does not run again", batch)
-            return [said[i] for i in ids]
-        ran = self._run(connection, batch, fresh)
-        by_end: dict[_State, list[str]] = {}
-        for i, is_fresh, verdict in zip(ids, fresh, ran, strict=True):
-            if is_fresh:
-                committed = verdict.state is COMMIT_MESSAGE
-                end = _State(EXECUTED) if committed else _State(ROLLED_BACK, verdict.reason)
-                by_end.setdefault(end, []).append(i)
-        for end, some in by_end.items():
-            self._fence.set_state(connection, some, *end)
-        return [ran[at] if fresh[at] else said[i] for at, i in enumerate(ids)]
+            return said
+        self._fence.require_not_too_late(batch)
+        if not self._per_transaction and not all(fresh):
+            raise LocalTransactionError(
+                f"{count - sum(fresh)} of the {count} transactions of half batch {batch.half_id!r}, attempt "
+                f"{batch.attempt}, ran before, and work handles a half batch as a whole: nothing was done; let a check "
+                "settle those first"
+            )
+        absent = batch.rows.where(pc.is_null(recorded.among(batch.rows)))
+        self._fence.write(connection, batch, recorded.with_rows(absent, [State(STARTED)]))
+        with no_commit_within(connection):
+            ran = (
+                self._run_each(connection, batch, fresh) if self._per_transaction else self._run_all(connection, batch)
+            )
+        verdicts = [new if is_fresh else old for new, old, is_fresh in zip(ran.each(count), before, fresh, strict=True)]
+        result = VerdictArray.of(verdicts)
+        assert result.which is not None
+        ended = batch.by_row(result.which).filter(pc.is_null(recorded.among(batch.rows)))
+        states = [_state(verdict) for verdict in result.distinct]
+        self._fence.write(connection, batch, recorded.with_rows(absent, states, ended), again=True)
+        return result
 
-    def _run(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool]) -> list[Verdict]:
+    def _run(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool] | None = None) -> VerdictArray:
         """Run ``work``, and return its verdict for each transaction; those that are not fresh do not run."""
         with no_commit_within(connection):
-            if self._per_transaction:
-                return self._run_each(connection, batch, fresh)
-            if not all(fresh):
-                raise LocalTransactionError(
-                    f"{len(fresh) - sum(fresh)} of the {len(fresh)} transactions of half batch "
-                    f"{batch.half_id!r}, attempt {batch.attempt}, ran before, and work handles a half batch "
-                    "as a whole: nothing was done; let a check settle those first"
-                )
-            return self._run_all(connection, batch)
+            return (
+                self._run_each(connection, batch, fresh) if self._per_transaction else self._run_all(connection, batch)
+            )
 
-    def _run_all(self, connection: sa.Connection, batch: HalfBatch) -> list[Verdict]:
-        begin_savepoint(connection)
+    def _run_all(self, connection: sa.Connection, batch: HalfBatch) -> VerdictArray:
+        needs_savepoint = not self._fence.knows_its_rows(connection)
+        if needs_savepoint:
+            begin_savepoint(connection)
         result = returned(self._work, connection, batch)
         verdicts = normalize_verdicts(COMMIT_MESSAGE if result is None else result, batch)
-        count = batch.transactions.num_rows
         _refuse_unknown(verdicts, batch)
         whole = result is None or isinstance(result, (str, Rollback))
-        end_savepoint(connection, keep=not whole or verdicts.distinct[0].state is COMMIT_MESSAGE)
-        return verdicts.each(count)
+        is_kept = not whole or verdicts.distinct[0].state is COMMIT_MESSAGE
+        if needs_savepoint:
+            end_savepoint(connection, keep=is_kept)
+        elif not is_kept:
+            self._fence.require_own(connection, batch)
+            raise _UndoneError(verdicts.distinct[0])
+        return verdicts
 
-    def _run_each(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool]) -> list[Verdict]:
-        verdicts = [_COMMIT] * len(fresh)
+    def _run_each(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool] | None) -> VerdictArray:
+        verdicts = [_COMMIT] * batch.transactions.num_rows
         for at, transaction in enumerate(split(batch)):
-            if not fresh[at]:
+            if fresh is not None and not fresh[at]:
                 continue
             begin_savepoint(connection)
             verdicts[at] = _one_verdict(returned(self._work, connection, transaction), transaction)
             end_savepoint(connection, keep=verdicts[at].state is COMMIT_MESSAGE)
-        return verdicts
+        return VerdictArray.of(verdicts)
 
     # ------------------------------------------------------------------ check
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
@@ -581,51 +637,62 @@ class SqlTransactionListener(TransactionListener):
         return self._checked(batches)
 
     def _checked(self, batches: Sequence[HalfBatch]) -> list[VerdictArray | FenceError]:
-        owners = {i: batch for batch in batches for i in batch.transactions["transaction_id"].to_pylist()}
+        found: dict[HalfBatch, Recorded | FenceError] = {}
         with self._fence.transaction(self._lock_timeout, write=False) as connection:
-            self._require_same_fence(connection, batches)
-            recorded = self._fence.read(connection, list(owners), batches[0])
+            rows = self._fence.read(connection, batches)
+        for batch in batches:
+            row = rows.get((batch.half_id, batch.attempt))
+            try:
+                found[batch] = NOTHING if row is None else self._fence.recorded(row, batch)
+            except FenceError as problem:
+                found[batch] = problem
         now, wait = self.machine.now(), timedelta(seconds=self.rollback_after_s)
-        absent = {i: b for i, b in owners.items() if i not in recorded}
-        if absent := {i: b for i, b in absent.items() if b.restarted or now - _utc(b.prepared_at) >= wait}:
-            recorded |= self._bury(absent)
-        return [self._answer(batch, recorded) for batch in batches]
+        absent = [
+            batch
+            for batch, recorded in found.items()
+            if (batch.restarted or now - utc(batch.prepared_at) >= wait)
+            and isinstance(recorded, Recorded)
+            and recorded.among(batch.rows).null_count
+        ]
+        if absent:
+            found |= self._bury(absent)
+        return [self._answer(batch, found[batch]) for batch in batches]
 
-    def _answer(self, batch: HalfBatch, recorded: Mapping[str, _State]) -> VerdictArray | FenceError:
-        ids: list[str] = batch.transactions["transaction_id"].to_pylist()
-        if any(i not in recorded for i in ids):
-            wait = f"rollback_after ({self.rollback_after_s:g} s) is not over"
-            batch.reason = f"the database has no fence row of it yet, and {wait}"
+    def _answer(self, batch: HalfBatch, recorded: Recorded | FenceError) -> VerdictArray | FenceError:
+        if isinstance(recorded, FenceError):
+            return recorded
         try:
-            return VerdictArray.of([_verdict(recorded[i], i) if i in recorded else _UNKNOWN for i in ids])
+            verdicts = _verdicts(batch, recorded)
         except FenceError as problem:
             return problem
+        if _UNKNOWN in verdicts.distinct:
+            wait = f"rollback_after ({self.rollback_after_s:g} s) is not over"
+            batch.reason = f"the database has no fence row of it yet, and {wait}"
+        return verdicts
 
-    def _bury(self, absent: Mapping[str, HalfBatch]) -> dict[str, _State]:
-        """Insert a tombstone for each id, unless execute was faster, and return the state of each row."""
+    def _bury(self, absent: Sequence[HalfBatch]) -> dict[HalfBatch, Recorded]:
+        """Write a tombstone for each transaction that has no state, unless execute was faster, and return what is
+        recorded then."""
         with self._fence.transaction(self._lock_timeout) as connection:
-            # Once more in this transaction: the fence may have been dropped meanwhile, or the database failed over.
-            self._require_same_fence(connection, list(absent.values()))
-            faster = self._fence.claim(connection, absent, TOMBSTONE)
-        return dict.fromkeys(absent, _State(TOMBSTONE)) | faster
+            # Everybody inserts in the same order. So of two database transactions one waits for the other, never both.
+            in_order = sorted(absent, key=lambda batch: (batch.half_id, batch.attempt))
+            return {batch: self._fill(connection, batch, State(TOMBSTONE)) for batch in in_order}
 
-    def _require_same_fence(self, connection: sa.Connection, batches: Sequence[HalfBatch]) -> None:
-        found = self._fence.read_id(connection)
-        for batch in batches:
-            self._require_fence_of(batch, found)
 
-    def _require_fence_of(self, batch: HalfBatch, found: str) -> None:
-        if batch.fence_id is None:
-            raise FenceError(
-                f"half batch {batch.half_id!r} was prepared without a fence, so this fence ({found}) cannot "
-                "speak for it: use the listener that it was prepared with, or settle it with log.resolve"
-            )
-        if batch.fence_id != found:
-            raise FenceError(
-                f"half batch {batch.half_id!r} was prepared with fence {batch.fence_id}, but "
-                f"{self._fence.where} has fence {found}: another database (or the fence was made anew). "
-                "Point the listener to the right one"
-            )
+class _ClaimLostError(Exception):
+    """Another one was faster with the row of an attempt, before anything was done."""
+
+    def __init__(self, problem: sa.exc.DBAPIError) -> None:
+        super().__init__()
+        self.problem = problem
+
+
+class _UndoneError(Exception):
+    """``work`` said no to the half batch, so the database transaction is to be rolled back."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__()
+        self.verdict = verdict
 
 
 class EnlistedSession(TransactionListener):
@@ -786,9 +853,8 @@ class EnlistedSession(TransactionListener):
             )
         self._ended = True
         self._require_whole()
-        ids = batch.transactions["transaction_id"].to_pylist()
-        recorded = self._listener._fence.claim(self._connection, dict.fromkeys(ids, batch), EXECUTED)
-        if recorded:
+        recorded = self._listener._fence.claim(self._connection, batch, State(EXECUTED))
+        if recorded is not None:
             raise LocalTransactionError(
                 f"a check has rolled back half batch {batch.half_id!r} before its session committed: nothing was done. "
                 "Send it again, with its rows"
@@ -797,15 +863,15 @@ class EnlistedSession(TransactionListener):
         self.let_commit()
         self._session.commit()
         self.end()
-        self._require_committed(ids, batch)
+        self._require_committed(batch)
         return COMMIT_MESSAGE
 
-    def _require_committed(self, ids: Sequence[str], batch: HalfBatch) -> None:
-        """Another connection must see the fence rows: what commit() said may be of a savepoint, or of less than all."""
+    def _require_committed(self, batch: HalfBatch) -> None:
+        """Another connection must see the fence row: what commit() said may be of a savepoint, or of less than all."""
         fence = self._listener._fence
         with fence.transaction(self._listener._lock_timeout, write=False) as connection:
-            seen = fence.read(connection, ids, batch)
-        if any(seen.get(i) != _State(EXECUTED) for i in ids):
+            row = fence.read(connection, [batch]).get((batch.half_id, batch.attempt))
+        if row is None or fence.recorded(row, batch) != Recorded.of(State(EXECUTED), batch.rows, batch.is_all):
             raise LocalTransactionError(
                 f"the session of half batch {batch.half_id!r} said that it has committed, and its fence row is not "
                 "there for others: a hook of the session rolled back, or an outer transaction is open. Its messages "
@@ -824,7 +890,7 @@ def _refuse_commit(_: sa.Connection) -> None:
 
 
 def create_fence(
-    url_or_engine: str | sa.URL | sa.Engine,
+    url_or_engine: Address,
     *,
     fence_table: str = FENCE_TABLE,
     schema: str | None = None,
@@ -840,7 +906,7 @@ def create_fence(
     str
         The fence's id.
     """
-    return _Fence(url_or_engine, fence_table, schema).create(moved)
+    return Fence(url_or_engine, fence_table, schema).create(moved)
 
 
 def split(batch: HalfBatch) -> Iterator[HalfTransaction]:
@@ -871,6 +937,8 @@ def _one_verdict(result: object, transaction: HalfTransaction) -> Verdict:
 
 
 def _refuse_unknown(verdicts: VerdictArray, batch: HalfBatch) -> None:
+    if _UNKNOWN not in verdicts.distinct:
+        return
     count = batch.transactions.num_rows
     unknown = verdicts.counts(count)[UNKNOWN]
     if unknown:
@@ -879,291 +947,3 @@ def _refuse_unknown(verdicts: VerdictArray, batch: HalfBatch) -> None:
             f"{batch.half_id!r}: its database transaction commits or it does not. Return COMMIT_MESSAGE or "
             "ROLLBACK_MESSAGE, or raise an exception to leave the half batch pending"
         )
-
-
-class _Fence(Database):
-    """The fence's tables in one database, and transactions on them. It reads and writes rows and gives no verdicts."""
-
-    def __init__(self, url_or_engine: str | sa.URL | sa.Engine, name: str, schema: str | None) -> None:
-        if not isinstance(name, str) or re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,55}", name) is None:
-            raise OptionError(f"fence_table={name!r} is not a plain table name of at most 56 letters, digits and _")
-        super().__init__(url_or_engine)
-        self.machine = MACHINE
-        metadata = sa.MetaData(schema=schema)
-        self._rows = sa.Table(
-            name,
-            metadata,
-            sa.Column("transaction_id", exact_text(700), primary_key=True),
-            sa.Column("state", sa.String(16), nullable=False),
-            # Of rolled_back: why. JSON is ASCII, which fits into a database of any encoding.
-            sa.Column("reason", sa.JSON(none_as_null=True)),
-            sa.Column("half_id", exact_text(700), nullable=False),
-            # Its name in the log, by which a restored log is compared with the fence.
-            sa.Column("app_id", exact_text(700)),
-            sa.Column("batch_id", sa.BigInteger),
-            sa.Column("attempt", sa.Integer, nullable=False),
-            sa.Column("created_at", sa.DateTime, nullable=False),  # UTC, by the writer's clock
-            **IN_INNODB,
-        )
-        self._id = sa.Table(
-            f"{name}_id",
-            metadata,
-            sa.Column("one", sa.Integer, primary_key=True, autoincrement=False),
-            sa.Column("fence_id", sa.String(PLACE_CHARS_MAX), nullable=False),
-            sa.Column("created_at", sa.DateTime, nullable=False),
-            **IN_INNODB,
-        )
-        # Statements are made once: SQLAlchemy then looks up its compiled form at once.
-        key = self._rows.c.transaction_id
-        self._read_ids = sa.select(self._id.c.one, self._id.c.fence_id)
-        self._states: sa.Select[Any] = sa.select(key, self._rows.c.state, self._rows.c.reason, self._rows.c.half_id)
-        some = key.in_(sa.bindparam("ids", expanding=True))
-        self._states_of_some = self._states.where(some)
-        self._update_state = (
-            self._rows.update().where(some).values(state=sa.bindparam("to"), reason=sa.bindparam("why"))
-        )
-        self._in_place = False  # the database is known to be the one where the fence was made
-        self._tried = False  # the table of rows is known to compare ids exactly and to undo what is rolled back
-
-    # ------------------------------------------------------------------ the id
-    def create(self, moved: bool) -> str:
-        try:
-            return self._create(moved)
-        except sa.exc.DBAPIError:
-            # When two processes create a table at once, one of them may fail, even with IF NOT EXISTS.
-            return self._create(moved)
-
-    def _create(self, moved: bool) -> str:
-        with self.transaction() as connection:
-            for table in (self._rows, self._id):
-                connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
-            now = self.machine.now().replace(tzinfo=None)
-            place = place_of(connection)
-            rows = [{"one": _THE_ID, "fence_id": secrets.token_hex(16), "created_at": now}]
-            if place is not None:
-                rows.append({"one": _THE_PLACE, "fence_id": place, "created_at": now})
-            insert_absent(connection, self._id.c.one, rows)
-            if moved and place is not None:
-                here = self._id.update().where(self._id.c.one == _THE_PLACE)
-                connection.execute(here.values(fence_id=place, created_at=now))
-            self._try_once(connection)
-            return self.read_id(connection)
-
-    def _try_once(self, connection: sa.Connection) -> None:
-        if self._tried:
-            return
-        now = self.machine.now().replace(tzinfo=None)
-        row = {"state": STARTED, "half_id": "a trial", "attempt": 0, "created_at": now}
-        rows = [{"transaction_id": i, **row} for i in alike(f"trial:{secrets.token_hex(8)}:")]
-        try:
-            require_exact(connection, self._rows, rows)
-        except ListenerError as problem:
-            raise FenceError(f"{self.where}: {problem}") from problem
-        self._tried = True
-
-    def read_id(self, connection: sa.Connection, anywhere: bool = False) -> str:
-        """Return the fence's id, or raise FenceError when there is none; must be the transaction's first statement.
-
-        With ``anywhere`` the connection may be of another database than this fence's.
-        """
-        try:
-            rows = connection.execute(self._read_ids).all()
-        except sa.exc.DBAPIError as problem:
-            if anywhere or is_lock_problem(problem) or self._exists():
-                raise
-            rows = []
-        said = {row.one: row.fence_id for row in rows}
-        found = said.get(_THE_ID)
-        if found is None:
-            raise FenceError(
-                f"{self.where} has no fence {self._id.fullname!r}: call create_fence() once, when the "
-                "database is set up. If it had one, this is another database, or its tables were dropped"
-            )
-        if anywhere or not self._in_place:
-            self._require_same_place(connection, said.get(_THE_PLACE))
-        return str(found)
-
-    def _require_same_place(self, connection: sa.Connection, made_in: str | None) -> None:
-        if made_in is None:
-            return
-        place = place_of(connection)
-        if place is not None and place != made_in:
-            raise FenceError(
-                f"the fence of {self.where} was made in another place ({made_in}; this is {place}). Either this is a "
-                "copy, which must not speak for that database: drop its tables "
-                f"{self._rows.fullname!r} and {self._id.fullname!r}, and make a fence of its own. Or it is that "
-                "database itself, which was moved or restored: call create_fence(moved=True) once"
-            )
-        self._in_place = True
-
-    def _exists(self) -> bool:
-        with self.connect() as connection:
-            return sa.inspect(connection).has_table(self._id.name, schema=self._id.schema)
-
-    # ------------------------------------------------------------------ the rows
-    def claim(self, connection: sa.Connection, owners: Mapping[str, HalfBatch], state: str) -> dict[str, _State]:
-        """Insert a row for each id that has none, and return the states of the ids that had one. Each id has its half
-        batch; all are of one commit log.
-
-        It waits for another database transaction that has inserted one of the ids and is still open.
-        """
-        self._try_once(connection)
-        now = self.machine.now().replace(tzinfo=None)
-        # Everybody inserts in the same order. So of two transactions one waits for the other, and never both.
-        rows = [
-            {
-                "transaction_id": i,
-                "state": state,
-                "half_id": _in_its_log(owners[i]),
-                "app_id": owners[i].app_id,
-                "batch_id": owners[i].batch_id,
-                "attempt": owners[i].attempt,
-                "created_at": now,
-            }
-            for i in sorted(owners)
-        ]
-        taken = insert_absent(connection, self._rows.c.transaction_id, rows)
-        found = self._read_newest(connection, taken, owners[taken[0]]) if taken else {}
-        hidden = [i for i in taken if i not in found]
-        if hidden:
-            raise FenceError(
-                f"{self.where} refuses a second fence row for transaction {hidden[0]!r} and does not show the first: "
-                "it answers from an older snapshot, or takes another id for the same. Nothing can be said; nothing "
-                "was done"
-            )
-        return found
-
-    def require_not_too_late(self, batch: HalfBatch) -> None:
-        """Raise LocalTransactionError when a check may have left a row that is pruned by now: absence says nothing."""
-        age = self.machine.now() - _utc(batch.prepared_at)
-        if age >= timedelta(seconds=FENCE_RETENTION_S_MIN):
-            raise LocalTransactionError(
-                f"attempt {batch.attempt} of half batch {batch.half_id!r} began {age.days} days ago, and fence rows "
-                f"live for {FENCE_RETENTION_S_MIN / 86_400:g}: this process slept, and nothing was done. Start it again"
-            )
-
-    def _read_newest(self, connection: sa.Connection, ids: Sequence[str], batch: HalfBatch) -> dict[str, _State]:
-        """Return the states of ids that another database transaction has inserted."""
-        if connection.dialect.name not in ("mariadb", "mysql"):
-            return self.read(connection, ids, batch)
-        # At REPEATABLE READ a plain SELECT answers from the transaction's snapshot, which may be older than the row. A
-        # SELECT that locks reads the newest row. It takes one id at a time: for a list the server may scan the table,
-        # and lock all of it.
-        key = self._rows.c.transaction_id
-        query = self._states.where(key == sa.bindparam("id")).with_for_update(read=True)
-        return self._of_one_log([row for i in ids for row in connection.execute(query, {"id": i})], batch)
-
-    def read(self, connection: sa.Connection, ids: Sequence[str], batch: HalfBatch) -> dict[str, _State]:
-        """Return the states of the ids that have a row, or raise FenceError for a row of another log."""
-        rows: list[sa.Row[Any]] = []
-        for start in range(0, len(ids), _IDS_PER_SELECT):
-            rows += connection.execute(self._states_of_some, {"ids": list(ids[start : start + _IDS_PER_SELECT])})
-        return self._of_one_log(rows, batch)
-
-    def _of_one_log(self, rows: Sequence[sa.Row[Any]], batch: HalfBatch) -> dict[str, _State]:
-        for row in rows:
-            log_id = row.half_id.partition(_IN_LOG)[2]
-            if log_id and batch.log_id and log_id != batch.log_id:
-                raise FenceError(
-                    f"transaction {row.transaction_id!r} is in the fence of {self.where} already, for another commit "
-                    f"log (its id is {log_id}; this one's is {batch.log_id}). Logs that share a fence need appIds and "
-                    "idempotency keys of their own, or a fence_table each; a log that was made anew is another one"
-                )
-        return {row.transaction_id: _State(row.state, row.reason) for row in rows}
-
-    def set_state(self, connection: sa.Connection, ids: Sequence[str], state: str, reason: str | None = None) -> None:
-        """Set the state of rows that this database transaction has claimed."""
-        for start in range(0, len(ids), _IDS_PER_SELECT):
-            some = list(ids[start : start + _IDS_PER_SELECT])
-            connection.execute(self._update_state, {"ids": some, "to": state, "why": reason})
-
-    def executed_since(self, log_id: str, since: datetime) -> Iterator[ExecutedAttempt]:
-        """Yield the attempts of a log that were executed since a time, or ended in their middle."""
-        columns = self._rows.c
-        chosen = (columns.half_id, columns.app_id, columns.batch_id, columns.attempt, columns.state)
-        wanted = sa.and_(
-            columns.state.in_((EXECUTED, STARTED)),
-            columns.created_at >= _utc(since).astimezone(timezone.utc).replace(tzinfo=None),
-            columns.half_id.endswith(f"{_IN_LOG}{log_id}", autoescape=True),
-        )
-        query = sa.select(*chosen, columns.transaction_id, columns.created_at).where(wanted).order_by(*chosen)
-        with self.transaction(write=False) as connection:
-            self.read_id(connection)
-            found = connection.execute(query.execution_options(yield_per=PRUNED_AT_ONCE))
-            for _, rows in groupby(found, key=lambda row: row[: len(chosen)]):
-                some = list(rows)
-                yield ExecutedAttempt(
-                    some[0].half_id.removesuffix(f"{_IN_LOG}{log_id}"),
-                    some[0].app_id,
-                    some[0].batch_id,
-                    some[0].attempt,
-                    tuple(row.transaction_id for row in some),
-                    _utc(min(row.created_at for row in some)),
-                    is_whole=some[0].state == EXECUTED,
-                )
-
-    # ------------------------------------------------------------------ pruning
-    def prune(self, older_than_s: float, logs: Mapping[str, Callable[[Collection[str]], set[str]]]) -> Iterator[int]:
-        """Go through all rows in the order of their ids, and yield of each page how many were deleted.
-
-        ``logs`` says by the id of a log which of some half batches it still has. A log is asked after the rows were
-        read: a half batch is in its log before it has a row. Each database transaction is short, so nobody waits long
-        for its locks.
-        """
-        with self.transaction(write=False) as connection:
-            self.read_id(connection)
-            before = min(self.machine.now(), _time_of(connection)) - timedelta(seconds=older_than_s)
-        columns = self._rows.c
-        key, is_old = columns.transaction_id, columns.created_at < before.replace(tzinfo=None)
-        delete = self._rows.delete().where(key.in_(sa.bindparam("ids", expanding=True)), is_old)
-        last: str | None = ""
-        while last is not None:
-            after, page_end = key > last, sa.select(key).order_by(key).offset(PRUNED_AT_ONCE - 1).limit(1)
-            with self.transaction(write=False) as connection:
-                last = connection.execute(page_end.where(after)).scalar()
-                page = after if last is None else sa.and_(after, key <= last)
-                rows = connection.execute(sa.select(key, columns.half_id).where(page, is_old)).all()
-            by_log: dict[str, dict[str, list[str]]] = {log_id: {} for log_id in logs}
-            for row in rows:
-                half_id, _, log_id = row.half_id.partition(_IN_LOG)
-                if log_id in by_log:
-                    by_log[log_id].setdefault(half_id, []).append(row.transaction_id)
-            deleted = 0
-            for log_id, found in by_log.items():
-                stay = logs[log_id](found.keys()) if found else set()
-                ids = [i for half_id, some in found.items() if half_id not in stay for i in some]
-                for start in range(0, len(ids), _IDS_PER_SELECT):
-                    with self.transaction() as connection:
-                        done = connection.execute(delete, {"ids": ids[start : start + _IDS_PER_SELECT]})
-                        deleted += done.rowcount
-            yield deleted
-
-    def take_turn(self, log_id: str, every_s: float) -> bool:
-        """Whether nobody has taken the turn to prune a log's rows in the last so many seconds: then it is ours.
-
-        A row of the fence says when, under an id that no transaction has.
-        """
-        now = self.machine.now().replace(tzinfo=None)
-        columns, turn = self._rows.c, f"{PRUNED}{_IN_LOG}{log_id}"
-        row = {"transaction_id": turn, "state": PRUNED, "half_id": "", "attempt": 0, "created_at": now}
-        ago = now - timedelta(seconds=every_s)
-        lately = columns.created_at.between(ago, now + timedelta(seconds=every_s))
-        take = self._rows.update().where(columns.transaction_id == turn, ~lately).values(created_at=now)
-        with self.transaction() as connection:
-            taken = insert_absent(connection, columns.transaction_id, [row])
-            return not taken or connection.execute(take).rowcount == 1
-
-
-def _time_of(connection: sa.Connection) -> datetime:
-    """The time by the clock of the database's server."""
-    queries = {"sqlite": "SELECT strftime('%s', 'now')", "postgresql": "SELECT extract(epoch FROM now())"}
-    said = connection.exec_driver_sql(queries.get(connection.dialect.name, "SELECT unix_timestamp()")).scalar_one()
-    return datetime.fromtimestamp(float(said), timezone.utc)
-
-
-def _in_its_log(batch: HalfBatch) -> str:
-    return batch.half_id if batch.log_id is None else f"{batch.half_id}{_IN_LOG}{batch.log_id}"
-
-
-def _utc(moment: datetime) -> datetime:
-    return moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment

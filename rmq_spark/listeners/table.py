@@ -26,7 +26,7 @@ import pyarrow.types as kinds
 
 from rmq_spark.config import named
 from rmq_spark.errors import ListenerError, MessageError, OptionError
-from rmq_spark.listeners.database import is_refused_value
+from rmq_spark.listeners.database import Address, is_refused_value
 from rmq_spark.listeners.inserting import (
     Conflict,
     as_table,
@@ -72,7 +72,7 @@ class TableListener(SqlTransactionListener):
 
     Parameters
     ----------
-    url_or_engine : str, sqlalchemy.URL or sqlalchemy.Engine
+    url_or_engine : str, sqlalchemy.URL, callable or sqlalchemy.Engine
         As for :class:`SqlTransactionListener`.
     table : str
         The table. It must be there. The listener looks at it once, when it is first used.
@@ -133,7 +133,7 @@ class TableListener(SqlTransactionListener):
     @named
     def __init__(
         self,
-        url_or_engine: str | sa.URL | sa.Engine,
+        url_or_engine: Address,
         table: str,
         *,
         columns: str | pa.Schema | Sequence[str] | None = None,
@@ -178,6 +178,9 @@ class TableListener(SqlTransactionListener):
 
     def __repr__(self) -> str:
         return f"TableListener({self._fence.where!r}, {self.table!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_target": None}  # the other process looks at the table by itself
 
     def require_ready(self) -> None:
         """Look at the table, once in a process.

@@ -127,7 +127,7 @@ def test_a_round_prunes_old_fence_rows_unless_that_is_switched_off(folder: Path,
         commit(log, record)
     let_leave(log)
     with sa.create_engine(url).begin() as connection:
-        change = sa.text("UPDATE txmq_fence SET created_at = :at WHERE half_id LIKE :name")
+        change = sa.text("UPDATE txmq_fence SET changed_at = :at WHERE half_id LIKE :name")
         for name, days in ages.items():
             at = datetime.now(timezone.utc).replace(tzinfo=None) - timedelta(days=days)
             connection.execute(change.bindparams(sa.bindparam("at", at, sa.DateTime), name=f"{name}:%"))

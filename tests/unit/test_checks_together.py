@@ -19,7 +19,8 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import FenceError
 from rmq_spark.listener import CommitOncePrepared, PerMessageListener, TransactionListener, answers_many
-from rmq_spark.listeners.sql import STARTED, SqlTransactionListener, create_fence
+from rmq_spark.listeners.recorded import STARTED, State
+from rmq_spark.listeners.sql import SqlTransactionListener, create_fence
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, Rollback
 from tests.half_batches import another, make_log, merge_op_files, pending, prepare, rewrite_half
 
@@ -313,8 +314,7 @@ def test_a_fence_says_unknown_of_the_young_and_nothing_of_one_whose_work_ended_i
     batches = [log.half_batch(r, r.fresh_state(), 1, r.all_rows) for r in records]
     listener.execute_local_transaction(batches[0])
     with listener._fence.transaction() as connection:
-        (broken,) = batches[1].transactions["transaction_id"].to_pylist()
-        listener._fence.claim(connection, {broken: batches[1]}, STARTED)
+        listener._fence.claim(connection, batches[1], State(STARTED))
     report = CheckService(log, {"group": listener}, transaction_timeout=0.0).run_once()
     assert [half_id for half_id, _ in report.problems] == [records[1].half_id]
     assert "ended the database transaction" in report.problems[0][1]

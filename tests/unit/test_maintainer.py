@@ -162,7 +162,7 @@ def test_rounds_of_upkeep_prune_the_fence_of_what_has_left(tmp_path: Path) -> No
             return int(connection.exec_driver_sql(query).scalar_one())
 
     with listener._fence.transaction() as connection:
-        connection.exec_driver_sql("UPDATE txmq_fence SET created_at = '2020-01-01 00:00:00.000000'")
+        connection.exec_driver_sql("UPDATE txmq_fence SET changed_at = '2020-01-01 00:00:00.000000'")
     Maintainer(log, fences=FencePruner(log, [listener])).run_once()
     assert rows() == 3  # the grace of those that leave is not over
     let_leave(log)

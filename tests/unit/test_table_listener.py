@@ -376,6 +376,17 @@ def test_messages_and_rows_agree_after_a_send(tmp_path: Path) -> None:
     assert "CHECK constraint failed" in str(log.trace(f"{sent.half_id}:1:0.0"))
 
 
+@pytest.mark.parametrize("looked", [False, True])
+def test_a_listener_goes_to_another_process(url: sa.URL, looked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORDERS_DB", url.render_as_string(hide_password=False))
+    listener = TableListener("env:ORDERS_DB", "orders", key="order_id", on_conflict="update", on_bad_row="rollback")
+    if looked:
+        listener.require_ready()
+    arrived = pickle.loads(pickle.dumps(listener))
+    assert [reason is None for reason in send(arrived, [order(1), order(1, 2), "no"])] == [True, True, False]
+    assert stored(url, "order_id, total") == [(1, 2.0)]
+
+
 def test_a_json_column_takes_any_value(tmp_path: Path) -> None:
     url = sa.make_url(f"sqlite:///{tmp_path / 'shop.db'}")
     run(url, "CREATE TABLE orders (id INTEGER, note JSON)")

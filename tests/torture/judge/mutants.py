@@ -49,7 +49,7 @@ from rmq_spark.commitlog.drained import Drained
 from rmq_spark.commitlog.expiring import Expirer
 from rmq_spark.commitlog.follow import Followed
 from rmq_spark.commitlog.follower import Follower
-from rmq_spark.commitlog.half import HalfHeader
+from rmq_spark.commitlog.half import HalfHeader, name_of
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.keyed import KeyIndex, Open
 from rmq_spark.commitlog.leaving import Graces, Leaver
@@ -65,6 +65,7 @@ from rmq_spark.consumer import push as push_module
 from rmq_spark.consumer import sending_back
 from rmq_spark.consumer.progress import ProcessQueue
 from rmq_spark.errors import HalfBatchLeftError
+from rmq_spark.listeners.recorded import Recorded
 from rmq_spark.meeting import NoAnswerError
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.sink import two_phase
@@ -74,7 +75,7 @@ from rmq_spark.source.plan import Planner
 from rmq_spark.storage import table as table_module
 from rmq_spark.storage.files import RowRange
 from rmq_spark.storage.table import Change
-from rmq_spark.transaction import VerdictArray
+from rmq_spark.transaction import HalfBatch, VerdictArray
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 from tests.torture.simulate import scheduler, store
 from tests.torture.simulate.clock_play import play_clocks
@@ -469,12 +470,13 @@ def _second_copy() -> Iterator[None]:
     clock_steps=False,
 )  # fmt: skip
 def _discard_decided() -> Iterator[None]:
-    def change(
-        self: Any, kind: Kind, record: Any, attempt: int, mask: Any, who: Any, reason: Any, *limits: Any, **more: Any
+    def quarantine(
+        self: Ledger, record: Any, attempt: int, rows: Any, who: Any, reason: Any, checks_min: int = 0
     ) -> None:
-        self.append(lambda: ledger_module._rows_for(kind, record, mask, attempt, who, reason))
+        rows = RowSet(rows)
+        self.append(lambda: ledger_module._rows_for(Kind.QUARANTINE, record, rows, attempt, who, reason))
 
-    with replaced((Ledger, "_change", change)):
+    with replaced((Ledger, "quarantine", quarantine)):
         yield
 
 
@@ -608,7 +610,7 @@ ZOMBIES = {"pause": 0.05, "crash": 0.0, "checkers": 2, "rounds": 4, "temper_refu
         **ZOMBIES)  # fmt: skip
 def _no_tombstone() -> Iterator[None]:
     def bury(self: FencedListener, absent: Sequence[str], batch: Any) -> dict[str, str]:
-        return {**dict.fromkeys(absent, TOMBSTONE), **self.recorded(absent)}
+        return {**dict.fromkeys(absent, TOMBSTONE), **self.recorded(batch)}
 
     with replaced((FencedListener, "bury", bury)):
         yield
@@ -624,6 +626,71 @@ def _older_snapshot() -> Iterator[None]:
         return dict.fromkeys(absent, TOMBSTONE)
 
     with replaced((FencedListener, "bury", trusting)):
+        yield
+
+
+# Transactions of a half batch are asked about, buried and run again in parts.
+PARTS = RESTARTS | {
+    "crash": 0.06, "listener": "fenced", "rows": 6, "checkers": 2, "rounds": 4, "zombies": 0.5, "person": False,
+    "deletions": 0, "temper_refuses": 0.2, "temper_check_some_unknown": 0.5, "temper_fails_before": 0.3,
+    "on_listener_error": "fail",
+}  # fmt: skip
+
+
+@mutant("what a part of an attempt did is taken for all of it", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME,
+        **PARTS, per="message")  # fmt: skip
+def _a_part_is_all() -> Iterator[None]:
+    with replaced((HalfBatch, "is_all", True)):
+        yield
+
+
+@mutant("the sets of a fence row are off by one row", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME,
+        **PARTS, per="message")  # fmt: skip
+def _sets_off_by_one() -> Iterator[None]:
+    with_rows = Recorded.with_rows
+
+    def shifted(self: Recorded, rows: RowSet, states: Any, which: pa.Array | None = None) -> Recorded:
+        if which is not None and len(which) > 1:
+            which = pa.concat_arrays([which[1:], which[:1]])
+        return with_rows(self, rows, states, which)
+
+    with replaced((Recorded, "with_rows", shifted)):
+        yield
+
+
+@mutant("a part of an attempt forgets what another part did", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME,
+        A.REFUSED_AGAIN, **PARTS, per="message")  # fmt: skip
+def _parts_forget() -> Iterator[None]:
+    merged = Database.merged
+
+    def alone(self: Database, states: dict[str, str], batch: Any, row: Any) -> tuple[str, bytes | None]:
+        return merged(self, states, batch, None)
+
+    with replaced((Database, "merged", alone)):
+        yield
+
+
+@mutant("a tombstone covers all of an attempt, whatever ran", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME,
+        **PARTS, per="message")  # fmt: skip
+def _tombstone_too_large() -> Iterator[None]:
+    def merged(self: Database, states: dict[str, str], batch: Any, row: Any) -> tuple[str, bytes | None]:
+        return (TOMBSTONE, None) if TOMBSTONE in states.values() else honest(self, states, batch, row)
+
+    honest = Database.merged
+    with replaced((Database, "merged", merged)):
+        yield
+
+
+@mutant("a tombstone is not added to a row that is there", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME,
+        **PARTS | {"pause": 0.15, "zombies": 0.9, "crash": 0.0, "temper_refuses": 0.0}, per="message")  # fmt: skip
+def _tombstone_too_small() -> Iterator[None]:
+    def bury(self: FencedListener, absent: Sequence[str], batch: Any) -> dict[str, str]:
+        if (batch.half_id, batch.attempt) in self.database.fence:
+            return {**dict.fromkeys(absent, TOMBSTONE), **self.recorded(batch)}
+        return honest(self, absent, batch)
+
+    honest = FencedListener.bury
+    with replaced((FencedListener, "bury", bury)):
         yield
 
 
@@ -1204,7 +1271,7 @@ def _half_compaction(careful: bool) -> Patch:
         table.refresh()
         last = {app: log.last_batch_id(app) for app in (s.name for s in self.sources)}
         for half_id in log.half.prepared_after(0):
-            app_id, _, batch_id = half_id.rpartition(":")
+            app_id, _, batch_id = name_of(half_id).rpartition(":")
             record = log.find(app_id, int(batch_id))
             try:
                 state = None if record is None else log.state_of(record)
@@ -1456,8 +1523,8 @@ def _reported_early() -> Iterator[None]:
         turns.spawn(turns.current.process, work)
         return False
 
-    def at_once(self: TwoPhase, header: Any, stage: Any, arg: Any = None) -> Any:
-        outcome = send(self, header, stage, arg)
+    def at_once(self: TwoPhase, *given: Any, **named: Any) -> Any:
+        outcome = send(self, *given, **named)
         outcome.messages = {RowState.COMMITTED: 1}
         return outcome
 

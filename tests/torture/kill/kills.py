@@ -221,9 +221,7 @@ def judge(shop: Shop) -> tuple[int, list[str]]:
             history.note(
                 Kind.LOCAL, half_id=half_id, transaction_id=transaction_id, attempt=attempt, payload=payload_hash(body)
             )  # fmt: skip
-        refused = "SELECT transaction_id, half_id, attempt FROM txmq_fence WHERE state = 'rolled_back'"
-        for transaction_id, of_log, attempt in database.execute(refused):
-            half_id = of_log.partition("@")[0]
+        for half_id, transaction_id, attempt in database.execute("SELECT * FROM refused"):
             history.note(Kind.REFUSED, half_id=half_id, transaction_id=transaction_id, attempt=attempt)
     note_listing(history, shop.log)
     note_log(history, shop.log, left=shop.left)

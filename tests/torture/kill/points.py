@@ -15,7 +15,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,9 @@ from rmq_spark.commitlog.half import HalfHeader
 from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import PRUNED, Who
-from rmq_spark.listeners.sql import STARTED, SqlTransactionListener, _Fence
+from rmq_spark.listeners.fence import Fence
+from rmq_spark.listeners.recorded import STARTED, State
+from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.storage.table import Change, DeltaLogTable
 from rmq_spark.transaction import HalfBatch
@@ -43,7 +45,7 @@ PRODUCER = (
     "send begins",
     "half commit begins",
     "half commit done",
-    "fence rows written",
+    "fence row written",
     "database commits",
     "op file written",
     "op commit begins",
@@ -55,7 +57,7 @@ PRODUCER = (
 CHECKER = (
     "open batches listed",
     "asked",
-    "tombstones written",
+    "tombstone written",
     "tombstones commit",
     "answered",
     "op file written",
@@ -200,7 +202,7 @@ def arm(fate: Fate, folder: Path) -> None:
     _around(CommitLog, "open_half_ids", after="open batches listed")
     _around(DeltaLogTable, "write", after=lambda table, *_, **__: f"{table.name} file written")
     _around(DeltaLogTable, "try_commit", _of_commit("begins"), _of_commit("done"))
-    _around(_Fence, "claim", after=_of_claim)
+    _around(Fence, "claim", after=_of_claim)
     _around(SqlTransactionListener, "_bury", after="tombstones commit")
     _around(SqlTransactionListener, "check_local_transaction", "asked", "answered")
     _around(TwoPhase, "send", "send begins", "sent", of=lambda sink, header, *_, **__: _of_header(header))
@@ -241,8 +243,8 @@ def _of_commit(step: str) -> Callable[..., str]:
     return name
 
 
-def _of_claim(fence: _Fence, connection: sa.Connection, owners: Mapping[str, HalfBatch], state: str) -> str:
-    return "fence rows written" if state == STARTED else "tombstones written"
+def _of_claim(fence: Fence, connection: sa.Connection, batch: HalfBatch, state: State) -> str:
+    return "fence row written" if state.word == STARTED else "tombstone written"
 
 
 def _if_executed(point: str) -> Callable[..., str]:

@@ -116,6 +116,7 @@ class Shop:
         txmq.CommitLog.create(self.log).create_topic(TOPIC, QUEUES)
         with sqlite3.connect(self.database) as database:
             database.execute("CREATE TABLE orders (body TEXT, half_id TEXT, transaction_id TEXT, attempt INTEGER)")
+            database.execute("CREATE TABLE refused (half_id TEXT, transaction_id TEXT, attempt INTEGER)")
         listener(self, self.history(), "main").create_fence()
 
 
@@ -178,6 +179,11 @@ def listener(shop: Shop, history: History, process: str, chance: random.Random |
         ]
         if taken:
             connection.execute(sa.text("INSERT INTO orders VALUES (:body, :half_id, :id, :attempt)"), taken)
+        # What it refuses is written down in the same database transaction.
+        said_no = {r["transaction_id"] for r in rows if r[name] in refused}
+        noted = [{"half_id": batch.half_id, "id": i, "attempt": batch.attempt} for i in sorted(said_no)]
+        if noted:
+            connection.execute(sa.text("INSERT INTO refused VALUES (:half_id, :id, :attempt)"), noted)
         reach("executing", batch)
         if chance is not None and chance.random() < 0.2:
             time.sleep(1.0)

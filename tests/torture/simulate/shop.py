@@ -7,13 +7,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rmq_spark.commitlog.half import name_of
 from rmq_spark.errors import FencedError, FenceError, LocalTransactionError
 from rmq_spark.listener import CommitOncePrepared, TransactionListener, Verdicts
+from rmq_spark.listeners.recorded import EXECUTED, NOTHING, ROLLED_BACK, TOMBSTONE, Recorded, State
 from rmq_spark.transaction import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -21,13 +23,11 @@ from rmq_spark.transaction import (
     HalfBatch,
     LocalTransactionState,
     Rollback,
-    parse_transaction_id,
     verdict_of,
 )
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
 from tests.torture.simulate.scheduler import Scheduler, SimulatedLock
 
-EXECUTED, ROLLED_BACK, TOMBSTONE = "executed", "rolled_back", "tombstone"
 REFUSED = Rollback("its work said no", refused=True)
 Answer = LocalTransactionState | Rollback
 VERDICTS: dict[str, Answer] = {EXECUTED: COMMIT_MESSAGE, ROLLED_BACK: REFUSED, TOMBSTONE: ROLLBACK_MESSAGE}
@@ -52,10 +52,12 @@ class Temper:
     slow_s: float = 45.0
     check_fails: float = 0.0
     check_unknown: float = 0.0
+    check_some_unknown: float = 0.0  # per transaction, although it is known: the rest is decided alone
     poison: str | None = None  # the half batch of this name: its work says UNKNOWN, and no check of it is ever answered
 
     def calm(self) -> None:
-        for name in ("fails_before", "fails_after", "says_unknown", "slow", "check_fails", "check_unknown"):
+        keeps = ("refuses", "slow_s", "poison")
+        for name in (each.name for each in fields(self) if each.name not in keeps):
             setattr(self, name, 0.0)
 
 
@@ -64,8 +66,9 @@ class Database:
 
     def __init__(self, scheduler: Scheduler, history: History, fence_id: str) -> None:
         self.fence_id = fence_id
-        self.fence: dict[str, str] = {}
-        self.written: dict[str, float] = {}  # when each row was written first
+        self.fence: dict[tuple[str, int], tuple[str, bytes | None]] = {}  # by half id and attempt, as columns
+        self.words: dict[str, str] = {}  # what became of each transaction
+        self.written: dict[str, float] = {}  # when the rows of a half batch were written first
         self._history = history
         self._scheduler = scheduler
         self._locks: dict[str, SimulatedLock] = {}
@@ -74,27 +77,56 @@ class Database:
         """One for all rows of a half batch: who claims a row waits for whoever claimed it and has not committed."""
         return self._locks.setdefault(half_id, SimulatedLock(self._scheduler))
 
+    def recorded(self, batch: HalfBatch) -> dict[str, str]:
+        """What the fence says of the transactions of a half batch."""
+        row = self.fence.get((batch.half_id, batch.attempt))
+        if row is None:
+            return {}
+        said = Recorded.read(*row)
+        places = batch.by_transaction(pc.fill_null(said.among(batch.rows), len(said.states)))
+        ids: list[str] = batch.transactions["transaction_id"].to_pylist()
+        words = [*(state.word for state in said.states), None]
+        found = {i: words[place] for i, place in zip(ids, places.to_pylist(), strict=True)}
+        return {i: word for i, word in found.items() if word is not None}
+
     def commit(self, states: dict[str, str], batch: HalfBatch, bodies: Iterable[tuple[str, bytes]]) -> None:
-        """A database transaction: fence rows, and a row for each body, at one moment."""
-        self.fence.update(states)
+        """A database transaction: the fence row, and a row for each body, at one moment."""
+        key = batch.half_id, batch.attempt
+        self.fence[key] = self.merged(states, batch, self.fence.get(key))
+        self.words |= states
         for refused in (i for i, state in states.items() if state == ROLLED_BACK):
             self._history.note(Kind.REFUSED, half_id=batch.half_id, transaction_id=refused, attempt=batch.attempt)
-        for transaction_id in states:
-            self.written.setdefault(transaction_id, self._scheduler.now)
+        self.written.setdefault(batch.half_id, self._scheduler.now)
         for transaction_id, body in bodies:
             self._history.note(
                 Kind.LOCAL, half_id=batch.half_id, transaction_id=transaction_id, attempt=batch.attempt,
                 payload=payload_hash(body),
             )  # fmt: skip
 
+    def merged(
+        self, states: dict[str, str], batch: HalfBatch, row: tuple[str, bytes | None] | None
+    ) -> tuple[str, bytes | None]:
+        """The row of an attempt, with the states of some of its transactions."""
+        distinct = list(dict.fromkeys(states.values()))
+        if row is None and len(distinct) == 1 and len(states) == batch.transactions.num_rows:
+            made = Recorded.of(State(distinct[0]), batch.rows, batch.is_all)
+            return made.state, made.encoded()
+        ids = batch.transactions["transaction_id"].to_pylist()
+        which = batch.by_row(pa.array([distinct.index(states[i]) if i in states else None for i in ids], pa.int32()))
+        said = pc.is_valid(which)
+        before = NOTHING if row is None else Recorded.read(*row)
+        made = before.with_rows(batch.rows.where(said), [State(word) for word in distinct], which.filter(said))
+        return made.state, made.encoded()
+
     def prune(self, still_in_half: Callable[[Collection[str]], set[str]]) -> int:
         """Delete old rows of half batches that have left, as ``SqlTransactionListener.prune`` does."""
         before = self._scheduler.now - 2 * FENCES_S
-        old = {i: parse_transaction_id(i)[0] for i, at in self.written.items() if at <= before}
-        stay = still_in_half(set(old.values())) if old else set()
-        gone = [i for i, half_id in old.items() if half_id not in stay]
-        for transaction_id in gone:  # another one may prune at the same time
-            self.fence.pop(transaction_id, None), self.written.pop(transaction_id, None)
+        old = {half_id for half_id, at in self.written.items() if at <= before}
+        gone = old - still_in_half(old) if old else set()
+        for half_id in gone:  # another one may prune at the same time
+            self.written.pop(half_id, None)
+        for key in [key for key in self.fence if key[0] in gone]:
+            self.fence.pop(key, None)
         return len(gone)
 
 
@@ -153,6 +185,8 @@ class Listener(TransactionListener):
             raise
         if self._happens(self.temper.check_unknown):
             verdicts = [UNKNOWN] * len(ids)
+        if rate := self.temper.check_some_unknown:
+            verdicts = [UNKNOWN if self._happens(rate) else v for v in verdicts]
         self._note(Kind.CHECK, Phase.OK, batch, ids, verdicts)
         self._scheduler.step()
         return self._answer(verdicts)
@@ -203,7 +237,7 @@ class Listener(TransactionListener):
 
 
 class FencedListener(Listener):
-    """A fence row a transaction, in one database transaction with the work; whoever inserts it first wins."""
+    """A fence row an attempt, in one database transaction with the work; whoever inserts it first wins."""
 
     prunes = False  # old fence rows are pruned
 
@@ -216,7 +250,7 @@ class FencedListener(Listener):
         self.require_same_fence(batch)
         bodies = batch.messages(["transaction_id", "body"]).to_pylist()
         with database.lock(batch.half_id):
-            recorded = self.recorded(ids)
+            recorded = self.recorded(batch)
             if TOMBSTONE in recorded.values():
                 if set(recorded.values()) != {TOMBSTONE}:
                     raise LocalTransactionError("some of the transactions ran, and some were rolled back by a check")
@@ -234,7 +268,7 @@ class FencedListener(Listener):
 
     def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[Answer]:
         self.require_same_fence(batch)
-        recorded = self.recorded(ids)
+        recorded = self.recorded(batch)
         absent = [i for i in ids if i not in recorded]
         if absent and self.is_old(batch):
             lock = self.database.lock(batch.half_id)
@@ -248,12 +282,13 @@ class FencedListener(Listener):
 
     def bury(self, absent: Sequence[str], batch: HalfBatch) -> dict[str, str]:
         """Tombstones for those that still have no row."""
-        faster = self.recorded(absent)
-        self.database.commit({i: TOMBSTONE for i in absent if i not in faster}, batch, ())
-        return self.recorded(absent)
+        faster = self.recorded(batch)
+        if late := {i: TOMBSTONE for i in absent if i not in faster}:
+            self.database.commit(late, batch, ())
+        return self.recorded(batch)
 
-    def recorded(self, ids: Sequence[str]) -> dict[str, str]:
-        return {i: self.database.fence[i] for i in ids if i in self.database.fence}
+    def recorded(self, batch: HalfBatch) -> dict[str, str]:
+        return self.database.recorded(batch)
 
     def require_not_too_late(self, batch: HalfBatch) -> None:
         if self.prunes and self._scheduler.machine_s() - batch.prepared_at.timestamp() >= FENCES_S:
@@ -321,8 +356,8 @@ class BareListener(Listener):
         return [VERDICTS[states[i]] for i in ids]
 
     def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[Answer]:
-        fence = self.database.fence
-        return [VERDICTS[fence[i]] if i in fence else ROLLBACK_MESSAGE for i in ids]
+        words = self.database.words
+        return [VERDICTS[words[i]] if i in words else ROLLBACK_MESSAGE for i in ids]
 
 
 class NoListener(CommitOncePrepared):

@@ -538,7 +538,7 @@ class Simulation:
             mask = state.rows_in(tuple(RowState), attempt)
             batch = log.half_batch(record, state, attempt, mask)
             for transaction_id in batch.transactions["transaction_id"].to_pylist():
-                found.add(self.database.fence.get(transaction_id))
+                found.add(self.database.words.get(transaction_id))
         if found == {"executed"}:
             return COMMIT_MESSAGE
         return ROLLBACK_MESSAGE if found <= {"rolled_back", "tombstone"} else None

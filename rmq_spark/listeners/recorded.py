@@ -1,0 +1,183 @@
+"""What a fence row says of an attempt of a half batch: what became of its transactions, by the places of their rows.
+
+All of an attempt is one database transaction most of the time, so a word says it all, and nothing grows with the number
+of transactions. Only where they differ does a row name the places of each: as runs, some bytes for thousands.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark.commitlog.rows import RowSet, bits_of, booleans_of
+from rmq_spark.errors import FenceError
+
+STARTED = "started"
+"""Committed only when work ended the database transaction in its middle. Then no check can answer."""
+EXECUTED = "executed"
+ROLLED_BACK = "rolled_back"
+TOMBSTONE = "tombstone"
+WORDS = (STARTED, EXECUTED, ROLLED_BACK, TOMBSTONE)
+MIXED = "mixed"
+"""In the column ``state``: its transactions differ."""
+
+_CODE = pa.int32()
+
+
+class State(NamedTuple):
+    """What became of a transaction: one of :data:`WORDS`, and why ``work`` rolled it back."""
+
+    word: str
+    reason: str | None = None
+
+
+class Recorded:
+    """What became of rows of an attempt; it never changes.
+
+    Parameters
+    ----------
+    states : sequence of State
+        Distinct ones.
+    files : mapping of int to pyarrow.Int32Array, optional
+        By file number, for each row of the half file the position of its state, null where nothing is known. None: all
+        rows of the half batch have the first state.
+    """
+
+    __slots__ = ("files", "states")
+
+    def __init__(self, states: Sequence[State], files: Mapping[int, pa.Int32Array] | None = None) -> None:
+        self.states = tuple(states)
+        self.files = files
+
+    def __repr__(self) -> str:
+        return f"Recorded({[state.word for state in self.states]}, {'all' if self.files is None else self.files})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recorded) and (self.states, self.files) == (other.states, other.files)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, state: State, rows: RowSet, is_all: bool) -> Recorded:
+        """These rows have one state; ``is_all`` says that the half batch has no others."""
+        return cls([state]) if is_all else NOTHING.with_rows(rows, [state])
+
+    def with_rows(self, rows: RowSet, states: Sequence[State], which: pa.Int32Array | None = None) -> Recorded:
+        """The same, and what became of these rows. ``which`` has the position in ``states`` for each of them in send
+        order; None: all have the first."""
+        if self.files is None:
+            raise FenceError("a fence row that speaks for all rows of a half batch was to be added to")
+        at = {state: n for n, state in enumerate(dict.fromkeys([*self.states, *states]))}
+        codes = pa.array([at[state] for state in states], _CODE)
+        of_rows = pa.repeat(codes[0], rows.count) if which is None else codes.take(which)
+        files, start = dict(self.files), 0
+        for file_no, bits in rows.items():
+            mine = of_rows.slice(start, bits.count(1))
+            start += len(mine)
+            before = files.get(file_no)
+            files[file_no] = pc.replace_with_mask(
+                pa.nulls(len(bits), _CODE) if before is None else before, booleans_of(bits), mine
+            )
+        return Recorded(list(at), files)
+
+    def among(self, rows: RowSet) -> pa.Int32Array:
+        """For each of some rows, in send order, the position of its state; null where nothing is known.
+
+        Raises
+        ------
+        FenceError
+            A half file has another number of rows than the fence says.
+        """
+        if self.files is None:
+            return pa.repeat(pa.scalar(0, _CODE), rows.count)
+        found = []
+        for file_no, bits in rows.items():
+            codes = self.files.get(file_no)
+            if codes is None:
+                found.append(pa.nulls(bits.count(1), _CODE))
+                continue
+            if len(codes) != len(bits):
+                raise FenceError(
+                    f"the fence knows {len(codes)} rows of half file {file_no}, which has {len(bits)}: the database is "
+                    "damaged, or the row was changed by hand"
+                )
+            found.append(codes.filter(booleans_of(bits)))
+        return pa.concat_arrays(found) if found else pa.array([], _CODE)
+
+    def rows_in(self, word: str) -> RowSet | None:
+        """The rows of one state; None: all rows of the half batch."""
+        codes = pa.array([n for n, state in enumerate(self.states) if state.word == word], _CODE)
+        if self.files is None:
+            return None if len(codes) else RowSet()
+        return RowSet({n: bits_of(pc.is_in(of_file, value_set=codes)) for n, of_file in self.files.items()})
+
+    # ------------------------------------------------------------------ as columns
+    @property
+    def state(self) -> str:
+        """The column ``state``, for people: the word of all that is known, or :data:`MIXED`."""
+        words = {state.word for state in self.states}
+        return words.pop() if len(words) == 1 else MIXED
+
+    def encoded(self) -> bytes | None:
+        """The column ``outcome``: runs of rows, compressed; None where :attr:`state` says it all."""
+        if self.files is None and self.states[0].reason is None:
+            return None
+        files = None if self.files is None else {n: _runs(codes) for n, codes in self.files.items()}
+        return zlib.compress(json.dumps({"states": self.states, "files": files}).encode())
+
+    @classmethod
+    def read(cls, state: object, outcome: bytes | None) -> Recorded:
+        """From the columns of a fence row.
+
+        Raises
+        ------
+        FenceError
+            The database is damaged, or the row was changed by hand.
+        """
+        if outcome is None:
+            if state not in WORDS:
+                raise _damaged(f"it says {state!r}, which is not one of {', '.join(WORDS)}")
+            return cls([State(str(state))])
+        try:
+            said = json.loads(zlib.decompress(outcome))
+            states = [State(word, reason) for word, reason in said["states"]]
+            files = said["files"]
+            codes = None if files is None else {int(n): _of_runs(*runs) for n, runs in files.items()}
+        except (zlib.error, ValueError, TypeError, KeyError, pa.ArrowException) as problem:
+            raise _damaged(f"its outcome cannot be read ({type(problem).__name__})") from problem
+        used = {0} if codes is None else {c for of_file in codes.values() for c in pc.unique(of_file).to_pylist()}
+        found = cls(states, codes)
+        if (
+            not used <= {None, *range(len(states))}
+            or not {s.word for s in states} <= set(WORDS)
+            or found.state != state
+        ):
+            raise _damaged(f"it says {state!r}, and its outcome {sorted({str(s.word) for s in states})}")
+        return found
+
+
+NOTHING = Recorded([], {})
+
+
+def _damaged(what: str) -> FenceError:
+    return FenceError(f"{what}: the database is damaged, or the row was changed by hand")
+
+
+def _runs(codes: pa.Int32Array) -> tuple[list[int], list[int | None]]:
+    """The length and the code of each run."""
+    runs = pc.run_end_encode(codes)
+    ends = runs.run_ends.to_pylist()
+    return [end - start for start, end in pairwise([0, *ends])], runs.values.to_pylist()
+
+
+def _of_runs(lengths: Sequence[int], codes: Sequence[int | None]) -> pa.Int32Array:
+    if len(lengths) != len(codes) or any(type(length) is not int or length <= 0 for length in lengths):
+        raise ValueError("the runs of rows have no length")
+    ends = pa.array(accumulate(lengths), pa.int32())
+    return pc.run_end_decode(pa.RunEndEncodedArray.from_arrays(ends, pa.array(codes, _CODE)))

@@ -1,0 +1,172 @@
+"""A listener and an inbox go to another process as what they were made from, and connect there."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import sqlalchemy as sa
+from pyspark import cloudpickle
+
+import rmq_spark as txmq
+from rmq_spark.errors import InboxConflictError, ListenerError
+from rmq_spark.listeners.database import Database
+from rmq_spark.testing import InMemoryCommitLog
+from tests.half_batches import commit, make_log, prepare
+from tests.inboxes import count_each, make_database, results
+
+SECRET = "hunter2-hunter2"
+VARIABLE = "TXMQ_TEST_DATABASE"
+WITH_PASSWORD = f"postgresql+psycopg://me:{SECRET}@db.example/shop?application_name={SECRET}"
+
+
+def keep(connection: sa.Connection, batch: txmq.HalfBatch) -> None:
+    bodies = [body.decode() for body in batch.messages(["body"])["body"].to_pylist()]
+    connection.execute(sa.text("insert into kept values (:body)"), [{"body": body} for body in bodies])
+
+
+def keep_or_refuse(connection: sa.Connection, transaction: txmq.HalfTransaction) -> Any:
+    if transaction.transaction_key == "b":
+        return txmq.ROLLBACK_MESSAGE
+    connection.execute(sa.text("insert into kept values (:body)"), {"body": transaction.transaction_key})
+    return None
+
+
+def url_with_password() -> str:
+    return WITH_PASSWORD
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    url = f"sqlite:///{tmp_path}/kept.db"
+    with sa.create_engine(url).begin() as connection:
+        connection.exec_driver_sql("create table kept (body text)")
+    return url
+
+
+def send_with(listener: txmq.SqlTransactionListener, url: str) -> tuple[list[str], list[str]]:
+    """What is in the table, and which messages are visible, when two keys were sent with a listener."""
+    log = InMemoryCommitLog(topics={"orders": 1})
+    messages = pa.table({"body": ["a", "b"], "k": ["a", "b"]})
+    with txmq.TransactionMQProducer(log, "shop", listener, check_interval=None) as producer:
+        producer.send_messages_in_transaction(messages, topic="orders", transaction_key="k")
+    with sa.create_engine(url).connect() as connection:
+        kept = sorted(connection.exec_driver_sql("select body from kept").scalars())
+    return kept, sorted(body.decode() for body in log.read("orders")["body"].to_pylist())
+
+
+@pytest.mark.parametrize("door", [pickle.dumps, cloudpickle.dumps])
+def test_a_listener_arrives_with_its_work_and_its_settings(url: str, door: Callable[[object], bytes]) -> None:
+    listener = txmq.SqlTransactionListener(
+        url, keep_or_refuse, per_transaction=True, rollback_after=7, fence_table="my_fence"
+    )
+    fence_id = listener.create_fence()
+    arrived = pickle.loads(door(listener))
+    assert repr(arrived) == repr(listener)
+    assert (arrived.rollback_after_s, arrived.store_id) == (7.0, fence_id)
+    assert send_with(arrived, url) == (["a"], ["a"])
+
+
+def test_a_listener_that_only_answers_checks_arrives_as_one(url: str) -> None:
+    arrived = pickle.loads(pickle.dumps(txmq.SqlTransactionListener(url)))
+    assert arrived.only_checks
+    with pytest.raises(ListenerError, match="answers checks and has no local transaction to run"):
+        send_with(arrived, url)
+
+
+def test_a_function_and_work_of_a_notebook_go_along(url: str) -> None:
+    """Plain pickle cannot take them; Spark Connect's can."""
+    listener = txmq.SqlTransactionListener(lambda: url, lambda connection, batch: keep(connection, batch))
+    listener.create_fence()
+    assert send_with(pickle.loads(cloudpickle.dumps(listener)), url) == (["a", "b"], ["a", "b"])
+
+
+def test_the_process_that_uses_it_looks_up_the_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the fence's id, which this process has read in another database."""
+    monkeypatch.setenv(VARIABLE, f"{url}-of-another-machine")
+    listener = txmq.SqlTransactionListener(f"env:{VARIABLE}", keep)
+    elsewhere = listener.create_fence()
+    sent = pickle.dumps(listener)
+    monkeypatch.setenv(VARIABLE, url)
+    here = txmq.create_fence(f"env:{VARIABLE}")
+    arrived = pickle.loads(sent)
+    assert arrived.store_id == here != elsewhere
+    assert send_with(arrived, url) == (["a", "b"], ["a", "b"])
+
+
+@pytest.mark.parametrize("address", [f"env:{VARIABLE}", url_with_password])
+def test_a_password_that_is_looked_up_does_not_travel_and_is_not_shown(
+    address: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, WITH_PASSWORD)
+    for made in (txmq.SqlTransactionListener(address, keep), txmq.SqlInbox(address, "points", count_each)):
+        database = made if isinstance(made, Database) else made._fence
+        _ = database.engine  # it has looked the URL up
+        assert "me:***@db.example/shop" in repr(made)
+        assert SECRET not in repr(made)
+        assert SECRET.encode() not in pickle.dumps(made)
+        unused = repr(pickle.loads(pickle.dumps(made)))
+        assert "env:TXMQ_TEST_DATABASE" in unused or "url_with_password()" in unused
+
+
+@pytest.mark.parametrize("door", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_engine_stays_in_its_process(door: Callable[[object], object]) -> None:
+    engine = sa.create_engine(WITH_PASSWORD)
+    said = (
+        r"the engine of postgresql\+psycopg://\*\*\*@db.example/shop cannot go to another process, because it holds "
+        r"connections: in its place give the database's URL, 'env:NAME', or a function that returns the URL$"
+    )
+    inbox = txmq.SqlInbox(url_or_engine=engine, group="points", work=count_each)
+    with pytest.raises(ListenerError, match=said):
+        door(inbox)
+    listener = txmq.SqlTransactionListener(engine, keep)
+    if door is not copy.copy:  # a copy in this process shares the engine
+        with pytest.raises(ListenerError, match=said):
+            door(listener)
+
+
+def test_an_inbox_arrives_with_its_work_and_its_settings(tmp_path: Path) -> None:
+    url, log = make_database(tmp_path), make_log("delta", tmp_path / "log", orders=2)
+    inbox = txmq.SqlInbox(f"env:{VARIABLE}", "points", count_each, table="my_inbox", log=log)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(VARIABLE, url)
+        inbox.create()
+        commit(log, prepare(log, 0, 4))
+        arrived = pickle.loads(pickle.dumps(inbox))
+        assert (arrived.apply(log.read("orders")), inbox.apply(log.read("orders"))) == (4, 0)
+        assert arrived.positions() == inbox.positions() != {}
+        assert len(results(url)) == 4
+        other = make_log("delta", tmp_path / "other", orders=2)
+        stranger = pickle.loads(pickle.dumps(txmq.SqlInbox(url, "points", count_each, table="my_inbox", log=other)))
+        with pytest.raises(InboxConflictError, match=f"{log.id}, and the messages come from log {other.id}"):
+            stranger.apply(log.read("orders"))
+
+
+def refuse() -> str:
+    raise PermissionError(f"no secret for {WITH_PASSWORD}")
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        (f"env:{VARIABLE}", f"the environment variable {VARIABLE}, .*, is not set in this process: set it where"),
+        ("env:", "'env:' is not followed by the name of an environment variable"),
+        (f"env:{WITH_PASSWORD}", "'env:' is not followed by the name of an environment variable"),
+        (lambda name: name, r"<lambda>\(\) cannot give the database's URL: a function without arguments"),
+        (refuse, r"refuse\(\), which gives the database's URL, raised PermissionError: no secret for"),
+        (lambda: None, r"<lambda>\(\) returned NoneType: the database's URL is expected"),
+        (lambda: f"postgresql://me:p@{SECRET}@db.example", "has an @ in its password"),
+        (lambda: "oracle://host/shop", "use SQLite, PostgreSQL, MariaDB or MySQL"),
+    ],
+)
+def test_what_gives_no_url_is_named(address: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(ListenerError, match=said) as caught:
+        txmq.SqlTransactionListener(address, keep).create_fence()
+    assert SECRET not in str(caught.value)
+    assert SECRET not in str(caught.value.__cause__ or "")
