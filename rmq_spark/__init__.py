@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rmq_spark.listeners.sql import HalfTransaction as HalfTransaction
     from rmq_spark.listeners.sql import SqlTransactionListener as SqlTransactionListener
     from rmq_spark.listeners.sql import create_fence as create_fence
+    from rmq_spark.listeners.table import TableListener as TableListener
     from rmq_spark.message import Message as Message
     from rmq_spark.message import MessageExt as MessageExt
     from rmq_spark.relay.kafka import KafkaRelay as KafkaRelay
@@ -78,6 +79,7 @@ _WHERE = {
     "TransactionListener": "listener",
     "DeltaTransactionListener": "listeners.delta",
     "SqlTransactionListener": "listeners.sql",
+    "TableListener": "listeners.table",
     "HalfTransaction": "listeners.sql",
     "create_fence": "listeners.sql",
     "KafkaRelay": "relay.kafka",

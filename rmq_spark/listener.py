@@ -76,6 +76,10 @@ class TransactionListener(ABC):
     requires_spark = False
     """True for a listener that needs a Spark session. ``format("txmq")`` refuses it, because it commits without one."""
 
+    needs_single_transactions = False
+    """True for a listener that rolls back some messages of a half batch: sinks refuse it for half batches that are one
+    transaction."""
+
     only_checks = False
     """True for a listener that answers checks and has no local transaction to run. Sends that need one refuse it."""
 
@@ -84,6 +88,10 @@ class TransactionListener(ABC):
     keeps it, and only a listener of the same store is asked about that. Of a listener with a fence it is the fence's
     id. None: listeners of the group that name no store answer for each other. A class or an instance sets it, to at
     most 200 printable characters."""
+
+    def require_ready(self) -> None:  # noqa: B027 - most have nothing to look at
+        """Raise when the local transaction could not run: a table is missing. It is called before each half batch is
+        prepared, and never for a check."""
 
     @abstractmethod
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
@@ -170,6 +178,16 @@ def require_executing(listener: TransactionListener, where: str) -> TransactionL
     return listener
 
 
+def require_transactions_for(listener: TransactionListener, transaction_per: str, where: str) -> TransactionListener:
+    """Return the listener, or raise ListenerError when it needs more than one transaction in a half batch."""
+    if listener.needs_single_transactions and transaction_per == BATCH:
+        raise ListenerError(
+            f"{where}: {listener!r} rolls back messages that do not fit, and here a whole micro-batch is one "
+            "transaction: set transactionKey, or transactionPer=message"
+        )
+    return listener
+
+
 NO_LISTENER_FENCE = "none"
 """Kept as the store of half batches with ``transactionListener=none``. Any check commits them, whichever listeners it
 has."""
@@ -200,6 +218,12 @@ def store_id_of(listener: TransactionListener) -> str | None:
     if found is not None and not isinstance(listener, CommitOncePrepared):
         _require_store_id(found, type(listener).__name__)
     return found
+
+
+def store_id_to_send(listener: TransactionListener) -> str | None:
+    """Return the store of a listener whose local transaction is to run."""
+    listener.require_ready()
+    return store_id_of(listener)
 
 
 def _require_store_id(found: object, where: str) -> None:

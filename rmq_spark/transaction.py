@@ -644,11 +644,14 @@ _TYPES = {
 }  # fmt: skip
 
 
-def _arrow_schema(ddl: str) -> pa.Schema:
+def arrow_schema(schema: str | pa.Schema) -> pa.Schema:
+    """Read Spark's DDL, or return an Arrow schema as it is."""
+    if not isinstance(schema, str):
+        return schema
     fields = []
-    for part in re.split(r",(?![^(<]*[)>])", ddl):
+    for part in re.split(r",(?![^(<]*[)>])", schema):
         name, _, kind = part.strip().partition(" ")
-        fields.append((name, _arrow_type(kind.strip().lower(), ddl)))
+        fields.append((name, _arrow_type(kind.strip().lower(), schema)))
     return pa.schema(fields)
 
 
@@ -684,26 +687,37 @@ def decode_json(
     """
     if on_error not in (RAISE, NULL):
         raise OptionError(f"on_error={on_error!r} is not one of {RAISE!r}, {NULL!r}")
-    target = _arrow_schema(schema) if isinstance(schema, str) else schema
-    if len(bodies) == 0:
-        return target.empty_table()
-    text = pa.chunked_array(bodies).combine_chunks() if isinstance(bodies, list) else bodies.combine_chunks()
-    bad = _no_objects(text)
-    if not bad:
-        with suppress(pa.ArrowInvalid):
-            return _read_objects(text, target)
-    parts, rows = _read_good(text, target, bad, BAD_COUNTED_MAX if on_error == RAISE else len(text))
+    target = arrow_schema(schema)
+    table, bad = read_bodies(bodies, target, BAD_COUNTED_MAX if on_error == RAISE else None)
     if bad and on_error == RAISE:
         first = min(bad)
         name = "" if name_of is None else f" ({name_of(first)})"
         count = f"{BAD_COUNTED_MAX:,} or more" if len(bad) >= BAD_COUNTED_MAX else f"{len(bad):,}"
         raise MessageError(
             f"the body of row {first}{name} is not a JSON object of schema {_in_words(target)}: {bad[first]}. Of "
-            f"{len(text):,} bodies {count} cannot be decoded; on_error='null' makes nulls of all their fields"
+            f"{len(bodies):,} bodies {count} cannot be decoded; on_error='null' makes nulls of all their fields"
         )
+    return table
+
+
+def read_bodies(
+    bodies: pa.ChunkedArray, target: pa.Schema, bad_max: int | None = None
+) -> tuple[pa.Table, dict[int, str]]:
+    """Return a row for each JSON body, and why some bodies cannot be read: by their rows, all whose fields are null.
+
+    With ``bad_max`` it looks for no more than so many of these, and takes what follows for null.
+    """
+    if len(bodies) == 0:
+        return target.empty_table(), {}
+    text = pa.chunked_array(bodies).combine_chunks() if isinstance(bodies, list) else bodies.combine_chunks()
+    bad = _no_objects(text)
+    if not bad:
+        with suppress(pa.ArrowInvalid):
+            return _read_objects(text, target), bad
+    parts, rows = _read_good(text, target, bad, len(text) if bad_max is None else bad_max)
     # Rows of which nothing was read get a null index, and so nulls.
     index = pc.index_in(pa.array(range(len(text)), pa.int64()), value_set=pa.array(rows, pa.int64()))
-    return pa.concat_tables([*parts, target.empty_table()]).take(index) if rows else _nulls(target, len(text))
+    return pa.concat_tables([*parts, target.empty_table()]).take(index) if rows else _nulls(target, len(text)), bad
 
 
 def _no_objects(bodies: pa.Array) -> dict[int, str]:
@@ -714,7 +728,7 @@ def _no_objects(bodies: pa.Array) -> dict[int, str]:
     """
     begins = pc.match_substring_regex(bodies, r"^\s*\{")
     goes_on = pc.match_substring_regex(bodies, r"\}\s*[^\s,\]}]")  # something follows a }, which may be in a string
-    found: dict[int, str] = {}
+    found = _no_texts(bodies)
     for row in pc.indices_nonzero(pc.or_(pc.invert(begins), goes_on)).to_pylist():
         body = bodies[row].as_py()
         try:
@@ -723,6 +737,20 @@ def _no_objects(bodies: pa.Array) -> dict[int, str]:
                 found[row] = f"it is {type(made).__name__}" if made is not None else "it is null"
         except (ValueError, RecursionError) as problem:
             found[row] = str(problem)
+    return found
+
+
+def _no_texts(bodies: pa.Array) -> dict[int, str]:
+    """Return the rows of bodies that are no UTF-8, which pyarrow's reader takes for texts."""
+    with suppress(pa.ArrowInvalid):
+        pc.cast(bodies, pa.string())
+        return {}
+    found: dict[int, str] = {}
+    for row, body in enumerate(bodies.cast(pa.binary()).to_pylist()):
+        try:
+            (body or b"").decode()
+        except UnicodeDecodeError as problem:
+            found[row] = f"it is not UTF-8: {problem.reason} at byte {problem.start}"
     return found
 
 

@@ -428,7 +428,8 @@ GROUPS_OF_NAMES: Mapping[str, tuple[str, str]] = {
     "python-listeners": (
         "Python: listeners and verdicts",
         "TransactionListener HalfBatch LocalTransactionState COMMIT_MESSAGE ROLLBACK_MESSAGE UNKNOWN "
-        "PerMessageListener SqlTransactionListener HalfTransaction Rollback create_fence DeltaTransactionListener",
+        "PerMessageListener SqlTransactionListener TableListener HalfTransaction Rollback create_fence "
+        "DeltaTransactionListener",
     ),
     "python-consuming": (
         "Python: consuming",
@@ -453,6 +454,7 @@ NOT_FOR_USERS: Mapping[str, frozenset[str]] = {
         "EachMessage": "each",
         "SqlInbox": "apply where transaction connect refuse_unsafe",
         "SqlTransactionListener": "machine enlist",
+        "TableListener": "machine enlist",
     }.items()
 }
 """Methods that only other modules of the package call."""

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rmq_spark.listeners.delta import DeltaTransactionListener
     from rmq_spark.listeners.sql import HalfTransaction, SqlTransactionListener, create_fence
+    from rmq_spark.listeners.table import TableListener
 
 __all__ = [
     "DeltaTransactionListener",
     "HalfTransaction",
     "SqlTransactionListener",
+    "TableListener",
     "create_fence",
 ]
 
@@ -24,6 +26,7 @@ _MODULES = {
     "DeltaTransactionListener": "rmq_spark.listeners.delta",
     "HalfTransaction": "rmq_spark.listeners.sql",
     "SqlTransactionListener": "rmq_spark.listeners.sql",
+    "TableListener": "rmq_spark.listeners.table",
     "create_fence": "rmq_spark.listeners.sql",
 }
 

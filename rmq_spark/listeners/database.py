@@ -34,6 +34,10 @@ BACKENDS = ("sqlite", "postgresql", "mariadb", "mysql")
 _LOCK_STATES = frozenset({"55P03", "40001", "40P01"})
 # MariaDB and MySQL: lock wait timeout, deadlock, and a row that was taken or changed since the snapshot.
 _LOCK_NUMBERS = frozenset({1205, 1213, 1020, 3572})
+# SQLSTATE's classes "data exception" and "integrity constraint violation".
+_VALUE_CLASSES = frozenset({"22", "23"})
+# MariaDB's and MySQL's constraints (CHECK), which their drivers do not tell from a server that is down.
+_VALUE_NUMBERS = frozenset({3819, 4025})
 # invalid_savepoint_specification, no_active_sql_transaction; ER_SP_DOES_NOT_EXIST.
 _NO_SAVEPOINT_STATES = frozenset({"3B001", "25P01"})
 _NO_SAVEPOINT_NUMBER = 1305
@@ -635,6 +639,17 @@ def is_lock_problem(problem: sa.exc.DBAPIError) -> bool:
         return True
     # SQLite: "database is locked", "database table is locked: ...". Error codes came with Python 3.11.
     return type(cause).__module__.startswith("sqlite3") and "is locked" in str(cause)
+
+
+def is_refused_value(problem: sa.exc.StatementError) -> bool:
+    """Return True when the database, or SQLAlchemy, refuses a value of a row: others may be taken."""
+    cause = problem.orig
+    if not isinstance(problem, sa.exc.DBAPIError):
+        return type(problem) is sa.exc.StatementError
+    if is_lock_problem(problem):
+        return False
+    of_a_value = (_sqlstate_of(cause) or "")[:2] in _VALUE_CLASSES or _error_number(cause) in _VALUE_NUMBERS
+    return of_a_value or isinstance(problem, (sa.exc.IntegrityError, sa.exc.DataError))
 
 
 def _error_number(cause: BaseException | None) -> int | None:

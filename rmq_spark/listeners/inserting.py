@@ -3,7 +3,8 @@
 PostgreSQL takes them by COPY in its binary format, made from Arrow without a loop over rows::
 
     each column has just the table's type        rows ─▶ COPY ─▶ the table
-    the server has to convert some               rows ─▶ COPY ─▶ a temporary table ─▶ INSERT … SELECT ─▶ the table
+    the server has to convert some, or a key     rows ─▶ COPY ─▶ a temporary table ─▶ INSERT … SELECT ─▶ the table
+    may be in the table already
     lists and structs; no psycopg, no pgpq       rows ─▶ INSERT of many rows
 
 The encoder does not know the table: bytes of another type would be stored as a wrong value, and no error. So each
@@ -12,7 +13,7 @@ column is compared with the catalogue first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -25,6 +26,8 @@ import rmq_spark.listeners.database  # noqa: F401 - it says what to install when
 from rmq_spark.errors import ListenerError, MessageError
 
 import sqlalchemy as sa  # isort: skip
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.engine.interfaces import ReflectedColumn
 
 AT_ONCE = 10_000
 """Rows of one INSERT, and of one piece of a COPY."""
@@ -64,7 +67,34 @@ class _Column(NamedTuple):
     written: str
 
 
-def insert(connection: sa.Connection, table: str, rows: pa.Table, schema: str | None = None) -> int:
+class Conflict(NamedTuple):
+    """What becomes of a row whose key is in the table already. No two rows may have the same key.
+
+    Attributes
+    ----------
+    key : sequence of str
+        The columns of the unique key. MariaDB and MySQL look at every unique key of the table; so do others where it is
+        empty, which is possible without an update.
+    update : sequence of str
+        The columns of the row that is there which get the values of the new one. When there are none, the new row is
+        left out.
+    keeps : bool
+        A column stays as it is where the new row has null.
+    """
+
+    key: Sequence[str]
+    update: Sequence[str] = ()
+    keeps: bool = False
+
+
+def insert(
+    connection: sa.Connection,
+    table: str,
+    rows: pa.Table,
+    schema: str | None = None,
+    conflict: Conflict | None = None,
+    known: sa.Table | None = None,
+) -> int:
     """Insert rows into a table. They are there when the open database transaction commits.
 
     Parameters
@@ -76,6 +106,10 @@ def insert(connection: sa.Connection, table: str, rows: pa.Table, schema: str | 
         Its columns are some of the table's, by name. Columns that it lacks get the table's defaults.
     schema : str, optional
         The database schema of the table.
+    conflict : Conflict, optional
+        Without it the database refuses a row whose key is there.
+    known : sqlalchemy.Table, optional
+        What :func:`as_table` made of the table, which need not be looked up again then.
 
     Returns
     -------
@@ -99,20 +133,85 @@ def insert(connection: sa.Connection, table: str, rows: pa.Table, schema: str | 
         _require_columns(rows, table, list(columns))
         _require_storable(rows)
         if _can_copy(connection, rows):
-            _copy(connection, table, schema, rows, columns)
+            _copy(connection, table, schema, rows, columns, conflict)
             return int(rows.num_rows)
-    _insert_many(connection, table, schema, rows)
+    _insert_many(connection, table, schema, rows, conflict, known)
     return int(rows.num_rows)
 
 
-def _insert_many(connection: sa.Connection, table: str, schema: str | None, rows: pa.Table) -> None:
+def columns_of(connection: sa.Connection, table: str, schema: str | None) -> list[ReflectedColumn]:
+    """Return the table's columns, as the database's catalogue has them, or raise ListenerError when there is none."""
     try:
-        target = sa.Table(table, sa.MetaData(), schema=schema, autoload_with=connection)
+        return sa.inspect(connection).get_columns(table, schema=schema)
     except sa.exc.NoSuchTableError:
         raise _no_table(connection, table, schema) from None
+
+
+def as_table(table: str, schema: str | None, columns: Sequence[ReflectedColumn]) -> sa.Table:
+    """Return a table of SQLAlchemy with these columns, and no more of the catalogue."""
+    return sa.Table(
+        table, sa.MetaData(), *(sa.Column(c["name"], _bound_type(c["type"])) for c in columns), schema=schema
+    )
+
+
+def _bound_type(kind: sa.types.TypeEngine[Any]) -> sa.types.TypeEngine[Any]:
+    return type(kind)(none_as_null=True) if isinstance(kind, sa.JSON) else kind  # a null is not the JSON value null
+
+
+def _insert_many(
+    connection: sa.Connection,
+    table: str,
+    schema: str | None,
+    rows: pa.Table,
+    conflict: Conflict | None = None,
+    known: sa.Table | None = None,
+) -> None:
+    target = as_table(table, schema, columns_of(connection, table, schema)) if known is None else known
     _require_columns(rows, table, [column.name for column in target.columns])
+    statement = _statement(connection.dialect.name, _taking_texts(target, rows), rows.column_names, conflict)
     for start in range(0, rows.num_rows, AT_ONCE):
-        connection.execute(target.insert(), rows.slice(start, AT_ONCE).to_pylist())
+        connection.execute(statement, rows.slice(start, AT_ONCE).to_pylist())
+
+
+class _JsonText(sa.TypeDecorator[Any]):
+    """JSON that is a text already, as COPY takes it. SQLAlchemy's own type would make a JSON string of the text."""
+
+    impl = sa.JSON
+    cache_ok = True
+
+    def bind_processor(self, dialect: sa.Dialect) -> None:
+        return None
+
+
+def _taking_texts(target: sa.Table, rows: pa.Table) -> sa.Table:
+    """The table for rows whose JSON columns are texts."""
+    texts = [f.name for f in rows.schema if kinds.is_string(f.type) or kinds.is_large_string(f.type)]
+    if not any(isinstance(target.columns[name].type, sa.JSON) for name in texts):
+        return target
+    columns = [
+        sa.Column(c.name, _JsonText() if c.name in texts and isinstance(c.type, sa.JSON) else c.type)
+        for c in target.columns
+    ]
+    return sa.Table(target.name, sa.MetaData(), *columns, schema=target.schema)
+
+
+def _statement(dialect: str, target: sa.Table, names: Sequence[str], conflict: Conflict | None) -> sa.Insert:
+    if conflict is None:
+        return target.insert()
+    there = target.columns
+    update = [name for name in conflict.update if name in names]
+    if dialect in ("mariadb", "mysql"):
+        into = mysql.insert(target)
+        new = into.inserted
+        # Nothing changes when a column of the row that is there gets the value that it has.
+        values = {name: sa.func.coalesce(new[name], there[name]) if conflict.keeps else new[name] for name in update}
+        return into.on_duplicate_key_update(values or {names[0]: there[names[0]]})
+    made = (postgresql.insert if dialect == "postgresql" else sqlite.insert)(target)
+    if not update:
+        return made.on_conflict_do_nothing(index_elements=list(conflict.key) or None)
+    new = made.excluded
+    values = {name: sa.func.coalesce(new[name], there[name]) if conflict.keeps else new[name] for name in update}
+    return made.on_conflict_do_update(index_elements=list(conflict.key), set_=values)
 
 
 def _require_columns(rows: pa.Table, table: str, there: Sequence[str]) -> None:
@@ -133,20 +232,26 @@ def _no_table(connection: sa.Connection, table: str, schema: str | None) -> List
 
 def _require_storable(rows: pa.Table) -> None:
     """Raise MessageError for what PostgreSQL cannot keep, with the first row that has it."""
+    for name, what, wrong in unstorable(rows):
+        if (row := pc.index(wrong, True).as_py()) >= 0:
+            raise MessageError(f"column {name!r} has {what} in row {row}, which PostgreSQL cannot keep")
+
+
+def unstorable(rows: pa.Table) -> Iterator[tuple[str, str, pa.ChunkedArray]]:
+    """Yield what a column may have that PostgreSQL cannot keep, and which rows have it: the column's name, words and
+    booleans."""
     for name, column in zip(rows.column_names, rows.columns, strict=True):
-        wrong: Any = None
         if kinds.is_string(column.type) or kinds.is_large_string(column.type):
-            wrong, what = pc.match_substring(column, "\x00"), "a NUL character"
+            yield name, "a NUL character", pc.fill_null(pc.match_substring(column, "\x00"), False)
         elif kinds.is_timestamp(column.type):
             at = pc.cast(pc.cast(column, pa.timestamp("us", column.type.tz), safe=False), pa.int64())
-            wrong, what = pc.or_(pc.less(at, _FIRST_US), pc.greater(at, _LAST_US)), "a time outside of 1 to 9999"
-        if wrong is not None and (row := pc.index(pc.fill_null(wrong, False), True).as_py()) >= 0:
-            raise MessageError(f"column {name!r} has {what} in row {row}, which PostgreSQL cannot keep")
+            wrong = pc.or_(pc.less(at, _FIRST_US), pc.greater(at, _LAST_US))
+            yield name, "a time outside of 1 to 9999", pc.fill_null(wrong, False)
 
 
 # ------------------------------------------------------------------ COPY
 def _columns_of(connection: sa.Connection, table: str, schema: str | None) -> dict[str, _Column]:
-    found = connection.execute(_COLUMNS, {"name": _quoted(connection, table, schema)}).all()
+    found = connection.execute(_COLUMNS, {"name": _as_sent(_quoted(connection, table, schema))}).all()
     if not found:
         raise _no_table(connection, table, schema)
     return {name: _Column(kind, written) for name, kind, written in found}
@@ -155,6 +260,12 @@ def _columns_of(connection: sa.Connection, table: str, schema: str | None) -> di
 def _quoted(connection: sa.Connection, table: str, schema: str | None) -> str:
     quote = connection.dialect.identifier_preparer.quote_identifier
     return quote(table) if schema is None else f"{quote(schema)}.{quote(table)}"
+
+
+def _as_sent(statement: str) -> str:
+    """A statement, or a part, as the server shall get it: quoted names have each % twice, for a driver that reads
+    parameters."""
+    return statement.replace("%%", "%")
 
 
 def _can_copy(connection: sa.Connection, rows: pa.Table) -> bool:
@@ -171,23 +282,101 @@ def _carrier_of(kind: pa.DataType) -> str | None:
 
 
 def _copy(
-    connection: sa.Connection, table: str, schema: str | None, rows: pa.Table, columns: Mapping[str, _Column]
+    connection: sa.Connection,
+    table: str,
+    schema: str | None,
+    rows: pa.Table,
+    columns: Mapping[str, _Column],
+    conflict: Conflict | None,
 ) -> None:
     quote = connection.dialect.identifier_preparer.quote_identifier
     target, names = _quoted(connection, table, schema), [quote(name) for name in rows.column_names]
     wanted = [columns[name].kind for name in rows.column_names]
-    if all(kind in _TYPES and _TYPES[kind][1](_plain(c.type)) for kind, c in zip(wanted, rows.columns, strict=True)):
+    same = all(kind in _TYPES and _TYPES[kind][1](_plain(c.type)) for kind, c in zip(wanted, rows.columns, strict=True))
+    if same and conflict is None:
         _copy_into(connection, target, names, wanted, rows)
         return
-    staged, numbers = quote(f"txmq_{uuid4().hex[:16]}"), [f"c{i}" for i in range(rows.num_columns)]
+    staged, source = _stage(connection, rows, columns)
+    into = f"INSERT INTO {target} AS txmq_there ({', '.join(names)}) {source}"
+    connection.exec_driver_sql(into + _on_conflict(quote, rows.column_names, conflict))
+    connection.exec_driver_sql(f"DROP TABLE {staged}")
+
+
+def _stage(
+    connection: sa.Connection, rows: pa.Table, columns: Mapping[str, _Column], units: pa.Array | None = None
+) -> tuple[str, str]:
+    """Copy rows into a temporary table, with a number for each where these are given, which is its column ``unit``.
+    Returns its name, and the SELECT of what it has with the types of the columns."""
+    staged = connection.dialect.identifier_preparer.quote_identifier(f"txmq_{uuid4().hex[:16]}")
+    numbers = [f"c{i}" for i in range(rows.num_columns)]
     carriers = [str(_carrier_of(column.type)) for column in rows.columns]
+    # Without its length: what is longer than a varchar(n) is refused when it is assigned, and a cast would cut it.
+    casts = [f"CAST({n} AS {columns[c].written})" for n, c in zip(numbers, rows.column_names, strict=True)]
+    if units is not None:
+        numbers, carriers, rows = [*numbers, "unit"], [*carriers, "int8"], rows.append_column("", units)
     fields = ", ".join(f"{n} {carrier}" for n, carrier in zip(numbers, carriers, strict=True))
     connection.exec_driver_sql(f"CREATE TEMPORARY TABLE {staged} ({fields}) ON COMMIT DROP")
     _copy_into(connection, staged, numbers, carriers, rows)
-    # Without its length: what is longer than a varchar(n) is refused when it is assigned, and a cast would cut it.
-    casts = [f"CAST({n} AS {columns[c].written})" for n, c in zip(numbers, rows.column_names, strict=True)]
-    connection.exec_driver_sql(f"INSERT INTO {target} ({', '.join(names)}) SELECT {', '.join(casts)} FROM {staged}")
-    connection.exec_driver_sql(f"DROP TABLE {staged}")
+    return staged, f"SELECT {', '.join(casts)} FROM {staged}"
+
+
+def can_insert_each(connection: sa.Connection, rows: pa.Table) -> bool:
+    """Whether :func:`insert_each` can be used."""
+    return connection.dialect.name == "postgresql" and _can_copy(connection, rows)
+
+
+def insert_each(
+    connection: sa.Connection,
+    table: str,
+    rows: pa.Table,
+    units: pa.Array,
+    schema: str | None,
+    conflict: Conflict | None,
+) -> dict[int, str]:
+    """Insert rows unit by unit, each in a savepoint of its own, by a loop within PostgreSQL.
+
+    Parameters
+    ----------
+    units : pyarrow.Array of int32
+        The unit of each row. They are inserted in the order in which they first appear.
+
+    Returns
+    -------
+    dict
+        What PostgreSQL said of the units that it refused.
+    """
+    quote = connection.dialect.identifier_preparer.quote_identifier
+    target, names = _quoted(connection, table, schema), ", ".join(quote(name) for name in rows.column_names)
+    distinct = pc.unique(units)
+    staged, source = _stage(
+        connection, rows, _columns_of(connection, table, schema), pc.cast(pc.index_in(units, distinct), pa.int64())
+    )
+    refused, body = quote(f"txmq_{uuid4().hex[:16]}"), f"$txmq_{uuid4().hex}$"
+    insert_one = f"INSERT INTO {target} AS txmq_there ({names}) {source} WHERE unit = at"
+    for statement in (
+        f"CREATE INDEX ON {staged} (unit)",
+        f"ANALYZE {staged}",
+        f"CREATE TEMPORARY TABLE {refused} (unit bigint, said text) ON COMMIT DROP",
+        f"DO {body} BEGIN FOR at IN 0..{len(distinct) - 1} LOOP "
+        f"BEGIN {insert_one}{_on_conflict(quote, rows.column_names, conflict)}; "
+        "EXCEPTION WHEN data_exception OR integrity_constraint_violation THEN "
+        f"INSERT INTO {refused} VALUES (at, SQLERRM); END; END LOOP; END {body}",
+    ):
+        connection.exec_driver_sql(statement)
+    found = connection.exec_driver_sql(f"SELECT unit, said FROM {refused} ORDER BY unit").all()
+    connection.exec_driver_sql(f"DROP TABLE {staged}, {refused}")
+    return {distinct[unit].as_py(): said for unit, said in found}
+
+
+def _on_conflict(quote: Callable[[str], str], names: Sequence[str], conflict: Conflict | None) -> str:
+    if conflict is None:
+        return ""
+    key = f" ({', '.join(quote(name) for name in conflict.key)})" if conflict.key else ""
+    update = [quote(name) for name in conflict.update if name in names]
+    if not update:
+        return f" ON CONFLICT{key} DO NOTHING"
+    new = "COALESCE(EXCLUDED.{0}, txmq_there.{0})" if conflict.keeps else "EXCLUDED.{0}"
+    return f" ON CONFLICT{key} DO UPDATE SET {', '.join(f'{name} = {new.format(name)}' for name in update)}"
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
@@ -208,7 +397,7 @@ def _copy_into(
             encoders[field.name] = StringEncoderBuilder.new_with_output(field, Jsonb())
     encoder = ArrowToPostgresBinaryEncoder.new_with_encoders(arrow, encoders)
     cast = pa.table([_as(column, field.type) for column, field in zip(rows.columns, arrow, strict=True)], schema=arrow)
-    statement = f"COPY {target} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)"
+    statement = _as_sent(f"COPY {target} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)")
     driver: Any = connection.connection.dbapi_connection
     try:
         with driver.cursor() as cursor, cursor.copy(statement) as copy:

@@ -13,7 +13,14 @@ from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_o
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, named, parse_duration
 from rmq_spark.errors import OptionError
-from rmq_spark.listener import CommitOncePrepared, TransactionListener, require_executing, require_listener, store_id_of
+from rmq_spark.listener import (
+    CommitOncePrepared,
+    TransactionListener,
+    require_executing,
+    require_listener,
+    require_transactions_for,
+    store_id_to_send,
+)
 from rmq_spark.message import require_app_id, require_group_name
 from rmq_spark.sink.frame import require_message_types, topics_for
 from rmq_spark.sink.identity import Identity, identity_of, run_of
@@ -98,6 +105,7 @@ class TransactionalSink:
         self.transaction_key = transaction_key
         self.transaction_per = transaction_per or (KEY if transaction_key else BATCH)
         require_transaction_per(self.transaction_per, transaction_key)
+        require_transactions_for(self.listener, self.transaction_per, "TransactionalSink")
         self.app_id = None if app_id is None else require_app_id(app_id)
         self.checkpoint_location = checkpoint_location
         timeout = replay_check_timeout
@@ -158,7 +166,7 @@ class TransactionalSink:
             batch_id=batch_id,
             query_id=identity.query_id,
             input_hash=identity.input_hash,
-            fence_id=store_id_of(self.listener),
+            fence_id=store_id_to_send(self.listener),
             transaction_per=self.transaction_per,
             producer_group=self.producer_group,
         )

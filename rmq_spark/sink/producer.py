@@ -42,7 +42,7 @@ from rmq_spark.listener import (
     is_coroutine,
     require_executing,
     require_listener,
-    store_id_of,
+    store_id_to_send,
 )
 from rmq_spark.machine import callers, is_held
 from rmq_spark.message import Message, require_app_id, require_group_name
@@ -666,7 +666,7 @@ class TransactionMQProducer:
         idempotency_key: str | None,
     ) -> HalfWriter:
         listener = two_phase.listener if two_phase is self._plainly else self.listener  # not one that wraps it
-        header = self._header(per, idempotency_key, store_id_of(listener))
+        header = self._header(per, idempotency_key, store_id_to_send(listener))
         topics = self.log.topic_store.with_names(topics_in(given, topic))
         machine = self.log.machine
         writer = HalfWriter(header, topics.queues, topic, transaction_key, topics.fifo, machine=machine)

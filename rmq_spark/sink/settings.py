@@ -7,9 +7,16 @@ from dataclasses import dataclass, field
 
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, Options
 from rmq_spark.errors import ListenerError, OptionError
-from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener, require_executing
+from rmq_spark.listener import (
+    CommitOncePrepared,
+    TransactionListener,
+    load_listener,
+    require_executing,
+    require_transactions_for,
+)
 from rmq_spark.message import require_group_name
 from rmq_spark.sink.limits import NO_LIMITS, PendingLimits
+from rmq_spark.sink.table_settings import TABLE_OPTIONS, TableSettings
 from rmq_spark.storage.location import location, require_no_tilde
 from rmq_spark.transaction import BATCH, KEY, MESSAGE
 
@@ -19,7 +26,8 @@ SINK_TABLE: Mapping[str, tuple[str, str]] = {
     "producerGroup": ("required", "Whose listeners answer for these transactions."),
     "transactionListener": (
         "required",
-        "module:attribute (an instance, or a callable that makes one), or none for plain exactly-once sending.",
+        "module:attribute (an instance, or a callable that makes one), none for plain exactly-once sending, or "
+        "txmq.table for a TableListener of the options table.*.",
     ),
     "transactionKey": ("the whole batch is one", "A column: equal values share one transaction."),
     "transactionPer": ("batch", "batch, or message for one transaction a message."),
@@ -41,6 +49,7 @@ SINK_TABLE: Mapping[str, tuple[str, str]] = {
     "maxPendingBatches": ("no limit", "Refuse a new batch while so many half batches of the group are pending."),
     "maxPendingBytes": ("no limit", "The same for the bytes of their files: 10g."),
     "checkpointLocation": ("required for streams", "The query's; its id names the application."),
+    **TABLE_OPTIONS,
 }
 """The options of the sink, besides ``storage.<key>``: their default, and what they mean."""
 SINK_OPTIONS = tuple(SINK_TABLE)
@@ -61,6 +70,7 @@ class SinkSettings:
     replay_check_timeout_s: float
     pending_limits: PendingLimits = NO_LIMITS
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
+    table: TableSettings | None = None
 
     @classmethod
     def of(cls, options: Options) -> SinkSettings:
@@ -85,19 +95,24 @@ class SinkSettings:
             replay_check_timeout_s=options.duration("replayCheckTimeout", REPLAY_CHECK_TIMEOUT_S),
             pending_limits=PendingLimits(options.integer("maxPendingBatches"), options.byte_count("maxPendingBytes")),
             storage_options=dict(options.storage_options),
+            table=TableSettings.of(options, listener.strip()),
         )
 
     def listener(self) -> TransactionListener:
         """Load the listener that the option names, in this process."""
         if self.listener_path.lower() == NO_LISTENER:
             return CommitOncePrepared()
-        listener = load_listener(self.listener_path)
+        listener = self._table_listener() or load_listener(self.listener_path)
         if listener.requires_spark:
             raise ListenerError(
                 f"listener {self.listener_path!r} works through a Spark session, but format('txmq') commits "
                 "without one: use writeStream.foreachBatch(rmq_spark.TransactionalSink(...)) instead"
             )
-        return require_executing(listener, f"listener {self.listener_path!r}")
+        where = f"listener {self.listener_path!r}"
+        return require_transactions_for(require_executing(listener, where), self.transaction_per, where)
+
+    def _table_listener(self) -> TransactionListener | None:
+        return None if self.table is None else self.table.listener()
 
 
 def require_transaction_per(per: str, key: str | None) -> None:

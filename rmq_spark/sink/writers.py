@@ -21,7 +21,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
 from rmq_spark.config import Options, parse_int
 from rmq_spark.errors import CheckpointMismatchError, NotACommitLogError, OptionError
-from rmq_spark.listener import TransactionListener, store_id_of
+from rmq_spark.listener import TransactionListener, store_id_to_send
 from rmq_spark.logs import of_header
 from rmq_spark.message import require_app_id
 from rmq_spark.sink.frame import require_message_types, topics_for
@@ -99,7 +99,7 @@ class _Writer:
             batch_id=batch_id,
             query_id=query_id,
             input_hash=input_hash,
-            fence_id=store_id_of(listener),
+            fence_id=store_id_to_send(listener),
             transaction_per=self.settings.transaction_per,
             producer_group=self.settings.producer_group,
         )

@@ -14,7 +14,8 @@ import pytest
 from tests.process import postgres
 
 ROOT = Path(__file__).parents[2]
-NEEDS_A_SERVER = ("object-stores", "postgresql", "kafka")  # test_s3.py, a test of its own and tests/kafka run them
+NEEDS_A_SERVER = ("object-stores", "postgresql", "spark-postgresql", "kafka")
+"""test_s3.py, a test of their own and tests/kafka run them."""
 
 
 def run_examples(page: Path, folder: Path, environment: Mapping[str, str] | None = None) -> str:
@@ -64,9 +65,12 @@ def test_a_how_to_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.postgres
-def test_the_how_to_for_postgresql_runs_from_top_to_bottom(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("page", "user"), [("postgresql", "shop_app"), pytest.param("spark-postgresql", None, marks=pytest.mark.long)]
+)
+def test_the_how_to_for_postgresql_runs_from_top_to_bottom(page: str, user: str | None, tmp_path: Path) -> None:
     (tmp_path / "pg").mkdir()
     with postgres.running(tmp_path / "pg") as owner:
-        urls = {"ORDERS_DB_OWNER": owner, "ORDERS_DB": owner.set(username="shop_app")}
+        urls = {"ORDERS_DB_OWNER": owner, "ORDERS_DB": owner.set(username=user or owner.username)}
         environment = {name: url.render_as_string(hide_password=False) for name, url in urls.items()}
-        run_examples(ROOT / "docs" / "postgresql.md", tmp_path, environment)
+        run_examples(ROOT / "docs" / f"{page}.md", tmp_path, environment)

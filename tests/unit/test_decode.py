@@ -69,6 +69,13 @@ def test_bodies_that_are_all_bad_are_all_null(kind: str) -> None:
     assert found.to_pylist() == [{"a": None, "b": None}] * 3
 
 
+def test_a_body_that_is_no_utf_8_is_bad() -> None:
+    bodies = pa.chunked_array([pa.array([b'{"note": "a"}', b'{"note": "\xff"}', b'{"note": "\xc3\xa4"}'])])
+    with pytest.raises(MessageError, match=r"body of row 1 .* it is not UTF-8: invalid start byte at byte 10"):
+        decode_json(bodies, "note string")
+    assert decode_json(bodies, "note string", "null")["note"].to_pylist() == ["a", None, "ä"]
+
+
 def test_another_word_than_raise_or_null_is_refused(tmp_path: Path) -> None:
     batch = half_batch(make_log("memory", tmp_path, one=1), BODIES, "batch")
     with pytest.raises(OptionError, match="on_error='ignore' is not one of 'raise', 'null'"):

@@ -120,7 +120,7 @@ def settings() -> Iterator[str]:
     ],
 )
 def test_the_reference_names_all_that_the_code_has(site: Path, page: str, names: list[str]) -> None:
-    cells = set(re.findall(r"\w+", text_of(site, f"reference/{page}.html")))
+    cells = set(re.findall(r"\w+(?:\.\w+)*", text_of(site, f"reference/{page}.html")))
     assert not [name for name in names if name not in cells]
 
 

@@ -1,0 +1,525 @@
+"""TableListener on a real database: SQLite here.
+
+Tests that have a ``url`` run once more on PostgreSQL and MariaDB, in ``tests/process/test_table_listener.py``.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import pickle
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import sqlalchemy as sa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rmq_spark as txmq
+from rmq_spark.config import Options
+from rmq_spark.errors import FenceError, ListenerError, MessageError, OptionError
+from rmq_spark.listeners.table import TableListener, _fields_of
+from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
+from tests.unit.test_sql_listener import half_batch, run
+
+ORDERS = (
+    "CREATE TABLE orders (order_id BIGINT PRIMARY KEY, total DECIMAL(10, 2) NOT NULL, "
+    "status VARCHAR(20) DEFAULT 'new', note VARCHAR(200), CHECK (total >= 0))"
+)
+
+
+def made(url: sa.URL) -> sa.URL:
+    """A database with the empty table ``orders`` and a fence."""
+    run(url, ORDERS)
+    txmq.create_fence(url)
+    return url
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> sa.URL:
+    return made(sa.make_url(f"sqlite:///{tmp_path / 'orders.db'}"))
+
+
+def stored(url: sa.URL, columns: str = "order_id, total, status, note") -> list[tuple[Any, ...]]:
+    engine = sa.create_engine(url)
+    with engine.connect() as connection:
+        rows = connection.execute(sa.text(f"SELECT {columns} FROM orders ORDER BY 1")).all()
+    engine.dispose()
+    return [tuple(float(v) if isinstance(v, Decimal) else v for v in row) for row in rows]
+
+
+sends = iter(range(1_000_000))
+
+
+def send(
+    listener: TableListener, bodies: Sequence[dict[str, Any] | str | bytes], per: str = "key", **given: Any
+) -> list[Any]:
+    """Run the local transaction of a half batch, and return why each transaction was rolled back; None: committed."""
+    keys = given.get("keys") or [str(n) for n in range(len(bodies))]
+    texts = [json.dumps(body) if isinstance(body, dict) else body for body in bodies]
+    encoded = [text.encode() if isinstance(text, str) else text for text in texts]
+    half_id = f"app-{next(sends)}"
+    batch = half_batch(listener.store_id, keys, bodies=encoded, per=per, half_id=half_id)
+    said = listener.execute_local_transaction(batch)
+    assert isinstance(said, txmq.VerdictArray)
+    found = said.each(batch.transactions.num_rows)
+    # A check finds in the fence what the local transaction said.
+    again = listener.check_local_transaction(half_batch(listener.store_id, keys, per=per, half_id=half_id))
+    assert [v.state for v in again.each(len(found))] == [v.state for v in found]  # type: ignore[union-attr]
+    assert all((v.state is COMMIT_MESSAGE) == (v.reason is None) for v in found)
+    assert {v.state for v in found} <= {COMMIT_MESSAGE, ROLLBACK_MESSAGE}
+    if per != "key":
+        return [v.reason for v in found]
+    by_key = dict(zip(batch.transactions["transaction_key"].to_pylist(), found, strict=True))
+    return [by_key[key].reason for key in dict.fromkeys(keys)]
+
+
+def order(order_id: Any, total: Any = 1.5, **others: Any) -> dict[str, Any]:
+    return {"order_id": order_id, "total": total, **others}
+
+
+# ---------------------------------------------------------------- columns
+@pytest.mark.parametrize("per", ["batch", "key", "message"])
+def test_a_row_for_each_message_with_the_table_s_columns_and_defaults(url: sa.URL, per: str) -> None:
+    bodies = [order(2, note="ä", unknown=[1]), order(1, 7, status=None), order(3, status="paid", note=None)]
+    assert not any(send(TableListener(url, "orders"), bodies, per))
+    assert stored(url) == [(1, 7.0, "new", None), (2, 1.5, "new", "ä"), (3, 1.5, "paid", None)]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        "order_id, total, status",
+        ["order_id", "total", "status"],
+        "order_id long, total double, status string",
+        pa.schema([("order_id", pa.int32()), ("total", pa.decimal128(10, 3)), ("status", pa.string())]),
+    ],
+)
+def test_named_columns_are_written_in_each_row(url: sa.URL, columns: Any) -> None:
+    send(TableListener(url, "orders", columns=columns), [order(1, note="left out"), order(2, status="paid")])
+    assert stored(url) == [(1, 1.5, None, None), (2, 1.5, "paid", None)]
+
+
+def test_values_arrive_as_they_are(url: sa.URL) -> None:
+    run(
+        url,
+        "DROP TABLE orders",
+        "CREATE TABLE orders (id INTEGER, exact DECIMAL(10, 2), x DOUBLE PRECISION, small SMALLINT, yes BOOLEAN, "
+        "day DATE, at TIMESTAMP NULL, words TEXT)",
+    )
+    given = {"id": -5, "exact": 12.34, "x": 0.1, "small": 7, "yes": True, "day": "2026-02-28", "words": "a'b\\\n😀"}
+    assert not any(send(TableListener(url, "orders"), [{**given, "at": "2026-11-27T12:30:15.5+01:00"}, {"id": 1}]))
+    table = sa.Table("orders", sa.MetaData(), autoload_with=(engine := sa.create_engine(url)))
+    with engine.connect() as connection:
+        row, empty = connection.execute(sa.select(table).order_by(table.c.id)).all()
+    at = dt.datetime(2026, 11, 27, 11, 30, 15, 500_000)
+    wanted = (-5, Decimal("12.34"), 0.1, 7, True, dt.date(2026, 2, 28), at, "a'b\\\n😀")
+    if url.get_backend_name() == "mariadb":  # its TIMESTAMP has no fractions unless it says so
+        wanted = (*wanted[:6], at.replace(microsecond=0), wanted[7])
+    assert (*row[:2], float(row[2]), *row[3:]) == wanted
+    assert tuple(empty) == (1, *[None] * 7)
+
+
+# ---------------------------------------------------------------- keys that are there
+def test_a_key_that_is_there_fails_the_half_batch_or_rolls_back_its_transaction(url: sa.URL) -> None:
+    send(TableListener(url, "orders"), [order(2)])
+    with pytest.raises(
+        MessageError, match=r"row 1 \(transaction key '1', msg_id app-\d+:0\.1\).*this order_id is there"
+    ):
+        send(TableListener(url, "orders"), [order(1), order(2), order(3)])
+    assert stored(url, "order_id") == [(2,)]
+    each = TableListener(url, "orders", on_bad_row="rollback")
+    assert send(each, [order(1), order(2, 9), order(3)]) == [None, "a row with this order_id is there already", None]
+    assert stored(url, "order_id, total") == [(1, 1.5), (2, 1.5), (3, 1.5)]
+
+
+def test_the_first_of_two_transactions_with_one_key_is_inserted(url: sa.URL) -> None:
+    bodies = [order(n) for n in (1, 2, 2, 3, 1, 4)]
+    said = send(TableListener(url, "orders", on_bad_row="rollback"), bodies)
+    assert [reason is None for reason in said] == [True, True, False, True, False, True]
+    assert re.search(r"(?i)unique|duplicate", said[2])
+    assert stored(url, "order_id") == [(1,), (2,), (3,), (4,)]
+
+
+def test_a_transaction_with_one_bad_row_leaves_none_in_the_table(url: sa.URL) -> None:
+    send(TableListener(url, "orders"), [order(5)])
+    bodies = [order(1), order(2, None), order(3), order(4), order(5), order(6), order(7, -1), order(8), order(2)]
+    said = send(TableListener(url, "orders", on_bad_row="rollback"), bodies, keys=list("aabbccddb"))
+    assert [reason is None for reason in said] == [False, True, False, False]  # a null; fits; a key; a constraint
+    assert stored(url, "order_id") == [(2,), (3,), (4,), (5,)]
+
+
+@pytest.mark.parametrize("key", [None, "order_id"])
+def test_ignored_rows_are_left_out_and_their_transactions_commit(url: sa.URL, key: str | None) -> None:
+    listener = TableListener(url, "orders", key=key, on_conflict="ignore")
+    assert send(listener, [order(1), order(2), order(1, 8)]) == [None] * 3
+    assert send(listener, [order(2, 9), order(3)]) == [None] * 2
+    assert stored(url, "order_id, total") == [(1, 1.5), (2, 1.5), (3, 1.5)]
+
+
+def test_an_update_writes_the_last_row_of_each_key(url: sa.URL) -> None:
+    listener = TableListener(url, "orders", columns="order_id, total, note", key="order_id", on_conflict="update")
+    assert send(listener, [order(1, note="a"), order(2, 2), order(1, 3)]) == [None] * 3
+    assert stored(url) == [(1, 3.0, "new", None), (2, 2.0, "new", None)]
+    run(url, "UPDATE orders SET status = 'paid'")
+    send(listener, [order(2, 5, note="x"), order(3, 6), order(2, 7, note="y")])
+    assert stored(url) == [(1, 3.0, "paid", None), (2, 7.0, "paid", "y"), (3, 6.0, "new", None)]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_update_of_all_columns_keeps_what_is_not_given_however_batches_are_cut(url: sa.URL, at_once: bool) -> None:
+    listener = TableListener(url, "orders", key=["order_id"], on_conflict="update")
+    send(listener, [order(2, 2, status="paid", note="there")])
+    bodies = [order(1, 1, note="a"), order(2, 3), order(1, 4, status="sent"), order(2, 5, note="n"), order(1, 6)]
+    for some in [bodies] if at_once else [[body] for body in bodies]:
+        send(listener, some)
+    assert stored(url) == [(1, 6.0, "sent", "a"), (2, 5.0, "paid", "n")]
+
+
+def test_an_update_of_a_key_of_two_columns(url: sa.URL) -> None:
+    run(url, "DROP TABLE orders", "CREATE TABLE orders (a VARCHAR(9), b INTEGER, n INTEGER, PRIMARY KEY (a, b))")
+    listener = TableListener(url, "orders", key="b, a", on_conflict="update")
+    send(listener, [{"a": "x", "b": 1, "n": 1}, {"a": "x", "b": 2, "n": 2}, {"a": "x", "b": 1, "n": 3}])
+    assert stored(url, "a, b, n") == [("x", 1, 3), ("x", 2, 2)]
+    each = TableListener(url, "orders", on_bad_row="rollback")
+    said = send(each, [{"a": "x", "b": 3, "n": 1}, {"a": "x", "b": 2, "n": 9}, {"a": "y", "b": 2, "n": 4}])
+    assert said == [None, "a row with this a, b is there already", None]
+    only = TableListener(url, "orders", columns="a, b", key="a, b", on_conflict="update")
+    send(only, [{"a": "x", "b": 1}, {"a": "z", "b": 1}])
+    assert stored(url, "a, b, n") == [("x", 1, 3), ("x", 2, 2), ("x", 3, 1), ("y", 2, 4), ("z", 1, None)]
+
+
+# ---------------------------------------------------------------- rows that do not fit
+BAD = [
+    ("no JSON", r"Invalid value|not a JSON|Expecting value"),
+    ("[1]", "it is list"),
+    ("null", "it is null"),
+    ('{"order_id": 1, "total": 2} {"order_id": 3, "total": 2}', "Extra data"),
+    ("{}", "none of the fields order_id, total, status, note"),
+    ('{"other": 1}', "none of the fields"),
+    (order("1"), "order_id.* changed from number to string"),
+    (order(1.5), "couldn't parse:1.5"),
+    (order(2**63), "couldn't parse:9223372036854775808"),
+    (order(1, "much"), "total"),
+    (order(1, None), "column 'total' cannot be null, and the field is null or missing"),
+    ({"order_id": 1}, "column 'total' cannot be null"),
+    (order(1, -1), r"(?i)check|constraint"),
+    (order(1, note=5), "note"),
+    ('{"order_id": 1, "total": NaN}', "column 'total' is a double, and the field is none"),
+    ('{"order_id": 1, "total": Infinity}', "column 'total' is a double, and the field is none"),
+    (b'{"order_id": 1, "total": 1, "note": "\xff"}', "it is not UTF-8: invalid start byte at byte 37"),
+]
+
+
+@pytest.mark.parametrize(("body", "why"), BAD)
+def test_a_row_that_does_not_fit_is_rolled_back_with_its_reason_or_fails_the_batch(
+    url: sa.URL, body: Any, why: str
+) -> None:
+    bodies = [order(7), body, order(8)]
+    with pytest.raises(MessageError, match=r"the message of row 1 \(transaction key '1'.*table 'orders': ") as failed:
+        send(TableListener(url, "orders"), bodies)
+    assert re.search(why, str(failed.value))
+    assert stored(url) == []
+    before, said, after = send(TableListener(url, "orders", on_bad_row="rollback"), bodies)
+    assert (before, after) == (None, None)
+    assert re.search(why, said)
+    assert stored(url, "order_id") == [(7,), (8,)]
+
+
+def test_a_null_in_a_key_does_not_fit_though_the_database_would_number_it(url: sa.URL) -> None:
+    listener = TableListener(url, "orders", key="order_id", on_conflict="ignore", on_bad_row="rollback")
+    said = send(listener, [{"total": 1}, order(2)])
+    assert said == ["column 'order_id' cannot be null, and the field is null or missing", None]
+
+
+def test_many_refused_rows_are_found_among_many(url: sa.URL) -> None:
+    wrong = set(range(0, 500, 61))
+    bodies = [order(n, -1 if n in wrong else 1) for n in range(500)]
+    said = send(TableListener(url, "orders", on_bad_row="rollback"), bodies, "message")
+    assert {n for n, reason in enumerate(said) if reason} == wrong
+    assert {row[0] for row in stored(url)} == set(range(500)) - wrong
+
+
+@pytest.mark.parametrize("on_conflict", ["error", "ignore", "update"])
+def test_what_is_stored_is_what_a_simple_model_stores(url: sa.URL, on_conflict: str) -> None:
+    """Transactions of several rows, of which some do not fit and some have a key that is there."""
+    listener = TableListener(
+        url, "orders", columns="order_id, total", key="order_id", on_conflict=on_conflict, on_bad_row="rollback"
+    )
+    # A message: its transaction, its key, and its total, which the database refuses below 0 and the listener for null.
+    message = st.tuples(st.integers(0, 5), st.integers(0, 12), st.sampled_from([*range(1, 9), -1, None]))
+
+    @settings(max_examples=settings.default.max_examples // 2, deadline=None)
+    @given(st.lists(message, min_size=1, max_size=12), st.sets(st.integers(0, 12), max_size=4))
+    def compare(sent: list[tuple[int, int, int | None]], there: set[int]) -> None:
+        run(url, "DELETE FROM orders", *(f"INSERT INTO orders (order_id, total) VALUES ({key}, 100)" for key in there))
+        of: dict[int, list[tuple[int, int | None]]] = {}
+        for transaction, key, total in sent:
+            of.setdefault(transaction, []).append((key, total))
+        model: dict[int, int | None] = dict.fromkeys(there, 100)
+        good = {t for t, rows in of.items() if all(total is not None and total >= 0 for _, total in rows)}
+        if on_conflict == "error":
+            for transaction in [t for t in of if t in good]:
+                keys = [key for key, _ in of[transaction]]
+                if len(set(keys)) < len(keys) or model.keys() & set(keys):
+                    good.remove(transaction)
+                else:
+                    model.update(of[transaction])
+        said = send(listener, [order(key, total) for _, key, total in sent], keys=[str(t) for t, *_ in sent])
+        committed = {t for t, reason in zip(of, said, strict=True) if reason is None}
+        for transaction, key, total in sent:
+            if transaction in committed and (on_conflict == "update" or key not in model):
+                model[key] = total
+        assert dict(stored(url, "order_id, total")) == model
+        if on_conflict == "update":  # the database need not see a row below 0 that another one overwrites
+            good |= {t for t in committed if all(total is not None for _, total in of[t])}
+            assert -1 not in model.values()
+        assert committed == good
+
+    compare()
+
+
+def test_all_rows_may_be_refused(url: sa.URL) -> None:
+    said = send(TableListener(url, "orders", on_bad_row="rollback"), ["no", order(1, -1), order(2, None)])
+    assert all(said)
+    assert stored(url) == []
+
+
+def test_a_half_batch_that_is_one_transaction_is_not_rolled_back_for_one_row(url: sa.URL) -> None:
+    listener = TableListener(url, "orders", on_bad_row="rollback")
+    with pytest.raises(ListenerError, match="is one transaction of 2 messages, and on_bad_row='rollback'"):
+        send(listener, [order(1), "no"], "batch")
+    assert send(listener, [order(1)], "batch") == [None]
+    assert re.search("it is list", send(listener, ["[]"], "batch")[0])
+    with pytest.raises(ListenerError, match="a whole micro-batch is one transaction: set transactionKey"):
+        txmq.TransactionalSink(txmq.testing.InMemoryCommitLog(), producer_group="g", listener=listener)
+
+
+# ---------------------------------------------------------------- what is missing
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"table": "order"}, r"no table 'order': it has orders, txmq_fence"),
+        ({"schema": None, "columns": "order_id, totl"}, "no column 'totl': it has order_id, total, status, note"),
+        ({"columns": "order_id long, totl double"}, "no column 'totl'"),
+        ({"key": "id", "on_conflict": "update"}, "no column 'id'"),
+        ({"key": "status", "on_conflict": "update"}, "no unique key of the columns status: .* are order_id"),
+        ({"key": "order_id,status", "on_conflict": "ignore"}, "no unique key of the columns order_id, status"),
+    ],
+)
+def test_what_is_missing_is_found_before_the_first_batch(url: sa.URL, given: dict[str, Any], why: str) -> None:
+    listener = TableListener(url, **{"table": "orders", **given})
+    for _ in range(2):  # it does not pass for known when it is asked again
+        with pytest.raises(ListenerError, match=why):
+            listener.require_ready()
+
+
+def test_a_database_without_a_fence_is_found_before_the_first_batch(url: sa.URL) -> None:
+    run(url, "DROP TABLE txmq_fence", "DROP TABLE txmq_fence_id")
+    with pytest.raises(FenceError, match="has no fence"):
+        _ = TableListener(url, "orders").store_id
+
+
+def test_a_check_needs_no_table(url: sa.URL) -> None:
+    send(TableListener(url, "orders"), [order(1)], keys=["a"])
+    last = f"app-{next(sends) - 1}"
+    run(url, "DROP TABLE orders")
+    checker = TableListener(url, "orders")
+    said = checker.check_local_transaction(half_batch(checker.store_id, ["a"], per="key", half_id=last))
+    assert isinstance(said, txmq.VerdictArray)
+    assert said.each(1)[0].state is COMMIT_MESSAGE
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"on_conflict": "upsert"}, "on_conflict='upsert' is not one of error, ignore, update"),
+        ({"on_bad_row": "skip"}, "on_bad_row='skip' is not one of fail, rollback"),
+        ({"on_conflict": "update"}, "needs key"),
+        ({"on_conflict": "update", "key": "id", "columns": "a, b"}, "key='id' is not among columns"),
+        ({"columns": "a, b, a"}, "columns names 'a' twice"),
+        ({"columns": []}, "names of columns are expected"),
+        ({"columns": "a,,b"}, "names of columns are expected"),
+        ({"key": ""}, "names of columns are expected"),
+        ({"table": ""}, "is not the name of a table"),
+        ({"colums": "a"}, "has no argument 'colums': did you mean 'columns'"),
+    ],
+)
+def test_arguments_that_cannot_be_used(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(OptionError, match=why):
+        TableListener("sqlite://", **{"table": "orders", **given})
+
+
+# ---------------------------------------------------------------- SQLite alone
+def test_messages_and_rows_agree_after_a_send(tmp_path: Path) -> None:
+    url = made(sa.make_url(f"sqlite:///{tmp_path / 'shop.db'}"))
+    log = txmq.testing.InMemoryCommitLog(topics={"orders": 1})
+    listener = txmq.TableListener(url, "orders", on_bad_row="rollback")
+    rows = pa.table({"body": [json.dumps(order(n, n - 1)) for n in range(5)]})
+    with txmq.TransactionMQProducer(log, "shop", listener, check_interval=None, on_listener_error="fail") as producer:
+        sent = producer.send_messages_in_transaction(rows, topic="orders", transaction_per="message")
+    assert [json.loads(body)["order_id"] for body in log.read("orders")["body"].to_pylist()] == [1, 2, 3, 4]
+    assert stored(url, "order_id") == [(1,), (2,), (3,), (4,)]
+    missing = TableListener(url, "order")
+    with (
+        txmq.TransactionMQProducer(log, "shop", missing, check_interval=None) as producer,
+        pytest.raises(ListenerError, match="no table 'order': it has orders"),
+    ):
+        producer.send_messages_in_transaction(rows, topic="orders")
+    assert log.pending().num_rows == 0
+    assert "CHECK constraint failed" in str(log.trace(f"{sent.half_id}:1:0.0"))
+
+
+@pytest.mark.parametrize("looked", [False, True])
+def test_a_listener_goes_to_another_process(url: sa.URL, looked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORDERS_DB", url.render_as_string(hide_password=False))
+    listener = TableListener("env:ORDERS_DB", "orders", key="order_id", on_conflict="update", on_bad_row="rollback")
+    if looked:
+        listener.require_ready()
+    arrived = pickle.loads(pickle.dumps(listener))
+    assert [reason is None for reason in send(arrived, [order(1), order(1, 2), "no"])] == [True, True, False]
+    assert stored(url, "order_id, total") == [(1, 2.0)]
+
+
+def test_a_json_column_takes_any_value(tmp_path: Path) -> None:
+    url = sa.make_url(f"sqlite:///{tmp_path / 'shop.db'}")
+    run(url, "CREATE TABLE orders (id INTEGER, note JSON)")
+    txmq.create_fence(url)
+    values = [{"a": [1, None]}, "text", 5, True, None, "ü"]
+    send(TableListener(url, "orders"), [{"id": n, "note": value} for n, value in enumerate(values)])
+    assert [None if text is None else json.loads(str(text)) for _, text in stored(url, "id, note")] == values
+    run(url, "DROP TABLE orders", "CREATE TABLE orders (note JSON)")
+    bodies = [{"note": [1]}, "no", {"other": 1}, '{"note": [NaN]}']
+    said = send(TableListener(url, "orders", on_bad_row="rollback"), bodies)
+    assert [reason is None for reason in said] == [True, False, False, False]
+    assert said[3] == "it is not JSON: JSON has no NaN"
+    assert stored(url, "note") == [("[1]",)]
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        ("{}", {}),
+        (' {"a" : 1.10 , "b":{"c": "}"} }\n', {"a": "1.10", "b": '{"c": "}"}'}),
+        ('{"\\u0061": null, "b": 12345678901234567890.5}', {"a": None, "b": "12345678901234567890.5"}),
+        ('{"a": "x\\"y", "a": [1, 2]}', {"a": "[1, 2]"}),
+    ],
+)
+def test_fields_of_an_object_are_found_as_they_are_written(body: str, fields: dict[str, str | None]) -> None:
+    assert dict(_fields_of(body)) == fields
+
+
+def test_binary_columns_need_a_schema_of_their_own(tmp_path: Path) -> None:
+    url = sa.make_url(f"sqlite:///{tmp_path / 'shop.db'}")
+    run(url, "CREATE TABLE orders (id INTEGER, picture BLOB)")
+    txmq.create_fence(url)
+    for columns in (None, "id, picture"):
+        with pytest.raises(
+            ListenerError, match="column 'picture' of table 'orders' is BLOB, which has no form in JSON"
+        ):
+            TableListener(url, "orders", columns=columns).require_ready()
+    send(TableListener(url, "orders", columns="id"), [{"id": 1, "picture": "abc"}])
+    fields = pa.schema([("id", pa.int64()), ("picture", pa.binary())])
+    send(TableListener(url, "orders", columns=fields), [{"id": 2, "picture": "abc"}])
+    assert stored(url, "id, picture") == [(1, None), (2, b"abc")]
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"),
+    [("2026-02-28", True), ("2026-02-28T00:00:00Z", True), ("2026-02-30", False), ("2026-02-28 10:00:00", False),
+     ("0000-01-01", False), (5, False), ("28.2.2026", False)],
+)  # fmt: skip
+def test_what_is_a_date(tmp_path: Path, value: Any, fits: bool) -> None:
+    url = sa.make_url(f"sqlite:///{tmp_path / 'shop.db'}")
+    run(url, "CREATE TABLE orders (id INTEGER, day DATE)")
+    txmq.create_fence(url)
+    (said,) = send(TableListener(url, "orders", on_bad_row="rollback"), [{"id": 1, "day": value}])
+    assert stored(url, "day") == ([("2026-02-28",)] if fits else [])
+    assert (said is None) == fits
+
+
+# ---------------------------------------------------------------- options
+SECRET = "hunter2-secret"
+
+
+def sink_settings(**table: str) -> SinkSettings:
+    given = {"path": "log", "producerGroup": "shop", "transactionListener": "txmq.table", "transactionKey": "k"}
+    return SinkSettings.of(Options({**given, **{f"table.{k}": v for k, v in table.items()}}, SINK_OPTIONS))
+
+
+@pytest.mark.parametrize("where", ["text", "env", "file"])
+def test_options_make_a_table_listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    url = f"sqlite:///{tmp_path}/orders.db"
+    made(sa.make_url(url))
+    monkeypatch.setenv("ORDERS_DB", url)
+    (tmp_path / "secret").write_text(f"{url}\n")
+    named = {"text": url, "env": "env:ORDERS_DB", "file": f"file:{tmp_path}/secret"}[where]
+    found = sink_settings(url=named, name="orders", key="order_id", onConflict="update", onBadRow="rollback")
+    listener = pickle.loads(pickle.dumps(found)).listener()
+    assert isinstance(listener, TableListener)
+    assert listener is found.listener()  # with its connections
+    send(listener, [order(1), order(1, 2), "no"])
+    assert stored(sa.make_url(url), "order_id, total") == [(1, 2.0)]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"postgresql+psycopg://shop:{SECRET}@db/shop",
+        f"postgresql+psycopg://db/shop?user=shop&password={SECRET}",
+        f"mariadb+pymysql://db/shop?ssl_key_passwd={SECRET}",
+        f"postgresql+psycopg://shop:{SECRET}@x@db/shop",
+    ],
+)
+def test_a_password_in_the_options_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises((OptionError, ListenerError), match=r"password in it|@ in its password") as refused:
+        sink_settings(url=url, name="orders")
+    assert SECRET not in str(refused.value)
+    assert SECRET not in repr(refused.value.__cause__)
+
+
+def test_a_password_in_the_environment_is_in_no_text_and_no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORDERS_DB", f"postgresql+psycopg://shop:{SECRET}@localhost:1/shop")
+    found = sink_settings(url="env:ORDERS_DB", name="orders")
+    listener = found.listener()
+    with pytest.raises(sa.exc.OperationalError) as failed:
+        listener.require_ready()
+    assert SECRET.encode() not in pickle.dumps(found)
+    for text in (repr(found), repr(listener), str(failed.value), repr(found.table)):
+        assert SECRET not in text
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"name": "orders"}, "option 'table.url' is missing"),
+        ({"url": "sqlite://"}, "option 'table.name' is missing"),
+        ({"url": "env:NOT_SET", "name": "orders"}, "no variable 'NOT_SET': set it before Spark starts"),
+        ({"url": "file:/not/there", "name": "orders"}, "file:/not/there cannot be read on the driver: No such file"),
+        ({"url": "oracle://db", "name": "orders"}, "'oracle' is not a database"),
+        (
+            {"url": "sqlite://", "name": "orders", "onConflict": "upsert"},
+            "'upsert' is not one of error, ignore, update",
+        ),
+        ({"url": "sqlite://", "name": "orders", "onConflict": "update"}, "needs key"),
+        ({"url": "sqlite://", "name": "orders", "onconflct": "error"}, "unknown option 'table.onconflct'"),
+    ],
+)
+def test_options_that_cannot_be_used(given: dict[str, str], why: str) -> None:
+    with pytest.raises((OptionError, ListenerError), match=why):
+        sink_settings(**given).listener()
+
+
+def test_options_of_a_table_are_for_its_listener_and_a_rollback_needs_transactions() -> None:
+    given = {"path": "log", "producerGroup": "shop", "table.name": "orders"}
+    with pytest.raises(OptionError, match=r"'table.name' is for transactionListener=txmq.table, not 'none'"):
+        SinkSettings.of(Options({**given, "transactionListener": "none"}, SINK_OPTIONS))
+    given |= {"transactionListener": "txmq.table", "table.url": "sqlite://", "table.onBadRow": "rollback"}
+    with pytest.raises(ListenerError, match="a whole micro-batch is one transaction: set transactionKey"):
+        SinkSettings.of(Options(given, SINK_OPTIONS)).listener()
