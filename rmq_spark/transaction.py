@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from enum import Enum
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
@@ -273,6 +274,9 @@ class HalfBatch:
     transaction_per : {"batch", "message", "key"}
     fence_id : str or None
         The fence that the listener had when the half batch was prepared.
+    staged_ms : int
+        When its half files were written (milliseconds since 1970). A log that was restored may have a half batch with
+        the same id, whose rows were dealt out otherwise to its half files.
     log_id : str or None
         The id of the commit log. Another log may have a half batch with the same id.
     arg : object
@@ -299,6 +303,7 @@ class HalfBatch:
         transaction_per: str,
         fence_id: str | None,
         rows: HalfRows,
+        staged_ms: int,
         log_id: str | None = None,
         arg: Any = None,
     ) -> None:
@@ -315,6 +320,7 @@ class HalfBatch:
         self.arg = arg
         self.restarted = False
         self.reason: str | None = None
+        self.staged_ms = staged_ms
         self._rows = rows
         self._transactions: pa.Table | None = None
 
@@ -459,6 +465,14 @@ class HalfBatch:
     def is_all(self) -> bool:
         """Whether nothing of the half batch is decided yet."""
         return self._rows.is_all
+
+    def layout(self) -> str | None:
+        """A digest of which row is of which transaction; None when the undecided rows do not tell that of all."""
+        if not self.is_all or self.transaction_per != KEY:
+            return None
+        keys = self._rows.read(["transaction_key"])["transaction_key"].to_pylist()
+        sizes = [(file_no, len(bits)) for file_no, bits in self.rows.items()]
+        return blake2b(json.dumps([sizes, keys]).encode(), digest_size=16).hexdigest()
 
     def by_row(self, of_transactions: pa.Array) -> pa.Array:
         """A value for each row of :attr:`transactions`, as one for each message in send order."""

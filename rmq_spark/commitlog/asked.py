@@ -58,6 +58,7 @@ def half_batch_of(
         check_times=state.check_times(rows),
         transaction_per=record.header.transaction_per,
         fence_id=record.header.fence_id,
+        staged_ms=record.staged_ms,
         rows=_LogRows(log, record, rows, held),
         log_id=log.id,
         arg=arg,

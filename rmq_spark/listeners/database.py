@@ -428,17 +428,22 @@ def no_commit_within(connection: sa.Connection) -> Iterator[None]:
 
     info = connection.info  # of the driver's connection, so whichever object of SQLAlchemy work reaches it by
     info[_AT_WORK] = True
+    _WORKING.add(connection)
     try:
         yield
     finally:
-        info.pop(_AT_WORK, None)  # it is cleared when the connection is lost
+        _WORKING.discard(connection)
+        for each in (info, {} if connection.invalidated or connection.closed else connection.info):
+            each.pop(_AT_WORK, None)  # it is cleared when the connection is lost, and copied when work detaches it
 
 
 _AT_WORK = "txmq_at_work"
+_WORKING: WeakSet[sa.Connection] = WeakSet()
+"""Those that work was given: one that loses its driver's connection gets another, without the mark."""
 
 
 def _refuse_end(connection: sa.Connection) -> None:
-    if not connection.invalidated and _AT_WORK in connection.info:
+    if connection in _WORKING or (not connection.invalidated and _AT_WORK in connection.info):
         raise ListenerError(
             "work must not commit or roll back the connection that it is given, nor close it: return, or raise "
             "txmq.Rollback, and the listener does it with the fence rows"
@@ -458,9 +463,9 @@ def _guard(engine: sa.Engine) -> None:
     """Let an engine's connections look whether work is in hand. Once for each engine: SQLAlchemy takes a fifth of a
     short transaction to add and remove what it calls."""
     if engine not in _GUARDED:
-        _GUARDED.add(engine)
         for event, look in _GUARDS:
             sa.event.listen(engine, event, look)
+        _GUARDED.add(engine)  # last: others may use the engine already
 
 
 _SAVEPOINT = "txmq_work"

@@ -14,7 +14,6 @@ from typing import Any
 
 # Imported first: it says what to install when SQLAlchemy is missing.
 from rmq_spark.listeners.database import (  # isort: skip
-    ENDED,
     IN_INNODB,
     PLACE_CHARS_MAX,
     Address,
@@ -31,7 +30,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from rmq_spark.config import FENCE_RETENTION_S_MIN
-from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, OptionError, TransactionEndedError
+from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, OptionError
 from rmq_spark.listener import ExecutedAttempt
 from rmq_spark.listeners.recorded import EXECUTED, MIXED, STARTED, Recorded, State
 from rmq_spark.machine import MACHINE
@@ -42,8 +41,6 @@ PRUNED_AT_ONCE = 10_000
 PRUNED = "pruned"
 """The state of a row that belongs to no half batch: when rows of a log were last pruned."""
 
-_WRITTEN_HERE = sa.text("xmin::text = mod(txid_current(), 4294967296)::text")
-"""Of PostgreSQL: the row was written by this very database transaction."""
 _IDS_PER_SELECT = 500
 # Rows of the table <fence_table>_id.
 _THE_ID = 1
@@ -89,14 +86,13 @@ class Fence(Database):
         self._read_ids = sa.select(self._id.c.one, self._id.c.fence_id)
         self._read_some = sa.select(*said).where(columns.half_id.in_(sa.bindparam("ids", expanding=True)))
         self._read_one = sa.select(*said).where(of_attempt)
-        self._lock_one = self._read_one.with_for_update()
+        # A shared lock: who was refused by the key has one in MariaDB already, and two that want more are a deadlock.
+        self._hold_one = self._read_one.with_for_update(read=True)
         self._update = (
             self._rows.update()
             .where(of_attempt)
             .values(state=sa.bindparam("word"), outcome=sa.bindparam("sets"), changed_at=sa.bindparam("now"))
         )
-        self._update_own = self._update.where(_WRITTEN_HERE)
-        self._read_own = sa.select(columns.attempt).where(of_attempt, _WRITTEN_HERE)
         # A row is inserted where the fence has the id that the half batch was prepared with, in one statement.
         self._values = (
             sa.select(*(sa.bindparam(f"new_{c.name}", type_=c.type) for c in columns))
@@ -195,10 +191,9 @@ class Fence(Database):
         FenceError
             The fence is not that of the prepare, or nothing can be said.
         """
-        if not (self._is_known and self._tried):
-            with connection.begin_nested():  # ends the savepoints within: a row would look like another's in one
-                self.require_id_of(batch, self.read_id(connection))
-                self._try_once(connection)
+        if not self._is_known:
+            self.require_id_of(batch, self.read_id(connection))
+        self._try_once(connection)
         if self._insert(connection, batch, Recorded.of(state, batch.rows, batch.is_all)):
             return None
         self.require_id_of(batch, self.read_id(connection))
@@ -212,6 +207,7 @@ class Fence(Database):
         return self.recorded(found, batch)
 
     def _insert(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> bool:
+        recorded = recorded.of_batch(batch)
         row = {
             "half_id": batch.half_id,
             "attempt": batch.attempt,
@@ -242,7 +238,7 @@ class Fence(Database):
 
         At REPEATABLE READ a SELECT that does not lock answers from the transaction's snapshot, which may be older.
         """
-        query = self._read_one if connection.dialect.name == "sqlite" else self._lock_one
+        query = self._read_one if connection.dialect.name == "sqlite" else self._hold_one
         return connection.execute(query, {"of": batch.half_id, "at": batch.attempt}).one_or_none()
 
     def read(self, connection: sa.Connection, batches: Sequence[HalfBatch]) -> dict[tuple[str, int], sa.Row[Any]]:
@@ -277,35 +273,18 @@ class Fence(Database):
                 "keys of their own, or a fence_table each; a log that was made anew is another one"
             )
         try:
-            return Recorded.read(row.state, row.outcome)
+            found = Recorded.read(row.state, row.outcome)
         except FenceError as problem:
             where = f"the fence row of half batch {batch.half_id!r}, attempt {batch.attempt}"
             raise FenceError(f"{where}: {problem}") from problem
+        found.require_of(batch)
+        return found
 
-    def write(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded, again: bool = False) -> None:
-        """Change the row of an attempt, which this database transaction has claimed; ``again`` says that it has written
-        the row before.
-
-        Raises
-        ------
-        TransactionEndedError
-            That was another database transaction, which has ended.
-        """
-        update = self._update_own if again and self.knows_its_rows(connection) else self._update
+    def write(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> None:
+        """Change the row of an attempt, which this database transaction has claimed."""
+        recorded = recorded.of_batch(batch)
         said = {"word": recorded.state, "sets": recorded.encoded(), "now": self._now()}
-        if connection.execute(update, {"of": batch.half_id, "at": batch.attempt, **said}).rowcount != 1:
-            raise TransactionEndedError(ENDED)
-
-    @staticmethod
-    def knows_its_rows(connection: sa.Connection) -> bool:
-        """Whether a row tells which database transaction wrote it. Elsewhere a savepoint proves that work has left the
-        transaction open, which costs PostgreSQL two statements more."""
-        return connection.dialect.name == "postgresql"
-
-    def require_own(self, connection: sa.Connection, batch: HalfBatch) -> None:
-        """Raise TransactionEndedError when this database transaction is not the one that claimed the row."""
-        if connection.execute(self._read_own, {"of": batch.half_id, "at": batch.attempt}).one_or_none() is None:
-            raise TransactionEndedError(ENDED)
+        connection.execute(self._update, {"of": batch.half_id, "at": batch.attempt, **said})
 
     def _now(self) -> datetime:
         return self.machine.now().replace(tzinfo=None)

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -96,9 +96,20 @@ FENCE_TABLE = "txmq_fence"
 CLAIMS_MAX = 4
 """So often execute begins anew when another one changes its row at the same moment."""
 
+_T = TypeVar("_T")
 _COMMIT = Verdict(COMMIT_MESSAGE)
 _UNKNOWN = Verdict(UNKNOWN)
 _BURIED = rollback("it never happened: a check found no fence row of it, and put a tombstone there")
+
+
+def _once_more(ask: Callable[[Sequence[HalfBatch]], _T], batches: Sequence[HalfBatch]) -> _T:
+    """Ask the database, and once more when the pool's connection was lost: a check does nothing twice."""
+    try:
+        return ask(batches)
+    except sa.exc.DBAPIError as problem:
+        if not problem.connection_invalidated:
+            raise
+    return ask(batches)
 
 
 def _verdict(state: State, batch: HalfBatch) -> Verdict:
@@ -427,10 +438,11 @@ class SqlTransactionListener(TransactionListener):
         try:
             fenced, verdicts = self._execute(batch)
         except TransactionEndedError as problem:
-            self._keep_started(batch)
+            noted = self._keep_started(batch)
+            answers = "no check answers for it" if noted else "a check may say that it never happened (see the log)"
             raise TransactionEndedError(
-                f"{problem}. Half batch {batch.half_id!r} stays pending, and no check answers for it: look what is in "
-                "the database, undo or finish it, and settle the half batch with log.resolve"
+                f"{problem}. Half batch {batch.half_id!r} stays pending, and {answers}: look what is in the database, "
+                "undo or finish it, and settle the half batch with log.resolve"
             ) from problem
         if fenced:
             raise FencedError(
@@ -444,49 +456,40 @@ class SqlTransactionListener(TransactionListener):
         """Return the ids that a check rolled back; when there are none, the verdicts."""
         tries = 1
         while True:
+            claimed: list[bool] = []
             try:
-                return self._try_to_execute(batch)
-            except _ClaimLostError as lost:
-                if tries == CLAIMS_MAX:
-                    raise lost.problem from None
-                tries += 1
-            except _UndoneError as undone:
-                return self._refuse_all(batch, undone.verdict)
-
-    def _refuse_all(self, batch: HalfBatch, verdict: Verdict) -> tuple[list[str], VerdictArray]:
-        """Record what ``work`` said no to, once the database transaction is rolled back that it wrote in."""
-        with self._fence.transaction() as connection:
-            recorded = self._fill(connection, batch, _state(verdict))
-            fenced = self._fenced(connection, batch, recorded)  # a check may have been faster
-        return fenced, VerdictArray(()) if fenced else _verdicts(batch, recorded)
-
-    def _try_to_execute(self, batch: HalfBatch) -> tuple[list[str], VerdictArray]:
-        """Run one database transaction."""
-        with self._fence.transaction() as connection:
-            try:
-                recorded = self._fence.claim(connection, batch, State(STARTED))
+                return self._try_to_execute(batch, claimed)
             except sa.exc.DBAPIError as problem:
-                # Another one has changed the row since this transaction's snapshot was taken; or the pool's connection
-                # was lost. Nothing is done yet.
-                if not (is_lock_problem(problem) or problem.connection_invalidated):
+                # Another one has changed the row since this transaction's snapshot was taken, or the pool's connection
+                # was lost. Before the claim nothing is done.
+                may_begin_anew = is_lock_problem(problem) or problem.connection_invalidated
+                if claimed or tries == CLAIMS_MAX or not may_begin_anew:
                     raise
-                raise _ClaimLostError(problem) from problem
+                tries += 1
+
+    def _try_to_execute(self, batch: HalfBatch, claimed: list[bool]) -> tuple[list[str], VerdictArray]:
+        """Run one database transaction; ``claimed`` gets an entry when the row is claimed."""
+        with self._fence.transaction() as connection:
+            recorded = self._fence.claim(connection, batch, State(STARTED))
+            claimed.append(True)
             if recorded is None:
                 self._fence.require_not_too_late(batch)
                 return [], self._run_all_anew(connection, batch)
             fenced = self._fenced(connection, batch, recorded)
             return fenced, VerdictArray(()) if fenced else self._run_rest(connection, batch, recorded)
 
-    def _keep_started(self, batch: HalfBatch) -> None:
+    def _keep_started(self, batch: HalfBatch) -> bool:
         """Write that each transaction has started that has lost its state, so that no check answers "it never
         happened"."""
         try:
             with self._fence.transaction(self._lock_timeout) as connection:
                 self._fill(connection, batch, State(STARTED))
+            return True
         except (sa.exc.DBAPIError, FenceError) as problem:
             logger.error(
                 "%r: could not note that its work ended the database transaction: %s", batch, traceback_of(problem)
             )
+            return False
 
     def _fill(self, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded:
         """Give a state to all transactions that have none, and return what is recorded then."""
@@ -528,7 +531,7 @@ class SqlTransactionListener(TransactionListener):
             ended = Recorded.of(states[0], batch.rows, batch.is_all)
         else:
             ended = NOTHING.with_rows(batch.rows, states, batch.by_row(verdicts.which))
-        self._fence.write(connection, batch, ended, again=True)
+        self._fence.write(connection, batch, ended)
         return verdicts
 
     def _run_rest(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> VerdictArray:
@@ -558,7 +561,7 @@ class SqlTransactionListener(TransactionListener):
         assert result.which is not None
         ended = batch.by_row(result.which).filter(pc.is_null(recorded.among(batch.rows)))
         states = [_state(verdict) for verdict in result.distinct]
-        self._fence.write(connection, batch, recorded.with_rows(absent, states, ended), again=True)
+        self._fence.write(connection, batch, recorded.with_rows(absent, states, ended))
         return result
 
     def _run(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool] | None = None) -> VerdictArray:
@@ -569,19 +572,12 @@ class SqlTransactionListener(TransactionListener):
             )
 
     def _run_all(self, connection: sa.Connection, batch: HalfBatch) -> VerdictArray:
-        needs_savepoint = not self._fence.knows_its_rows(connection)
-        if needs_savepoint:
-            begin_savepoint(connection)
+        begin_savepoint(connection)
         result = returned(self._work, connection, batch)
         verdicts = normalize_verdicts(COMMIT_MESSAGE if result is None else result, batch)
         _refuse_unknown(verdicts, batch)
         whole = result is None or isinstance(result, (str, Rollback))
-        is_kept = not whole or verdicts.distinct[0].state is COMMIT_MESSAGE
-        if needs_savepoint:
-            end_savepoint(connection, keep=is_kept)
-        elif not is_kept:
-            self._fence.require_own(connection, batch)
-            raise _UndoneError(verdicts.distinct[0])
+        end_savepoint(connection, keep=not whole or verdicts.distinct[0].state is COMMIT_MESSAGE)
         return verdicts
 
     def _run_each(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool] | None) -> VerdictArray:
@@ -638,8 +634,7 @@ class SqlTransactionListener(TransactionListener):
 
     def _checked(self, batches: Sequence[HalfBatch]) -> list[VerdictArray | FenceError]:
         found: dict[HalfBatch, Recorded | FenceError] = {}
-        with self._fence.transaction(self._lock_timeout, write=False) as connection:
-            rows = self._fence.read(connection, batches)
+        rows = _once_more(self._read_rows, batches)
         for batch in batches:
             row = rows.get((batch.half_id, batch.attempt))
             try:
@@ -655,8 +650,12 @@ class SqlTransactionListener(TransactionListener):
             and recorded.among(batch.rows).null_count
         ]
         if absent:
-            found |= self._bury(absent)
+            found |= _once_more(self._bury, absent)
         return [self._answer(batch, found[batch]) for batch in batches]
+
+    def _read_rows(self, batches: Sequence[HalfBatch]) -> dict[tuple[str, int], sa.Row[Any]]:
+        with self._fence.transaction(self._lock_timeout, write=False) as connection:
+            return self._fence.read(connection, batches)
 
     def _answer(self, batch: HalfBatch, recorded: Recorded | FenceError) -> VerdictArray | FenceError:
         if isinstance(recorded, FenceError):
@@ -677,22 +676,6 @@ class SqlTransactionListener(TransactionListener):
             # Everybody inserts in the same order. So of two database transactions one waits for the other, never both.
             in_order = sorted(absent, key=lambda batch: (batch.half_id, batch.attempt))
             return {batch: self._fill(connection, batch, State(TOMBSTONE)) for batch in in_order}
-
-
-class _ClaimLostError(Exception):
-    """Another one was faster with the row of an attempt, before anything was done."""
-
-    def __init__(self, problem: sa.exc.DBAPIError) -> None:
-        super().__init__()
-        self.problem = problem
-
-
-class _UndoneError(Exception):
-    """``work`` said no to the half batch, so the database transaction is to be rolled back."""
-
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__()
-        self.verdict = verdict
 
 
 class EnlistedSession(TransactionListener):
@@ -803,7 +786,7 @@ class EnlistedSession(TransactionListener):
         try:
             found = fence.read_id(connection, anywhere=True)
         except sa.exc.DBAPIError as problem:
-            if is_lock_problem(problem):
+            if is_lock_problem(problem) or problem.connection_invalidated:
                 raise
             with fence.connect() as own:
                 fence.read_id(own)  # raises when nobody has made the fence

@@ -62,6 +62,7 @@ def half_batch(
         transaction_per=per,
         fence_id=fence_id,
         rows=Rows(rows),
+        staged_ms=1_800_000_000_000,
         log_id=log_id,
     )
 

@@ -96,21 +96,49 @@ def packed(said: object) -> bytes:
     return zlib.compress(json.dumps(said).encode())
 
 
-@pytest.mark.parametrize(
-    ("state", "outcome"),
-    [
-        ("maybe", None),
-        (None, None),
-        (EXECUTED, b"no zlib"),
-        (EXECUTED, packed([])),
-        (EXECUTED, packed({"states": [["maybe", None]], "files": None})),
-        (EXECUTED, packed({"states": [["executed", None]], "files": {"0": [[5], [1]]}})),
-        (EXECUTED, packed({"states": [["executed", None]], "files": {"0": [[5, 5], [0]]}})),
-        (EXECUTED, packed({"states": [["executed", None]], "files": {"0": [[-5], [0]]}})),
-        (TOMBSTONE, packed({"states": [["executed", None]], "files": {"0": [[5], [0]]}})),
-        (STARTED, packed({"states": [], "files": None})),
-    ],
-)
+def test_more_reasons_than_there_is_room_for_become_one() -> None:
+    """100,000 of them were more than MariaDB takes in one statement, after the work was done."""
+    count = 3_000
+    said = [State(ROLLED_BACK, f"order {n}: " + "x" * 180) for n in range(count)]
+    made = NOTHING.with_rows(RowSet({0: b"\x01" * count}), said, pa.array(range(count), pa.int32()))
+    encoded = made.encoded()
+    assert encoded is not None
+    assert len(encoded) < 100_000
+    read = Recorded.read(made.state, encoded)
+    codes = read.among(RowSet({0: b"\x01" * count})).to_pylist()
+    assert [read.states[code] for code in codes[:1_000]] == said[:1_000]
+    assert {read.states[code].word for code in codes} == {ROLLED_BACK}
+    assert "so many reasons" in str(read.states[codes[-1]].reason)
+
+
+DAMAGED = [
+    ("maybe", None),
+    (None, None),
+    (EXECUTED, b"no zlib"),
+    (EXECUTED, packed([])),
+    (EXECUTED, packed({"states": [["maybe", None]], "files": None})),
+    (EXECUTED, packed({"states": [["executed", None]], "files": {"0": [[5], [1]]}})),
+    (EXECUTED, packed({"states": [["executed", None]], "files": {"0": [[5, 5], [0]]}})),
+    (EXECUTED, packed({"states": [["executed", None]], "files": {"0": [[-5], [0]]}})),
+    (TOMBSTONE, packed({"states": [["executed", None]], "files": {"0": [[5], [0]]}})),
+    (STARTED, packed({"states": [], "files": None})),
+    *(
+        (EXECUTED, packed({"states": [["executed", None]], "files": None, "staged_ms": 1, "layout": None} | wrong))
+        for wrong in (
+            {"states": [["executed", 7]]},
+            {"states": [[["executed"], None]]},
+            {"files": []},
+            {"files": {"0": [[5], [0.5]]}},
+            {"files": {"0": [[10**30], [0]]}},
+            {"staged_ms": "today"},
+            {"layout": 7},
+        )
+    ),
+    (EXECUTED, zlib.compress(b"[" * 100_000)),
+]
+
+
+@pytest.mark.parametrize(("state", "outcome"), DAMAGED, ids=range(len(DAMAGED)))
 def test_a_row_that_nobody_wrote_like_this_is_no_answer(state: object, outcome: bytes | None) -> None:
     with pytest.raises(FenceError, match="damaged, or the row was changed by hand"):
         Recorded.read(state, outcome)

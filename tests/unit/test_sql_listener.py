@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,7 @@ def half_batch(
     attempt: int = 1,
     log_id: str | None = None,
     undecided: str | None = None,
+    staged_ms: int = 1_800_000_000_000,
 ) -> HalfBatch:
     """Messages with these keys; ``undecided`` names the keys of which nothing is decided yet."""
     n = len(keys)
@@ -175,6 +177,7 @@ def half_batch(
         fence_id=fence_id,
         rows=Rows(table if undecided is None else table.filter(pc.is_in(table["keys"], pa.array(undecided))), n),
         log_id=log_id,
+        staged_ms=staged_ms,
     )
 
 
@@ -659,6 +662,88 @@ def test_no_check_answers_for_a_key_whose_work_ended_the_transaction(url: sa.URL
     assert "c" not in stored(url), "work ran on for another key"
     with pytest.raises(FenceError, match="in its middle"):
         listener(url).check_local_transaction(batch)
+
+
+@pytest.mark.parametrize("way", ["raised", "returned"])
+def test_a_refusal_after_a_caught_database_error_is_recorded(url: sa.URL, fence: str, way: str) -> None:
+    """PostgreSQL lets nothing but a rollback come after an error: the refusal was lost, and the batch stood still."""
+
+    def refuse(connection: sa.Connection, batch: HalfBatch) -> Any:
+        insert_all(connection, batch)
+        try:
+            connection.exec_driver_sql("INSERT INTO no_such_table VALUES (1)")
+        except sa.exc.DBAPIError:
+            if way == "raised":
+                raise Rollback("there is no such table") from None
+            return ROLLBACK
+
+    batch = half_batch(fence, age=OLD)
+    assert verdicts(listener(url, refuse).execute_local_transaction(batch)) == [ROLLBACK]
+    assert stored(url) == {}
+    (said,) = listener(url).check_local_transaction(batch).distinct  # type: ignore[union-attr]
+    assert (said.refused, said.reason) == (True, "there is no such table" if way == "raised" else None)
+
+
+def test_a_check_that_waits_for_a_refusal_hears_of_it(url: sa.URL, fence: str) -> None:
+    """The claim was given up before the refusal was recorded: the check took its place, and the work ran again."""
+    running, finish = threading.Event(), threading.Event()
+
+    def refuse(connection: sa.Connection, batch: HalfBatch) -> None:
+        running.set()
+        assert finish.wait(30)
+        raise Rollback("no stock")
+
+    for number in range(5):
+        batch = half_batch(fence, half_id=f"app-{number}", age=OLD)
+        with ThreadPoolExecutor(2) as pool:
+            running.clear(), finish.clear()
+            executed = pool.submit(listener(url, refuse).execute_local_transaction, batch)
+            assert running.wait(30)
+            checked = pool.submit(listener(url, lock_timeout=20).check_local_transaction, batch)
+            wait_until_it_waits(checked)
+            finish.set()
+            assert verdicts(executed.result()) == [ROLLBACK]
+            (said,) = checked.result().distinct  # type: ignore[union-attr]
+            assert (said.refused, said.reason) == (True, "no stock")
+
+
+def wait_until_it_waits(checked: Any) -> None:
+    with contextlib.suppress(FutureTimeoutError):
+        checked.result(timeout=0.3)
+
+
+# ---------------------------------------------------------------- the places of a restored log
+def dealt(fence: str, keys: str, per: str = "key", **settings: Any) -> HalfBatch:
+    return half_batch(fence, list(keys), per=per, staged_ms=1_900_000_000_000, **settings)
+
+
+@pytest.mark.parametrize("per", ["key", "message"])
+def test_what_a_row_says_of_places_is_not_said_of_others(url: sa.URL, fence: str, per: str) -> None:
+    """A restored log dealt out the rows of a batch otherwise: what was refused became visible."""
+
+    def refuse_b(_: Any, batch: HalfBatch) -> Any:
+        rows = batch.messages(["transaction_id", "transaction_key", "keys"]).to_pylist()
+        return batch.verdicts(
+            rollback={r["transaction_key"] or r["transaction_id"]: "no b" for r in rows if r["keys"] == "b"}
+        )
+
+    orders_listener = listener(url, refuse_b)
+    first = half_batch(fence, list("abcd"), per=per, age=OLD)
+    assert verdicts(orders_listener.execute_local_transaction(first)) == [COMMIT, ROLLBACK, COMMIT, COMMIT]
+    for ask in (orders_listener.check_local_transaction, orders_listener.execute_local_transaction):
+        with pytest.raises(FenceError, match=r"with its messages in other places.*log\.resolve"):
+            ask(dealt(fence, "badc", per))
+    if per == "key":  # dealt out as before: it can be said
+        assert verdicts(orders_listener.check_local_transaction(dealt(fence, "abcd"))) == [
+            COMMIT, ROLLBACK, COMMIT, COMMIT
+        ]  # fmt: skip
+
+
+def test_what_is_true_of_a_whole_batch_is_true_wherever_its_rows_lie(url: sa.URL, fence: str) -> None:
+    orders_listener = listener(url)
+    orders_listener.execute_local_transaction(half_batch(fence, list("abcd"), per="key"))
+    assert verdicts(orders_listener.execute_local_transaction(dealt(fence, "dcba"))) == [COMMIT]
+    assert stored(url) == dict.fromkeys("abcd", 1)
 
 
 # ---------------------------------------------------------------- both sides at once
