@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow as pa
 
 from rmq_spark.commitlog import maintenance, overview, tracing, upkeep
-from rmq_spark.commitlog import repair as repair_module
 from rmq_spark.commitlog.asked import half_batch_of
 from rmq_spark.commitlog.backup import BackupReport, back_up
 from rmq_spark.commitlog.drain import Drainer, LocalWriter, Writer
@@ -36,7 +35,6 @@ from rmq_spark.commitlog.opening import (
     upgrade_tables,
 )
 from rmq_spark.commitlog.reading import read_messages, starts_since
-from rmq_spark.commitlog.repair import RepairReport
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.steps import ProtocolSteps
 from rmq_spark.commitlog.trace import Trace
@@ -600,25 +598,6 @@ class CommitLog(ProtocolSteps):
         """:meth:`drain` with another writer of the files, which gets the handle that is drained."""
         log = self.another_on_the_same_log()
         return Drainer(log, writer(log)).run()
-
-    def repair(self, dry_run: bool = True) -> RepairReport:
-        """Find half batches whose rows lie twice in ``half``, and take the second copies out of the table.
-
-        The copy stays that op names, or the one that was prepared first. Nothing visible changes. Files that leave the
-        table stay on disk until a vacuum. Let no producer and no checker run meanwhile.
-
-        Parameters
-        ----------
-        dry_run : bool
-            Only say what would be done (default).
-
-        Returns
-        -------
-        RepairReport
-            ``print`` it. Its ``left`` are half batches that still lie twice.
-        """
-        with self.lock:
-            return repair_module.repair(self.half.table, self.op, dry_run)
 
     @named
     def backup(

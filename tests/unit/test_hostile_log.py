@@ -300,6 +300,30 @@ def test_a_half_file_of_which_the_delta_log_says_no_count_is_counted_by_its_rows
     assert log.get(record.half_id).files == record.files
 
 
+@pytest.mark.parametrize("kind", ["memory", "delta"])
+def test_a_half_batch_that_lies_twice_stops_every_decision_on_its_topic(tmp_path: Path, kind: str) -> None:
+    """Nobody can say which copy its readers are to see, and what comes after it on a FIFO topic."""
+    log = make_log(kind, tmp_path / "log", plain=1)
+    log.create_topic("orders", 1, fifo=True)
+    columns = {"body": ["a", "b"], "sharding_key": ["k", "k"]}
+    before = prepare(log, 0, columns)
+    twice = prepare(log, 1, columns)
+    table = another(log).half.table
+    table.refresh()
+    (file,) = twice.files.values()
+    copy = table.write(table.read([file.path]), "half", ("half_id",))
+    assert table.compare_and_set(lambda _: Change(add=[copy]), lambda _: True) is not None
+    for look in (
+        lambda: commit(log, before),
+        lambda: log.get(twice.half_id),
+        lambda: log.resolve(twice.half_id, txmq.COMMIT_MESSAGE, "it happened"),
+        lambda: log.pending(),
+    ):
+        with pytest.raises(CorruptLogError, match="lies in"):
+            look()
+    assert bodies(another(log)) == []
+
+
 # ---------------------------------------------------------------- footers that say too little
 def test_a_half_file_that_gives_fewer_rows_than_the_delta_log_says_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flipped bit in the bounds of a footer let pyarrow pass over rows, and half of a transaction was visible."""
