@@ -32,7 +32,6 @@ from rmq_spark.commitlog.opening import (
     open_tables,
     require_no_log_around,
     require_no_rest,
-    upgrade_tables,
 )
 from rmq_spark.commitlog.reading import read_messages, starts_since
 from rmq_spark.commitlog.rows import RowSet
@@ -136,7 +135,7 @@ class CommitLog(ProtocolSteps):
         NotACommitLogError
             When the path holds none.
         LogFormatError
-            When it was made by a newer version of rmq_spark, or by an older one (:meth:`upgrade`).
+            When it has another format than this version of rmq_spark reads and writes.
         StorageError
             When the store cannot be reached.
         """
@@ -160,26 +159,6 @@ class CommitLog(ProtocolSteps):
             As :meth:`open` does.
         """
         return log_or_path if isinstance(log_or_path, CommitLog) else cls.open(log_or_path, storage_options)
-
-    @staticmethod
-    def upgrade(path: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None) -> list[str]:
-        """Give a commit log that an older version of rmq_spark made what this version needs. Nothing that is in it
-        changes. No program may use it meanwhile, and no older version afterwards.
-
-        Returns
-        -------
-        list of str
-            What was added; empty for a log that needs nothing.
-
-        Raises
-        ------
-        NotACommitLogError, LogFormatError, StorageError
-        """
-        where = location(path)
-        require_storage_options(where, storage_options)
-        remember(storage_options)
-        with reaching(where, storage_options):
-            return upgrade_tables(where, storage_options)
 
     def __getstate__(self) -> object:
         raise OptionError(

@@ -612,25 +612,6 @@ class DeltaLogTable:
                 raise NotACommitLogError(f"table {name} cannot be created at {uri}: {problem}") from cause_of(problem)
 
     @staticmethod
-    def add_missing_columns(uri: str, schema: pa.Schema, storage_options: Mapping[str, str] | None) -> list[str]:
-        """Add the columns that an older version of rmq_spark did not make, and return their names. They are null in the
-        rows that are there."""
-        require_no_fork()
-        table = DeltaTable(uri, storage_options=dict(storage_options or {}) or None)
-        have = set(pa.schema(table.schema().to_arrow()).names)
-        new = [field for field in Schema.from_arrow(schema).fields if field.name not in have]
-        if new:
-            table.alter.add_columns(new)
-        return [field.name for field in new]
-
-    @staticmethod
-    def set_properties(uri: str, properties: Mapping[str, str], storage_options: Mapping[str, str] | None) -> None:
-        """Change properties of a table."""
-        require_no_fork()
-        table = DeltaTable(uri, storage_options=dict(storage_options or {}) or None)
-        table.alter.set_table_properties(dict(properties), raise_if_not_exists=False)
-
-    @staticmethod
     def exists(uri: str, storage_options: Mapping[str, str] | None) -> bool:
         """Return True when the folder holds a Delta table.
 
