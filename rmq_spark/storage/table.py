@@ -987,19 +987,14 @@ class DeltaLogTable:
 
     def _read_small(self, path: str, names: Sequence[str], said: Mapping[str, int | None]) -> pa.Table:
         fields = [self.schema.field(name) for name in names]
-        columns: list[pa.ChunkedArray | pa.Array] = []
         with reading(path, self.name), self.fs.open_input_file(f"{self.folder}/{path}") as source:
             file = pq.ParquetFile(source, page_checksum_verification=True)
-            schema = file.schema_arrow
-            self._require_file(path, schema, file.metadata, said)
-            there = set(schema.names).intersection(names)
-            found = file.read(list(there), use_threads=False)
-            for field_ in fields:
-                if field_.name in there:
-                    column = found[field_.name]
-                    columns.append(column if column.type == field_.type else pc.cast(column, field_.type))
-                else:  # an older version wrote the file
-                    columns.append(pa.nulls(found.num_rows, field_.type))
+            self._require_file(path, file.schema_arrow, file.metadata, said)
+            found = file.read(names, use_threads=False)
+            columns = [
+                column if column.type == field_.type else pc.cast(column, field_.type)
+                for column, field_ in zip((found[name] for name in names), fields, strict=True)
+            ]
         return pa.table(columns, schema=pa.schema(fields))
 
     def _rows_said(self, paths: Sequence[str]) -> dict[str, int | None]:
