@@ -191,10 +191,10 @@ class CommitLogExistsError(TxmqError):
 
 
 class LogFormatError(TxmqError):
-    """The commit log was made by a newer version of rmq_spark, or by an older one (run ``txmq upgrade``); or its tables
-    were changed by hand.
+    """The commit log has another format than this version of rmq_spark reads and writes, or its tables were changed by
+    hand.
 
-    Upgrade rmq_spark, or stop all programs and run ``txmq upgrade``. Restore tables that were changed from a copy.
+    Use the version that made the log, or a new log. Restore tables that were changed from a copy.
     """
 
 

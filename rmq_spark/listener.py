@@ -59,8 +59,8 @@ class ExecutedAttempt:
     """
 
     half_id: str
-    app_id: str | None
-    batch_id: int | None
+    app_id: str
+    batch_id: int
     attempt: int
     executed_at: datetime
     is_whole: bool = True

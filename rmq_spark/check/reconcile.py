@@ -317,7 +317,7 @@ class Reconciler:
         streams = tuple(self._said(stream, executed) for stream in self.streams)
         findings: list[Finding] = []
         settled = 0
-        executed.sort(key=lambda a: (a.app_id or "", a.batch_id or 0, a.half_id, a.attempt))  # as they were sent
+        executed.sort(key=lambda a: (a.app_id, a.batch_id, a.half_id, a.attempt))  # as they were sent
         for _, some in groupby(executed, key=lambda attempt: attempt.half_id):
             for finding in self._looked_at(list(some), apply):
                 if finding.standing is Standing.SETTLED:
@@ -361,9 +361,7 @@ class Reconciler:
 
     def _of_half_batch(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Finding]:
         first = attempts[0]
-        record = None
-        if first.app_id is not None and first.batch_id is not None:
-            record = self.log.find(first.app_id, first.batch_id)
+        record = self.log.find(first.app_id, first.batch_id)
         if record is not None and record.half_id == first.half_id and record.header.producer_group != GROUP:
             for attempt in attempts:
                 yield self._known(record, attempt, apply)
@@ -421,11 +419,11 @@ class Reconciler:
         if first.half_id in self._in_messages:  # settled so long ago that nothing else is kept of it
             yield from (_finding(Standing.SETTLED, a, "its messages are visible") for a in attempts)
             return
-        if any(a.executed_at is None or self._is_forgotten(a.executed_at) for a in attempts):
+        if any(self._is_forgotten(a.executed_at) for a in attempts):
             yield from (_finding(Standing.PERSON, a, _FORGOTTEN) for a in attempts)
             return
-        stream = self._by_app.get(first.app_id or "")
-        if stream is not None and first.batch_id is not None and first.batch_id >= stream.next_batch:
+        stream = self._by_app.get(first.app_id)
+        if stream is not None and first.batch_id >= stream.next_batch:
             replays = first.batch_id == stream.next_batch and stream.planned
             what = (
                 f"stream {stream.app_id} runs batch {first.batch_id} again when it starts, with the same input"
@@ -439,7 +437,7 @@ class Reconciler:
             yield from (_finding(Standing.PERSON, a, _ENDED) for a in attempts)
             return
         lost = [_finding(Standing.LOST, a, "its messages are lost, and its rows are in the database") for a in attempts]
-        if stream is None and OF_ONE_SEND not in (first.app_id or ""):
+        if stream is None and OF_ONE_SEND not in first.app_id:
             # Made again now, they would stand in the way of a stream that runs the batch again.
             more = "a stream sent them: name its checkpoint (--checkpoint); or a batch write: run it again"
             yield from (replace(f, what=f"{f.what}; {more}") for f in lost)
@@ -479,8 +477,6 @@ class Reconciler:
 
     def _send(self, attempt: ExecutedAttempt, stream: Stream | None, messages: pa.Table) -> None:
         """Send messages under the name of their half batch: a retry, and a stream's next batch, find it."""
-        assert attempt.app_id is not None
-        assert attempt.batch_id is not None
         header = HalfHeader(
             half_id=attempt.half_id,
             app_id=attempt.app_id,
@@ -557,7 +553,7 @@ class Reconciler:
 
     # ------------------------------------------------------------------ checkpoints
     def _said(self, stream: Stream, executed: Sequence[ExecutedAttempt]) -> str:
-        mine = [a.batch_id for a in executed if a.app_id == stream.app_id and a.batch_id is not None]
+        mine = [a.batch_id for a in executed if a.app_id == stream.app_id]
         last = self.log.last_batch_id(stream.app_id)
         in_log = "no batch" if last is None else f"batches up to {last}"
         in_database = f", the database has executed batches up to {max(mine)} since" if mine else ""

@@ -158,7 +158,7 @@ def member_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
                 "member": member,
                 "queues": [f"{q['topic']} {q['queue_id']}" for q in own] if everything else len(own),
                 "topics": ", ".join(sorted({q["topic"] for q in own})) or None,
-                "generation": max((q["generation"] or 0 for q in own), default=None),
+                "generation": max((q["generation"] for q in own), default=None),
                 "lag": sum(q["lag"] for q in own),
                 "heartbeat_seconds": None if beat is None else round(beat.age_s, 1),
                 "lease_seconds": None if beat is None else beat.lease_s,

@@ -1,4 +1,4 @@
-"""``txmq init``, ``create``, ``check``, ``maintain``, ``drain``, ``vacuum``, ``upgrade``: a commit log as a whole."""
+"""``txmq init``, ``create``, ``check``, ``maintain``, ``drain``, ``vacuum``: a commit log as a whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def register(app: Any) -> None:
     """Add the commands to the app."""
-    for command in (init, create, check, maintain, drain, vacuum, upgrade):
+    for command in (init, create, check, maintain, drain, vacuum):
         app.command()(command)
 
 
@@ -75,15 +75,6 @@ def create(
 
     log = CommitLog.create(path, queues=queues, exist_ok=exist_ok, storage_options=storage_options(storage))
     say(as_json, {"path": log.path, "id": log.id}, f"{log.path} is a commit log")
-
-
-@plainly
-def upgrade(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
-    """Give a commit log of an older version what this one needs. Stop all programs that use it first."""
-    from rmq_spark.commitlog.log import CommitLog
-
-    added = CommitLog.upgrade(path, storage_options(storage))
-    say(as_json, {"added": added}, "\n".join(f"added: {what}" for what in added) or "it needs nothing")
 
 
 @plainly

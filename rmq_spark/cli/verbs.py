@@ -88,7 +88,6 @@ VERBS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "After a restore: compare a commit log with the database of its local transactions and with checkpoints "
             "of streams, and say for each attempt that the database has executed since the backup what is to be done",
         ),
-        "upgrade": ("logs", "Give a commit log of an older version what this one needs"),
         "relay": (
             "relaying",
             "Hand committed messages over to Kafka, each of them once and in the order of its queue",

@@ -19,6 +19,8 @@ from rmq_spark.commitlog.op import KINDS, NO_OPS, SETTLING, Kind, OpenBelow
 from rmq_spark.errors import CorruptLogError
 
 CHUNKS_MAX = 64
+_OF_EACH_MARK = ("low_water", "since_version", "tails", "below", "reopened_ms")
+"""Columns that every mark fills."""
 EPOCH = datetime.fromtimestamp(0, timezone.utc)
 
 Tails = Mapping[tuple[str, int], int]
@@ -71,20 +73,17 @@ class Followed:
     @classmethod
     def from_mark(cls, rows: pa.Table) -> Followed:
         """Where to go on from the newest of some mark rows: just before the first version that is still needed."""
-        marks = rows.filter(_is_mark(rows)).sort_by("version")
+        marks = rows.filter(of_kind(rows, Kind.MARK)).sort_by("version")
         if marks.num_rows == 0:
-            if pc.any(of_kind(rows, Kind.MARK)).as_py():  # those of an older version are of no use
-                return cls()
             raise CorruptLogError("table op has lost its newest mark: restore the table from a copy")
         mark = _newest_mark(marks)
         since = int(mark["since_version"])
         tails = {(t["topic"], t["queue_id"]): t["next_offset"] for t in mark["tails"]}
         below = _below(mark)
         waiting = {half_id: b.waiting for half_id, b in below.items() if b.waiting}
-        reopened_ms = mark["reopened_ms"] or 0
         return cls(
-            version=since - 1, since=since, tails=tails, waiting=waiting, below=below, reopened_ms=reopened_ms,
-            firsts=_firsts(mark),
+            version=since - 1, since=since, tails=tails, waiting=waiting, below=below, firsts=_firsts(mark),
+            reopened_ms=mark["reopened_ms"],
         )  # fmt: skip
 
     def after(self, rows: pa.Table, version: int) -> Followed:
@@ -101,7 +100,7 @@ class Followed:
         kept = pa.concat_tables([self.rows, rows])
         since, low_water, rewritten_below = self.since, self.low_water, self.rewritten_below
         below, marked_at = self.below, self.marked_at
-        marks = rows.filter(_is_mark(rows))
+        marks = rows.filter(of_kind(rows, Kind.MARK))
         if marks.num_rows:
             newest = _newest_mark(marks)
             low_water, rewritten_below = newest["low_water"], newest["reason"] or ""
@@ -129,7 +128,7 @@ class Followed:
     def is_behind_mark(self, rows: pa.Table) -> bool:
         """True when a mark among these new op rows lets go some of them: they may have been pruned before they were
         read."""
-        newest = pc.max(rows.filter(_is_mark(rows))["since_version"]).as_py()
+        newest = pc.max(rows.filter(of_kind(rows, Kind.MARK))["since_version"]).as_py()
         return newest is not None and newest > self.version + 1
 
     def reopened_rows(self, before: int | None = None) -> dict[str, int]:
@@ -144,12 +143,6 @@ class Followed:
 def of_kind(rows: pa.Table, kind: Kind) -> pa.ChunkedArray:
     """Which op rows are of a kind."""
     return pc.equal(rows["kind"], kind.value)
-
-
-def _is_mark(rows: pa.Table) -> pa.ChunkedArray:
-    """Which op rows are marks that can be used. Those of an older version of rmq_spark do not name what is open: all of
-    op is read until there is another one."""
-    return pc.and_(of_kind(rows, Kind.MARK), pc.is_valid(rows["below"]))
 
 
 def settled_rows(rows: pa.Table) -> dict[str, int]:
@@ -283,9 +276,7 @@ def _require_rows(rows: pa.Table) -> None:
     """Raise CorruptLogError for op rows that rmq_spark cannot have written, before anything is made of them."""
     kinds = [k for k in pc.unique(rows["kind"]).to_pylist() if k not in KINDS]
     if kinds:
-        raise CorruptLogError(
-            f"table op has a row of the kind {kinds[0]!r}: it was changed by hand, or by a newer version of rmq_spark"
-        )
+        raise CorruptLogError(f"table op has a row of the kind {kinds[0]!r}: it was changed by hand")
     offset, end, count = rows["queue_offset"], rows["next_offset"], rows["count"]
     right = pc.and_(pc.greater_equal(offset, 0), pc.equal(end, pc.add(offset, count)))
     right = pc.and_(right, pc.and_(pc.is_valid(rows["topic"]), pc.is_valid(rows["queue_id"])))
@@ -301,10 +292,10 @@ def _require_rows(rows: pa.Table) -> None:
 def _newest_mark(marks: pa.Table) -> dict[str, Any]:
     """The last of some mark rows, in version order; CorruptLogError when it says nothing that can be used."""
     newest: dict[str, Any] = marks.slice(marks.num_rows - 1).to_pylist()[0]
-    whole = newest["tails"] is not None and all(None not in tail.values() for tail in newest["tails"])
-    if not whole or newest["low_water"] is None or newest["since_version"] is None:
+    lacks = [name for name in _OF_EACH_MARK if newest[name] is None]
+    if lacks or any(None in tail.values() for tail in newest["tails"]):
         raise CorruptLogError(
-            f"table op has a mark at version {newest['version']} without tails, low_water or since_version: it was "
-            "changed by hand"
+            f"table op has a mark at version {newest['version']} without {lacks[0] if lacks else 'whole tails'}: it "
+            "was changed by hand"
         )
     return newest

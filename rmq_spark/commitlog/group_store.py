@@ -102,10 +102,6 @@ class Session:
         return f"{generation:020d} {self.by} {self.id}"
 
 
-def _who(session: str) -> str:
-    return session.split(" ")[1] if " " in session else session
-
-
 class GroupStore:
     """The ``groups`` table of a commit log."""
 
@@ -170,8 +166,8 @@ class GroupStore:
                 if queue in session.claimed and before.session is not None and before.session < mine:
                     raise GroupInUseError(
                         f"consumer group {group!r}: queue {queue[1]} of topic {queue[0]!r} is being read by an older "
-                        f"query ({_who(before.session)}) as well: stop one of them, or give this one a group of "
-                        "its own"
+                        f"query ({before.session.split(' ')[1]}) as well: stop one of them, or give this one a group "
+                        "of its own"
                     )
                 claim = before._replace(
                     session=mine, consumer=SPARK, generation=before.generation + (before.session != mine)
@@ -239,7 +235,6 @@ class GroupStore:
         def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
             if not take_over:
                 _require_kind(group, now, MEMBERS)
-            # An older version of rmq_spark wrote sessions alone.
             spark = kind_of(now.values()) == SPARK
             after = {queue: _freed(place) if spark else place for queue, place in now.items()}
             for queue, offset in start.items():
@@ -378,7 +373,7 @@ def _by_queue(rows: pa.Table) -> dict[Queue, dict[str, Any]]:
 
 
 def _place(row: Mapping[str, Any]) -> Place:
-    return Place(**{**{name: row[name] for name in Place._fields}, "generation": row["generation"] or 0})
+    return Place(*(row[name] for name in Place._fields))
 
 
 def _freed(place: Place) -> Place:
@@ -388,10 +383,7 @@ def _freed(place: Place) -> Place:
 
 def kind_of(places: Iterable[Place]) -> str | None:
     """Return who reads for a group with these places; None when nobody has yet, or somebody has handed it over."""
-    for place in places:
-        if place.consumer is not None or place.session is not None:
-            return place.consumer or SPARK  # an older version of rmq_spark wrote sessions alone
-    return None
+    return next((place.consumer for place in places if place.consumer is not None), None)
 
 
 def _require_kind(group: str, now: Mapping[Queue, Place], kind: str) -> None:

@@ -118,8 +118,8 @@ class HalfHeader:
     made_up: bool = field(default=False, compare=False)
     """True when ``app_id`` was made up for this half batch: it cannot have been prepared before."""
     named: bool = field(default=False, compare=False)
-    """True when ``app_id`` and ``batch_id`` alone tell a retry: the user gave them (a batch write), or they hold the
-    query's id (a consumer's retries). In other streams each checkpoint counts from 0, so ``query_id`` must agree."""
+    """True when ``app_id`` and ``batch_id`` alone tell a retry: the user gave them (a batch write). In a stream each
+    checkpoint counts from 0, so ``query_id`` must agree."""
     follows: int | None = field(default=None, compare=False)
     """The application's last batch before it, or :data:`FIRST`: else it is not prepared. None: whichever it is."""
 

@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow as pa
 
 from rmq_spark.commitlog import maintenance, overview, tracing, upkeep
-from rmq_spark.commitlog import repair as repair_module
 from rmq_spark.commitlog.asked import half_batch_of
 from rmq_spark.commitlog.backup import BackupReport, back_up
 from rmq_spark.commitlog.drain import Drainer, LocalWriter, Writer
@@ -33,10 +32,8 @@ from rmq_spark.commitlog.opening import (
     open_tables,
     require_no_log_around,
     require_no_rest,
-    upgrade_tables,
 )
 from rmq_spark.commitlog.reading import read_messages, starts_since
-from rmq_spark.commitlog.repair import RepairReport
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.steps import ProtocolSteps
 from rmq_spark.commitlog.trace import Trace
@@ -138,7 +135,7 @@ class CommitLog(ProtocolSteps):
         NotACommitLogError
             When the path holds none.
         LogFormatError
-            When it was made by a newer version of rmq_spark, or by an older one (:meth:`upgrade`).
+            When it has another format than this version of rmq_spark reads and writes.
         StorageError
             When the store cannot be reached.
         """
@@ -162,26 +159,6 @@ class CommitLog(ProtocolSteps):
             As :meth:`open` does.
         """
         return log_or_path if isinstance(log_or_path, CommitLog) else cls.open(log_or_path, storage_options)
-
-    @staticmethod
-    def upgrade(path: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None) -> list[str]:
-        """Give a commit log that an older version of rmq_spark made what this version needs. Nothing that is in it
-        changes. No program may use it meanwhile, and no older version afterwards.
-
-        Returns
-        -------
-        list of str
-            What was added; empty for a log that needs nothing.
-
-        Raises
-        ------
-        NotACommitLogError, LogFormatError, StorageError
-        """
-        where = location(path)
-        require_storage_options(where, storage_options)
-        remember(storage_options)
-        with reaching(where, storage_options):
-            return upgrade_tables(where, storage_options)
 
     def __getstate__(self) -> object:
         raise OptionError(
@@ -600,25 +577,6 @@ class CommitLog(ProtocolSteps):
         """:meth:`drain` with another writer of the files, which gets the handle that is drained."""
         log = self.another_on_the_same_log()
         return Drainer(log, writer(log)).run()
-
-    def repair(self, dry_run: bool = True) -> RepairReport:
-        """Find half batches whose rows lie twice in ``half``, and take the second copies out of the table.
-
-        The copy stays that op names, or the one that was prepared first. Nothing visible changes. Files that leave the
-        table stay on disk until a vacuum. Let no producer and no checker run meanwhile.
-
-        Parameters
-        ----------
-        dry_run : bool
-            Only say what would be done (default).
-
-        Returns
-        -------
-        RepairReport
-            ``print`` it. Its ``left`` are half batches that still lie twice.
-        """
-        with self.lock:
-            return repair_module.repair(self.half.table, self.op, dry_run)
 
     @named
     def backup(

@@ -19,8 +19,8 @@ from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LogFormatErr
 from rmq_spark.storage.location import is_uri
 from rmq_spark.storage.table import DeltaLogTable, Table
 
-FORMAT = 4
-"""The layout of the tables. A log of a newer one is not opened; one of an older one is upgraded first."""
+FORMAT = 1
+"""The layout of the tables. A log of another one is not opened."""
 LOG_RETENTION = "1m"
 """How long Delta's own log entries stay: nothing here needs them, and commits slow down with their number."""
 
@@ -74,31 +74,6 @@ def _messages_settings(retention_s: int) -> dict[str, str]:
     }
 
 
-def upgrade_tables(where: str, storage_options: Mapping[str, str] | None) -> list[str]:
-    """Give the tables of an older version what this one needs; returns what was added. Doing it again does no harm."""
-    _require_log(where, storage_options)
-    added: list[str] = []
-    for name, schema in (("half", HALF_SCHEMA), ("op", OP_SCHEMA), ("topics", TOPICS_SCHEMA)):
-        columns = DeltaLogTable.add_missing_columns(f"{where}/{name}", schema, storage_options)
-        added += [f"column {column} of table {name}" for column in columns]
-    if has_groups(where, storage_options):
-        columns = DeltaLogTable.add_missing_columns(f"{where}/groups", GROUPS_SCHEMA, storage_options)
-        added += [f"column {column} of table groups" for column in columns]
-    if not DeltaLogTable.exists(f"{where}/messages", storage_options):
-        settings = _messages_settings(messages.KEPT_S)
-        DeltaLogTable.create(f"{where}/messages", "messages", MESSAGES_SCHEMA, storage_options, settings)
-        added.append("table messages")
-    topics = DeltaLogTable(f"{where}/topics", "topics", TOPICS_SCHEMA, storage_options)
-    if _format_of(where, topics) < FORMAT:
-        stats = {"delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS)}
-        DeltaLogTable.set_properties(f"{where}/op", stats, storage_options)
-        DeltaLogTable.set_properties(f"{where}/half", OF_LEAVING_FILES, storage_options)
-        # Last: a log that a crash left between the two is upgraded again.
-        DeltaLogTable.set_properties(f"{where}/topics", {"txmq.format": str(FORMAT)}, storage_options)
-        added.append(f"format {FORMAT}")
-    return added
-
-
 def _require_log(where: str, storage_options: Mapping[str, str] | None) -> None:
     if not DeltaLogTable.exists(f"{where}/topics", storage_options):
         if not is_uri(where) and os.path.isdir(where) and not os.access(where, os.R_OK | os.X_OK):
@@ -138,15 +113,15 @@ def require_no_rest(where: str, storage_options: Mapping[str, str] | None) -> No
             )
 
 
-def _format_of(where: str, topics: DeltaLogTable) -> int:
+def _require_format(where: str, topics: DeltaLogTable) -> None:
     found = topics.configuration.get("txmq.format")
     if found is None:
         raise NotACommitLogError(f"{where} is not a commit log: its table 'topics' has no property txmq.format")
-    if not found.isdigit() or int(found) > FORMAT:
+    if found != str(FORMAT):
         raise LogFormatError(
-            f"{where} has format {found}, this version of rmq_spark knows formats up to {FORMAT}: upgrade rmq_spark"
+            f"{where} has format {found}, and this version of rmq_spark reads and writes format {FORMAT} alone: use "
+            "the version that made the log, or a new log"
         )
-    return int(found)
 
 
 def open_tables(where: str, storage_options: Mapping[str, str] | None) -> Opened:
@@ -156,12 +131,7 @@ def open_tables(where: str, storage_options: Mapping[str, str] | None) -> Opened
         DeltaLogTable(f"{where}/{name}", name, schema, storage_options)
         for name, schema in (("topics", TOPICS_SCHEMA), ("half", HALF_SCHEMA), ("op", OP_SCHEMA))
     )
-    found = _format_of(where, topics)
-    if found < FORMAT:
-        raise LogFormatError(
-            f"{where} has format {found}: an older version of rmq_spark made it, and this one needs format {FORMAT}. "
-            f"Stop all programs that use it, then run: txmq upgrade {where}"
-        )
+    _require_format(where, topics)
     op.wait_until_open()
     queues = int(topics.configuration.get("txmq.queues", QUEUES_DEFAULT))
     return Opened(half, op, topics, queues)

@@ -92,7 +92,7 @@ class TopicStore:
             if self._known is None or self._known.version != self.table.version:
                 rows = self._read().sort_by("name").to_pylist()
                 version = self.table.version
-                topics = {r["name"]: Topic(r["queues"], bool(r["fifo"]), r["retention_s"]) for r in rows}
+                topics = {r["name"]: Topic(r["queues"], r["fifo"], r["retention_s"]) for r in rows}
                 queues = {name: topic.queues for name, topic in topics.items()}
                 self._known = Known(version, topics, queues, frozenset(n for n, t in topics.items() if t.fifo))
             return self._known

@@ -231,9 +231,8 @@ def _seen(content: bytes, since_s: float, lease_s: float) -> _Seen:
     """Return what a heartbeat says. One that was read while it was written says nothing, and has this lease."""
     try:
         told = json.loads(content)
-        chooses = told.get("chooses")  # none of a member of an older version
         topics = frozenset(str(topic) for topic in told["topics"])
-        return _Seen(content, since_s, _lease(content, lease_s), topics, None if chooses is None else str(chooses))
+        return _Seen(content, since_s, _lease(content, lease_s), topics, str(told["chooses"]))
     except (ValueError, KeyError, TypeError, AttributeError):
         return _Seen(content, since_s, lease_s)
 

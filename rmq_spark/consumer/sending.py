@@ -54,7 +54,6 @@ def own_header(
         transaction_per=BATCH,
         producer_group=group,
         numbered=identity is not None,
-        named=identity is not None,
     )
 
 

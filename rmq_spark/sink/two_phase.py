@@ -633,11 +633,10 @@ def _outcome_of_left(record: HalfRecord, kept: Archived) -> Outcome:
 
 
 def _is_same_query(prepared: HalfHeader, now: HalfHeader) -> bool:
-    """Without a query id on both sides, equal numbers may be of two checkpoints. A half batch that a user named, or
-    gave an idempotency key, is known by that."""
-    if now.named or not now.numbered:
-        return prepared.query_id in (None, now.query_id)
-    return prepared.query_id is not None and prepared.query_id == now.query_id
+    """Without a query id, equal numbers may be of two checkpoints. A half batch that a user named, or gave an
+    idempotency key, is known by that."""
+    is_known = now.query_id is not None or now.named or not now.numbered
+    return is_known and prepared.query_id == now.query_id
 
 
 def _following(header: HalfHeader, last: HalfHeader | None, lineage: Lineage | None) -> HalfHeader:

@@ -55,8 +55,7 @@ class StreamOffset(NamedTuple):
 
     positions: Positions
     again: Again
-    log_id: str | None
-    """None in a checkpoint of an older version."""
+    log_id: str
 
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
@@ -118,7 +117,7 @@ def from_checkpoint(value: object, what: str = "the checkpoint") -> StreamOffset
         When the value has another form.
     """
     if not isinstance(value, dict):
-        return StreamOffset(from_json(value, what), {}, None)
+        raise OffsetError(f"{what} is not of the form {_EXAMPLE}: found {str(value)[:200]}")
     again: Again = {}
     try:
         for text, offset in value.get(AGAIN, {}).items():
@@ -129,13 +128,14 @@ def from_checkpoint(value: object, what: str = "the checkpoint") -> StreamOffset
         raise OffsetError(
             f"{what} has {str(value[AGAIN])[:200]} under {AGAIN!r}, which no stream wrote: {problem}"
         ) from problem
-    log_id = None
-    if LOG in value:
-        if not isinstance(value[LOG], dict) or len(value[LOG]) != 1:
-            raise OffsetError(f"{what} has {str(value[LOG])[:200]} under {LOG!r}, which no stream wrote")
-        (log_id,) = value[LOG]
     topics = {topic: queues for topic, queues in value.items() if topic not in OWN_KEYS}
-    return StreamOffset(from_json(topics, what), again, log_id)
+    return StreamOffset(from_json(topics, what), again, _log_id(value.get(LOG), what))
+
+
+def _log_id(said: object, what: str) -> str:
+    if not isinstance(said, dict) or len(said) != 1:
+        raise OffsetError(f"{what} has {str(said)[:200]} under {LOG!r}, which no stream wrote")
+    return str(*said)
 
 
 def from_json(value: object, what: str, marks: tuple[int, ...] = ()) -> Positions:
@@ -226,7 +226,7 @@ def given_positions(
     found = CountedPositions(from_json(own, what, marks))
     found.marks = marks
     if isinstance(value, dict) and LOG in value:
-        found.log_id = from_checkpoint({LOG: value[LOG]}, what).log_id
+        found.log_id = _log_id(value[LOG], what)
     return found
 
 

@@ -195,7 +195,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
             When it is one of another commit log, unless ``failOnDataLoss=false``.
         """
         positions, again, log_id = from_checkpoint(offset, what)
-        if log_id in (None, self.planner.log.id):
+        if log_id == self.planner.log.id:
             return positions, again
         made_anew = (
             f"{what} counts in commit log {log_id!r}, and {redacted(self.options.path)} is commit log "

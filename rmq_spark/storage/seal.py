@@ -70,8 +70,7 @@ def require_seal(schema: pa.Schema, path: str, table: str, columns: Iterable[str
     Raises
     ------
     CorruptLogError
-        When the file was written under another name, has other columns than its seal says, or has no seal and lacks a
-        column.
+        When the file was written under another name, has other columns than its seal says, or lacks a column.
     """
     said = schema.metadata or {}
     name = path.rpartition("/")[2]
@@ -80,9 +79,7 @@ def require_seal(schema: pa.Schema, path: str, table: str, columns: Iterable[str
         raise CorruptLogError(f"file {path} of table {table} holds what was written as {found}: {_RESTORE}")
     there = set(schema.names)
     missing = [c for c in columns if c not in there]
-    as_written = found == name and said.get(_COLUMNS) == _checksum_of(schema)
-    # What an older version wrote may lack a column, and its seal says so.
-    if not as_written and (missing or found == name):
+    if missing or (found == name and said.get(_COLUMNS) != _checksum_of(schema)):
         what = f"has no column {missing[0]!r}" if missing else "has other columns than it was written with"
         raise CorruptLogError(f"file {path} of table {table} {what}: {_RESTORE}")
     return said.get(_ROWS, b"").decode(errors="replace") if found == name else None

@@ -612,25 +612,6 @@ class DeltaLogTable:
                 raise NotACommitLogError(f"table {name} cannot be created at {uri}: {problem}") from cause_of(problem)
 
     @staticmethod
-    def add_missing_columns(uri: str, schema: pa.Schema, storage_options: Mapping[str, str] | None) -> list[str]:
-        """Add the columns that an older version of rmq_spark did not make, and return their names. They are null in the
-        rows that are there."""
-        require_no_fork()
-        table = DeltaTable(uri, storage_options=dict(storage_options or {}) or None)
-        have = set(pa.schema(table.schema().to_arrow()).names)
-        new = [field for field in Schema.from_arrow(schema).fields if field.name not in have]
-        if new:
-            table.alter.add_columns(new)
-        return [field.name for field in new]
-
-    @staticmethod
-    def set_properties(uri: str, properties: Mapping[str, str], storage_options: Mapping[str, str] | None) -> None:
-        """Change properties of a table."""
-        require_no_fork()
-        table = DeltaTable(uri, storage_options=dict(storage_options or {}) or None)
-        table.alter.set_table_properties(dict(properties), raise_if_not_exists=False)
-
-    @staticmethod
     def exists(uri: str, storage_options: Mapping[str, str] | None) -> bool:
         """Return True when the folder holds a Delta table.
 
@@ -1006,19 +987,14 @@ class DeltaLogTable:
 
     def _read_small(self, path: str, names: Sequence[str], said: Mapping[str, int | None]) -> pa.Table:
         fields = [self.schema.field(name) for name in names]
-        columns: list[pa.ChunkedArray | pa.Array] = []
         with reading(path, self.name), self.fs.open_input_file(f"{self.folder}/{path}") as source:
             file = pq.ParquetFile(source, page_checksum_verification=True)
-            schema = file.schema_arrow
-            self._require_file(path, schema, file.metadata, said)
-            there = set(schema.names).intersection(names)
-            found = file.read(list(there), use_threads=False)
-            for field_ in fields:
-                if field_.name in there:
-                    column = found[field_.name]
-                    columns.append(column if column.type == field_.type else pc.cast(column, field_.type))
-                else:  # an older version wrote the file
-                    columns.append(pa.nulls(found.num_rows, field_.type))
+            self._require_file(path, file.schema_arrow, file.metadata, said)
+            found = file.read(names, use_threads=False)
+            columns = [
+                column if column.type == field_.type else pc.cast(column, field_.type)
+                for column, field_ in zip((found[name] for name in names), fields, strict=True)
+            ]
         return pa.table(columns, schema=pa.schema(fields))
 
     def _rows_said(self, paths: Sequence[str]) -> dict[str, int | None]:

@@ -138,17 +138,16 @@ def test_a_log_and_a_topic_are_made_and_listed(tmp_path: Path) -> None:
     assert said in txmq("topic", "create", path, "orders", code=1)[1]
 
 
-def test_drain_copies_and_upgrade_finds_nothing_to_do(log: CommitLog) -> None:
+def test_drain_copies(log: CommitLog) -> None:
     commit(log, prepare(log))
     said, _ = txmq("drain", log.path)
     assert said == f"the table messages has every message that is committed (version {log.refresh()} of op)\n"
     log.messages_table.refresh()
     assert log.messages_table.actions()["num_records"].to_pylist() == [2]
-    assert txmq("upgrade", log.path)[0] == "it needs nothing\n"
 
 
 def test_an_error_is_one_line_and_no_traceback(tmp_path: Path) -> None:
-    for command in (("topics",), ("pending",), ("quarantined",), ("conflicts",), ("vacuum",), ("drain",), ("upgrade",)):
+    for command in (("topics",), ("pending",), ("quarantined",), ("conflicts",), ("vacuum",), ("drain",)):
         _, err = txmq(*command, tmp_path, code=1)
         assert len(err.splitlines()) == 1
         assert "is not a commit log" in err

@@ -218,7 +218,7 @@ def test_an_endpoint_that_is_no_url_is_refused_in_one_sentence() -> None:
     ],
 )
 def test_storage_options_that_are_none_are_refused(tmp_path: Path, options: Any, words: str) -> None:
-    doors: list[Any] = [txmq.CommitLog.create, txmq.CommitLog.open, txmq.CommitLog.upgrade]
+    doors: list[Any] = [txmq.CommitLog.create, txmq.CommitLog.open]
     doors += [lambda path, **given: txmq.TransactionMQProducer(path, "shop", **given)]
     doors += [lambda path, **given: txmq.PushConsumer(path, "points", print, "orders", **given)]
     doors += [lambda path, **given: txmq.PullConsumer(path, "points", "orders", **given)]

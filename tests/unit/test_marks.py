@@ -17,8 +17,7 @@ from rmq_spark.commitlog import ledger, marking
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, OpRow, RowState, Who
-from rmq_spark.commitlog.rows import RowSet
-from rmq_spark.errors import CorruptLogError, VerdictConflictError
+from rmq_spark.errors import CorruptLogError
 from rmq_spark.storage.table import COMMIT_TRIES_MAX, Change
 from rmq_spark.testing import InMemoryCommitLog
 from tests.clocks import Clock, set_clock
@@ -247,25 +246,18 @@ def test_a_prepare_is_later_than_what_was_reopened_before_the_mark(monkeypatch: 
     assert bodies(log, "steps") == ["first", "second"]
 
 
-def test_a_mark_of_an_older_version_is_of_no_use_and_all_of_op_is_read(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It does not name what is open: a reopened half batch below it would be hidden."""
+@pytest.mark.parametrize("lacks", ["below", "reopened_ms", "low_water", "since_version", "tails"])
+def test_a_mark_that_lacks_a_part_is_refused(log: CommitLog, monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    """Without ``below`` it does not name what is open: a reopened half batch would be hidden."""
     record = prepare(log, 0)
     roll_back(log, record, who=Who.CHECK)
     log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "again")
-    late = prepare(log, 1)
-    roll_back(log, late, who=Who.CHECK)
-    with pytest.raises(VerdictConflictError):
-        log.decide(late, 1, commit=RowSet({0: b"\x01" * 5}), who=Who.EXECUTE)
-    with monkeypatch.context() as older:
-        next_mark = marking.Marker.next_mark
-        older.setattr(marking.Marker, "next_mark", lambda m: [replace(row, below=None) for row in next_mark(m)[:1]])
-        assert log.move_mark()
-    require_whole(another(log), "beside an old mark")
-    assert another(log).move_mark()
-    assert named(log) == {record.half_id}
-    require_whole(another(log), "after a new one")
+    next_mark = marking.Marker.next_mark
+    without: dict[str, Any] = {lacks: None}
+    monkeypatch.setattr(marking.Marker, "next_mark", lambda m: [replace(row, **without) for row in next_mark(m)])
+    for look in (log.move_mark, another(log).open_half_ids):
+        with pytest.raises(CorruptLogError, match=f"without {lacks}"):
+            look()
 
 
 def test_a_mark_that_does_not_say_what_is_open_is_refused(log: CommitLog) -> None:

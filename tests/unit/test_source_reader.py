@@ -426,18 +426,10 @@ def test_a_group_s_progress_report_says_where_a_batch_read_begins(log: CommitLog
     assert read(log, startingOffsets=json.dumps(reported)).num_rows == 3
 
 
-@pytest.mark.parametrize("wrong", [3, {}, {"one": 0, "another": 0}])
+@pytest.mark.parametrize("wrong", [None, 3, {}, {"one": 0, "another": 0}])
 def test_a_checkpoint_with_no_log_id_under_its_name_is_an_error(log: CommitLog, wrong: object) -> None:
     with pytest.raises(OffsetError, match="the checkpoint"):
         stream(log).latestOffset({"orders": {"0": 0}, "@log": wrong}, ReadAllAvailable())  # type: ignore[dict-item]
-
-
-def test_a_checkpoint_of_an_older_version_goes_on(log: CommitLog) -> None:
-    send(log, 0, 6)
-    reader, start = stream(log), {"orders": {"0": 1, "1": 2, "2": 2}}
-    end = reader.latestOffset(start, ReadAllAvailable())
-    assert run(reader, reader.partitions(start, end)).num_rows == 1
-    assert reader.latestOffset(end, ReadAllAvailable()) == end
 
 
 def test_a_log_made_anew_does_not_go_on_at_the_offsets_of_the_old_one(log: CommitLog) -> None:

@@ -1043,7 +1043,8 @@ def test_a_fence_in_a_copy_of_its_database_does_not_answer(tmp_path: Path) -> No
     assert verdicts(listener(copied).check_local_transaction(batch)) == [ROLLBACK]
 
 
-def test_a_fence_of_an_earlier_version_learns_its_place_when_it_is_made_again(url: sa.URL, fence: str) -> None:
+def test_a_fence_that_could_not_see_its_place_learns_it_when_it_is_made_again(url: sa.URL, fence: str) -> None:
+    """Its user had no right to ask the database which one it is."""
     run(url, "DELETE FROM txmq_fence_id WHERE one = 2")
     assert listener(url).store_id == fence
     assert create_fence(url) == fence

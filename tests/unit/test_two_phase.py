@@ -708,16 +708,6 @@ def test_the_retry_of_a_batch_write_is_known_by_its_own_numbers(log: CommitLog) 
     assert visible(log) == bodies()
 
 
-def test_what_an_older_version_sent_under_a_name_with_the_query_s_id_is_known(log: CommitLog) -> None:
-    """It kept no query id with a consumer's retries, which the query's id names."""
-    app_id = f"retry.group.{QUERY}"
-    send(log, Told(), header(app_id=app_id, query_id=None, input_hash=None))
-    assert send(another(log), Told(), header(app_id=app_id, named=True)).replayed
-    send(log, Told(), header(batch_id=1, app_id=app_id, named=True))
-    with pytest.raises(CheckpointMismatchError, match="held something else"):
-        send(another(log), Told(), header(batch_id=1, app_id=app_id, input_hash="another", named=True))
-
-
 @pytest.mark.parametrize("first", ["stream", "batch write"])
 def test_a_stream_and_a_batch_write_of_one_app_id_are_not_each_other_s_replay(log: CommitLog, first: str) -> None:
     heads = [header(), header(query_id=None, input_hash=None, named=True)]

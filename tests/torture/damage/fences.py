@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from rmq_spark.listeners.sql import SqlTransactionListener, create_fence
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, HalfBatch, Rollback
+from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, Rollback
 from tests.half_batches import pending, prepare
 from tests.torture.damage.ways import DAMAGES
 
@@ -61,11 +61,12 @@ def try_damage(folder: Path, batches: list[HalfBatch], seed: int) -> Counter[str
     for batch in batches:
         right = ROLLBACK_MESSAGE if batch.batch_id % 2 else COMMIT_MESSAGE
         try:
-            (answer,) = listener.check_local_transaction(batch).to_pylist()  # type: ignore[union-attr]
+            (said,) = listener.check_local_transaction(batch).each(1)  # type: ignore[union-attr]
         except Exception:  # no answer: the check reports it, and nothing is decided
             counts["no answer"] += 1
             continue
-        outcome = "right" if answer == right else "unknown" if answer == "UNKNOWN" else f"wrong {answer}"
+        answer = said.state
+        outcome = "right" if answer is right else "unknown" if answer is UNKNOWN else f"wrong {answer}"
         counts[outcome] += 1
     for file in folder.glob(f"{copy.name}*"):
         file.unlink()

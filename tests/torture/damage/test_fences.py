@@ -43,7 +43,7 @@ def test_a_word_that_no_fence_writes_is_named(tmp_path: Path) -> None:
             if connection.exec_driver_sql(f"SELECT count(*) FROM {table} WHERE {name} = 'executed'").scalar()
         ]
         connection.exec_driver_sql(f"UPDATE {table} SET {outcome} = 'executee' WHERE {outcome} = 'executed'")
-    with pytest.raises(FenceError, match=r"'executee', which is not one of executed"):
+    with pytest.raises(FenceError, match=r"'executee', which is not one of started, executed"):
         SqlTransactionListener(url, fences.work).check_local_transaction(batches[0])
 
 

@@ -199,6 +199,7 @@ def checkpoint_offsets(rng: random.Random) -> bool:
 
     def edited() -> Any:
         value: Any = {"orders": {"0": rng.randrange(6), "1": rng.randrange(6)}, "points": {"0": rng.randrange(5)}}
+        value["@log"] = {_LOG.id: 0}
         where = rng.choice(("", "topic", "queue", "offset", "log", "all"))
         if where == "topic":
             value[rng.choice(("", "\ud800", "order", text(rng)))] = value.pop("points")
@@ -220,8 +221,8 @@ def checkpoint_offsets(rng: random.Random) -> bool:
     if planned:
         assert partitions is not None
         (first_of, _, begun), (stop_of, _, ended) = from_checkpoint(start, "x"), from_checkpoint(end, "x")
-        require(not partitions or ended in (None, _LOG.id), f"{end} is of another commit log, and was planned")
-        mine = first_of if begun in (None, _LOG.id) else {}
+        require(not partitions or ended == _LOG.id, f"{end} is of another commit log, and was planned")
+        mine = first_of if begun == _LOG.id else {}
         wanted = {queue: (mine.get(queue, 0), stop) for queue, stop in stop_of.items()}
         for placed in (p for partition in partitions for p in partition.ranges):  # type: ignore[attr-defined]
             first, stop = wanted[(placed.topic, placed.queue_id)]

@@ -553,7 +553,7 @@ for _warm in (True, False):
 
         def trigger() -> object:
             with patch.object(reader_module, "_open", lambda options: log):
-                start = {"orders": {"0": 1}}
+                start = {"orders": {"0": 1}, "@log": {log.id: 0}}
                 end = reader.latestOffset(start, ReadAllAvailable())
                 ranges = [part.ranges for part in reader.partitions(start, end)]
                 reader.commit(end)
