@@ -58,8 +58,8 @@ class FencePruner:
             except Exception as problem:
                 self._left.pop(0)
                 logger.warning(
-                    "fence rows of %r were not pruned (its user needs the right to delete them; fences = \"0s\" in "
-                    "[maintenance] switches this off): %s", listener, failure(problem),
+                    "fence rows of %r were not pruned: %s. (Where its user lacks the right to delete them, grant it; "
+                    "fences = \"0s\" in [maintenance] switches this off.)", listener, failure(problem),
                 )  # fmt: skip
         if deleted:
             logger.info("%d fence rows were pruned", deleted)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
@@ -48,7 +49,7 @@ _UTF8_BYTES_MAX = 4
 PLACE_CHARS_MAX = 64
 IDLE_S_MAX = 1.0
 """A pooled connection that was not used for so long is tested before use."""
-_ENVIRONMENT = "env:"
+_ENVIRONMENT, _FILE = "env:", "file:"
 
 IN_INNODB: dict[str, Any] = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
 """Makes a table whose changes a transaction can undo, whatever the default engine of a MariaDB or MySQL server is."""
@@ -77,8 +78,8 @@ def exact_text(chars: int) -> sa.String:
 
 
 Address: TypeAlias = "str | sa.URL | sa.Engine | Callable[[], str | sa.URL | sa.Engine]"
-"""Names a database: a URL, an engine, ``env:NAME`` for the URL in an environment variable, or a function that returns
-the URL. The last two are looked up by each process that uses the database."""
+"""Names a database: a URL, an engine, ``env:NAME`` or ``file:/path`` for where the URL lies, or a function that returns
+it. The last three are looked up by each process that uses the database."""
 
 
 class Database:
@@ -527,6 +528,8 @@ def _lookup_of(address: object) -> _Lookup | None:
         if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable) is None:
             raise ListenerError(f"{_ENVIRONMENT!r} is not followed by the name of an environment variable")
         return _Lookup(address, partial(_from_environment, variable))
+    if isinstance(address, str) and address.startswith(_FILE):
+        return _Lookup(address, partial(_from_file, address.removeprefix(_FILE)))
     if not callable(address):
         return None
     name = f"{getattr(address, '__qualname__', type(address).__name__)}()"
@@ -546,6 +549,17 @@ def _from_environment(variable: str) -> str:
             f"the environment variable {variable}, which has the database's URL, is not set in this process: set it "
             "where the listener or the inbox runs (of Spark, the driver's environment)"
         )
+    return url
+
+
+def _from_file(path: str) -> str:
+    try:
+        url = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as problem:
+        why = problem.strerror if isinstance(problem, OSError) else "it is no text"
+        raise ListenerError(f"file {path}, which has the database's URL, cannot be read: {why}") from None
+    if not url:
+        raise ListenerError(f"file {path} is empty: the database's URL is expected in it")
     return url
 
 

@@ -156,7 +156,8 @@ class Fence(Database):
         if found is None:
             raise FenceError(
                 f"{self.where} has no fence {self._id.fullname!r}: call create_fence() once, when the "
-                "database is set up. If it had one, this is another database, or its tables were dropped"
+                "database is set up. If it has one, that lies in another schema (name it), this is another database, or "
+                "its tables were dropped"
             )
         if anywhere or not self._is_known:
             self._require_same_place(connection, said.get(_THE_PLACE))

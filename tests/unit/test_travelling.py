@@ -99,6 +99,13 @@ def test_the_process_that_uses_it_looks_up_the_url(url: str, monkeypatch: pytest
     assert send_with(arrived, url) == (["a", "b"], ["a", "b"])
 
 
+def test_a_file_has_the_url(url: str, tmp_path: Path) -> None:
+    (tmp_path / "url").write_text(f"{url}\n")
+    listener = txmq.SqlTransactionListener(f"file:{tmp_path}/url", keep)
+    listener.create_fence()
+    assert send_with(pickle.loads(pickle.dumps(listener)), url) == (["a", "b"], ["a", "b"])
+
+
 @pytest.mark.parametrize("address", [f"env:{VARIABLE}", url_with_password])
 def test_a_password_that_is_looked_up_does_not_travel_and_is_not_shown(
     address: Any, monkeypatch: pytest.MonkeyPatch
@@ -157,6 +164,8 @@ def refuse() -> str:
         (f"env:{VARIABLE}", f"the environment variable {VARIABLE}, .*, is not set in this process: set it where"),
         ("env:", "'env:' is not followed by the name of an environment variable"),
         (f"env:{WITH_PASSWORD}", "'env:' is not followed by the name of an environment variable"),
+        ("file:/not/there", "file /not/there, which has the database's URL, cannot be read: No such file"),
+        ("file:/dev/null", "file /dev/null is empty: the database's URL is expected in it"),
         (lambda name: name, r"<lambda>\(\) cannot give the database's URL: a function without arguments"),
         (refuse, r"refuse\(\), which gives the database's URL, raised PermissionError: no secret for"),
         (lambda: None, r"<lambda>\(\) returned NoneType: the database's URL is expected"),
