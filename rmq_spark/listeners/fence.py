@@ -156,7 +156,7 @@ class Fence(Database):
         if found is None:
             raise FenceError(
                 f"{self.where} has no fence {self._id.fullname!r}: call create_fence() once, when the "
-                "database is set up. If it has one, that lies in another schema (name it), this is another database, or "
+                "database is set up. If it has one, that is in another schema (name it), this is another database, or "
                 "its tables were dropped"
             )
         if anywhere or not self._is_known:
