@@ -93,6 +93,10 @@ class Database:
         """A database transaction: the fence row, and a row for each body, at one moment."""
         key = batch.half_id, batch.attempt
         self.fence[key] = self.merged(states, batch, self.fence.get(key))
+        self.write(states, batch, bodies)
+
+    def write(self, states: dict[str, str], batch: HalfBatch, bodies: Iterable[tuple[str, bytes]]) -> None:
+        """A database transaction without a fence."""
         self.words |= states
         for refused in (i for i, state in states.items() if state == ROLLED_BACK):
             self._history.note(Kind.REFUSED, half_id=batch.half_id, transaction_id=refused, attempt=batch.attempt)
@@ -321,7 +325,7 @@ class VersionedListener(Listener):
         state = self.work(ids)[transaction_id]
         if self.table.write(transaction_id, 1, state):
             done = [(r["transaction_id"], r["body"]) for r in bodies] if state == EXECUTED else []
-            self.database.commit({transaction_id: state}, batch, done)
+            self.database.write({transaction_id: state}, batch, done)
         self._scheduler.step()
         # Delta says nothing when it skips: look whose commit it was.
         found = self.table.marks[transaction_id][0]
@@ -352,7 +356,7 @@ class BareListener(Listener):
         bodies = batch.messages(["transaction_id", "body"]).to_pylist()
         states = self.work(ids)
         done = [(r["transaction_id"], r["body"]) for r in bodies if states[r["transaction_id"]] == EXECUTED]
-        self.database.commit(states, batch, done)
+        self.database.write(states, batch, done)
         return [VERDICTS[states[i]] for i in ids]
 
     def check(self, batch: HalfBatch, ids: Sequence[str]) -> list[Answer]:
