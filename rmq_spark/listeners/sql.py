@@ -504,21 +504,21 @@ class SqlTransactionListener(TransactionListener):
 
     def _fenced(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> list[str]:
         """Return the ids that a check has rolled back. Then all are: FencedError says of *all* that they never run."""
-        words = pa.array([state.word for state in recorded.states], pa.string()).take(recorded.among(batch.rows))
-        is_buried = pc.equal(words, TOMBSTONE)
-        if not pc.any(is_buried).as_py():
+        codes = recorded.among(batch.rows)
+        buried = {n for n, state in enumerate(recorded.states) if state.word == TOMBSTONE}
+        if buried.isdisjoint(pc.unique(codes).to_pylist()):
             return []
         ids = batch.transactions["transaction_id"].to_pylist()
-        of_each = batch.by_transaction(words).to_pylist()
-        fenced = [i for i, word in zip(ids, of_each, strict=True) if word == TOMBSTONE]
-        others = sum(word not in (TOMBSTONE, None) for word in of_each)
+        of_each = batch.by_transaction(pc.fill_null(codes, -1)).to_pylist()
+        fenced = [i for i, code in zip(ids, of_each, strict=True) if code in buried]
+        others = sum(code != -1 for code in of_each) - len(fenced)
         if others:
             raise LocalTransactionError(
                 f"{len(fenced)} of the {len(ids)} transactions of half batch {batch.half_id!r}, attempt "
                 f"{batch.attempt}, were rolled back by a check, and {others} ran before: nothing was done; let a check "
                 "settle each of them"
             )
-        absent = batch.rows.where(pc.is_null(words))
+        absent = batch.rows.where(pc.is_null(codes))
         if absent:
             self._fence.write(connection, batch, recorded.with_rows(absent, [State(TOMBSTONE)]))
         return fenced
@@ -552,10 +552,7 @@ class SqlTransactionListener(TransactionListener):
             )
         absent = batch.rows.where(pc.is_null(recorded.among(batch.rows)))
         self._fence.write(connection, batch, recorded.with_rows(absent, [State(STARTED)]))
-        with no_commit_within(connection):
-            ran = (
-                self._run_each(connection, batch, fresh) if self._per_transaction else self._run_all(connection, batch)
-            )
+        ran = self._run(connection, batch, fresh)
         verdicts = [new if is_fresh else old for new, old, is_fresh in zip(ran.each(count), before, fresh, strict=True)]
         result = VerdictArray.of(verdicts)
         assert result.which is not None
