@@ -334,6 +334,8 @@ class SimulatedTable:
     def try_commit(self, change: Change) -> bool:
         """Put the entry of the next version, and say what the store says."""
         self._acknowledged = None
+        if change.is_stale(self._state.version):  # a call within the proposal has moved the table
+            return False
         self._tried.append(change)
         version = self._state.version + 1
         self.content.at_commit.update(f.path for f in change.add)
