@@ -426,7 +426,6 @@ def no_commit_within(connection: sa.Connection) -> Iterator[None]:
     TransactionEndedError
         When ``work`` runs a statement after the transaction has ended in some other way.
     """
-
     info = connection.info  # of the driver's connection, so whichever object of SQLAlchemy work reaches it by
     info[_AT_WORK] = True
     _WORKING.add(connection)

@@ -121,8 +121,8 @@ class Recorded:
             return
         raise FenceError(
             f"half batch {batch.half_id!r}, attempt {batch.attempt}, was executed with its messages in other places, "
-            "and became of some of its transactions what did not of others: the log was restored, and has dealt them "
-            "out anew. Nothing can be said; look which are in the database, and settle it with log.resolve"
+            "and its transactions did not all end alike: the log was restored, and has dealt the messages out anew. "
+            "Nothing can be said. Look which are in the database, and settle the half batch with log.resolve"
         )
 
     def among(self, rows: RowSet) -> pa.Int32Array:

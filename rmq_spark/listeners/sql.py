@@ -479,8 +479,8 @@ class SqlTransactionListener(TransactionListener):
             return fenced, VerdictArray(()) if fenced else self._run_rest(connection, batch, recorded)
 
     def _keep_started(self, batch: HalfBatch) -> bool:
-        """Write that each transaction has started that has lost its state, so that no check answers "it never
-        happened"."""
+        """Record as started what has lost its state, so that no check answers "it never happened". Return whether that
+        could be recorded."""
         try:
             with self._fence.transaction(self._lock_timeout) as connection:
                 self._fill(connection, batch, State(STARTED))

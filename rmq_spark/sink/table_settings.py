@@ -63,7 +63,7 @@ class TableSettings:
         url = options.require("table.url", "a database URL without a password, env:NAME or file:/path").strip()
         if _place(url) is None:
             _require_no_password(url)
-        found = cls(
+        return cls(
             url=url,
             name=options.require("table.name", f"the table that {TABLE_LISTENER} shall insert into").strip(),
             columns=options.get("table.columns"),
@@ -73,7 +73,6 @@ class TableSettings:
             schema=options.get("table.schema"),
             fence_schema=options.get("table.fenceSchema"),
         )
-        return found
 
     def listener(self) -> TableListener:
         """Return the listener; the URL is looked up now, in this process."""
