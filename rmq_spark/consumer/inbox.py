@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -42,6 +42,25 @@ INBOX_TABLE = "txmq_inbox"
 POSITION_COLUMNS = ("topic", "queue_id", "queue_offset")
 
 Work = Callable[[sa.Connection, pa.Table], Any]
+
+
+class _Position(NamedTuple):
+    """Up to where the results of a queue are written.
+
+    Along a queue the times of commit never fall. So a message below the position that was committed after all that were
+    written is none of them: the log was restored from a copy, and has given its offset to another message.
+    """
+
+    next_offset: int
+    committed_us: int | None = None
+    """The newest time of commit among the messages below it, in microseconds since 1970; None when nobody knows."""
+
+    def under_way(self) -> _Position:
+        """What stands for this position while work runs, or the position for such a one."""
+        return self._replace(next_offset=-1 - self.next_offset)
+
+
+Positions = Mapping[tuple[str, int], _Position]
 
 
 class SqlInbox(Database):
@@ -107,6 +126,7 @@ class SqlInbox(Database):
             sa.Column("topic", exact_text(TOPIC_CHARS_MAX + GROUP_CHARS_MAX), primary_key=True),
             sa.Column("queue_id", sa.Integer, primary_key=True, autoincrement=False),
             sa.Column("next_offset", sa.BigInteger, nullable=False),
+            sa.Column("committed_us", sa.BigInteger),
             **IN_INNODB,
         )
         self._log_table = sa.Table(
@@ -151,7 +171,7 @@ class SqlInbox(Database):
     def positions(self) -> dict[tuple[str, int], int]:
         """Return the next offset of every queue for which results were written."""
         with self.transaction(write=False) as connection:
-            return self._positions(connection)
+            return {queue: position.next_offset for queue, position in self._positions(connection).items()}
 
     def set_position(self, topic: str, queue_id: int, next_offset: int) -> None:
         """Say from which offset on results of a queue are to be written: messages below it count as written.
@@ -176,8 +196,8 @@ class SqlInbox(Database):
             same = (self._table.c.consumer_group == self.group, self._table.c.topic == queue[0])
             now = sa.select(self._table.c.next_offset).where(*same, self._table.c.queue_id == queue[1])
             before = connection.execute(now).scalar()
-            known = {} if before is None else {queue: int(before)}
-            self._move(connection, known, {queue: whole_number(next_offset, "next_offset", 0)})
+            known = {} if before is None else {queue: _Position(int(before))}
+            self._move(connection, known, {queue: _Position(whole_number(next_offset, "next_offset", 0))})
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         """Write the results of one micro-batch. ``foreachBatch`` calls this."""
@@ -191,13 +211,13 @@ class SqlInbox(Database):
         messages : pyarrow.Table
             Has at least the source's columns ``topic``, ``queue_id`` and ``queue_offset``: a micro-batch, or what
             ``CommitLog.read`` returned. For each queue it must have all messages that the group wants, from its
-            position to the last one given.
+            position to the last one given. With ``commit_timestamp``, too, the inbox notices a restored log.
 
         Raises
         ------
         InboxConflictError
-            When another process wrote results of the same queues at the same time, or the positions belong to another
-            log; nothing was written.
+            When another process wrote results of the same queues at the same time, the positions belong to another
+            log, or the log was restored from a copy and has other messages below a position; nothing was written.
         TransactionEndedError
             When ``work`` ended the database transaction. A part of the results may be committed. Every later call is an
             error until somebody has set the positions right.
@@ -214,19 +234,38 @@ class SqlInbox(Database):
             with self.transaction() as connection:
                 before = self._positions(connection)
                 self._require_same_log(connection)
-                new = messages.filter(pc.greater_equal(messages["queue_offset"], _position_of_each(messages, before)))
+                starts = pc.fill_null(_of_each(messages, {q: p.next_offset for q, p in before.items()}), 0)
+                is_new = pc.greater_equal(messages["queue_offset"], starts)
+                self._require_written(messages.filter(pc.invert(is_new)), before)
+                new = messages.filter(is_new)
+                ends = _end_of_each(new)
                 if new.num_rows:
                     self._try_once(connection)
-                    self._run(connection, before, new)
+                    self._run(connection, before, ends, new)
                 return int(new.num_rows)
         except TransactionEndedError as problem:
-            self._keep_started(before, new)
+            self._keep_started(before, ends)
             raise TransactionEndedError(
                 f"{problem}. The positions of group {self.group!r} are marked (below 0), and no later call goes on: "
                 "look what is there, undo or finish it, and call set_position(topic, queue_id, next_offset)"
             ) from cause_of(problem)
 
-    def _run(self, connection: sa.Connection, before: Mapping[tuple[str, int], int], new: pa.Table) -> None:
+    def _require_written(self, old: pa.Table, before: Positions) -> None:
+        """Require that messages below the positions are those whose results were written."""
+        newest = _of_each(old, {queue: position.committed_us for queue, position in before.items()})
+        others = old.filter(pc.fill_null(pc.greater(_committed_us(old), newest), False))
+        if others.num_rows:
+            first = others.slice(0, 1).to_pylist()[0]
+            topic, queue_id, at = (first[name] for name in POSITION_COLUMNS)
+            raise InboxConflictError(
+                f"topic {topic!r}, queue {queue_id}: the message at offset {at} was committed at "
+                f"{first['commit_timestamp']}, after all whose results group {self.group!r} has written in "
+                f"{self.where}, and its position is {before[topic, queue_id].next_offset}: the log was restored from a "
+                "copy, and counts on from its older end. Nothing was written. Look which results came from messages "
+                f"that the log lost, and call set_position({topic!r}, {queue_id}, {at}) to go on with this message"
+            )
+
+    def _run(self, connection: sa.Connection, before: Positions, ends: Positions, new: pa.Table) -> None:
         """Run ``work`` and move the positions.
 
         The positions are below 0 while ``work`` runs. If it ends the transaction in its middle, they stay so, and no
@@ -234,8 +273,7 @@ class SqlInbox(Database):
 
             next_offset   23  ──▶  -24  ── work ──▶  31
         """
-        ends = _end_of_each(new)
-        under_way = {queue: _under_way(before.get(queue, 0)) for queue in ends}
+        under_way = {queue: before.get(queue, _Position(0)).under_way() for queue in ends}
         self._move(connection, before, under_way)
         begin_savepoint(connection)
         with no_commit_within(connection):
@@ -243,10 +281,10 @@ class SqlInbox(Database):
             end_savepoint(connection, keep=True)
         self._move(connection, under_way, ends)
 
-    def _keep_started(self, before: Mapping[tuple[str, int], int], new: pa.Table) -> None:
+    def _keep_started(self, before: Positions, ends: Positions) -> None:
         try:
             with self.transaction() as connection:
-                self._move(connection, before, {queue: _under_way(before.get(queue, 0)) for queue in _end_of_each(new)})
+                self._move(connection, before, {q: before.get(q, _Position(0)).under_way() for q in ends})
         except InboxConflictError:
             pass  # work committed them, below 0
         except sa.exc.DBAPIError as problem:
@@ -294,24 +332,23 @@ class SqlInbox(Database):
             f"{self.where} has no table {table.fullname!r}: call create() once, when the database is set up"
         )
 
-    def _positions(self, connection: sa.Connection) -> dict[tuple[str, int], int]:
+    def _positions(self, connection: sa.Connection) -> dict[tuple[str, int], _Position]:
         columns = self._table.c
-        wanted = sa.select(columns.topic, columns.queue_id, columns.next_offset)
+        wanted = sa.select(columns.topic, columns.queue_id, columns.next_offset, columns.committed_us)
         with self._saying_what_is_missing(self._table):
             rows = connection.execute(wanted.where(columns.consumer_group == self.group)).all()
-        for topic, queue_id, next_offset in rows:
-            if next_offset < 0:
+        found = {(topic, queue_id): _Position(*position) for topic, queue_id, *position in rows}
+        for (topic, queue_id), position in found.items():
+            if position.next_offset < 0:
                 raise ListenerError(
                     f"work ended the database transaction of group {self.group!r}, topic {topic!r}, queue {queue_id} "
-                    f"in its middle: a part of the results from offset {_under_way(next_offset)} on may be in "
-                    f"{self.where}. Look there, undo or finish that part, and call set_position({topic!r}, {queue_id}, "
-                    "next_offset) with the first offset to go on with"
+                    f"in its middle: a part of the results from offset {position.under_way().next_offset} on may be "
+                    f"in {self.where}. Look there, undo or finish that part, and call set_position({topic!r}, "
+                    f"{queue_id}, next_offset) with the first offset to go on with"
                 )
-        return {(topic, queue_id): next_offset for topic, queue_id, next_offset in rows}
+        return found
 
-    def _move(
-        self, connection: sa.Connection, before: Mapping[tuple[str, int], int], after: Mapping[tuple[str, int], int]
-    ) -> None:
+    def _move(self, connection: sa.Connection, before: Positions, after: Positions) -> None:
         """Move every queue's position from ``before`` to ``after``, or raise when another process has moved it.
 
         The first move is made before ``work``: of two processes at the same queue one waits, and then gets the error.
@@ -321,11 +358,11 @@ class SqlInbox(Database):
             mine = {"consumer_group": self.group, "topic": queue[0], "queue_id": queue[1]}
             if queue in before:
                 same = sa.and_(*(columns[name] == value for name, value in mine.items()))
-                update = self._table.update().where(same, columns.next_offset == before[queue])
-                moved = connection.execute(update.values(next_offset=end)).rowcount == 1
+                update = self._table.update().where(same, columns.next_offset == before[queue].next_offset)
+                moved = connection.execute(update.values(**end._asdict())).rowcount == 1
             else:
                 try:
-                    connection.execute(self._table.insert().values(**mine, next_offset=end))
+                    connection.execute(self._table.insert().values(**mine, **end._asdict()))
                     moved = True
                 except sa.exc.IntegrityError:
                     moved = False
@@ -336,11 +373,6 @@ class SqlInbox(Database):
                 )
 
 
-def _under_way(offset: int) -> int:
-    """Return the number below 0 that stands for a position while work runs, or the position for such a number."""
-    return -1 - offset
-
-
 def _each_once(messages: pa.Table) -> pa.Table:
     """Return the sorted messages without duplicates."""
     first, rest = messages.slice(0, messages.num_rows - 1), messages.slice(1)
@@ -349,14 +381,25 @@ def _each_once(messages: pa.Table) -> pa.Table:
     return messages.filter(pa.concat_arrays([pa.array([True]), pc.invert(again)]))
 
 
-def _end_of_each(messages: pa.Table) -> dict[tuple[str, int], int]:
-    """Return the offset after the last message of each queue."""
-    ends = messages.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "max")])
-    return {(row["topic"], row["queue_id"]): row["queue_offset_max"] + 1 for row in ends.to_pylist()}
+def _end_of_each(messages: pa.Table) -> dict[tuple[str, int], _Position]:
+    """Return the position after the last message of each queue."""
+    timed = messages.select(["topic", "queue_id", "queue_offset"]).append_column(
+        "committed_us", _committed_us(messages)
+    )
+    most = timed.group_by(["topic", "queue_id"], use_threads=False)
+    ends = most.aggregate([("queue_offset", "max"), ("committed_us", "max")]).to_pylist()
+    return {(e["topic"], e["queue_id"]): _Position(e["queue_offset_max"] + 1, e["committed_us_max"]) for e in ends}
 
 
-def _position_of_each(messages: pa.Table, positions: Mapping[tuple[str, int], int]) -> pa.ChunkedArray:
-    names = pa.array([f"{queue_id} {topic}" for topic, queue_id in positions], pa.string())
+def _committed_us(messages: pa.Table) -> pa.Array | pa.ChunkedArray:
+    """When each was committed, in microseconds since 1970; null when the messages do not say."""
+    if "commit_timestamp" not in messages.column_names:
+        return pa.nulls(messages.num_rows, pa.int64())
+    return messages["commit_timestamp"].cast(pa.timestamp("us", "UTC")).cast(pa.int64())
+
+
+def _of_each(messages: pa.Table, values: Mapping[tuple[str, int], int | None]) -> pa.ChunkedArray:
+    """Return for each message what its queue has; null for a queue that has nothing."""
+    names = pa.array([f"{queue_id} {topic}" for topic, queue_id in values], pa.string())
     mine = pc.binary_join_element_wise(pc.cast(messages["queue_id"], pa.string()), messages["topic"], " ")
-    found = pa.array(list(positions.values()), pa.int64()).take(pc.index_in(mine, value_set=names))
-    return pc.fill_null(found, 0)
+    return pa.array(list(values.values()), pa.int64()).take(pc.index_in(mine, value_set=names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,42 @@ def test_a_log_that_was_made_anew_is_noticed(tmp_path: Path, url: str, kind: str
         txmq.SqlInbox(url, "points", count_each, log=anew).apply(anew.read("orders"))
     assert len(results(url)) == 5
     assert txmq.SqlInbox(url, "other", count_each, log=anew).apply(anew.read("orders")) == 3
+
+
+def test_an_inbox_does_not_take_messages_of_a_restored_log_for_old_ones(url: str, tmp_path: Path) -> None:
+    """It wrote no result of what was sent after the restore, and said nothing, until it had its position again."""
+    log = make_log("delta", tmp_path / "log", orders=2)
+    commit(log, prepare(log, 0, 8))
+    log.backup(tmp_path / "copy")
+    commit(log, prepare(log, 1, 8))
+    inbox = inbox_of(url)
+    assert inbox.apply(log.read("orders")) == 16
+    shutil.rmtree(log.path)
+    CommitLog.open(tmp_path / "copy").backup(log.path)
+    restored = CommitLog.open(log.path)
+    assert inbox.apply(restored.read("orders")) == 0  # what the copy has was written
+    before = restored.tails()
+    commit(restored, prepare(restored, 2, 4))
+    messages = restored.read("orders")
+    moved = [queue for queue, end in restored.tails().items() if end > before.get(queue, 0)]
+    for topic, queue_id in sorted(moved):
+        with pytest.raises(txmq.errors.InboxConflictError, match="restored from a copy") as problem:
+            inbox.apply(messages)
+        assert f"set_position('{topic}', {queue_id}, {before[topic, queue_id]}) to go on" in str(problem.value)
+        assert len(results(url)) == 16
+        inbox.set_position(topic, queue_id, before[topic, queue_id])
+    assert inbox.apply(messages) == 4
+    assert len(results(url)) == 20
+
+
+def test_an_inbox_that_is_given_no_times_of_commit_knows_none(url: str, log: CommitLog) -> None:
+    """A program that drops the column in one run, and keeps it in the next, is not told of a restored log."""
+    inbox = inbox_of(url)
+    for number, keeps in enumerate((True, False, True)):
+        commit(log, prepare(log, number, 4))
+        messages = log.read("orders")
+        assert inbox.apply(messages if keeps else messages.drop_columns(["commit_timestamp"])) == 4
+        assert inbox.apply(messages) == 0
 
 
 # ---------------------------------------------------------------- work that ends the transaction
