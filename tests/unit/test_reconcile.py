@@ -7,8 +7,11 @@ import random
 import shutil
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
+from itertools import count, takewhile
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pyarrow as pa
@@ -95,20 +98,20 @@ class Shop:
             numbered=numbered,
         )
 
-    def stage(self, header: HalfHeader, names: list[str]) -> Any:
-        writer = HalfWriter(header, self.log.topics(), "orders", "key", self.log.fifo_topics())
+    def stage(self, header: HalfHeader, names: list[str], log: CommitLog) -> Any:
+        writer = HalfWriter(header, log.topics(), "orders", "key", log.fifo_topics())
         table = pa.table({"body": names, "key": names})
-        return lambda: self.log.stage(writer, table.to_batches())
+        return lambda: log.stage(writer, table.to_batches())
 
-    def send(self, app: str, *names: str, batch_id: int = 0) -> None:
+    def send(self, app: str, *names: str, batch_id: int = 0, log: CommitLog | None = None) -> None:
         """All of it."""
-        header = self.header(app, batch_id)
-        TwoPhase(self.log, self.listener).send(header, self.stage(header, list(names or [app])))
+        header, log = self.header(app, batch_id), log or self.log
+        TwoPhase(log, self.listener).send(header, self.stage(header, list(names or [app]), log))
 
     def begin(self, app: str, *names: str, batch_id: int = 0, executed: bool = False) -> HalfRecord:
         """Die before the local transaction, or after it."""
         header = self.header(app, batch_id)
-        record = self.log.prepare(header, self.stage(header, list(names or [app]))())
+        record = self.log.prepare(header, self.stage(header, list(names or [app]), self.log)())
         if executed:
             batch = self.log.half_batch(record, self.log.state_of(record), 1, record.all_rows)
             self.listener.execute_local_transaction(batch)
@@ -134,6 +137,26 @@ class Shop:
     # ------------------------------------------------------------------ disaster
     def back_up(self) -> None:
         self.log.backup(self.folder / "copy")
+
+    def back_up_under_load(self, name: str) -> None:
+        """Back up while another program sends; it has sent before the copy is begun, and sends once more after it."""
+        other, begun, stop = self.log.another(), Event(), Event()
+
+        def send() -> None:
+            for n in takewhile(lambda _: not stop.is_set(), count()):
+                self.send(f"{name}.{n}", log=other)
+                begun.set()
+            self.send(f"{name} after the copy", log=other)
+
+        with ThreadPoolExecutor(1) as pool:
+            sends = pool.submit(send)
+            try:
+                while not begun.wait(0.1):
+                    assert not sends.done(), sends.exception()
+                self.back_up()
+            finally:
+                stop.set()
+            sends.result()
 
     def lose(self) -> None:
         shutil.rmtree(self.log.path)
@@ -509,7 +532,7 @@ def test_the_drill_notices_a_comparison_that_looks_at_half_ids_and_not_at_attemp
 
 
 def drill(shop: Shop, chance: random.Random, dies: bool | None = None) -> None:
-    """Send, back up, send on, lose the log, restore, reconcile, and start again."""
+    """Send, back up under load, send on, lose the log, restore, reconcile, and start again."""
     begun: list[str] = []
     number = 0
 
@@ -537,7 +560,7 @@ def drill(shop: Shop, chance: random.Random, dies: bool | None = None) -> None:
         act()
     shop.begin("planted")
     shop.check()
-    shop.back_up()
+    shop.back_up_under_load("load")
     shop.send("planted")
     for _ in range(chance.randint(2, 8)):
         act()
