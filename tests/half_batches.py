@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from rmq_spark.commitlog import maintenance, marking, pruning, upkeep
+from rmq_spark.commitlog import half, maintenance, marking, pruning, upkeep
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.leaving import Graces
@@ -110,14 +110,26 @@ def merge_op_files(log: CommitLog) -> None:
         maintenance.compact_op(another(log).op)
 
 
-def rewrite_half(log: CommitLog, at_ms: int | None = None) -> None:
-    """Somebody runs OPTIMIZE: one file for all, with the rows in another order; now, or at a time by another clock."""
+def move_half(log: CommitLog) -> None:
+    """Upkeep writes each half file anew under another name, as stripping does."""
     table = another(log).half.table
     table.refresh()
-    old = table.actions()["path"].to_pylist()
-    rows = table.read(old).sort_by([("row_no", "descending"), ("half_id", "ascending")])
-    rewritten = table.write(rows, "part", ("half_id",))
-    change = Change(add=[rewritten], remove=old, modification_time_ms=at_ms, data_change=False)
+    for file in table.actions().to_pylist():
+        moved = table.write(table.read([file["path"]]), table.name, half.STATS_COLUMNS)
+        ms = file["modification_time"]
+        change = Change(add=[moved], remove=[file["path"]], modification_time_ms=ms, data_change=False)
+        assert table.compare_and_set(lambda _, change=change: change, lambda _: True) is not None
+
+
+def share_half_file(log: CommitLog) -> None:
+    """One half file for all half batches, as sends of many threads share one."""
+    table = another(log).half.table
+    table.refresh()
+    actions = table.actions()
+    old = actions["path"].to_pylist()
+    shared = table.write(table.read(old), table.name, half.STATS_COLUMNS)
+    ms = pc.max(actions["modification_time"]).as_py()
+    change = Change(add=[shared], remove=old, modification_time_ms=ms, data_change=False)
     assert table.compare_and_set(lambda _: change, lambda _: True) is not None
 
 

@@ -54,7 +54,6 @@ class Maintainer:
         self.turn = nullcontext() if turn is None else turn
         self.fences = fences
         self._looked_s: float | None = None  # when orphans were last looked for
-        self._told: tuple[str, ...] = ()  # what the last round found of other writers
 
     def run_once(self) -> MaintenanceReport:
         """One round, of which no other follows soon."""
@@ -67,10 +66,6 @@ class Maintainer:
         orphans = self._looked_s is None or now_s - self._looked_s >= ORPHANS_EVERY_S
         report = self.log.keep_up(self.graces, orphans=orphans, turn=self.turn)
         self._looked_s = now_s if orphans else self._looked_s
-        for text in report.foreign:
-            if text not in self._told:
-                logger.warning("%s; only rmq_spark may write to the tables of %r", text, self.log)
-        self._told = report.foreign
         return report
 
     def run(self, stop_event: threading.Event, on_report: Callable[[MaintenanceReport], None] | None = None) -> None:

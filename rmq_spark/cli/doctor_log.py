@@ -18,12 +18,14 @@ from rmq_spark.cli.settling import conflict_rows, open_rows
 from rmq_spark.cli.text import one_line, short_age, size
 from rmq_spark.config import CLOCK_SKEW_S_MAX, DRAIN_EVERY_S, INT64_MAX, TRANSACTION_TIMEOUT_S
 from rmq_spark.consumer.dead_letters import DeadLetters
+from rmq_spark.errors import ForeignChangeError
 from rmq_spark.listener import NO_LISTENER_FENCE
 from rmq_spark.message import DLQ_PREFIX
 from rmq_spark.plurals import count_of
 from rmq_spark.report.finding import Finding, Level
 from rmq_spark.storage.answers import is_denied
 from rmq_spark.storage.location import is_uri
+from rmq_spark.storage.table import foreign_change
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
@@ -85,6 +87,8 @@ class LogDoctor:
         for name, check in checks:
             try:
                 yield from check()
+            except ForeignChangeError:  # "tables" tells it
+                continue
             except Exception as problem:
                 yield self._failed(name, problem)
 
@@ -151,22 +155,15 @@ class LogDoctor:
 
     # ------------------------------------------------------------------ the tables
     def _tables(self) -> Iterator[Finding]:
-        from rmq_spark.commitlog.foreign import foreign_changes
-        from rmq_spark.storage.table import foreign_change
-
         log = self._log
-        tables = [log.half.table, log.op, log.topics_table, log.messages_table]
-        versions = ", ".join(f"{table.name} {table.refresh()}" for table in tables)
+        tables = log.tables()
+        if changed := [said for table in tables if (said := _changed(table)) is not None]:
+            for said in changed:
+                yield Finding("tables", Level.CRITICAL, said, "docs/maintenance.md#when-another-writer-changed-a-table")
+            return
+        versions = ", ".join(f"{table.name} {table.version}" for table in tables)
         bad = False
-        changed = foreign_change(log.messages_table)
-        if changed is not None:
-            bad = True
-            yield Finding("tables", Level.CRITICAL, changed, "docs/maintenance.md#when-another-writer-changed-a-table")
-        for sentence in foreign_changes(tables[:-1]):
-            bad = True
-            remedy = "let nobody but rmq_spark write to it (docs/messages.md)"
-            yield Finding("tables", Level.WARNING, sentence, remedy)
-        odd = log.drained.odd_rows() if changed is None else None
+        odd = log.drained.odd_rows()
         if odd is not None:
             bad = True
             yield Finding("tables", Level.CRITICAL, odd, "docs/backup.md says how to restore it")
@@ -354,6 +351,15 @@ class LogDoctor:
                 what = f"{group}: {count_of(count, 'dead letter')}"
                 what += "" if waiting == count else f", {waiting:,} of them not sent again"
                 yield Finding("dead letters", Level.NOTE, what, self._command("dlq list", group))
+
+
+def _changed(table: Table) -> str | None:
+    """What another writer did to a table."""
+    try:
+        table.refresh()
+    except ForeignChangeError as problem:
+        return str(problem)
+    return foreign_change(table)
 
 
 def _lost_files(table: Table) -> list[str]:

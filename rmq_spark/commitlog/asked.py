@@ -72,7 +72,7 @@ def _began_at(log: ProtocolSteps, record: HalfRecord, state: BatchState, attempt
     old enough for a check. The time of staging counts then, or an assumed age when it is in the future too.
     """
     now = log.machine.now()
-    for said in (state.opened_at.get(attempt, record.sent_at), record.staged_at):
+    for said in (state.opened_at.get(attempt, record.prepared_at), record.staged_at):
         if said <= now + timedelta(seconds=CLOCK_SKEW_S_MAX):
             return said
     return now - timedelta(seconds=FROM_THE_FUTURE_AGE_S)

@@ -144,13 +144,13 @@ def _of_segments(said: Sequence[Sequence[Any]]) -> tuple[Segment, ...]:
 
 def _record_values(record: HalfRecord) -> list[Any]:
     files = [[n, f.path, f.rows, _segments(f.segments), f.delayed] for n, f in record.files.items()]
-    return [record.prepared_ms, record.sent_ms, record.staged_ms, files]
+    return [record.prepared_ms, record.staged_ms, files]
 
 
 def _record(header: HalfHeader, said: Sequence[Any]) -> HalfRecord:
-    prepared_ms, sent_ms, staged_ms, files = said
+    prepared_ms, staged_ms, files = said
     stored = {n: StoredFile(path, rows, _of_segments(segments), delayed) for n, path, rows, segments, delayed in files}
-    return HalfRecord(header, prepared_ms, stored, sent_ms, staged_ms)
+    return HalfRecord(header, prepared_ms, stored, staged_ms)
 
 
 def _bits(rows: Mapping[int, bytes]) -> list[tuple[int, str]]:

@@ -48,8 +48,6 @@ class Followed:
         Half batches that were open when the newest mark passed them, by half id.
     reopened_ms : int
         When a transaction was last reopened.
-    rewritten_below : str
-        Hash of the names of rewritten files below ``low_water``, as of when the mark was made.
     conflicts : frozenset of str
         Half batches in conflict that no person has resolved yet.
     firsts : mapping of (topic, queue_id) to int
@@ -63,7 +61,6 @@ class Followed:
     waiting: Waiting = field(default_factory=dict)
     last_time: datetime = EPOCH
     low_water: int = 0
-    rewritten_below: str = ""
     conflicts: frozenset[str] = frozenset()
     below: Mapping[str, OpenBelow] = field(default_factory=dict)
     reopened_ms: int = 0
@@ -98,12 +95,12 @@ class Followed:
             return replace(self, version=version)
         _require_rows(rows)
         kept = pa.concat_tables([self.rows, rows])
-        since, low_water, rewritten_below = self.since, self.low_water, self.rewritten_below
+        since, low_water = self.since, self.low_water
         below, marked_at = self.below, self.marked_at
         marks = rows.filter(of_kind(rows, Kind.MARK))
         if marks.num_rows:
             newest = _newest_mark(marks)
-            low_water, rewritten_below = newest["low_water"], newest["reason"] or ""
+            low_water = newest["low_water"]
             since, below, marked_at = max(since, newest["since_version"]), _below(newest), newest["version"]
             kept = kept.filter(pc.greater_equal(kept["version"], since))
         if kept["version"].num_chunks > CHUNKS_MAX:
@@ -117,7 +114,6 @@ class Followed:
             still_waiting(self.waiting, rows),
             max(self.last_time, pc.max(rows["op_time"]).as_py()),
             low_water,
-            rewritten_below,
             _still_in_conflict(self.conflicts, rows),
             below,
             max(self.reopened_ms, _last_reopened_ms(rows)),
@@ -259,7 +255,7 @@ def _open_below(said: Mapping[str, Any], mark: Mapping[str, Any]) -> OpenBelow:
     try:
         versions = tuple(int(v) for v in said["versions"])
         waiting = {w["until"]: int(w["count"]) for w in said["waiting"]}
-        found = OpenBelow(int(said["ms"]), int(said["first_ms"]), int(said["pending"]), versions, waiting)
+        found = OpenBelow(int(said["ms"]), int(said["pending"]), versions, waiting)
         whole = bool(said["half_id"]) and found.pending >= 0 and min(waiting.values(), default=1) > 0
         whole = whole and list(versions) == sorted({v for v in versions if 0 <= v < mark["since_version"]})
     except TypeError:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.archived import Archived
-from rmq_spark.commitlog.follow import Followed, Tails, Waiting, of_kind, settled, settled_rows
+from rmq_spark.commitlog.follow import Followed, Tails, Waiting, of_kind, settled
 from rmq_spark.commitlog.half import after_name, batch_name, names_of
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.keyed import Open
@@ -50,8 +50,8 @@ class Follower:
         self.followed = Followed()
         self._open: dict[str, Open] = {}  # of which nothing new has been said; nobody changes these states
         self._open_rows = 0  # their rows; those of what was let go count on until the next count
-        # Half batches with no op rows before the kept ones, oldest first; True while op has said nothing of them.
-        self._known_whole: dict[str, bool] = {}
+        # Half batches that this process prepares, oldest first, while op has said nothing of them.
+        self._untouched: dict[str, None] = {}
         # A mark's version, and the op rows before the kept ones of half batches that were asked for since.
         self._older_rows: tuple[int, dict[str, pa.Table]] = (-1, {})
         self._awaited: str | None = None  # the commit id that is being written
@@ -103,10 +103,7 @@ class Follower:
         # An exception (an interrupt, a full memory) may end us at any line: each leaves what is true.
         for half_id in pc.unique(rows["half_id"]).to_pylist():
             self._open.pop(half_id, None)
-            if half_id in self._known_whole:
-                self._known_whole[half_id] = False
-        for half_id in _cut_off(before, rows, after):
-            self._known_whole.pop(half_id, None)
+            self._untouched.pop(half_id, None)
         if self._awaited is not None and pc.any(pc.equal(rows["commit_id"], self._awaited)).as_py():
             self._arrived = True
         self.followed = after
@@ -117,7 +114,7 @@ class Follower:
         version = self.table.refresh()
         self._open.clear()
         self._older_rows = (-1, {})
-        self._known_whole = dict.fromkeys(self._known_whole, False)
+        self._untouched.clear()
         start = self._start()
         self.followed = start.after(self._read_between(start.version + 1, version), version)
 
@@ -129,7 +126,7 @@ class Follower:
             if pruned_up_to(self.table) >= 0:
                 raise CorruptLogError("table op has lost its newest mark: restore the table from a copy")
             return Followed()
-        self._known_whole.clear()  # what was expected before may have been decided, and passed by the mark
+        self._untouched.clear()  # what was expected before may have been decided, and passed by the mark
         paths = actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist()
         return Followed.from_mark(self.table.read(paths))
 
@@ -165,12 +162,6 @@ class Follower:
         """When a transaction was last reopened."""
         return self.followed.reopened_ms
 
-    def may_hide(self, rewritten_below: str) -> bool:
-        """True when other rewritten files lie below the mark than when it was made. They may hold rows from above it,
-        which may be open. Nothing is prepared below the mark, so a new file there is a rewritten one.
-        """
-        return bool(rewritten_below) and rewritten_below != self.followed.rewritten_below
-
     @property
     def tails(self) -> Tails:
         """The next offset of every queue that has messages."""
@@ -192,10 +183,6 @@ class Follower:
         """Half batches with a verdict that came too late and that no person has resolved yet."""
         return self.followed.conflicts
 
-    def keeps_all_rows_of(self, half_id: str) -> bool:
-        """True when no op row of a half batch stands before the kept ones."""
-        return half_id in self._known_whole
-
     @property
     def rows_kept(self) -> int:
         """How many op rows are kept in memory."""
@@ -203,25 +190,17 @@ class Follower:
 
     @property
     def half_ids_kept(self) -> int:
-        """How many half batches are kept in memory as having all their op rows among the kept ones."""
-        return len(self._known_whole)
+        """How many half batches are kept in memory as ones of which op has said nothing."""
+        return len(self._untouched)
 
     def rows_of(self, record: HalfRecord) -> pa.Table:
-        """The op rows of one half batch, in version order."""
-        half_id = record.half_id
-        followed = self.followed
-        kept = _of_batch(followed.rows, half_id)
-        if half_id in followed.below:
-            return pa.concat_tables([self._older_of(half_id), kept])
-        settled = record.prepared_ms <= followed.low_water and half_id not in followed.waiting
-        if not settled and half_id in self._known_whole:
-            return kept
-        # Markers of what is settled may be older than the kept ones, and somebody's OPTIMIZE gives old rows a new
-        # prepare time.
-        older = self._older_of(half_id)
-        if not settled and not older.num_rows:
-            self._remember_whole([half_id])
-        return pa.concat_tables([older, kept])
+        """The op rows of one half batch, in version order. All rows of what was prepared above the mark are kept."""
+        kept = _of_batch(self.followed.rows, record.half_id)
+        return pa.concat_tables([self._older_of(record.half_id), kept]) if self._is_below(record) else kept
+
+    def _is_below(self, record: HalfRecord) -> bool:
+        """Whether a half batch was prepared below the mark: op rows of it may stand before the kept ones."""
+        return record.prepared_ms <= self.followed.low_water
 
     def _older_of(self, half_id: str) -> pa.Table:
         """The op rows of one half batch before the kept ones. A commit that loses a race asks again, and a scan each
@@ -239,12 +218,11 @@ class Follower:
             self._older_rows = (self.followed.marked_at, known)
         return known
 
-    def read_older(self, half_ids: Collection[str]) -> None:
+    def read_older(self, records: Iterable[HalfRecord]) -> None:
         """Read at once what :meth:`state_of` would read of each of some half batches: their op rows before the kept
         ones."""
         with self.table.lock:
-            below = self.followed.below
-            wanted = [h for h in half_ids if h in below or h not in self._known_whole]
+            wanted = [record.half_id for record in records if self._is_below(record)]
             if len(wanted) <= OLDER_KEPT:
                 known = self._older_kept(len(wanted))
                 known.update(self._read_older([h for h in wanted if h not in known]))
@@ -280,19 +258,15 @@ class Follower:
     def expect(self, half_ids: Sequence[str]) -> None:
         """Tell of half batches that are about to be prepared. ``op`` has never said anything of them."""
         with self.table.lock:
-            self._remember_whole(half_ids)
-            self._known_whole.update(dict.fromkeys(half_ids, True))
+            self._untouched.update(dict.fromkeys(half_ids))
+            for half_id in list(islice(self._untouched, max(0, len(self._untouched) - HALF_IDS_KEPT))):
+                del self._untouched[half_id]
 
     def forget(self, half_ids: Sequence[str]) -> None:
         """Take :meth:`expect` back."""
         with self.table.lock:
             for half_id in half_ids:
-                self._known_whole.pop(half_id, None)
-
-    def _remember_whole(self, half_ids: Iterable[str]) -> None:
-        self._known_whole.update(dict.fromkeys(half_ids, False))
-        for half_id in list(islice(self._known_whole, max(0, len(self._known_whole) - HALF_IDS_KEPT))):
-            del self._known_whole[half_id]
+                self._untouched.pop(half_id, None)
 
     def scan(self, half_ids: Sequence[str], before: int | None = None) -> pa.Table:
         """The op rows of half batches, read from the table; with ``before`` those below this version."""
@@ -324,7 +298,7 @@ class Follower:
 
     def is_untouched(self, record: HalfRecord) -> bool:
         """Whether ``op`` has said nothing of a half batch, as it was last read. This process has prepared it."""
-        return self._known_whole.get(record.half_id, False) and record.prepared_ms > self.followed.low_water
+        return record.half_id in self._untouched and not self._is_below(record)
 
     def _require_there(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> None:
         """Raise HalfBatchLeftError for a half batch that has left ``half``, whose op rows may be gone, too: it would
@@ -341,16 +315,14 @@ class Follower:
 
     def is_gone(self, record: HalfRecord) -> bool:
         """Whether a half batch has left ``half``. Nothing leaves above the mark."""
-        return record.prepared_ms <= self.followed.low_water and not self._half.holds(record)
+        return self._is_below(record) and not self._half.holds(record)
 
     def _was_settled(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a half batch was settled although none of its op rows says how. The mark has passed it then and does
         not name it."""
-        followed = self.followed
-        if record.prepared_ms > followed.low_water or record.half_id in followed.below:
+        if not self._is_below(record) or record.half_id in self.followed.below:
             return False
-        told = any(row["kind"] in DECIDING for row in rows)
-        return not told and not self._half.may_be_above(record.half_id, followed.low_water)
+        return not any(row["kind"] in DECIDING for row in rows)
 
     def archived(self, half_id: str) -> Archived | None:
         """What is kept of a half batch that has left, or is about to; None for any other."""
@@ -431,14 +403,10 @@ class Follower:
         self._open_rows = sum(kept.record.rows for kept in self._open.values())
 
     def prepared(self) -> PreparedBatches:
-        """Half batches that may be open, by half id: all above the low-water mark, or all when it may hide some; and
-        those that the mark names, with their pending rows."""
-        low_water = self.low_water_ms
-        found = self._half.prepared_after(low_water)
-        if self.may_hide(self._half.rewritten_below(low_water)):
-            found = self._half.prepared_after(-1)
-        named = self.followed.below
-        return found.updated({h: Prepared(b.ms, b.first_ms, b.pending, rewritten=False) for h, b in named.items()})
+        """Half batches that may be open, by half id: all above the low-water mark, and those that the mark names, with
+        their pending rows."""
+        found = self._half.prepared_after(self.low_water_ms)
+        return found.updated({h: Prepared(b.ms, b.pending) for h, b in self.followed.below.items()})
 
     def open_half_ids(self) -> list[str]:
         """Half batches that may have pending rows, oldest first."""
@@ -454,39 +422,20 @@ class Follower:
     def open_among(self, prepared: PreparedBatches) -> list[str]:
         """Those with pending rows, and those below the mark that were reopened and are still open."""
         opened = dict.fromkeys(self.open_of(prepared))
-        reopened = self.reopened(prepared)
-        pending = self.followed.reopened_rows() if reopened else {}
-        for half_id in reopened:
-            # One that is neither above the mark nor named by it was settled when the mark was made.
-            is_open = self._is_open(half_id) if half_id in prepared else pending.get(half_id, 0) > 0
-            if is_open:
-                opened[half_id] = None
+        if reopened := self.reopened(prepared):
+            pending = self.followed.reopened_rows()  # all were settled when the mark was made
+            opened.update(dict.fromkeys(half_id for half_id in reopened if pending.get(half_id, 0) > 0))
         return list(opened)
-
-    def _is_open(self, half_id: str) -> bool:
-        try:
-            return not self.state_of(self._half.get(half_id), refresh=False).settled
-        except Exception:
-            return True  # it is looked at again, alone, and reported
 
     def open_of(self, prepared: PreparedBatches) -> list[str]:
         """Those of ``prepared`` of which some rows are not settled."""
-        opened = prepared.left_open(settled(self.followed.rows))
-        sure = self.followed.below.keys() | self._known_whole.keys()
-        unsure = [half_id for half_id in opened if half_id not in sure]
-        # A mark keeps all op rows of what was prepared above it. So only what lies in a file below it, or in one that
-        # somebody rewrote, may have older rows.
-        low_water = self.low_water_ms
-        doubtful = [h for h in unsure if prepared[h].rewritten or prepared[h].first_ms <= low_water]
-        older = settled_rows(self.older(doubtful)) if doubtful else {}
-        self._remember_whole(h for h in unsure if h not in older)
-        return [h for h, rows in opened.items() if rows > older.get(h, 0)]
+        return list(prepared.left_open(settled(self.followed.rows)))
 
     def reopened(self, prepared: PreparedBatches) -> list[str]:
-        """Half batches that were reopened and of which ``prepared`` may not know all rows."""
+        """Half batches that were reopened, and that are neither above the mark nor named by it."""
         rows = self.followed.rows
-        ids = pc.unique(rows.filter(of_kind(rows, Kind.REOPEN))["half_id"]).to_pylist()
-        return [h for h in ids if h not in prepared or prepared[h].rewritten]
+        ids = pc.unique(rows.filter(of_kind(rows, Kind.REOPEN))["half_id"])
+        return prepared.lacks(ids)
 
 
 def _may_be_named(names: Collection[str]) -> pc.Expression:
@@ -496,11 +445,3 @@ def _may_be_named(names: Collection[str]) -> pc.Expression:
 
 def _of_batch(rows: pa.Table, half_id: str) -> pa.Table:
     return rows.filter(pc.equal(rows["half_id"], half_id))
-
-
-def _cut_off(before: Followed, rows: pa.Table, after: Followed) -> list[str]:
-    """Half batches with op rows that a new mark let go."""
-    if after.since == before.since:
-        return []
-    ids = [r.filter(pc.less(r["version"], after.since))["half_id"] for r in (before.rows, rows)]
-    return [str(h) for part in ids for h in pc.unique(part).to_pylist()]

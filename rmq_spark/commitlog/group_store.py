@@ -314,9 +314,7 @@ class GroupStore:
 
         def propose(version: int) -> Change | None:
             paths = self._paths(group)
-            there = self.table.read(paths)
-            mine = pc.equal(there["consumer_group"], group)
-            before = _by_queue(there.filter(mine))
+            before = _by_queue(self.table.read(paths))
             now = {queue: _place(row) for queue, row in before.items()}
             after = change(now)
             if after == now:
@@ -335,11 +333,7 @@ class GroupStore:
                 }
                 for queue, place in sorted(after.items())
             ]
-            # Somebody's OPTIMIZE may have put the rows of other groups into the same file.
-            others = there.filter(pc.invert(mine))
-            files = [others.filter(pc.equal(others["consumer_group"], g)) for g in pc.unique(others["consumer_group"])]
-            if rows:
-                files.append(pa.Table.from_pylist(rows, schema=GROUPS_SCHEMA))
+            files = [pa.Table.from_pylist(rows, schema=GROUPS_SCHEMA)] if rows else []
             return Change(add=[self.table.write(f, "groups", ("consumer_group",)) for f in files], remove=paths)
 
         def landed(change: Change) -> bool:
@@ -348,7 +342,7 @@ class GroupStore:
                 return False
             if not change.add:
                 return not self._rows(group).num_rows
-            # Somebody may have replaced the file since.
+            # Another process may have replaced the file since.
             gone = {f.path for f in change.add} - live
             return not gone or gone <= self.table.removed_since()
 
@@ -357,15 +351,11 @@ class GroupStore:
     def _paths(self, group: str | None) -> list[str]:
         actions = self.table.actions()
         if group is not None:
-            low, high = actions["min.consumer_group"], actions["max.consumer_group"]
-            actions = actions.filter(
-                pc.fill_null(pc.and_(pc.less_equal(low, group), pc.greater_equal(high, group)), True)
-            )
+            actions = actions.filter(pc.equal(actions["min.consumer_group"], group))  # a file has one group
         return [str(p) for p in actions["path"].to_pylist()]
 
     def _rows(self, group: str | None) -> pa.Table:
-        where = None if group is None else pc.field("consumer_group") == group
-        return self.table.read(self._paths(group), None, where)
+        return self.table.read(self._paths(group))
 
 
 def _by_queue(rows: pa.Table) -> dict[Queue, dict[str, Any]]:

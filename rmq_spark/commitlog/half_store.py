@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from rmq_spark.commitlog.half import (
     together,
 )
 from rmq_spark.commitlog.op import BatchState, FileState
-from rmq_spark.commitlog.prepared import Prepared, PreparedBatches
+from rmq_spark.commitlog.prepared import PreparedBatches
 from rmq_spark.commitlog.rows import RowSet, booleans_of
 from rmq_spark.commitlog.shared_files import SharedFiles, counted
 from rmq_spark.config import ORPHAN_AGE_S
@@ -46,7 +45,7 @@ from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import ROW_GROUP_ROWS, RowRange, require_path
 from rmq_spark.storage.moved import HalfFiles
 from rmq_spark.storage.seal import require_count
-from rmq_spark.storage.table import Change, Table, is_ours
+from rmq_spark.storage.table import Change, Table
 from rmq_spark.values import value
 
 
@@ -68,8 +67,6 @@ class HalfRecord:
     header: HalfHeader
     prepared_ms: int
     files: Mapping[int, StoredFile]
-    sent_ms: int
-    """As ``prepared_ms``, but for rows that somebody rewrote, which have a new one: then the time of their staging."""
     staged_ms: int
     """When its newest row was staged, by the clock of the machine that did it."""
     left: Archived | None = None
@@ -82,10 +79,6 @@ class HalfRecord:
     @property
     def prepared_at(self) -> datetime:
         return datetime.fromtimestamp(self.prepared_ms / 1000, timezone.utc)
-
-    @property
-    def sent_at(self) -> datetime:
-        return datetime.fromtimestamp(self.sent_ms / 1000, timezone.utc)
 
     @property
     def staged_at(self) -> datetime:
@@ -109,7 +102,7 @@ class HalfRecord:
     def of_archived(cls, kept: Archived) -> HalfRecord:
         """The record of a half batch that has left."""
         header = HalfHeader(**{name: getattr(kept, name) for name in HEADER_COLUMNS})
-        return cls(header, kept.prepared_ms, {}, kept.prepared_ms, kept.prepared_ms, kept)
+        return cls(header, kept.prepared_ms, {}, kept.prepared_ms, kept)
 
     @property
     def all_rows(self) -> RowSet:
@@ -212,7 +205,7 @@ class HalfStore:
             Each half batch once, and of each application one that is numbered.
         after_ms : callable
             Returns the time after which they must be prepared: not below the low-water mark, where no open half batch
-            is looked for. The newest file may have an earlier time, when a clock that is behind rewrote it.
+            is looked for.
         left_among : callable
             Takes names and returns those whose half batches were here and have left. It is called with the table
             refreshed.
@@ -271,8 +264,6 @@ class HalfStore:
         self.table.compare_and_set(propose, landed)
         if len(tried_ms) == len(tried) == 1 and self._left[0] == tried[0] - 1:  # our own commit takes nothing out
             self._left = (tried[0], self._left[1])
-        # Any of the tries may have landed, so the earliest time counts. A time too early costs scans of op. With a
-        # time too late, op rows below the low-water mark would be missed.
         times = self._times_of({f.data.path for some in files.values() for f in some})
         return [
             refused.get(b.header.half_id) or _record(b.header, files[b.header.half_id], min(tried_ms), times)
@@ -345,13 +336,6 @@ class HalfStore:
             return True
         return self._find(record.half_id) is not None
 
-    def may_be_above(self, half_id: str, ms: int) -> bool:
-        """Whether a half batch in the table may have been prepared after a time: a file says so, or somebody rewrote
-        one, perhaps by a clock that is behind. It does not refresh."""
-        files = self._candidates(half_id)
-        later = pc.or_(pc.greater(files["modification_time"], ms), pc.invert(self._ours(files)))
-        return bool(pc.any(later).as_py())
-
     def there_among(self, half_ids: Collection[str]) -> frozenset[str]:
         """Those half batches that are in the table. It does not refresh."""
         actions = self.table.actions()
@@ -378,7 +362,7 @@ class HalfStore:
         return {name_of(half_id): half_id for half_id in ids.to_pylist()}
 
     def newest_ms(self) -> int:
-        """When the newest file was prepared (or rewritten, by somebody's clock)."""
+        """When the newest file was prepared."""
         self.table.refresh()
         return self._last_prepared_ms()
 
@@ -389,12 +373,9 @@ class HalfStore:
         paths = {f.data.path for f in files}
         if paths.issubset(live):
             return True
-        # Somebody may have rewritten our files since: then all are removed, and others hold as many rows of the batch.
-        # When another process prepared a batch of this name, our files were never in the table.
-        if not paths.isdisjoint(live) or not self.table.removed_since().issuperset(paths):
-            return False
-        record = self._find(half_id)
-        return record is not None and record.rows == sum(f.rows for f in files)
+        # Upkeep may have replaced or removed our files since: then all were in the table. When another process prepared
+        # a batch of this name, ours never were.
+        return self.table.removed_since().issuperset(paths.difference(live))
 
     # ------------------------------------------------------------------ finding
     def last_batch_id(self, app_id: str) -> int | None:
@@ -423,7 +404,7 @@ class HalfStore:
         low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
         inside = pc.and_(pc.less_equal(low, half_id), pc.greater_equal(high, half_id))
         found = actions.filter(pc.fill_null(inside, True))  # without statistics anything may be inside
-        shared = pc.and_(self._ours(found), pc.invert(_of_one(found)[0]))
+        shared = pc.invert(_of_one(found)[0])
         has = [not is_shared or self._shared.has(p, half_id) for p, is_shared in _pairs(found["path"], shared)]
         return found if all(has) else found.filter(pa.array(has, pa.bool_()))
 
@@ -435,7 +416,7 @@ class HalfStore:
         """The record of a half batch: files of the table, each with its rows in it."""
         files: dict[int, StoredFile] = {}
         header: HalfHeader | None = None
-        prepared_ms = sent_ms = staged_ms = 0
+        prepared_ms = staged_ms = 0
         for action, rows in parts:
             if action["min.half_id"] == half_id == action["max.half_id"]:
                 require_count(rows.num_rows, action["num_records"], action["path"], "half")
@@ -444,22 +425,18 @@ class HalfStore:
             if header is None:
                 header = HalfHeader(**{c: rows[c][0].as_py() for c in HEADER_COLUMNS})
             found = _stored_files(action["path"], rows)
-            # A file of which the Delta log says no count is another writer's, or the log is damaged: look closer.
-            as_sent = len(found) == 1 and action["num_records"] is not None and is_ours(self.table, action["path"])
-            file_staged_ms = int(pc.max(rows["store_timestamp"]).as_py().timestamp() * 1000)
-            staged_ms = max(staged_ms, file_staged_ms)
+            staged_ms = max(staged_ms, int(pc.max(rows["store_timestamp"]).as_py().timestamp() * 1000))
             prepared_ms = max(prepared_ms, action["modification_time"])
-            sent_ms = max(sent_ms, action["modification_time"] if as_sent else file_staged_ms)
             for file_no, stored in found:
                 if file_no in files:
                     raise CorruptLogError(
                         f"file {file_no} of half batch {half_id!r} lies in {files[file_no].path} and in {stored.path}: "
-                        "its rows were spread by a rewrite that rmq_spark does not follow"
+                        "table half was changed by hand"
                     )
                 files[file_no] = stored
         if header is None:
             return None
-        return HalfRecord(header, prepared_ms, dict(sorted(files.items())), sent_ms, staged_ms)
+        return HalfRecord(header, prepared_ms, dict(sorted(files.items())), staged_ms)
 
     def find_small(self, half_ids: Collection[str], rows_max: int) -> dict[str, tuple[HalfRecord, pa.Table]]:
         """Those of these half batches that have few rows, each with its rows in send order: the columns
@@ -544,56 +521,31 @@ class HalfStore:
         self.table.refresh()
         return self.locate(half_id, file_no)
 
-    def rewritten_below(self, low_water_ms: int) -> str:
-        """Hash of the names of rewritten files (by Spark's OPTIMIZE, for instance) up to a time; ``""`` for none.
-
-        It changes when such a file comes or goes. It does not refresh; :meth:`prepared_after` does.
-        """
-        actions = self.table.actions()
-        below = pc.less_equal(actions["modification_time"], low_water_ms)
-        rewritten = pc.and_(below, pc.invert(self._ours(actions)))
-        paths = sorted(actions["path"].filter(rewritten).to_pylist())
-        return hashlib.sha256("\n".join(paths).encode()).hexdigest()[:32] if paths else ""
-
-    def _ours(self, actions: pa.Table) -> pa.ChunkedArray:
-        return pc.starts_with(actions["path"], f"{self.table.name}-")
-
     def prepared_after(self, low_water_ms: int) -> PreparedBatches:
-        """Half batches in files that were prepared or rewritten after a time, by half id."""
+        """Half batches that were prepared after a time, by half id."""
         self.table.refresh()
         actions = self.table.actions()
-        actions = actions.filter(pc.greater(actions["modification_time"], low_water_ms))
-        sums = self._counted(actions).select(["half_id", "ms_max", "ms_min", "rows_sum", "rewritten_any"])
-        return PreparedBatches(sums.rename_columns(["half_id", *Prepared._fields]))
+        return PreparedBatches(self._counted(actions.filter(pc.greater(actions["modification_time"], low_water_ms))))
 
     def counted(self) -> pa.Table:
-        """All half batches of the table: ``half_id, ms, rows``. The time is that of the newest file."""
+        """All half batches of the table: ``half_id, ms, rows``."""
         self.table.refresh()
-        sums = self._counted(self.table.actions())
-        return pa.table({"half_id": sums["half_id"], "ms": sums["ms_max"], "rows": sums["rows_sum"]})
+        return self._counted(self.table.actions())
 
     def _counted(self, actions: pa.Table) -> pa.Table:
-        """The half batches in some files: ``half_id, ms_max, ms_min, rows_sum, rewritten_any``."""
+        """The half batches in some files: ``half_id, ms, rows``."""
         low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
         whole = pc.and_(pc.fill_null(pc.equal(low, high), False), pc.is_valid(actions["num_records"]))
-        rewritten = pc.invert(self._ours(actions))
-        every = pa.table({
-            "half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"], "rewritten": rewritten,
-        })  # fmt: skip
+        every = pa.table({"half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"]})
         parts = [every.filter(whole)]
-        mixed = actions.select(["path", "modification_time"]).append_column("rewritten", rewritten)
+        mixed = actions.select(["path", "modification_time"])
         for file in mixed.filter(pc.invert(whole)).to_pylist():
             inside = self._shared.of(file["path"])
             ms = pa.repeat(pa.scalar(file["modification_time"], pa.int64()), inside.num_rows)
-            is_rewritten = pa.repeat(pa.scalar(file["rewritten"]), inside.num_rows)
-            parts.append(
-                inside.append_column("ms", ms).append_column("rewritten", is_rewritten).select(every.schema.names)
-            )
-        return (
-            pa.concat_tables(parts)
-            .group_by("half_id", use_threads=False)
-            .aggregate([("ms", "max"), ("ms", "min"), ("rows", "sum"), ("rewritten", "any")])
-        )
+            parts.append(inside.append_column("ms", ms).select(every.schema.names))
+        sums = pa.concat_tables(parts).group_by("half_id", use_threads=False)
+        found = sums.aggregate([("ms", "max"), ("rows", "sum")])
+        return found.select(["half_id", "ms_max", "rows_sum"]).rename_columns(every.schema.names)
 
     def paths_of(self, half_ids: Collection[str]) -> list[tuple[str, int]]:
         """The files that have rows of some half batches, and how many rows each has. It does not refresh."""
@@ -606,31 +558,23 @@ class HalfStore:
         return list(zip(needed["path"].to_pylist(), rows, strict=True))
 
     def files_of_only(self, half_ids: pa.Array) -> list[str]:
-        """The files in which these half batches lie whole, and no other. One that somebody's rewrite has put together
-        with another half batch is left out, with all its files. It does not refresh."""
+        """The files of these half batches alone; one that shares a file lies whole in it. It does not refresh."""
         actions = self.table.actions()
         one, low = _of_one(actions)
-        mixed = {
-            path: self._shared.of(path)["half_id"].combine_chunks()
-            for path in actions.filter(pc.invert(one))["path"].to_pylist()
-        }
-        while True:
-            stay = [path for path, ids in mixed.items() if not pc.all(pc.is_in(ids, value_set=half_ids)).as_py()]
-            if not stay:
-                break
-            held = pa.concat_arrays([mixed.pop(path) for path in stay])
-            half_ids = half_ids.filter(pc.invert(pc.is_in(half_ids, value_set=held)))
-        found = actions.filter(pc.and_(one, pc.is_in(low, value_set=half_ids)))["path"].to_pylist()
-        return [str(path) for path in [*found, *mixed]]
+        found: list[str] = actions.filter(pc.and_(one, pc.is_in(low, value_set=half_ids)))["path"].to_pylist()
+        for path in actions.filter(pc.invert(one))["path"].to_pylist():
+            if pc.all(pc.is_in(self._shared.of(path)["half_id"], value_set=half_ids)).as_py():
+                found.append(path)
+        return found
 
     def large_files(self, bytes_min: int, low_water_ms: int) -> list[LargeFile]:
-        """Our files of some size that were prepared up to a time. It does not refresh."""
+        """Files of some size that were prepared up to a time. It does not refresh."""
         actions = self.table.actions()
         large = pc.and_(
             pc.greater_equal(actions["size_bytes"], bytes_min),
             pc.less_equal(actions["modification_time"], low_water_ms),
         )
-        actions = actions.filter(pc.and_(large, pc.and_(self._ours(actions), pc.is_valid(actions["num_records"]))))
+        actions = actions.filter(pc.and_(large, pc.is_valid(actions["num_records"])))
         one, low = _of_one(actions)
         return [
             LargeFile(path, ms, pa.table({"half_id": [half_id], "rows": [rows]}) if is_one else self._shared.of(path))
@@ -683,13 +627,12 @@ class HalfStore:
         return self._files.read(wanted, columns, where)
 
 
-def _record(
-    header: HalfHeader, files: Sequence[HalfFile], prepared_ms: int, landed_ms: Mapping[str, int]
-) -> HalfRecord:
+def _record(header: HalfHeader, files: Sequence[HalfFile], tried_ms: int, landed_ms: Mapping[str, int]) -> HalfRecord:
+    """The record of what was prepared: the try that landed says when, as long as upkeep leaves a file of it there."""
     stored = {f.file_no: StoredFile(f.data.path, f.rows, f.segments, f.delayed) for f in files}
     staged_ms = int(max(f.staged_at for f in files) * 1000)
-    sent_ms = max((landed_ms[f.data.path] for f in files if f.data.path in landed_ms), default=staged_ms)
-    return HalfRecord(header, prepared_ms, dict(sorted(stored.items())), sent_ms, staged_ms)
+    prepared_ms = max((landed_ms[f.data.path] for f in files if f.data.path in landed_ms), default=tried_ms)
+    return HalfRecord(header, prepared_ms, dict(sorted(stored.items())), staged_ms)
 
 
 class _Shared:

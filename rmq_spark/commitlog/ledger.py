@@ -6,7 +6,7 @@ decided once, no verdict counts for a past attempt, and offsets have no gaps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from datetime import datetime, timedelta, timezone
 
@@ -311,14 +311,11 @@ class Ledger(Follower):
         prepared = self.prepared()
         pending_ids = {*self.open_of(prepared), *self.reopened(prepared)} - mine - due_ids
         waiting_ids = {h for h, counts in self.waiting.items() if None in counts} - mine - due_ids - pending_ids
-        pending, waiting = self._those_there(pending_ids), self._those_there(waiting_ids)
-        related = self._placer.keys.related
-        if only_commits and waiting:
-            few = {o.record.half_id: o for o in related(keyed, pending) + _later([*pending, *waiting], keyed)}
-            if self._placer.all_wait(keyed, list(few.values())):
-                stay = {o.record.half_id for o in keyed}
-                return [o for o in [*due, *opened] if o.record.half_id not in stay]
-        return [*due, *related(keyed, [*pending, *waiting]), *opened]
+        pending, related = self._those_there(pending_ids), self._placer.keys.related
+        if only_commits and waiting_ids and self._placer.all_wait(keyed, related(keyed, pending)):
+            stay = {o.record.half_id for o in keyed}
+            return [o for o in [*due, *opened] if o.record.half_id not in stay]
+        return [*due, *related(keyed, [*pending, *self._those_there(waiting_ids)]), *opened]
 
     def _those_there(self, half_ids: Collection[str]) -> list[Open]:
         """These half batches, without those that have left. ``op`` tells of that at a version that this handle has not
@@ -546,16 +543,6 @@ class Ledger(Follower):
                 self._awaited = None
                 self._written = {}
         return rows
-
-
-def _later(batches: Iterable[Open], than: Sequence[Open]) -> list[Open]:
-    """Those with a later number than one of the same application. They tell in which order those were sent when
-    somebody's OPTIMIZE has given rows a new time."""
-    lowest: dict[str, int] = {}
-    for header in (o.record.header for o in than):
-        lowest[header.app_id] = min(header.batch_id, lowest.get(header.app_id, header.batch_id))
-    headers = ((o, o.record.header) for o in batches)
-    return [o for o, header in headers if header.batch_id > lowest.get(header.app_id, header.batch_id)]
 
 
 def _with_offsets(rows: list[OpRow], tails: Tails) -> list[OpRow]:

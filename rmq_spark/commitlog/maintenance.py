@@ -16,7 +16,7 @@ from rmq_spark.commitlog.messages import history_s, write_messages
 from rmq_spark.commitlog.op import STATS_COLUMNS
 from rmq_spark.logs import failure
 from rmq_spark.redaction import redacted
-from rmq_spark.storage.table import OURS_ALONE, Change, Table, foreign_change
+from rmq_spark.storage.table import Change, Table, foreign_change
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
@@ -232,7 +232,7 @@ def delete_replaced(tables: Sequence[Table], age_s: float, dry_run: bool) -> lis
 
 def _is_left_alone(table: Table) -> bool:
     """True for a table that another writer changed: undoing that may need any of its files."""
-    said = foreign_change(table) if table.name in OURS_ALONE else None
+    said = foreign_change(table)
     if said:
         logger.warning("no file of table %s is deleted: %s", table.name, redacted(said))
     return said is not None

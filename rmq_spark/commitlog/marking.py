@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.follow import of_kind, settled_rows, still_waiting
 from rmq_spark.commitlog.half_store import HalfStore
-from rmq_spark.commitlog.op import NO_OPS, Kind, OpenBelow, OpRow, RowState
+from rmq_spark.commitlog.op import NO_OPS, Kind, OpenBelow, OpRow
 from rmq_spark.commitlog.prepared import Prepared, PreparedBatches
 
 if TYPE_CHECKING:
@@ -64,20 +64,13 @@ class Marker:
             return []
         unsettled = {*self._follower.open_among(prepared), *before.waiting}
         low_water = self._low_water(prepared, unsettled)
-        named = {h for h in unsettled if h not in prepared or prepared[h].first_ms <= low_water}
+        named = {h for h in unsettled if h not in prepared or prepared[h].ms <= low_water}
         since = self._since(set(prepared.after(low_water)) - named)
-        rewritten = self._half.rewritten_below(low_water)
         let_go = pc.sum(pc.less(before.rows["version"], since)).as_py() or 0
-        if not (
-            low_water > before.low_water
-            or self._follower.may_hide(rewritten)
-            or named != before.below.keys()
-            or let_go >= ROWS_LET_GO_MIN
-        ):
+        if not (low_water > before.low_water or named != before.below.keys() or let_go >= ROWS_LET_GO_MIN):
             return []
         mark = OpRow(
             Kind.MARK,
-            reason=rewritten or None,
             low_water=low_water,
             since_version=since,
             tails=before.tails,
@@ -101,13 +94,12 @@ class Marker:
         """The newest prepare, unless more is open than a mark can name."""
         before = self._follower.followed
         weights = self._weights(unsettled)
-        above = {h: prepared[h].first_ms for h in unsettled if h in prepared}
-        above = {h: first_ms for h, first_ms in above.items() if first_ms > before.low_water}
+        above = {h: prepared[h].ms for h in unsettled if h in prepared}
+        above = {h: ms for h, ms in above.items() if ms > before.low_water}
         room = NAMED_MAX - sum(weights[h] for h in unsettled if h not in above)
         for half_id in sorted(above, key=above.__getitem__):
             room -= weights[half_id]
             if room < 0:
-                # No file of it may fall below the mark: the others could look settled.
                 return max(before.low_water, prepared.newest_ms(before=above[half_id]))
         return max(before.low_water, prepared.newest_ms())
 
@@ -146,37 +138,24 @@ class Marker:
             older, waiting = known.versions, known.waiting
             pending = known.pending - _settled(rows)
         else:
-            older, waiting = self._older_versions(half_id), {}
+            older, waiting = self._older_versions(half_id, prepared), {}
             pending = self._pending(half_id, prepared.get(half_id), rows, since)
         return OpenBelow(
             0 if place is None else place.ms,
-            0 if place is None else place.first_ms,
             pending,
             (*older, *_versions_that_count(rows)),
             still_waiting({half_id: waiting}, rows).get(half_id, {}) if waiting or rows.num_rows else {},
         )
 
-    def _older_versions(self, half_id: str) -> Sequence[int]:
-        """Versions before the kept ones: only what somebody rewrote, or what was reopened, has op rows there."""
-        if self._follower.keeps_all_rows_of(half_id):
-            return ()
-        return _versions_that_count(self._follower.older([half_id]))
+    def _older_versions(self, half_id: str, prepared: PreparedBatches) -> Sequence[int]:
+        """Versions before the kept ones: only what was settled below the last mark, and reopened, has op rows there."""
+        return () if half_id in prepared else _versions_that_count(self._follower.older([half_id]))
 
     def _pending(self, half_id: str, prepared: Prepared | None, rows: pa.Table, since: int) -> int:
         """How many rows were pending before a version, of a half batch that the last mark does not name."""
         if prepared is None:  # it was settled when the last mark was made, and has been reopened since
             return max(0, self._follower.followed.reopened_rows(before=since).get(half_id, 0))
-        if not prepared.rewritten and self._follower.keeps_all_rows_of(half_id):
-            return prepared.rows - _settled(rows)
-        try:
-            record = self._half.get(half_id)
-            state = record.fresh_state()
-            every = self._follower.rows_of(record)
-            for row in every.filter(pc.less(every["version"], since)).to_pylist():
-                state.fold(OpRow.of(row))
-            return state.count(RowState.PENDING)
-        except Exception:  # it cannot be read: it stays open, is looked at alone, and reported
-            return max(1, prepared.rows)
+        return prepared.rows - _settled(rows)
 
     # ------------------------------------------------------------------ conflicts
     def _open_conflicts(self, since: int) -> list[OpRow]:

@@ -31,7 +31,6 @@ BELOW = pa.list_(
         [
             ("half_id", pa.string()),
             ("ms", pa.int64()),
-            ("first_ms", pa.int64()),
             ("pending", pa.int64()),
             ("versions", pa.list_(pa.int64())),
             ("waiting", WAITING),
@@ -51,7 +50,7 @@ OP_SCHEMA = pa.schema(
         ("attempt", pa.int32()),
         ("decided_by", pa.string()),  # execute, check, discard, admin
         ("refused", pa.bool_()),  # rollback: true when the local transaction ran and said no, so it is final
-        ("reason", pa.string()),  # mark: stands for the files below low_water that somebody rewrote
+        ("reason", pa.string()),
         ("topic", pa.string()),
         ("queue_id", pa.int32()),
         ("queue_offset", pa.int64()),  # of the first row named; the others follow in order
@@ -136,8 +135,8 @@ class OpenBelow:
 
     Attributes
     ----------
-    ms, first_ms : int
-        When its newest and its oldest file were prepared.
+    ms : int
+        When it was prepared.
     pending : int
         Its pending rows before ``since_version`` of the mark.
     versions : tuple of int
@@ -147,7 +146,6 @@ class OpenBelow:
     """
 
     ms: int
-    first_ms: int
     pending: int
     versions: tuple[int, ...]
     waiting: Mapping[datetime | None, int]
@@ -261,7 +259,6 @@ def _below_value(below: Mapping[str, OpenBelow]) -> list[dict[str, object]]:
         {
             "half_id": half_id,
             "ms": b.ms,
-            "first_ms": b.first_ms,
             "pending": b.pending,
             "versions": list(b.versions),
             "waiting": [{"until": until, "count": count} for until, count in b.waiting.items()],

@@ -139,20 +139,14 @@ def _ranked(open_rows: pa.Table, batch: Open, sent: RowSet, rank: int) -> pa.Tab
 def in_send_order(batches: Iterable[Open]) -> Iterator[tuple[Open, RowSet]]:
     """Half batches, each with its rows that were sent together, in the order in which they were sent.
 
-    Batches of one application go by their number, others by the time of prepare; a reopened transaction is sent when
-    it is reopened.
+    They go by the time of prepare, and those of one commit by their names; a reopened transaction is sent when it is
+    reopened.
     """
     units: list[tuple[tuple[int, str, int, int], Open, RowSet]] = []
-    not_after: dict[str, int] = {}
-    newest_first = sorted(batches, key=lambda b: b.record.header.batch_id, reverse=True)
-    for batch in newest_first:
-        record = batch.record
-        header = record.header
-        # Somebody's OPTIMIZE gives old rows a new time of prepare; the numbers stay.
-        sent_ms = min(record.sent_ms, not_after.get(header.app_id, record.sent_ms))
-        not_after[header.app_id] = sent_ms
-        for at_ms, rows in _sent_together(batch.state, sent_ms):
-            units.append(((at_ms, header.app_id, header.batch_id, at_ms != sent_ms), batch, rows))
+    for batch in batches:
+        header, prepared_ms = batch.record.header, batch.record.prepared_ms
+        for at_ms, rows in _sent_together(batch.state, prepared_ms):
+            units.append(((at_ms, header.app_id, header.batch_id, at_ms != prepared_ms), batch, rows))
     for _, batch, rows in sorted(units, key=lambda unit: unit[0]):
         yield batch, rows
 

@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 SCHEMA = pa.schema([
-    ("half_id", pa.string()), ("ms", pa.int64()), ("first_ms", pa.int64()), ("rows", pa.int64()),
-    ("rewritten", pa.bool_()),
+    ("half_id", pa.string()), ("ms", pa.int64()), ("rows", pa.int64()),
 ])  # fmt: skip
 
 
@@ -25,19 +24,12 @@ class Prepared(NamedTuple):
     Attributes
     ----------
     ms : int
-        When its newest file was prepared, or rewritten.
-    first_ms : int
-        The same of its oldest file.
+        When it was prepared.
     rows : int
-        Those in the files that were looked at.
-    rewritten : bool
-        True when some lie in a file that somebody rewrote: other rows of it may lie elsewhere.
     """
 
     ms: int
-    first_ms: int
     rows: int
-    rewritten: bool
 
 
 class PreparedBatches(Mapping[str, Prepared]):
@@ -46,7 +38,7 @@ class PreparedBatches(Mapping[str, Prepared]):
     Parameters
     ----------
     table : pyarrow.Table
-        ``half_id`` (each once)``, ms, first_ms, rows, rewritten``.
+        ``half_id`` (each once)``, ms, rows``.
     """
 
     def __init__(self, table: pa.Table) -> None:
@@ -63,14 +55,14 @@ class PreparedBatches(Mapping[str, Prepared]):
         return {half_id: i for i, half_id in enumerate(self.table["half_id"].to_pylist())}
 
     @cached_property
-    def _columns(self) -> tuple[list[int], list[int], list[int], list[bool]]:
-        ms, first_ms, rows, rewritten = (self.table[name].to_pylist() for name in Prepared._fields)
-        return ms, first_ms, rows, rewritten
+    def _columns(self) -> tuple[list[int], list[int]]:
+        ms, rows = (self.table[name].to_pylist() for name in Prepared._fields)
+        return ms, rows
 
     def __getitem__(self, half_id: str) -> Prepared:
         i = self._places[half_id]
-        ms, first_ms, rows, rewritten = self._columns
-        return Prepared(ms[i], first_ms[i], rows[i], rewritten[i])
+        ms, rows = self._columns
+        return Prepared(ms[i], rows[i])
 
     def __contains__(self, half_id: object) -> bool:
         return half_id in self._places
@@ -110,7 +102,7 @@ class PreparedBatches(Mapping[str, Prepared]):
         return [str(half_id) for half_id in half_ids.filter(pc.invert(known)).to_pylist()]
 
     def after(self, ms: int) -> list[str]:
-        """Those of which a file was prepared after a time."""
+        """Those that were prepared after a time."""
         return [str(h) for h in self.table["half_id"].filter(pc.greater(self.table["ms"], ms)).to_pylist()]
 
     def newest_ms(self, before: int | None = None) -> int:

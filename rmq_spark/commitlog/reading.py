@@ -222,7 +222,8 @@ def _made_together(pieces: Sequence[Piece[PlacedRange]], columns: Sequence[str])
 
 
 def _one_table(parts: Sequence[pa.Table]) -> pa.Table:
-    """Stored rows of several files, which need not have one type for a column: somebody may have rewritten some."""
+    """Stored rows of several files, which need not have one type for a column: another writer of messages may
+    have made some."""
     names = parts[0].column_names
     kinds = [MESSAGES_SCHEMA.field(n).type if n in STORED_COLUMNS else parts[0].schema.field(n).type for n in names]
     schema = pa.schema(list(zip(names, kinds, strict=True)))

@@ -235,7 +235,7 @@ class ProtocolSteps(ABC):
         with self.lock:
             small = self.half.find_small(half_ids, SMALL_ROWS_MAX)
             self.ledger.refresh()
-            self.ledger.read_older(small)
+            self.ledger.read_older(record for record, _ in small.values())
             for record, rows in small.values():
                 with suppress(TxmqError):  # it is looked at alone, and reported
                     found.append((record, self.ledger.state_of(record, refresh=False), rows))

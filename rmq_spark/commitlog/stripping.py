@@ -147,7 +147,7 @@ class Stripper:
         parts = self._row_groups(file) if as_written else [table.read([file.path])]
         gone = going[name].combine_chunks()
         left = [_without_payload(part, pc.is_in(part[name], value_set=gone)) for part in parts]
-        if not left:  # somebody has rewritten the file since we looked
+        if not left:  # another process has stripped the file since we looked
             return False
         written = table.write(pa.concat_tables(left), table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
 

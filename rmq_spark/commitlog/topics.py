@@ -149,7 +149,7 @@ class TopicStore:
             return Change(add=[self.table.write(table, "topics", ("name",))]) if new else None
 
         def landed(change: Change) -> bool:
-            # A topic of this name may be another process's: what counts is the file, also when it was rewritten since.
+            # A topic of this name may be another process's: what counts is the file, also when it was merged since.
             return all(has_held(self.table, file) for file in change.add)
 
         if self.table.compare_and_set(propose, landed) is not None:

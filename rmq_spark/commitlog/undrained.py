@@ -98,7 +98,7 @@ class Undrained:
         return [(version, count, int(size), time) for version, count, size, time in found]
 
     def _sizes(self, rows: pa.Table) -> pa.ChunkedArray:
-        """The bytes of the half rows that op rows name. Of a file that somebody rewrote, the mean of all others."""
+        """The bytes of the half rows that op rows name. Of a file that was stripped since, the mean of all others."""
         table = self._log.half.table
         table.refresh()
         files = table.actions()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.expiring import Expirer
-from rmq_spark.commitlog.foreign import foreign_changes
 from rmq_spark.commitlog.leaving import Graces, Leaver
 from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.commitlog.pruning import Pruner
@@ -49,8 +48,8 @@ class MaintenanceReport:
         Small files of ``op`` and ``messages`` that were merged into larger ones.
     files_deleted : tuple of str
         ``<table>/<file>``: files that left a table some time ago, and those that no table ever named.
-    foreign : tuple of str
-        Sentences about what another writer did to the tables: nobody but rmq_spark may write to them.
+    foreign : str or None
+        Of a dry run: what another writer did to the table ``messages``. A run that changes something raises it.
     """
 
     dry_run: bool
@@ -63,7 +62,7 @@ class MaintenanceReport:
     files_expired: int
     files_merged: int
     files_deleted: tuple[str, ...]
-    foreign: tuple[str, ...] = ()
+    foreign: str | None = None
 
     def __str__(self) -> str:
         would = "would be " if self.dry_run else ""
@@ -81,7 +80,8 @@ class MaintenanceReport:
         drained = "nothing is drained yet"
         if self.drained_up_to >= 0:
             drained = f"drained up to version {self.drained_up_to} of op"
-        return "\n".join([drained, *(lines or ["nothing else to do"]), *(f"careful: {text}" for text in self.foreign)])
+        careful = [] if self.foreign is None else [f"careful: {self.foreign}"]
+        return "\n".join([drained, *(lines or ["nothing else to do"]), *careful])
 
 
 def maintain(
@@ -111,9 +111,10 @@ def maintain(
     turn = nullcontext() if turn is None else turn
     doubt_s = log.clock_doubt_s(note=not dry_run)  # before this clock has said anything in a commit of its own
     graces = graces.and_later(doubt_s)
-    odd = None  # a drain raises it
-    if dry_run and foreign_change(log.messages_table) is None:
-        odd = log.drained.odd_rows()
+    foreign = None  # a drain raises it
+    if dry_run:
+        log.messages_table.refresh()
+        foreign = foreign_change(log.messages_table) or log.drained.odd_rows()
     log.refresh()
     before = sum(log.drained.newest_border().values())
     if dry_run:
@@ -123,7 +124,6 @@ def maintain(
             drained = Drainer(log).run()
         after = sum(log.drained.newest_border().values())
         log.move_mark()
-    foreign = [*foreign_changes(tables), *([odd] if odd else [])]
     leaver = Leaver(log, graces)
     archived = leaver.archive(dry_run)
     left = leaver.remove(dry_run)
@@ -154,5 +154,5 @@ def maintain(
         len(expired),
         merged,
         tuple(sorted({*deleted})),
-        tuple(foreign),
+        foreign,
     )

@@ -337,7 +337,7 @@ class RowRange:
     Attributes
     ----------
     path : str
-        Where the rows lie, relative to the table. In ``half`` it is a hint: somebody may have rewritten the file.
+        Where the rows lie, relative to the table. In ``half`` it is a hint: the file may have been stripped.
     half_id : str
         Empty for a file of ``messages``.
     file_no, file_rows : int
@@ -374,8 +374,8 @@ class RowRange:
 def read_range(
     fs: pafs.FileSystem, folder: str, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yield the rows of a range in row_no order, one row group at a time; of a file that somebody rewrote, or that half
-    batches share, all rows in one table.
+    """Yield the rows of a range in row_no order, one row group at a time; of a file that half batches share,
+    all rows in one table.
 
     Parameters
     ----------
@@ -391,7 +391,7 @@ def read_range(
     Raises
     ------
     LostFileError
-        When the file is gone. It was rewritten, and the caller has to look where the rows are now.
+        When the file is gone. It was stripped, and the caller has to look where the rows are now.
     StrippedError
         When columns are wanted of which rows have been stripped: their messages are in the table ``messages``.
     CorruptLogError

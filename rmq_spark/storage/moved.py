@@ -1,4 +1,4 @@
-"""Half files that somebody rewrote: their rows are found again by their address. Executors read through it."""
+"""Half files that were stripped: their rows are found again by their address. Executors read through it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import RowRange
 
 MOVED_KEPT = 10_000
-"""New places of rewritten half files that are kept in memory."""
+"""New places of half files that are kept in memory."""
 
 
 class HalfFiles:
-    """Half files, which are read wherever they lie now: one that somebody rewrote is found again by its address.
+    """Half files, which are read wherever they lie now: one that was stripped is found again by its address.
 
     Parameters
     ----------

@@ -37,11 +37,10 @@ _WRITABLE = {
     "generatedColumns", "timestampNtz", "v2Checkpoint",
 }  # fmt: skip
 """Features with which delta-rs writes."""
-_WITH_HISTORY = {"typeWidening", "typeWidening-preview", "vacuumProtocolCheck"}
-"""Features that Spark drops together with the table's history. Without TRUNCATE HISTORY it puts another one in their
-place (``checkpointProtection``), with which delta-rs does not write either."""
-_NOT_DROPPED = {"checkpointProtection", "clustering"}
-"""Features that Spark does not drop, or only a day later."""
+_NOT_DROPPED = {
+    "checkpointProtection", "clustering", "typeWidening", "typeWidening-preview", "vacuumProtocolCheck"
+}  # fmt: skip
+"""Features that Spark does not drop, or only a day later, or only together with the table's history."""
 
 
 @dataclass(frozen=True)
@@ -189,21 +188,10 @@ def _named(names: set[str]) -> str:
     return ", ".join(sorted(names)[:NAMED_MAX]) + more
 
 
-def dropping(features: Iterable[str], with_history: bool = True) -> str:
+def dropping(features: Iterable[str]) -> str:
     """Return what takes back the features of a table with which delta-rs cannot write: statements of Spark, in their
-    order, or where to read of it.
-
-    Parameters
-    ----------
-    features : iterable of str
-    with_history : bool
-        Whether the table can do without its history.
-    """
+    order, or where to read of it."""
     added = sorted(set(features) - _WRITABLE, key=lambda name: (name == "domainMetadata", name))  # what needs it first
-    kept = _NOT_DROPPED if with_history else _NOT_DROPPED | _WITH_HISTORY
-    if not added or kept.intersection(added):
+    if not added or _NOT_DROPPED.intersection(added):
         return 'as docs/maintenance.md says under "When another writer changed a table": Spark cannot'
-    statements = [f"DROP FEATURE {name}{' TRUNCATE HISTORY' * (name in _WITH_HISTORY)}" for name in added]
-    if _WITH_HISTORY.intersection(added):
-        statements.insert(0, "SET TBLPROPERTIES ('delta.dropFeatureTruncateHistory.retentionDuration' = '0 hours')")
-    return f"in Spark by {', then '.join(f'ALTER TABLE … {statement}' for statement in statements)}"
+    return f"in Spark by {', then '.join(f'ALTER TABLE … DROP FEATURE {name}' for name in added)}"

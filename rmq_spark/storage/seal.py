@@ -21,7 +21,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rmq_spark.errors import CorruptLogError, LostFileError, OptionError, TxmqError, UnreadableFileError
-from rmq_spark.plurals import count_of
 from rmq_spark.redaction import cause_of
 from rmq_spark.storage.answers import is_denied, require_resources
 
@@ -209,27 +208,6 @@ def require_entries(log_folder: Path, table: str, since: int, until: int | None)
         wrong = _wrong_with(content, version)
         if wrong:
             raise CorruptLogError(f"entry {entry.name} of the Delta log of table {table} {wrong}: {_RESTORE}")
-        if taken := taken_out_by_others(content, table, version):
-            logger.error("%s", taken)
-
-
-def taken_out_by_others(entry: bytes, table: str, version: int) -> str | None:
-    """Return a sentence when an entry of a Delta log is another writer's, and removes rows: a RESTORE, a DELETE. It
-    says nothing of ``messages``: whether its rows are all there is told by their offsets."""
-    if table == "messages" or ENTRY_SEAL.encode() in entry or b'"remove"' not in entry:
-        return None
-    try:
-        actions = [json.loads(line) for line in entry.splitlines() if line]
-        files = sum(bool(a["remove"].get("dataChange", True)) for a in actions if "remove" in a)
-        does = next((a["commitInfo"].get("operation") for a in actions if "commitInfo" in a), None) or "change"
-    except (ValueError, TypeError, AttributeError, RecursionError):  # it is damaged: who needs it says so
-        return None
-    if not files:
-        return None
-    return (
-        f"version {version} of table {table} is another writer's {does}, which took out {count_of(files, 'file')}: the "
-        f"commit log has lost their rows. Nobody but rmq_spark may write to this table; {_RESTORE}"
-    )
 
 
 def _wrong_with(content: bytes, version: int) -> str | None:

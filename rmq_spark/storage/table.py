@@ -62,7 +62,7 @@ from rmq_spark.storage.files import (
     write_table,
 )
 from rmq_spark.storage.location import is_uri
-from rmq_spark.storage.others import WITHOUT_FEATURES, Changed, Entry, Snapshot, changes, dropping, told
+from rmq_spark.storage.others import WITHOUT_FEATURES, Changed, Entry, Snapshot, changes, dropping
 from rmq_spark.storage.pools import submitted
 from rmq_spark.storage.seal import (
     ENTRY_SEAL,
@@ -112,15 +112,15 @@ any number of live files up to 100,000. A clean-up lists all entries, of which t
 OWN = "txmq.own"
 """The name under which each commit notes the version that it makes (Delta's ``txn``). A table whose version is above
 that one was changed by another writer last."""
-OURS_ALONE = frozenset({"messages"})
-"""Tables to which nothing is committed after another writer changed them, until the change is undone."""
+READ_ALL_THE_SAME = frozenset({"messages"})
+"""Tables that are read also after another writer changed them. Nothing is committed to them until that is undone. With
+any other table, each look at it says what was done: nobody reads, or decides by, what rmq_spark did not write."""
 ROW_GROUP_ROWS = 4_096
 """Rows of a row group of ``op``, which is sorted by version. A reader of the newest rows skips the row groups before
 them."""
 
 _LOST_RACE = ("Failed to commit transaction: ", "Tried committing existing table version: ")
 """How delta-rs begins to say that another writer had the version."""
-_UNSUPPORTED = re.compile(r"unsupported table features|table features must be specified", re.IGNORECASE)
 
 BOUNDS: Mapping[str, Mapping[str, pa.DataType]] = {
     "half": {"half_id": pa.string()},
@@ -199,7 +199,8 @@ class Table(Protocol):
         """Whether another writer was faster than this handle lately."""
 
     def refresh(self) -> int:
-        """Move to the newest version and return it."""
+        """Move to the newest version and return it. It raises ForeignChangeError when another writer has changed the
+        table, unless that is one of :data:`READ_ALL_THE_SAME`."""
 
     def actions(self) -> pa.Table:
         """Return the live files: ``path, modification_time`` (ms), ``num_records, size_bytes``; and ``min.<column>,
@@ -286,7 +287,7 @@ def compare_and_set(
     ClockError
         When this machine's clock is too far from the store's; nothing was written.
     ForeignChangeError
-        When another writer changed a table that is ours alone, or made it one that delta-rs cannot write to.
+        When another writer changed the table.
     CommitError
         When the tries are used up.
     LostCommitError
@@ -311,7 +312,7 @@ def compare_and_set(
             # Our last try may have landed although it was reported lost.
             if change is not None and has_landed(change):
                 return change
-            if table.name in OURS_ALONE:
+            if table.name in READ_ALL_THE_SAME:
                 require_own(table)
             change, version = _proposed(table, propose)
             if change is None:
@@ -395,7 +396,7 @@ class _Staged:
         if not looked_at:
             return
         lost = self._lost(looked_at)
-        if lost:  # or somebody has rewritten them since, and then deleted them
+        if lost:  # or upkeep has replaced them since, and then deleted them
             self._table.refresh()
             lost = self._lost(lost)
         if lost:
@@ -428,7 +429,7 @@ class _Staged:
 
 
 def has_held(table: Table, file: DataFile) -> bool:
-    """Return True when a commit has added the file: it is in the table, or was there until it was rewritten."""
+    """Return True when a commit has added the file: it is in the table, or was there until it was replaced."""
     return file.path in table.actions()["path"].to_pylist() or file.path in table.removed_since()
 
 
@@ -445,15 +446,18 @@ def foreign_change(table: Table) -> str | None:
             return str(problem)
     if changed is None:
         return None
+    stands = "Nothing is drained, merged or deleted"
+    if table.name not in READ_ALL_THE_SAME:
+        stands = "Nobody uses the log"
     how = f"put version {own} back with the package deltalake: DeltaTable('<log>/{table.name}').restore({own}, "
     how += "protocol_downgrade_allowed=True)"
     if changed.features:  # delta-rs refuses the RESTORE, too
-        how = f"take that back {dropping(changed.features, with_history=False)}"
+        how = f"take that back {dropping(changed.features)}"
     elif not changed.restorable:
         how = f'cut its Delta log back to version {own} (docs/maintenance.md, "When another writer changed a table")'
     return (
-        f"table {table.name} is not what rmq_spark left in version {own}: another writer {changed.said}. Nothing is "
-        f"drained, merged or deleted until that is undone, so nothing is lost. Keep that writer away, and {how}"
+        f"table {table.name} is not what rmq_spark left in version {own}: another writer {changed.said}. {stands} "
+        f"until that is undone, so nothing is lost. Keep that writer away, and {how}"
     )
 
 
@@ -461,11 +465,6 @@ def require_own(table: Table) -> None:
     """Raise ForeignChangeError when another writer's commits have left the table other than it was."""
     if said := foreign_change(table):
         raise ForeignChangeError(said)
-
-
-def is_ours(table: Table, path: str) -> bool:
-    """Return True for the name of a file that :meth:`Table.write` wrote."""
-    return path.startswith(f"{table.name}-")
 
 
 def take_out(
@@ -566,6 +565,7 @@ class DeltaLogTable:
         self._turns = Turns(Path(self.folder) if isinstance(self.fs, pafs.LocalFileSystem) else None, machine)
         self._actions: tuple[int, pa.Table] | None = None
         self._changed: tuple[int, int, Changed | None] | None = None  # after one version, up to another: what
+        self._own_seen = -1  # a version in which the table is known to be as rmq_spark left it
         self._id: str | None = None
         self._seen = -1  # the newest version that this handle knows of
         self._newest: tuple[int, object] | None = None  # a version, and what `_entry` says of it
@@ -663,6 +663,7 @@ class DeltaLogTable:
     def _lose(self) -> None:
         """Forget the table and all that was read from it. The next use opens it again."""
         self._opening = None
+        self._own_seen = -1
         self._actions = self._changed = None
 
     def _open_in_background(self) -> Future[DeltaTable]:
@@ -791,6 +792,14 @@ class DeltaLogTable:
         return dict(self._table.metadata().configuration)
 
     def refresh(self) -> int:
+        with self.lock:
+            version = self._moved()
+            if self.name not in READ_ALL_THE_SAME and self._own_seen != version:
+                require_own(self)
+                self._own_seen = version
+            return version
+
+    def _moved(self) -> int:
         with self.lock:
             table = self._table
             before = self._seen = int(table.version())
@@ -1058,31 +1067,20 @@ class DeltaLogTable:
             if isinstance(problem, CommitFailedError) and answer.startswith(_LOST_RACE):
                 logger.debug("commit to %s at version %d: %s", self.name, version, redacted(problem))
                 return False
-            if _UNSUPPORTED.search(answer):
-                raise self._refused(answer) from cause_of(problem)
             raise
+        self._own_seen = version
         return True
-
-    def _refused(self, said: str) -> ForeignChangeError:
-        """The error for a table that delta-rs cannot write to any more."""
-        features = _snapshot(self._table).features
-        own, version = self._table.transaction_version(OWN) or 0, self.version
-        try:
-            who = f" ({told(self._entries(own, version))})" if own < version else ""
-        except (OSError, ValueError):
-            who = ""
-        return ForeignChangeError(
-            f"nothing can be committed to table {self.name}: {plainly(said, self._storage_options)}. Another writer "
-            f"switched this on{who}. Nothing is lost: keep that writer away, and take it back {dropping(features)}"
-        )
 
 
 def _snapshot(table: DeltaTable) -> Snapshot:
     live = pa.table(table.get_add_actions(flatten=True))
     metadata, protocol = table.metadata(), table.protocol()
     return Snapshot(
-        # When a file was added, or added again, is no part of what it holds.
-        {file.pop("path"): file for file in live.drop_columns(["modification_time"]).to_pylist()},
+        # When a file was added, or added again, is no part of what it holds; neither are columns that came later.
+        {
+            file.pop("path"): {name: said for name, said in file.items() if said is not None}
+            for file in live.drop_columns(["modification_time"]).to_pylist()
+        },
         f"{table.schema().to_json()} {metadata.partition_columns}",
         dict(metadata.configuration),
         f"{protocol.min_reader_version} and {protocol.min_writer_version}",

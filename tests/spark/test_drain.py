@@ -26,7 +26,7 @@ from rmq_spark.source import drain_task, plan
 from rmq_spark.storage.files import DataFile
 from rmq_spark.storage.table import Change, Table
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import another, commit, fill_with_pieces, rewrite_half, send
+from tests.half_batches import another, commit, fill_with_pieces, move_half, send
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -72,7 +72,7 @@ def test_executors_drain_what_a_local_drain_does(
     for number in range(2):
         fill_with_pieces(log, number)
         if number == 0:
-            rewrite_half(log)
+            move_half(log)
     mine = copy_of(log, tmp_path / "other")
     assert mine.drain() == txmq.drain(spark, log) == log.refresh()
     assert drained(log).equals(drained(mine))

@@ -70,7 +70,6 @@ def test_a_row_that_spark_deletes_by_a_vector_stops_upkeep_until_a_restore(
 @pytest.mark.parametrize(
     ("name", "feature"),
     [
-        ("op", "TypeWidening"),
         ("op", "InCommitTimestamps"),
         pytest.param(
             "messages",

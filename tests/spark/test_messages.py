@@ -22,7 +22,7 @@ from rmq_spark.errors import OffsetOutOfRangeError
 from rmq_spark.message import PROPERTIES
 from rmq_spark.source import native
 from rmq_spark.storage import spark_parquet
-from tests.half_batches import another, commit, let_leave, pending, prepare, rewrite_half, roll_back, send, split
+from tests.half_batches import another, commit, let_leave, move_half, pending, prepare, roll_back, send, split
 from tests.spark.settings_table import sessions
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def test_messages_are_those_of_the_source(spark: SparkSession, log: CommitLog) -
     assert rows(tail) == rows(of_source(spark, log))
     log.drain()
     fill(log, 1)
-    rewrite_half(log)
+    move_half(log)
     assert rows(txmq.messages(spark, log.path)) == rows(of_source(spark, log))
     let_leave(log)
     fill(log, 2)
@@ -145,7 +145,7 @@ def test_of_many_files_the_folder_is_listed_and_a_lost_one_is_missed(
     for number in range(3):
         fill(log, number)
         log.drain()
-    rewrite_half(log)
+    move_half(log)
     fill(log, 3)
     whole = rows(of_source(spark, log))
     for of in ("HALF_PATHS_MAX", "DRAINED_PATHS_MAX"):

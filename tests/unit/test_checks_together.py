@@ -22,7 +22,7 @@ from rmq_spark.listener import CommitOncePrepared, PerMessageListener, Transacti
 from rmq_spark.listeners.recorded import STARTED, State
 from rmq_spark.listeners.sql import SqlTransactionListener, create_fence
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, Rollback
-from tests.half_batches import another, make_log, merge_op_files, pending, prepare, rewrite_half
+from tests.half_batches import another, make_log, merge_op_files, pending, prepare, share_half_file
 
 DEADLINE_S = 20.0
 MANY = 12
@@ -182,13 +182,13 @@ def test_the_listener_sees_those_keys_alone_that_are_due(log: CommitLog) -> None
     assert counts(log, whole) == {RowState.COMMITTED: 4}
 
 
-def test_half_batches_in_a_file_that_somebody_rewrote_and_large_ones_are_asked_about(
+def test_half_batches_in_a_shared_file_and_large_ones_are_asked_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = make_log("delta", tmp_path / "log", orders=2)
     large = [prepare(log, 0, 9, app="large", partitions=3)]
     records = [*sends(log, 3), *large]
-    rewrite_half(log)
+    share_half_file(log)
     large.append(prepare(log, 0, 9, app="larger", partitions=2))
     records += [prepare(log, 0, 2, app="last"), large[-1]]
     monkeypatch.setattr("rmq_spark.commitlog.steps.SMALL_ROWS_MAX", 4)

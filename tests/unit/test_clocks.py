@@ -263,7 +263,7 @@ def test_who_lost_a_race_was_not_sent_before_the_winner(
     monkeypatch.setattr(table, "try_commit", slow)
     columns = {"body": ["a1", "a2"], "sharding_key": ["k", "k"]}
     lost = prepare(fifo, 0, columns, app="a", per="message")
-    assert lost.sent_ms == another(fifo).get("a:0").sent_ms
+    assert lost.prepared_ms == another(fifo).get("a:0").prepared_ms
     _, first = split(pending(fifo, lost), 2)
     fifo.decide(lost, 1, commit=first, rollback={}, who=Who.EXECUTE)
     assert bodies(fifo) == []

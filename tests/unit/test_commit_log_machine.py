@@ -15,7 +15,7 @@ from rmq_spark.commitlog.op import BatchState, OpRow, RowState, Who
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
-from tests.half_batches import another, merge_op_files, prepare, rewrite_half
+from tests.half_batches import another, merge_op_files, move_half, prepare
 
 BATCHES_MAX = 12
 some = st.integers(0, 2**32)
@@ -94,8 +94,8 @@ class CommitLogMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.records)
     @rule()
-    def rewrite_half(self) -> None:
-        rewrite_half(self.log)
+    def move_half(self) -> None:
+        move_half(self.log)
 
     # ------------------------------------------------------------------ what all must see
     @invariant()
@@ -118,7 +118,6 @@ class CommitLogMachine(RuleBasedStateMachine):
         assert len({r["version"] for r in rows}) <= op.version
         for log in (self.log, self.follower, another(self.log)):
             found = log.pending().select(["half_id", "attempt", "messages", "check_times", "lease_until"])
-            # Somebody's OPTIMIZE makes prepare times equal: the order is then free.
             assert sorted(map(_text, found.to_pylist())) == sorted(map(_text, self._expected(states, RowState.PENDING)))
             found = log.quarantined().select(["half_id", "attempt", "messages", "check_times", "lease_until"])
             expected = self._expected(states, RowState.QUARANTINED)

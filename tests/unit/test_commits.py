@@ -21,9 +21,19 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import STATS_COLUMNS, Kind, OpRow, RowState, Who, to_table
 from rmq_spark.errors import AlreadyPreparedError, CommitError, LostCommitError, TopicExistsError
 from rmq_spark.storage import table as table_module
-from rmq_spark.storage.table import Change, DeltaLogTable, compare_and_set
+from rmq_spark.storage.table import Change, DeltaLogTable
 from rmq_spark.testing import MemoryTable
-from tests.half_batches import another, bodies, check_offsets, commit, header_of, make_log, pending, prepare
+from tests.half_batches import (
+    another,
+    bodies,
+    check_offsets,
+    commit,
+    header_of,
+    make_log,
+    move_half,
+    pending,
+    prepare,
+)
 
 
 # ---------------------------------------------------------------- threads that share a handle
@@ -239,39 +249,27 @@ def test_a_commit_is_known_again_after_any_number_of_others(tmp_path: Path) -> N
     assert sum(p.count for p in log.decide(record, 1, commit=pending(log, record), rollback={}, who=Who.EXECUTE)) == 5
 
 
-def test_a_batch_that_is_rewritten_right_after_its_commit_is_not_lost(tmp_path: Path) -> None:
+def test_a_batch_that_is_moved_right_after_its_commit_is_not_lost(tmp_path: Path) -> None:
     log = make_log("delta", tmp_path / "log")
     prepare(log, 0)
     table = log.half.table
     real = table.try_commit  # type: ignore[attr-defined]
 
-    def then_rewritten(change: Change) -> bool:
+    def then_moved(change: Change) -> bool:
         done = bool(real(change))
-        rewrite(another(log).half.table)
+        move_half(log)
         return done
 
-    table.try_commit = then_rewritten  # type: ignore[attr-defined]
+    table.try_commit = then_moved  # type: ignore[attr-defined]
     record = prepare(log, 1)
     table.try_commit = real  # type: ignore[attr-defined]
     commit(log, record)
     assert sorted(bodies(log)) == [f"app.1.{i}" for i in range(5)]
 
 
-# ---------------------------------------------------------------- a file that somebody else rewrote
-def rewrite(table: Any) -> None:
-    """What OPTIMIZE does: all rows in one new file, the old files removed."""
-    table.refresh()
-    old = table.actions()["path"].to_pylist()
-    rows = table.read(old).sort_by([("body", "descending")])
-    merged = table.write(rows, "part", ("half_id",))
-    change = Change(add=[merged], remove=old, data_change=False)
-    assert compare_and_set(
-        table, lambda _: change, lambda c: c.add[0].path in table.actions()["path"].to_pylist(), table.try_commit
-    )
-
-
+# ---------------------------------------------------------------- a file that upkeep wrote anew
 @pytest.mark.parametrize("kind", ["memory", "delta"])
-def test_a_rewritten_half_table_changes_no_decision(tmp_path: Path, kind: str) -> None:
+def test_half_files_that_moved_change_no_decision(tmp_path: Path, kind: str) -> None:
     log = make_log(kind, tmp_path / "log")
     settled = [prepare(log, i) for i in range(3)]
     commit(log, settled[0])
@@ -279,7 +277,7 @@ def test_a_rewritten_half_table_changes_no_decision(tmp_path: Path, kind: str) -
     assert log.move_mark()
     before = log.read("orders").to_pylist()
     time.sleep(0.01)
-    rewrite(another(log).half.table)
+    move_half(log)
     for handle in (log, another(log)):
         assert handle.pending()["half_id"].to_pylist() == ["app:2"]
         assert handle.read("orders").to_pylist() == before
@@ -303,7 +301,7 @@ def test_what_a_checker_knew_before_the_mark_moved_does_not_mislead_it(tmp_path:
     commit(sink, record)
     assert checker.move_mark()
     time.sleep(0.01)
-    rewrite(another(checker).half.table)
+    move_half(checker)
     assert checker.pending().num_rows == 0
     assert commit(checker, checker.get("app:0"), who=Who.CHECK) == []
     check_offsets(checker)

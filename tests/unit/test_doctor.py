@@ -27,7 +27,7 @@ from rmq_spark.errors import StorageError, VerdictConflictError
 from rmq_spark.report.finding import Finding, Level, worst
 from rmq_spark.storage.clock import StoreClock
 from tests.commands import objects, txmq, words
-from tests.half_batches import commit, header_of, pending, prepare, rewrite_half
+from tests.half_batches import commit, header_of, pending, prepare
 
 
 @pytest.fixture
@@ -256,8 +256,6 @@ def test_a_store_a_clock_and_rights_that_are_wrong_are_told(log: CommitLog, monk
 
 def test_tables_that_somebody_wrote_to_are_told(log: CommitLog) -> None:
     commit(log, prepare(log, 0))
-    rewrite_half(log)
-    assert bad(log) == {"tables": "warning"}
     log.drain()
     table = log.messages_table
     table.refresh()
@@ -267,6 +265,11 @@ def test_tables_that_somebody_wrote_to_are_told(log: CommitLog) -> None:
 
     deltalake.write_deltalake(f"{log.path}/messages", pa.table(table.read([path])), mode="append")
     assert bad(log)["tables"] == "critical"
+    op = deltalake.DeltaTable(f"{log.path}/op")
+    op.alter.set_table_properties({"delta.logRetentionDuration": "interval 1 minutes"})
+    told = [finding for finding in LogDoctor(log.another(), "", 60.0).look() if finding.level is Level.CRITICAL]
+    assert [finding.check for finding in told] == ["tables", "tables"], "each check would say it again"
+    assert "table op is not what rmq_spark left in version" in told[0].what
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_go_on(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:

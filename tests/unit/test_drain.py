@@ -30,9 +30,9 @@ from tests.half_batches import (
     fill_with_pieces,
     make_log,
     merge_op_files,
+    move_half,
     pending,
     prepare,
-    rewrite_half,
     roll_back,
     split,
 )
@@ -164,18 +164,6 @@ def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeyp
         merged = table.write(table.read(several).sort_by("version"), "op", op_module.STATS_COLUMNS)
         change = Change(add=[merged], remove=several, data_change=False)
         table.compare_and_set(lambda _, c=change: c, lambda _: True)
-    log.drain()
-    require_same(log)
-
-
-def test_op_files_without_statistics_are_drained(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody's OPTIMIZE writes files of which the Delta log says nothing."""
-    monkeypatch.setattr(drain, "OP_ROWS_MAX", 2)
-    table, paths = six_op_files(log)
-    several = paths[2:4]
-    untold = table.write(table.read(several), "op", ())
-    change = Change(add=[untold], remove=several, data_change=False)
-    table.compare_and_set(lambda _: change, lambda _: True)
     log.drain()
     require_same(log)
 
@@ -328,10 +316,10 @@ def test_small_files_of_a_remote_store_are_read_ahead(log: CommitLog, monkeypatc
     assert written({**sizes, one: message_files.SMALL_FILE_BYTES}) == written({})
 
 
-def test_files_that_somebody_rewrote_are_drained(log: CommitLog) -> None:
+def test_files_that_moved_are_drained(log: CommitLog) -> None:
     for i in range(3):
         commit(log, prepare(log, i))
-    rewrite_half(log)
+    move_half(log)
     merge_op_files(log)
     log.drain()
     require_same(log)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,11 @@ import pytest
 from deltalake import DeltaTable, Field, write_deltalake
 from deltalake.schema import PrimitiveType
 
-from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.commitlog import drained, maintenance
 from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.upkeep import MaintenanceReport
 from rmq_spark.errors import CorruptLogError, ForeignChangeError, UnreadableFileError
 from rmq_spark.storage.files import DataFile
-from rmq_spark.storage.seal import taken_out_by_others
 from rmq_spark.storage.table import Table
 from tests.foreign_writers import a_file, cut_back, delete_a_row_by_a_vector, put_entry, raise_protocol
 from tests.half_batches import another, commit, let_leave, make_log, prepare, send
@@ -42,22 +37,12 @@ def log(tmp_path: Path) -> CommitLog:
 
 
 def test_a_log_that_nobody_touched_has_nothing_to_tell(log: CommitLog) -> None:
-    assert log.maintain().foreign == ()
+    assert log.maintain().foreign is None
     let_leave(log)
     send(log, "pending")
     report = log.maintain(dry_run=True)
-    assert report.foreign == ()
+    assert report.foreign is None
     assert "careful" not in str(report)
-
-
-@pytest.mark.parametrize("name", ["half", "op"])
-def test_an_optimize_is_told(log: CommitLog, name: str) -> None:
-    log.drain()
-    before = log.read("orders")
-    DeltaTable(f"{log.path}/{name}").optimize.compact()
-    (told,) = log.maintain().foreign
-    assert told.startswith(f"table {name} has files that rmq_spark did not write (part-")
-    assert another(log).read("orders").equals(before)
 
 
 # ---------------------------------------------------------------- messages
@@ -150,13 +135,13 @@ def test_what_another_writer_did_to_messages_stops_upkeep_and_a_restore_mends_it
         assert str(caught.value).startswith("table messages is not what rmq_spark left in version 2: another writer ")
     assert DeltaTable(messages).version() == theirs
     assert log.half.table.refresh() == half  # nothing left it
-    (told,) = log.maintain(dry_run=True).foreign
+    told = log.maintain(dry_run=True).foreign
     assert told == str(caught.value)
 
     call = re.search(r"DeltaTable\('<log>/messages'\)\.restore\((\d+), protocol_downgrade_allowed=True\)", told)
     assert call is not None
     DeltaTable(messages).restore(int(call[1]), protocol_downgrade_allowed=True)
-    assert log.maintain().foreign == ()
+    assert log.maintain().foreign is None
     let_leave(log)
     expected = [f"app.{batch_id}.{i}".encode() for batch_id in range(6) for i in range(5)]
     assert sorted(another(log).read("orders")["body"].to_pylist()) == expected
@@ -209,7 +194,7 @@ def test_commits_of_others_that_change_nothing_stop_nobody(log: CommitLog) -> No
     DeltaTable(messages).alter.set_table_properties({"delta.enableDeletionVectors": "false"})
     commit(log, prepare(log, 5, 5))
     assert log.maintain().messages_drained == 5
-    assert log.maintain().foreign == ()
+    assert log.maintain().foreign is None
 
 
 @pytest.mark.parametrize(
@@ -280,34 +265,57 @@ def test_an_optimize_that_doubles_what_upkeep_merged_is_told_and_a_restore_mends
 
 
 # ---------------------------------------------------------------- the other tables
+ELSEWHERE = (optimize, append, delete_by_a_vector, restore, add_a_column, set_a_property, switch_on_a_feature)
+
+
+@pytest.mark.parametrize("name", ["half", "op", "topics", "groups"])
+@pytest.mark.parametrize("way", ELSEWHERE, ids=lambda way: way.__name__)
+def test_what_another_writer_did_to_another_table_stops_the_log_and_a_restore_mends_it(
+    log: CommitLog, name: str, way: Callable[[str], None]
+) -> None:
+    """Committed messages became pending again, pending ones were gone, or FIFO order broke, and nobody said a word."""
+    for offset in (1, 2, 3):
+        log.groups.publish(f"points{offset}", {("orders", 0): offset})
+    log.create_topic("bills", 1)
+    before, pending = log.read("orders"), prepare(log, 5, 5)
+    own = DeltaTable(f"{log.path}/{name}").version()
+    opened = another(log)
+    opened.read("orders")
+    if way is append:
+        put_entry(f"{log.path}/{name}", "WRITE", [{"add": {**a_file(f"{log.path}/{name}"), "path": "part-1.parquet"}}])
+    else:
+        way(f"{log.path}/{name}")
+    theirs = DeltaTable(f"{log.path}/{name}").version()
+    said = rf"table {name} is not what rmq_spark left in version {own}: another writer .* Nobody uses the log until"
+    uses: dict[str, Sequence[Callable[[CommitLog], object]]] = {
+        "half": (lambda log: prepare(log, 6, 5), lambda log: log.pending(), lambda log: log.maintain(dry_run=True)),
+        "op": (lambda log: commit(log, pending), lambda log: log.read("orders"), lambda log: log.drain()),
+        "topics": (lambda log: log.create_topic("more"), lambda log: another(log).topics()),
+        "groups": (lambda log: log.groups.publish("points1", {("orders", 0): 4}), lambda log: log.groups.rows()),
+    }
+    for use in uses[name]:
+        for handle in (opened, another(log)):
+            for _ in range(2):
+                with pytest.raises(ForeignChangeError, match=said) as caught:
+                    use(handle)
+    assert DeltaTable(f"{log.path}/{name}").version() == theirs
+
+    call = re.search(r"\.restore\((\d+), protocol_downgrade_allowed=True\)", str(caught.value))
+    assert call is not None, caught.value
+    DeltaTable(f"{log.path}/{name}").restore(int(call[1]), protocol_downgrade_allowed=True)
+    assert another(log).read("orders").equals(before)
+    commit(opened, pending)
+    assert another(log).read("orders").num_rows == before.num_rows + 5
+    assert another(log).groups.publish("points1", {("orders", 0): 4})
+    let_leave(log)
+
+
 @pytest.mark.parametrize("name", ["half", "op"])
-def test_a_restore_that_takes_rows_out_is_told(log: CommitLog, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Committed messages became pending again, and pending ones were gone, and nobody said a word."""
-    table = DeltaTable(f"{log.path}/{name}")
-    table.restore(table.version() - 1)
-    told = log.maintain(dry_run=True).foreign
-    restored = f"version {table.version()} of table {name} is another writer's RESTORE, which took out 1 file"
-    assert [said for said in told if said.startswith(restored)]
-    another(log).read("orders")
-    assert any(restored in record.message and record.levelname == "ERROR" for record in caplog.records)
-
-
-@pytest.mark.parametrize(
-    ("entry", "said"),
-    [
-        (b'{"commitInfo":{"operation":"DELETE"}}\n{"remove":{"path":"a"}}\n', "another writer's DELETE"),
-        (b'{"remove":{"path":"a","dataChange":true}}\n', "another writer's change"),
-        (b'{"commitInfo":{"operation":"OPTIMIZE"}}\n{"remove":{"path":"a","dataChange":false}}\n', None),
-        (b'{"commitInfo":{"txmq.seal":"7:0"}}\n{"remove":{"path":"a"}}\n', None),
-        (b'{"remove":{"path', None),
-        (b'{"remove":7}\n', None),
-        (b"7\n[" * 2000 + b'"remove"', None),
-    ],
-)
-def test_only_another_writers_removal_of_rows_is_told(entry: bytes, said: str | None) -> None:
-    told = taken_out_by_others(entry, "op", 7)
-    assert (said is None) == (told is None)
-    assert said is None or (told is not None and said in told)
+def test_commits_of_others_that_change_nothing_in_the_other_tables_stop_nobody(log: CommitLog, name: str) -> None:
+    put_entry(f"{log.path}/{name}", "VACUUM START")
+    DeltaTable(f"{log.path}/{name}").alter.set_table_description("the shop's messages")
+    commit(log, prepare(log, 5, 5))
+    assert another(log).read("orders").num_rows == 30
 
 
 def test_an_older_list_of_op_is_no_deletion(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,23 +330,6 @@ def test_an_older_list_of_op_is_no_deletion(log: CommitLog, monkeypatch: pytest.
         reader.op, "refresh", lambda: reader.op.version if next(answers, None) is not None else newest()
     )
     assert reader.drained.odd_rows() is None
-
-
-def test_each_finding_is_told_once(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
-    DeltaTable(f"{log.path}/op").optimize.compact()
-    caplog.set_level(logging.WARNING, "rmq_spark.check.maintainer")
-    done = threading.Event()
-    reports: list[MaintenanceReport] = []
-
-    def count(report: MaintenanceReport) -> None:
-        reports.append(report)
-        if len(reports) == 3:
-            done.set()
-
-    Maintainer(log, 0.01).run(done, count)
-    assert [len(report.foreign) for report in reports] == [1, 1, 1]
-    (told,) = caplog.messages
-    assert "table op has files that rmq_spark did not write" in told
 
 
 @pytest.mark.parametrize("sent", [2, 6])

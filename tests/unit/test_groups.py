@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deltalake import DeltaTable
 from typer.testing import CliRunner
 
 import rmq_spark as txmq
@@ -225,23 +224,6 @@ def test_progress_survives_another_process_and_vacuum(tmp_path: Path) -> None:
         log.groups.publish("points", {("orders", 0): n + 1})
     CommitLog.open(log.path).vacuum()
     assert txmq.ConsumerGroup(log.path, "points").positions() == {("orders", 0): 30}
-
-
-@pytest.mark.parametrize("change", ["publish", "delete"])
-def test_an_optimize_of_the_groups_costs_no_other_group_its_progress(tmp_path: Path, change: str) -> None:
-    """Whoever published next replaced the merged file by its own rows."""
-    log = make_log("delta", tmp_path / "log", orders=1)
-    for name in ("a", "b", "c"):
-        log.groups.publish(name, {("orders", 0): 3})
-    DeltaTable(str(tmp_path / "log" / "groups")).optimize.compact()
-    if change == "publish":
-        assert log.groups.publish("b", {("orders", 0): 4})
-    else:
-        assert log.groups.delete("b")
-        assert not log.groups.delete("b")
-    left = {"a": 3, "c": 3} | ({"b": 4} if change == "publish" else {})
-    rows = another(log).groups.rows()
-    assert dict(zip(rows["consumer_group"].to_pylist(), rows["next_offset"].to_pylist(), strict=True)) == left
 
 
 def test_who_begins_where_a_queue_is_suspended_reads_it_once(log: CommitLog) -> None:

@@ -36,9 +36,9 @@ from tests.half_batches import (
     op_kinds,
     pending,
     prepare,
-    rewrite_half,
     roll_back,
     send,
+    share_half_file,
     split,
 )
 
@@ -300,34 +300,17 @@ def test_who_asks_for_a_half_batch_that_left_is_told(log: CommitLog) -> None:
         log.resolve("key:0", LocalTransactionState.ROLLBACK_MESSAGE, "why not")
 
 
-def test_a_file_that_somebody_rewrote_leaves_when_all_in_it_may(log: CommitLog) -> None:
+def test_a_shared_file_leaves_when_all_in_it_may(log: CommitLog) -> None:
     for i in range(3):
         commit(log, send(log, f"key{i}"))
     record = send(log, "open")
-    rewrite_half(log)
+    share_half_file(log)
     log.move_mark()
     report = let_leave(log)
     assert (report.archived, report.files_left) == (3, 0)
     commit(log, log.get(record.half_id))
     assert let_leave(log).files_left == 1
     assert in_half(log) == set()
-
-
-def test_a_half_batch_that_lies_in_part_with_another_one_leaves_whole_or_not_at_all(log: CommitLog) -> None:
-    parts = prepare(log, 0, 6, partitions=2)
-    commit(log, parts)
-    open_one = prepare(log, 1)
-    table = another(log).half.table
-    table.refresh()
-    together = [parts.files[0].path, *(f.path for f in open_one.files.values())]
-    change = Change(add=[table.write(table.read(together), "part", ("half_id",))], remove=together, data_change=False)
-    assert table.compare_and_set(lambda _: change, lambda _: True) is not None
-    log.move_mark()
-    assert let_leave(log).files_left == 0
-    commit(log, log.get("app:1"))
-    commit(log, prepare(log, 2))
-    assert let_leave(log).files_left == 2
-    assert in_half(log) == {"app:2"}
 
 
 def test_a_crash_between_archive_and_removal_is_made_good(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def test_half_batches_are_prepared_in_one_commit_and_found_like_others(log: Comm
     records = prepared(log, *(staged(log, name) for name in "abc"))
     assert log.half.table.version == version + 1
     found = [another(log).get(f"{name}:0") for name in "abc"]
-    assert [(r.header, r.files, r.sent_ms) for r in found] == [(r.header, r.files, r.sent_ms) for r in records]
+    assert [(r.header, r.files, r.prepared_ms) for r in found] == [(r.header, r.files, r.prepared_ms) for r in records]
     assert log.open_half_ids() == another(log).open_half_ids()
     assert set(log.open_half_ids()) == {"a:0", "b:0", "c:0"}
 

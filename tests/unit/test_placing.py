@@ -28,7 +28,6 @@ from tests.half_batches import (
     merge_op_files,
     pending,
     prepare,
-    rewrite_half,
     roll_back,
 )
 
@@ -131,18 +130,6 @@ def test_transactions_that_wait_for_each_other_alone_go_together(log: CommitLog)
     assert bodies(log) == []
     log.decide(record, 1, commit=y, rollback={}, who=Who.CHECK)
     assert bodies(log) == ["1", "2", "3", "4"]
-
-
-def test_batches_of_one_app_keep_their_order_after_an_optimize(tmp_path: Path) -> None:
-    log = fifo_log("delta", tmp_path / "log")
-    first = send(log, 0, "a")
-    rewrite_half(log)
-    second = send(log, 1, "a")
-    log = another(log)
-    commit(log, second)
-    assert bodies(log) == []
-    commit(log, first)
-    assert bodies(log) == ["app.0.0", "app.1.0"]
 
 
 def test_what_waits_survives_marks_merging_and_another_process(log: CommitLog) -> None:

@@ -13,9 +13,9 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.half_batches import prepare
 
 BATCHES = {
-    "a": Prepared(ms=30, first_ms=10, rows=5, rewritten=False),
-    "b": Prepared(ms=20, first_ms=20, rows=1, rewritten=True),
-    "c": Prepared(ms=40, first_ms=40, rows=2, rewritten=False),
+    "a": Prepared(ms=30, rows=5),
+    "b": Prepared(ms=20, rows=1),
+    "c": Prepared(ms=40, rows=2),
 }
 
 
@@ -43,7 +43,7 @@ def test_none_at_all_can_be_asked_everything() -> None:
 
 
 def test_what_is_said_later_counts() -> None:
-    named = {"b": Prepared(1, 1, 9, rewritten=False), "d": Prepared(2, 2, 3, rewritten=False)}
+    named = {"b": Prepared(1, 9), "d": Prepared(2, 3)}
     assert dict(PreparedBatches.of(BATCHES).updated(named)) == {**BATCHES, **named}
 
 
@@ -57,7 +57,7 @@ def test_times() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_left_open(seed: int) -> None:
     rng = random.Random(seed)
-    batches = {f"h{i}": Prepared(i, i, rng.randint(0, 4), rewritten=False) for i in range(rng.randint(0, 30))}
+    batches = {f"h{i}": Prepared(i, rng.randint(0, 4)) for i in range(rng.randint(0, 30))}
     gone = {f"h{i}": rng.randint(-2, 5) for i in rng.sample(range(40), 20)}
     expected = {h: p.rows - gone.get(h, 0) for h, p in batches.items() if p.rows > gone.get(h, 0)}
     assert PreparedBatches.of(batches).left_open(settled(**gone)) == expected

@@ -35,7 +35,7 @@ from rmq_spark.message import PROPERTIES
 from rmq_spark.source import reader as reader_module
 from rmq_spark.source.plan import Planner
 from rmq_spark.source.reader import TxmqReader, TxmqStreamReader, to_batches
-from tests.half_batches import commit, prepare
+from tests.half_batches import commit, move_half, prepare
 from tests.source_logs import decide, send, source_schema
 
 IN_ORDER = [("topic", "ascending"), ("queue_id", "ascending"), ("queue_offset", "ascending")]
@@ -160,9 +160,8 @@ def test_what_is_left_out_changes_no_row_that_stays(log: CommitLog) -> None:
         assert read(log, **options).equals(expected)
         assert read(log, maxRecordsPerPartition="3", **options).equals(expected)
         assert log.read("orders", **options).equals(expected)
-    half = DeltaTable(f"{log.path}/half")
-    half.optimize.compact()
-    half.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+    move_half(log)
+    DeltaTable(f"{log.path}/half").vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
     assert read(log, selector="region = 'us'").equals(expected)
     assert log.read("orders", selector="region = 'us'").equals(expected)
 
@@ -265,24 +264,7 @@ def test_an_unknown_topic_is_refused(log: CommitLog) -> None:
         read(log, subscribe="order")
 
 
-# ---------------------------------------------------------------- somebody else changes half
-def test_a_planned_range_survives_a_foreign_optimize_and_vacuum(log: CommitLog) -> None:
-    for batch_id in range(5):
-        record = prepare(log, batch_id, {"body": [f"{batch_id}.{i}" for i in range(50)]}, per="message", partitions=2)
-        decide(log, record, roll_back_every=5)
-    before = read(log)
-    reader = TxmqReader({"path": log.path, "subscribe": "orders"}, source_schema())
-    planned = reader.partitions()
-    half = DeltaTable(f"{log.path}/half")
-    assert half.optimize.compact()["numFilesRemoved"] == 10
-    assert run(reader, planned).equals(before)
-    assert len(half.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)) == 10
-    assert run(reader, planned).equals(before)
-    assert read(log).equals(before)
-    send(log, 5, 3)
-    assert read(log).num_rows == before.num_rows + 3
-
-
+# ---------------------------------------------------------------- half files that are gone
 def test_the_driver_never_lists_half(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     send(log, 0, 5)
     reader = TxmqReader({"path": log.path, "subscribe": "orders"}, source_schema())

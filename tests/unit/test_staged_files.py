@@ -16,7 +16,7 @@ from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import LostFileError, LostStagedFileError
 from rmq_spark.storage.table import STAGED_UNSEEN_S
 from tests.clocks import Clock, set_clock
-from tests.half_batches import another, bodies, check_offsets, commit, header_of, make_log, prepare, rewrite_half
+from tests.half_batches import another, bodies, check_offsets, commit, header_of, make_log, move_half, prepare
 
 STEPS = ("refresh", "actions", "read", "write", "missing", "put_back", "try_commit")
 
@@ -210,7 +210,7 @@ def test_who_slept_between_its_look_at_staged_files_and_their_commit_hears_that_
         log.prepare(header_of(0), files)
 
 
-def test_who_slept_while_its_files_were_rewritten_is_not_told_that_they_are_lost(
+def test_who_slept_while_its_files_were_moved_is_not_told_that_they_are_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table that it had read before it looked for them still had their names."""
@@ -225,7 +225,7 @@ def test_who_slept_while_its_files_were_rewritten_is_not_told_that_they_are_lost
         done = bool(real(change))
         seen.append(read_again())
         clock.pauses.append(2 * STAGED_UNSEEN_S)
-        rewrite_half(another(log))
+        move_half(another(log))
         vacuum(table)
         return done
 

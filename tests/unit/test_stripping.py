@@ -28,11 +28,12 @@ from tests.half_batches import (
     in_half,
     let_leave,
     make_log,
+    move_half,
     pending,
     prepare,
-    rewrite_half,
     roll_back,
     send,
+    share_half_file,
     split,
 )
 
@@ -90,8 +91,8 @@ def test_a_stripped_half_batch_goes_on_as_any_other(log: CommitLog) -> None:
     let_leave(log)
     delete_replaced(log)
     found = another(log).get(record.half_id)
-    assert (found.rows, found.prepared_ms, found.sent_ms, found.staged_ms) == (
-        whole.rows, whole.prepared_ms, whole.sent_ms, whole.staged_ms,
+    assert (found.rows, found.prepared_ms, found.staged_ms) == (
+        whole.rows, whole.prepared_ms, whole.staged_ms,
     )  # fmt: skip
     assert [f.segments for f in found.files.values()] == [f.segments for f in whole.files.values()]
     other = another(log)
@@ -187,7 +188,7 @@ def test_delayed_messages_wait_in_a_small_file(log: CommitLog) -> None:
 
 def test_a_shared_file_keeps_the_payload_of_those_that_are_open(log: CommitLog) -> None:
     records = [send(log, f"key{i}", 2) for i in range(6)]
-    rewrite_shared(log)
+    share_half_file(log)
     for record in records[:5]:
         commit(log, record)
     let_leave(log)
@@ -197,19 +198,6 @@ def test_a_shared_file_keeps_the_payload_of_those_that_are_open(log: CommitLog) 
     let_leave(log)
     assert len(bodies(another(log))) == 12
     assert in_half(log) == set()
-
-
-def rewrite_shared(log: CommitLog) -> None:
-    """One half file for all half batches, as sends of many threads share one."""
-    table = another(log).half.table
-    table.refresh()
-    actions = table.actions()
-    old = actions["path"].to_pylist()
-    rows = table.read(old)
-    shared = table.write(rows, "half", ("half_id",))
-    ms = pc.max(actions["modification_time"]).as_py()
-    change = stripping.Change(add=[shared], remove=old, modification_time_ms=ms, data_change=False)
-    assert table.compare_and_set(lambda _: change, lambda _: True) is not None
 
 
 # ---------------------------------------------------------------- readers, and others who write
@@ -230,13 +218,13 @@ def test_a_plan_from_before_finds_stripped_messages_where_they_are_now(log: Comm
     assert read(another(log), ranges, names) == expected  # the replaced file is still there
     delete_replaced(log)
     assert read(another(log), ranges, names) == expected
-    rewrite_half(log)
+    move_half(log)
     assert read(another(log), ranges, names) == expected
 
 
 def test_a_plan_from_before_reads_on_what_shares_a_file_with_stripped_messages(log: CommitLog) -> None:
     first, second, third = (send(log, key, 2) for key in ("one", "two", "three"))
-    rewrite_shared(log)
+    share_half_file(log)
     commit(log, first)
     commit(log, third)
     reader = another(log)

@@ -17,8 +17,8 @@ from tests.half_batches import (
     merge_op_files,
     pending,
     prepare,
-    rewrite_half,
     roll_back,
+    share_half_file,
     split,
 )
 
@@ -117,10 +117,10 @@ def test_a_drain_of_some_versions_leaves_the_others(log: CommitLog, monkeypatch:
     assert Undrained(another(log)).look(ENOUGH) == rest, "so does one that begins now"
 
 
-def test_of_files_that_somebody_rewrote_the_mean_counts(log: CommitLog) -> None:
+def test_of_files_that_half_batches_share_the_mean_counts(log: CommitLog) -> None:
     for i in range(4):
         commit(log, prepare(log, i, 10))
-    rewrite_half(log)
+    share_half_file(log)
     messages, size, _ = Undrained(another(log)).look(ENOUGH)
     assert messages == 40
     assert abs(size - half_bytes(log)) <= 4

@@ -80,8 +80,8 @@ from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 from tests.torture.simulate import scheduler, store
 from tests.torture.simulate.clock_play import play_clocks
 from tests.torture.simulate.fifo_play import play_fifo
+from tests.torture.simulate.mark_play import play_marks
 from tests.torture.simulate.retry_play import play_retries
-from tests.torture.simulate.rewrite_play import play_rewrites
 from tests.torture.simulate.shop import TOMBSTONE, Broken, Database, FencedListener, VersionedListener
 from tests.torture.simulate.simulation import Scenario, Simulation, StreamSource
 from tests.torture.simulate.sleeper_play import play_sleepers
@@ -380,7 +380,7 @@ def _often_cleaned() -> Iterator[None]:
         for table in (self.world.half, self.world.op):
             table.clean_up(0)
 
-    works = ("mark", "merge", "optimize", "vacuum", "step_clock", "clean_up")
+    works = ("mark", "merge", "move", "vacuum", "step_clock", "clean_up")
     with replaced(*[(Simulation, name, clean) for name in works]):
         yield
 
@@ -447,10 +447,16 @@ def _late_commit() -> Iterator[None]:
     **TWO_CHECKERS,
 )
 def _touched() -> Iterator[None]:
-    def untouched(self: Follower, record: HalfRecord) -> bool:
-        return record.half_id in self._known_whole
+    expect, ever = Follower.expect, set[str]()
 
-    with _no_lease(), replaced((Follower, "is_untouched", untouched)):
+    def remember(self: Follower, half_ids: Sequence[str]) -> None:
+        ever.update(half_ids)
+        expect(self, half_ids)
+
+    def untouched(self: Follower, record: HalfRecord) -> bool:
+        return record.half_id in ever
+
+    with _no_lease(), replaced((Follower, "expect", remember), (Follower, "is_untouched", untouched)):
         yield
 
 
@@ -939,7 +945,7 @@ def _future_believed() -> Iterator[None]:
 
 
 @mutant(
-    "older markers are not looked for after somebody's OPTIMIZE",
+    "older markers are not looked for below the mark",
     A.DUPLICATE, A.CHECKED_AFTER_RESOLUTION, A.OUTCOME_CHANGED, A.INCONSISTENT_OFFSETS,
     upkeep=8, checkers=2, rounds=4, batches=3, streams=2, clock_steps=False, check_timeout_s=0.5,
 )  # fmt: skip
@@ -947,7 +953,7 @@ def _older_markers_forgotten() -> Iterator[None]:
     def none(self: Ledger, half_ids: Any) -> pa.Table:
         return self.followed.rows.slice(0, 0)
 
-    with replaced((Ledger, "older", none)):
+    with replaced((Ledger, "older", none), (Ledger, "_was_settled", lambda *_: False)):
         yield
 
 
@@ -1126,7 +1132,7 @@ def _pruned_early() -> Iterator[None]:
 
     with replaced(
         (Pruner, "_dead", dead), (Leaver, "_remove", lambda *_: None), (Simulation, "mark", leave),
-        (Simulation, "merge", leave), (Simulation, "vacuum", Simulation.optimize),
+        (Simulation, "merge", leave), (Simulation, "vacuum", Simulation.move),
     ):  # fmt: skip
         yield
 
@@ -1258,7 +1264,7 @@ def _often_leaving() -> AbstractContextManager[Any]:
     def leave(self: Simulation, *_: Any) -> None:
         self.leave()
 
-    return replaced((Simulation, "mark", leave), (Simulation, "merge", leave), (Simulation, "optimize", leave))
+    return replaced((Simulation, "mark", leave), (Simulation, "merge", leave), (Simulation, "move", leave))
 
 
 def _half_compaction(careful: bool) -> Patch:
@@ -1301,7 +1307,7 @@ def _half_compaction(careful: bool) -> Patch:
 
     @contextmanager
     def context() -> Iterator[None]:
-        with replaced(*[(Simulation, name, compact) for name in ("mark", "merge", "optimize", "clean_up")]):
+        with replaced(*[(Simulation, name, compact) for name in ("mark", "merge", "move", "clean_up")]):
             yield
 
     return context
@@ -1428,7 +1434,7 @@ def _also_shown(wanted: RowState) -> Iterator[None]:
         yield
 
 
-@mutant("rows of a rewritten file are taken by position", A.INCONSISTENT_OFFSETS, A.UNSTABLE_RANGE, A.DUPLICATE,
+@mutant("rows of a shared file are taken by position", A.INCONSISTENT_OFFSETS, A.UNSTABLE_RANGE, A.DUPLICATE,
         A.LOCAL_STATE_DISAGREES, upkeep=4, rows=3, batches=3, streams=2)  # fmt: skip
 def _by_position() -> Iterator[None]:
     def by_position(fs: Any, folder: str, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
@@ -1567,16 +1573,8 @@ def _overtaking() -> AbstractContextManager[None]:
     return replaced((Placer, "_blocked", lambda self, batches: {}))
 
 
-def _rewritten_counted() -> AbstractContextManager[None]:
-    def counted(self: HalfStore, low_water_ms: int) -> str:
-        actions = self.table.actions()
-        below = pc.less_equal(actions["modification_time"], low_water_ms)
-        return str(pc.sum(actions.filter(below)["num_records"]).as_py() or 0)
-
-    def more(self: Ledger, below: str) -> bool:
-        return 0 < int(self.followed.rewritten_below or 0) < int(below)
-
-    return replaced((HalfStore, "rewritten_below", counted), (Ledger, "may_hide", more))
+def _reopened_below_forgotten() -> AbstractContextManager[None]:
+    return replaced((Follower, "reopened", lambda self, prepared: []))
 
 
 def _versions_forgotten() -> AbstractContextManager[None]:
@@ -1633,8 +1631,8 @@ def _marker_s_time() -> AbstractContextManager[None]:
     def said(batches: Iterable[Open]) -> Iterator[tuple[Open, Any]]:
         def early(batch: Open) -> Open:
             said_ms = [int(row.op_time.timestamp() * 1000) for row in batch.state.history if row.op_time]
-            sent_ms = min([batch.record.sent_ms, *said_ms[:1]])
-            return replace(batch, record=replace(batch.record, sent_ms=sent_ms))
+            prepared_ms = min([batch.record.prepared_ms, *said_ms[:1]])
+            return replace(batch, record=replace(batch.record, prepared_ms=prepared_ms))
 
         return of_batches([early(batch) for batch in batches])
 
@@ -1808,11 +1806,11 @@ MUTANTS += [
         "a mark forgets what waits below it", frozenset({A.STUCK_HALF, A.LOST_WRITE}), play_fifo, _waiting_forgotten
     ),
     PlayMutant(
-        "a mark forgets what was said of the half batches that it names", frozenset({A.DUPLICATE}), play_rewrites,
+        "a mark forgets what was said of the half batches that it names", frozenset({A.DUPLICATE}), play_marks,
         _versions_forgotten,
     ),
     PlayMutant(
-        "rewritten rows below the mark are counted, not known", frozenset({A.STUCK_HALF}), play_rewrites,
-        _rewritten_counted,
+        "what was reopened below the mark is not looked for", frozenset({A.STUCK_HALF}), play_marks,
+        _reopened_below_forgotten,
     ),
 ]  # fmt: skip

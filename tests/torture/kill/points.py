@@ -85,7 +85,6 @@ UPKEEP = (
     "merge commit begins",
     "merge commit done",
     "mark moved",
-    "half rewritten",
     "checkpoint made",
     "vacuumed",
 )

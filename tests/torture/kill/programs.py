@@ -10,7 +10,6 @@ import json
 import os
 import random
 import sqlite3
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -253,14 +252,14 @@ def check(shop: Shop, history: History, process: str, chance: random.Random) -> 
 
 
 def keep_up(shop: Shop, history: History, process: str, chance: random.Random) -> None:
-    """What maintenance does, and what other people's maintenance does: OPTIMIZE, checkpoints, log clean-up."""
+    """What maintenance does, and what other people's maintenance does: checkpoints, log clean-up."""
     from deltalake import DeltaTable
 
     _keep_what_leaves(shop)
 
     while not shop.stop.exists():
         log = txmq.CommitLog.open(shop.log)
-        what = chance.choice(["mark", "merge", "maintain", "maintain", "optimize", "checkpoint", "vacuum", "read"])
+        what = chance.choice(["mark", "merge", "maintain", "maintain", "checkpoint", "vacuum", "read"])
         if what == "mark":
             log.move_mark()
         elif what == "merge":
@@ -273,9 +272,6 @@ def keep_up(shop: Shop, history: History, process: str, chance: random.Random) -
             reach("vacuumed")
         elif what == "read":
             _read_all(shop, log, history, process, f"{process}.{time.time_ns()}")
-        elif what == "optimize":
-            _optimize(DeltaTable(f"{shop.log}/half"))
-            reach("half rewritten")
         else:
             table = DeltaTable(f"{shop.log}/{chance.choice(['half', 'op'])}")
             table.create_checkpoint()
@@ -303,15 +299,6 @@ def _keep_what_leaves(shop: Shop) -> None:
     Leaver._remove, Pruner._rewrite = removed, rewritten  # type: ignore[method-assign,assignment]
     Stripper._strip = stripped  # type: ignore[method-assign,assignment]
     stripping.STRIPPED_BYTES_MIN = 1
-
-
-def _optimize(table: object) -> None:
-    from deltalake.exceptions import DeltaError
-
-    try:
-        table.optimize.compact()  # type: ignore[attr-defined]
-    except DeltaError as problem:  # somebody else was faster, or the entry that it stands on is cleaned up
-        print("optimize:", problem, file=sys.stderr)
 
 
 def read_on(shop: Shop, history: History, process: str, chance: random.Random) -> None:

@@ -1,7 +1,7 @@
 """The product's protocol, run from a seed on a store, a clock and processes that misbehave, and judged by its history.
 
 ``simulate(seed)`` plays a small scenario: streams and senders that crash and come again (also while the first still
-sleeps), checkers, readers, a person, upkeep and somebody's OPTIMIZE; each in a process of its own, or as threads that
+sleeps), checkers, readers, a person and upkeep; each in a process of its own, or as threads that
 share a process and its commit log. Then all is repaired: no more faults, everything is brought to its end and read.
 
 ``python -m tests.torture.simulate.simulation SEED`` shows a seed's history.
@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import maintenance, upkeep
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name, half_id_of, name_of
+from rmq_spark.commitlog.half import STATS_COLUMNS, HalfHeader, HalfWriter, batch_name, half_id_of, name_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.log import CommitLog
@@ -58,7 +58,8 @@ from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner, admit
-from rmq_spark.storage.table import STAGED_UNSEEN_S, Change
+from rmq_spark.storage.files import DataFile
+from rmq_spark.storage.table import STAGED_UNSEEN_S, Change, has_held
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Event, History, Kind, Phase, payload_hash
@@ -75,8 +76,8 @@ from tests.torture.simulate.shop import (
     Temper,
     VersionedListener,
 )
-from tests.torture.simulate.store import SimulatedClock, Weather, prepared_s
-from tests.torture.simulate.world import CLOCK_OFFSETS_S, TOPIC, SimulatedLog, World, create_topic, limits
+from tests.torture.simulate.store import Weather, prepared_s
+from tests.torture.simulate.world import TOPIC, SimulatedLog, World, create_topic, limits
 
 GROUP = "group"
 DAY_S = 86_400.0
@@ -250,10 +251,6 @@ class Scenario:
         self.fifo = self.fifo and self.sharded
         # Clocks that are wrong by minutes are to a fence's minute what those wrong by weeks are to its week.
         self.prunes = self.prunes and self.listener == "fenced" and not (self.clock_steps or self.wrong_clocks)
-        if self.fifo and self.senders:
-            self.upkeep = 0  # a rewrite of one pending send makes it a later one: the order of sends is their time's
-        if self.fifo and self.wrong_clocks:
-            self.streams = 1  # after a rewrite, the order of two applications is that of the clocks that staged
         if self.listener == "versioned":
             self.per = "batch"
         if self.listener == "bare":
@@ -428,7 +425,7 @@ class Simulation:
         return sum(signs.get(row["kind"], 0) * row["count"] for row in op) != half.num_rows
 
     def _look(self) -> None:
-        """Read everything, rewrite everything, and read it again; and note what the tables hold."""
+        """Read everything, move everything, and read it again; and note what the tables hold."""
         self.history.note(Kind.END)
 
         def read(operation: str) -> Callable[[], None]:
@@ -443,7 +440,7 @@ class Simulation:
         self.world.spawn("final", read(FINAL), immortal=True)
         self.scheduler.run()
         if self.scenario.upkeep > 1:
-            for work in (self.optimize, self.vacuum, lambda: self.merge(self.world.open_log()), read(f"{FINAL} again")):
+            for work in (self.move, self.vacuum, lambda: self.merge(self.world.open_log()), read(f"{FINAL} again")):
                 self.world.spawn("final", work, immortal=True)
                 self.scheduler.run()
         for drain in (lambda: self.world.open_log().drain(), lambda: self.read_drained(self.world.open_log(), FINAL)):
@@ -572,7 +569,7 @@ class Simulation:
             "drain": lambda: self.drain(log),
             "leave": self.leave,
             "merge": lambda: self.merge(log),
-            "optimize": self.optimize,
+            "move": self.move,
             "vacuum": self.vacuum,
             "clean_up": self.clean_up,
             "step_clock": self.step_clock,
@@ -645,32 +642,26 @@ class Simulation:
     def merge(self, log: SimulatedLog) -> None:
         maintenance.compact_op(log.op)
 
-    def optimize(self) -> None:
-        """Somebody's OPTIMIZE of ``half``, other files, another order, a new time; and VACUUM of ``op``."""
+    def move(self) -> None:
+        """Half files are written anew under other names, as stripping does; and somebody's VACUUM of ``op``."""
         self.vacuum_op()
-        table = self.world.half.another()
-        table.clock = SimulatedClock(self.scheduler, on_own_disk=True)  # somebody else's program asks nobody
+        table = self.world.open_log().half.table
         table.refresh()
-        old = table.actions()["path"].to_pylist()
-        if self.chance.random() < 0.5:
-            old = [path for path in old if self.chance.random() < 0.5]
-        if not old:
-            return
-        rows = table.read(old).sort_by([("row_no", "descending"), ("half_id", "ascending")])
-        clock_ahead_s = self.chance.choice(CLOCK_OFFSETS_S) if self.scenario.wrong_clocks else 0.0
-        change = Change(
-            add=[table.write(rows, "part", ("half_id",))], remove=old, data_change=False,
-            modification_time_ms=int((self.scheduler.wall_s() + clock_ahead_s) * 1000),
-        )  # fmt: skip
+        for file in table.actions().to_pylist():
+            if self.chance.random() < 0.3:
+                continue
+            moved = table.write(table.read([file["path"]]), table.name, STATS_COLUMNS)
 
-        def propose(_: int) -> Change | None:
-            live = set(table.actions()["path"].to_pylist())
-            return change if live.issuperset(old) else None
+            def propose(_: int, file: Mapping[str, Any] = file, moved: DataFile = moved) -> Change | None:
+                if file["path"] not in table.actions()["path"].to_pylist():
+                    return None
+                ms = file["modification_time"]
+                return Change(add=[moved], remove=[file["path"]], data_change=False, modification_time_ms=ms)
 
-        table.compare_and_set(propose, lambda c: c.add[0].path in set(table.actions()["path"].to_pylist()))
+            table.compare_and_set(propose, lambda change: all(has_held(table, f) for f in change.add))
 
     def vacuum(self) -> None:
-        """Somebody's VACUUM: half files that were rewritten are deleted."""
+        """Somebody's VACUUM: half files that moved are deleted."""
         content = self.world.half.content
         for path in set(content.removed) - set(content.versions[-1].files):
             self.world.half.fs.tables.pop(f"half/{path}", None)

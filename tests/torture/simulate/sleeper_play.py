@@ -20,7 +20,7 @@ from rmq_spark.errors import (
 )
 from rmq_spark.testing import InMemoryCommitLog
 from tests.clocks import Ticking
-from tests.half_batches import another, bodies, let_leave, rewrite_half, send
+from tests.half_batches import another, bodies, let_leave, move_half, send
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 
 TOPIC = "orders"
@@ -53,15 +53,15 @@ class _Play:
     def play(self) -> list[Anomaly]:
         for _ in range(STEPS):
             step = self.chance.choice(
-                ("send", "send", "decide", "decide", "wake", "wake", "leave", "leave", "leave", "rewrite")
+                ("send", "send", "decide", "decide", "wake", "wake", "leave", "leave", "leave", "move")
             )
             if step == "send":
                 self.send(self.chance.choice(list(ROWS_OF)))
             elif step == "leave":
                 let_leave(self.log, idempotency_s=self.chance.choice((0, 0, FOREVER_S)))
-            elif step == "rewrite":
+            elif step == "move":
                 if another(self.log).half.table.actions().num_rows:
-                    rewrite_half(self.log)
+                    move_half(self.log)
             elif self.sent:
                 self.decide(self.chance.choice(self.sent[-2:] if step == "decide" else self.sent))
         self.look()

@@ -22,7 +22,7 @@ from rmq_spark.listeners import sql
 from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import COMMIT_MESSAGE, UNKNOWN, HalfBatch
-from tests.half_batches import another, bodies, check_offsets, merge_op_files, prepare, rewrite_half
+from tests.half_batches import another, bodies, check_offsets, merge_op_files, move_half, prepare
 from tests.seeds import how_many
 from tests.torture.simulate import model
 from tests.torture.simulate.model import Rules, State, Step, beginning, search, steps
@@ -140,7 +140,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             opened = log.open_half_ids()
             pending = {n for n, b in enumerate(self.state.batches) if b.state == model.PENDING}
             assert set(opened) == {self.records[n].half_id for n in pending}
-            # Oldest first. Batches that a rewrite put into one file have one time.
+            # Oldest first.
             times = [log.get(half_id).prepared_ms for half_id in opened]
             assert times == sorted(times)
             return True
@@ -218,8 +218,8 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.records)
     @rule()
-    def rewrite_half(self) -> None:
-        rewrite_half(self.log)
+    def move_half(self) -> None:
+        move_half(self.log)
 
     # ------------------------------------------------------------------ both must agree
     @invariant()

@@ -10,12 +10,12 @@ from tests.seeds import first_seed
 from tests.torture.judge.anomalies import Anomaly
 from tests.torture.simulate.clock_play import play_clocks
 from tests.torture.simulate.fifo_play import play_fifo
+from tests.torture.simulate.mark_play import play_marks
 from tests.torture.simulate.retry_play import play_retries
-from tests.torture.simulate.rewrite_play import play_rewrites
 from tests.torture.simulate.sleeper_play import play_sleepers
 from tests.torture.simulate.upkeep_play import play_upkeep
 
-PLAYS = (play_fifo, play_rewrites, play_clocks, play_sleepers, play_retries, play_upkeep)
+PLAYS = (play_fifo, play_marks, play_clocks, play_sleepers, play_retries, play_upkeep)
 
 
 @pytest.mark.parametrize("seeds", [8, pytest.param(300, marks=pytest.mark.long)])

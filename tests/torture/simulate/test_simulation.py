@@ -49,7 +49,7 @@ def test_no_seed_shows_an_anomaly(part: int) -> None:
         "pauses",
         "Unanswered",
         "LocalTransactionError",
-        "optimize",
+        "move",
         "merge",
         "clean up",
         "shared handles",

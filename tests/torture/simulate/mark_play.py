@@ -1,4 +1,4 @@
-"""Half batches that are settled in any order while somebody rewrites files of ``half``, by clocks that differ; then a
+"""Half batches that are settled and reopened in any order while marks are made and upkeep moves half files; then a
 checker settles all that it finds open, and the history says whether anything was hidden from it."""
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ import pyarrow as pa
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.storage.table import Change
 from rmq_spark.testing import InMemoryCommitLog
+from tests.half_batches import move_half
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_messages, note_tables
 
 TOPIC = "orders"
 STEPS = 24
-CLOCKS_AHEAD_MS = (-86_400_000, -1_000, 0, 1_000, 86_400_000)
 
 
-def play_rewrites(seed: int) -> list[Anomaly]:
-    """Nothing that is open is hidden by a mark, whichever files somebody rewrote and by whatever clock."""
+def play_marks(seed: int) -> list[Anomaly]:
+    """Nothing that is open is hidden by a mark."""
     chance = random.Random(seed)
     log, history = InMemoryCommitLog(topics={TOPIC: 1}), History()
     records: list[HalfRecord] = []
     for _ in range(STEPS):
-        step = chance.choice(("send", "settle", "settle", "mark", "mark", "rewrite", "rewrite"))
+        step = chance.choice(("send", "settle", "settle", "mark", "mark", "move"))
         if step == "send" or not records:
             records.append(_send(log, history, len(records), chance))
         elif step == "settle":
@@ -35,7 +34,7 @@ def play_rewrites(seed: int) -> list[Anomaly]:
         elif step == "mark":
             log.another().move_mark()
         else:
-            _rewrite(log, chance)
+            move_half(log)
     checker = log.another()
     for half_id in checker.open_half_ids():
         for attempt in checker.state_of(checker.get(half_id)).attempts(RowState.PENDING):
@@ -81,15 +80,3 @@ def _decide(log: InMemoryCommitLog, half_id: str, attempt: int, lot: dict[int, f
     rollback = {} if whole else {n: bits for n, bits in mask.items() if lot[n] > 0.7}
     if commit or rollback:
         log.decide(record, attempt, commit=commit, rollback=rollback, who=Who.CHECK)
-
-
-def _rewrite(log: InMemoryCommitLog, chance: random.Random) -> None:
-    """Somebody's OPTIMIZE of some files, by that machine's clock."""
-    table = log.half.table.another()  # type: ignore[attr-defined]
-    table.refresh()
-    paths = [path for path in table.actions()["path"].to_pylist() if chance.random() < 0.4]
-    if paths:
-        rows = table.write(table.read(paths), "part", ("half_id",))
-        at_ms = log.machine.time_ms() + chance.choice(CLOCKS_AHEAD_MS)
-        change = Change(add=[rows], remove=paths, modification_time_ms=at_ms)
-        table.compare_and_set(lambda _: change, lambda _: True)
