@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 
 from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.undrained import Amount, Undrained
 from rmq_spark.config import DRAIN_BYTES, DRAIN_EVERY_S, JITTER, byte_count, seconds
 from rmq_spark.logs import failure
-from rmq_spark.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +20,6 @@ LOOK_S_MAX = 5.0
 an object store is asked for a list."""
 AFTER_FAILURE_S = 60.0
 """The pause after a drain that failed."""
-BACKLOG_BYTES = 1024**3
-"""From so many bytes on a drain is left to Spark's executors, where there are some. This process would take half a
-minute or so."""
 
 
 class Draining:
@@ -40,8 +35,6 @@ class Draining:
         Seconds that a message waits before a drain, about.
     bytes_max : int or str
         Bytes of half files that wait: with so many a drain does not wait for the time.
-    by_executors : callable, optional
-        Drains a commit log through Spark's executors; see :func:`rmq_spark.drain`. Only a backlog is left to it.
     """
 
     def __init__(
@@ -49,7 +42,6 @@ class Draining:
         log: CommitLog,
         every: float = DRAIN_EVERY_S,
         bytes_max: int | str = DRAIN_BYTES,
-        by_executors: Callable[[CommitLog], int] | None = None,
     ) -> None:
         self.log = log
         self.every = seconds(every, "every", above=True)
@@ -57,14 +49,14 @@ class Draining:
         self.turn = log.machine.lock()
         """Held while messages are in this process's memory. Who does the same beside it, such as a maintainer, takes
         it too."""
-        self._by_executors = by_executors
         self._handle: CommitLog | None = None
         self._undrained: Undrained | None = None
         self._since_s: float | None = None  # when it was first seen that messages wait
 
     def run_once(self) -> int:
         """Drain what is there now, however little it is; returns the version of ``op`` that is reached."""
-        return self._drain(self._look())
+        self._look()
+        return self._drain()
 
     def run(self, stop_event: threading.Event) -> None:
         """Look and drain until the event is set. A drain that fails is logged; it is tried again a minute later."""
@@ -89,26 +81,19 @@ class Draining:
             self._since_s = now_s
         if found.whole and found.bytes < self.bytes_max and now_s - self._since_s < self.every:
             return None
-        return self._drain(found)
+        return self._drain()
 
     def _look(self) -> Amount:
         if self._undrained is None:
             self._handle = self.log.another_on_the_same_log()
             self._undrained = Undrained(self._handle)
-        return self._undrained.look(max(self.bytes_max, BACKLOG_BYTES))
+        return self._undrained.look(self.bytes_max)
 
-    def _drain(self, found: Amount) -> int:
+    def _drain(self) -> int:
         handle = self._handle
         assert handle is not None, "whoever drains has looked before"
         self._since_s = None
         with self.turn:
-            if self._by_executors is not None and (found.bytes >= BACKLOG_BYTES or not found.whole):
-                try:
-                    return self._by_executors(self.log)
-                except Exception as problem:
-                    logger.warning(
-                        "Spark's executors did not drain %r, so this process does: %s", self.log, redacted(problem)
-                    )
             return Drainer(handle).run()
 
     def _pause(self) -> float:

@@ -53,7 +53,6 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
-EXECUTORS = ("auto", "true", "false")
 NEEDED = ("TXMQ_PATH", "TXMQ_LISTENERS")
 """Variables of the environment with which no file is needed."""
 OTHER_VARIABLES = ("TXMQ_CONFIG", "TXMQ_DEBUG", "TXMQ_KAFKA", "TXMQ_LOG_FORMAT", "TXMQ_TESTS")
@@ -82,13 +81,6 @@ def _fences(value: object) -> float:
 
 def _bytes(value: object) -> int:
     return byte_count(value if isinstance(value, str) else repr(value), "bytes")
-
-
-def _executors(value: object) -> str:
-    word = str(value).strip().lower()
-    if not isinstance(value, (str, bool)) or word not in EXECUTORS:
-        raise ValueError(f"{value!r} is none of {', '.join(EXECUTORS)}")
-    return word
 
 
 class CheckSettings(BaseModel):
@@ -123,7 +115,6 @@ class DrainSettings(BaseModel):
 
     every: Annotated[float, BeforeValidator(_duration_or_zero)] = DRAIN_EVERY_S
     bytes: Annotated[int, BeforeValidator(_bytes)] = DRAIN_BYTES
-    executors: Annotated[str, BeforeValidator(_executors)] = "auto"
 
 
 class MetricsSettings(BaseModel):
@@ -250,7 +241,6 @@ class JobSettings(BaseSettings):
             *((f"[listeners] {group!r}", partial(self._look_for_listener, group)) for group in self.listeners),
             ("[check] discardPolicy", self._look_for_policy),
             ("[metrics]", self._look_for_client),
-            ("[drain] executors = true", self._look_for_spark),
         ]
         for where, look in looks:
             try:
@@ -276,10 +266,6 @@ class JobSettings(BaseSettings):
         if self.metrics.wanted and not is_installed("prometheus_client"):
             raise ConfigError("prometheus-client is not installed: install rmq_spark with its extra metrics")
 
-    def _look_for_spark(self) -> None:
-        if self.drain.executors == "true" and not is_installed("pyspark"):
-            raise ConfigError("Spark is not installed: install rmq_spark with its extra spark")
-
     def storage_options(self) -> dict[str, str] | None:
         return {name: value.get_secret_value() for name, value in self.storage.items()} or None
 
@@ -299,11 +285,11 @@ class JobSettings(BaseSettings):
             storage_options=self.storage_options(),
         )
 
-    def draining(self, log: CommitLog, by_executors: Callable[[CommitLog], int] | None = None) -> Draining | None:
+    def draining(self, log: CommitLog) -> Draining | None:
         """Return who drains the log between two rounds of upkeep; None when it is switched off."""
         if self.drain.every == 0:
             return None
-        return Draining(log, self.drain.every, self.drain.bytes, by_executors)
+        return Draining(log, self.drain.every, self.drain.bytes)
 
     def maintainer(
         self, log: CommitLog, draining: Draining | None = None, listeners: Iterable[TransactionListener] = ()

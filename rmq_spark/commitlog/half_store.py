@@ -305,13 +305,13 @@ class HalfStore:
         mine = actions.filter(pc.is_in(actions["path"], value_set=pa.array(rows, pa.string())))
         return sum(f["size_bytes"] * rows[f["path"]] // max(f["num_records"] or 1, 1) for f in mine.to_pylist())
 
-    def sizes(self, paths: pa.ChunkedArray) -> dict[str, tuple[int, int]]:
-        """The bytes, and the rows of all half batches, of those of some half files that are in the table now."""
+    def sizes(self, paths: pa.ChunkedArray) -> dict[str, int]:
+        """The bytes of those of some half files that are in the table now."""
         self.table.refresh()
         actions = self.table.actions()
         mine = actions.filter(pc.is_in(actions["path"], value_set=pc.unique(paths)))
-        path, size, rows = (mine[name].to_pylist() for name in ("path", "size_bytes", "num_records"))
-        return {p: (s or 0, n or 1) for p, s, n in zip(path, size, rows, strict=True)}
+        sizes = zip(mine["path"].to_pylist(), mine["size_bytes"].to_pylist(), strict=True)
+        return {path: size or 0 for path, size in sizes}
 
     def holds(self, record: HalfRecord) -> bool:
         """Whether a half batch is in the table."""

@@ -194,37 +194,6 @@ def test_a_round_of_upkeep_and_a_drain_take_turns_with_messages_in_memory(
     assert held == [True, True, True]
 
 
-# ---------------------------------------------------------------- executors
-def test_a_backlog_is_left_to_executors(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[CommitLog] = []
-
-    def by_executors(given: CommitLog) -> int:
-        asked.append(given)
-        return given.drain()
-
-    beside = Draining(log, every=30, bytes_max=1, by_executors=by_executors)
-    commit(log, prepare(log, 0))
-    assert beside.look() == drained(log)
-    assert asked == [], "it is little"
-    monkeypatch.setattr(draining_module, "BACKLOG_BYTES", 1)
-    commit(log, prepare(log, 1))
-    assert beside.look() == drained(log)
-    assert asked == [log]
-
-
-def test_what_executors_cannot_drain_this_process_does(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(draining_module, "BACKLOG_BYTES", 1)
-
-    def by_executors(given: CommitLog) -> int:
-        raise RuntimeError("SparkContext was shut down")
-
-    commit(log, prepare(log, 0))
-    assert Draining(log, by_executors=by_executors, bytes_max=1).look() == drained(log) == log.refresh()
-    assert "did not drain CommitLog('memory:'), so this process does: SparkContext was shut down" in caplog.text
-
-
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"every": "30s"}, {"bytes_max": 0}, {"bytes_max": "some"}])
 def test_an_interval_and_a_size_that_cannot_be_used_are_refused(log: CommitLog, wrong: dict[str, object]) -> None:
     with pytest.raises(OptionError, match=next(iter(wrong))):
