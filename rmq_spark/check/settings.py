@@ -28,7 +28,6 @@ from rmq_spark.config import (
     AUDIT_S,
     CHECK_ROUND_TIMEOUT_S,
     CHECKS_MAX,
-    DRAIN_BYTES,
     DRAIN_EVERY_S,
     FENCE_RETENTION_S,
     FENCE_RETENTION_S_MIN,
@@ -40,7 +39,6 @@ from rmq_spark.config import (
     TRANSACTION_CHECK_INTERVAL_S,
     TRANSACTION_CHECK_MAX,
     TRANSACTION_TIMEOUT_S,
-    byte_count,
     nearest,
     parse_duration,
 )
@@ -79,10 +77,6 @@ def _fences(value: object) -> float:
     return found
 
 
-def _bytes(value: object) -> int:
-    return byte_count(value if isinstance(value, str) else repr(value), "bytes")
-
-
 class CheckSettings(BaseModel):
     """The settings of ``[check]``, with RocketMQ's names and defaults."""
 
@@ -114,7 +108,6 @@ class DrainSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     every: Annotated[float, BeforeValidator(_duration_or_zero)] = DRAIN_EVERY_S
-    bytes: Annotated[int, BeforeValidator(_bytes)] = DRAIN_BYTES
 
 
 class MetricsSettings(BaseModel):
@@ -289,7 +282,7 @@ class JobSettings(BaseSettings):
         """Return who drains the log between two rounds of upkeep; None when it is switched off."""
         if self.drain.every == 0:
             return None
-        return Draining(log, self.drain.every, self.drain.bytes)
+        return Draining(log, self.drain.every)
 
     def maintainer(
         self, log: CommitLog, draining: Draining | None = None, listeners: Iterable[TransactionListener] = ()
