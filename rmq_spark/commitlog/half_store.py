@@ -21,6 +21,7 @@ from rmq_spark.commitlog.half import (
     HalfFile,
     HalfHeader,
     HalfRows,
+    Naming,
     Segment,
     after_name,
     batch_name,
@@ -140,7 +141,7 @@ class Staged:
     @property
     def is_looked_for(self) -> bool:
         """Whether one of its name may have been prepared before. A numbered one is known by its number."""
-        return not (self.header.numbered or self.header.made_up)
+        return self.header.naming is Naming.KEY
 
 
 PrepareError = AlreadyPreparedError | StagedFilesTooOldError
@@ -685,7 +686,7 @@ class _Shared:
         rows = [f for batch in chosen for f in batch.files if isinstance(f, HalfRows)]
         mine: dict[str, HalfFile] = {}
         for is_made_up in (True, False):
-            some = [one for one in rows if one.writer.header.made_up is is_made_up]
+            some = [one for one in rows if (one.writer.header.naming is Naming.MADE_UP) is is_made_up]
             mine.update({file.half_id: file for file in self._in_one_file(some)})
         return {
             batch.header.half_id: [mine[f.half_id] if isinstance(f, HalfRows) else f for f in batch.files]

@@ -128,6 +128,11 @@ class ProtocolSteps(ABC):
                 self.half.table.refresh()
             return self.half.last_batch_id(app_id)
 
+    def is_replay(self, header: HalfHeader) -> bool:
+        """Whether a batch that its application counts was prepared before: it, or a later one, is in the log."""
+        last = self.last_batch_id(header.app_id) if header.numbered else None
+        return last is not None and header.batch_id <= last
+
     def header_of(self, app_id: str, batch_id: int) -> HalfHeader | None:
         """The header of a half batch. That which this handle has prepared last of an application is not read again."""
         known = self._prepared.get(app_id)

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from rmq_spark.called import name_of
 from rmq_spark.commitlog.group_commit import AT_ONCE_MAX, GroupCommit
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name, new_half_id
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, Naming
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.config import (
@@ -689,18 +689,14 @@ class TransactionMQProducer:
         else:
             one_send = require_app_id(idempotency_key, "idempotency_key")
         app_id = f"send.{self.producer_group}.{one_send}"
-        is_key = idempotency_key is not None  # what is made up is an identity already
-        return HalfHeader(
-            half_id=new_half_id(app_id, 0, self.log.machine) if is_key else batch_name(app_id, 0),
-            app_id=app_id,
-            batch_id=0,
-            query_id=None,
-            input_hash=None,
+        return HalfHeader.of(
+            Naming.MADE_UP if idempotency_key is None else Naming.KEY,
+            app_id,
+            0,
             fence_id=fence_id,
             transaction_per=per,
             producer_group=self.producer_group,
-            numbered=False,
-            made_up=idempotency_key is None,
+            machine=self.log.machine,
         )
 
 

@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import maintenance, upkeep
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name, half_id_of, name_of
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, Naming, batch_name, half_id_of, name_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.log import CommitLog
@@ -385,7 +385,7 @@ class Simulation:
             known.two_phase.replay_check_timeout_s = 8.0
             if s.unkeyed:
                 header_of = known._header
-                known._header = lambda *given: replace(header_of(*given), made_up=True)  # type: ignore[method-assign]
+                known._header = lambda *given: replace(header_of(*given), naming=Naming.MADE_UP)  # type: ignore[method-assign]
         return known.start()  # whoever comes while another thread starts it waits for that
 
     # ------------------------------------------------------------------ repair, and the end
