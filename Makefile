@@ -32,7 +32,7 @@ install: java $(HAVE_PROJECT) $(HAVE_JARS) ## .venv with the locked packages and
 
 .PHONY: demo
 demo: install ## a grocer's year of orders, a killed driver, and the proof that all agrees (DEMO_ROWS=n: smaller)
-	@$(PY) -m rmq_spark.demo
+	@$(PY) -m examples.grocer
 
 .PHONY: test
 test: install ## what every change must pass, in 10 to 17 minutes (TESTS=file, PYTEST_ARGS="-k word", SEED=n to replay)
@@ -67,8 +67,8 @@ lint: $(HAVE_PROJECT) ## ruff: rules and format
 	@$(PY) -m ruff format --check .
 
 .PHONY: typecheck
-typecheck: $(HAVE_PROJECT) ## mypy --strict on rmq_spark and pyspark_txmq
-	@$(PY) -m mypy --strict rmq_spark pyspark_txmq
+typecheck: $(HAVE_PROJECT) ## mypy --strict on rmq_spark, pyspark_txmq and the examples
+	@$(PY) -m mypy --strict rmq_spark pyspark_txmq examples
 
 .PHONY: torture
 torture: install ## the long proof: kills, simulation, races, damage (MINUTES=120 SEED=n LEVELS="kills drivers")

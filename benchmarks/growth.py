@@ -30,7 +30,7 @@ import rmq_spark as txmq
 from benchmarks.report import Pairs, publish
 from benchmarks.spark import median_ms, session
 from benchmarks.throughput import SMALL_BATCHES, SMALL_ROWS, WARM_UP, stream, txmq_writer, write_input
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, Naming, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord, Staged
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.ledger import Decision
@@ -71,9 +71,7 @@ print((time.perf_counter() - started) * 1000)
 def staged(log: txmq.CommitLog, number: int, message: txmq.Message, fence_id: str = "none") -> OneMessage:
     """A single send, as a producer stages it."""
     app_id = f"send.bench.{number:032d}"
-    header = HalfHeader(
-        batch_name(app_id, 0), app_id, 0, None, None, fence_id, "batch", "bench", numbered=False, made_up=True
-    )
+    header = HalfHeader(batch_name(app_id, 0), app_id, 0, None, None, fence_id, "batch", "bench", naming=Naming.MADE_UP)
     fifo = log.fifo_topics()
     return OneMessage(log.with_machine(HalfWriter(header, log.topics_with([message.topic]), None, None, fifo)), message)
 

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from rmq_spark.sink.foreach_batch import TransactionalSink as TransactionalSink
     from rmq_spark.sink.producer import TransactionMQProducer as TransactionMQProducer
     from rmq_spark.sink.sent import TransactionSendResult as TransactionSendResult
-    from rmq_spark.source.drain import drain as drain
     from rmq_spark.source.native import messages as messages
     from rmq_spark.transaction import COMMIT_MESSAGE as COMMIT_MESSAGE
     from rmq_spark.transaction import ROLLBACK_MESSAGE as ROLLBACK_MESSAGE
@@ -72,7 +71,6 @@ _WHERE = {
     "SqlInbox": "consumer.inbox",
     "consume": "consumer.consume",
     "register": "datasource",
-    "drain": "source.drain",
     "messages": "source.native",
     "ExecutedAttempt": "listener",
     "PerMessageListener": "listener",

@@ -60,11 +60,9 @@ REPLAY_CHECK_TIMEOUT_S = 60.0
 MAINTENANCE_INTERVAL_S = 60.0
 """Time between two rounds of upkeep."""
 DRAIN_EVERY_S = 30.0
-"""Seconds that committed messages wait before they are drained. Each drain is a commit to ``messages``, whose Delta log
+"""Seconds between two drains of committed messages. Each drain is a commit to ``messages``, whose Delta log
 keeps a week of them: with 20,000 entries (this, for a week) a commit takes 0.3 s on a local disk, and with 60,000 a
 second."""
-DRAIN_BYTES = 256 * 1024 * 1024
-"""Bytes of half files with committed messages that wait: with so many a drain is due at once."""
 JITTER = 0.25
 """Programs that were started together do not work together for long: each pause is up to so much longer, or shorter."""
 GRACE_S = 600.0

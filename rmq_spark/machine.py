@@ -14,13 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from types import FrameType
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from rmq_spark.errors import OutOfThreadsError
-
-if TYPE_CHECKING:
-    from rmq_spark.meeting import Meeting
 
 __all__ = ["MACHINE", "Machine"]
 
@@ -97,12 +93,6 @@ class Machine:
                 "may have (ulimit -u, --pids-limit of Docker), or start it before Python ends"
             ) from None
         return thread
-
-    def meeting(self, name: str, version: str, serve: Callable[[bytes], bytes]) -> Meeting:
-        """Where processes of this machine meet under a name: see :class:`~rmq_spark.meeting.Meeting`."""
-        from rmq_spark.meeting import Meeting
-
-        return Meeting(name, version, serve, self)
 
 
 MACHINE = Machine()

@@ -143,10 +143,6 @@ class MemoryTable:
     def version(self) -> int:
         return self._state.version
 
-    @property
-    def is_contended(self) -> bool:
-        return False
-
     def refresh(self) -> int:
         with self.lock:
             self._state = self._versions.head

@@ -172,20 +172,29 @@ def returned(call: Callable[..., Any], *args: Any) -> Any:
         return raised
 
 
-def transaction_ids(
-    half_id: str, attempt: int, per: str, keys: pa.Array | None, file_no: pa.Array | None, row_no: pa.Array | None
-) -> pa.Array:
-    """Return the transaction ids of rows: ``<half_id>:<attempt>:`` and the key or ``<file_no>.<row_no>``.
+def transaction_ids(half_id: str, attempt: int | pa.Array, per: str, rows: pa.Table) -> pa.Array | pa.ChunkedArray:
+    """Return the transaction ids of rows: ``<half_id>:<attempt>``, and after another colon the key or
+    ``<file_no>.<row_no>``, unless the half batch is one transaction.
 
     They are not stored, but derived. Every replay of an attempt gives the same ids, and each attempt gives others.
+
+    Parameters
+    ----------
+    attempt : int or pyarrow.Array
+        Of all rows, or of each.
+    rows : pyarrow.Table
+        Has the column ``transaction_key`` (``per="key"``), or ``file_no`` and ``row_no`` (``per="message"``).
     """
-    head = f"{half_id}:{attempt}"
+    attempts = pa.scalar(attempt) if isinstance(attempt, int) else attempt
+    head = pc.binary_join_element_wise(pa.scalar(half_id), pc.cast(attempts, pa.string()), ":")
     if per == BATCH:
-        raise ValueError("a half batch with one transaction has one id: batch_transaction_id")
-    if per == KEY:
-        return pc.binary_join_element_wise(pa.scalar(head), pc.cast(keys, pa.string()), ":")
-    address = pc.binary_join_element_wise(pc.cast(file_no, pa.string()), pc.cast(row_no, pa.string()), ".")
-    return pc.binary_join_element_wise(pa.scalar(head), address, ":")
+        return pa.repeat(head, rows.num_rows) if isinstance(head, pa.Scalar) else head
+    tail = pc.cast(rows["transaction_key"], pa.string()) if per == KEY else _addresses(rows["file_no"], rows["row_no"])
+    return pc.binary_join_element_wise(head, tail, ":")
+
+
+def _addresses(file_no: pa.Array, row_no: pa.Array) -> pa.Array:
+    return pc.binary_join_element_wise(pc.cast(file_no, pa.string()), pc.cast(row_no, pa.string()), ".")
 
 
 def batch_transaction_id(half_id: str, attempt: int) -> str:
@@ -195,8 +204,7 @@ def batch_transaction_id(half_id: str, attempt: int) -> str:
 
 def message_ids(half_id: pa.Array | pa.Scalar, file_no: pa.Array, row_no: pa.Array) -> pa.Array:
     """Return message ids: ``<half_id>:<file_no>.<row_no>``, the address of a half row, which never changes."""
-    address = pc.binary_join_element_wise(pc.cast(file_no, pa.string()), pc.cast(row_no, pa.string()), ".")
-    return pc.binary_join_element_wise(half_id, address, ":")
+    return pc.binary_join_element_wise(half_id, _addresses(file_no, row_no), ":")
 
 
 _TRANSACTION_ID = re.compile(r"([^:]+:\d{1,19}(?:-[0-9a-f]+)?):(\d{1,9})(?::(.+))?", re.DOTALL)
@@ -340,11 +348,11 @@ class HalfBatch:
             keys = self._rows.read(["transaction_key"])
             counted = keys.group_by("transaction_key", use_threads=False).aggregate([([], "count_all")])
             key = counted["transaction_key"].combine_chunks()
-            ids = transaction_ids(self.half_id, self.attempt, KEY, key, None, None)
+            ids = transaction_ids(self.half_id, self.attempt, KEY, counted)
             count = counted["count_all"].combine_chunks()
         elif self.transaction_per == MESSAGE:
             rows = self._rows.read(["file_no", "row_no"]).combine_chunks()
-            ids = transaction_ids(self.half_id, self.attempt, MESSAGE, None, rows["file_no"], rows["row_no"])
+            ids = transaction_ids(self.half_id, self.attempt, MESSAGE, rows)
             key, count = pa.nulls(rows.num_rows, pa.string()), pa.repeat(pa.scalar(1, pa.int64()), rows.num_rows)
         else:
             ids = pa.array([batch_transaction_id(self.half_id, self.attempt)])
@@ -382,10 +390,7 @@ class HalfBatch:
     def _derived(self, column: str, table: pa.Table) -> pa.Array | pa.ChunkedArray:
         if column == "msg_id":
             return message_ids(pa.scalar(self.half_id), table["file_no"], table["row_no"])
-        if self.transaction_per == BATCH:
-            return pa.repeat(pa.scalar(batch_transaction_id(self.half_id, self.attempt)), table.num_rows)
-        key = table["transaction_key"] if self.transaction_per == KEY else None
-        return transaction_ids(self.half_id, self.attempt, self.transaction_per, key, table["file_no"], table["row_no"])
+        return transaction_ids(self.half_id, self.attempt, self.transaction_per, table)
 
     def decode(self, schema: str | pa.Schema, on_error: str = "raise") -> pa.Table:
         """Return the messages' JSON bodies as columns, a row for each message.

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pytest
 
 from rmq_spark.commitlog import half, maintenance, marking, pruning, upkeep
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, Naming, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.ledger import Placed
@@ -160,7 +160,7 @@ def send(
 ) -> HalfRecord:
     """Prepare what a producer sends under an idempotency key: an application of one half batch. Its id is its name when
     not given."""
-    header = replace(header_of(0, key, per), numbered=False)
+    header = replace(header_of(0, key, per), naming=Naming.KEY)
     header = header if half_id is None else replace(header, half_id=half_id)
     writer = HalfWriter(header, log.topics(), "orders", None, log.fifo_topics())
     table = pa.table({"body": [f"{names or key}.{i}" for i in range(rows)]})

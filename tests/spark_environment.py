@@ -22,7 +22,7 @@ DELTA_OF = {"4.0": ("4.0.5", "4.0.1"), "4.1": ("4.1.1", "4.3.1")}
 """By Spark: pyspark, and the delta-spark that fits it. With 4.1.0 of the latter, Spark 4.1.4 finds no DeltaTable."""
 PYARROW_OF = {"4.0": "18.1.0", "4.1": "21.0.0"}
 """By Spark: an older pyarrow, as Databricks' runtimes have it."""
-TREE = "tests conf docs notebooks benchmarks README.md pyproject.toml".split()
+TREE = "tests conf docs notebooks benchmarks examples README.md pyproject.toml".split()
 OTHER_SPARKS = "delta-spark|pyspark|py4j|importlib-metadata|pyarrow"
 """Packages whose version another Spark, or its runtime, decides."""
 

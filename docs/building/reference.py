@@ -438,7 +438,7 @@ GROUPS_OF_NAMES: Mapping[str, tuple[str, str]] = {
     ),
     "python-operating": (
         "Python: operating",
-        "CheckService CheckReport TransactionCheckListener KafkaRelay RelayReport drain register",
+        "CheckService CheckReport TransactionCheckListener KafkaRelay RelayReport register",
     ),
 }
 """Which page of the reference has which public names. What is in none of them is on the last one."""
@@ -446,8 +446,8 @@ NOT_FOR_USERS: Mapping[str, frozenset[str]] = {
     name: frozenset(methods.split())
     for name, methods in {
         "CommitLog": "create_own_topic topics_with require_topic groups has_groups messages_table half_batch "
-        "still_in_half tables keep_up drain_by another another_on_the_same_log after_decision in_background stage "
-        "with_machine "
+        "still_in_half tables keep_up another another_on_the_same_log after_decision in_background stage "
+        "with_machine is_replay "
         "last_batch_id find archived prepare prepare_many decide decide_many reopen quarantine record_check lease "
         "lease_many place_due open_batches open_half_ids move_mark placements read_range find_again locate",
         "PushConsumer": "consume_on work consume",

@@ -73,7 +73,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
         listeners = settings.load_listeners()
         service = settings.service(listeners)
         _start_spark_if_needed(listeners)
-        draining = settings.draining(service.log, _by_executors(settings.drain.executors, listeners))
+        draining = settings.draining(service.log)
     except TxmqError as problem:
         _say_error(problem)
         if isinstance(problem, (ConfigError, ListenerError)):
@@ -217,7 +217,7 @@ def _start_spark_if_needed(listeners: Mapping[str, TransactionListener]) -> None
     if SparkSession.getActiveSession() is not None:
         return
     builder = SparkSession.builder.appName(APP_NAME)
-    if not _is_submitted():  # the settings of spark-submit are the user's
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # the settings of spark-submit are the user's
         from delta import configure_spark_with_delta_pip
 
         builder = builder.config("spark.sql.extensions", "io.delta.sql.DeltaSparkSessionExtension").config(
@@ -225,32 +225,6 @@ def _start_spark_if_needed(listeners: Mapping[str, TransactionListener]) -> None
         )
         builder = configure_spark_with_delta_pip(builder)
     builder.getOrCreate()
-
-
-def _is_submitted() -> bool:
-    return "PYSPARK_GATEWAY_PORT" in os.environ
-
-
-def _by_executors(wanted: str, listeners: Mapping[str, TransactionListener]) -> Callable[[CommitLog], int] | None:
-    """Return what drains a backlog through Spark's executors: by ``auto`` where this job has Spark anyway. The session
-    is made when it is first needed."""
-    has_spark = _is_submitted() or any(listener.requires_spark for listener in listeners.values())
-    if wanted == "false" or (wanted == "auto" and not has_spark):
-        return None
-    try:
-        from pyspark.sql import SparkSession
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "[drain] executors = true needs Spark: install rmq_spark with its extra spark, or run this file with "
-            "spark-submit"
-        ) from None
-    from rmq_spark.source.drain import drain
-
-    def by_executors(log: CommitLog) -> int:
-        # In a thread of its own, which has no active session even where the job has one.
-        return drain(SparkSession.builder.appName(APP_NAME).getOrCreate(), log)
-
-    return by_executors
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -18,7 +18,7 @@ CHECK_NAMES: Mapping[str, str] = {
 (``TXMQ_CHECK__<upper case>``)."""
 MAINTENANCE_NAMES: Mapping[str, str] = {name: name for name in ("interval", "grace", "audit", "idempotency", "fences")}
 """The same of ``[maintenance]`` (``TXMQ_MAINTENANCE__<upper case>``)."""
-DRAIN_NAMES: Mapping[str, str] = {name: name for name in ("every", "bytes", "executors")}
+DRAIN_NAMES: Mapping[str, str] = {"every": "every"}
 """The same of ``[drain]`` (``TXMQ_DRAIN__<upper case>``)."""
 METRICS_NAMES: Mapping[str, str] = {name: name for name in ("port", "address", "cluster", "textfile")}
 """The same of ``[metrics]`` (``TXMQ_METRICS__<upper case>``)."""

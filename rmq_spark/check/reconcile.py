@@ -38,7 +38,7 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
 from rmq_spark.commitlog.backup import manifest_of
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, Naming
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.history import kept_batches
 from rmq_spark.commitlog.op import Kind, RowState, Who
@@ -486,7 +486,7 @@ class Reconciler:
             fence_id=CommitOncePrepared.store_id,
             transaction_per=BATCH,
             producer_group=GROUP,
-            numbered=stream is not None,
+            naming=Naming.KEY if stream is None else Naming.COUNTED,
         )
         log = self.log
         writer = log.with_machine(HalfWriter(header, log.topics(), None, None, log.fifo_topics()))

@@ -311,7 +311,9 @@ class CheckService:
         held: pa.Table | None,
     ) -> None:
         for todo, rows in self._due(pending, listener, round_.report):
-            question = self._question(pending.record, pending.state, pending.attempt, rows, held)
+            question = pending
+            if rows.count < pending.rows.count:
+                question = self._question(pending.record, pending.state, pending.attempt, rows, held)
             match todo:
                 case _Todo.ASK:
                     ask(question, listener or self._without_fence, round_)

@@ -28,7 +28,6 @@ from rmq_spark.config import (
     AUDIT_S,
     CHECK_ROUND_TIMEOUT_S,
     CHECKS_MAX,
-    DRAIN_BYTES,
     DRAIN_EVERY_S,
     FENCE_RETENTION_S,
     FENCE_RETENTION_S_MIN,
@@ -40,7 +39,6 @@ from rmq_spark.config import (
     TRANSACTION_CHECK_INTERVAL_S,
     TRANSACTION_CHECK_MAX,
     TRANSACTION_TIMEOUT_S,
-    byte_count,
     nearest,
     parse_duration,
 )
@@ -53,7 +51,6 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
-EXECUTORS = ("auto", "true", "false")
 NEEDED = ("TXMQ_PATH", "TXMQ_LISTENERS")
 """Variables of the environment with which no file is needed."""
 OTHER_VARIABLES = ("TXMQ_CONFIG", "TXMQ_DEBUG", "TXMQ_KAFKA", "TXMQ_LOG_FORMAT", "TXMQ_TESTS")
@@ -78,17 +75,6 @@ def _fences(value: object) -> float:
     if 0 < found < FENCE_RETENTION_S_MIN:
         raise ValueError(f"{value!r} is less than 7d: fence rows must outlive the half batches that they speak for")
     return found
-
-
-def _bytes(value: object) -> int:
-    return byte_count(value if isinstance(value, str) else repr(value), "bytes")
-
-
-def _executors(value: object) -> str:
-    word = str(value).strip().lower()
-    if not isinstance(value, (str, bool)) or word not in EXECUTORS:
-        raise ValueError(f"{value!r} is none of {', '.join(EXECUTORS)}")
-    return word
 
 
 class CheckSettings(BaseModel):
@@ -122,8 +108,6 @@ class DrainSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     every: Annotated[float, BeforeValidator(_duration_or_zero)] = DRAIN_EVERY_S
-    bytes: Annotated[int, BeforeValidator(_bytes)] = DRAIN_BYTES
-    executors: Annotated[str, BeforeValidator(_executors)] = "auto"
 
 
 class MetricsSettings(BaseModel):
@@ -250,7 +234,6 @@ class JobSettings(BaseSettings):
             *((f"[listeners] {group!r}", partial(self._look_for_listener, group)) for group in self.listeners),
             ("[check] discardPolicy", self._look_for_policy),
             ("[metrics]", self._look_for_client),
-            ("[drain] executors = true", self._look_for_spark),
         ]
         for where, look in looks:
             try:
@@ -276,10 +259,6 @@ class JobSettings(BaseSettings):
         if self.metrics.wanted and not is_installed("prometheus_client"):
             raise ConfigError("prometheus-client is not installed: install rmq_spark with its extra metrics")
 
-    def _look_for_spark(self) -> None:
-        if self.drain.executors == "true" and not is_installed("pyspark"):
-            raise ConfigError("Spark is not installed: install rmq_spark with its extra spark")
-
     def storage_options(self) -> dict[str, str] | None:
         return {name: value.get_secret_value() for name, value in self.storage.items()} or None
 
@@ -299,11 +278,11 @@ class JobSettings(BaseSettings):
             storage_options=self.storage_options(),
         )
 
-    def draining(self, log: CommitLog, by_executors: Callable[[CommitLog], int] | None = None) -> Draining | None:
+    def draining(self, log: CommitLog) -> Draining | None:
         """Return who drains the log between two rounds of upkeep; None when it is switched off."""
         if self.drain.every == 0:
             return None
-        return Draining(log, self.drain.every, self.drain.bytes, by_executors)
+        return Draining(log, self.drain.every)
 
     def maintainer(
         self, log: CommitLog, draining: Draining | None = None, listeners: Iterable[TransactionListener] = ()

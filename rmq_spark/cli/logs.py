@@ -14,13 +14,11 @@ import typer
 
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, say, storage_options
 from rmq_spark.cli.text import as_json as json_of
-from rmq_spark.config import QUEUES_DEFAULT, byte_count, parse_duration
+from rmq_spark.config import DRAIN_EVERY_S, QUEUES_DEFAULT, parse_duration
 from rmq_spark.errors import OptionError
 from rmq_spark.plurals import count_of
 
 if TYPE_CHECKING:
-    from rmq_spark.check.draining import Draining
-    from rmq_spark.commitlog.log import CommitLog
     from rmq_spark.commitlog.upkeep import MaintenanceReport
 
 
@@ -94,10 +92,7 @@ def maintain(
     ] = None,
     drain_every: Annotated[
         str | None,
-        typer.Option(help='With --every: drain when messages wait so long, "30s"; "0s": in its rounds only.'),
-    ] = None,
-    drain_bytes: Annotated[
-        str | None, typer.Option(help='With --every: drain when so many bytes of messages wait, "256m".')
+        typer.Option(help='With --every: how often to drain, such as "30s"; "0s": in its rounds only.'),
     ] = None,
     grace: Annotated[str | None, typer.Option(help='How long what is settled stays for readers: "10m".')] = None,
     audit: Annotated[str | None, typer.Option(help='How long rolled back messages stay: "7d".')] = None,
@@ -106,6 +101,7 @@ def maintain(
     storage: Storage = None,
 ) -> None:
     """Do all the upkeep, so that the log does not grow with its age. Safe beside everything else."""
+    from rmq_spark.check.draining import Draining
     from rmq_spark.check.maintainer import Maintainer
     from rmq_spark.check.threads import running, stopped_by_signals
     from rmq_spark.commitlog.leaving import Graces
@@ -119,12 +115,14 @@ def maintain(
     if dry_run and interval is not None:
         raise typer.BadParameter("--dry-run does nothing that --every could do again")
     if interval is None:
-        for name, given in (("--drain-every", drain_every), ("--drain-bytes", drain_bytes)):
-            if given is not None:
-                raise typer.BadParameter(f"{name} is about drains between two rounds: write --every 60s, for instance")
+        if drain_every is not None:
+            raise typer.BadParameter(
+                "--drain-every is about drains between two rounds: write --every 60s, for instance"
+            )
         show(log.keep_up(graces, dry_run))
         return
-    draining = _draining(log, drain_every, drain_bytes)
+    drain_every_s = DRAIN_EVERY_S if drain_every is None else parse_duration(drain_every, "drain_every")
+    draining = Draining(log, drain_every_s) if drain_every_s else None
     rounds = Maintainer(log, interval, graces, None if draining is None else draining.turn)
     show(log.keep_up(graces))
     stop = threading.Event()
@@ -135,18 +133,6 @@ def maintain(
 
 def _reports(as_json: bool) -> Callable[[MaintenanceReport], None]:
     return lambda report: typer.echo(json_of(asdict(report)) if as_json else str(report))
-
-
-def _draining(log: CommitLog, every: str | None, size: str | None) -> Draining | None:
-    from rmq_spark.check.draining import Draining
-    from rmq_spark.config import DRAIN_BYTES, DRAIN_EVERY_S
-
-    every_s = DRAIN_EVERY_S if every is None else parse_duration(every, "drain_every")
-    if every_s > 0:
-        return Draining(log, every_s, DRAIN_BYTES if size is None else byte_count(size, "drain_bytes"))
-    if size is not None:
-        raise typer.BadParameter("--drain-every 0s and --drain-bytes contradict each other: with 0s none is due")
-    return None
 
 
 @plainly

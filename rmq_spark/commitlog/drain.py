@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -43,20 +43,8 @@ COLUMNS = [*PLACEMENT_COLUMNS, "commit_id"]
 """Those of ``op`` that a drain reads."""
 
 
-class Writer(Protocol):
-    """Writes the files of one step of a drain."""
-
-    @property
-    def messages_max(self) -> int:
-        """So many messages go into one step, unless one version of ``op`` alone has more."""
-
-    def write(self, table: Table, rows: pa.Table) -> Sequence[DataFile]:
-        """Write the messages that op rows place as files of ``messages``, each of one topic, by queue and offset. They
-        are in no table yet."""
-
-
-class LocalWriter:
-    """Writes them in this process, within some 300 MB of memory.
+class Drainer:
+    """Drains one commit log, within some 300 MB of memory.
 
     Parameters
     ----------
@@ -66,33 +54,6 @@ class LocalWriter:
 
     def __init__(self, log: ProtocolSteps) -> None:
         self._log = log
-
-    @property
-    def messages_max(self) -> int:
-        return STEP_MESSAGES_MAX
-
-    def write(self, table: Table, rows: pa.Table) -> Sequence[DataFile]:
-        half = self._log.half
-        # Threads bring nothing on a local disk, where Python's part of a read takes longer than the disk's.
-        remote = isinstance(table.fs, pafs.FileSystem) and not isinstance(table.fs, pafs.LocalFileSystem)
-        sizes = {path: size for path, (size, _) in half.sizes(rows["path"]).items()} if remote else None
-        return list(message_files(placed_ranges(rows), half.read_range, table, sizes))
-
-
-class Drainer:
-    """Drains one commit log.
-
-    Parameters
-    ----------
-    log : ProtocolSteps
-        A handle that no other thread uses.
-    writer : Writer, optional
-        Who writes the files; this process when not given.
-    """
-
-    def __init__(self, log: ProtocolSteps, writer: Writer | None = None) -> None:
-        self._log = log
-        self._writer = writer or LocalWriter(log)
 
     def run(self) -> int:
         """Drain all that is placed by now, step by step; returns the version of ``op`` that is reached.
@@ -133,7 +94,7 @@ class Drainer:
         if rows.num_rows == 0 and end - position < VERSIONS_SKIPPED_MAX:
             return False
         try:
-            files = self._writer.write(table, rows)
+            files = self._write(table, rows)
         except StrippedError as problem:
             raise CorruptLogError(
                 f"{problem}, and this list of them does not say so: the store answers with an older list (drain again)"
@@ -156,6 +117,15 @@ class Drainer:
             _delete(table, files)
         return True
 
+    def _write(self, table: Table, rows: pa.Table) -> Sequence[DataFile]:
+        """Write the messages that op rows place as files of ``messages``, each of one topic, by queue and offset. They
+        are in no table yet."""
+        half = self._log.half
+        # Threads bring nothing on a local disk, where Python's part of a read takes longer than the disk's.
+        remote = isinstance(table.fs, pafs.FileSystem) and not isinstance(table.fs, pafs.LocalFileSystem)
+        sizes = half.sizes(rows["path"]) if remote else None
+        return list(message_files(placed_ranges(rows), half.read_range, table, sizes))
+
     # ------------------------------------------------------------------ what is next
     def _next_placed(self, position: int, until: int) -> tuple[pa.Table, int]:
         """Op rows that place messages, of the first versions above the position that have some, and the last of these
@@ -164,7 +134,7 @@ class Drainer:
             rows, end = self._op_rows(position, until)
             rows = rows.filter(pc.is_valid(rows["queue_offset"]))
             if rows.num_rows:
-                return _first_versions(rows, end, self._writer.messages_max)
+                return _first_versions(rows, end, STEP_MESSAGES_MAX)
             position = end
         return NO_OPS, until
 

@@ -23,7 +23,7 @@ from rmq_spark.commitlog.tracing import COUNTED, chosen_rows, trace
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError
 from rmq_spark.message import SYSTEM_PREFIXES
 from rmq_spark.selector.tree import And, Condition, Filter, In, Or, Property, Search
-from rmq_spark.transaction import BATCH, KEY, batch_transaction_id, message_ids, transaction_ids
+from rmq_spark.transaction import message_ids, transaction_ids
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
@@ -239,12 +239,12 @@ def _held(log: ProtocolSteps, record: HalfRecord, chosen: RowSet, limit: int) ->
     marks = state.files
     addresses = list(zip(held["file_no"].to_pylist(), held["row_no"].to_pylist(), strict=True))
     words = [COUNTED[RowState(marks[file_no].state[row_no])] for file_no, row_no in addresses]
-    attempts = [marks[file_no].attempt[row_no] for file_no, row_no in addresses]
+    attempts = pa.array([marks[file_no].attempt[row_no] for file_no, row_no in addresses], pa.int32())
     made = {
         **{name: held[name] for name in (*HELD, "topic", "queue_id")},
         "queue_offset": pa.nulls(n, pa.int64()),
         "msg_id": message_ids(pa.scalar(record.half_id), held["file_no"], held["row_no"]),
-        "transaction_id": pa.array(_transaction_ids(record.half_id, record.header.transaction_per, attempts, held)),
+        "transaction_id": transaction_ids(record.half_id, attempts, record.header.transaction_per, held),
         "producer_group": pa.repeat(pa.scalar(record.header.producer_group), n),
         "commit_timestamp": pa.nulls(n, SOURCE_SCHEMA.field("commit_timestamp").type),
         "half_id": pa.repeat(pa.scalar(record.half_id), n),
@@ -252,15 +252,3 @@ def _held(log: ProtocolSteps, record: HalfRecord, chosen: RowSet, limit: int) ->
         "reason": pa.array([state.reason_of(*address) for address in addresses], pa.string()),
     }
     return pa.table({name: made[name] for name in FOUND_SCHEMA.names}).cast(FOUND_SCHEMA)
-
-
-def _transaction_ids(half_id: str, per: str, attempts: Sequence[int], held: pa.Table) -> list[str]:
-    if per == BATCH:
-        return [batch_transaction_id(half_id, attempt) for attempt in attempts]
-    found = []
-    for i, attempt in enumerate(attempts):
-        row = held.slice(i, 1)
-        key = row["transaction_key"].combine_chunks() if per == KEY else None
-        address = (row[name].combine_chunks() for name in ("file_no", "row_no"))
-        found.append(transaction_ids(half_id, attempt, per, key, *address)[0].as_py())
-    return found

@@ -15,7 +15,7 @@ import copy
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
@@ -218,21 +218,11 @@ class GroupCommit:
             for one in waiting
             if one.header.half_id not in wrong
         ]
-        prepared = iter(self._prepared(ready))
-        return [wrong.get(one.header.half_id) or next(prepared) for one in waiting]
-
-    def _prepared(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | TxmqError]:
-        found: Sequence[HalfRecord | TxmqError] = ()
-        if len(staged) == 1 and staged[0].is_here:
-            try:
-                found = [self._log.prepare(staged[0].header, staged[0].files)]
-            except PREPARE_ERRORS as problem:
-                found = [problem]
-        elif staged:
-            found = self._log.prepare_many(staged)
-        if staged:
+        prepared: Iterator[HalfRecord | PrepareError] = iter(())
+        if ready:
+            prepared = iter(self._log.prepare_many(ready))
             self._log.refresh()
-        return found
+        return [wrong.get(one.header.half_id) or next(prepared) for one in waiting]
 
     def _decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
         return self._log.decide_many(decisions)
@@ -350,7 +340,6 @@ class Lane(Generic[Request, Result]):
         self._commit = commit
         self._lock = machine.lock()
         self._waiting: deque[_Asked[Request, Result]] = deque()
-        self._hurry = False  # some that wait are another process's, which has lingered itself
         self._runs = False
         self._sizes = deque([1], 2)  # of the last groups, with those who were beside this lane
         self._commit_s = 0.0  # how long the last commit took
@@ -381,14 +370,13 @@ class Lane(Generic[Request, Result]):
         """As :meth:`ask` for several requests, by half id: the answer to each, or its problem."""
         waits: list[_Wait[Result]] = [_Wait(self._machine.event()) for _ in requests]
         asked = zip(requests.items(), waits, strict=True)
-        self._put([_Asked(request, about, wait.hear) for (about, request), wait in asked], hurry=True)
+        self._put([_Asked(request, about, wait.hear) for (about, request), wait in asked])
         return [wait.outcome() for wait in waits]
 
-    def _put(self, asked: Sequence[_Asked[Request, Result]], hurry: bool = False) -> None:
+    def _put(self, asked: Sequence[_Asked[Request, Result]]) -> None:
         has_thread = True
         with self._lock:
             try:
-                self._hurry |= hurry
                 self._waiting.extend(asked)
                 if not self._runs:
                     self._runs = True
@@ -445,7 +433,7 @@ class Lane(Generic[Request, Result]):
             now = self._machine.monotonic()
             come_until = max(began_s, self._beside._ended_s) + self._commit_s
             until = last if self._beside._under_way else min(last, come_until)
-            lingers = now < linger_until and not (self._hurry or self.hurries)
+            lingers = now < linger_until and not self.hurries
             if not lingers and (now >= until or waiting >= max(self._sizes)):
                 return
             self._machine.sleep(GATHERING_S)
@@ -469,7 +457,6 @@ class Lane(Generic[Request, Result]):
             if group.setdefault(asked.about, asked) is not asked:
                 later.append(asked)
         self._waiting.extendleft(reversed(later))
-        self._hurry = bool(later)
         return list(group.values())
 
     def _answer(self, group: Sequence[_Asked[Request, Result]]) -> None:

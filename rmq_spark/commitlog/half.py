@@ -6,6 +6,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
+from enum import Enum
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -98,6 +99,21 @@ FIRST = -1
 """What the first half batch of an application follows."""
 
 
+class Naming(Enum):
+    """What the name of a half batch (``app_id`` and ``batch_id``) is, and so how a retry is known."""
+
+    COUNTED = "counted"
+    """The application counts its batches: a stream. Each checkpoint counts from 0, so ``query_id`` must agree, too. The
+    newest number is kept as a Delta transaction."""
+    GIVEN = "given"
+    """The same, and a user gave both (a batch write): they alone tell a retry."""
+    KEY = "key"
+    """``app_id`` names this half batch only: an idempotency key. As Delta transactions, the table would keep every one
+    for ever."""
+    MADE_UP = "made up"
+    """``app_id`` was made up for this half batch: it cannot have been prepared before."""
+
+
 @value
 class HalfHeader:
     """What all rows of a half batch have in common (the first columns of ``half``)."""
@@ -112,21 +128,42 @@ class HalfHeader:
     fence_id: str | None
     transaction_per: str
     producer_group: str
-    numbered: bool = field(default=True, compare=False)
-    """True when the application counts its batches (a stream). False when ``app_id`` names one half batch only (a
-    producer's send): it is not remembered as a Delta transaction, of which the table would keep every one for ever."""
-    made_up: bool = field(default=False, compare=False)
-    """True when ``app_id`` was made up for this half batch: it cannot have been prepared before."""
-    named: bool = field(default=False, compare=False)
-    """True when ``app_id`` and ``batch_id`` alone tell a retry: the user gave them (a batch write). In a stream each
-    checkpoint counts from 0, so ``query_id`` must agree."""
+    naming: Naming = field(default=Naming.COUNTED, compare=False)
     follows: int | None = field(default=None, compare=False)
     """The application's last batch before it, or :data:`FIRST`: else it is not prepared. None: whichever it is."""
+
+    @classmethod
+    def of(
+        cls,
+        naming: Naming,
+        app_id: str,
+        batch_id: int,
+        *,
+        query_id: str | None = None,
+        input_hash: str | None = None,
+        fence_id: str | None,
+        transaction_per: str,
+        producer_group: str,
+        machine: Machine = MACHINE,
+    ) -> HalfHeader:
+        """The header of a half batch, with its identity."""
+        if naming is Naming.KEY:
+            half_id = new_half_id(app_id, batch_id, machine)
+        else:
+            half_id = half_id_of(app_id, batch_id, query_id, input_hash)
+        return cls(
+            half_id, app_id, batch_id, query_id, input_hash, fence_id, transaction_per, producer_group, naming=naming
+        )
 
     @property
     def name(self) -> str:
         """What a replay finds it by."""
         return batch_name(self.app_id, self.batch_id)
+
+    @property
+    def numbered(self) -> bool:
+        """Whether ``batch_id`` is a number among those of the application."""
+        return self.naming is Naming.COUNTED or self.naming is Naming.GIVEN
 
 
 @value

@@ -20,6 +20,7 @@ from rmq_spark.commitlog.half import (
     HalfFile,
     HalfHeader,
     HalfRows,
+    Naming,
     Segment,
     after_name,
     batch_name,
@@ -129,20 +130,11 @@ class Staged:
 
     header: HalfHeader
     files: Sequence[HalfFile | HalfRows]
-    until_s: float | None = None
-    """It must not be prepared after this, by the machine's monotonic clock: then who asked for it does it itself."""
-    may_be_there: bool = False
-    """Another process was asked to prepare it, and nobody knows what came of that."""
-
-    @property
-    def is_here(self) -> bool:
-        """Whether no other process has a part in it."""
-        return self.until_s is None and not self.may_be_there
 
     @property
     def is_looked_for(self) -> bool:
         """Whether one of its name may have been prepared before. A numbered one is known by its number."""
-        return not self.header.numbered and (self.may_be_there or not self.header.made_up)
+        return self.header.naming is Naming.KEY
 
 
 PrepareError = AlreadyPreparedError | StagedFilesTooOldError
@@ -177,19 +169,6 @@ class HalfStore:
         data = self.table.write(rows, self.table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
         self._shared.keep(data.path, counted(rows["half_id"]))
         return [one.in_file(data) for one in several]
-
-    def prepare(
-        self,
-        header: HalfHeader,
-        files: Sequence[HalfFile | HalfRows],
-        after_ms: Callable[[], int] = lambda: 0,
-        left_among: Callable[[Collection[str]], Collection[str]] = lambda names: (),
-    ) -> HalfRecord:
-        """Commit the staged files of a half batch: see :meth:`prepare_many`. What would let it drop out is raised."""
-        (prepared,) = self.prepare_many([Staged(header, files)], after_ms, left_among)
-        if isinstance(prepared, HalfRecord):
-            return prepared
-        raise prepared
 
     def prepare_many(
         self,
@@ -286,8 +265,6 @@ class HalfStore:
                 f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: it was to follow batch "
                 f"{header.follows}, and another process has prepared batch {last}"
             )
-        if batch.until_s is not None and self.table.machine.monotonic() >= batch.until_s:
-            return StagedFilesTooOldError(f"half batch {header.half_id!r} is prepared by the process that sends it")
         age_s = self.table.machine.time() - min(f.staged_at for f in batch.files)
         if age_s > ORPHAN_AGE_S / 2 and any(isinstance(f, HalfFile) for f in batch.files):
             return StagedFilesTooOldError(
@@ -320,13 +297,13 @@ class HalfStore:
         mine = actions.filter(pc.is_in(actions["path"], value_set=pa.array(rows, pa.string())))
         return sum(f["size_bytes"] * rows[f["path"]] // max(f["num_records"] or 1, 1) for f in mine.to_pylist())
 
-    def sizes(self, paths: pa.ChunkedArray) -> dict[str, tuple[int, int]]:
-        """The bytes, and the rows of all half batches, of those of some half files that are in the table now."""
+    def sizes(self, paths: pa.ChunkedArray) -> dict[str, int]:
+        """The bytes of those of some half files that are in the table now."""
         self.table.refresh()
         actions = self.table.actions()
         mine = actions.filter(pc.is_in(actions["path"], value_set=pc.unique(paths)))
-        path, size, rows = (mine[name].to_pylist() for name in ("path", "size_bytes", "num_records"))
-        return {p: (s or 0, n or 1) for p, s, n in zip(path, size, rows, strict=True)}
+        sizes = zip(mine["path"].to_pylist(), mine["size_bytes"].to_pylist(), strict=True)
+        return {path: size or 0 for path, size in sizes}
 
     def holds(self, record: HalfRecord) -> bool:
         """Whether a half batch is in the table."""
@@ -639,7 +616,7 @@ class _Shared:
     """Writes rows that are in no file yet, for one commit: those of several half batches to one file.
 
     One that drops out must not lie in a file with the others, so each choice of them has a file of its own. Half
-    batches whose ids one producer made up share a file. These ids follow each other, so that the file's bounds in the
+    batches whose ids their producer made up share a file. These ids follow each other, so that the file's bounds in the
     Delta log tell which it has; ids that users gave would widen them, and share another one.
     """
 
@@ -651,7 +628,8 @@ class _Shared:
         """The half files of half batches, by half id."""
         rows = [f for batch in chosen for f in batch.files if isinstance(f, HalfRows)]
         mine: dict[str, HalfFile] = {}
-        for some in _by_series(rows):
+        for is_made_up in (True, False):
+            some = [one for one in rows if (one.writer.header.naming is Naming.MADE_UP) is is_made_up]
             mine.update({file.half_id: file for file in self._in_one_file(some)})
         return {
             batch.header.half_id: [mine[f.half_id] if isinstance(f, HalfRows) else f for f in batch.files]
@@ -665,15 +643,6 @@ class _Shared:
             alone = len(rows) == 1
             self._known[names] = [rows[0].write(table.fs, table.folder)] if alone else self._half.write_shared(rows)
         return self._known[names] if rows else []
-
-
-def _by_series(rows: Sequence[HalfRows]) -> list[list[HalfRows]]:
-    """Those whose made up ids follow each other, and all that have another id."""
-    found: dict[str, list[HalfRows]] = {}
-    for one in rows:
-        header = one.writer.header
-        found.setdefault(header.app_id.rpartition("-")[0] if header.made_up else "", []).append(one)
-    return [*found.values()]
 
 
 def _require_staged(header: HalfHeader, files: Sequence[HalfFile | HalfRows]) -> None:

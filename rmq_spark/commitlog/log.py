@@ -14,7 +14,7 @@ import pyarrow as pa
 from rmq_spark.commitlog import maintenance, overview, tracing, upkeep
 from rmq_spark.commitlog.asked import half_batch_of
 from rmq_spark.commitlog.backup import BackupReport, back_up
-from rmq_spark.commitlog.drain import Drainer, LocalWriter, Writer
+from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.group_store import GroupStore
 from rmq_spark.commitlog.half import HalfRows
 from rmq_spark.commitlog.half_store import HalfRecord
@@ -570,13 +570,7 @@ class CommitLog(ProtocolSteps):
         LostFileError, CorruptLogError
             When messages cannot be read; those before them are drained.
         """
-        return self.drain_by(LocalWriter)
-
-    @looks_again
-    def drain_by(self, writer: Callable[[ProtocolSteps], Writer]) -> int:
-        """:meth:`drain` with another writer of the files, which gets the handle that is drained."""
-        log = self.another_on_the_same_log()
-        return Drainer(log, writer(log)).run()
+        return Drainer(self.another_on_the_same_log()).run()
 
     @named
     def backup(

@@ -1,4 +1,4 @@
-"""From what ``op`` placed to files of the table ``messages``: what one step of a drain writes. Executors run it too.
+"""From what ``op`` placed to files of the table ``messages``: what one step of a drain writes.
 
 ::
 
@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.messages import MESSAGES_SCHEMA, Written, write_messages
+from rmq_spark.commitlog.messages import MESSAGES_SCHEMA, write_messages
 from rmq_spark.commitlog.placements import PlacedRange, placed_range
 from rmq_spark.commitlog.reading import STORED_COLUMNS, Piece, by_file, made_of, pieces_of, rows_of
 from rmq_spark.storage.pools import submitted
 
 if TYPE_CHECKING:
     from rmq_spark.storage.files import DataFile, RowRange
+    from rmq_spark.storage.table import Table
 
 FILE_BYTES_MAX = 96 * 1024 * 1024
 """Messages that are collected before a file is written: its size in memory. On disk it is a fraction of this."""
@@ -72,9 +73,8 @@ def placed_ranges(rows: pa.Table) -> Iterator[PlacedRange]:
 def message_files(
     ranges: Iterable[PlacedRange],
     read: Read,
-    table: Written,
+    table: Table,
     sizes: Mapping[str, int] | None = None,
-    file_bytes_max: int | None = None,
 ) -> Iterator[DataFile]:
     """Write the messages of some ranges as files of ``messages``, a topic each. A commit must add them.
 
@@ -83,19 +83,16 @@ def message_files(
     ranges : iterable of PlacedRange
         Those of a half file after each other.
     read : callable
-    table : Written
-        ``messages``, or its folder as an executor has it.
+    table : Table
+        ``messages``.
     sizes : mapping of str to int, optional
         Bytes of half files. Given where each read takes long: the small ones of these are read at the same time.
-    file_bytes_max : int, optional
-        :data:`FILE_BYTES_MAX` when not given.
     """
-    bytes_max = file_bytes_max or FILE_BYTES_MAX
     collected: dict[str, _Collected] = {}
     for messages in made_of(_pieces(ranges, read, sizes or {}), MESSAGES_SCHEMA.names):
         for topic, part in _by_topic(messages):
             collected.setdefault(topic, _Collected()).add(part)
-        if sum(c.size for c in collected.values()) >= bytes_max:
+        if sum(c.size for c in collected.values()) >= FILE_BYTES_MAX:
             largest = max(collected.values(), key=lambda c: c.size)
             yield write_messages(table, largest.take())
     for left in collected.values():

@@ -7,8 +7,7 @@ of every queue the first messages without a gap. A drainer appends to it (``drai
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -67,21 +66,7 @@ LAST_COMMIT = "txmq.op.commit"
 """The same for a hash of that version's commit id. It tells an ``op`` that was set back and has grown again."""
 
 
-class Written(Protocol):
-    """Where files of ``messages`` are written: the table, or its folder as an executor has it."""
-
-    def write(
-        self,
-        rows: pa.Table,
-        prefix: str,
-        stats_columns: Sequence[str],
-        row_group_rows: int = ...,
-        keep_content: bool = ...,
-    ) -> DataFile:
-        """Write a data file: see :meth:`rmq_spark.storage.table.Table.write`."""
-
-
-def write_messages(table: Written, messages: pa.Table) -> DataFile:
+def write_messages(table: Table, messages: pa.Table) -> DataFile:
     """Write messages of one topic, by queue and offset, as a file of the table. A commit must add it."""
     return table.write(messages, NAME, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS, keep_content=False)
 

@@ -21,7 +21,7 @@ from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
 from rmq_spark.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import KEPT, RowRange, arange
-from rmq_spark.transaction import BATCH, KEY, MESSAGE, batch_transaction_id, transaction_ids
+from rmq_spark.transaction import KEY, MESSAGE, batch_transaction_id
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.steps import ProtocolSteps
@@ -108,21 +108,37 @@ def pieces_of(together: Sequence[_Range], tables: Iterable[tuple[int, pa.Table]]
 
 def made_of(pieces: Iterable[Piece[_Range]], columns: Sequence[str]) -> Iterator[pa.Table]:
     """Pieces as messages of the source, in their order: those that a filter keeps. Small ones that follow each other,
-    also of several files and queues, come in one table."""
+    also of several files and queues, come in one table.
+
+    Parameters
+    ----------
+    pieces : iterable of Piece
+    columns : sequence of str
+        Of the source, or of the table ``messages``.
+    """
     waiting: list[Piece[PlacedRange]] = []
+
+    def together() -> Iterator[pa.Table]:
+        if waiting:
+            yield _kept(*_made(waiting, columns))
+            waiting.clear()
+
     for placed, at, part in pieces:
-        small = isinstance(placed, PlacedRange) and part.num_rows < FEW_ROWS
-        if waiting and (
-            not small or len(waiting) == TOGETHER_MAX or waiting[0][0].transaction_per != placed.transaction_per  # type: ignore[attr-defined]
-        ):
-            yield _kept(*_made_together(waiting, columns))
-            waiting = []
-        if small:
-            waiting.append((placed, at, part))  # type: ignore[arg-type]
-        else:
-            yield _kept(to_messages(placed, at, part, columns), part)
-    if waiting:
-        yield _kept(*_made_together(waiting, columns))
+        if not isinstance(placed, PlacedRange):  # a file of messages has them as they are
+            yield from together()
+            yield _kept(part.select(columns).cast(pa.schema([MESSAGES_SCHEMA.field(c) for c in columns])), part)
+            continue
+        small = part.num_rows < FEW_ROWS
+        if not small or len(waiting) == TOGETHER_MAX or _per(waiting) != placed.transaction_per:
+            yield from together()
+        waiting.append((placed, at, part))
+        if not small:
+            yield from together()
+    yield from together()
+
+
+def _per(waiting: Sequence[Piece[PlacedRange]]) -> str | None:
+    return waiting[0][0].transaction_per if waiting else None
 
 
 def _kept(messages: pa.Table, rows: pa.Table) -> pa.Table:
@@ -153,40 +169,7 @@ def stored_columns(columns: Sequence[str], together: Sequence[MessageRange]) -> 
     return stored or ["row_no"]
 
 
-def to_messages(placed: MessageRange, position: int, table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """Rows read from a half file, or from one of ``messages``, as messages.
-
-    Parameters
-    ----------
-    position : int
-        Of the table's first row within the range.
-    columns : sequence of str
-        Of the source, or of the table ``messages``.
-    """
-    if not isinstance(placed, PlacedRange):
-        return table.select(columns).cast(pa.schema([MESSAGES_SCHEMA.field(c) for c in columns]))
-    n = table.num_rows
-    made: dict[str, pa.Array | pa.ChunkedArray] = {}
-    for name in columns:
-        kind = MESSAGES_SCHEMA.field(name).type
-        if name in STORED_COLUMNS:
-            made[name] = table[name] if table[name].type == kind else table[name].cast(kind)
-        elif name == "queue_offset":
-            made[name] = arange(n, placed.queue_offset + position)
-        elif name == "row_no":
-            made[name] = _row_numbers(placed, position, n)
-        elif name in ("half_id", "file_no"):
-            made[name] = pa.repeat(pa.scalar(getattr(placed.rows, name), kind), n)
-        elif name == "msg_id":
-            made[name] = _ids(placed.rows.half_id, placed, position, n)
-        elif name == "transaction_id":
-            made[name] = _transaction_ids(placed, position, table)
-        else:
-            made[name] = pa.repeat(pa.scalar(getattr(placed, name), kind), n)
-    return pa.table(made, schema=pa.schema([MESSAGES_SCHEMA.field(c) for c in columns]))
-
-
-def _made_together(pieces: Sequence[Piece[PlacedRange]], columns: Sequence[str]) -> tuple[pa.Table, pa.Table]:
+def _made(pieces: Sequence[Piece[PlacedRange]], columns: Sequence[str]) -> tuple[pa.Table, pa.Table]:
     """Pieces that have one ``transaction_per``, as one table of messages; and the rows that it was made of."""
     rows = _one_table([part for _, _, part in pieces])
     ranges = [placed for placed, _, _ in pieces]
@@ -228,13 +211,16 @@ def _one_table(parts: Sequence[pa.Table]) -> pa.Table:
     kinds = [MESSAGES_SCHEMA.field(n).type if n in STORED_COLUMNS else parts[0].schema.field(n).type for n in names]
     schema = pa.schema(list(zip(names, kinds, strict=True)))
     same = [p if p.schema.equals(schema) else p.cast(schema) for p in parts]
-    return pa.concat_tables(same).combine_chunks()
+    return same[0] if len(same) == 1 else pa.concat_tables(same).combine_chunks()
 
 
 def _repeated(values: Iterable[object], counts: Sequence[int], kind: pa.DataType) -> pa.Array:
     """Each value so many times."""
+    found = list(values)
+    if len(found) == 1:
+        return pa.repeat(pa.scalar(found[0], kind), counts[0])
     ends = pa.array(accumulate(counts), pa.int32())
-    return pc.run_end_decode(pa.RunEndEncodedArray.from_arrays(ends, pa.array(list(values), kind)))
+    return pc.run_end_decode(pa.RunEndEncodedArray.from_arrays(ends, pa.array(found, kind)))
 
 
 def _sequences(runs: Sequence[tuple[int, int]]) -> pa.Array:
@@ -258,25 +244,6 @@ def _runs(placed: PlacedRange, position: int, n: int) -> Iterator[tuple[int, int
         skip = max(0, skip - length)
         if not left:
             return
-
-
-def _row_numbers(placed: PlacedRange, position: int, n: int) -> pa.Array:
-    return _sequences(list(_runs(placed, position, n)))
-
-
-def _ids(head: str, placed: PlacedRange, position: int, n: int) -> pa.Array:
-    """``<head>:<file_no>.<row_no>``, as :func:`~rmq_spark.transaction.message_ids` makes it, for one file: one join."""
-    rows = pc.cast(_row_numbers(placed, position, n), pa.string())
-    return pc.binary_join_element_wise(pa.scalar(f"{head}:{placed.rows.file_no}."), rows, "")
-
-
-def _transaction_ids(placed: PlacedRange, position: int, table: pa.Table) -> pa.Array | pa.ChunkedArray:
-    half_id, attempt, per = placed.rows.half_id, placed.attempt, placed.transaction_per
-    if per == BATCH:
-        return pa.repeat(pa.scalar(batch_transaction_id(half_id, attempt)), table.num_rows)
-    if per == KEY:
-        return transaction_ids(half_id, attempt, KEY, table["transaction_key"], None, None)
-    return _ids(f"{half_id}:{attempt}", placed, position, table.num_rows)
 
 
 def read_ranges(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 
@@ -31,7 +31,6 @@ from rmq_spark.errors import HalfBatchNotFoundError, LostFileError, TxmqError
 from rmq_spark.redaction import redacted
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import RowRange
-from rmq_spark.storage.location import place_of
 from rmq_spark.storage.table import Table
 
 SMALL_ROWS_MAX = 1_000
@@ -82,11 +81,6 @@ class ProtocolSteps(ABC):
         """Made once, with the log: a log that is made anew in its place has another one, and counts from 0 again."""
         return self.topics_table.id
 
-    @property
-    def place(self) -> str:
-        """What tells this log from all others, its copies among them, for processes of this machine."""
-        return f"{self.id} at {place_of(self.path, self.storage_options)}"
-
     @abstractmethod
     def another(self) -> ProtocolSteps:
         """Another handle on this log, which has read nothing yet."""
@@ -133,6 +127,11 @@ class ProtocolSteps(ABC):
             if refresh:
                 self.half.table.refresh()
             return self.half.last_batch_id(app_id)
+
+    def is_replay(self, header: HalfHeader) -> bool:
+        """Whether a batch that its application counts was prepared before: it, or a later one, is in the log."""
+        last = self.last_batch_id(header.app_id) if header.numbered else None
+        return last is not None and header.batch_id <= last
 
     def header_of(self, app_id: str, batch_id: int) -> HalfHeader | None:
         """The header of a half batch. That which this handle has prepared last of an application is not read again."""
@@ -186,41 +185,28 @@ class ProtocolSteps(ABC):
         return self.another()._has_left(half_id)
 
     def prepare(self, header: HalfHeader, files: Sequence[HalfFile | HalfRows]) -> HalfRecord:
-        """Commit staged files: see :meth:`HalfStore.prepare`."""
-        with self._expected([header]):
-            record = self.half.prepare(header, files, self._ms_before_prepare, self._left_among)
-            if header.numbered:
-                self._prepared[header.app_id] = header
-            return record
+        """Commit the staged files of a half batch: see :meth:`prepare_many`. What would let it drop out is raised."""
+        (found,) = self.prepare_many([Staged(header, files)])
+        if isinstance(found, HalfRecord):
+            return found
+        raise found
 
     def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
         """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare_many`."""
-        headers = [batch.header for batch in staged]
-        with self._expected(headers):
-            prepared = self.half.prepare_many(staged, self._ms_before_prepare, self._left_among)
-            refused = [h.half_id for h, f in zip(headers, prepared, strict=True) if not isinstance(f, HalfRecord)]
-            self.forget(refused)
-            return prepared
-
-    @contextmanager
-    def _expected(self, headers: Sequence[HalfHeader]) -> Iterator[None]:
-        """Tell the ledger of half batches that are about to be prepared."""
+        half_ids = [batch.header.half_id for batch in staged]
         with self.lock:
-            self.expect(headers)
+            self.ledger.expect(half_ids)
             try:
-                yield
+                prepared = self.half.prepare_many(staged, self._ms_before_prepare, self._left_among)
             except BaseException:
-                self.forget([header.half_id for header in headers])
+                self.ledger.forget(half_ids)
                 raise
-
-    def expect(self, headers: Sequence[HalfHeader]) -> None:
-        """Tell the ledger of half batches that are about to be prepared, here or by another process."""
-        half_ids = [header.half_id for header in headers]
-        self.ledger.expect(half_ids)
-
-    def forget(self, half_ids: Sequence[str]) -> None:
-        """Take :meth:`expect` back."""
-        self.ledger.forget(half_ids)
+            done = [isinstance(found, HalfRecord) for found in prepared]
+            self.ledger.forget([half_id for half_id, is_there in zip(half_ids, done, strict=True) if not is_there])
+            for batch, is_there in zip(staged, done, strict=True):
+                if is_there and batch.header.numbered:
+                    self._prepared[batch.header.app_id] = batch.header
+            return prepared
 
     @looks_again
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from rmq_spark import observer
 from rmq_spark.commitlog.group_commit import AT_ONCE_MAX
-from rmq_spark.commitlog.half import HalfHeader, HalfRows, HalfWriter, half_id_of, name_of, new_half_id
+from rmq_spark.commitlog.half import HalfHeader, HalfRows, HalfWriter, Naming, name_of
 from rmq_spark.commitlog.half_store import HalfRecord, Staged
 from rmq_spark.commitlog.ledger import Decision
 from rmq_spark.commitlog.log import CommitLog
@@ -39,21 +39,16 @@ def own_header(
     A dot in ``app_id`` keeps it apart from half batches that people send, whose app ids have none. With the identity of
     a micro-batch, ``app_id`` has to name its query, and ``batch_id`` counts the half batches of that query.
     """
-    if identity is None:
-        query_id, input_hash, half_id = None, None, new_half_id(app_id, batch_id, log.machine)
-    else:
-        query_id, input_hash = identity.query_id, identity.input_hash
-        half_id = half_id_of(app_id, batch_id, query_id, input_hash)
-    return HalfHeader(
-        half_id=half_id,
-        app_id=app_id,
-        batch_id=batch_id,
-        query_id=query_id,
-        input_hash=input_hash,
+    return HalfHeader.of(
+        Naming.KEY if identity is None else Naming.COUNTED,
+        app_id,
+        batch_id,
+        query_id=None if identity is None else identity.query_id,
+        input_hash=None if identity is None else identity.input_hash,
         fence_id=CommitOncePrepared.store_id,
         transaction_per=BATCH,
         producer_group=group,
-        numbered=identity is not None,
+        machine=log.machine,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, Naming
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import REPLAY_CHECK_TIMEOUT_S, named, parse_duration
 from rmq_spark.errors import OptionError
@@ -160,10 +160,10 @@ class TransactionalSink:
 
     def _header(self, identity: Identity, batch_id: int) -> HalfHeader:
         app_id = self.app_id or require_app_id(identity.query_id)
-        return HalfHeader(
-            half_id=half_id_of(app_id, batch_id, identity.query_id, identity.input_hash),
-            app_id=app_id,
-            batch_id=batch_id,
+        return HalfHeader.of(
+            Naming.COUNTED,
+            app_id,
+            batch_id,
             query_id=identity.query_id,
             input_hash=identity.input_hash,
             fence_id=store_id_to_send(self.listener),

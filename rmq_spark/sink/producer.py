@@ -17,19 +17,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark import __version__
 from rmq_spark.called import name_of
-from rmq_spark.commitlog.group_commit import AT_ONCE_MAX
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name, new_half_id
+from rmq_spark.commitlog.group_commit import AT_ONCE_MAX, GroupCommit
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, Naming
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.sharing import SharedCommits
 from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.config import (
     MAINTENANCE_INTERVAL_S,
     REPLAY_CHECK_TIMEOUT_S,
     TRANSACTION_CHECK_INTERVAL_S,
     TRANSACTION_TIMEOUT_S,
-    flag,
     named,
     seconds,
     whole_number,
@@ -134,8 +131,6 @@ class TransactionMQProducer:
         shares what comes together by itself.
     max_batch_messages : int
         Sends that share a commit, at most.
-    share_commits : bool
-        Let one process of this machine and user commit what the others send, once two of them have raced for a commit.
     replay_check_timeout : float
         Seconds for which a repeated send (``idempotency_key``) asks the listener what became of the first one, before
         UnresolvedTransactionError.
@@ -165,7 +160,6 @@ class TransactionMQProducer:
         max_in_flight: int = IN_FLIGHT_MAX,
         linger: float = 0.0,
         max_batch_messages: int = AT_ONCE_MAX,
-        share_commits: bool = True,
         replay_check_timeout: float = REPLAY_CHECK_TIMEOUT_S,
         await_termination: float = AWAIT_TERMINATION_S,
         storage_options: Mapping[str, str] | None = None,
@@ -185,11 +179,10 @@ class TransactionMQProducer:
             None if maintenance_interval is None else seconds(maintenance_interval, "maintenance_interval", above=True)
         )
         limits = PendingLimits.of(max_pending_batches, max_pending_bytes)
-        self._commits = SharedCommits(
+        self._commits = GroupCommit(
             self.log,
             seconds(linger, "linger"),
             whole_number(max_batch_messages, "max_batch_messages", 1, AT_ONCE_MAX),
-            version=__version__ if flag(share_commits, "share_commits") else None,
         )
         self.two_phase = TwoPhase(
             self.log,
@@ -223,7 +216,6 @@ class TransactionMQProducer:
                 self._closing = self.log.machine.event()  # what an earlier shutdown left has seen its own
                 atexit.register(self._end)
                 self._commits.hurry(False)
-                self._commits.open()
                 self._forget_others()
                 start = self.log.machine.start_thread
                 if self.check_interval is not None:
@@ -281,7 +273,6 @@ class TransactionMQProducer:
             for crew in (self._senders, self._flights.listeners):
                 crew.wait(seconds_left())
             late += [f"callback {_callback_of(work)}" for work in self._flights.callers.wait(seconds_left())]
-        self._commits.close()
         self._closing.set()
         for thread in self._threads:
             thread.join(max(LATE_S, seconds_left()))
@@ -313,7 +304,6 @@ class TransactionMQProducer:
         self._under_way.is_open = False
         if forks() != self._forks:  # a forked copy has none of the threads
             return
-        self._commits.close()
         self._closing.set()
         for thread in self._threads:
             thread.join(AT_EXIT_S_MAX)
@@ -699,18 +689,14 @@ class TransactionMQProducer:
         else:
             one_send = require_app_id(idempotency_key, "idempotency_key")
         app_id = f"send.{self.producer_group}.{one_send}"
-        is_key = idempotency_key is not None  # what is made up is an identity already
-        return HalfHeader(
-            half_id=new_half_id(app_id, 0, self.log.machine) if is_key else batch_name(app_id, 0),
-            app_id=app_id,
-            batch_id=0,
-            query_id=None,
-            input_hash=None,
+        return HalfHeader.of(
+            Naming.MADE_UP if idempotency_key is None else Naming.KEY,
+            app_id,
+            0,
             fence_id=fence_id,
             transaction_per=per,
             producer_group=self.producer_group,
-            numbered=False,
-            made_up=idempotency_key is None,
+            machine=self.log.machine,
         )
 
 

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.group_commit import Alone, Commits, Stageable
-from rmq_spark.commitlog.half import FIRST, HalfHeader, HalfRows
+from rmq_spark.commitlog.half import FIRST, HalfHeader, HalfRows, Naming
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import Placed
 from rmq_spark.commitlog.log import CommitLog
@@ -304,14 +304,9 @@ class TwoPhase:
 
     def find_replayed(self, header: HalfHeader) -> HalfRecord | None:
         """The half batch when this very batch was prepared before; None for a new one; else raises."""
-        if header.made_up:
-            return None
-        if not header.numbered:
+        if header.naming is Naming.KEY:
             return self.log.find(header.app_id, header.batch_id)
-        last = self.log.last_batch_id(header.app_id)
-        if last is None or header.batch_id > last:
-            return None
-        return self._require_replayed(header)
+        return self._require_replayed(header) if self.log.is_replay(header) else None
 
     def _require_no_fork(self, header: HalfHeader, lineage: Lineage | None) -> HalfHeader | None:
         """Return the header of the application's last batch, which a new one of a query follows; None for the first.
@@ -635,7 +630,7 @@ def _outcome_of_left(record: HalfRecord, kept: Archived) -> Outcome:
 def _is_same_query(prepared: HalfHeader, now: HalfHeader) -> bool:
     """Without a query id, equal numbers may be of two checkpoints. A half batch that a user named, or gave an
     idempotency key, is known by that."""
-    is_known = now.query_id is not None or now.named or not now.numbered
+    is_known = now.query_id is not None or now.naming is not Naming.COUNTED
     return is_known and prepared.query_id == now.query_id
 
 
@@ -657,7 +652,7 @@ def _of_another_query(prepared: HalfHeader, now: HalfHeader) -> str:
 def _query(header: HalfHeader) -> str:
     if header.query_id is not None:
         return f"query {header.query_id}"
-    return "a batch write" if header.named else "a query that is not known, or a batch write"
+    return "a batch write" if header.naming is Naming.GIVEN else "a query that is not known, or a batch write"
 
 
 _REMEDY = (

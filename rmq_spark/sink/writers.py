@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
-from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, half_id_of
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, Naming
 from rmq_spark.config import Options, parse_int
 from rmq_spark.errors import CheckpointMismatchError, NotACommitLogError, OptionError
 from rmq_spark.listener import TransactionListener, store_id_to_send
@@ -69,7 +69,7 @@ class _Writer:
             topics = topics_for(log, schema.names, self.settings.topic)
             self.header = self._header(options, listener)
             self._require_same_log(options, log)
-            self.replayed = self._was_prepared(log)
+            self.replayed = log.is_replay(self.header)  # executors need not write its messages again
             if not self.replayed:  # here, so that executors write nothing that is refused
                 PendingGuard(log, self.settings.pending_limits).require_room(self.header.producer_group)
             self.half_folder = f"{log.path}/half"
@@ -83,20 +83,19 @@ class _Writer:
     def _require_same_log(self, options: Options, log: CommitLog) -> None:
         pass
 
-    def _was_prepared(self, log: CommitLog) -> bool:
-        """Return True for a replay: the log has its messages, and executors need not write them again."""
-        if not self.header.numbered:
-            return False
-        last = log.last_batch_id(self.header.app_id)
-        return last is not None and self.header.batch_id <= last
-
     def _make_header(
-        self, app_id: str, batch_id: int, query_id: str | None, input_hash: str | None, listener: TransactionListener
+        self,
+        naming: Naming,
+        app_id: str,
+        batch_id: int,
+        listener: TransactionListener,
+        query_id: str | None = None,
+        input_hash: str | None = None,
     ) -> HalfHeader:
-        return HalfHeader(
-            half_id=half_id_of(app_id, batch_id, query_id, input_hash),
-            app_id=app_id,
-            batch_id=batch_id,
+        return HalfHeader.of(
+            naming,
+            app_id,
+            batch_id,
             query_id=query_id,
             input_hash=input_hash,
             fence_id=store_id_to_send(listener),
@@ -174,10 +173,8 @@ class TxmqWriter(_Writer, DataSourceArrowWriter):
                 f"is known as one (found appId={app_id!r}, batchId={batch_id!r})"
             )
         if app_id is None or batch_id is None:
-            header = self._make_header(f"write-{uuid4().hex}", 0, None, None, listener)
-            return replace(header, numbered=False, made_up=True)
-        header = self._make_header(require_app_id(app_id), parse_int(batch_id, "batchId", 0), None, None, listener)
-        return replace(header, named=True)
+            return self._make_header(Naming.MADE_UP, f"write-{uuid4().hex}", 0, listener)
+        return self._make_header(Naming.GIVEN, require_app_id(app_id), parse_int(batch_id, "batchId", 0), listener)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         self._commit(messages)
@@ -198,7 +195,8 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
         self.checkpoint_location = location or ""  # which read_checkpoint has required
         query_id = known_query_id(self.checkpoint_location, options.storage_options, checkpoint, or_else)
         app_id = require_app_id(name or query_id)
-        return self._make_header(app_id, checkpoint.batch_id, query_id, checkpoint.input_hash, listener)
+        batch_id, input_hash = checkpoint.batch_id, checkpoint.input_hash
+        return self._make_header(Naming.COUNTED, app_id, batch_id, listener, query_id, input_hash)
 
     def _require_same_log(self, options: Options, log: CommitLog) -> None:
         require_same_log(options.get("checkpointLocation") or "", options.storage_options, log.id, log.path)

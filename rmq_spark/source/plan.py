@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
-_Range = TypeVar("_Range", bound=MessageRange)
 
 BLOCK_ROWS = 262_144
 """Messages of a partition when no option says otherwise: four row groups of a half file, about 75 MB."""
@@ -275,7 +274,7 @@ def _blocks(laid: Sequence[MessageRange]) -> list[list[MessageRange]]:
     """Whole blocks of row groups, so that no row group is read twice; small ones share a partition."""
     found: list[list[MessageRange]] = []
     rows = 0
-    for _, block in groupby(by_block(laid), key=lambda piece: piece[0]):
+    for _, block in groupby(_by_block(laid), key=lambda piece: piece[0]):
         pieces = [piece for _, piece in block]
         count = sum(piece.count for piece in pieces)
         if not found or rows + count > BLOCK_ROWS:
@@ -286,7 +285,7 @@ def _blocks(laid: Sequence[MessageRange]) -> list[list[MessageRange]]:
     return found
 
 
-def by_block(laid: Iterable[_Range]) -> Iterator[tuple[tuple[object, ...], _Range]]:
+def _by_block(laid: Iterable[MessageRange]) -> Iterator[tuple[tuple[object, ...], MessageRange]]:
     """Ranges cut into blocks of row groups, each piece with its file and the number of its block."""
     for whole in laid:
         rows = whole.rows

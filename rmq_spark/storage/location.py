@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import stat
-from collections.abc import Mapping
 from urllib.parse import unquote, urlsplit
 
 from rmq_spark.errors import NotACommitLogError, OptionError
@@ -18,8 +16,6 @@ _NO_SLASH = re.compile(r"(file|dbfs|hdfs|s3a?|gc?s|az|abfss?|wasbs?):(?!/)", re.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?=:/)")
 _OF_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 """Schemes of stores that keep everything in buckets or containers, whose name follows the scheme."""
-_OF_STORES = re.compile(r"(AWS|AZURE|GOOGLE|GCS|HADOOP|HDFS)_", re.IGNORECASE)
-"""Variables of the environment from which the libraries of stores take options that are not given."""
 _CREDENTIALS = re.compile(r"s3a?://[^/]*@|[A-Za-z][A-Za-z0-9+.-]*://[^@]*:[^@]*@")
 _READ_OTHERWISE = re.compile(r"%[0-9A-Fa-f]{2}|[\\\[\]^|*?{}\x00-\x1f\x7f]")
 """What delta-rs, pyarrow and Spark read differently. delta-rs decodes percent escapes once more than pyarrow, and takes
@@ -33,25 +29,6 @@ def is_uri(path: str) -> bool:
 def spark_path(root: str, table: str) -> str:
     """Return the folder of a log's table as Spark takes it: as it is, where a URI has percent escapes."""
     return unquote(f"{root}/{table}") if is_uri(root) else f"{root}/{table}"
-
-
-def place_of(path: str, storage_options: Mapping[str, str]) -> str:
-    """What tells a commit log from its copies on this machine, in hexadecimal digits: where it lies.
-
-    Parameters
-    ----------
-    path : str
-        As :func:`location` returns it.
-    storage_options : mapping
-        These and the environment say in which store a URI is.
-    """
-    if is_uri(path):
-        around = {k: v for k, v in os.environ.items() if _OF_STORES.match(k)}
-        where = repr((path, sorted({**around, **storage_options}.items())))
-    else:
-        found = os.stat(path)
-        where = repr((os.path.realpath(path), found.st_dev, found.st_ino))
-    return hashlib.sha256(where.encode()).hexdigest()
 
 
 def location(path: object) -> str:

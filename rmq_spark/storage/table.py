@@ -194,10 +194,6 @@ class Table(Protocol):
     def history_s(self) -> float:
         """Seconds for which entries of the table's Delta log stay."""
 
-    @property
-    def is_contended(self) -> bool:
-        """Whether another writer was faster than this handle lately."""
-
     def refresh(self) -> int:
         """Move to the newest version and return it. It raises ForeignChangeError when another writer has changed the
         table, unless that is one of :data:`READ_ALL_THE_SAME`."""
@@ -776,10 +772,6 @@ class DeltaLogTable:
     @property
     def version(self) -> int:
         return int(self._table.version())
-
-    @property
-    def is_contended(self) -> bool:
-        return self._turns.lost_lately
 
     @property
     def history_s(self) -> float:

@@ -45,16 +45,10 @@ class Turns:
         self._machine = machine
         self._until_s = -math.inf
         self._not_before_s = -math.inf
-        self._lost_s = -math.inf
-
-    @property
-    def lost_lately(self) -> bool:
-        """Whether a race was lost within the last TAKES_TURNS_S."""
-        return self._machine.monotonic() < self._lost_s + TAKES_TURNS_S
 
     def lost(self) -> None:
         """A race was lost: take turns from now on."""
-        now_s = self._lost_s = self._machine.monotonic()
+        now_s = self._machine.monotonic()
         if now_s >= self._not_before_s:
             self._until_s = now_s + TAKES_TURNS_S
 

@@ -160,12 +160,14 @@ def test_resolve_asks_in_a_terminal(tmp_path: Path) -> None:
     assert log.pending().num_rows == 0
 
 
-def test_the_wheel_has_the_example_configuration(tmp_path: Path) -> None:
+def test_the_wheel_has_the_example_configuration_and_no_demo(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as opened:
         opened.extractall(tmp_path / "site")
+        folders = {name.split("/")[0] for name in opened.namelist()}
+    assert {name for name in folders if not name.endswith(".dist-info")} == {"rmq_spark", "pyspark_txmq"}
     example = (ROOT / "conf" / "txmq.toml").read_text()
     assert (tmp_path / "site" / "rmq_spark" / "check" / "txmq.toml").read_text() == example
     made = run("init", tmp_path / "made.toml", PYTHONPATH=str(tmp_path / "site"))

@@ -19,7 +19,7 @@ LIGHT = (
     "import rmq_spark.commitlog.half",
     "import rmq_spark.commitlog.op",
     "import rmq_spark.commitlog.reading",
-    "import rmq_spark.source.drain_task",
+    "import rmq_spark.commitlog.message_files",
     "import rmq_spark.listeners",
     "import rmq_spark.selector",
     "import rmq_spark.metrics; dir(rmq_spark.metrics)",

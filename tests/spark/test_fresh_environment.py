@@ -74,7 +74,7 @@ query = txmq.consume(books, "books", txmq.EachMessage(book), "orderly", suspend_
 for _ in range(1 if spark.version >= "4.2" else 2):  # before, a suspended queue goes on in the next run
     query.option("checkpointLocation", where).trigger(availableNow=True).start().awaitTermination(120)
 print("booked", len(open(folder + "/booked").readlines()), sum(txmq.ConsumerGroup(log, "books").positions().values()))
-drained = txmq.drain(spark, log)
+drained = log.drain()
 log.messages_table.refresh()
 print("drained", drained == log.refresh(), sum(log.messages_table.actions()["num_records"].to_pylist()))
 if kind == "connect":

@@ -264,8 +264,6 @@ def test_what_is_neither_true_nor_false_is_refused(value: Any) -> None:
             txmq.PullConsumer(log, "points", "orders", **{name: value})
     with pytest.raises(OptionError, match=r"take_over=.* is neither True nor False"):
         txmq.PushConsumer(log, "points", print, "orders", take_over=value)
-    with pytest.raises(OptionError, match=r"share_commits=.* is neither True nor False"):
-        txmq.TransactionMQProducer(log, "shop", share_commits=value)
     for name in ("fifo", "exist_ok"):
         with pytest.raises(OptionError, match=f"{name}=.* is neither True nor False"):
             log.create_topic("returns", **{name: value})

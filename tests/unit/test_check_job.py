@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
-from rmq_spark.check.job import _by_executors
 from rmq_spark.check.names import NAMES
 from rmq_spark.check.policy import NamedPolicy
 from rmq_spark.check.settings import JobSettings
@@ -87,11 +85,6 @@ def test_a_check_setting_that_cannot_be_used_is_named(tmp_path: Path, check: str
     ("drain", "words"),
     [
         ("every = 30", "drain.every='30' is not a duration: write a number and a unit"),
-        ('bytes = "much"', "drain.bytes='much' is not a number of bytes: write one such as '500m' or '10g'"),
-        ('bytes = "0m"', "drain.bytes=0 is out of range"),
-        ("bytes = 256", "drain.bytes='256' has no unit: write '256b' for bytes, or one such as '500m' or '10g'"),
-        ('executors = "some"', "drain.executors: 'some' is none of auto, true, false"),
-        ("executors = 1", "drain.executors: 1 is none of auto, true, false"),
         ('evry = "30s"', "unknown setting 'evry' in [drain]: did you mean 'every'?"),
     ],
 )
@@ -143,15 +136,13 @@ def test_a_round_prunes_old_fence_rows_unless_that_is_switched_off(folder: Path,
 
 def test_drains_have_their_own_rhythm_and_can_be_switched_off(folder: Path) -> None:
     log = CommitLog.open(folder / "log")
-    found = JobSettings.load(write(folder, more='[drain]\nevery = "2s"\nbytes = "1m"\nexecutors = true'))
-    assert found.drain.executors == "true"
+    found = JobSettings.load(write(folder, more='[drain]\nevery = "2s"'))
     beside = found.draining(log)
     assert beside is not None
-    assert (beside.every, beside.bytes_max) == (2.0, 1024**2)
+    assert beside.every == 2.0
     rounds = found.maintainer(log, beside)
     assert rounds is not None
     assert rounds.turn is beside.turn
-    assert JobSettings.load(write(folder, more='[drain]\nbytes = "1000b"')).drain.bytes == 1000
     assert JobSettings.load(write(folder, more='[drain]\nevery = "0s"')).draining(log) is None
 
 
@@ -215,36 +206,18 @@ def test_the_discard_policy_is_a_name_or_a_path(folder: Path, monkeypatch: pytes
         policy("shop_orders:listener")
 
 
-def test_executors_drain_where_there_is_spark(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NeedsSpark(CommitOncePrepared):
-        requires_spark = True
-
-    monkeypatch.delenv("PYSPARK_GATEWAY_PORT", raising=False)
-    for_group = {"order-service": NeedsSpark()}
-    assert _by_executors("auto", {}) is None
-    assert _by_executors("false", for_group) is None
-    assert all(_by_executors(*asked) for asked in (("true", {}), ("auto", for_group)))
-    monkeypatch.setenv("PYSPARK_GATEWAY_PORT", "1")  # as spark-submit does
-    assert _by_executors("auto", {}) is not None
-    monkeypatch.setitem(sys.modules, "pyspark.sql", None)
-    with pytest.raises(ConfigError, match=r"\[drain\] executors = true needs Spark: install rmq_spark with its extra"):
-        _by_executors("true", {})
-
-
 # ---------------------------------------------------------------- the environment
 def test_the_environment_goes_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path, more=f'[storage]\nAWS_REGION = "eu"\nAWS_SECRET_ACCESS_KEY = "old-{SECRET}"')
     monkeypatch.setenv("TXMQ_PATH", "elsewhere")
     monkeypatch.setenv("TXMQ_CHECK__TRANSACTION_TIMEOUT", "9s")
     monkeypatch.setenv("TXMQ_DRAIN__EVERY", "5s")
-    monkeypatch.setenv("TXMQ_DRAIN__BYTES", "1g")
-    monkeypatch.setenv("TXMQ_DRAIN__EXECUTORS", "false")
     monkeypatch.setenv("TXMQ_LISTENER_MODULES", '["shop", "bank"]')
     monkeypatch.setenv("TXMQ_STORAGE__AWS_SECRET_ACCESS_KEY", SECRET)
     found = JobSettings.load(file)
     assert found.path == "elsewhere"
     assert found.check.transaction_timeout == 9.0
-    assert (found.drain.every, found.drain.bytes, found.drain.executors) == (5.0, 1024**3, "false")
+    assert found.drain.every == 5.0
     assert found.listener_modules == ["shop", "bank"]
     assert found.storage_options() == {"AWS_REGION": "eu", "AWS_SECRET_ACCESS_KEY": SECRET}
     assert SECRET not in repr(found)
@@ -258,7 +231,7 @@ def test_the_environment_goes_before_the_file(tmp_path: Path, monkeypatch: pytes
         ("TXMQ_CHECK__TRANSACTION_TIMOUT", "9s", "did you mean 'transaction_timeout'?"),
         ("TXMQ_DRAIN__EVRY", "9s", "did you mean 'every'?"),
         ("TXMQ_MAINTENANCE__GRAZE", "9m", "did you mean 'grace'?"),
-        ("TXMQ_DRAIN__BYTES", "9x", "drain.bytes='9x' is not a number of bytes"),
+        ("TXMQ_DRAIN__EVERY", "9x", "drain.every='9x' is not a duration"),
     ],
 )
 def test_an_environment_that_cannot_be_used_is_named(

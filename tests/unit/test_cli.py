@@ -86,7 +86,7 @@ def test_upkeep_again_and_again_drains_between_its_rounds(log: CommitLog, monkey
             time.sleep(0.01)
 
     monkeypatch.setattr(Maintainer, "run", wait)
-    said, _ = txmq("maintain", log.path, "--every", "1h", "--drain-every", "20ms", "--drain-bytes", "1g")
+    said, _ = txmq("maintain", log.path, "--every", "1h", "--drain-every", "20ms")
     assert said.startswith("drained up to version ")
     assert "txmq-drains" not in {thread.name for thread in threading.enumerate()}
     monkeypatch.setattr(Maintainer, "run", lambda *_: log.drain())
@@ -98,11 +98,7 @@ def test_upkeep_again_and_again_drains_between_its_rounds(log: CommitLog, monkey
     ("arguments", "code", "words"),
     [
         (("--drain-every", "1s"), 2, "--drain-every is about drains between two rounds"),
-        (("--drain-bytes", "1g"), 2, "--drain-bytes is about drains between two rounds"),
-        (("--every", "1h", "--drain-every", "0s", "--drain-bytes", "1g"), 2, "contradict each other"),
         (("--every", "1h", "--drain-every", "9"), 2, "--drain-every '9' is not a duration"),
-        (("--every", "1h", "--drain-bytes", "much"), 2, "--drain-bytes 'much' is not a number of bytes"),
-        (("--every", "1h", "--drain-bytes", "256"), 2, "--drain-bytes '256' has no unit: write '256b' for bytes"),
     ],
 )
 def test_drains_that_cannot_be_are_refused(log: CommitLog, arguments: tuple[str, ...], code: int, words: str) -> None:

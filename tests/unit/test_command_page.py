@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rmq_spark.cli import app, doctor_machine
 from rmq_spark.cli.command import App
 from rmq_spark.cli.verbs import VERBS, whole
-from rmq_spark.sink import producer
+from rmq_spark.commitlog import half
 from tests.half_batches import same_half_id
 
 PAGE = Path(__file__).parents[2] / "docs" / "command.md"
@@ -60,7 +60,7 @@ def test_every_example_prints_what_the_page_says(tmp_path: Path, monkeypatch: py
     for name in ("TXMQ_PATH", "TXMQ_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor_machine, "look_at_machine", lambda: iter(()))
-    monkeypatch.setattr(producer, "new_half_id", same_half_id)
+    monkeypatch.setattr(half, "new_half_id", same_half_id)
     (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     exec(compile(program, str(PAGE), "exec"), {"__name__": "command_page"})
     commands = 0

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, Naming
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import STATS_COLUMNS, Kind, OpRow, RowState, Who, to_table
 from rmq_spark.errors import AlreadyPreparedError, CommitError, LostCommitError, TopicExistsError
@@ -80,7 +80,7 @@ def test_a_thread_that_looks_between_a_decision_and_its_commit_lets_nothing_be_p
     the slower one had not seen, and its commit was accepted there."""
     log = make_log(kind, tmp_path / "log", orders=1)
     prepare(log, 0, 2, app="other")
-    header = replace(header_of(0), numbered=False)
+    header = replace(header_of(0), naming=Naming.KEY)
     files = {handle: stage(handle, header) for handle in (log, another(log))}
     mine, theirs = files
     look_meanwhile(log.half.table, lambda: theirs.prepare(header, files[theirs]), lambda: look(log), here)

@@ -120,7 +120,7 @@ def test_a_drain_goes_on_where_the_last_one_ended(log: CommitLog, monkeypatch: p
     files = another(log).messages_table
     files.refresh()
     assert files.actions().num_rows == 4
-    monkeypatch.setattr(drain.LocalWriter, "write", lambda *_: 1 / 0)
+    monkeypatch.setattr(drain.Drainer, "_write", lambda *_: 1 / 0)
     log.drain()  # there is nothing to copy
 
 
@@ -186,15 +186,15 @@ def test_at_every_step_the_table_is_a_prefix_of_op(log: CommitLog, monkeypatch: 
     assert seen == [set(versions[:n]) for n in (1, 2, 3, 4)]
 
 
-class Overtaken(drain.LocalWriter):
+class Overtaken(drain.Drainer):
     """While it writes, another drainer does the same."""
 
     def __init__(self, log: CommitLog, other: drain.Drainer) -> None:
         super().__init__(log)
         self._other = other
 
-    def write(self, table: Table, rows: pa.Table) -> Sequence[DataFile]:
-        files = super().write(table, rows)
+    def _write(self, table: Table, rows: pa.Table) -> Sequence[DataFile]:
+        files = super()._write(table, rows)
         self._other.run()
         return files
 
@@ -210,7 +210,7 @@ def test_many_drainers_copy_each_message_once(log: CommitLog) -> None:
     for i in range(3):
         commit(log, prepare(log, i))
     mine = another(log)
-    assert drain.Drainer(mine, Overtaken(mine, drain.Drainer(another(log)))).run() == log.refresh()
+    assert Overtaken(mine, drain.Drainer(another(log))).run() == log.refresh()
     require_same(log)
     live = another(log).messages_table
     live.refresh()
@@ -236,18 +236,18 @@ def test_files_of_a_commit_that_may_have_landed_are_kept(log: CommitLog, monkeyp
     assert len(on_disk(log)) == 2
 
 
-class Forgetful(drain.LocalWriter):
+class Forgetful(drain.Drainer):
     """Loses a file."""
 
-    def write(self, table: Table, rows: pa.Table) -> Sequence[DataFile]:
-        return super().write(table, rows)[1:]
+    def _write(self, table: Table, rows: pa.Table) -> Sequence[DataFile]:
+        return super()._write(table, rows)[1:]
 
 
 def test_files_that_lack_messages_are_not_committed(log: CommitLog) -> None:
     commit(log, prepare(log, 0))
     mine = another(log)
     with pytest.raises(CorruptLogError, match="0 messages were written, and op placed 5 from version"):
-        drain.Drainer(mine, Forgetful(mine)).run()
+        Forgetful(mine).run()
     log.drain()
     require_same(log)
 
@@ -302,7 +302,7 @@ def test_small_files_of_a_remote_store_are_read_ahead(log: CommitLog, monkeypatc
     monkeypatch.setattr(message_files, "READS_AT_ONCE", 3)
     mine = another(log)
     rows, _ = drain.Drainer(mine)._next_placed(-1, mine.refresh())
-    sizes = {path: size for path, (size, _) in mine.half.sizes(rows["path"]).items()}
+    sizes = mine.half.sizes(rows["path"])
     one, *_ = sizes
     table = another(log).messages_table
 

@@ -1,4 +1,4 @@
-"""Drains between rounds of upkeep: after so many seconds or bytes, and never in a sink's way."""
+"""Drains between rounds of upkeep: every so many seconds, and never in a sink's way."""
 
 from __future__ import annotations
 
@@ -18,30 +18,13 @@ from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.errors import OptionError
-from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import another, commit, make_log, prepare, roll_back
-
-HUGE = "1t"
-
-
-class Clock(Machine):
-    """A machine on which time passes when a test says so."""
-
-    now_s = 0.0
-
-    def monotonic(self) -> float:
-        return self.now_s
+from tests.half_batches import another, commit, make_log, prepare
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def log(clock: Clock) -> CommitLog:
-    return InMemoryCommitLog(topics={"orders": 2}, machine=clock)
+def log() -> CommitLog:
+    return InMemoryCommitLog(topics={"orders": 2})
 
 
 def drained(log: CommitLog) -> int:
@@ -50,62 +33,40 @@ def drained(log: CommitLog) -> int:
     return drained_up_to(table)
 
 
-def test_messages_are_drained_when_they_have_waited_for_so_long(log: CommitLog, clock: Clock) -> None:
-    beside = Draining(log, every=30, bytes_max=HUGE)
-    assert beside.look() is None
-    clock.now_s = 100.0
+def test_it_drains_again_and_again_after_pauses_of_about_so_many_seconds(log: CommitLog) -> None:
+    pauses: list[float] = []
+    seen: list[int] = []
+
+    class Passes(threading.Event):
+        """Lets pauses pass at once; a message is committed in each."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout or 0.0)
+            seen.append(drained(log))
+            commit(log, prepare(log, len(seen)))
+            return len(seen) == 50
+
+    Draining(log, every=30).run(Passes())
+    assert seen[0] == -1, "the first drain comes after a pause"
+    assert seen == sorted(set(seen))
+    assert all(22.5 <= pause <= 37.5 for pause in pauses)
+    assert max(pauses) - min(pauses) > 5, "programs that began together do not drain together"
+
+
+def test_what_another_one_drained_is_drained_once(log: CommitLog) -> None:
     commit(log, prepare(log, 0))
-    assert beside.look() is None, "it waits from now on"
-    clock.now_s = 129.0
-    commit(log, prepare(log, 1))
-    assert beside.look() is None
-    clock.now_s = 130.0
-    assert beside.look() == log.refresh() == drained(log)
-    assert beside.look() is None
-    commit(log, prepare(log, 2))
-    clock.now_s = 200.0
-    assert beside.look() is None, "the next ones wait as long"
-    clock.now_s = 230.0
-    assert beside.look() == drained(log)
-
-
-def test_so_many_bytes_are_drained_at_once(log: CommitLog) -> None:
-    first = prepare(log, 0)
-    size = log.half.bytes_of(first)
-    beside = Draining(log, every=30, bytes_max=2 * size)
-    commit(log, first)
-    assert beside.look() is None
-    commit(log, prepare(log, 1, 20))
-    assert beside.look() == log.refresh() == drained(log)
-
-
-def test_what_another_one_drained_is_not_waited_for(log: CommitLog, clock: Clock) -> None:
-    beside = Draining(log, every=30, bytes_max=HUGE)
-    commit(log, prepare(log, 0))
-    assert beside.look() is None
-    log.drain()
-    clock.now_s = 60.0
-    assert beside.look() is None
-    commit(log, prepare(log, 1))
-    assert beside.look() is None, "these have not waited yet"
-    roll_back(log, prepare(log, 2))
-    assert drained(log) < log.refresh()
-
-
-def test_one_round_drains_however_little_there_is(log: CommitLog) -> None:
-    commit(log, prepare(log, 0))
-    beside = Draining(log, every=30, bytes_max=HUGE)
-    assert beside.run_once() == log.refresh() == drained(log)
-    assert beside.run_once() == log.refresh()
+    beside = Draining(log, every=30)
+    assert log.drain() == beside.run_once() == log.refresh() == drained(log)
+    assert log.messages_table.refresh() == 1, "a drain that finds nothing commits nothing"
 
 
 def test_a_drain_waits_for_no_lock_of_the_sink_and_holds_none(tmp_path: Path) -> None:
     log = make_log("delta", tmp_path / "log", orders=1)
     commit(log, prepare(log, 0))
-    beside = Draining(log, every=30, bytes_max=1)
-    said: list[int | None] = []
+    beside = Draining(log, every=30)
+    said: list[int] = []
     with log.lock:  # a sink commits meanwhile
-        thread = threading.Thread(target=lambda: said.append(beside.look()))
+        thread = threading.Thread(target=lambda: said.append(beside.run_once()))
         thread.start()
         thread.join(60)
     assert said == [log.refresh()]
@@ -130,7 +91,7 @@ def test_drains_go_on_after_a_failure(
         return run(self)
 
     monkeypatch.setattr(Drainer, "run", fails_once)
-    Draining(log, every=0.01, bytes_max=HUGE).run(stop)
+    Draining(log, every=0.01).run(stop)
     assert drained(log) == log.refresh()
     assert tries[0] is not tries[1], "the second try opens the log again"
     assert "a drain of CommitLog" in caplog.text
@@ -142,8 +103,8 @@ def test_an_old_handle_drains_no_log_that_was_made_anew(
 ) -> None:
     monkeypatch.setattr(draining_module, "AFTER_FAILURE_S", 0.01)
     old = make_log("delta", tmp_path / "log", orders=1)
-    beside = Draining(old, every=0.01, bytes_max=1)
-    beside.look()
+    beside = Draining(old, every=0.01)
+    beside.run_once()
     shutil.rmtree(tmp_path / "log")
     new = make_log("delta", tmp_path / "log", orders=1)
     commit(new, prepare(new, 0))
@@ -170,7 +131,7 @@ def test_a_round_of_upkeep_and_a_drain_take_turns_with_messages_in_memory(
     log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(log, prepare(log, 0))
-    beside = Draining(log, every=30, bytes_max=HUGE)
+    beside = Draining(log, every=30)
     held: list[bool] = []
 
     def is_held() -> bool:
@@ -194,38 +155,7 @@ def test_a_round_of_upkeep_and_a_drain_take_turns_with_messages_in_memory(
     assert held == [True, True, True]
 
 
-# ---------------------------------------------------------------- executors
-def test_a_backlog_is_left_to_executors(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[CommitLog] = []
-
-    def by_executors(given: CommitLog) -> int:
-        asked.append(given)
-        return given.drain()
-
-    beside = Draining(log, every=30, bytes_max=1, by_executors=by_executors)
-    commit(log, prepare(log, 0))
-    assert beside.look() == drained(log)
-    assert asked == [], "it is little"
-    monkeypatch.setattr(draining_module, "BACKLOG_BYTES", 1)
-    commit(log, prepare(log, 1))
-    assert beside.look() == drained(log)
-    assert asked == [log]
-
-
-def test_what_executors_cannot_drain_this_process_does(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(draining_module, "BACKLOG_BYTES", 1)
-
-    def by_executors(given: CommitLog) -> int:
-        raise RuntimeError("SparkContext was shut down")
-
-    commit(log, prepare(log, 0))
-    assert Draining(log, by_executors=by_executors, bytes_max=1).look() == drained(log) == log.refresh()
-    assert "did not drain CommitLog('memory:'), so this process does: SparkContext was shut down" in caplog.text
-
-
-@pytest.mark.parametrize("wrong", [{"every": 0}, {"every": "30s"}, {"bytes_max": 0}, {"bytes_max": "some"}])
-def test_an_interval_and_a_size_that_cannot_be_used_are_refused(log: CommitLog, wrong: dict[str, object]) -> None:
-    with pytest.raises(OptionError, match=next(iter(wrong))):
-        Draining(log, **wrong)  # type: ignore[arg-type]
+@pytest.mark.parametrize("wrong", [0, "30s"])
+def test_an_interval_that_cannot_be_used_is_refused(log: CommitLog, wrong: object) -> None:
+    with pytest.raises(OptionError, match="every"):
+        Draining(log, every=wrong)  # type: ignore[arg-type]

@@ -158,13 +158,13 @@ def test_reads_go_on_while_another_writers_change_stops_upkeep(log: CommitLog, w
 
 def test_a_change_that_comes_while_a_drain_writes_its_files_stops_it(log: CommitLog) -> None:
     drainer = Drainer(log.another())
-    write = drainer._writer.write
+    write = drainer._write
 
     def slow(table: Table, rows: pa.Table) -> Sequence[DataFile]:
         delete_by_a_vector(f"{log.path}/messages")
         return write(table, rows)
 
-    drainer._writer.write = slow  # type: ignore[method-assign]
+    drainer._write = slow  # type: ignore[method-assign]
     with pytest.raises(ForeignChangeError, match="deletion vectors"):
         drainer.run()
 

@@ -32,6 +32,7 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.machine import MACHINE
 from rmq_spark.sink.futures import SendFuture
 from rmq_spark.sink.turns import InFlight, Turns
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
@@ -580,6 +581,19 @@ def test_a_send_that_lingers_shares_its_commit_with_those_that_come(log: CommitL
             send.result(DEADLINE_S)
     assert log.half.table.version == log.another().half.table.version == 1
     assert log.refresh() - before <= 3
+
+
+@pytest.mark.parametrize("ago_s", [0.0, 30.0])
+def test_a_lone_send_after_a_standstill_does_not_wait_as_long(log: CommitLog, ago_s: float) -> None:
+    """It waited three times as long as the last commit had taken, for others that never came."""
+    with txmq.TransactionMQProducer(log, "shop", check_interval=None) as producer:
+        producer.send(message("first"))
+        for lane in (producer._commits._prepares, producer._commits._decides):
+            lane._sizes.append(16)
+            lane._commit_s, lane._ended_s = 60.0, MACHINE.monotonic() - ago_s
+        before_s = MACHINE.monotonic()
+        producer.send(message("second"))
+        assert MACHINE.monotonic() - before_s < 5.0
 
 
 def test_hundreds_of_asynchronous_sends_have_few_threads() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rmq_spark.commitlog.half import HalfWriter
+from rmq_spark.commitlog.half import HalfWriter, Naming
 from rmq_spark.commitlog.half_store import HalfRecord, Staged
 from rmq_spark.commitlog.ledger import Decision
 from rmq_spark.commitlog.log import CommitLog
@@ -40,7 +40,7 @@ def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CommitLog]:
 
 def staged(log: CommitLog, name: str, rows: int = 3, numbered: bool = False, topic: str = "orders") -> Staged:
     """A half batch of an application of its own, of which the files are written."""
-    header = replace(header_of(0, name), numbered=numbered)
+    header = replace(header_of(0, name), naming=Naming.COUNTED if numbered else Naming.KEY)
     columns = {"body": [f"{name}.{i}" for i in range(rows)], "sharding_key": ["k"] * rows}
     writer = HalfWriter(header, log.topics(), topic, None, log.fifo_topics())
     return Staged(header, log.stage(writer, pa.table(columns).to_batches()))

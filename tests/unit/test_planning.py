@@ -18,7 +18,7 @@ from rmq_spark.commitlog import maintenance, placements
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Kind, OpRow
 from rmq_spark.commitlog.placements import PlacedRange, out_of_range
-from rmq_spark.commitlog.reading import to_messages
+from rmq_spark.commitlog.reading import messages_of
 from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError, OptionError, TopicNotFoundError
 from rmq_spark.source.offsets import Positions
 from rmq_spark.source.options import Subscription, parse_tags, read_options
@@ -48,9 +48,7 @@ def read(log: CommitLog, ranges: list[PlacedRange]) -> pa.Table:
     """The bodies and offsets that some ranges hold, in the order of queue and offset."""
     names = ["queue_id", "queue_offset", "msg_id", "body"]
     parts = [
-        to_messages(placed, position, rows, names)
-        for placed in ranges
-        for position, rows in log.half.read_range(placed.rows, ["body"])
+        part for placed in ranges for part in messages_of([placed], log.half.read_range(placed.rows, ["body"]), names)
     ]
     found = pa.concat_tables(parts) if parts else pa.table({name: [] for name in names})
     return found.sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")])
@@ -210,11 +208,11 @@ def test_ids_are_those_of_the_transaction(log: CommitLog) -> None:
     plans = planner(log)
     for placed in plans.ranges({}, plans.latest()):
         for position, rows in log.half.read_range(placed.rows, ["row_no"]):
-            made = to_messages(placed, position, rows, ["msg_id", "transaction_id"])
+            (made,) = messages_of([placed], [(position, rows)], ["msg_id", "transaction_id"])
             files = pa.array([placed.rows.file_no] * rows.num_rows)
             half_id = placed.rows.half_id
             assert made["msg_id"].to_pylist() == message_ids(pa.scalar(half_id), files, rows["row_no"]).to_pylist()
-            ids = transaction_ids(half_id, 1, "message", None, files, rows["row_no"])
+            ids = transaction_ids(half_id, 1, "message", pa.table({"file_no": files, "row_no": rows["row_no"]}))
             assert made["transaction_id"].to_pylist() == ids.to_pylist()
 
 

@@ -201,13 +201,13 @@ def test_a_retry_with_a_listener_of_another_store_commits_nothing(log: Any, othe
 def test_two_that_send_the_same_key_at_once_send_it_once(log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both look, neither finds it, and one is faster to prepare."""
     with producer(log, Told(COMMIT)) as faster, producer(log.another(), Told(UNKNOWN, COMMIT)) as slower:
-        prepare = slower.log.prepare
+        prepare_many = slower.log.prepare_many
 
-        def late(header: Any, files: Any) -> Any:
+        def late(staged: Any) -> Any:
             faster.send_message_in_transaction(ORDER, idempotency_key="order-42")
-            return prepare(header, files)
+            return prepare_many(staged)
 
-        monkeypatch.setattr(slower.log, "prepare", late)
+        monkeypatch.setattr(slower.log, "prepare_many", late)
         result = slower.send_message_in_transaction(ORDER, idempotency_key="order-42")
     assert result.replayed
     assert result.local_transaction_state is COMMIT

@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from rmq_spark.check import reconcile as reconcile_module
 from rmq_spark.check.reconcile import Finding, Reconciler, ReconcileReport, Standing, Stream
 from rmq_spark.check.service import CheckService
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, Naming, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
@@ -95,7 +95,7 @@ class Shop:
             fence_id=self.listener.store_id,
             transaction_per="key",
             producer_group="shop",
-            numbered=numbered,
+            naming=Naming.COUNTED if numbered else Naming.KEY,
         )
 
     def stage(self, header: HalfHeader, names: list[str], log: CommitLog) -> Any:
@@ -445,7 +445,7 @@ def test_another_half_batch_of_the_same_name_is_a_persons(shop: Shop, monkeypatc
     shop.back_up()
     shop.send("key")
     shop.lose()
-    header = HalfHeader("other", f"{SEND}key", 0, None, None, None, "batch", "shop", numbered=False)
+    header = HalfHeader("other", f"{SEND}key", 0, None, None, None, "batch", "shop", naming=Naming.KEY)
     record = shop.log.prepare(header, shop.stage(header, ["key"])())
     monkeypatch.setattr(shop.log, "find", lambda app_id, batch_id: record)
     assert shop.standings(apply=True) == {"key": "person"}

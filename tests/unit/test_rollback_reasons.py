@@ -12,10 +12,9 @@ import pytest
 import sqlalchemy as sa
 
 from rmq_spark.check.service import CheckService
-from rmq_spark.commitlog.carried import pack_decisions, unpack_decisions
 from rmq_spark.commitlog.finding import find_by_id
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.ledger import Decision, RolledBack
+from rmq_spark.commitlog.ledger import RolledBack
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Kind, RowState, Who
 from rmq_spark.errors import StorageError, VerdictError
@@ -287,15 +286,6 @@ def test_a_refusal_by_a_check_is_archived_as_final(log: CommitLog) -> None:
 
 
 # ---------------------------------------------------------------- decisions and their parts
-def test_a_decision_that_another_process_makes_keeps_its_reasons(log: CommitLog) -> None:
-    record = prepare(log, 0, 6)
-    rest, chosen = split(pending(log, record), 2)
-    parts = [RolledBack("why", True, dict(chosen.ranges())), RolledBack(None, False, dict(rest.ranges()))]
-    decision = Decision(record, 1, rest - rest, rest & rest, Who.CHECK, rolled_back=parts)
-    (again,) = unpack_decisions(pack_decisions([decision]))
-    assert list(again.rolled_back) == parts
-
-
 def test_what_was_rolled_back_before_keeps_its_first_reason(log: CommitLog) -> None:
     record = prepare(log, 0, 6)
     rows = pending(log, record)

@@ -28,7 +28,7 @@ from sqlalchemy.orm import Session
 
 import rmq_spark as txmq
 from rmq_spark.check.service import CheckService
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter
+from rmq_spark.commitlog.half import HalfHeader, HalfWriter, Naming
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
@@ -523,7 +523,7 @@ def test_a_transaction_of_another_log_is_not_taken_for_one_that_ran(url: sa.URL,
         pass
 
     def send(log: CommitLog, body: bytes) -> None:
-        header = HalfHeader("app:0", "app", 0, None, None, fence, "batch", "shop", named=True)
+        header = HalfHeader("app:0", "app", 0, None, None, fence, "batch", "shop", naming=Naming.GIVEN)
         writer = HalfWriter(header, log.topics(), "orders", None)
         TwoPhase(log, listener(url, nothing)).send(
             header, lambda: log.stage(writer, pa.table({"body": [body]}).to_batches())

@@ -141,13 +141,13 @@ def test_a_prepare_that_fails_after_its_commit_says_that_it_may_be_open(
     log: CommitLog, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch, door: str
 ) -> None:
     with txmq.TransactionMQProducer(log, "shop", check_interval=None) as producer:
-        prepare = log.prepare
+        prepare_many = log.prepare_many
 
         def then_fails(*given: Any, **more: Any) -> Any:
-            prepare(*given, **more)
+            prepare_many(*given, **more)
             raise CommitError("the table cannot be read back")
 
-        monkeypatch.setattr(log, "prepare", then_fails)
+        monkeypatch.setattr(log, "prepare_many", then_fails)
         words = r"may be prepared \(CommitError: .*It stays pending until"
         with pytest.raises(UnresolvedTransactionError, match=words):
             DOORS[door](producer, engine)

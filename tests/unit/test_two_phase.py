@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from rmq_spark.commitlog.asked import split_by_verdict
-from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, batch_name
+from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, Naming, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
@@ -74,13 +74,11 @@ def header(
     query_id: str | None = QUERY,
     input_hash: str | None = "hash",
     fence_id: str | None = None,
-    numbered: bool = True,
-    named: bool = False,
+    naming: Naming = Naming.COUNTED,
 ) -> HalfHeader:
     return HalfHeader(
-        batch_name(app_id, batch_id), app_id, batch_id, query_id, input_hash, fence_id, per, "shop", numbered,
-        named=named,
-    )  # fmt: skip
+        batch_name(app_id, batch_id), app_id, batch_id, query_id, input_hash, fence_id, per, "shop", naming
+    )
 
 
 def stage(log: CommitLog, head: HalfHeader, keys: Sequence[str] = KEYS) -> list[HalfFile]:
@@ -490,7 +488,7 @@ def test_a_restart_that_waits_says_so_once(
 @pytest.mark.parametrize(("query_id", "restarted"), [(QUERY, True), (None, False)])
 def test_only_a_query_knows_that_its_earlier_run_is_over(log: CommitLog, query_id: str | None, restarted: bool) -> None:
     """A send may be repeated while the first one still runs."""
-    head = header(query_id=query_id, named=query_id is None)
+    head = header(query_id=query_id, naming=Naming.COUNTED if query_id else Naming.GIVEN)
     record = log.prepare(head, stage(log, head))
     seen: list[bool] = []
     send(log, Told(COMMIT, lambda batch: seen.append(batch.restarted) or COMMIT), record.header)
@@ -700,7 +698,7 @@ def test_a_replay_whose_input_is_known_only_now_is_a_replay(log: CommitLog) -> N
 
 
 def test_the_retry_of_a_batch_write_is_known_by_its_own_numbers(log: CommitLog) -> None:
-    named = header(query_id=None, input_hash=None, named=True)
+    named = header(query_id=None, input_hash=None, naming=Naming.GIVEN)
     send(log, Told(), named)
     listener = Told(COMMIT, COMMIT)
     assert send(another(log), listener, named).replayed
@@ -710,7 +708,7 @@ def test_the_retry_of_a_batch_write_is_known_by_its_own_numbers(log: CommitLog) 
 
 @pytest.mark.parametrize("first", ["stream", "batch write"])
 def test_a_stream_and_a_batch_write_of_one_app_id_are_not_each_other_s_replay(log: CommitLog, first: str) -> None:
-    heads = [header(), header(query_id=None, input_hash=None, named=True)]
+    heads = [header(), header(query_id=None, input_hash=None, naming=Naming.GIVEN)]
     before, now = heads if first == "stream" else heads[::-1]
     send(log, Told(), before)
     with pytest.raises(CheckpointMismatchError, match=rf"a batch write.*{REMEDY}"):
@@ -853,7 +851,7 @@ def test_what_nobody_can_compare_goes_on(log: CommitLog, before: str | None, now
 
 def test_batch_writes_are_known_by_their_numbers_alone(log: CommitLog) -> None:
     for batch_id in (0, 2):
-        send(log, Told(), header(batch_id=batch_id, query_id=None, input_hash=None, named=True))
+        send(log, Told(), header(batch_id=batch_id, query_id=None, input_hash=None, naming=Naming.GIVEN))
     assert visible(log) == sorted(bodies() + bodies(batch_id=2))
 
 

@@ -70,7 +70,7 @@ def test_a_send_of_who_holds_the_lock_that_its_commit_needs(
 def test_a_send_of_a_log_handler_in_the_thread_that_commits(
     log: CommitLog, producer: txmq.TransactionMQProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    within, prepare = Within(producer), log.prepare
+    within, prepare = Within(producer), log.prepare_many
     logger = logging.getLogger("rmq_spark.commitlog.group_commit")
 
     class Ships(logging.Handler):
@@ -81,7 +81,7 @@ def test_a_send_of_a_log_handler_in_the_thread_that_commits(
         logger.warning("a commit is made")
         return prepare(*given, **more)
 
-    monkeypatch.setattr(log, "prepare", tells)
+    monkeypatch.setattr(log, "prepare_many", tells)
     logger.addHandler(handler := Ships())
     try:
         producer.send(message("first"))

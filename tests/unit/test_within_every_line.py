@@ -109,7 +109,7 @@ def interrupted(
     """
     within: list[Any] = []
     settings: dict[str, Any] = {"check_interval": None, "max_in_flight": 1, "listener_threads": 1}
-    producer = txmq.TransactionMQProducer(log, "shop", Shop(), share_commits=False, **settings)
+    producer = txmq.TransactionMQProducer(log, "shop", Shop(), **settings)
     producer.start()
     went_well = threading.Event()
     before = log.tails().get(("orders", 0), 0)

@@ -19,7 +19,7 @@ from deltalake import DeltaTable
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from rmq_spark.check.service import CheckService
-from rmq_spark.commitlog import maintenance
+from rmq_spark.commitlog import half, maintenance
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
@@ -27,7 +27,6 @@ from rmq_spark.config import IDEMPOTENCY_S
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.listener import TransactionListener
 from rmq_spark.message import PROPERTIES, Message
-from rmq_spark.sink import producer
 from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.source.reader import TxmqReader, TxmqStreamReader
 from rmq_spark.transaction import COMMIT_MESSAGE, HalfBatch, LocalTransactionState
@@ -111,7 +110,7 @@ def _columns(batch_id: int, rows: int) -> dict[str, Any]:
 
 def _send(log: CommitLog, key: str) -> tuple[Any, ...]:
     made = TransactionMQProducer(log, GROUP, AlwaysCommit(), check_interval=None)
-    with patch.object(producer, "new_half_id", same_half_id), made as sender:  # copies of the log get the same rows
+    with patch.object(half, "new_half_id", same_half_id), made as sender:  # copies of the log get the same rows
         message = Message("points", f"sent as {key}", tags="sent", keys=key)
         sent = sender.send_message_in_transaction(message, idempotency_key=key)
     return sent.local_transaction_state, dict(sent.queue_offsets), sent.replayed

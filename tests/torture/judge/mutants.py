@@ -50,7 +50,7 @@ from rmq_spark.commitlog.expiring import Expirer
 from rmq_spark.commitlog.follow import Followed
 from rmq_spark.commitlog.follower import Follower
 from rmq_spark.commitlog.half import HalfHeader, name_of
-from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
+from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Staged
 from rmq_spark.commitlog.keyed import KeyIndex, Open
 from rmq_spark.commitlog.leaving import Graces, Leaver
 from rmq_spark.commitlog.ledger import Ledger
@@ -60,13 +60,13 @@ from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, Who
 from rmq_spark.commitlog.placing import Placer
 from rmq_spark.commitlog.pruning import Pruner
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
+from rmq_spark.commitlog.shared_files import SharedFiles
 from rmq_spark.commitlog.stripping import Stripper
 from rmq_spark.consumer import push as push_module
 from rmq_spark.consumer import sending_back
 from rmq_spark.consumer.progress import ProcessQueue
 from rmq_spark.errors import HalfBatchLeftError
 from rmq_spark.listeners.recorded import Recorded
-from rmq_spark.meeting import NoAnswerError
 from rmq_spark.message import TIMESTAMP
 from rmq_spark.sink import two_phase
 from rmq_spark.sink.identity import Lineage
@@ -87,7 +87,7 @@ from tests.torture.simulate.simulation import Scenario, Simulation, StreamSource
 from tests.torture.simulate.sleeper_play import play_sleepers
 from tests.torture.simulate.store import SimulatedTable, Weather
 from tests.torture.simulate.upkeep_play import play_upkeep
-from tests.torture.simulate.world import SimulatedLog, SimulatedMeeting
+from tests.torture.simulate.world import SimulatedLog
 
 SEEDS_MAX = 400
 """So many seeds are played before a mutant counts as not caught."""
@@ -764,7 +764,7 @@ def _pruned_fences() -> Iterator[None]:
 @mutant(
     "work begins although its tombstone may be pruned", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME,
     **PRUNES, upkeep=60, pause=0.05, crash=0.0, zombies=0.9, streams=0, senders=2, threads=1, rivals=False,
-    unkeyed=False, lost_answers=None, batches=2, rows=2, per="batch", fifo=False, checkers=2, rounds=12, readers=0,
+    unkeyed=False, batches=2, rows=2, per="batch", fifo=False, checkers=2, rounds=12, readers=0,
     polls=1, planner=False, retention_s=None, temper_check_unknown=0.0, discard="rollback", checks_max=15,
 )  # fmt: skip
 def _late_work() -> Iterator[None]:
@@ -1081,42 +1081,6 @@ def _believes_an_old_listing() -> Iterator[None]:
         yield
 
 
-SHARES: dict[str, Any] = {
-    "streams": 0, "senders": 3, "rivals": False, "unkeyed": True, "lost_answers": 0.3, "threads": 1, "batches": 4,
-    "rows": 1, "checkers": 1, "upkeep": 0, "fifo": False, "crash": 0.0, "pause": 0.02, "switch": 0.6,
-    "weather.false_race": 0.1,
-}  # fmt: skip
-"""Processes that commit for each other, of which some stand still, and answers that are lost."""
-
-
-@mutant("a prepare for another process is made after its deadline", A.DUPLICATE, **SHARES)
-def _after_the_deadline() -> Iterator[None]:
-    refusal = HalfStore._refusal
-    with replaced((HalfStore, "_refusal", lambda self, b, left: refusal(self, replace(b, until_s=None), left))):
-        yield
-
-
-@mutant("who got no answer does not look whether its half batch is there", A.DUPLICATE, **SHARES)
-def _does_not_look() -> Iterator[None]:
-    refusal = HalfStore._refusal
-    with replaced((HalfStore, "_refusal", lambda self, b, left: refusal(self, replace(b, may_be_there=False), left))):
-        yield
-
-
-@mutant("who got no answer does not wait for the deadline", A.DUPLICATE, **SHARES)
-def _does_not_wait() -> Iterator[None]:
-    ask = SimulatedMeeting.ask
-
-    def ended(self: SimulatedMeeting, request: bytes, until_s: float) -> bytes | None:
-        try:
-            return ask(self, request, until_s)
-        except NoAnswerError as problem:
-            raise NoAnswerError(has_ended=True) from problem
-
-    with replaced((SimulatedMeeting, "ask", ended)):
-        yield
-
-
 @mutant(
     "op rows are pruned before their half batch has left", A.LEFT_OPEN, A.DUPLICATE, A.OUTCOME_CHANGED, A.STUCK_HALF,
     **LEAVES, streams=2, checkers=2, senders=0,
@@ -1323,6 +1287,48 @@ MUTANTS.append(
         _half_compaction(careful=True),
     )
 )  # fmt: skip
+
+
+# ---------------------------------------------------------------- sends with keys
+RIVALS: dict[str, Any] = {
+    "streams": 0, "senders": 2, "rivals": True, "unkeyed": False, "threads": 1, "batches": 4, "rows": 1,
+    "checkers": 1, "upkeep": 0, "fifo": False, "crash": 0.0, "pause": 0.02, "switch": 0.6, "listener": "fenced",
+}  # fmt: skip
+"""Programs of which two and two send the same under the same idempotency keys."""
+
+
+@mutant("a key is not looked for when its half batch is prepared", A.DUPLICATE, **RIVALS)
+def _keys_not_looked_for() -> Iterator[None]:
+    with replaced((Staged, "is_looked_for", property(lambda _: False))):
+        yield
+
+
+@mutant("a key is looked for before a race, and not after it was lost", A.DUPLICATE, **RIVALS)
+def _keys_looked_for_once() -> Iterator[None]:
+    prepare_many, ids_named = HalfStore.prepare_many, HalfStore.ids_named
+
+    def once(self: HalfStore, *given: Any) -> Any:
+        first: list[dict[str, str]] = []
+
+        def seen(names: Collection[str]) -> dict[str, str]:
+            first.append(ids_named(self, names))
+            return first[0]
+
+        with patch.object(self, "ids_named", seen):
+            return prepare_many(self, *given)
+
+    with replaced((HalfStore, "prepare_many", once)):
+        yield
+
+
+@mutant(
+    "a half file that sends share is taken for the first one's", A.DUPLICATE, A.STUCK_HALF, A.LOST_WRITE,
+    **RIVALS | {"senders": 3, "threads": 3, "zombies": 0.5, "rivals": False},
+)  # fmt: skip
+def _first_one_s() -> Iterator[None]:
+    of = SharedFiles.of
+    with replaced((SharedFiles, "of", lambda self, path: of(self, path).slice(0, 1))):
+        yield
 
 
 # ---------------------------------------------------------------- threads that share a handle
@@ -1644,13 +1650,13 @@ def _reopened_by_the_clock() -> AbstractContextManager[None]:
 
 
 def _first_try() -> AbstractContextManager[None]:
-    prepare = HalfStore.prepare
+    prepare_many = HalfStore.prepare_many
 
-    def as_tried(self: HalfStore, *arguments: Any) -> Any:
-        record = prepare(self, *arguments)
-        return replace(record, sent_ms=record.prepared_ms)
+    def as_tried(self: HalfStore, *given: Any) -> Any:
+        found = prepare_many(self, *given)
+        return [replace(f, sent_ms=f.prepared_ms) if isinstance(f, HalfRecord) else f for f in found]
 
-    return replaced((HalfStore, "prepare", as_tried))
+    return replaced((HalfStore, "prepare_many", as_tried))
 
 
 def _woken_by_a_lease() -> AbstractContextManager[None]:

@@ -197,7 +197,7 @@ def arm(fate: Fate, folder: Path) -> None:
     global _fate, _folder
     _fate, _folder = fate, folder
     _wrap_half_files()
-    _around(CommitLog, "prepare", "staged", of=lambda log, header, files: _of_header(header))
+    _around(CommitLog, "prepare_many", "staged", of=lambda log, staged: _of_header(staged[0].header))
     _around(CommitLog, "open_half_ids", after="open batches listed")
     _around(DeltaLogTable, "write", after=lambda table, *_, **__: f"{table.name} file written")
     _around(DeltaLogTable, "try_commit", _of_commit("begins"), _of_commit("done"))

@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import maintenance, upkeep
-from rmq_spark.commitlog.half import STATS_COLUMNS, HalfHeader, HalfWriter, batch_name, half_id_of, name_of
+from rmq_spark.commitlog.half import STATS_COLUMNS, HalfHeader, HalfWriter, Naming, batch_name, half_id_of, name_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.commitlog.log import CommitLog
@@ -112,7 +112,7 @@ class Scenario:
     senders: int = 0
     rivals: bool = False  # each sender has one more program that sends the same under the same idempotency keys
     unkeyed: bool = False  # senders send once, without an idempotency key
-    lost_answers: float | None = None  # processes commit for each other, and so many answers are lost
+    apart: bool = False  # senders are spread over the processes
     clerks: int = 0  # programs that make the same topics
     batches: int = 2
     rows: int = 3
@@ -212,7 +212,7 @@ class Scenario:
             scenario.clerks = pick((0, 0, 0, 2))
         scenario.rivals = scenario.senders > 0 and often() < 0.6
         if scenario.senders > 0 and often() < 0.7:
-            scenario.lost_answers = pick((0.0, 0.1, 0.4))
+            scenario.apart = pick((False, True, True))
             scenario.unkeyed = not scenario.rivals and often() < 0.6
         scenario.changed = scenario.stranger
         scenario.deletions = 2 if scenario.upkeep > 1 and scenario.polls != 2 else 0
@@ -294,7 +294,6 @@ class Simulation:
         self.scheduler = Scheduler(self.chance, s.switch, s.crash, s.pause, s.tick)
         self.world = World(self.chance, self.scheduler, s.weather)
         self.world.wrong_clocks = s.wrong_clocks
-        self.world.machine.place.lost_answers = s.lost_answers
         self.history = self.world.history
         self.database = Database(self.scheduler, self.history, "fence")
         self.wrong_database = Database(self.scheduler, self.history, "another fence")
@@ -330,7 +329,6 @@ class Simulation:
         anomalies = find_anomalies(self.history, rules)
         self.counts["shared handles"] += self.scenario.threads > 1
         self.counts["shared commits"] += self.world.grouped
-        self.counts["commits for other processes"] += self.world.machine.place.asked
         self.counts["steps"] += self.scheduler.steps
         self.counts["crashes"] += self.scheduler.crashes
         self.counts["pauses"] += self.scheduler.pauses
@@ -365,8 +363,8 @@ class Simulation:
         if self.scenario.threads == 1:
             return [(role.name, [role]) for role in roles]
         senders = {source.role for source in self.sources if isinstance(source, SendSource)}
-        apart = self.scenario.lost_answers is not None and self.chance.random() < 0.7
-        together = [role for role in roles if role.name in senders] if self.scenario.senders > 1 and not apart else []
+        shares = self.scenario.senders > 1 and not self.scenario.apart
+        together = [role for role in roles if role.name in senders] if shares else []
         others = [role for role in roles if role not in together]
         self.chance.shuffle(others)
         count = -(-len(others) // self.scenario.threads)
@@ -384,7 +382,7 @@ class Simulation:
             known.two_phase.replay_check_timeout_s = 8.0
             if s.unkeyed:
                 header_of = known._header
-                known._header = lambda *given: replace(header_of(*given), made_up=True)  # type: ignore[method-assign]
+                known._header = lambda *given: replace(header_of(*given), naming=Naming.MADE_UP)  # type: ignore[method-assign]
         return known.start()  # whoever comes while another thread starts it waits for that
 
     # ------------------------------------------------------------------ repair, and the end

@@ -218,10 +218,6 @@ class SimulatedTable:
         self._scheduler.interleave()
         return self._state.version
 
-    @property
-    def is_contended(self) -> bool:
-        return self._turns.lost_lately
-
     def refresh(self) -> int:
         with self.lock:
             return self._refresh()

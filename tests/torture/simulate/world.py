@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from rmq_spark.commitlog import follow, follower, maintenance, marking, pruning, stripping
-from rmq_spark.commitlog.half import HALF_SCHEMA, HalfFile, HalfHeader, HalfWriter
+from rmq_spark.commitlog.half import HALF_SCHEMA, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord, PrepareError, Staged
 from rmq_spark.commitlog.ledger import Decided, Decision, Placed
 from rmq_spark.commitlog.log import CommitLog
@@ -23,7 +23,6 @@ from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.machine import Machine
-from rmq_spark.meeting import NoAnswerError
 from rmq_spark.storage.table import Change
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 from tests.torture.judge.history import History, Kind, Phase
@@ -87,10 +86,6 @@ class SimulatedLog(CommitLog):
         return self.world.messages.another()
 
     @property
-    def place(self) -> str:
-        return "here"
-
-    @property
     def seen_version(self) -> int:
         return self.op.version
 
@@ -127,13 +122,6 @@ class SimulatedLog(CommitLog):
             Kind.RESOLVE, Phase.OK, self.world.process, half_id=half_id, verdict=verdict.value, who="admin"
         )
         return placed
-
-    def prepare(self, header: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord:
-        record = super().prepare(header, files)
-        self.world.history.note(
-            Kind.PREPARE, Phase.OK, self.world.process, half_id=record.half_id, batch_id=header.batch_id
-        )
-        return record
 
     def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
         prepared = super().prepare_many(staged)
@@ -188,7 +176,6 @@ class SimulatedMachine(Machine):
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._serial = 0
-        self.place = MeetingPlace()
 
     def time(self) -> float:
         return self._scheduler.machine_s()
@@ -214,89 +201,6 @@ class SimulatedMachine(Machine):
 
     def start_thread(self, work: Callable[[], object], name: str, daemon: bool = False) -> Any:
         return SimulatedThread(self._scheduler, work)
-
-    def meeting(self, name: str, version: str, serve: Callable[[bytes], bytes]) -> Any:
-        return SimulatedMeeting(self.place, serve, self._scheduler)
-
-
-class MeetingPlace:
-    """Where processes of one machine meet.
-
-    Attributes
-    ----------
-    lost_answers : float
-        How often an answer does not come; None when nobody meets.
-    asked : int
-        Requests that were answered.
-    """
-
-    def __init__(self) -> None:
-        self.server: SimulatedMeeting | None = None
-        self.lost_answers: float | None = None
-        self.asked = 0
-
-
-class SimulatedMeeting:
-    """``rmq_spark.meeting.Meeting`` for processes of a simulation. A request is served by a thread of the other
-    process, which may sleep or die over it."""
-
-    def __init__(self, place: MeetingPlace, serve: Callable[[bytes], bytes], scheduler: Scheduler) -> None:
-        self._place = place
-        self._serve = serve
-        self._scheduler = scheduler
-        self._process = Process("main") if scheduler.current is None else scheduler.current.process
-        self._asks: SimulatedMeeting | None = None
-
-    @property
-    def follows(self) -> bool:
-        return self._asks is not None
-
-    def join(self) -> None:
-        if self._place.lost_answers is None or self._place.server is self:
-            return
-        server = self._place.server
-        if server is None or server._process.dead:
-            self._place.server = self
-        elif server._process.clock_offset_s == self._process.clock_offset_s:
-            self._asks = server
-
-    def ask(self, request: bytes, until_s: float) -> bytes | None:
-        server = self._asks
-        if server is None:
-            return None
-        if server._process.dead or self._place.server is not server:
-            self._asks = None
-            return None
-        answers: list[bytes] = []
-        done = SimulatedEvent(self._scheduler)
-
-        def work() -> None:
-            answers.append(server._serve(request))
-            done.set()
-
-        self._scheduler.spawn(server._process, work, f"{server._process.name}/serves")
-        self._scheduler.step()
-        chance = self._scheduler.chance.random
-        is_lost = chance() < (self._place.lost_answers or 0.0)
-        last_s = self._scheduler.now + 0.05 * chance() if is_lost else until_s  # the line breaks meanwhile
-        while not answers and self._scheduler.now < last_s and not server._process.dead:
-            done.wait(min(1.0, last_s - self._scheduler.now))
-        if answers and not is_lost:
-            self._place.asked += 1
-            return answers[0]
-        self._asks = None
-        raise NoAnswerError(server._process.dead)
-
-    def part(self, seconds: float) -> None:
-        self._asks = None
-
-    def open(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._asks = None
-        if self._place.server is self:
-            self._place.server = None
 
 
 @contextmanager

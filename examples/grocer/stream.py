@@ -1,6 +1,6 @@
 """The query: every basket is one transaction of three messages, which go to three topics.
 
-The demo runs it as ``python -m rmq_spark.demo.stream``, in a process that may be killed at any moment. When it is
+The demo runs it as ``python -m examples.grocer.stream``, in a process that may be killed at any moment. When it is
 started again, it goes on where its checkpoint and the commit log say.
 """
 
@@ -10,13 +10,13 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from rmq_spark.demo.baskets import BASKET_DDL
-from rmq_spark.demo.settings import PRODUCER_GROUP, Folder, Settings
+from examples.grocer.baskets import BASKET_DDL
+from examples.grocer.settings import PRODUCER_GROUP, Folder, Settings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-LISTENER = "rmq_spark.demo.orders:listener"
+LISTENER = "examples.grocer.orders:listener"
 JVM_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """A JVM lives for a minute at most. Compiling code again, for more speed, would cost more than it saves."""
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rmq_spark.demo.kill import Point
-from rmq_spark.demo.proof import Proof
-from rmq_spark.demo.settings import TOPICS
+from examples.grocer.kill import Point
+from examples.grocer.proof import Proof
+from examples.grocer.settings import TOPICS
 
 LINE_EVERY = 0.25
 """Without a terminal, a line after each such part of the baskets replaces the bar."""

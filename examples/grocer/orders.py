@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import sqlalchemy as sa
 
-from rmq_spark.demo.baskets import ITEM, lines_of, with_zero_quantity
-from rmq_spark.demo.kill import Point, die_here
-from rmq_spark.demo.settings import Folder, Settings
+from examples.grocer.baskets import ITEM, lines_of, with_zero_quantity
+from examples.grocer.kill import Point, die_here
+from examples.grocer.settings import Folder, Settings
 from rmq_spark.listener import Verdicts
 from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.transaction import HalfBatch
@@ -106,7 +106,7 @@ class OrderListener(SqlTransactionListener):
 
 @cache
 def listener() -> OrderListener:
-    """Return this process's listener. The option ``transactionListener=rmq_spark.demo.orders:listener`` names it."""
+    """Return this process's listener. The option ``transactionListener=examples.grocer.orders:listener`` names it."""
     return OrderListener(Settings().folder.database_url, place_orders, rollback_after=ROLLBACK_AFTER_S)
 
 

@@ -7,20 +7,20 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from examples.grocer import baskets, orders
+from examples.grocer.kill import Kill, Point
+from examples.grocer.processes import Child, ChildFailed
+from examples.grocer.proof import Proof, load, read_kills
+from examples.grocer.settings import PRODUCER_GROUP, TOPICS, Folder
+from examples.grocer.show import Bar, Show
+from examples.grocer.stream import LISTENER
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.demo import baskets, orders
-from rmq_spark.demo.kill import Kill, Point
-from rmq_spark.demo.processes import Child, ChildFailed
-from rmq_spark.demo.proof import Proof, load, read_kills
-from rmq_spark.demo.settings import PRODUCER_GROUP, TOPICS, Folder
-from rmq_spark.demo.show import Bar, Show
-from rmq_spark.demo.stream import LISTENER
 
 SETTLE_S_MAX = 60.0
 CHECK_CONFIG = """\
 # Written by the demo: the check job's settings, more impatient than RocketMQ's own.
 path = {path}
-listener_modules = ["rmq_spark.demo"]
+listener_modules = ["examples.grocer"]
 
 [listeners]
 {group} = "{listener}"
@@ -122,7 +122,7 @@ class Story:
         self.show.pending("at the end", self.pending())
 
     def _driver(self, kill: Kill | None) -> Child:
-        return Child(self.folder, "rmq_spark.demo.stream", kill=kill)
+        return Child(self.folder, "examples.grocer.stream", kill=kill)
 
     def _progress(self, bar: Bar) -> None:
         bar.at(self.input.baskets_in(self.folder.batches_done()))
@@ -151,7 +151,7 @@ class Story:
     # ------------------------------------------------------------------ the proof
     def prove(self) -> Proof:
         self.show.phase("the proof: data set, order database and topics compared")
-        with Child(self.folder, "rmq_spark.demo.proof") as child:
+        with Child(self.folder, "examples.grocer.proof") as child:
             child.require_success(child.wait())
         return load(self.folder)
 

@@ -24,8 +24,8 @@ class Settings(BaseSettings):
     dir : Path or None
         ``DEMO_DIR``: the folder to work in; None makes a temporary one.
     kill : str or None
-        ``DEMO_KILL``: where the stream's driver dies (see :mod:`rmq_spark.demo.kill`). The demo sets it for the process
-        that it starts.
+        ``DEMO_KILL``: where the stream's driver dies (see :mod:`examples.grocer.kill`). The demo sets it for the
+        process that it starts.
     """
 
     model_config = SettingsConfigDict(env_prefix="DEMO_", env_ignore_empty=True)
@@ -38,7 +38,7 @@ class Settings(BaseSettings):
     def folder(self) -> Folder:
         """The folder of the run; reading it raises ValueError when DEMO_DIR is not set."""
         if self.dir is None:
-            raise ValueError("DEMO_DIR is not set: this is started by python -m rmq_spark.demo, which sets it")
+            raise ValueError("DEMO_DIR is not set: this is started by python -m examples.grocer, which sets it")
         return Folder(self.dir)
 
 
@@ -64,7 +64,7 @@ class Folder:
 
     def output(self, module: str) -> Path:
         """Return the file for the output of the processes that run a module."""
-        return self.root / f"{module.removeprefix('rmq_spark.')}.out"
+        return self.root / f"{module.removeprefix('examples.')}.out"
 
     def batches_done(self) -> int:
         """Return how many micro-batches the checkpoint has as committed."""

@@ -1,6 +1,7 @@
 """The proof compares the data set, the order database and the three topics row by row.
 
-The demo runs it as ``python -m rmq_spark.demo.proof``, in a process and a Spark session that had no part in the stream.
+The demo runs it as ``python -m examples.grocer.proof``, in a process and a Spark session that had no part in the
+stream.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.demo.baskets import ITEM, lines_of, read_input, with_zero_quantity
-from rmq_spark.demo.kill import Point
-from rmq_spark.demo.orders import read_table
-from rmq_spark.demo.settings import TOPICS, Folder, Settings
+from examples.grocer.baskets import ITEM, lines_of, read_input, with_zero_quantity
+from examples.grocer.kill import Point
+from examples.grocer.orders import read_table
+from examples.grocer.settings import TOPICS, Folder, Settings
 from rmq_spark.transaction import decode_json
 
 EXAMPLES_MAX = 3
@@ -221,7 +222,7 @@ def load(folder: Folder) -> Proof:
 
 def main() -> None:
     """Read the topics with Spark, compare everything, and write the proof."""
-    from rmq_spark.demo.stream import start_spark
+    from examples.grocer.stream import start_spark
 
     folder = Settings().folder
     spark = start_spark(folder, "rmq_spark demo: proof")

@@ -1,4 +1,4 @@
-"""``python -m rmq_spark.demo``."""
+"""``python -m examples.grocer``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def missing_requirement() -> str | None:
     """Return what is missing and how to get it, or None when the demo can run."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        return (
-            f"The demo needs {', '.join(missing)}: install rmq_spark with its extras demo and job (make demo does it)."
-        )
+        return f"The demo needs {', '.join(missing)}: install rmq_spark with its extra dev (make demo does it)."
     home = os.environ.get("JAVA_HOME")
     java = f"{home}/bin/java" if home else "java"
     how = "install one (apt-get install openjdk-17-jre-headless) or set JAVA_HOME"
@@ -62,7 +60,7 @@ def main() -> int:
         return CANNOT_RUN
     from pydantic import ValidationError
 
-    from rmq_spark.demo.settings import Settings
+    from examples.grocer.settings import Settings
 
     try:
         settings = Settings()
@@ -80,10 +78,10 @@ class _Disagrees(Exception):
 
 def run(rows: int | None, chosen: Path | None) -> int:
     """Run the story in a work folder, and return the exit code."""
-    from rmq_spark.demo.processes import ChildFailed
-    from rmq_spark.demo.settings import Folder
-    from rmq_spark.demo.show import Show
-    from rmq_spark.demo.story import Story
+    from examples.grocer.processes import ChildFailed
+    from examples.grocer.settings import Folder
+    from examples.grocer.show import Show
+    from examples.grocer.story import Story
 
     show = Show()
     root: Path | None = None

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import rmq_spark
-from rmq_spark.demo.kill import Kill, end_session, session_members
-from rmq_spark.demo.settings import Folder
+from examples.grocer.kill import Kill, end_session, session_members
+from examples.grocer.settings import Folder
 
+ROOT = Path(__file__).parents[2]
+"""The folder in which Python finds ``examples``, also in Spark's workers."""
 POLL_S = 0.1
 OUTPUT_LINES_SHOWN = 25
 
@@ -31,8 +32,7 @@ class Child:
         self.module, self.output = module, folder.output(module)
         # This shell may have settings for another commit log, which the demo's check job must not get.
         env = {k: v for k, v in os.environ.items() if not k.startswith("TXMQ_")}
-        packages = str(Path(rmq_spark.__file__).parent.parent)
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (packages, env.get("PYTHONPATH"))))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
         env["PYSPARK_PYTHON"] = env["PYSPARK_DRIVER_PYTHON"] = sys.executable
         env["DEMO_DIR"], env["DEMO_KILL"] = str(folder.root), str(kill or "")
         env["TMPDIR"] = str(folder.temporary)

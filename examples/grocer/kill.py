@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
-from rmq_spark.demo.settings import Settings
+from examples.grocer.settings import Settings
 from rmq_spark.transaction import HalfBatch
 
 

@@ -1,7 +1,7 @@
 """The demo: a grocer's year of orders, a driver that is killed three times, and the proof that everything agrees.
 
-``python -m rmq_spark.demo`` runs it (``make demo`` installs what it needs first). ``DEMO_ROWS`` limits the lines of the
-data set. ``DEMO_DIR`` names a folder to work in, which is then kept.
+``python -m examples.grocer`` runs it (``make demo`` installs what it needs first). ``DEMO_ROWS`` limits the lines of
+the data set. ``DEMO_DIR`` names a folder to work in, which is then kept.
 
 =================  ====================================================================================
 ``baskets``        writes the data set as input files of a stream, with a row for each basket
