@@ -171,22 +171,16 @@ class MemoryTable:
         prefix: str,
         stats_columns: Sequence[str],
         row_group_rows: int = ROW_GROUP_ROWS,
-        keep_content: bool = True,
     ) -> DataFile:
         began_s = self.machine.monotonic()
         file = write_table(
             self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows,
-            keep_content=keep_content,
         )  # fmt: skip
         return replace(file, written_s=began_s)
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
         content = self.fs.content
         return [f for f in files if len(content.get(f"{self.folder}/{f.path}", b"")) != f.size_bytes]
-
-    def put_back(self, file: DataFile) -> None:
-        with self.fs.open_output_stream(f"{self.folder}/{file.path}") as stream:
-            stream.write(file.content)
 
     def read(
         self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None

@@ -68,7 +68,7 @@ LAST_COMMIT = "txmq.op.commit"
 
 def write_messages(table: Table, messages: pa.Table) -> DataFile:
     """Write messages of one topic, by queue and offset, as a file of the table. A commit must add it."""
-    return table.write(messages, NAME, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS, keep_content=False)
+    return table.write(messages, NAME, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
 
 
 def drained_up_to(table: Table) -> int:

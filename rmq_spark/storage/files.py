@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -71,8 +70,6 @@ class DataFile:
     size_bytes, rows : int
     stats : str
         Delta's statistics, as JSON.
-    content : bytes or None
-        The file's bytes, in the process that wrote it. That process can put the file back when somebody removes it.
     written_s : float or None
         When the write began, by that process's monotonic clock.
     """
@@ -81,7 +78,6 @@ class DataFile:
     size_bytes: int
     rows: int
     stats: str
-    content: bytes | None = field(default=None, repr=False, compare=False)
     written_s: float | None = field(default=None, repr=False, compare=False)
 
 
@@ -199,7 +195,6 @@ def write_table(
     constant_columns: Sequence[str] = (),
     row_group_rows: int | None = None,
     holds: str = "",
-    keep_content: bool = False,
     compression: str = COMPRESSION,
     raw_columns: Sequence[str] = (),
     close_columns: Sequence[str] = (),
@@ -222,8 +217,6 @@ def write_table(
         :data:`ROW_GROUP_ROWS` when not given.
     holds : str
         Which rows the file holds, for its seal.
-    keep_content : bool
-        Return the file's bytes as well.
     compression : str
         A codec of Parquet, as pyarrow names it. A small table has :data:`COMPRESSION_OF_SMALL` in place of zstd.
     raw_columns : sequence of str
@@ -269,16 +262,9 @@ def write_table(
             writer.add_key_value_metadata(seal(_as_read(table.schema), path, holds))
         return int(sink.tell())
 
-    content = None
     with writing(folder), fs.open_output_stream(f"{folder}/{path}") as stream:
-        if keep_content:
-            memory = io.BytesIO()
-            size = write_to(memory)
-            content = memory.getvalue()
-            stream.write(content)
-        else:
-            size = write_to(stream)
-    return DataFile(path, size, table.num_rows, column_stats(encoded, stats_columns), content)
+        size = write_to(stream)
+    return DataFile(path, size, table.num_rows, column_stats(encoded, stats_columns))
 
 
 def _as_read(schema: pa.Schema) -> pa.Schema:

@@ -65,18 +65,13 @@ from rmq_spark.storage.location import is_uri
 from rmq_spark.storage.others import WITHOUT_FEATURES, Changed, Entry, Snapshot, changes, dropping
 from rmq_spark.storage.pools import submitted
 from rmq_spark.storage.seal import (
-    ENTRY_SEAL,
-    added,
-    entry_seal,
     is_panic,
     reading,
-    removed,
     require_bounds,
     require_count,
     require_entries,
     require_row_groups,
     require_seal,
-    transaction,
 )
 from rmq_spark.storage.turns import NO_TURNS, Turns
 
@@ -219,16 +214,11 @@ class Table(Protocol):
         prefix: str,
         stats_columns: Sequence[str],
         row_group_rows: int = ROW_GROUP_ROWS,
-        keep_content: bool = True,
     ) -> DataFile:
-        """Write a data file. It belongs to the table once a commit adds it. With its content a file that somebody
-        removes before the commit is written again."""
+        """Write a data file. It belongs to the table once a commit adds it."""
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
         """Return those of the data files that are gone or have another size."""
-
-    def put_back(self, file: DataFile) -> None:
-        """Write a file of :meth:`write` again, from its content."""
 
     def read(
         self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None
@@ -289,7 +279,7 @@ def compare_and_set(
     LostCommitError
         When a commit was acknowledged but the table does not hold its rows: it went below the newest version.
     LostStagedFileError
-        When a file is gone before the commit, and this process does not have its content.
+        When a file is gone before the commit.
     LostFileError
         When such a file is gone after the commit.
     """
@@ -299,7 +289,7 @@ def compare_and_set(
     staged = _Staged(table)
 
     def has_landed(change: Change) -> bool:
-        staged.keep(change)
+        staged.require_kept(change)
         return landed(change)
 
     for tries in range(COMMIT_TRIES_MAX):
@@ -365,63 +355,48 @@ def _proposed(table: Table, propose: Callable[[int], Change | None]) -> tuple[Ch
 
 
 class _Staged:
-    """The files that a compare-and-set adds. Until the commit nothing names them, so any VACUUM may remove them."""
+    """The files that a compare-and-set adds. Until the commit nothing names them, so somebody's VACUUM may remove one
+    that waits for long."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._own: dict[str, DataFile] = {}  # of every try: a try that was given up may still land
         self._seen_s: dict[str, float] = {}
 
     def require(self, change: Change) -> None:
-        """Before the commit: put back files that are gone, or raise LostStagedFileError."""
-        self._own.update({f.path: f for f in change.add if f.content is not None})
-        lost = self._restore([f for f in change.add if self._is_doubtful(f)])
+        """Before the commit: raise LostStagedFileError for a file that is gone."""
+        lost = self._gone(change.add)
         if lost:
             raise LostStagedFileError(
                 f"file {lost[0].path}, staged for table {self._table.name}, is gone or cut: somebody removed it, as a "
                 "VACUUM with a short retention does. The commit was not made: run the batch again"
             )
 
-    def keep(self, change: Change) -> None:
-        """After the commit: put back files that were removed between the last look and the commit, or raise
-        LostFileError.
-
-        The files that the commit replaced may be gone by now, so the files that it added are the only copy.
-        """
-        looked_at = [*self._own.values(), *(f for f in change.add if f.content is None and self._is_doubtful(f))]
-        if not looked_at:
-            return
-        lost = self._lost(looked_at)
+    def require_kept(self, change: Change) -> None:
+        """After the commit: raise LostFileError for a file that was removed between the last look and the commit. The
+        files that the commit replaced may be gone by now, so those that it added are the only copy."""
+        lost = self._live(self._gone(change.add))
         if lost:  # or upkeep has replaced them since, and then deleted them
             self._table.refresh()
-            lost = self._lost(lost)
+            lost = self._live(lost)
         if lost:
             raise LostFileError(
                 f"file {lost[0].path} was removed while this process slept, and then committed to table "
                 f"{self._table.name}: its rows are lost. Keep VACUUM from files younger than the longest such sleep"
             )
 
-    def _lost(self, files: Sequence[DataFile]) -> list[DataFile]:
-        """Those that the table names, and that are gone for good."""
-        live = set(self._table.actions()["path"].to_pylist())
-        return self._restore([f for f in files if f.path in live])
+    def _live(self, files: Sequence[DataFile]) -> list[DataFile]:
+        """Those that the table names."""
+        live = set(self._table.actions()["path"].to_pylist()) if files else set[str]()
+        return [file for file in files if file.path in live]
 
-    def _is_doubtful(self, file: DataFile) -> bool:
-        known_s = self._seen_s.get(file.path, file.written_s)
-        return known_s is None or self._table.machine.monotonic() - known_s > STAGED_UNSEEN_S
-
-    def _restore(self, files: Sequence[DataFile]) -> list[DataFile]:
-        """Put back the files that are gone, and return those whose content this process does not have."""
-        if not files:
-            return []
+    def _gone(self, files: Sequence[DataFile]) -> list[DataFile]:
+        """Those that are gone, of the files that nobody has looked at for long."""
         now_s = self._table.machine.monotonic()
-        gone = self._table.missing(files)
-        for file in gone:
-            if file.content is not None:
-                logger.warning("file %s of table %s was removed by somebody: put back", file.path, self._table.name)
-                self._table.put_back(file)
-        self._seen_s.update((file.path, now_s) for file in files)
-        return [file for file in gone if file.content is None]
+        seen_s = {f.path: self._seen_s.get(f.path, f.written_s) for f in files}
+        doubtful = [f for f in files if (at := seen_s[f.path]) is None or now_s - at > STAGED_UNSEEN_S]
+        gone = self._table.missing(doubtful) if doubtful else []
+        self._seen_s.update((file.path, now_s) for file in doubtful if file not in gone)
+        return gone
 
 
 def has_held(table: Table, file: DataFile) -> bool:
@@ -596,9 +571,7 @@ class DeltaLogTable:
                 configuration=settings,
                 storage_options=dict(storage_options or {}) or None,
                 raise_if_key_not_exists=False,
-                commit_properties=CommitProperties(
-                    max_commit_retries=0, custom_metadata={ENTRY_SEAL: entry_seal(0, ())}
-                ),
+                commit_properties=CommitProperties(max_commit_retries=0),
             )
         except BaseException as problem:  # a panic of delta-rs is no Exception
             require_resources(problem, redacted(uri))
@@ -853,10 +826,8 @@ class DeltaLogTable:
         return (info.mtime_ns, info.size) if info.type == pafs.FileType.File else None
 
     def _require_entries(self, since: int, until: int | None) -> None:
-        """Raise CorruptLogError for damaged entries of the Delta log after ``since``, up to ``until`` or the newest.
-
-        It reads them on a local disk only. An object store verifies its objects itself, and has no half-written ones.
-        """
+        """Raise CorruptLogError for entries of the Delta log after ``since``, up to ``until`` or the newest, that a
+        power cut left empty. An object store has no half-written ones."""
         if isinstance(self.fs, pafs.LocalFileSystem):
             require_entries(Path(self.folder, "_delta_log"), self.name, since, until)
 
@@ -929,13 +900,11 @@ class DeltaLogTable:
         prefix: str,
         stats_columns: Sequence[str],
         row_group_rows: int = ROW_GROUP_ROWS,
-        keep_content: bool = True,
     ) -> DataFile:
         began_s = self.machine.monotonic()
         file = write_table(
-            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows,
-            keep_content=keep_content,
-        )  # fmt: skip
+            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows
+        )
         return replace(file, written_s=began_s)
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
@@ -948,10 +917,6 @@ class DeltaLogTable:
                     looks = [submitted(pool, self.fs.get_file_info, path) for path in paths]
                     infos = [look.result() for look in looks]
         return [f for f, i in zip(files, infos, strict=True) if (i.type, i.size) != (pafs.FileType.File, f.size_bytes)]
-
-    def put_back(self, file: DataFile) -> None:
-        with self.fs.open_output_stream(f"{self.folder}/{file.path}") as stream:
-            stream.write(file.content)
 
     def read(
         self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None
@@ -1034,11 +999,7 @@ class DeltaLogTable:
             RemoveAction(path=p, data_change=change.data_change, deletion_timestamp=removed_ms) for p in change.remove
         ]
         transactions = [Transaction(app_id, batch_id) for app_id, batch_id in change.transactions.items()]
-        said = [added(f.path, f.size_bytes, written_ms, f.stats) for f in change.add]
-        said += [removed(p) for p in change.remove]
-        said += [transaction(app_id, batch_id) for app_id, batch_id in change.transactions.items()]
         version = self.version + 1
-        seal = {ENTRY_SEAL: entry_seal(version, said)}
         cleans = version % CHECKPOINT_INTERVAL == 0
         table = self._table
         if change.is_stale(int(table.version())):
@@ -1048,9 +1009,7 @@ class DeltaLogTable:
                 actions,
                 mode="append",
                 schema=self._delta_schema,
-                commit_properties=CommitProperties(
-                    max_commit_retries=0, app_transactions=transactions or None, custom_metadata=seal
-                ),
+                commit_properties=CommitProperties(max_commit_retries=0, app_transactions=transactions or None),
                 # None: as the table's property says.
                 post_commithook_properties=PostCommitHookProperties(cleanup_expired_logs=None if cleans else False),
             )

@@ -389,20 +389,6 @@ def test_a_lost_file_of_one_does_not_stop_the_others() -> None:
     assert len(bodies(log)) == 3
 
 
-def test_a_shared_file_that_somebody_removed_before_the_commit_is_put_back(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log", orders=2)
-    write_shared = log.half.write_shared
-
-    def removed(rows: Any) -> Any:
-        files = write_shared(rows)
-        (tmp_path / "log" / "half" / files[0].data.path).unlink()
-        return files
-
-    log.half.write_shared = removed  # type: ignore[method-assign]
-    results, _ = send_all(log, Shop(), [message(i) for i in range(5)])
-    assert len(bodies(log)) == len(results) == 5
-
-
 def test_an_interrupted_caller_ends_its_waiting_and_not_the_commit() -> None:
     log = make_log("memory", Path(), orders=2)
     lane: group_commit.Lane[int, int]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ from rmq_spark.commitlog.half import HalfFile, HalfWriter
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import LostFileError, LostStagedFileError
 from rmq_spark.storage.table import STAGED_UNSEEN_S
-from tests.clocks import Clock, set_clock
+from tests.clocks import set_clock
 from tests.half_batches import another, bodies, check_offsets, commit, header_of, make_log, move_half, prepare
-
-STEPS = ("refresh", "actions", "read", "write", "missing", "put_back", "try_commit")
 
 
 def vacuum(table: Any) -> None:
@@ -31,135 +28,31 @@ def vacuum(table: Any) -> None:
             table.fs.delete_file(info.path)
 
 
-class Sleeper:
-    """Lets a handle stop before some of its steps, while somebody's VACUUM runs; steps are numbered from 0."""
-
-    def __init__(self, table: Any, stops: Container[int], clock: Clock, pause_s: float) -> None:
-        self.table, self.stops, self.clock, self.pause_s = table, stops, clock, pause_s
-        self.steps = 0
-        self.asleep = False
-        for name in STEPS:
-            if hasattr(table, name):
-                setattr(table, name, self._stopping(getattr(table, name)))
-
-    def _stopping(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any) -> Any:
-            number, self.steps = self.steps, self.steps + 1
-            if number in self.stops and not self.asleep:
-                self.asleep = True
-                self.clock.pauses.append(self.pause_s)
-                vacuum(self.table)
-                self.asleep = False
-            return step(*arguments)
-
-        return wrapped
-
-
-def merges(log: CommitLog) -> None:
-    maintenance.compact_op(log.op)
-
-
-def decides(log: CommitLog) -> None:
-    commit(log, log.get("app:4"))
-
-
-def makes_a_topic(log: CommitLog) -> None:
-    log.create_topic("bills", 1)
-
-
-def moves_a_group(log: CommitLog) -> None:
-    log.groups.set("late", {("orders", 0): 3}, "a test")
-
-
-TABLES: dict[Callable[[CommitLog], None], Callable[[CommitLog], Any]] = {
-    merges: lambda log: log.op,
-    decides: lambda log: log.op,
-    makes_a_topic: lambda log: log.topics_table,
-    moves_a_group: lambda log: log.groups.table,
-}
-
-
-def open_log(kind: str, folder: Path) -> CommitLog:
-    log = make_log(kind, folder, orders=1)
+def test_a_merged_file_that_a_race_kept_waiting_and_somebody_removed_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The op rows that it replaces would be in no file."""
+    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
+    clock = set_clock(monkeypatch)
+    log = make_log("delta", tmp_path / "log", orders=1)
     log.upkeep = False
     for number in range(4):
         commit(log, prepare(log, number, 1))
     prepare(log, 4, 1)
-    log.groups.set("late", {("orders", 0): 1}, "a test")
-    return log
-
-
-def is_as_it_should_be(log: CommitLog, work: Callable[[CommitLog], None]) -> bool:
-    """What another process finds after the work, which nobody interrupted for good."""
-    fresh = another(log)
-    check_offsets(fresh)
-    return {
-        merges: lambda: bodies(fresh) == [f"app.{i}.0" for i in range(4)] and fresh.op.actions().num_rows == 1,
-        decides: lambda: bodies(fresh) == [f"app.{i}.0" for i in range(5)],
-        makes_a_topic: lambda: fresh.topics() == {"bills": 1, "orders": 1},
-        moves_a_group: lambda: fresh.groups.positions("late") == {("orders", 0): 3},
-    }[work]()
-
-
-@pytest.mark.parametrize("pause_s", [0.0, 10 * STAGED_UNSEEN_S], ids=["a moment", "a long sleep"])
-@pytest.mark.parametrize("work", TABLES, ids=lambda work: work.__name__)
-def test_a_vacuum_beside_any_step_of_a_commit_loses_nothing(
-    work: Callable[[CommitLog], None], pause_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A merged file that was removed before its commit was a total loss: op's rows were in no other file."""
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
-    clock = set_clock(monkeypatch)
-    made = open_log("memory", tmp_path)
-
-    def work_with_stops(stops: Container[int]) -> int:
-        log = made.copy()  # type: ignore[attr-defined]
-        sleeper = Sleeper(TABLES[work](log), stops, clock, pause_s)
-        work(log)
-        assert is_as_it_should_be(log, work), f"a VACUUM before {stops}"
-        return sleeper.steps
-
-    steps = work_with_stops(())
-    assert steps > 5
-    for number in range(steps):
-        work_with_stops((number,))
-    work_with_stops(range(100 * steps))
-
-
-@pytest.mark.parametrize("work", TABLES, ids=lambda work: work.__name__)
-def test_a_vacuum_beside_every_step_of_a_commit_on_disk_loses_nothing(
-    work: Callable[[CommitLog], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
-    clock = set_clock(monkeypatch)
-    log = open_log("delta", tmp_path / "log")
-    Sleeper(TABLES[work](log), range(1000), clock, 0.0)
-    work(log)
-    assert is_as_it_should_be(log, work)
-
-
-def test_a_merged_file_that_a_race_kept_waiting_is_put_back_before_it_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Merging wins against appends by keeping its file; by the time it wins, the file may be an old orphan."""
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
-    clock = set_clock(monkeypatch)
-    log = open_log("delta", tmp_path / "log")
     upkeep = another(log)
     real = upkeep.op.try_commit  # type: ignore[attr-defined]
-    seen = []
 
     def overtaken(change: Any) -> bool:
-        seen.append(not upkeep.op.missing(change.add))
-        if len(seen) == 1:
-            commit(log, log.get("app:4"))
-            clock.pauses.append(10 * STAGED_UNSEEN_S)
-            vacuum(log.op)
+        commit(log, log.get("app:4"))
+        clock.pauses.append(10 * STAGED_UNSEEN_S)
+        vacuum(log.op)
         return bool(real(change))
 
     upkeep.op.try_commit = overtaken  # type: ignore[attr-defined]
-    assert maintenance.compact_op(upkeep.op)
-    assert seen == [True, True]
+    with pytest.raises(LostStagedFileError, match="staged for table op, is gone or cut"):
+        maintenance.compact_op(upkeep.op)
     assert len(bodies(another(log))) == 5
+    check_offsets(another(log))
 
 
 # ---------------------------------------------------------------- files that executors staged

@@ -110,8 +110,8 @@ def damage(log: Path, seed: int) -> Result:
     file = rng.choice(kinds[kind])
     others = [f for f in kinds[kind] if f != file]
     limit = None
-    if name == "delete" and file.suffix == ".json" and file == kinds[kind][-1]:
-        limit = "without its newest entry a Delta log is an older one, and nothing in it says that there was more"
+    if file.suffix == ".json" and name != "empty":
+        limit = "an entry of a Delta log has no checksum, and without its newest one the log is an older one"
     return Result(seed, kind, name, f"{file.name}: {DAMAGES[name](file, others, rng)}", limit=limit)
 
 

@@ -161,7 +161,7 @@ def test_a_damaged_entry_that_an_interrupted_refresh_passed_is_told_of(tmp_path:
     looks = [place[0][0].co_name for _, place in calls.places].index("_require_entries") + 1
     CommitLog.open(path).create_topic("payments")
     entry = max((path / "topics" / "_delta_log").glob("*.json"))
-    entry.write_bytes(entry.read_bytes().replace(b"numRecords", b"numRexords"))
+    entry.write_bytes(b"")
     assert isinstance(Tracer(looks).run(log.topics), Interrupted)
     with pytest.raises(TxmqError, match=entry.name):
         log.topics()

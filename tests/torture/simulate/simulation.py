@@ -59,7 +59,7 @@ from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner, admit
 from rmq_spark.storage.files import DataFile
-from rmq_spark.storage.table import STAGED_UNSEEN_S, Change, has_held
+from rmq_spark.storage.table import Change, has_held
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Event, History, Kind, Phase, payload_hash
@@ -641,8 +641,7 @@ class Simulation:
         maintenance.compact_op(log.op)
 
     def move(self) -> None:
-        """Half files are written anew under other names, as stripping does; and somebody's VACUUM of ``op``."""
-        self.vacuum_op()
+        """Half files are written anew under other names, as stripping does."""
         table = self.world.open_log().half.table
         table.refresh()
         for file in table.actions().to_pylist():
@@ -659,15 +658,10 @@ class Simulation:
             table.compare_and_set(propose, lambda change: all(has_held(table, f) for f in change.add))
 
     def vacuum(self) -> None:
-        """Somebody's VACUUM: half files that moved are deleted."""
+        """Half files that moved are deleted."""
         content = self.world.half.content
         for path in set(content.removed) - set(content.versions[-1].files):
             self.world.half.fs.tables.pop(f"half/{path}", None)
-        self.vacuum_op()
-
-    def vacuum_op(self) -> None:
-        """Somebody's VACUUM of ``op``: files that no version names since a while, or ever."""
-        self.counts["op files vacuumed"] += self.world.op.vacuum(STAGED_UNSEEN_S)
 
     def clean_up(self) -> None:
         kept = self.chance.choice((0, 0, 1, 3))

@@ -71,8 +71,6 @@ class Content:
     below_head: list[tuple[int, Change]] = field(default_factory=list)
     on_the_way: list[tuple[int, Change]] = field(default_factory=list)
     removed: dict[str, float] = field(default_factory=dict)
-    written: dict[str, float] = field(default_factory=dict)  # when, by the store's own clock
-    at_commit: set[str] = field(default_factory=set)  # files whose commit is under way
 
 
 _NO_ROWS: dict[int, tuple[pa.Schema, pa.Table]] = {}
@@ -274,32 +272,11 @@ class SimulatedTable:
     def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str], **_: object) -> DataFile:
         began_s = self._scheduler.now
         file = self.fs.put(self.folder, rows, prefix, stats_columns)
-        self.content.written[file.path] = began_s
         self._scheduler.step()
-        return replace(file, content=b"", written_s=began_s)
+        return replace(file, written_s=began_s)
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
         return [f for f in files if f"{self.folder}/{f.path}" not in self.fs.tables]
-
-    def put_back(self, file: DataFile) -> None:
-        path = f"{self.folder}/{file.path}"
-        self.fs.tables[path] = self.fs.ever[path]
-        self.content.written[file.path] = self._scheduler.now
-
-    def vacuum(self, retention_s: float) -> int:
-        """Somebody's VACUUM: what no version names, or none since so long, is deleted; returns how many files.
-
-        Those whose commit is under way stay. What is taken there its writer puts back, unless it dies just then: that
-        is not promised.
-        """
-        content, head = self.content, self.content.versions[-1]
-        orphans = content.written.keys() - content.removed.keys() - content.at_commit
-        old = {path for path in orphans if self._scheduler.now - content.written[path] > retention_s}
-        old |= {path for path, at in content.removed.items() if self._scheduler.wall_s() - at > retention_s}
-        paths = {f"{self.folder}/{path}" for path in old - head.files.keys()} & self.fs.tables.keys()
-        for path in paths:
-            del self.fs.tables[path]
-        return len(paths)
 
     def compare_and_set(
         self, propose: Callable[[int], Change | None], landed: Callable[[Change], bool]
@@ -334,15 +311,12 @@ class SimulatedTable:
             return False
         self._tried.append(change)
         version = self._state.version + 1
-        self.content.at_commit.update(f.path for f in change.add)
         self._scheduler.step()
         self._let_land()
         lands, answer = self._fate()
         if lands is None:
             self.content.on_the_way.append((version, change))
         done = bool(lands) and self.put(version, change)
-        if lands is not None:
-            self.content.at_commit.difference_update(f.path for f in change.add)
         self._scheduler.step()  # the process may die between the commit and its acknowledgement
         if answer is None:
             raise Unanswered(f"version {version} of {self.name} timed out")
