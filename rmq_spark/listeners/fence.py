@@ -16,10 +16,13 @@ from typing import Any
 from rmq_spark.listeners.database import (  # isort: skip
     IN_INNODB,
     PLACE_CHARS_MAX,
+    SAVEPOINT,
     Address,
     Database,
     alike,
+    end_savepoint,
     exact_text,
+    execute_with,
     insert_absent,
     is_lock_problem,
     place_of,
@@ -96,7 +99,7 @@ class Fence(Database):
         # A row is inserted where the fence has the id that the half batch was prepared with, in one statement.
         self._values = (
             sa.select(*(sa.bindparam(f"new_{c.name}", type_=c.type) for c in columns))
-            .where(self._id.c.one == _THE_ID)
+            .where(self._id.c.one == sa.literal_column(str(_THE_ID)))
             .where(self._id.c.fence_id == sa.bindparam("fence"))
         )
         self._insert_plain = self._rows.insert().from_select(columns.keys(), self._values)
@@ -181,11 +184,14 @@ class Fence(Database):
             return sa.inspect(connection).has_table(self._id.name, schema=self._id.schema)
 
     # ------------------------------------------------------------------ the rows
-    def claim(self, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded | None:
+    def claim(
+        self, connection: sa.Connection, batch: HalfBatch, state: State, *, savepoint: bool = False
+    ) -> Recorded | None:
         """Insert the row of an attempt: all that is asked about has this state. Return None, or what the row says that
         was there, which is locked until the database transaction ends.
 
-        It waits for another database transaction that has inserted or locked the row.
+        It waits for another database transaction that has inserted or locked the row. With ``savepoint`` the savepoint
+        of work is behind the insert.
 
         Raises
         ------
@@ -195,7 +201,8 @@ class Fence(Database):
         if not self._is_known:
             self.require_id_of(batch, self.read_id(connection))
         self._try_once(connection)
-        if self._insert(connection, batch, Recorded.of(state, batch.rows, batch.is_all)):
+        after = [SAVEPOINT] if savepoint else []
+        if self._insert(connection, batch, Recorded.of(state, batch.rows, batch.is_all), after):
             return None
         self.require_id_of(batch, self.read_id(connection))
         found = self._newest(connection, batch)
@@ -207,7 +214,7 @@ class Fence(Database):
             )
         return self.recorded(found, batch)
 
-    def _insert(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> bool:
+    def _insert(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded, after: Sequence[str]) -> bool:
         recorded = recorded.of_batch(batch)
         row = {
             "half_id": batch.half_id,
@@ -220,11 +227,13 @@ class Fence(Database):
             "changed_at": self._now(),
         }
         given = {"fence": batch.fence_id, **{f"new_{name}": value for name, value in row.items()}}
-        if connection.dialect.name in ("postgresql", "sqlite"):
-            return connection.execute(self._insert_absent(connection.dialect.name), given).one_or_none() is not None
+        is_tolerant = connection.dialect.name in ("postgresql", "sqlite")
+        insert = self._insert_absent(connection.dialect.name) if is_tolerant else self._insert_plain
         try:
-            return connection.execute(self._insert_plain, given).rowcount == 1
+            return execute_with(connection, insert, given, after=after) == 1
         except sa.exc.IntegrityError:
+            if is_tolerant:
+                raise
             return False  # MariaDB undoes the statement alone, and the database transaction goes on
 
     def _insert_absent(self, dialect: str) -> Any:
@@ -283,9 +292,23 @@ class Fence(Database):
 
     def write(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> None:
         """Change the row of an attempt, which this database transaction has claimed."""
+        connection.execute(self._update, self._changes(batch, recorded))
+
+    def write_last(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded, *, keep: bool) -> None:
+        """End the savepoint of work, and do what :meth:`write` does. Nothing but the commit may follow, and the driver
+        may have done it.
+
+        Raises
+        ------
+        TransactionEndedError
+            Work ended the transaction.
+        """
+        end_savepoint(connection, keep=keep, last=(self._update, self._changes(batch, recorded)))
+
+    def _changes(self, batch: HalfBatch, recorded: Recorded) -> dict[str, Any]:
         recorded = recorded.of_batch(batch)
         said = {"word": recorded.state, "sets": recorded.encoded(), "now": self._now()}
-        connection.execute(self._update, {"of": batch.half_id, "at": batch.attempt, **said})
+        return {"of": batch.half_id, "at": batch.attempt, **said}
 
     def _now(self) -> datetime:
         return self.machine.now().replace(tzinfo=None)
