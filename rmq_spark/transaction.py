@@ -331,6 +331,7 @@ class HalfBatch:
         self.staged_ms = staged_ms
         self._rows = rows
         self._transactions: pa.Table | None = None
+        self._owners: pa.Array | None = None
 
     def __repr__(self) -> str:
         return f"HalfBatch({self.half_id!r}, attempt={self.attempt}, producer_group={self.producer_group!r})"
@@ -475,9 +476,13 @@ class HalfBatch:
         """A digest of which row is of which transaction; None when the undecided rows do not tell that of all."""
         if not self.is_all or self.transaction_per != KEY:
             return None
-        keys = self._rows.read(["transaction_key"])["transaction_key"].to_pylist()
+        keys = self._rows.read(["transaction_key"])["transaction_key"].combine_chunks()
         sizes = [(file_no, len(bits)) for file_no, bits in self.rows.items()]
-        return blake2b(json.dumps([sizes, keys]).encode(), digest_size=16).hexdigest()
+        said = blake2b(json.dumps(sizes).encode(), digest_size=16)
+        for column in (pc.cast(pc.binary_length(keys), pa.string()), keys):
+            whole = pa.ListArray.from_arrays(pa.array([0, len(column)], pa.int32()), column)
+            said.update(pc.binary_join(whole, " ")[0].as_buffer())
+        return said.hexdigest()
 
     def by_row(self, of_transactions: pa.Array) -> pa.Array:
         """A value for each row of :attr:`transactions`, as one for each message in send order."""
@@ -500,8 +505,10 @@ class HalfBatch:
 
     def _transaction_of_each(self) -> pa.Array:
         """For each message, in send order, the position of its transaction."""
-        keys = self._rows.read(["transaction_key"])["transaction_key"].combine_chunks()
-        return pc.index_in(keys, value_set=self.transactions["transaction_key"].combine_chunks())
+        if self._owners is None:
+            keys = self._rows.read(["transaction_key"])["transaction_key"].combine_chunks()
+            self._owners = pc.index_in(keys, value_set=self.transactions["transaction_key"].combine_chunks())
+        return self._owners
 
     def verdicts(
         self,
@@ -533,11 +540,8 @@ class HalfBatch:
             When a key is not in this half batch, or is named for two verdicts.
         """
         column = "transaction_key" if self.transaction_per == KEY else "transaction_id"
-        known = self.transactions[column].to_pylist()
-        positions = dict(zip(known, range(len(known)), strict=True))
         distinct = {Verdict(_state(otherwise)): 0}
-        which = [0] * len(known)
-        named: dict[int, Verdict] = {}
+        named: dict[str, int] = {}
         for state, keys, final in (
             (COMMIT_MESSAGE, commit, False),
             (ROLLBACK_MESSAGE, rollback, False),
@@ -547,26 +551,33 @@ class HalfBatch:
             reasons = keys if isinstance(keys, Mapping) else None
             if reasons is not None and state is not ROLLBACK_MESSAGE:
                 raise VerdictError(f"{state} was given a mapping: its keys alone are expected, for it has no reasons")
-            texts: dict[str, str | None] = {}  # thousands of keys may have one reason
+            codes: dict[str | None, int] = {}  # thousands of keys may have one reason
             for key in keys:
                 reason = reasons[key] if reasons else None
                 if type(reason) is not str:
                     reason = kept_reason(reason)
-                elif reason in texts:
-                    reason = texts[reason]
-                else:
-                    reason = texts.setdefault(reason, kept_reason(reason))
-                verdict = Verdict(state, reason, final)
-                at = positions.get(str(key))
-                if at is None:
-                    raise VerdictError(f"{key!r} is not a {column} of half batch {self.half_id!r}")
-                before = named.setdefault(at, verdict)
-                if (before.state, before.refused) != (verdict.state, verdict.refused):
-                    raise VerdictError(
-                        f"{column} {key!r} is named for two verdicts: {_said(before)} and {_said(verdict)}"
-                    )
-                which[at] = distinct.setdefault(verdict, len(distinct))
-        return VerdictArray(tuple(distinct), pa.array(which, pa.int32()))
+                code = codes.get(reason)
+                if code is None:
+                    verdict = Verdict(state, kept_reason(reason), final)
+                    code = codes[reason] = distinct.setdefault(verdict, len(distinct))
+                before = named.setdefault(str(key), code)
+                if before != code:
+                    one, other = (list(distinct)[of] for of in (before, code))
+                    if (one.state, one.refused) != (other.state, other.refused):
+                        raise VerdictError(
+                            f"{column} {key!r} is named for two verdicts: {_said(one)} and {_said(other)}"
+                        )
+                    named[str(key)] = code
+        return VerdictArray(tuple(distinct), self._of_named(column, named))
+
+    def _of_named(self, column: str, named: Mapping[str, int]) -> pa.Array:
+        """For each row of :attr:`transactions` the number that its key is named with; 0 where it is not named."""
+        known, keys = self.transactions[column].combine_chunks(), pa.array(named, pa.string())
+        which = pc.index_in(known, value_set=keys)
+        if len(which) - which.null_count < len(keys):
+            absent = keys.filter(pc.invert(pc.is_in(keys, value_set=known)))[0].as_py()
+            raise VerdictError(f"{absent!r} is not a {column} of half batch {self.half_id!r}")
+        return pc.fill_null(pa.array(named.values(), pa.int32()).take(which), 0)
 
 
 def _said(verdict: Verdict) -> str:
