@@ -6,16 +6,15 @@ import inspect
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 from rmq_spark.errors import ListenerError, TransactionEndedError
+from rmq_spark.listeners.url_place import is_place, look_up
 from rmq_spark.redaction import cause_of, sentence_of
 
 try:
@@ -49,7 +48,6 @@ _UTF8_BYTES_MAX = 4
 PLACE_CHARS_MAX = 64
 IDLE_S_MAX = 1.0
 """A pooled connection that was not used for so long is tested before use."""
-_ENVIRONMENT, _FILE = "env:", "file:"
 
 IN_INNODB: dict[str, Any] = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
 """Makes a table whose changes a transaction can undo, whatever the default engine of a MariaDB or MySQL server is."""
@@ -558,13 +556,8 @@ class _Lookup(NamedTuple):
 
 def _lookup_of(address: object) -> _Lookup | None:
     """Return what gives the URL; None when the address is one, or an engine."""
-    if isinstance(address, str) and address.startswith(_ENVIRONMENT):
-        variable = address.removeprefix(_ENVIRONMENT)
-        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable) is None:
-            raise ListenerError(f"{_ENVIRONMENT!r} is not followed by the name of an environment variable")
-        return _Lookup(address, partial(_from_environment, variable))
-    if isinstance(address, str) and address.startswith(_FILE):
-        return _Lookup(address, partial(_from_file, address.removeprefix(_FILE)))
+    if isinstance(address, str) and is_place(address):
+        return _Lookup(address, partial(look_up, address))
     if not callable(address):
         return None
     name = f"{getattr(address, '__qualname__', type(address).__name__)}()"
@@ -575,27 +568,6 @@ def _lookup_of(address: object) -> _Lookup | None:
             f"{name} cannot give the database's URL: a function without arguments is expected ({problem})"
         ) from problem
     return _Lookup(name, partial(_from_function, address, name))
-
-
-def _from_environment(variable: str) -> str:
-    url = os.environ.get(variable, "")
-    if not url:
-        raise ListenerError(
-            f"the environment variable {variable}, which has the database's URL, is not set in this process: set it "
-            "where the listener or the inbox runs (of Spark, the driver's environment)"
-        )
-    return url
-
-
-def _from_file(path: str) -> str:
-    try:
-        url = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as problem:
-        why = problem.strerror if isinstance(problem, OSError) else "it is no text"
-        raise ListenerError(f"file {path}, which has the database's URL, cannot be read: {why}") from None
-    if not url:
-        raise ListenerError(f"file {path} is empty: the database's URL is expected in it")
-    return url
 
 
 def _from_function(function: Callable[[], object], name: str) -> object:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rmq_spark.config import Options
-from rmq_spark.errors import OptionError
+from rmq_spark.errors import ListenerError, OptionError
+from rmq_spark.listeners.url_place import is_place, look_up
 
 if TYPE_CHECKING:
     from rmq_spark.listeners.table import TableListener
+
+_T = TypeVar("_T")
 
 TABLE_LISTENER = "txmq.table"
 TABLE_OPTIONS: Mapping[str, tuple[str, str]] = {
@@ -61,7 +62,7 @@ class TableSettings:
                 raise OptionError(f"option {given[0]!r} is for transactionListener={TABLE_LISTENER}, not {listener!r}")
             return None
         url = options.require("table.url", "a database URL without a password, env:NAME or file:/path").strip()
-        if _place(url) is None:
+        if not _said_of_url(is_place, url):
             _require_no_password(url)
         return cls(
             url=url,
@@ -76,7 +77,7 @@ class TableSettings:
 
     def listener(self) -> TableListener:
         """Return the listener; the URL is looked up now, in this process."""
-        return _listener(self, _url_of(self.url))
+        return _listener(self, _said_of_url(look_up, self.url))
 
 
 @lru_cache(maxsize=8)
@@ -96,32 +97,12 @@ def _listener(settings: TableSettings, url: str) -> TableListener:
     )
 
 
-def _place(text: str) -> tuple[str, str] | None:
-    """Where the URL is: ``env`` or ``file``, and its name. None: the text is the URL."""
-    kind, colon, name = text.partition(":")
-    return (kind, name) if colon and kind in ("env", "file") else None
-
-
-def _url_of(text: str) -> str:
-    place = _place(text)
-    if place is None:
-        return text
-    kind, name = place
-    if kind == "env":
-        found = os.environ.get(name, "").strip()
-        if not found:
-            raise OptionError(
-                f"table.url=env:{name}: the driver's environment has no variable {name!r}: set it before Spark starts"
-            )
-        return found
+def _said_of_url(ask: Callable[[str], _T], url: str) -> _T:
+    """What is said of ``table.url``; an error names the option."""
     try:
-        found = Path(name).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as problem:
-        why = problem.strerror if isinstance(problem, OSError) else "it is no text"
-        raise OptionError(f"table.url=file:{name} cannot be read on the driver: {why}") from None
-    if not found:
-        raise OptionError(f"table.url=file:{name} is empty: the database's URL is expected in it")
-    return found
+        return ask(url)
+    except ListenerError as problem:
+        raise OptionError(f"table.url: {problem}") from None
 
 
 def _require_no_password(url: str) -> None:

@@ -1,0 +1,54 @@
+"""Where a database's URL lies, for the process that uses the database: ``env:NAME`` or ``file:/path``."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from rmq_spark.errors import ListenerError
+
+_ENVIRONMENT, _FILE = "env:", "file:"
+
+
+def is_place(address: str) -> bool:
+    """Whether a text says where the URL lies; else it is the URL.
+
+    Raises
+    ------
+    ListenerError
+        No name of an environment variable follows.
+    """
+    variable = address.removeprefix(_ENVIRONMENT)
+    if variable != address and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable) is None:
+        raise ListenerError(f"{_ENVIRONMENT!r} is not followed by the name of an environment variable")
+    return address.startswith((_ENVIRONMENT, _FILE))
+
+
+def look_up(address: str) -> str:
+    """Return the URL that lies in this place, or that this is.
+
+    Raises
+    ------
+    ListenerError
+        There is none in this process, or on this machine.
+    """
+    if not is_place(address):
+        return address
+    kind, _, name = address.partition(":")
+    if kind == "env":
+        url = os.environ.get(name, "").strip()
+        if not url:
+            raise ListenerError(
+                f"the environment variable {name}, which has the database's URL, is not set in this process: set it "
+                "where the listener or the inbox runs (of Spark, the driver's environment, before it starts)"
+            )
+        return url
+    try:
+        url = Path(name).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as problem:
+        why = problem.strerror if isinstance(problem, OSError) else "it is no text"
+        raise ListenerError(f"file {name}, which has the database's URL, cannot be read: {why}") from None
+    if not url:
+        raise ListenerError(f"file {name} is empty: the database's URL is expected in it")
+    return url
