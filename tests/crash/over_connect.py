@@ -27,18 +27,11 @@ REFUSED_OF = 7
 """Of every so many orders one is refused."""
 
 
-def send(spark: SparkSession, root: Path) -> Any:
-    def take(connection: sa.Connection, batch: txmq.HalfBatch) -> Any:
-        orders = batch.decode("n long")
-        refused = [n for n in orders["n"].to_pylist() if n % REFUSED_OF == 0]
-        good = orders.filter(pc.invert(pc.is_in(orders["n"], value_set=pa.array(refused, pa.int64()))))
-        batch.insert(connection, "taken", good.append_column("attempt", pa.repeat(batch.attempt, good.num_rows)))
-        return batch.verdicts(rollback=dict.fromkeys(refused, "sold out"))
-
+def send(spark: SparkSession, root: Path, listener: txmq.TransactionListener) -> Any:
     sink = txmq.TransactionalSink(
         root / "log",
         producer_group="shop",
-        listener=txmq.SqlTransactionListener(f"env:{URL}", take),
+        listener=listener,
         topic="orders",
         transaction_key="n",
         app_id=APP,
@@ -47,6 +40,21 @@ def send(spark: SparkSession, root: Path) -> Any:
     orders = spark.readStream.schema("n long").option("maxFilesPerTrigger", 1).json(str(root / "in"))
     writer = orders.selectExpr("to_json(struct(n)) body", "n").writeStream.foreachBatch(sink)
     return writer.option("checkpointLocation", str(root / "sink"))
+
+
+def by_function(spark: SparkSession, root: Path) -> Any:
+    def take(connection: sa.Connection, batch: txmq.HalfBatch) -> Any:
+        orders = batch.decode("n long")
+        refused = [n for n in orders["n"].to_pylist() if n % REFUSED_OF == 0]
+        good = orders.filter(pc.invert(pc.is_in(orders["n"], value_set=pa.array(refused, pa.int64()))))
+        batch.insert(connection, "taken", good.append_column("attempt", pa.repeat(batch.attempt, good.num_rows)))
+        return batch.verdicts(rollback=dict.fromkeys(refused, "sold out"))
+
+    return send(spark, root, txmq.SqlTransactionListener(f"env:{URL}", take))
+
+
+def by_table(spark: SparkSession, root: Path) -> Any:
+    return send(spark, root, txmq.TableListener(f"env:{URL}", "kept", key="n", on_bad_row="rollback"))
 
 
 def count(spark: SparkSession, root: Path) -> Any:
@@ -68,7 +76,7 @@ def count(spark: SparkSession, root: Path) -> Any:
     return messages.writeStream.foreachBatch(into_inbox).option("checkpointLocation", str(root / "inbox"))
 
 
-DOORS = {"sink": send, "inbox": count}
+DOORS = {"sink": by_function, "table": by_table, "inbox": count}
 
 
 def main(root: Path, door: str) -> None:

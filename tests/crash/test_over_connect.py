@@ -1,4 +1,4 @@
-"""A listener and an inbox that Spark Connect has pickled, on PostgreSQL, and a Connect server that is killed."""
+"""Listeners and an inbox that Spark Connect has pickled, on PostgreSQL, and a Connect server that is killed."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sa.URL]:
 
 @pytest.fixture
 def root(server: sa.URL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a commit log, orders to come, and the URL of an empty database with its two tables."""
+    """A folder with a commit log, orders to come, and the URL of an empty database with its tables."""
     name = f"of_{os.urandom(4).hex()}"
     with sa.create_engine(server, isolation_level="AUTOCOMMIT").connect() as connection:
         connection.exec_driver_sql(f"CREATE DATABASE {name}")
     url = server.set(database=name)
     with sa.create_engine(url).begin() as connection:
         connection.exec_driver_sql("CREATE TABLE taken (n bigint, attempt bigint)")
+        connection.exec_driver_sql(f"CREATE TABLE kept (n bigint PRIMARY KEY CHECK (mod(n, {REFUSED_OF}) <> 0))")
         connection.exec_driver_sql("CREATE TABLE counted (body text)")
     (tmp_path / "url").write_text(url.render_as_string(hide_password=False))
     monkeypatch.setenv(URL, (tmp_path / "url").read_text())
@@ -80,6 +81,21 @@ def test_a_listener_of_a_notebook_makes_rows_and_messages_agree_when_the_server_
     # The batch that was prepared ran as its next attempt, the one that was executed did not run again.
     again = rows(root, "SELECT DISTINCT n / 10, attempt FROM taken ORDER BY 1")
     assert again == [(0, 1), (1, 2), (2, 1), (3, 1)]
+
+
+def test_a_table_listener_of_a_notebook_makes_rows_and_messages_agree_when_the_server_is_killed(root: Path) -> None:
+    txmq.create_fence((root / "url").read_text())
+    kill_server_at("prepared", 1, root, "table", APP)  # nothing is in the database yet
+    assert rows(root, "SELECT count(*) FROM kept") == [(ROWS - 2,)]
+    kill_server_at("executed", 2, root, "table", APP)  # the rows are there, and nothing says that they are
+    assert txmq.CommitLog.open(root / "log").pending()["messages"].to_pylist() == [ROWS]
+    Program("over_connect", root, "table").finish()
+    kept = [n for n in range(BATCHES * ROWS) if n % REFUSED_OF]  # the table refuses the others
+    assert rows(root, "SELECT n FROM kept ORDER BY n") == [(n,) for n in kept]
+    assert bodies(root) == sorted(json.dumps({"n": n}, separators=(",", ":")) for n in kept)
+    # The batch that was prepared ran as its next attempt, the one that was executed did not run again.
+    fence = rows(root, "SELECT batch_id, attempt, state FROM txmq_fence ORDER BY batch_id, attempt")
+    assert fence == [(0, 1, "mixed"), (1, 1, "tombstone"), (1, 2, "mixed"), (2, 1, "mixed"), (3, 1, "mixed")]
 
 
 def test_an_inbox_of_a_notebook_counts_each_message_once_when_the_server_is_killed(root: Path) -> None:
