@@ -658,6 +658,11 @@ def _test_what_idled(engine: sa.Engine) -> None:
     sa.event.listen(engine, "checkout", taken)
 
 
+def has_one_connection(pool: sa.Pool) -> bool:
+    """Whether a pool that has given a connection lets the next one wait until it is back."""
+    return isinstance(pool, sa.QueuePool) and pool.size() == 1 and pool._max_overflow == 0
+
+
 def is_lock_problem(problem: sa.exc.DBAPIError) -> bool:
     """Return True when the database ended a statement because another transaction holds a lock or was faster."""
     cause = problem.orig

@@ -42,6 +42,7 @@ from rmq_spark.listeners.database import (  # isort: skip
     Owner,
     begin_savepoint,
     end_savepoint,
+    has_one_connection,
     is_lock_problem,
     no_commit_within,
 )
@@ -728,6 +729,12 @@ class EnlistedSession(TransactionListener):
         if connection._is_autocommit_isolation():
             raise ListenerError(
                 "the session's engine is set to AUTOCOMMIT: its rows and the messages must commit together"
+            )
+        pool = self._listener._fence.engine.pool
+        if connection is self._session and connection.engine.pool is pool and has_one_connection(pool):
+            raise ListenerError(
+                "the engine's pool has one connection, and this is it: transaction() looks by another whether it has "
+                "committed. Set pool_size=2 or more, or pass a Session, which gives its connection back"
             )
         self._transaction = self._session.get_transaction()
         self._require_whole()

@@ -403,6 +403,23 @@ def test_a_pool_that_gives_everybody_one_connection_gives_it_to_one_transaction(
     assert (bought(engine), sent(log)) == ([1], [1])
 
 
+def test_the_only_connection_of_a_pool_is_refused_at_once(engine: sa.Engine, log: CommitLog) -> None:
+    """Nobody could look whether it has committed: that waited for the pool's time-out, with the rows committed."""
+    only = sa.create_engine(engine.url, pool_size=1, max_overflow=0)
+    listener = txmq.SqlTransactionListener(only)
+    listener.create_fence()
+    with txmq.TransactionMQProducer(log, "shop", listener, check_interval=None) as producer:
+        with pytest.raises(ListenerError, match="the engine's pool has one connection, and this is it"):
+            buy(producer, only.connect(), 1)
+        assert (bought(only), sent(log)) == ([], [])
+        buy(producer, Session(only), 2)  # its commit gives the connection back
+        assert (bought(only), sent(log)) == ([2], [2])
+        with engine.connect() as of_another_pool:
+            buy(producer, of_another_pool, 3)
+    only.dispose()
+    assert (bought(engine), sent(log)) == ([2, 3], [2, 3])
+
+
 def test_work_is_not_given_to_a_transaction_of_a_producer(engine: sa.Engine, log: CommitLog) -> None:
     """Its messages were prepared before anybody refused its commit."""
     producer: txmq.TransactionMQProducer
