@@ -446,7 +446,7 @@ def test_another_half_batch_of_the_same_name_is_a_persons(shop: Shop, monkeypatc
     shop.send("key")
     shop.lose()
     header = HalfHeader("other", f"{SEND}key", 0, None, None, None, "batch", "shop", naming=Naming.KEY)
-    record = shop.log.prepare(header, shop.stage(header, ["key"])())
+    record = shop.log.prepare(header, shop.stage(header, ["key"], shop.log)())
     monkeypatch.setattr(shop.log, "find", lambda app_id, batch_id: record)
     assert shop.standings(apply=True) == {"key": "person"}
     assert bodies(shop.log) == []
