@@ -229,8 +229,8 @@ class Ledger(Follower):
         after = max(self.machine.now(), self.followed.last_time)
         if not reopens:
             return after
-        sent_ms = max(self._half.newest_ms(), self.reopened_ms)
-        return max(after, datetime.fromtimestamp((sent_ms + 1) / 1000, timezone.utc))
+        prepared_ms = max(self._half.newest_ms(), self.reopened_ms)
+        return max(after, datetime.fromtimestamp((prepared_ms + 1) / 1000, timezone.utc))
 
     def _commit_rows(
         self, record: HalfRecord, chosen: RowSet, attempt: int, who: Who, reason: str | None
