@@ -1,7 +1,8 @@
 """A statement and the commands around it in one trip to PostgreSQL, by psycopg 3. Import it where that is the driver.
 
 psycopg waits for each command by itself, and begins a transaction by one more. When many threads send, a trip costs
-more than a short statement: a thread that has waited has to get the interpreter's lock back.
+more than a short statement: a thread that has waited has to get the interpreter's lock back. What SQLAlchemy does for a
+statement costs half a trip, so this goes past it, and makes its errors.
 """
 
 from __future__ import annotations
