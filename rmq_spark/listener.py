@@ -93,6 +93,10 @@ class TransactionListener(ABC):
         """Raise when the local transaction could not run: a table is missing. It is called before each half batch is
         prepared, and never for a check."""
 
+    def require_reachable(self) -> None:  # noqa: B027 - most have no cheap question
+        """Raise when no check could be answered now: the store does not answer. A check job calls it once a round, also
+        when nothing is pending, so override it with a cheap question that changes nothing."""
+
     @abstractmethod
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         """Do the work that must agree with the messages, and return the verdict(s).

@@ -1,8 +1,8 @@
 """The check job: ``python -m rmq_spark.check.job --config conf/txmq.toml [--once]``, and ``spark-submit`` of this file.
 
 Exit codes: 0 when it was stopped, or when a single round (``--once``) left nothing to a person; 1 when that round had a
-problem, or half batches wait for a listener that nobody has, or the log could not be opened; 2 when the configuration
-cannot be used.
+problem (also that a listener's database does not answer), or half batches wait for a listener that nobody has, or the
+log could not be opened; 2 when the configuration cannot be used.
 """
 
 from __future__ import annotations

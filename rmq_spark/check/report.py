@@ -62,7 +62,7 @@ class CheckReport:
     without_listener : dict of str to int
         Producer groups without a listener here, and how many of their half batches are open.
     problems : list of (half_id or None, str)
-        What went wrong, a sentence for each problem. None stands for the round as a whole.
+        What went wrong, a sentence for each problem. None: it concerns no single half batch.
     placed : int
         Delayed messages that became visible at the end of the round, because their time had come.
     pending : int

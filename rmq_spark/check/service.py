@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
+from functools import partial
 
 import pyarrow as pa
 
@@ -22,6 +23,7 @@ from rmq_spark.check.asking import Answer, Asker, NoAnswer, Question
 from rmq_spark.check.deciding import TOGETHER_MAX, Decisions
 from rmq_spark.check.immunity import COLUMNS, due_rows
 from rmq_spark.check.policy import TransactionCheckListener, require_policy
+from rmq_spark.check.probe import Probe
 from rmq_spark.check.report import CHECKED, IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport, Tally
 from rmq_spark.commitlog.asked import Split, split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
@@ -125,6 +127,9 @@ class CheckService:
     With a ``round_timeout``, listeners are called from threads of the service, one at a time unless one has not come
     back. Listeners that need Spark are called from the thread of the round, and waited for, because a Spark session
     belongs to a thread.
+
+    A round ends with a look whether listeners could answer, which calls their
+    :meth:`~rmq_spark.TransactionListener.require_reachable`. With ``only_groups`` it does not.
     """
 
     @named
@@ -168,6 +173,7 @@ class CheckService:
         self._doubt_s: float | None = None  # in this round
         self._without_fence = CommitOncePrepared()
         self._asker = Asker(self.log.machine, in_threads=self.round_timeout is not None)
+        self._probe = Probe(self.log.machine, self.listeners, in_threads=self.round_timeout is not None)
         self._not_reached: list[str] = []
         self._foreign: set[str] = set()  # open half batches of other groups (only_groups)
 
@@ -197,7 +203,8 @@ class CheckService:
             stop_event.wait(self.transaction_check_interval)
 
     def run_once(self) -> CheckReport:
-        """One round: ask about what is due, make the answers final, move the low-water mark.
+        """One round: ask about what is due, make the answers final, move the low-water mark, and look whether the
+        listeners' databases answer.
 
         Nothing that a single half batch or its listener does wrong ends the round; the report's ``problems`` say it.
         """
@@ -225,7 +232,7 @@ class CheckService:
             except Exception as problem:  # unreadable, corrupt: the others must not wait for it
                 _cannot_check(half_id, problem, report)
         round_.decisions.make()
-        self._finish(report)
+        self._finish(report, stop)
         report.seconds = round_.seconds()
         self._tell(report)
         return report
@@ -504,7 +511,7 @@ class CheckService:
         first = [i for i in self._not_reached if i in set(ids)]
         return first + [i for i in ids if i not in set(first)]
 
-    def _finish(self, report: CheckReport) -> None:
+    def _finish(self, report: CheckReport, stop: threading.Event) -> None:
         for group, count in report.without_listener.items():
             if group in self.elsewhere:
                 continue
@@ -513,7 +520,7 @@ class CheckService:
             logger.warning("producer group %r has no listener here: %s pending", group, batches, extra=extra)
         steps = [self._place_due, self._move_mark, self._count_pending]
         if not self.only_groups:
-            steps.append(self._report_conflicts)
+            steps += [self._report_conflicts, partial(self._probe.look, stop)]
         for step in steps:
             try:
                 step(report)

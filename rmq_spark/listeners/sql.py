@@ -589,6 +589,20 @@ class SqlTransactionListener(TransactionListener):
         return VerdictArray.of(verdicts)
 
     # ------------------------------------------------------------------ check
+    def require_reachable(self) -> None:
+        """Read the fence's id.
+
+        Raises
+        ------
+        FenceError, sqlalchemy.exc.DBAPIError
+            The database has no fence, or does not answer. A lock that somebody holds is an answer.
+        """
+        try:
+            _once_more(self._read_rows, [])
+        except sa.exc.DBAPIError as problem:
+            if not is_lock_problem(problem):
+                raise
+
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
         """Return what the fence says of each transaction. An old half batch without a fence row gets a tombstone.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import rmq_spark as txmq
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.rows import NO_ROWS
@@ -124,6 +125,36 @@ def test_once_exits_with_one_when_a_half_batch_had_a_problem(folder: Path) -> No
     assert "1 transaction (2 messages) committed" in out
     assert "problem with app:1: its listener did not answer: RuntimeError: the bank is �[31mclosed" in out
     assert log.read("orders").num_rows == 2
+
+
+def test_once_exits_with_one_when_a_listener_s_database_is_down_and_nothing_is_pending(folder: Path) -> None:
+    """An operator learned it from a round with exit code 0 only when messages were stuck."""
+    pytest.importorskip("psycopg")
+    (folder / "shop").mkdir()
+    txmq.create_fence(f"sqlite:///{folder}/shop/orders.db")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # nobody listens there
+        server = f"127.0.0.1:{held.getsockname()[1]}/till"
+        (folder / "shop_orders.py").write_text(
+            "from rmq_spark import SqlTransactionListener, TableListener\n"
+            f"orders = TableListener('sqlite:///{folder}/shop/orders.db', 'orders')\n"
+            f"till = SqlTransactionListener('postgresql+psycopg://till:s3cr3t-passw0rd@{server}')\n"
+        )
+        write(folder, listener="shop_orders:orders")
+        assert run(folder, "--once", "--quiet") == (0, "", "")
+        (folder / "shop").rename(folder / "away")
+        code, out, err = run(folder, "--once", "--quiet", "--json", TXMQ_LISTENERS='{"till": "shop_orders:till"}')
+    assert code == 1, err
+    report = json.loads(out)
+    assert report["pending"] == 0
+    said = sorted(one["problem"] for one in report["problems"])
+    assert len(said) == 2
+    assert (
+        f"group 'order-service' can be answered: TableListener('sqlite:///{folder}/shop/orders.db', 'orders')"
+        in said[0]
+    )
+    assert f"group 'till' can be answered: SqlTransactionListener('postgresql+psycopg://***@{server}')" in said[1]
+    assert "s3cr3t-passw0rd" not in out + err
 
 
 def test_a_configuration_that_cannot_be_used_exits_with_two_and_one_line(folder: Path) -> None:
