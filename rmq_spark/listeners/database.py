@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
@@ -466,64 +466,28 @@ def _guard(engine: sa.Engine) -> None:
         _GUARDED.add(engine)  # last: others may use the engine already
 
 
-def execute_with(
-    connection: sa.Connection,
-    statement: sa.Executable,
-    values: Mapping[str, Any],
-    *,
-    before: Sequence[str] = (),
-    after: Sequence[str] = (),
-    commit: bool = False,
-) -> int:
-    """Execute a statement, and commands before and after it, in one trip to the server where the driver can. Return how
-    many rows the statement wrote.
-
-    With ``commit`` it is the transaction's last, and the trip may commit it.
-    """
-    if (before or after) and connection.dialect.driver == "psycopg":
-        from rmq_spark.listeners import one_trip
-
-        if one_trip.is_possible(connection):
-            return one_trip.execute(connection, statement, values, before, [*after, "COMMIT"] if commit else after)
-    for command in before:
-        connection.exec_driver_sql(command)
-    result = connection.execute(statement, values)
-    rows = len(result.all()) if result.returns_rows else result.rowcount
-    for command in after:
-        connection.exec_driver_sql(command)
-    return rows
-
-
 _SAVEPOINT = "txmq_work"
-SAVEPOINT = f"SAVEPOINT {_SAVEPOINT}"
 
 
 def begin_savepoint(connection: sa.Connection) -> None:
     """Set a savepoint where work begins. It is not SQLAlchemy's nested transaction, which work could end."""
-    connection.exec_driver_sql(SAVEPOINT)
+    connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
 
 
-def end_savepoint(
-    connection: sa.Connection, *, keep: bool, last: tuple[sa.Executable, Mapping[str, Any]] | None = None
-) -> None:
+def end_savepoint(connection: sa.Connection, *, keep: bool) -> None:
     """Keep or undo what was written since :func:`begin_savepoint`, and so prove that the transaction is still the same.
 
     A database forgets its savepoints when their transaction ends, however it ends, even if another one begins after.
-    ``last`` is the transaction's last statement, with its values.
 
     Raises
     ------
     TransactionEndedError
         When the savepoint is gone.
     """
-    release = f"RELEASE SAVEPOINT {_SAVEPOINT}"
-    commands = [release] if keep else [f"ROLLBACK TO SAVEPOINT {_SAVEPOINT}", release]
     try:
-        if last is not None:
-            execute_with(connection, *last, before=commands, commit=True)
-            return
-        for command in commands:
-            connection.exec_driver_sql(command)
+        if not keep:
+            connection.exec_driver_sql(f"ROLLBACK TO SAVEPOINT {_SAVEPOINT}")
+        connection.exec_driver_sql(f"RELEASE SAVEPOINT {_SAVEPOINT}")
     except sa.exc.DBAPIError as problem:
         if _is_savepoint_gone(problem):
             raise TransactionEndedError(ENDED) from problem

@@ -16,13 +16,10 @@ from typing import Any
 from rmq_spark.listeners.database import (  # isort: skip
     IN_INNODB,
     PLACE_CHARS_MAX,
-    SAVEPOINT,
     Address,
     Database,
     alike,
-    end_savepoint,
     exact_text,
-    execute_with,
     insert_absent,
     is_lock_problem,
     place_of,
@@ -99,7 +96,7 @@ class Fence(Database):
         # A row is inserted where the fence has the id that the half batch was prepared with, in one statement.
         self._values = (
             sa.select(*(sa.bindparam(f"new_{c.name}", type_=c.type) for c in columns))
-            .where(self._id.c.one == sa.literal_column(str(_THE_ID)))
+            .where(self._id.c.one == _THE_ID)
             .where(self._id.c.fence_id == sa.bindparam("fence"))
         )
         self._insert_plain = self._rows.insert().from_select(columns.keys(), self._values)
@@ -184,14 +181,11 @@ class Fence(Database):
             return sa.inspect(connection).has_table(self._id.name, schema=self._id.schema)
 
     # ------------------------------------------------------------------ the rows
-    def claim(
-        self, connection: sa.Connection, batch: HalfBatch, state: State, *, savepoint: bool = False
-    ) -> Recorded | None:
+    def claim(self, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded | None:
         """Insert the row of an attempt: all that is asked about has this state. Return None, or what the row says that
         was there, which is locked until the database transaction ends.
 
-        It waits for another database transaction that has inserted or locked the row. With ``savepoint`` the savepoint
-        of work is behind the insert.
+        It waits for another database transaction that has inserted or locked the row.
 
         Raises
         ------
@@ -201,8 +195,7 @@ class Fence(Database):
         if not self._is_known:
             self.require_id_of(batch, self.read_id(connection))
         self._try_once(connection)
-        after = [SAVEPOINT] if savepoint else []
-        if self._insert(connection, batch, Recorded.of(state, batch.rows, batch.is_all), after):
+        if self._insert(connection, batch, Recorded.of(state, batch.rows, batch.is_all)):
             return None
         self.require_id_of(batch, self.read_id(connection))
         found = self._newest(connection, batch)
@@ -214,7 +207,7 @@ class Fence(Database):
             )
         return self.recorded(found, batch)
 
-    def _insert(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded, after: Sequence[str]) -> bool:
+    def _insert(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> bool:
         recorded = recorded.of_batch(batch)
         row = {
             "half_id": batch.half_id,
@@ -227,13 +220,11 @@ class Fence(Database):
             "changed_at": self._now(),
         }
         given = {"fence": batch.fence_id, **{f"new_{name}": value for name, value in row.items()}}
-        is_tolerant = connection.dialect.name in ("postgresql", "sqlite")
-        insert = self._insert_absent(connection.dialect.name) if is_tolerant else self._insert_plain
+        if connection.dialect.name in ("postgresql", "sqlite"):
+            return connection.execute(self._insert_absent(connection.dialect.name), given).one_or_none() is not None
         try:
-            return execute_with(connection, insert, given, after=after) == 1
+            return connection.execute(self._insert_plain, given).rowcount == 1
         except sa.exc.IntegrityError:
-            if is_tolerant:
-                raise
             return False  # MariaDB undoes the statement alone, and the database transaction goes on
 
     def _insert_absent(self, dialect: str) -> Any:
@@ -291,24 +282,23 @@ class Fence(Database):
         return found
 
     def write(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> None:
-        """Change the row of an attempt, which this database transaction has claimed."""
-        connection.execute(self._update, self._changes(batch, recorded))
-
-    def write_last(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded, *, keep: bool) -> None:
-        """End the savepoint of work, and do what :meth:`write` does. Nothing but the commit may follow, and the driver
-        may have done it.
+        """Change the row of an attempt, which this database transaction has claimed.
 
         Raises
         ------
-        TransactionEndedError
-            Work ended the transaction.
+        FenceError
+            When the row is not there any more. Then no check would find what was done.
         """
-        end_savepoint(connection, keep=keep, last=(self._update, self._changes(batch, recorded)))
-
-    def _changes(self, batch: HalfBatch, recorded: Recorded) -> dict[str, Any]:
         recorded = recorded.of_batch(batch)
         said = {"word": recorded.state, "sets": recorded.encoded(), "now": self._now()}
-        return {"of": batch.half_id, "at": batch.attempt, **said}
+        changed = connection.execute(self._update, {"of": batch.half_id, "at": batch.attempt, **said}).rowcount
+        if changed != 1:
+            raise FenceError(
+                f"the fence row of half batch {batch.half_id!r}, attempt {batch.attempt}, is not in "
+                f"{self._rows.fullname!r} of {self.where} any more, where this database transaction had written it: "
+                "work changed the connection's search_path, role or tables. Nothing was committed. Let work undo such "
+                "settings, or name the fence's schema (schema=)"
+            )
 
     def _now(self) -> datetime:
         return self.machine.now().replace(tzinfo=None)

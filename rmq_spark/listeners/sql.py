@@ -279,11 +279,10 @@ class SqlTransactionListener(TransactionListener):
     ``create_fence(moved=True)``.
 
     In one database transaction, execute inserts the transaction ids, runs ``work``, records what it rolled back, and
-    commits. With psycopg the commit goes to the server with the last of these statements, and an engine's hooks for
-    "commit" are called after it. When the connection breaks at the commit, nobody knows whether it was made. The
-    exception leaves the half batch pending, and the check reads what the database has. For a transaction that a check
-    has rolled back, execute raises :class:`~rmq_spark.errors.FencedError` *before* ``work`` runs. The check's verdict
-    stands, and the next attempt runs the work.
+    commits. When the connection breaks at the commit, nobody knows whether it was made. The exception leaves the half
+    batch pending, and the check reads what the database has. For a transaction that a check has rolled back, execute
+    raises :class:`~rmq_spark.errors.FencedError` *before* ``work`` runs. The check's verdict stands, and the next
+    attempt runs the work.
 
     Fence rows must outlive their half batches: see :meth:`prune`.
     """
@@ -472,7 +471,7 @@ class SqlTransactionListener(TransactionListener):
     def _try_to_execute(self, batch: HalfBatch, claimed: list[bool]) -> tuple[list[str], VerdictArray]:
         """Run one database transaction; ``claimed`` gets an entry when the row is claimed."""
         with self._fence.transaction() as connection:
-            recorded = self._fence.claim(connection, batch, State(STARTED), savepoint=True)
+            recorded = self._fence.claim(connection, batch, State(STARTED))
             claimed.append(True)
             if recorded is None:
                 self._fence.require_not_too_late(batch)
@@ -526,14 +525,14 @@ class SqlTransactionListener(TransactionListener):
         return fenced
 
     def _run_all_anew(self, connection: sa.Connection, batch: HalfBatch) -> VerdictArray:
-        """Run ``work`` for transactions of which the fence knew nothing, behind the claim's savepoint."""
-        verdicts, keep = self._run(connection, batch)
+        """Run ``work`` for transactions of which the fence knew nothing."""
+        verdicts = self._run(connection, batch)
         states = [_state(verdict) for verdict in verdicts.distinct]
         if verdicts.which is None:
             ended = Recorded.of(states[0], batch.rows, batch.is_all)
         else:
             ended = NOTHING.with_rows(batch.rows, states, batch.by_row(verdicts.which))
-        self._fence.write_last(connection, batch, ended, keep=keep)
+        self._fence.write(connection, batch, ended)
         return verdicts
 
     def _run_rest(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> VerdictArray:
@@ -554,29 +553,30 @@ class SqlTransactionListener(TransactionListener):
             )
         absent = batch.rows.where(pc.is_null(recorded.among(batch.rows)))
         self._fence.write(connection, batch, recorded.with_rows(absent, [State(STARTED)]))
-        begin_savepoint(connection)
-        ran, keep = self._run(connection, batch, fresh)
+        ran = self._run(connection, batch, fresh)
         verdicts = [new if is_fresh else old for new, old, is_fresh in zip(ran.each(count), before, fresh, strict=True)]
         result = VerdictArray.of(verdicts)
         assert result.which is not None
         ended = batch.by_row(result.which).filter(pc.is_null(recorded.among(batch.rows)))
         states = [_state(verdict) for verdict in result.distinct]
-        self._fence.write_last(connection, batch, recorded.with_rows(absent, states, ended), keep=keep)
+        self._fence.write(connection, batch, recorded.with_rows(absent, states, ended))
         return result
 
-    def _run(
-        self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool] | None = None
-    ) -> tuple[VerdictArray, bool]:
-        """Run ``work``, and return its verdict for each transaction, and whether what it wrote is kept. Transactions
-        that are not fresh do not run."""
+    def _run(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool] | None = None) -> VerdictArray:
+        """Run ``work``, and return its verdict for each transaction; those that are not fresh do not run."""
         with no_commit_within(connection):
-            if self._per_transaction:
-                return self._run_each(connection, batch, fresh), True
-            result = returned(self._work, connection, batch)
+            return (
+                self._run_each(connection, batch, fresh) if self._per_transaction else self._run_all(connection, batch)
+            )
+
+    def _run_all(self, connection: sa.Connection, batch: HalfBatch) -> VerdictArray:
+        begin_savepoint(connection)
+        result = returned(self._work, connection, batch)
         verdicts = normalize_verdicts(COMMIT_MESSAGE if result is None else result, batch)
         _refuse_unknown(verdicts, batch)
         whole = result is None or isinstance(result, (str, Rollback))
-        return verdicts, not whole or verdicts.distinct[0].state is COMMIT_MESSAGE
+        end_savepoint(connection, keep=not whole or verdicts.distinct[0].state is COMMIT_MESSAGE)
+        return verdicts
 
     def _run_each(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool] | None) -> VerdictArray:
         verdicts = [_COMMIT] * batch.transactions.num_rows

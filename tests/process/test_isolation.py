@@ -238,9 +238,9 @@ def test_these_tests_notice_a_listener_that_trusts_its_snapshot(url: sa.URL, mon
     def newest(fence: Fence, connection: sa.Connection, batch: HalfBatch) -> Any:
         return connection.execute(fence._read_one, {"of": batch.half_id, "at": batch.attempt}).one_or_none()
 
-    def claim(fence: Fence, connection: sa.Connection, batch: HalfBatch, state: State, **how: bool) -> Recorded | None:
+    def claim(fence: Fence, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded | None:
         try:
-            return honest(fence, connection, batch, state, **how)
+            return honest(fence, connection, batch, state)
         except FenceError:  # it does not show the first
             return None
 
@@ -258,8 +258,8 @@ def test_these_tests_notice_fence_rows_that_say_executed_too_early(
     url = make_orders(sa.make_url(f"sqlite:///{tmp_path / 'orders.db'}"))
     claim = Fence.claim
 
-    def early(fence: Fence, connection: sa.Connection, batch: HalfBatch, state: State, **how: bool) -> Recorded | None:
-        return claim(fence, connection, batch, State(EXECUTED) if state.word == STARTED else state, **how)
+    def early(fence: Fence, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded | None:
+        return claim(fence, connection, batch, State(EXECUTED) if state.word == STARTED else state)
 
     monkeypatch.setattr(Fence, "claim", early)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):

@@ -514,6 +514,19 @@ def test_work_that_ends_the_transaction_itself_is_refused(
     assert verdicts(listener(url).execute_local_transaction(half_batch(fence))) == [COMMIT]
 
 
+def test_work_that_hides_the_fence_row_commits_nothing(url: sa.URL, fence: str) -> None:
+    """The row stayed "started" while work's rows were committed, and a person had to say what had happened."""
+
+    def work(connection: sa.Connection, _: Any) -> None:
+        connection.execute(orders.insert(), {"id": 1, "lines": 1})
+        connection.execute(sa.text("CREATE TEMP TABLE txmq_fence AS SELECT * FROM main.txmq_fence WHERE 0"))
+
+    with pytest.raises(FenceError, match="work changed the connection's search_path, role or tables"):
+        listener(url, work).execute_local_transaction(half_batch(fence))
+    assert stored(url) == fence_rows(url) == {}
+    assert verdicts(listener(url).execute_local_transaction(half_batch(fence))) == [COMMIT]
+
+
 def test_a_transaction_of_another_log_is_not_taken_for_one_that_ran(url: sa.URL, fence: str) -> None:
     """Two logs with one fence, and a batch write of both: the second one's message became visible, and its work never
     ran."""

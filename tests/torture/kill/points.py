@@ -242,7 +242,7 @@ def _of_commit(step: str) -> Callable[..., str]:
     return name
 
 
-def _of_claim(fence: Fence, connection: sa.Connection, batch: HalfBatch, state: State, savepoint: bool = False) -> str:
+def _of_claim(fence: Fence, connection: sa.Connection, batch: HalfBatch, state: State) -> str:
     return "fence row written" if state.word == STARTED else "tombstone written"
 
 
