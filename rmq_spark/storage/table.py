@@ -350,6 +350,8 @@ def _proposed(table: Table, propose: Callable[[int], Change | None]) -> tuple[Ch
     except CorruptLogError:
         if table.refresh() + 1 == version:
             raise
+        if table.name in READ_ALL_THE_SAME:
+            require_own(table)
     version = table.version + 1
     return propose(version), version
 
@@ -559,7 +561,9 @@ class DeltaLogTable:
         settings: dict[str, str | None] = {
             "delta.appendOnly": "true",
             "delta.checkpointInterval": str(CHECKPOINT_INTERVAL),
-            "delta.enableExpiredLogCleanup": "true",
+            # Only a commit of ours cleans up: another writer's would take our last version with it, to which the table
+            # is compared, and put back.
+            "delta.enableExpiredLogCleanup": "false",
             **WITHOUT_FEATURES,
             **configuration,
         }
@@ -1010,8 +1014,7 @@ class DeltaLogTable:
                 mode="append",
                 schema=self._delta_schema,
                 commit_properties=CommitProperties(max_commit_retries=0, app_transactions=transactions or None),
-                # None: as the table's property says.
-                post_commithook_properties=PostCommitHookProperties(cleanup_expired_logs=None if cleans else False),
+                post_commithook_properties=PostCommitHookProperties(cleanup_expired_logs=cleans),
             )
         except DeltaError as problem:
             answer = str(problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import CorruptLogError, ForeignChangeError, UnreadableFileError
 from rmq_spark.storage.files import DataFile
-from rmq_spark.storage.table import Table
+from rmq_spark.storage.table import Change, Table
 from tests.foreign_writers import a_file, cut_back, delete_a_row_by_a_vector, put_entry, raise_protocol
 from tests.half_batches import another, commit, let_leave, make_log, prepare, send
 
@@ -316,6 +317,49 @@ def test_commits_of_others_that_change_nothing_in_the_other_tables_stop_nobody(l
     DeltaTable(f"{log.path}/{name}").alter.set_table_description("the shop's messages")
     commit(log, prepare(log, 5, 5))
     assert another(log).read("orders").num_rows == 30
+
+
+@pytest.mark.parametrize("name", ["half", "op", "topics"])
+def test_commits_of_others_that_change_nothing_take_no_entry_that_the_log_needs(log: CommitLog, name: str) -> None:
+    """delta-rs cleans up at whoever's commit makes a checkpoint: our last version went, and the log stood still."""
+    table = f"{log.path}/{name}"
+    own = DeltaTable(table).version()
+    for _ in range(60):
+        DeltaTable(table).alter.set_table_description("the shop's table")
+        for file in Path(table, "_delta_log").iterdir():
+            long_ago = file.stat().st_mtime - 86_400
+            os.utime(file, (long_ago, long_ago))
+    assert another(log).read("orders").num_rows == 25
+    commit(another(log), prepare(another(log), 5, 5))
+    set_a_property(table)
+    (changed,) = (t for t in another(log).tables() if t.name == name)
+    with pytest.raises(ForeignChangeError, match=r"restore\((\d+), protocol") as caught:
+        changed.refresh()
+    version = int(re.findall(r"restore\((\d+), ", str(caught.value))[0])
+    assert version >= own
+    DeltaTable(table).restore(version, protocol_downgrade_allowed=True)
+    assert another(log).read("orders").num_rows == 30
+
+
+def test_a_change_that_a_merge_finds_as_damage_stops_it(log: CommitLog) -> None:
+    """The second proposal was committed above the change, and the way back was lost."""
+    log.drain()
+    table = another(log).messages_table
+    table.refresh()
+    seen: list[int] = []
+
+    def propose(version: int) -> Change:
+        seen.append(version)
+        if len(seen) == 1:
+            theirs = DeltaTable(f"{log.path}/messages")
+            theirs.optimize.compact()
+            theirs.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+            table.read(table.actions()["path"].to_pylist())
+        return Change(transactions={"txmq.test": 1}, data_change=False)
+
+    with pytest.raises(ForeignChangeError, match="OPTIMIZE by delta-rs"):
+        table.compare_and_set(propose, lambda _: True)
+    assert len(seen) == 1
 
 
 def test_an_older_list_of_op_is_no_deletion(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
