@@ -421,7 +421,7 @@ def foreign_change(table: Table) -> str | None:
         return None
     stands = "Nothing is drained, merged or deleted"
     if table.name not in READ_ALL_THE_SAME:
-        stands = "Nobody uses the log"
+        stands = "Nobody goes on with it"
     how = f"put version {own} back with the package deltalake: DeltaTable('<log>/{table.name}').restore({own}, "
     how += "protocol_downgrade_allowed=True)"
     if changed.features:  # delta-rs refuses the RESTORE, too

@@ -287,7 +287,7 @@ def test_what_another_writer_did_to_another_table_stops_the_log_and_a_restore_me
     else:
         way(f"{log.path}/{name}")
     theirs = DeltaTable(f"{log.path}/{name}").version()
-    said = rf"table {name} is not what rmq_spark left in version {own}: another writer .* Nobody uses the log until"
+    said = rf"table {name} is not what rmq_spark left in version {own}: another writer .* Nobody goes on with it until"
     uses: dict[str, Sequence[Callable[[CommitLog], object]]] = {
         "half": (lambda log: prepare(log, 6, 5), lambda log: log.pending(), lambda log: log.maintain(dry_run=True)),
         "op": (lambda log: commit(log, pending), lambda log: log.read("orders"), lambda log: log.drain()),
