@@ -519,7 +519,7 @@ def test_work_that_hides_the_fence_row_commits_nothing(url: sa.URL, fence: str) 
 
     def work(connection: sa.Connection, _: Any) -> None:
         connection.execute(orders.insert(), {"id": 1, "lines": 1})
-        connection.execute(sa.text("CREATE TEMP TABLE txmq_fence AS SELECT * FROM main.txmq_fence WHERE 0"))
+        connection.execute(sa.text("CREATE TEMPORARY TABLE txmq_fence AS SELECT * FROM txmq_fence WHERE 1 = 0"))
 
     with pytest.raises(FenceError, match="work changed the connection's search_path, role or tables"):
         listener(url, work).execute_local_transaction(half_batch(fence))
