@@ -228,15 +228,15 @@ BUSY = {"crash": 0.03, "pause": 0.02, "switch": 0.6}
 RESTARTS = {"crash": 0.03, "streams": 1, "senders": 0, "restored": None}
 
 
-# ---------------------------------------------------------------- staged files
+# ---------------------------------------------------------------- files that are written anew
 @mutant(
-    "files that a VACUUM removed are committed without a look",
-    A.LOST_WRITE, A.GAP_IN_QUEUE, A.STUCK_HALF, A.DUPLICATE,
-    streams=1, senders=0, batches=3, checkers=0, readers=0, upkeep=25, op_files_max=2, pause=0.1, crash=0.0, switch=0.6,
-    person=False, stranger=False, zombies=0.0, restored=None,
+    "a half file that is written anew says a new time of prepare",
+    A.CHECKED_AFTER_RESOLUTION, A.OUTCOME_CHANGED, A.DUPLICATE, A.STUCK_HALF, A.INCONSISTENT_OFFSETS,
+    upkeep=8, checkers=2, rounds=4, batches=3, streams=2, clock_steps=False, check_timeout_s=0.5,
 )  # fmt: skip
-def _no_look_at_files() -> Iterator[None]:
-    with replaced((table_module._Staged, "_restore", lambda self, files: [])):
+def _new_time_of_prepare() -> Iterator[None]:
+    move = Simulation.move
+    with replaced((Simulation, "move", lambda self: move(self, keeps_time=False))):
         yield
 
 
@@ -1184,7 +1184,7 @@ def _deletion_not_noticed() -> Iterator[None]:
     streams=2,
 )  # fmt: skip
 def _deletion_noticed_too_early() -> Iterator[None]:
-    with _often_leaving(), replaced((table_module, "OURS_ALONE", frozenset())):
+    with _often_leaving(), replaced((table_module, "READ_ALL_THE_SAME", frozenset())):
         yield
 
 

@@ -640,8 +640,8 @@ class Simulation:
     def merge(self, log: SimulatedLog) -> None:
         maintenance.compact_op(log.op)
 
-    def move(self) -> None:
-        """Half files are written anew under other names, as stripping does."""
+    def move(self, keeps_time: bool = True) -> None:
+        """Half files are written anew under other names, with their time of prepare, as stripping does."""
         table = self.world.open_log().half.table
         table.refresh()
         for file in table.actions().to_pylist():
@@ -652,7 +652,7 @@ class Simulation:
             def propose(_: int, file: Mapping[str, Any] = file, moved: DataFile = moved) -> Change | None:
                 if file["path"] not in table.actions()["path"].to_pylist():
                     return None
-                ms = file["modification_time"]
+                ms = file["modification_time"] if keeps_time else None
                 return Change(add=[moved], remove=[file["path"]], data_change=False, modification_time_ms=ms)
 
             table.compare_and_set(propose, lambda change: all(has_held(table, f) for f in change.add))
