@@ -47,8 +47,8 @@ Work = Callable[[sa.Connection, pa.Table], Any]
 class _Position(NamedTuple):
     """Up to where the results of a queue are written.
 
-    Along a queue the times of commit never fall. So a message below the position that was committed after all that were
-    written is none of them: the log was restored from a copy, and has given its offset to another message.
+    Along a queue the times of commit never fall. So an offset below the position with a newer time is another message:
+    the log was restored from a copy, and has given the offset again.
     """
 
     next_offset: int

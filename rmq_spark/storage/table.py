@@ -108,8 +108,8 @@ OWN = "txmq.own"
 """The name under which each commit notes the version that it makes (Delta's ``txn``). A table whose version is above
 that one was changed by another writer last."""
 READ_ALL_THE_SAME = frozenset({"messages"})
-"""Tables that are read also after another writer changed them. Nothing is committed to them until that is undone. With
-any other table, each look at it says what was done: nobody reads, or decides by, what rmq_spark did not write."""
+"""Tables that can still be read after another writer changed them. Nothing is committed to them until that is undone. A
+refresh of any other table raises, so nobody reads or decides by what rmq_spark did not write."""
 ROW_GROUP_ROWS = 4_096
 """Rows of a row group of ``op``, which is sorted by version. A reader of the newest rows skips the row groups before
 them."""
@@ -561,8 +561,8 @@ class DeltaLogTable:
         settings: dict[str, str | None] = {
             "delta.appendOnly": "true",
             "delta.checkpointInterval": str(CHECKPOINT_INTERVAL),
-            # Only a commit of ours cleans up: another writer's would take our last version with it, to which the table
-            # is compared, and put back.
+            # Only our commits clean up. Another writer's clean-up could remove our last version: the table is compared
+            # with it, and a RESTORE puts it back.
             "delta.enableExpiredLogCleanup": "false",
             **WITHOUT_FEATURES,
             **configuration,
