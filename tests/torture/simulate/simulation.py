@@ -773,6 +773,8 @@ class Supervisor:
     def _start(self, number: int) -> list[Task]:
         process = Process(f"{self._name}#{number}")
         process.shared = len(self._left) > 1
+        process.clock_offset_s = self._simulation.world.clock_offset_s()
+        self._simulation.counts["wrong clocks"] += process.clock_offset_s != 0
         log = self._simulation.world.open_log()
         spawn = self._simulation.scheduler.spawn
         return [spawn(process, lambda role=role: self._live(role, log), f"{role.name}#{number}") for role in self._left]

@@ -53,6 +53,7 @@ def test_no_seed_shows_an_anomaly(part: int) -> None:
         "merge",
         "clean up",
         "shared handles",
+        "wrong clocks",
     ):
         assert int(str(report[fault])) >= size // 250, fault
 

@@ -62,11 +62,13 @@ class World:
         current = self.scheduler.current
         return current.name if current is not None else "main"
 
+    def clock_offset_s(self) -> float:
+        """How far the clock is ahead of a machine on which a process starts."""
+        return self.chance.choice(CLOCK_OFFSETS_S) if self.chance.random() < self.wrong_clocks else 0.0
+
     def spawn(self, name: str, work: Callable[[], object], immortal: bool = False) -> Process:
         process = Process(name)
         process.immortal = immortal
-        if "#" in name and self.chance.random() < self.wrong_clocks:
-            process.clock_offset_s = self.chance.choice(CLOCK_OFFSETS_S)
         self.scheduler.spawn(process, work)
         return process
 
