@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeAlias
 
 import pyarrow as pa
@@ -168,7 +169,7 @@ class Filter:
             Has :attr:`columns`: ``properties`` map<string,string>, ``tags`` and ``keys`` string.
         """
         # One chunk at a time: all chunks together may be too long for one string array.
-        parts = [_Evaluation(batch, self.now_ms).condition(self.tree).values for batch in rows.to_batches()]
+        parts = [_Evaluation(batch, self.now_ms).condition(self.tree) for batch in rows.to_batches()]
         return pa.chunked_array(parts, pa.bool_())
 
     def keeps(self, rows: pa.Table) -> pa.ChunkedArray:
@@ -193,26 +194,9 @@ def is_condition(node: Node) -> bool:
 
 # ---------------------------------------------------------------- its value
 @dataclass(frozen=True)
-class _Ternary:
-    """A condition's values, and the rows where it failed (None: nowhere).
-
-    RocketMQ throws when it compares a value as a number and the value is none. Then it does not deliver the message,
-    whatever else the selector says. But AND and OR end at the first operand that settles them. So a failure is more
-    than unknown, as a message with the property ``a`` = ``x`` shows::
-
-        a > 5 OR TRUE     fails: not delivered (were it unknown, this would be TRUE)
-        TRUE OR a > 5     TRUE: delivered, because a > 5 is never evaluated
-    """
-
-    values: Any
-    failed: Any = None
-
-
-@dataclass(frozen=True)
 class _Numbers:
     """Values as numbers. ``floats`` has all numbers, ``ints`` those that a long holds exactly; the rest is null."""
 
-    present: Any
     ints: Any
     floats: Any
 
@@ -225,83 +209,58 @@ class _Evaluation:
         self._strings: dict[str, Any] = {}
         self._numbers: dict[Property, _Numbers] = {}
 
-    def condition(self, node: Node) -> _Ternary:
+    def condition(self, node: Node) -> Any:
+        """The values of a condition; null where they are unknown."""
         if isinstance(node, Truth):
-            return self._ternary(pa.scalar(node.value, pa.bool_()))
+            return self._spread(pa.scalar(node.value, pa.bool_()))
         if isinstance(node, Not):
-            inner = self.condition(node.operand)
-            return _Ternary(pc.invert(inner.values), inner.failed)
+            return pc.invert(self.condition(node.operand))
         if isinstance(node, (And, Or)):
-            return self._logic(node)
+            combine = pc.or_kleene if isinstance(node, Or) else pc.and_kleene
+            return reduce(combine, map(self.condition, node.operands))
         if isinstance(node, Compare):
             return self._equal(node.left, node.right) if node.operator == "=" else self._ordered(node)
         if isinstance(node, IsNull):
             if is_condition(node.operand):
-                operand = self.condition(node.operand)
-                return self._ternary(pc.is_null(operand.values), operand.failed)
-            return self._ternary(self._missing(node.operand))
+                return pc.is_null(self.condition(node.operand))
+            return self._spread(self._missing(node.operand))
         if isinstance(node, In):
             value = self._string(node.operand)
             inside = pc.is_in(value, value_set=pa.array(node.values, pa.string()))
-            return self._ternary(pc.if_else(pc.is_valid(value), inside, None))
+            return self._spread(pc.if_else(pc.is_valid(value), inside, None))
         if isinstance(node, Search):
             value = self._string(node.operand)
             if not node.text:
-                return self._ternary(pa.scalar(False))
+                return self._spread(pa.scalar(False))
             found = SEARCHES[node.operator](value, node.text)
-            return self._ternary(pc.fill_null(pc.invert(found) if node.negated else found, False))
+            return self._spread(pc.fill_null(pc.invert(found) if node.negated else found, False))
         if isinstance(node, Like):
-            return self._ternary(pc.match_like(self._string(node.operand), node.pattern))
+            return self._spread(pc.match_like(self._string(node.operand), node.pattern))
         raise TypeError(f"{type(node).__name__} is no condition")
 
-    def _ternary(self, values: Any, failed: Any = None) -> _Ternary:
-        def spread(array: Any) -> Any:
-            return pa.repeat(array, self._rows.num_rows) if isinstance(array, pa.Scalar) else array
+    def _spread(self, values: Any) -> Any:
+        return pa.repeat(values, self._rows.num_rows) if isinstance(values, pa.Scalar) else values
 
-        if failed is None:
-            return _Ternary(spread(values))
-        failed = spread(failed)
-        if pc.any(failed).as_py() is not True:
-            return _Ternary(spread(values))
-        return _Ternary(pc.if_else(failed, None, spread(values)), failed)
-
-    def _logic(self, node: And | Or) -> _Ternary:
-        """Evaluate AND or OR, with unknown values (``LogicExpression``). A row ends at the operand that settles it."""
-        decisive = isinstance(node, Or)
-        combine = pc.or_kleene if decisive else pc.and_kleene
-        first, *rest = (self.condition(operand) for operand in node.operands)
-        values, failed = first.values, first.failed
-        for operand in rest:
-            if operand.failed is not None:
-                undecided = pc.fill_null(pc.not_equal(values, decisive), True)
-                here = pc.and_(operand.failed, undecided)
-                failed = here if failed is None else pc.or_(failed, here)
-            values = combine(values, operand.values)
-        return self._ternary(values, failed)
-
-    def _equal(self, left: Node, right: Node) -> _Ternary:
+    def _equal(self, left: Node, right: Node) -> Any:
         """Evaluate ``=``. A missing side means what it does in ``ComparisonExpression.doCreateEqual``."""
-        failed: Any = None
         if is_condition(left) or is_condition(right):
             a, b = self._as_truth(left), self._as_truth(right)
-            same, lost = pc.equal(a.values, b.values), pc.is_null(b.values)
-            failed = a.failed if b.failed is None else b.failed if a.failed is None else pc.or_(a.failed, b.failed)
-            missing = pc.is_null(a.values)
+            same, lost, missing = pc.equal(a, b), pc.is_null(b), pc.is_null(a)
         else:
             missing, lost = self._missing(left), self._missing(right)
             if isinstance(left, (Property, Text)) and isinstance(right, (Property, Text)):
                 same = pc.equal(self._string(left), self._string(right))
             else:
-                same, failed = _compare("=", self._number(left), self._number(right))
-        return self._ternary(pc.if_else(lost, missing, same), failed)
+                same = _compare("=", self._number(left), self._number(right))
+        return self._spread(pc.if_else(lost, missing, same))
 
-    def _ordered(self, node: Compare) -> _Ternary:
-        return self._ternary(*_compare(node.operator, self._number(node.left), self._number(node.right)))
+    def _ordered(self, node: Compare) -> Any:
+        return self._spread(_compare(node.operator, self._number(node.left), self._number(node.right)))
 
-    def _as_truth(self, node: Node) -> _Ternary:
+    def _as_truth(self, node: Node) -> Any:
         """Evaluate a condition, or read a string as ``Boolean.valueOf`` does."""
         if isinstance(node, (Property, Text)):
-            return self._ternary(pc.equal(pc.ascii_lower(self._string(node)), "true"))
+            return self._spread(pc.equal(pc.ascii_lower(self._string(node)), "true"))
         return self.condition(node)
 
     def _missing(self, node: Node) -> Any:
@@ -330,12 +289,12 @@ class _Evaluation:
             return self._numbers[node]
         if isinstance(node, Text):
             one = _numbers(pa.array([node.value]))
-            return _Numbers(one.present[0], one.ints[0], one.floats[0])
+            return _Numbers(one.ints[0], one.floats[0])
         if not isinstance(node, (Number, Now)):
             raise TypeError(f"{type(node).__name__} is no number")
         value = self._now_ms if isinstance(node, Now) else node.value
         whole = pa.scalar(value if isinstance(value, int) else None, pa.int64())
-        return _Numbers(pa.scalar(True), whole, pa.scalar(float(value), pa.float64()))
+        return _Numbers(whole, pa.scalar(float(value), pa.float64()))
 
 
 _INT = r"^[+-]?[0-9]{1,19}$"
@@ -347,23 +306,18 @@ def _numbers(strings: pa.Array) -> _Numbers:
     longest = pc.max(pc.binary_length(strings)).as_py() or 0
     if longest < len(str(LONG_MAX)) and pc.all(pc.ascii_is_decimal(strings)).as_py():  # the usual case is faster
         ints = pc.cast(strings, pa.int64())
-        return _Numbers(pc.is_valid(strings), ints, pc.cast(ints, pa.float64(), safe=False))
+        return _Numbers(ints, pc.cast(ints, pa.float64(), safe=False))
     floats = pc.cast(pc.if_else(pc.match_substring_regex(strings, _FLOAT), strings, None), pa.float64())
     whole = pc.utf8_ltrim(strings, "+")
     digits = pc.utf8_ltrim(strings, "+-")
     fits = pc.or_(pc.less(pc.binary_length(digits), 19), pc.less_equal(digits, str(LONG_MAX)))
     is_int = pc.and_(pc.match_substring_regex(strings, _INT), fits)
     ints = pc.cast(pc.if_else(is_int, whole, None), pa.int64())
-    return _Numbers(pc.is_valid(strings), ints, floats)
+    return _Numbers(ints, floats)
 
 
-def _compare(operator: str, left: _Numbers, right: _Numbers) -> tuple[Any, Any]:
-    """Return the comparison's values, null where a side is missing, and the rows where it failed.
-
-    It fails where both sides are there and one is no number.
-    """
+def _compare(operator: str, left: _Numbers, right: _Numbers) -> Any:
+    """The values of a comparison; null where a side is missing or no number."""
     function = OPERATORS[operator]
     exact = pc.and_(pc.is_valid(left.ints), pc.is_valid(right.ints))
-    values = pc.if_else(exact, function(left.ints, right.ints), function(left.floats, right.floats))
-    no_number = pc.or_(pc.is_null(left.floats), pc.is_null(right.floats))
-    return values, pc.and_(pc.and_(left.present, right.present), no_number)
+    return pc.if_else(exact, function(left.ints, right.ints), function(left.floats, right.floats))
