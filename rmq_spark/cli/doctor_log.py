@@ -133,7 +133,7 @@ class LogDoctor:
         with reaching(self._log.path, options):
             require_put_if_absent(self._log.path, options)
         took_ms = (self._log.machine.monotonic() - began) * 1000
-        yield Finding("store", Level.OK, f"put-if-absent was tried, and holds ({took_ms:.0f} ms)")
+        yield Finding("store", Level.OK, f"put-if-absent and lists were tried, and hold ({took_ms:.0f} ms)")
 
     def _clock(self) -> Iterator[Finding]:
         from rmq_spark.storage.clock import StoreClock

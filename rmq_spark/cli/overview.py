@@ -111,7 +111,7 @@ def committed_since(log: CommitLog, now: datetime) -> dict[str, dict[str, int]]:
     Of drained messages the statistics of their files tell, and only a file in which a window begins is read.
     """
     found: dict[str, dict[str, int]] = {}
-    log.drained.newest_border()
+    log.drained.border()
     longest = now - timedelta(seconds=max(WINDOWS.values()))
     for name, topic, count in _drained_within(log, now):
         found.setdefault(topic, dict.fromkeys(WINDOWS, 0))[name] += count
@@ -127,7 +127,7 @@ def committed_since(log: CommitLog, now: datetime) -> dict[str, dict[str, int]]:
 def expiring(log: CommitLog, topic: str, retention_s: float) -> int:
     """Return how many messages of a topic go at the next upkeep with this retention: those of whole files that are
     older."""
-    log.drained.newest_border()
+    log.drained.border()
     actions = log.messages_table.actions()
     before = log.machine.now() - timedelta(seconds=retention_s)
     last = actions["max.commit_timestamp"]

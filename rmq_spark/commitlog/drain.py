@@ -23,10 +23,10 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
 from rmq_spark.commitlog.message_files import message_files, placed_ranges
-from rmq_spark.commitlog.messages import drained_up_to, transactions_of, wait_until_drained
+from rmq_spark.commitlog.messages import drained_up_to, require_drained, transactions_of
 from rmq_spark.commitlog.op import NO_OPS, PRUNED_PLACED, pruned_up_to
 from rmq_spark.commitlog.walk import PLACEMENT_COLUMNS, rows_above
-from rmq_spark.errors import CorruptLogError, StrippedError
+from rmq_spark.errors import CorruptLogError, LostFileError, StrippedError
 from rmq_spark.storage.files import DataFile
 from rmq_spark.storage.table import Change, Table, has_held, require_own
 
@@ -72,19 +72,15 @@ class Drainer:
         until = self._log.refresh()
         while True:
             table = self._log.messages_table
+            pruned = pruned_up_to(self._log.op, PRUNED_PLACED)  # before the look at messages: that has it then
             table.refresh()
             position = drained_up_to(table)
-            if position > until:
-                until = self._log.refresh()
-                if position > until:
-                    raise CorruptLogError(
-                        f"table messages has what op placed up to version {position}, and op is at version {until}: "
-                        "the store answers with an older list (drain again), or op was set back (restore it from a "
-                        "copy)"
-                    )
-            if position < pruned_up_to(self._log.op, PRUNED_PLACED):
-                wait_until_drained(table, pruned_up_to(self._log.op, PRUNED_PLACED), "op was pruned")
-                continue
+            if position > until and position > (until := self._log.refresh()):
+                raise CorruptLogError(
+                    f"table messages has what op placed up to version {position}, and op is at version {until}: table "
+                    "op was set back to an older copy. Restore the newest one"
+                )
+            require_drained(table, pruned, "op was pruned")
             if position >= until or not self._step(table, position, until):
                 return max(position, until)
 
@@ -95,9 +91,15 @@ class Drainer:
             return False
         try:
             files = self._write(table, rows)
-        except StrippedError as problem:
+        except LostFileError as problem:
+            table.refresh()
+            if not _is_next(table, position):  # another drainer was faster, and upkeep took away what it had copied
+                return True
+            if not isinstance(problem, StrippedError):
+                raise
             raise CorruptLogError(
-                f"{problem}, and this list of them does not say so: the store answers with an older list (drain again)"
+                f"{problem}, and table messages does not have these rows: an older copy of messages was put in its "
+                "place. Restore the newest one"
             ) from problem
         _require_all(files, rows)
         tried = False

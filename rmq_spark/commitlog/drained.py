@@ -23,12 +23,10 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog.messages import (
     LAST_COMMIT,
     LAST_PLACED,
-    LOOK_AGAIN_S,
-    LOOKS_MAX,
     NAME,
     commit_number,
     drained_up_to,
-    wait_until_drained,
+    require_drained,
 )
 from rmq_spark.commitlog.op import PRUNED_PLACED, pruned_up_to
 from rmq_spark.commitlog.placements import MessageRange
@@ -41,8 +39,6 @@ if TYPE_CHECKING:
 
 Queue = tuple[str, int]
 
-ODD_LOOKS = 5
-"""Looks at the lists of both tables before a row that is too many or too few is told. The pauses take 0.75 s in all."""
 HOW_TO_MEND = "Restore the log from a copy"
 RUNS_KEPT = 100_000
 """Runs of offsets in files of ``messages`` that are kept in memory."""
@@ -93,12 +89,14 @@ class Drained:
         Raises
         ------
         CorruptLogError
-            When ``op`` has not placed what was drained: one of the two tables is an older copy.
+            When ``op`` has not placed what was drained, or has pruned what was not: one of the two tables is an older
+            copy.
         """
         log = self._log
         with log.lock:
             table = log.messages_table
             version = table.refresh()
+            require_drained(table, pruned_up_to(log.op, PRUNED_PLACED), "op was pruned")
             if version != self._asked[0]:
                 position = drained_up_to(table)
                 if position >= 0:
@@ -110,21 +108,9 @@ class Drained:
                 self._border = _Border(self.position, self._ends())
             return self._border.ends
 
-    def newest_border(self) -> Mapping[Queue, int]:
-        """:meth:`border`, of a list of ``messages`` that is no older than what ``op`` says was pruned."""
-        border = self.border()
-        return self.border() if self.is_behind() else border
-
     def _require_same_op(self, position: int) -> None:
         log, table = self._log, self._log.messages_table
-        tries = 0
-        while log.version < position and tries < LOOKS_MAX:
-            # Somebody drained what this handle has not read yet, or the store answers with an older list.
-            if tries:
-                log.machine.sleep(LOOK_AGAIN_S * 2**tries)
-            log.refresh()
-            tries += 1
-        if log.version < position:
+        if log.version < position and log.refresh() < position:
             raise CorruptLogError(
                 f"table messages has what op placed up to version {position}, and op is at version {log.version}: "
                 "table op was set back to an older copy. Restore the newest one"
@@ -140,21 +126,11 @@ class Drained:
 
     def odd_rows(self) -> str | None:
         """A sentence when the table has more or fewer rows than ``op`` placed: somebody else wrote to it, or deleted
-        some. It looks a few times: a store may answer with an older list of ``op``, which does not know yet what has
-        expired."""
-        for tries in range(ODD_LOOKS):
-            if tries:
-                self._log.machine.sleep(LOOK_AGAIN_S * 2**tries)
-            odd = self._odd_rows()
-            if odd is None:
-                break
-        return odd
-
-    def _odd_rows(self) -> str | None:
+        some."""
         log = self._log
         with log.lock:
             log.refresh()
-            border = self.newest_border()
+            border = self.border()
             counts = log.messages_table.actions()["num_records"]
             firsts = log.firsts()  # after the files: those that expired were told of before they went
         rows, most = pc.sum(counts).as_py() or 0, sum(border.values())
@@ -166,22 +142,6 @@ class Drained:
             f"table messages has {rows} rows, and op placed {placed}, up to version {self.position}: somebody "
             f"{'wrote to' if rows > most else 'deleted from'} it. {foreign_change(log.messages_table) or HOW_TO_MEND}"
         )
-
-    def is_behind(self) -> bool:
-        """True when ``op`` was pruned above the border: the store answered with an older list of ``messages``. The
-        next border is a newer one.
-
-        Raises
-        ------
-        CorruptLogError
-            When the store never answers with a newer one.
-        """
-        with self._log.lock:
-            pruned = pruned_up_to(self._log.op, PRUNED_PLACED)
-            if self.position >= pruned:
-                return False
-            wait_until_drained(self._log.messages_table, pruned, "op was pruned")
-            return True
 
     def _ends(self) -> dict[Queue, int]:
         """Where each queue's first placement above the position stands, or else where the queue ends."""

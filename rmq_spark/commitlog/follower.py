@@ -17,13 +17,10 @@ from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.keyed import Open
 from rmq_spark.commitlog.op import NO_OPS, SETTLING, BatchState, Kind, OpRow, pruned_up_to
 from rmq_spark.commitlog.prepared import Prepared, PreparedBatches
-from rmq_spark.errors import CorruptLogError, HalfBatchLeftError, UnreachableStoreError
+from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 from rmq_spark.storage.table import Table
 
 HALF_IDS_KEPT = 10_000
-OLD_LISTINGS_MAX = 50
-"""So often a table is listed again that is behind what another one says of it."""
-OLD_LISTING_S = 0.05
 DECIDING = frozenset(kind.value for kind in (*SETTLING, Kind.REOPEN))
 """Kinds of op rows that say how a half batch stands; a lease or a counted check does not."""
 OLDER_KEPT = 512
@@ -70,23 +67,6 @@ class Follower:
                 if self.table.refresh() == version:
                     raise
             return self._catch_up()
-
-    def read_up_to(self, version: int) -> None:
-        """Read on until all that was said up to a version is known. A listing of the store may be old.
-
-        Raises
-        ------
-        UnreachableStoreError
-            When the store shows older versions only.
-        """
-        for _ in range(OLD_LISTINGS_MAX):
-            if self.followed.version >= version or self.refresh() >= version:
-                return
-            self.machine.sleep(OLD_LISTING_S)
-        raise UnreachableStoreError(
-            f"table half names version {version} of table op, and the store shows version {self.followed.version} as "
-            "the newest one: try again. When that does not help, an older copy of op was put in its place: restore it"
-        )
 
     def _catch_up(self) -> int:
         before, version = self.followed, self.table.version

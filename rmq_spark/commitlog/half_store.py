@@ -141,11 +141,6 @@ PrepareError = AlreadyPreparedError | StagedFilesTooOldError
 """Why a half batch could not be prepared."""
 
 
-LEFT = "txmq.left"
-"""The name under which the table keeps a version of ``op`` (Delta's ``txn``). Whoever has read ``op`` so far knows of
-each half batch that has left."""
-
-
 FOUND_COLUMNS = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "deliver_at", "store_timestamp"]
 SMALL_COLUMNS = [*FOUND_COLUMNS, "transaction_key", "properties"]
 """What a check looks at before it asks a listener."""
@@ -158,7 +153,6 @@ class HalfStore:
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        self._left = (-1, -1)  # what left_up_to said at a version
         self._last_shared = "", pa.table({})  # a shared file: its path, and its rows without their payload
         self._files = HalfFiles(lambda *asked: self.table.read_range(*asked), self._locate_now)
         self._shared = SharedFiles(lambda paths: self.table.read(paths, ["half_id"])["half_id"])
@@ -210,14 +204,12 @@ class HalfStore:
         for batch in staged:
             _require_staged(batch.header, batch.files)
         _require_each_once(staged)
-        tried: list[int] = []  # versions
         tried_ms: list[int] = []
         refused: dict[str, PrepareError] = {}
         shared = _Shared(self)
         files: dict[str, Sequence[HalfFile]] = {}  # of the last try, by half id
 
         def propose(version: int) -> Change | None:
-            tried.append(version)
             refused.clear()
             looked_for = [batch.header.name for batch in staged if batch.is_looked_for]
             known = {*self.ids_named(looked_for), *left_among(looked_for)} if looked_for else set[str]()
@@ -241,8 +233,6 @@ class HalfStore:
             return all(self._landed(half_id, some, live) for half_id, some in files.items())
 
         self.table.compare_and_set(propose, landed)
-        if len(tried_ms) == len(tried) == 1 and self._left[0] == tried[0] - 1:  # our own commit takes nothing out
-            self._left = (tried[0], self._left[1])
         times = self._times_of({f.data.path for some in files.values() for f in some})
         return [
             refused.get(b.header.half_id) or _record(b.header, files[b.header.half_id], min(tried_ms), times)
@@ -272,15 +262,6 @@ class HalfStore:
                 "remove them soon; run the batch again"
             )
         return None
-
-    def left_up_to(self) -> int:
-        """The version of ``op`` up to which it must be read to know what has left, as the table is now; -1 when nothing
-        has."""
-        version = self.table.version
-        if self._left[0] != version:
-            found = self.table.transaction_version(LEFT)
-            self._left = (version, -1 if found is None else found)
-        return self._left[1]
 
     def _times_of(self, paths: Collection[str]) -> dict[str, int]:
         """When files were prepared, as :meth:`find` will see it: the try that landed says so."""
@@ -312,18 +293,6 @@ class HalfStore:
         if pc.sum(pc.is_in(self.table.actions()["path"], value_set=paths)).as_py() == len(paths):
             return True
         return self._find(record.half_id) is not None
-
-    def there_among(self, half_ids: Collection[str]) -> frozenset[str]:
-        """Those half batches that are in the table. It does not refresh."""
-        actions = self.table.actions()
-        (one, low), high = _of_one(actions), pc.cast(actions["max.half_id"], pa.string())
-        ids = pa.array(sorted(half_ids), pa.string())
-        found = pc.unique(low.filter(pc.and_(one, pc.is_in(low, value_set=ids)))).to_pylist()
-        apart = pc.or_(pc.less(high, ids[0]), pc.greater(low, ids[-1]))
-        for path in actions.filter(pc.invert(pc.or_(one, pc.fill_null(apart, False))))["path"].to_pylist():
-            inside = self._shared.of(path)["half_id"]
-            found += inside.filter(pc.is_in(inside, value_set=ids)).to_pylist()
-        return frozenset(found)
 
     def ids_named(self, names: Collection[str]) -> dict[str, str]:
         """The ids of those half batches in the table that have one of these names, by name. It does not refresh."""
@@ -487,8 +456,7 @@ class HalfStore:
         except HalfBatchNotFoundError as problem:
             raise LostFileError(
                 f"the files of half batch {half_id!r} are not where op says, and version {self.table.version} of table "
-                "half has no such half batch: the store answers with an older list (read again), or table half was "
-                "set back (restore it from a copy)"
+                "half has no such half batch: table half was set back to an older copy. Restore the newest one"
             ) from problem
         if file_no not in record.files:
             raise CorruptLogError(f"half batch {half_id!r} has no file {file_no}")

@@ -265,7 +265,7 @@ def placed(log: ProtocolSteps, since: datetime, period_s: int) -> pa.Table:
         ``topic, at`` (when the period begins) ``, messages``, in no order.
     """
     log.refresh()
-    log.drained.newest_border()
+    log.drained.border()
     parts = _drained(log, since, period_s)
     for rows, _ in log.placements(log.drained.position + 1):
         parts.append(_by_period(rows["topic"], rows["op_time"], rows["count"], since, period_s))

@@ -23,7 +23,6 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog.archived import DECISIONS_MAX, Archived, ArchivedDecision
 from rmq_spark.commitlog.follow import of_kind, settled_rows
 from rmq_spark.commitlog.half import HEADER_COLUMNS
-from rmq_spark.commitlog.half_store import LEFT
 from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.commitlog.op import Kind, OpRow, RowState, rolled_back_as
 from rmq_spark.config import AUDIT_S, GRACE_S, GRACE_S_MIN, IDEMPOTENCY_S, parse_duration
@@ -255,17 +254,17 @@ class Leaver:
         """Take files of archived half batches out of ``half``; returns their paths."""
         log = self._log
         with log.lock:
-            version = log.ledger.refresh()
+            log.ledger.refresh()
             archived = log.ledger.archived_rows()["half_id"]
             log.half.table.refresh()
             paths = log.half.files_of_only(archived.combine_chunks())
         if not dry_run:
             for first in range(0, len(paths), FILES_REMOVED_MAX):
-                self._remove(paths[first : first + FILES_REMOVED_MAX], version)
+                self._remove(paths[first : first + FILES_REMOVED_MAX])
         return paths
 
-    def _remove(self, paths: Sequence[str], version: int) -> None:
-        take_out(self._log.half.table, paths, {LEFT: version})
+    def _remove(self, paths: Sequence[str]) -> None:
+        take_out(self._log.half.table, paths)
 
 
 def _batches(rows: pa.Table, counted: Mapping[str, int]) -> dict[str, _Batch]:

@@ -14,7 +14,6 @@ So what stays open for long costs its own rows, and nothing that came after it.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -30,8 +29,6 @@ from rmq_spark.commitlog.prepared import Prepared, PreparedBatches
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.follower import Follower
-
-logger = logging.getLogger(__name__)
 
 NAMED_MAX = 10_000
 """Half batches, versions and due times that a mark names. Where more is open, the mark stops before it."""
@@ -57,11 +54,6 @@ class Marker:
         """The row of the next mark, and the conflict rows that it repeats; none when it would say nothing new."""
         before = self._follower.followed
         prepared = self._follower.prepared()
-        if not self._half_has(self._told_of(prepared)):
-            # half was read after op, but the store showed an older version of it. This mark would let go of op rows of
-            # half batches that it does not know, and a cold start would take these for pending.
-            logger.info("op names half batches that half does not show yet: the low-water mark waits")
-            return []
         unsettled = {*self._follower.open_among(prepared), *before.waiting}
         low_water = self._low_water(prepared, unsettled)
         named = {h for h in unsettled if h not in prepared or prepared[h].ms <= low_water}
@@ -79,16 +71,6 @@ class Marker:
             below=self._all_below(sorted(named), prepared, since),
         )
         return [mark, *self._open_conflicts(since)]
-
-    def _told_of(self, prepared: PreparedBatches) -> set[str]:
-        """Half batches that op rows since the last mark name, beside those that are known or have left."""
-        before = self._follower.followed
-        rows = before.rows.filter(pc.greater(before.rows["version"], before.marked_at))
-        left = rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"].to_pylist()
-        return set(prepared.lacks(pc.unique(rows["half_id"].drop_null()))).difference(before.below, left)
-
-    def _half_has(self, half_ids: Collection[str]) -> bool:
-        return not half_ids or self._half.there_among(half_ids).issuperset(half_ids)
 
     def _low_water(self, prepared: PreparedBatches, unsettled: Collection[str]) -> int:
         """The newest prepare, unless more is open than a mark can name."""

@@ -55,9 +55,6 @@ KEPT_S = 7 * 86_400
 long, and files that others replaced. A log that is made with a longer ``log_retention`` keeps them for that."""
 STATS_COLUMNS = ("topic", "queue_id", "queue_offset", "commit_timestamp", "op_version")
 ROW_GROUP_ROWS = 65_536
-LOOKS_MAX = 8
-"""Looks at a list of files that is older than another table says. The pauses between them take six seconds in all."""
-LOOK_AGAIN_S = 0.025
 POSITION = "txmq.op"
 """The name under which the table keeps the version of ``op`` up to which it has all messages (Delta's ``txn``)."""
 LAST_PLACED = "txmq.op.placed"
@@ -97,29 +94,12 @@ def history_s(table: Table) -> float:
     return table.history_s if table.name == NAME else 0.0
 
 
-def wait_until_drained(table: Table, version: int, why: str) -> None:
-    """Look again until the table has what ``op`` placed up to a version: a store may answer with an older list.
-
-    Parameters
-    ----------
-    table : Table
-        ``messages``.
-    version : int
-    why : str
-        How one knows that it was drained: the middle of the error's sentence.
-
-    Raises
-    ------
-    CorruptLogError
-        When it never has.
-    """
-    for tries in range(LOOKS_MAX):
-        if tries:
-            table.machine.sleep(LOOK_AGAIN_S * 2**tries)
-            table.refresh()
-        if drained_up_to(table) >= version:
-            return
-    raise CorruptLogError(
-        f"table messages has what op placed up to version {drained_up_to(table)}, and {why} up to version {version}: "
-        "an older copy of messages was put in its place, and the messages between are only in the newer one. Restore it"
-    )
+def require_drained(table: Table, version: int, why: str) -> None:
+    """Raise CorruptLogError when ``messages``, as it was read after ``op``, lacks what ``op`` placed up to a version.
+    ``why`` says how one knows that it was drained: the middle of the error's sentence."""
+    if drained_up_to(table) < version:
+        raise CorruptLogError(
+            f"table messages has what op placed up to version {drained_up_to(table)}, and {why} up to version "
+            f"{version}: an older copy of messages was put in its place, and the messages between are only in the "
+            "newer one. Restore it"
+        )

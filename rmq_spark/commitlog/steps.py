@@ -19,7 +19,7 @@ from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfRows, HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, PrepareError, Staged
 from rmq_spark.commitlog.ledger import AnsweredCheck, Decided, Decision, Ledger, Placed, RolledBack
 from rmq_spark.commitlog.looking import looks_again
-from rmq_spark.commitlog.messages import wait_until_drained
+from rmq_spark.commitlog.messages import require_drained
 from rmq_spark.commitlog.op import BatchState, RowState, Who
 from rmq_spark.commitlog.placements import MessageRange, PlacedRange, out_of_range
 from rmq_spark.commitlog.rows import NO_ROWS, RowSet
@@ -167,22 +167,9 @@ class ProtocolSteps(ABC):
         """What is kept of a half batch that was settled and has left ``half``; None for any other."""
         return self.ledger.archived(half_id)
 
-    def _has_left(self, half_id: str) -> bool:
-        self.ledger.read_up_to(self.half.left_up_to())
-        return self.ledger.archived(half_id) is not None
-
-    def _left_among(self, names: Collection[str]) -> Collection[str]:
-        self.ledger.read_up_to(self.half.left_up_to())
-        return self.ledger.archived_among(names)
-
-    def _ms_before_prepare(self) -> int:
-        # The mark is above all that has left. So half alone does not tell of it any more.
-        self.ledger.read_up_to(self.half.left_up_to())
-        return self.ledger.ms_before_prepare()
-
     def _has_left_elsewhere(self, half_id: str) -> bool:
-        """The same as another handle sees it: this one goes on from what it has read of ``op``."""
-        return self.another()._has_left(half_id)
+        """Whether a half batch has left: another handle looks, for this one goes on from what it has read of ``op``."""
+        return self.another().archived(half_id) is not None
 
     def prepare(self, header: HalfHeader, files: Sequence[HalfFile | HalfRows]) -> HalfRecord:
         """Commit the staged files of a half batch: see :meth:`prepare_many`. What would let it drop out is raised."""
@@ -197,7 +184,7 @@ class ProtocolSteps(ABC):
         with self.lock:
             self.ledger.expect(half_ids)
             try:
-                prepared = self.half.prepare_many(staged, self._ms_before_prepare, self._left_among)
+                prepared = self.half.prepare_many(staged, self.ledger.ms_before_prepare, self.ledger.archived_among)
             except BaseException:
                 self.ledger.forget(half_ids)
                 raise
@@ -368,13 +355,14 @@ class ProtocolSteps(ABC):
         """
         self.refresh()
         if isinstance(lost, PlacedRange):
-            has_left = self._has_left(lost.rows.half_id)
+            has_left = self.archived(lost.rows.half_id) is not None
             has_payload = None if has_left else self.half.has_payload(lost.rows)
             if has_payload:  # it shares a file with what has none
                 return [lost]
             if has_left or has_payload is False:
                 went = "left half" if has_left else "has no payload any more in half"
-                wait_until_drained(self.messages_table, lost.op_version, f"half batch {lost.rows.half_id!r} {went}")
+                self.messages_table.refresh()
+                require_drained(self.messages_table, lost.op_version, f"half batch {lost.rows.half_id!r} {went}")
         self.drained.border()
         found, missing = self.drained.ranges((lost.topic, lost.queue_id), lost.queue_offset, lost.stop)
         if missing:

@@ -116,13 +116,13 @@ def maintain(
         log.messages_table.refresh()
         foreign = foreign_change(log.messages_table) or log.drained.odd_rows()
     log.refresh()
-    before = sum(log.drained.newest_border().values())
+    before = sum(log.drained.border().values())
     if dry_run:
         drained, after = drained_up_to(log.messages_table), sum(log.tails().values())
     else:
         with turn:
             drained = Drainer(log).run()
-        after = sum(log.drained.newest_border().values())
+        after = sum(log.drained.border().values())
         log.move_mark()
     leaver = Leaver(log, graces)
     archived = leaver.archive(dry_run)

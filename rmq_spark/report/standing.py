@@ -157,7 +157,7 @@ def undrained_s(log: CommitLog, now: datetime) -> float:
     """For so many seconds the oldest message that is committed and not in the table messages has been committed; 0
     when there is none."""
     log.refresh()
-    log.drained.newest_border()
+    log.drained.border()
     oldest = now
     for rows, _ in log.placements(log.drained.position + 1):
         first = pc.min(rows["op_time"]).as_py()

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.commitlog.incoming import require_known_topic
 from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.messages import MESSAGES_SCHEMA, SOURCE_SCHEMA, wait_until_drained
+from rmq_spark.commitlog.messages import MESSAGES_SCHEMA, SOURCE_SCHEMA, require_drained
 from rmq_spark.commitlog.placements import PlacedRange, out_of_range
 from rmq_spark.config import named, nearest, require_time
 from rmq_spark.errors import CorruptLogError, LostFileError, OffsetOutOfRangeError, OptionError
@@ -349,7 +349,8 @@ def _paths(log: CommitLog, ranges: Sequence[PlacedRange]) -> list[str] | None:
         for placed in of_path[path]:
             if log.half.has_payload(placed.rows) is False:
                 why = f"half batch {placed.rows.half_id!r} has no payload any more in half"
-                wait_until_drained(log.messages_table, placed.op_version, why)
+                log.messages_table.refresh()
+                require_drained(log.messages_table, placed.op_version, why)
                 return None
         try:
             found.update(log.locate(r.rows.half_id, r.rows.file_no) for r in of_path[path])

@@ -1,7 +1,7 @@
-"""Requires of a store what a commit log needs: it puts a file only where none is, and refuses the second put.
+"""Requires of a store what a commit log needs: it refuses the second put of a file, and lists what was put.
 
-Amazon S3 does so with conditional puts. Not every store that speaks S3 has them; :func:`require_put_if_absent` finds
-out.
+Amazon S3 does so: it has conditional puts, and its lists are consistent. Not every store that speaks S3 is like that;
+:func:`require_put_if_absent` finds out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rmq_spark.errors import NotACommitLogError, OptionError, StorageError, Txmq
 from rmq_spark.redaction import traceback_of
 from rmq_spark.storage.answers import is_denied, plainly, require_resources
 from rmq_spark.storage.location import is_uri
-from rmq_spark.storage.table import claim_table, remove_table
+from rmq_spark.storage.table import DeltaLogTable, claim_table, remove_table
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,8 @@ def reaching(where: str, storage_options: Mapping[str, str] | None) -> Iterator[
 
 # ---------------------------------------------------------------- the probe
 def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None) -> None:
-    """Require that the store refuses the second of two puts of one file. Commits are made by such puts.
+    """Require that the store refuses the second of two puts of one file, and lists what was put. Commits are made by
+    such puts, and found by such lists.
 
     In each round three writers create the same table below ``where`` at once, through delta-rs. A writer that sees the
     table of another one does not come to its put. What the three are told settles the question, or not::
@@ -109,13 +110,15 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
     Raises
     ------
     StorageError
-        When more than one writer was told that it had created the table, or when no round settled the question.
+        When more than one writer was told that it had created the table, when a list taken after that does not show it,
+        or when no round settled the question.
     """
     for _ in range(ROUNDS_MAX):
         probe = f"{where}/{PROBE}{uuid4().hex}"
         claims: list[bool | None] = []
         try:
             _claim_at_once(probe, storage_options, claims)
+            is_listed = DeltaLogTable.exists(probe, storage_options)
         finally:
             try:
                 remove_table(probe, storage_options)
@@ -128,6 +131,12 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
                 "created one table at the same time were told that they had, so commits would be lost. Use a store "
                 "with conditional puts (If-None-Match), or turn them on; docs/object-stores.md names some. Nothing "
                 "was left behind"
+            )
+        if not is_listed:
+            raise StorageError(
+                f"{where} is on a store that answers with old lists: a file that had been put was not listed after "
+                "that, so messages would be missed. Use a store with consistent lists; docs/object-stores.md names "
+                "some. Nothing was left behind"
             )
         if False in claims:
             return

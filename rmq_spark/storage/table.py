@@ -440,13 +440,10 @@ def require_own(table: Table) -> None:
         raise ForeignChangeError(said)
 
 
-def take_out(
-    table: Table, paths: Sequence[str], noting: Mapping[str, int] | None = None, removed_earlier_s: float = 0.0
-) -> None:
+def take_out(table: Table, paths: Sequence[str], removed_earlier_s: float = 0.0) -> None:
     """Take files out of a table, those that are still in it: another process may take out the same ones.
 
-    The commit says that no data changes. Delta refuses any other removal from an append-only table. It notes numbers in
-    the table (Delta's ``txn``), by a name: each only grows.
+    The commit says that no data changes. Delta refuses any other removal from an append-only table.
     """
 
     def live() -> set[str]:
@@ -454,10 +451,7 @@ def take_out(
 
     def propose(version: int) -> Change | None:
         still = sorted(live().intersection(paths))
-        noted = {name: max(n, table.transaction_version(name) or n) for name, n in (noting or {}).items()}
-        if not still:
-            return None
-        return Change(remove=still, transactions=noted, data_change=False, removed_earlier_s=removed_earlier_s)
+        return Change(remove=still, data_change=False, removed_earlier_s=removed_earlier_s) if still else None
 
     table.compare_and_set(propose, lambda change: live().isdisjoint(change.remove))
 

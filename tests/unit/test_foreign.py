@@ -16,7 +16,7 @@ import pytest
 from deltalake import DeltaTable, Field, write_deltalake
 from deltalake.schema import PrimitiveType
 
-from rmq_spark.commitlog import drained, maintenance
+from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import CorruptLogError, ForeignChangeError, UnreadableFileError
@@ -362,26 +362,9 @@ def test_a_change_that_a_merge_finds_as_damage_stops_it(log: CommitLog) -> None:
     assert len(seen) == 1
 
 
-def test_an_older_list_of_op_is_no_deletion(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list of messages knew that a file had expired, and that of op did not (the simulation found it)."""
-    log.drain()
-    reader = another(log)
-    reader.refresh()
-    assert log.topic_store.set_retention("orders", 0.0) is None
-    assert let_leave(log).files_expired > 0
-    newest, answers = reader.op.refresh, iter(range(4))
-    monkeypatch.setattr(
-        reader.op, "refresh", lambda: reader.op.version if next(answers, None) is not None else newest()
-    )
-    assert reader.drained.odd_rows() is None
-
-
 @pytest.mark.parametrize("sent", [2, 6])
-def test_an_op_that_was_set_back_is_told(
-    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: int
-) -> None:
+def test_an_op_that_was_set_back_is_told(log: CommitLog, tmp_path: Path, sent: int) -> None:
     """Also when as much was written to it since as there was before."""
-    monkeypatch.setattr(drained, "LOOK_AGAIN_S", 0.001)
     for name in ("op", "half"):
         shutil.copytree(tmp_path / "log" / name, tmp_path / name)
     for batch_id in range(5, 8):

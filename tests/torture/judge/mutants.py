@@ -923,12 +923,28 @@ def _mark_past_open() -> Iterator[None]:
 
 
 @mutant(
-    "a mark is made from an older version of half than op speaks of",
+    "a mark is made from half as it was before op was read",
     A.DUPLICATE, A.CHECKED_AFTER_RESOLUTION, A.OUTCOME_CHANGED, A.INCONSISTENT_OFFSETS,
-    streams=2, batches=3, upkeep=10, checkers=2, weather_stale=0.5, crash=0.0,
+    streams=2, batches=3, upkeep=10, checkers=2, crash=0.0,
 )  # fmt: skip
-def _mark_of_stale_half() -> Iterator[None]:
-    with replaced((Marker, "_half_has", lambda self, half_ids: True)):
+def _mark_of_older_half() -> Iterator[None]:
+    follow_anew, prepared_after = Follower._follow_anew, HalfStore.prepared_after
+
+    def follow_later(self: Follower) -> None:
+        self._half.table.refresh()
+        self.machine.sleep(30.0)
+        follow_anew(self)
+
+    def as_read(self: HalfStore, low_water_ms: int) -> Any:
+        with patch.object(self.table, "refresh"):
+            return prepared_after(self, low_water_ms)
+
+    def next_mark(self: Marker) -> Any:
+        with replaced((HalfStore, "prepared_after", as_read)):
+            return made(self)
+
+    made = Marker.next_mark
+    with replaced((Follower, "_follow_anew", follow_later), (Marker, "next_mark", next_mark)):
         yield
 
 
@@ -1069,15 +1085,17 @@ def _key_is_free() -> Iterator[None]:
 
 
 @mutant(
-    "an old listing of op does not tell what has left", A.DUPLICATE, A.REPLAY_DIVERGENCE, A.LEFT_OPEN,
+    "a key is looked up in op as it was last read", A.DUPLICATE, A.REPLAY_DIVERGENCE, A.LEFT_OPEN,
     **LEAVES | {"pause": 0.08}, streams=0, senders=2, rivals=True,
 )  # fmt: skip
-def _believes_an_old_listing() -> Iterator[None]:
-    def left_among(self: CommitLog, half_ids: Collection[str]) -> Collection[str]:
-        said = self.op.read(self.ledger.archive_paths(), ["half_id"], pc.field("half_id").isin(list(half_ids)))
-        return set(said["half_id"].to_pylist())
+def _key_as_last_read() -> Iterator[None]:
+    archived_among = Follower.archived_among
 
-    with _often_leaving(), replaced((CommitLog, "_left_among", left_among), (Follower, "read_up_to", lambda *_: None)):
+    def as_last_read(self: Follower, names: Collection[str]) -> frozenset[str]:
+        with patch.object(self, "refresh"):
+            return archived_among(self, names)
+
+    with _often_leaving(), replaced((Follower, "archived_among", as_last_read)):
         yield
 
 

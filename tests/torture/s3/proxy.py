@@ -1,4 +1,5 @@
-"""An HTTP proxy in front of an S3 server: it counts requests, and can make of the server one that always overwrites.
+"""An HTTP proxy in front of an S3 server: it counts requests, and can make of the server one that always overwrites, or
+one that answers with old lists.
 
 It is a process of its own, because delta-rs keeps Python's lock during some of its requests.
 """
@@ -41,7 +42,7 @@ class S3Proxy:
 
 
 @contextmanager
-def proxy(server: str, overwriting: Path | None = None) -> Iterator[S3Proxy]:
+def proxy(server: str, overwriting: Path | None = None, old_lists: bool = False) -> Iterator[S3Proxy]:
     """A proxy in front of a server.
 
     Parameters
@@ -51,8 +52,11 @@ def proxy(server: str, overwriting: Path | None = None) -> Iterator[S3Proxy]:
     overwriting : Path, optional
         The folder that the server serves. An object that is in the way of a conditional put is removed first, so the
         store behaves as one that does not know the condition. (The header cannot be left out: it is signed.)
+    old_lists : bool, optional
+        Whether each list is answered as it was answered first.
     """
-    command = [sys.executable, "-m", "tests.torture.s3.proxy", server, *([str(overwriting)] if overwriting else [])]
+    mode = ["overwriting", str(overwriting)] if overwriting else ["old lists"] if old_lists else []
+    command = [sys.executable, "-m", "tests.torture.s3.proxy", server, *mode]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -66,10 +70,11 @@ def proxy(server: str, overwriting: Path | None = None) -> Iterator[S3Proxy]:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, server: str, overwriting: Path | None) -> None:
+    def __init__(self, server: str, overwriting: Path | None, old_lists: bool) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.server = urlsplit(server).netloc
-        self.overwriting = overwriting
+        self.overwriting, self.old_lists = overwriting, old_lists
+        self.lists: dict[str, tuple[http.client.HTTPResponse, bytes]] = {}
         self.counts: Counts = Counter()
         self.lock = threading.Lock()
 
@@ -94,6 +99,11 @@ class _Handler(BaseHTTPRequestHandler):
             with self.server.lock:  # nobody else's put comes in between
                 (self.server.overwriting / unquote(urlsplit(self.path).path).lstrip("/")).unlink(missing_ok=True)
                 answer, content = self._ask(body)
+        elif self.server.old_lists and _what(self.command, self.path, False) == "list":
+            with self.server.lock:
+                if self.path not in self.server.lists:
+                    self.server.lists[self.path] = self._ask(body)
+            answer, content = self.server.lists[self.path]
         else:
             answer, content = self._ask(body)
         self.send_response_only(answer.status, answer.reason)
@@ -168,7 +178,8 @@ def _table(path: str) -> str:
 
 
 def main() -> None:
-    server = _Server(sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+    address, *mode = sys.argv[1:]
+    server = _Server(address, Path(mode[1]) if mode[:1] == ["overwriting"] else None, mode == ["old lists"])
     print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
     server.serve_forever()
 

@@ -253,6 +253,15 @@ def test_a_store_without_put_if_absent_is_refused_and_nothing_is_left_behind(
     assert made.topics() == {}
 
 
+def test_a_store_that_answers_with_old_lists_is_refused_and_nothing_is_left_behind(s3: S3Server, uri: str) -> None:
+    with (
+        proxy(s3.endpoint, old_lists=True) as between,
+        pytest.raises(StorageError, match="a store that answers with old lists"),
+    ):
+        txmq.CommitLog.create(uri, storage_options=s3.storage_options(between.endpoint))
+    assert s3.objects(uri) == []
+
+
 def test_a_proxy_that_takes_nothing_out_changes_nothing(s3: S3Server, uri: str) -> None:
     with proxy(s3.endpoint) as between:
         log = txmq.CommitLog.create(uri, storage_options=s3.storage_options(between.endpoint))

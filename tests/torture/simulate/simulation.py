@@ -228,7 +228,7 @@ class Scenario:
     def in_mood(self, mood: str | None) -> Scenario:
         """The scenario, with more of one kind of trouble."""
         if mood == "storm":
-            self.weather = Weather(0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.02)
+            self.weather = Weather(0.15, 0.15, 0.15, 0.15, 0.15, 0.02)
             self.pause, self.switch, self.zombies = 0.04, 0.6, 0.5
         elif mood == "clocks":
             self.clock_steps, self.upkeep, self.pause = True, max(self.upkeep, 3), 0.04
@@ -594,10 +594,6 @@ class Simulation:
             log.drain()
         except ForeignChangeError:
             self.counts["upkeep stopped by another writer"] += 1
-        except CorruptLogError as problem:
-            if "older list" not in str(problem):
-                raise
-            self.counts["drain by an older list"] += 1
 
     def leave(self) -> None:
         """All upkeep of the product, by a process of its own, and perhaps another one beside it."""
@@ -617,10 +613,6 @@ class Simulation:
         except ForeignChangeError:
             self.counts["upkeep stopped by another writer"] += 1
             return
-        except CorruptLogError as problem:
-            if "older list" not in str(problem):
-                raise
-            return
         self.counts["half batches that left"] += report.archived
         self.counts["half files stripped"] += report.files_stripped
         self.counts["files expired"] += report.files_expired
@@ -632,7 +624,7 @@ class Simulation:
         """The table ``messages`` as it is at some moment, for any reader of Delta."""
         table = log.messages_table
         table.refresh()
-        # What has expired by now, whatever an old list says: the files may have gone before this log hears of it.
+        # What has expired by now, whatever this log has read: the files may have gone before it hears of that.
         found, position = table.read(table.actions()["path"].to_pylist()), drained_up_to(table)
         rows = self.with_expired(said_last(self.world), found, drained=position)
         note_drained(self.history, self.world.process, operation, rows, position)
@@ -679,8 +671,7 @@ class Simulation:
         drained: int | None = None,
     ) -> pa.Table:
         """What was read, and before it what has expired by these first offsets, from a reader's start on. So every rule
-        of the judge sees whole queues. A list of ``messages`` that was drained up to a version of ``op`` has nothing of
-        later ones."""
+        of the judge sees whole queues. What was drained up to a version of ``op`` has nothing of later ones."""
         if not firsts:
             return found
         below = dict(firsts)

@@ -1,7 +1,7 @@
 """Tables of a commit log on a store that behaves as badly as an object store may.
 
-It loses acknowledgements, reports races that were none, lets a commit land long after it was given up, shows an older
-version, and removes the head of a table's log under a writer that sleeps. Files are Arrow tables, unencoded.
+It loses acknowledgements, reports races that were none, lets a commit land long after it was given up, and removes the
+head of a table's log under a writer that sleeps. Its lists are consistent. Files are Arrow tables, unencoded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class Weather:
     false_race: float = 0.0  # the store says that somebody was faster (409), and nobody was
     failure: float = 0.0  # the commit did not land, and an error says that nobody knows
     delayed: float = 0.0  # an error, and the commit lands later when its version is still free
-    stale: float = 0.0  # a refresh sees an older version
     unreadable: float = 0.0  # a refresh fails
     on_own_disk: bool = False  # whose clock is the writer's
 
@@ -196,7 +195,6 @@ class SimulatedTable:
         self.content = content or Content([State(0, {}, {}, f"{name} is made")])
         self._scheduler, self._weather, self._history = scheduler, weather, history
         self._state = self.content.versions[-1]
-        self._seen = self._state.version  # a refresh never shows less
         self._acknowledged: int | None = None
         self._tried: list[Change] = []
         self._turns = Turns(None, machine)
@@ -223,16 +221,10 @@ class SimulatedTable:
     def _refresh(self) -> int:
         self._scheduler.step()
         self._let_land()
-        chance = self._scheduler.chance.random
-        if chance() < self._weather.unreadable:
+        if self._scheduler.chance.random() < self._weather.unreadable:
             raise Unanswered(f"the log of {self.name} cannot be listed")
-        head = self.content.versions[-1].version
-        if self._seen < head and chance() < self._weather.stale:
-            self._seen += int(chance() * (head - self._seen + 1))
-        else:
-            self._seen = head
-        self._state = self.content.versions[self._seen]
-        return self._seen
+        self._state = self.content.versions[-1]
+        return self._state.version
 
     def actions(self) -> pa.Table:
         self._scheduler.interleave()
@@ -323,7 +315,6 @@ class SimulatedTable:
         if not (done and answer):
             return False
         self._acknowledged = version
-        self._seen = max(self._seen, version)
         return True
 
     def _fate(self) -> tuple[bool | None, bool | None]:

@@ -63,7 +63,7 @@ def test_what_expired_was_not_seen_before_it_was_placed() -> None:
     assert simulate(124_915_946).anomalies == []
 
 
-def test_an_old_list_of_messages_has_nothing_of_what_was_drained_later_and_has_expired(
+def test_an_older_version_of_messages_has_nothing_of_what_was_drained_later_and_has_expired(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     simulation = Simulation(1)
@@ -149,18 +149,6 @@ def test_a_commit_may_land_after_it_was_given_up_when_its_version_is_still_free(
     weather.calm()
     seen = [handle.refresh() for _ in range(20)]
     assert sorted(set(seen)) == [0, 1]
-
-
-def test_a_stale_reader_lags_but_never_goes_back_nor_behind_its_own_commits() -> None:
-    writer = table(Weather(stale=0.9))
-    reader = writer.another()
-    seen = []
-    for _ in range(30):
-        assert writer.try_commit(change(writer))
-        assert writer.refresh() == writer.content.versions[-1].version
-        seen.append(reader.refresh())
-    assert seen == sorted(seen)
-    assert any(version < at + 1 for at, version in enumerate(seen))
 
 
 def test_a_commit_below_a_cleaned_up_head_is_acknowledged_and_lost() -> None:

@@ -93,7 +93,7 @@ class SimulatedLog(CommitLog):
 
     @property
     def read_version(self) -> int:
-        """What a reader may have seen: ``messages`` may be ahead of an old listing of ``op``."""
+        """What a reader may have seen: ``messages`` is read later than ``op``, and may be ahead of it."""
         return max(self.op.version, drained_up_to(self.messages_table))
 
     def with_machine(self, writer: HalfWriter) -> HalfWriter:
