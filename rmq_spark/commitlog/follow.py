@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.op import KINDS, NO_OPS, SETTLING, Kind, OpenBelow
+from rmq_spark.commitlog.op import NO_OPS, SETTLING, Kind, OpenBelow
 from rmq_spark.errors import CorruptLogError
 
 CHUNKS_MAX = 64
@@ -93,7 +93,6 @@ class Followed:
         """
         if rows.num_rows == 0:
             return replace(self, version=version)
-        _require_rows(rows)
         kept = pa.concat_tables([self.rows, rows])
         since, low_water = self.since, self.low_water
         below, marked_at = self.below, self.marked_at
@@ -266,23 +265,6 @@ def _open_below(said: Mapping[str, Any], mark: Mapping[str, Any]) -> OpenBelow:
             "saying what is open: it was changed by hand"
         )
     return found
-
-
-def _require_rows(rows: pa.Table) -> None:
-    """Raise CorruptLogError for op rows that rmq_spark cannot have written, before anything is made of them."""
-    kinds = [k for k in pc.unique(rows["kind"]).to_pylist() if k not in KINDS]
-    if kinds:
-        raise CorruptLogError(f"table op has a row of the kind {kinds[0]!r}: it was changed by hand")
-    offset, end, count = rows["queue_offset"], rows["next_offset"], rows["count"]
-    right = pc.and_(pc.greater_equal(offset, 0), pc.equal(end, pc.add(offset, count)))
-    right = pc.and_(right, pc.and_(pc.is_valid(rows["topic"]), pc.is_valid(rows["queue_id"])))
-    right = pc.or_kleene(pc.fill_null(right, False), pc.and_(pc.is_null(offset), pc.is_null(end)))
-    right = pc.and_(right, pc.fill_null(pc.greater_equal(count, 0), False))
-    if not pc.all(right).as_py():
-        wrong = rows.filter(pc.invert(right)).select(["half_id", "version", "queue_offset", "next_offset", "count"])
-        raise CorruptLogError(
-            f"table op has a row with offsets or a count that cannot be: {wrong.slice(0, 1).to_pylist()[0]}"
-        )
 
 
 def _newest_mark(marks: pa.Table) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from rmq_spark.commitlog.half import after_name, batch_name, names_of
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
 from rmq_spark.commitlog.keyed import Open
 from rmq_spark.commitlog.op import NO_OPS, SETTLING, BatchState, Kind, OpRow, pruned_up_to
+from rmq_spark.commitlog.op_rows import read_op
 from rmq_spark.commitlog.prepared import Prepared, PreparedBatches
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 from rmq_spark.storage.table import Table
@@ -108,7 +109,7 @@ class Follower:
             return Followed()
         self._untouched.clear()  # what was expected before may have been decided, and passed by the mark
         paths = actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist()
-        return Followed.from_mark(self.table.read(paths))
+        return Followed.from_mark(read_op(self.table, paths))
 
     def _read_between(self, first: int, last: int) -> pa.Table:
         """The op rows of these versions, in version order."""
@@ -119,7 +120,7 @@ class Follower:
         paths = actions.filter(new)["path"].to_pylist()
         # The reader does not filter: it would skip rows by a footer's statistics, which no checksum guards from a
         # flipped bit.
-        parts = [self.table.read(others)] if (others := [p for p in paths if p not in self._written]) else []
+        parts = [read_op(self.table, others)] if (others := [p for p in paths if p not in self._written]) else []
         rows = pa.concat_tables([NO_OPS, *parts, *(self._written[p] for p in paths if p in self._written)])
         between = pc.and_(pc.greater_equal(rows["version"], first), pc.less_equal(rows["version"], last))
         return rows.filter(between).sort_by("version")
@@ -217,7 +218,8 @@ class Follower:
         if versions:
             named = [h for h in half_ids if h in below]
             where = pc.field("half_id").isin(named) & pc.field("version").isin(versions)
-            rows = pa.concat_tables([rows, self.table.read(self._paths_with(versions), None, where).sort_by("version")])
+            read = read_op(self.table, self._paths_with(versions), None, where)
+            rows = pa.concat_tables([rows, read.sort_by("version")])
         places: dict[str, list[int]] = {}
         ids, at = rows["half_id"].to_pylist(), rows["version"].to_pylist()
         for place, (half_id, version) in enumerate(zip(ids, at, strict=True)):
@@ -255,7 +257,7 @@ class Follower:
         if before is not None:
             where &= pc.field("version") < before
             actions = actions.filter(pc.fill_null(pc.less(actions["min.version"], before), True))
-        return self.table.read(actions["path"].to_pylist(), None, where).sort_by("version")
+        return read_op(self.table, actions["path"].to_pylist(), None, where).sort_by("version")
 
     def older(self, half_ids: Sequence[str]) -> pa.Table:
         """The op rows of half batches before those that are kept in memory."""
@@ -308,7 +310,7 @@ class Follower:
         """What is kept of a half batch that has left, or is about to; None for any other."""
         with self.table.lock:
             self.refresh()
-            rows = self.table.read(self.archive_paths(), None, pc.field("half_id") == half_id)
+            rows = read_op(self.table, self.archive_paths(), None, pc.field("half_id") == half_id)
             found = rows.filter(of_kind(rows, Kind.ARCHIVED)).to_pylist()
             return Archived.of(found[-1]) if found else None
 
@@ -317,7 +319,7 @@ class Follower:
         name = batch_name(app_id, batch_id)
         with self.table.lock:
             self.refresh()
-            rows = self.table.read(self.archive_paths(), None, _may_be_named([name])).sort_by("version")
+            rows = read_op(self.table, self.archive_paths(), None, _may_be_named([name])).sort_by("version")
         rows = rows.filter(pc.and_(of_kind(rows, Kind.ARCHIVED), pc.equal(names_of(rows["half_id"]), name)))
         return Archived.of(rows.slice(rows.num_rows - 1).to_pylist()[0]) if rows.num_rows else None
 

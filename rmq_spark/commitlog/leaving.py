@@ -25,6 +25,7 @@ from rmq_spark.commitlog.follow import of_kind, settled_rows
 from rmq_spark.commitlog.half import HEADER_COLUMNS
 from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.commitlog.op import Kind, OpRow, RowState, rolled_back_as
+from rmq_spark.commitlog.op_rows import read_op
 from rmq_spark.config import AUDIT_S, GRACE_S, GRACE_S_MIN, IDEMPOTENCY_S, parse_duration
 from rmq_spark.errors import HalfBatchLeftError, OptionError
 from rmq_spark.storage.table import require_own, take_out
@@ -171,7 +172,7 @@ class Leaver:
     def _op_rows(self, half_ids: Sequence[str]) -> pa.Table:
         op = self._log.op
         where = pc.field("half_id").isin(list(half_ids))
-        return op.read(op.actions()["path"].to_pylist(), LOOKED_AT, where).sort_by("version")
+        return read_op(op, op.actions()["path"].to_pylist(), LOOKED_AT, where).sort_by("version")
 
     def _may_leave(self, batch: _Batch) -> bool:
         """Whether all is settled, and the grace is over."""

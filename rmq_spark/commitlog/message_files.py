@@ -48,11 +48,8 @@ def placed_ranges(rows: pa.Table) -> Iterator[PlacedRange]:
     Raises
     ------
     CorruptLogError
-        When a row names no rows, or those of no half file.
+        When a row names a file outside the log.
     """
-    named = pc.fill_null(pc.greater(pc.list_value_length(rows["ranges"]), 0), False)
-    for row in rows.filter(pc.invert(named)).to_pylist():
-        placed_range(row)  # raises
     rows = rows.combine_chunks()
     firsts = rows.group_by("path", use_threads=False).aggregate([("version", "min")])
     at = firsts["version_min"].take(pc.index_in(rows["path"], value_set=firsts["path"].combine_chunks()))

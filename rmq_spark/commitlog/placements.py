@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.commitlog.op import OP_SCHEMA, ranges_of
-from rmq_spark.commitlog.rows import ranges_count
 from rmq_spark.commitlog.walk import PLACEMENT_COLUMNS
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.storage.files import RowRange, require_path
@@ -337,24 +336,8 @@ def _bounded(rows: pa.Table, until: int, wanted: Spans) -> tuple[pa.Table, int]:
 
 # ---------------------------------------------------------------- op rows
 def placed_range(row: Mapping[str, Any]) -> PlacedRange:
-    """One placement row as a range.
-
-    Raises
-    ------
-    CorruptLogError
-        When the row names a file outside the log, or its numbers contradict each other.
-    """
-    ranges = ranges_of(row["ranges"])
-    if ranges is None or ranges_count(ranges) != row["count"] or row["queue_offset"] < 0:
-        raise CorruptLogError(
-            f"op row of half batch {row['half_id']!r} at version {row['version']} says {row['count']} messages, but "
-            f"names the rows {ranges}: it was changed by hand"
-        )
-    if row["next_offset"] != row["queue_offset"] + row["count"] or ranges[-1][1] >= (row["file_rows"] or 0):
-        raise CorruptLogError(
-            f"op row of half batch {row['half_id']!r} at version {row['version']} places rows up to {ranges[-1][1]} of "
-            f"{row['file_rows']} at offsets {row['queue_offset']} to {row['next_offset']}: it was changed by hand"
-        )
+    """One placement row, as ``read_op`` has it, as a range; CorruptLogError when it names a file outside the log."""
+    ranges = ranges_of(row["ranges"]) or ()
     rows = RowRange(require_path(row["path"], "op"), row["half_id"], row["file_no"], row["file_rows"], ranges)
     return PlacedRange(rows, row["topic"], row["queue_id"], row["queue_offset"], row["attempt"],
                        row["transaction_per"], row["producer_group"], row["op_time"], row["version"])  # fmt: skip

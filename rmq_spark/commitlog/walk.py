@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark.commitlog.op_rows import read_op
+
 if TYPE_CHECKING:
     from rmq_spark.storage.table import Table
 
@@ -59,7 +61,7 @@ def walk_placements(
         paths = [path for path, _ in files[at : at + step]]
         at, step = at + step, step * 2
         rest = files[at][1] if at < len(files) else -1
-        yield op.read(paths, PLACEMENT_COLUMNS, wanted & (pc.field("version") >= since_version)), rest
+        yield read_op(op, paths, PLACEMENT_COLUMNS, wanted & (pc.field("version") >= since_version)), rest
 
 
 def newest_files(op: Table, since_version: int = 0, above: int = 0) -> list[tuple[str, int | None]]:
@@ -111,5 +113,5 @@ def rows_above(op: Table, position: int, until: int, rows_max: int, columns: Seq
         if number > 0 and (rows > rows_max or size > FILE_BYTES_MAX) and first > position + 1:
             actions, until = actions.slice(0, number), min(until, first - 1)
             break
-    found = op.read(actions["path"].to_pylist(), columns)
+    found = read_op(op, actions["path"].to_pylist(), columns)
     return found.filter(pc.and_(pc.greater(found["version"], position), pc.less_equal(found["version"], until))), until

@@ -281,7 +281,7 @@ def test_a_mark_that_is_no_mark_any_more_is_an_error() -> None:
 def test_a_placement_without_a_queue_is_an_error(column: str) -> None:
     log = _log()
     edit_row(log.op, "commit", column, None)
-    with pytest.raises(CorruptLogError, match="offsets or a count that cannot be"):
+    with pytest.raises(CorruptLogError, match="offsets that cannot be"):
         log.another().pending()
 
 

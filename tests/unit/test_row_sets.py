@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rmq_spark.commitlog.op import (
+    OP_SCHEMA,
     BatchState,
     FileState,
     Kind,
@@ -22,6 +23,7 @@ from rmq_spark.commitlog.op import (
     ranges_of,
     to_table,
 )
+from rmq_spark.commitlog.op_rows import validate_op
 from rmq_spark.commitlog.rows import RowSet, bits_of, booleans_of, both, ranges_count, runs
 from rmq_spark.errors import CorruptLogError
 
@@ -105,10 +107,26 @@ def test_ranges_survive_the_table(masks: list[bytes | None]) -> None:
     assert [ranges_of(v) for v in table["ranges"].to_pylist()] == given_ranges
 
 
-@pytest.mark.parametrize("bad", [[], [(3, 1)], [(-1, 2)], [(0, 4), (4, 6)], [(5, 6), (0, 1)], [(None, 1)], [(0, None)]])
-def test_ranges_that_nobody_writes_are_refused(bad: list[tuple[int, int]]) -> None:
-    with pytest.raises(CorruptLogError):
-        ranges_of([{"first": a, "last": b} for a, b in bad])
+@given(st.lists(st.one_of(st.none(), bits.filter(lambda m: 1 in m)), max_size=6))
+def test_op_rows_as_they_are_written_are_valid(masks: list[bytes | None]) -> None:
+    rows = [OpRow(Kind.ROLLBACK, "h", ranges=None if m is None else runs(m), count=7 if m is None else m.count(1))
+            for m in masks]  # fmt: skip
+    table = to_table(rows, 1, NOW, "c")
+    for part in (table, table.slice(1), pa.concat_tables([table, table])):
+        assert validate_op(part) is part
+
+
+@pytest.mark.parametrize(
+    ("bad", "count"),
+    [([], 0), ([(3, 1)], -1), ([(3, 1)], 1), ([(-1, 2)], 4), ([(0, 4), (4, 6)], 8), ([(5, 6), (0, 1)], 4),
+     ([(None, 1)], 2), ([(0, None)], 1), ([(0, 1), (3, 4)], 5)],
+)  # fmt: skip
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_ranges_that_nobody_writes_are_refused(bad: list[tuple[int, int]], count: int, place: int) -> None:
+    rows = to_table([OpRow(Kind.ROLLBACK, "h", 0, ((0, 1), (3, 3)), 3)] * 3, 1, NOW, "c").to_pylist()
+    rows[place] |= {"ranges": [{"first": a, "last": b} for a, b in bad], "count": count}
+    with pytest.raises(CorruptLogError, match=r"rows that cannot be|a count that cannot be"):
+        validate_op(pa.Table.from_pylist(rows, OP_SCHEMA))
 
 
 # ---------------------------------------------------------------- fold
@@ -215,16 +233,39 @@ def test_a_conflict_ends_when_a_person_says_so() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "erase"}, "erase"),
-        ({"decided_by": "nobody"}, "nobody"),
-        ({"attempt": 251}, "attempt 251"),
-        ({"attempt": -1}, "attempt -1"),
+        ({"kind": "erase"}, "an unknown kind .*kind=erase"),
+        ({"kind": None}, "an unknown kind"),
+        ({"decided_by": "nobody"}, "an unknown decider .*decided_by=nobody"),
+        ({"attempt": 251}, "an attempt that cannot be .*attempt=251"),
+        ({"attempt": -1}, "attempt=-1"),
+        ({"attempt": 0}, "attempt=0"),
+        ({"count": -1}, "count=-1"),
+        ({"count": None}, "a count that cannot be"),
+        ({"op_time": None}, "no time"),
+        ({"queue_offset": 0, "next_offset": 6, "topic": "t", "queue_id": 0}, "offsets that cannot be"),
+        ({"queue_offset": -1, "next_offset": 6, "topic": "t", "queue_id": 0}, "offsets that cannot be"),
+        ({"queue_offset": 0, "next_offset": 7, "topic": "t"}, "offsets that cannot be"),
+        ({"next_offset": 7}, "offsets that cannot be"),
+        ({"queue_offset": 0, "next_offset": 7, "topic": "t", "queue_id": 0}, "rows that cannot be"),
+        (
+            {"ranges": [{"first": 1, "last": 7}], "queue_offset": 0, "next_offset": 7, "topic": "t", "queue_id": 0,
+             "file_rows": 7},
+            "rows that cannot be",
+        ),
+    ],
+)  # fmt: skip
+def test_an_op_row_that_nobody_writes_is_refused(change: dict[str, object], words: str) -> None:
+    row = to_table([OpRow(Kind.ROLLBACK, "h", 0, None, 7, 1, Who.EXECUTE)], 1, NOW, "c").to_pylist()[0]
+    with pytest.raises(CorruptLogError, match=words):
+        validate_op(pa.Table.from_pylist([row | change], OP_SCHEMA))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
         ({"file_no": 5}, "no such file"),
         ({"ranges": [{"first": 0, "last": 7}]}, "7 rows"),
-        ({"ranges": [{"first": 2, "last": 1}]}, "ascend"),
-        ({"ranges": []}, "empty"),
         ({"count": 6}, "counts 6"),
-        ({"op_time": None}, "time None"),
     ],
 )
 def test_an_op_row_that_contradicts_its_half_batch_changes_nothing(change: dict[str, object], words: str) -> None:
