@@ -144,13 +144,15 @@ def trace(
 
 
 def _look(log: ProtocolSteps, asked: _Asked) -> Trace:
+    if not asked.half_id.isascii():  # no half batch is called so
+        raise _not_found(log, asked)
     with log.lock:
         try:
             record = log.half.get(asked.half_id)
         except HalfBatchNotFoundError:
             record = None
         # op after half: what has left half by now was archived in op before.
-        kept = log.ledger.archived(asked.half_id) if asked.half_id.isascii() else None
+        kept = log.ledger.archived(asked.half_id)
         rows = log.ledger.scan([asked.half_id])
         log.drained.border()
     if kept is not None:
@@ -352,7 +354,7 @@ def _last_word(events: Sequence[TraceEvent]) -> dict[str, int]:
 
 def _not_found(log: ProtocolSteps, asked: _Asked) -> HalfBatchNotFoundError:
     app_id, _, batch_id = name_of(asked.half_id).rpartition(":")
-    last = log.last_batch_id(app_id) if app_id and batch_id.isdecimal() else None
+    last = log.last_batch_id(app_id) if app_id.isascii() and app_id and batch_id.isdecimal() else None
     if last is not None and int(batch_id) <= last:
         return HalfBatchNotFoundError(
             f"nothing is kept of half batch {asked.half_id!r}: application {app_id!r} has prepared batches up to "
