@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 
 LISTENERS = """
 from rmq_spark import COMMIT_MESSAGE, UNKNOWN, TransactionListener

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.commitlog.second_look import LOOK_INTERVAL_S
 from rmq_spark.machine import Machine
 from rmq_spark.storage.clock import StoreClock

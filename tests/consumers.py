@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 import rmq_spark as txmq
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog

@@ -9,12 +9,12 @@ from datetime import datetime, timezone
 
 import pyarrow as pa
 
+from rmq_spark import ConsumerGroup
 from rmq_spark.commitlog.archived import Archived, ArchivedDecision
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.op import Kind, OpRow, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
-from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog

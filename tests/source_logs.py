@@ -18,8 +18,8 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from rmq_spark import CommitLog
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import SOURCE_SCHEMA
 from rmq_spark.commitlog.op import Who
 from rmq_spark.storage.spark_parquet import spark_schema

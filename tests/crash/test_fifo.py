@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from tests.crash.fifo_sender import STEPS, TOPIC, make
 from tests.crash.processes import Program, wait_until
 from tests.seeds import first_seed

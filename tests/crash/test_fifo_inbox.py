@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from tests.crash.fifo_flood import MESSAGES, SENDERS, TOPIC, inbox, make
 from tests.crash.processes import Program, wait_until
 from tests.seeds import first_seed

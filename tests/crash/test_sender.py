@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from rmq_spark.check.service import CheckService
-from rmq_spark.listeners.sql import SqlTransactionListener
+from rmq_spark import CheckService, SqlTransactionListener
 from tests.crash.flying import STEPS, STREAM
 from tests.crash.processes import Program
 from tests.crash.sender import send

@@ -11,11 +11,11 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
+from rmq_spark import CheckService, SqlTransactionListener
 from rmq_spark.check.report import LEASED
-from rmq_spark.check.service import CheckReport, CheckService
+from rmq_spark.check.service import CheckReport
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.config import LEASE_S_MAX
-from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.sink.two_phase import TwoPhase
 
 pytestmark = pytest.mark.long

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.commitlog.op import Who
 from tests.crash import upkeep
 from tests.half_batches import commit, pending, prepare, roll_back, send, split

@@ -8,8 +8,7 @@ from typing import Any
 
 import confluent_kafka as ck
 
-from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.relay.kafka import KafkaRelay
+from rmq_spark import CommitLog, KafkaRelay
 from tests.kafka.broker import Broker
 
 TIMEOUT_S = 8.0

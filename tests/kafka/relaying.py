@@ -12,8 +12,8 @@ import signal
 import sys
 from typing import Any
 
+from rmq_spark import KafkaRelay
 from rmq_spark.relay.brokers import Brokers
-from rmq_spark.relay.kafka import KafkaRelay
 from rmq_spark.relay.start import Start
 from rmq_spark.relay.transactions import Transactions
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from rmq_spark import CommitLog
 from rmq_spark.cli import app
-from rmq_spark.commitlog.log import CommitLog
 from tests.half_batches import commit, make_log, prepare
 from tests.kafka.broker import Broker
 from tests.kafka.handing import Handing

@@ -16,11 +16,10 @@ from pathlib import Path
 import confluent_kafka as ck
 import pytest
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog, KafkaRelay
 from rmq_spark.errors import RelayError
 from rmq_spark.machine import Machine
 from rmq_spark.relay import transactions as transactions_module
-from rmq_spark.relay.kafka import KafkaRelay
 from rmq_spark.relay.records import Record
 from rmq_spark.relay.transactions import AbortedError, Transactions
 from tests.half_batches import commit, make_log, prepare

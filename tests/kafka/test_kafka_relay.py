@@ -11,7 +11,7 @@ import confluent_kafka as ck
 import pyarrow as pa
 import pytest
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.errors import (
     OptionError,

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import ResourceType
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog, KafkaRelay
 from rmq_spark.errors import OptionError, RelayRefusedError
-from rmq_spark.relay.kafka import KafkaRelay
 from tests.half_batches import commit, make_log, prepare
 from tests.kafka.broker import PASSWORD
 from tests.kafka.handing import Handing

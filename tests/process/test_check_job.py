@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.rows import NO_ROWS
 from rmq_spark.errors import VerdictConflictError

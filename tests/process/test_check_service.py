@@ -6,9 +6,8 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
-from rmq_spark.check.service import CheckService
-from rmq_spark.listener import TransactionListener
-from rmq_spark.transaction import KEY, HalfBatch
+from rmq_spark import CheckService, HalfBatch, TransactionListener
+from rmq_spark.transaction import KEY
 from tests.half_batches import another, bodies, check_offsets, make_log, prepare
 
 DEADLINE_S = 60.0

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.transaction import COMMIT_MESSAGE
+from rmq_spark import COMMIT_MESSAGE, CommitLog
 from tests import half_batches
 
 ROOT = Path(__file__).parents[2]

@@ -19,8 +19,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
+from rmq_spark import CommitLog
 from rmq_spark.cli import app
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import OptionError, StorageError
 from rmq_spark.metrics import pushing
 from rmq_spark.metrics.pushing import push

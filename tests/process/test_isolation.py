@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from rmq_spark import HalfBatch, create_fence
 from rmq_spark.errors import FenceError, TxmqError
 from rmq_spark.listeners import database
 from rmq_spark.listeners.fence import Fence
 from rmq_spark.listeners.recorded import EXECUTED, STARTED, Recorded, State
-from rmq_spark.listeners.sql import create_fence
-from rmq_spark.transaction import HalfBatch
 from tests.unit import test_sql_listener as suite
 from tests.unit.test_sql_listener import (
     COMMIT,

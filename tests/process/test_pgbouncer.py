@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
-from rmq_spark.transaction import HalfBatch
+from rmq_spark import HalfBatch
 from tests.process.pgbouncer import NoPgBouncerError, running
 from tests.unit import test_sql_listener as suite
 from tests.unit.test_sql_listener import COMMIT, OLD, ROLLBACK, half_batch, listener, make_orders, run, stored, verdicts

@@ -12,10 +12,8 @@ import sqlalchemy as sa
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import rmq_spark as txmq
-from rmq_spark.check.service import CheckService
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import COMMIT_MESSAGE, CheckService, CommitLog
 from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, OptionError
-from rmq_spark.transaction import COMMIT_MESSAGE
 from tests.half_batches import make_log
 
 DATABASES = ["sqlite", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("postgres", "mariadb"))]

@@ -7,8 +7,8 @@ import inspect
 import pytest
 import sqlalchemy as sa
 
+from rmq_spark import HalfBatch
 from rmq_spark.errors import FenceError, ListenerError
-from rmq_spark.transaction import HalfBatch
 from tests.unit import test_sql_listener as suite
 from tests.unit.test_sql_listener import (
     COMMIT,

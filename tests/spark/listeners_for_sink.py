@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rmq_spark import COMMIT_MESSAGE, UNKNOWN, HalfBatch, TransactionListener
-from rmq_spark.listener import PerMessageListener, Verdicts
+from rmq_spark import COMMIT_MESSAGE, UNKNOWN, HalfBatch, PerMessageListener, TransactionListener
+from rmq_spark.listener import Verdicts
 
 
 class RefuseKeyOne(TransactionListener):

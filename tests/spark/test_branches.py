@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 import rmq_spark as txmq
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.consumer.retry import retry_topic
 from rmq_spark.listener import CommitOncePrepared
 

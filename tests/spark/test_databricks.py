@@ -16,7 +16,7 @@ import pyspark
 import pytest
 import yaml
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

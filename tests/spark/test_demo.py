@@ -25,7 +25,7 @@ from examples.grocer.proof import MESSAGE_COLUMNS, Proof, ReadTopic, prove, read
 from examples.grocer.settings import TOPICS, Folder
 from examples.grocer.show import Show
 from examples.grocer.story import Story
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 
 ROWS = 20_000
 LINES, BASKETS, REFUSED = 20_020, 1_926, 78

@@ -11,8 +11,8 @@ import pytest
 from deltalake import DeltaTable
 
 import rmq_spark as txmq
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import ForeignChangeError
 from tests.half_batches import another, commit, let_leave, prepare, send
 

@@ -10,7 +10,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
 import rmq_spark as txmq
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.spark_versions import STREAM_TELLS_START
 from tests.source_logs import send
 from tests.spark_environment import FROM_4_2

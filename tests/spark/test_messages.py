@@ -13,10 +13,10 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 import rmq_spark as txmq
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.asked import half_batch_of
 from rmq_spark.commitlog.drained import Drained
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.errors import OffsetOutOfRangeError
 from rmq_spark.message import PROPERTIES

@@ -13,7 +13,7 @@ from chispa import assert_df_equality
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.message import PROPERTIES
 from rmq_spark.spark_versions import STREAM_TELLS_START
 from tests.half_batches import move_half, prepare

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from rmq_spark.cli import app
 from rmq_spark.cli.verbs import whole
 from rmq_spark.commitlog.op import RowState, Who
@@ -23,7 +24,6 @@ from rmq_spark.metrics.figures import LogFigures, LogWatch
 from rmq_spark.metrics.log_collector import samples_of
 from rmq_spark.metrics.names import BY_NAME, COMMON, LOG, METRICS, PROCESS
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from tests.half_batches import commit, pending, prepare, roll_back
 
 CONF = Path(__file__).parents[2] / "conf"

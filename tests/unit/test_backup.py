@@ -19,10 +19,9 @@ from typing import Any
 import pyarrow.fs as pafs
 import pytest
 
+from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.commitlog import backup as backup_module
 from rmq_spark.commitlog.backup import MANIFEST, SWITCH, finish
-from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LostFileError, OptionError
 from rmq_spark.storage import copying
 from rmq_spark.storage.copying import Pin

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from tests.half_batches import make_log
 
 DEADLINE_S = 8.0

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.reading import read_ranges
 from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError, OptionError

@@ -12,11 +12,10 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.check.service import CheckService
+from rmq_spark import CheckService, ConsumerGroup
 from rmq_spark.cli.text import json_message
 from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.config import INT64_MAX, LABEL_BYTES_MAX, TIME_MAX, TIME_MIN, parse_duration, parse_int
-from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.consumer.retry import restored
 from rmq_spark.errors import MessageError, OffsetError, OptionError, TxmqError
 from rmq_spark.listener import CommitOncePrepared

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from rmq_spark import CommitLog, SqlTransactionListener
 from rmq_spark.check.names import NAMES
 from rmq_spark.check.policy import NamedPolicy
 from rmq_spark.check.settings import JobSettings
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import ConfigError
 from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.listeners.sql import SqlTransactionListener
 from tests.check_jobs import make_folder, write
 from tests.half_batches import commit, let_leave, prepare
 

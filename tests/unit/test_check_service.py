@@ -18,32 +18,35 @@ import pyarrow.compute as pc
 import pytest
 
 import rmq_spark as txmq
+from rmq_spark import (
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    CheckService,
+    CommitLog,
+    HalfBatch,
+    LocalTransactionState,
+    MessageExt,
+    PerMessageListener,
+    TransactionalSink,
+    TransactionCheckListener,
+    TransactionListener,
+    TransactionMQProducer,
+)
 from rmq_spark.check import asking
-from rmq_spark.check.policy import DiscardPolicy, TransactionCheckListener, require_policy
+from rmq_spark.check.policy import DiscardPolicy, require_policy
 from rmq_spark.check.report import CHECKED
-from rmq_spark.check.service import CheckReport, CheckService
+from rmq_spark.check.service import CheckReport
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.prepared import PreparedBatches
 from rmq_spark.errors import FenceError, ListenerError, LostFileError, OptionError, VerdictConflictError
-from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared, PerMessageListener, TransactionListener
-from rmq_spark.message import CHECK_IMMUNITY_PROPERTY, PROPERTIES, MessageExt
-from rmq_spark.sink.foreach_batch import TransactionalSink
-from rmq_spark.sink.producer import TransactionMQProducer
+from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared
+from rmq_spark.message import CHECK_IMMUNITY_PROPERTY, PROPERTIES
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import (
-    BATCH,
-    COMMIT_MESSAGE,
-    KEY,
-    MESSAGE,
-    ROLLBACK_MESSAGE,
-    UNKNOWN,
-    HalfBatch,
-    LocalTransactionState,
-)
+from rmq_spark.transaction import BATCH, KEY, MESSAGE
 from tests.consumers import Steps
 from tests.half_batches import pending, split
 

@@ -13,15 +13,24 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
-from rmq_spark.check.service import CheckService
+from rmq_spark import (
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    CheckService,
+    CommitLog,
+    HalfBatch,
+    PerMessageListener,
+    Rollback,
+    SqlTransactionListener,
+    TransactionListener,
+    create_fence,
+)
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import FenceError
-from rmq_spark.listener import CommitOncePrepared, PerMessageListener, TransactionListener, answers_many
+from rmq_spark.listener import CommitOncePrepared, answers_many
 from rmq_spark.listeners.recorded import STARTED, State
-from rmq_spark.listeners.sql import SqlTransactionListener, create_fence
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, Rollback
 from tests.half_batches import another, make_log, merge_op_files, pending, prepare, share_half_file
 
 DEADLINE_S = 20.0

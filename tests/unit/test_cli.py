@@ -13,10 +13,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rmq_spark import __version__
+from rmq_spark import CheckService, CommitLog, ConsumerGroup, __version__
 from rmq_spark.check.draining import Draining
 from rmq_spark.check.maintainer import Maintainer
-from rmq_spark.check.service import CheckService
 from rmq_spark.cli.output import show
 from rmq_spark.cli.resolving import Resolving
 from rmq_spark.cli.text import age_in_words
@@ -24,9 +23,7 @@ from rmq_spark.cli.words import as_commands
 from rmq_spark.commitlog.finding import Wanted, find
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import OptionError, VerdictConflictError
 from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared
 from tests.commands import objects, txmq

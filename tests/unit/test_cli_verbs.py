@@ -18,14 +18,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import rmq_spark as txmq_package
+from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import app, completing, messages, top, watching
 from rmq_spark.cli.bodies import BodyForm, shown
 from rmq_spark.cli.overview import committed_since, look
 from rmq_spark.cli.text import escaped, short_age, size
 from rmq_spark.cli.tracing import argument_of
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog

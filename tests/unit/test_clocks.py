@@ -11,19 +11,24 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rmq_spark.check.service import CheckService
+from rmq_spark import (
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    CheckService,
+    CommitLog,
+    HalfBatch,
+    LocalTransactionState,
+    TransactionListener,
+)
 from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.second_look import BELIEVED_S, LOOK_INTERVAL_S, LOOKED
 from rmq_spark.errors import AlreadyPreparedError, ClockError
-from rmq_spark.listener import TransactionListener
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.storage import clock as module
 from rmq_spark.storage.clock import StoreClock
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, LocalTransactionState
 from tests.clocks import on_a_machine, set_clock
 from tests.half_batches import (
     another,

@@ -16,10 +16,10 @@ import pytest
 from deltalake import DeltaTable
 
 import rmq_spark as txmq
+from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CommitLog
 from rmq_spark.commitlog import maintenance, topics
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Kind, OpenBelow, RowState, Who
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.commitlog.topics import TOPICS_FILES_MAX
@@ -38,7 +38,7 @@ from rmq_spark.errors import (
 )
 from rmq_spark.storage import table as table_module
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, normalize_verdicts
+from rmq_spark.transaction import normalize_verdicts
 from tests.clocks import set_clock
 from tests.half_batches import (
     APP,

@@ -9,12 +9,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, OpRow, RowState, Who
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from tests.half_batches import another, merge_op_files, move_half, prepare
 
 BATCHES_MAX = 12

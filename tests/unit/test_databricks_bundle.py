@@ -17,9 +17,9 @@ import jsonschema
 import pytest
 import yaml
 
+from rmq_spark import CommitLog
 from rmq_spark.check.settings import JobSettings
 from rmq_spark.cli import tasks
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import ConfigError
 from tests.half_batches import commit, prepare
 

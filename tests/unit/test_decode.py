@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rmq_spark as txmq
-from rmq_spark import transaction
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog, HalfBatch, transaction
 from rmq_spark.errors import MessageError, OptionError
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import BAD_COUNTED_MAX, HalfBatch, decode_json
+from rmq_spark.transaction import BAD_COUNTED_MAX, decode_json
 from tests.half_batches import make_log, pending, prepare
 
 BODIES = [b'{"id": 1}', b'{"id": "x"}', b'{"id": 3}', b"null", b'{"id": 5', b'{"id": 6}']

@@ -15,13 +15,12 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
+from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import app, doctor, doctor_log, doctor_machine
 from rmq_spark.cli.doctor_log import LogDoctor
 from rmq_spark.cli.doctor_machine import java_home, java_version, look_at_machine
 from rmq_spark.commitlog.half import HalfWriter
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.consumer.members import Members
 from rmq_spark.errors import StorageError, VerdictConflictError
 from rmq_spark.report.finding import Finding, Level, worst

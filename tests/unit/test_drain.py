@@ -13,10 +13,10 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import drain, message_files, reading, walk
 from rmq_spark.commitlog import op as op_module
 from rmq_spark.commitlog.half_store import HalfStore
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.reading import SOURCE_SCHEMA

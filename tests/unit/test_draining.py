@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from rmq_spark import CommitLog
 from rmq_spark.check import draining as draining_module
 from rmq_spark.check.draining import Draining
 from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.drain import Drainer
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.errors import OptionError
 from rmq_spark.testing import InMemoryCommitLog

@@ -16,9 +16,9 @@ import pytest
 from deltalake import DeltaTable, Field, write_deltalake
 from deltalake.schema import PrimitiveType
 
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.drain import Drainer
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import CorruptLogError, ForeignChangeError, UnreadableFileError
 from rmq_spark.storage.files import DataFile
 from rmq_spark.storage.table import Change, Table

@@ -18,9 +18,8 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.check.service import CheckService
+from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CheckService, CommitLog, HalfBatch
 from rmq_spark.commitlog import group_commit
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import (
     CommitError,
     FencedError,
@@ -35,7 +34,6 @@ from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.machine import MACHINE
 from rmq_spark.sink.futures import SendFuture
 from rmq_spark.sink.turns import InFlight, Turns
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
 from tests.half_batches import another, let_leave, make_log
 
 DEADLINE_S = 8.0

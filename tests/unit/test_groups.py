@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 import rmq_spark as txmq
+from rmq_spark import CommitLog
 from rmq_spark.cli import app
 from rmq_spark.commitlog.group_store import Place, Session
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.consumer.groups import groups
 from rmq_spark.consumer.members import Members
 from rmq_spark.errors import OffsetOutOfRangeError

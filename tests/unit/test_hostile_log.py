@@ -14,9 +14,9 @@ import pytest
 from deltalake import DeltaTable, Schema
 
 import rmq_spark as txmq
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import opening
 from rmq_spark.commitlog.half import HALF_SCHEMA
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA, STATS_COLUMNS
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.errors import CorruptLogError, LogFormatError, NotACommitLogError, OptionError

@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from tests.half_batches import commit, make_log, prepare
 from tests.inboxes import count_each, inbox_of, make_database, results
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from rmq_spark import CommitLog, HalfBatch, LocalTransactionState, TransactionMQProducer
 from rmq_spark.commitlog.half import new_half_id
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Kind, OpRow, RowState, Who, pruned_up_to
 from rmq_spark.errors import (
     AlreadyPreparedError,
@@ -22,9 +22,7 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.storage.table import Change
-from rmq_spark.transaction import HalfBatch, LocalTransactionState
 from tests.half_batches import (
     another,
     bodies,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.config import Options
 from rmq_spark.errors import OptionError, PendingLimitError
 from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import rmq_spark as txmq
+from rmq_spark import ConsumerGroup
 from rmq_spark.commitlog import maintenance
-from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import NotACommitLogError, OptionError, UnreachableStoreError
 from rmq_spark.source.options import read_options
 from rmq_spark.storage.files import filesystem

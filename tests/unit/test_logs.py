@@ -12,7 +12,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 import rmq_spark as txmq
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.logs import FIELDS, JsonFormatter, json_handler
 from rmq_spark.testing import InMemoryCommitLog
 from tests.consumers import DONE, go_on, memory_log, push, send

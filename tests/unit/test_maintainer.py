@@ -11,19 +11,16 @@ from typing import Any
 
 import pytest
 
+from rmq_spark import CommitLog, Message, SqlTransactionListener, TransactionMQProducer
 from rmq_spark.check import maintainer as maintainer_module
 from rmq_spark.check.fences import FencePruner
 from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.commitlog.leaving import Graces
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.upkeep import MaintenanceReport
 from rmq_spark.config import FENCE_RETENTION_S
 from rmq_spark.errors import NotACommitLogError, OptionError
 from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.machine import Machine
-from rmq_spark.message import Message
-from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.testing import InMemoryCommitLog
 from tests.half_batches import commit, let_leave, make_log, send
 

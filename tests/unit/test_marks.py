@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import settings
 
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import ledger, marking
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, OpRow, RowState, Who
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.storage.table import COMMIT_TRIES_MAX, Change

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rmq_spark as txmq
+from rmq_spark import CommitLog
 from rmq_spark.commitlog.group_store import MEMBERS, SPARK, Place, Report, Session
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.consumer.members import Members
 from rmq_spark.consumer.shares import moves, share
 from tests.consumers import (

@@ -19,8 +19,7 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark import observer
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog, observer
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.metrics import figures as figures_module

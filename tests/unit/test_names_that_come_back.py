@@ -9,9 +9,9 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
+from rmq_spark import TransactionSendResult
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name, half_id_of, name_of, names_of, new_half_id
 from rmq_spark.errors import HalfBatchNotFoundError
-from rmq_spark.sink.sent import TransactionSendResult
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import parse_message_id, parse_transaction_id

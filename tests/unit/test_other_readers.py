@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable
 
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from tests.half_batches import another, commit, let_leave, make_log, pending, prepare, roll_back, send, split
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import settings
 
 import rmq_spark as txmq
+from rmq_spark import CommitLog
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.listener import CommitOncePrepared

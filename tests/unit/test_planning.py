@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import maintenance, placements
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Kind, OpRow
 from rmq_spark.commitlog.placements import PlacedRange, out_of_range
 from rmq_spark.commitlog.reading import messages_of

@@ -13,14 +13,10 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from rmq_spark import UNKNOWN, CheckService, HalfBatch, SqlTransactionListener, TableListener, TransactionListener
 from rmq_spark.check import probe
-from rmq_spark.check.service import CheckService
-from rmq_spark.listener import TransactionListener
-from rmq_spark.listeners.sql import SqlTransactionListener
-from rmq_spark.listeners.table import TableListener
 from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import UNKNOWN, HalfBatch
 
 DEADLINE_S = 20.0
 SECRET = "s3cr3t-passw0rd"

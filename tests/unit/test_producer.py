@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
+from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, MessageExt, PerMessageListener
 from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.errors import (
     FenceError,
@@ -22,10 +23,9 @@ from rmq_spark.errors import (
     TopicNotFoundError,
     UnresolvedTransactionError,
 )
-from rmq_spark.listener import CommitOncePrepared, PerMessageListener
-from rmq_spark.message import MessageExt, to_table
+from rmq_spark.listener import CommitOncePrepared
+from rmq_spark.message import to_table
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch
 from tests.half_batches import header_of, let_leave
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.consumer.member import GroupMember
 from tests.consumers import LEASE_S, Steps, memory_log, pass_time, send
 from tests.half_batches import make_log

@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 import pytest
 
 import rmq_spark as txmq
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import stripping
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.config import DELAY_LEVELS_S
 from rmq_spark.consumer import member as member_module
 from rmq_spark.consumer import push as push_module

@@ -18,20 +18,26 @@ import pyarrow as pa
 import pytest
 import sqlalchemy as sa
 
+from rmq_spark import (
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    CheckService,
+    CommitLog,
+    ExecutedAttempt,
+    HalfTransaction,
+    Rollback,
+    SqlTransactionListener,
+)
 from rmq_spark.check import reconcile as reconcile_module
 from rmq_spark.check.reconcile import Finding, Reconciler, ReconcileReport, Standing, Stream
-from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, Naming, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.config import IDEMPOTENCY_S
 from rmq_spark.errors import ListenerError, OptionError
-from rmq_spark.listener import CommitOncePrepared, ExecutedAttempt
-from rmq_spark.listeners.sql import HalfTransaction, SqlTransactionListener
+from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.sink.identity import input_hash_of
 from rmq_spark.sink.two_phase import TwoPhase
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, Rollback
 from tests.clocks import set_clock
 from tests.commands import objects, txmq
 from tests.half_batches import bodies, let_leave, prepare

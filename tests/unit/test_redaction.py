@@ -14,14 +14,12 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
-from rmq_spark import redaction
+from rmq_spark import CheckService, CommitLog, TransactionListener, redaction
 from rmq_spark.check.job import run_job
-from rmq_spark.check.service import CheckService
 from rmq_spark.check.settings import JobSettings
 from rmq_spark.commitlog.half import HALF_SCHEMA
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import LostFileError, OptionError, TxmqError, UnreadableFileError
-from rmq_spark.listener import TransactionListener, load_listener
+from rmq_spark.listener import load_listener
 from rmq_spark.redaction import HIDDEN, TEXT_CHARS_MAX, redacted
 from rmq_spark.source.options import read_options
 from rmq_spark.storage.files import filesystem

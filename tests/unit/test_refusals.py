@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import types as T
 
-from rmq_spark.check.service import CheckService
+from rmq_spark import CheckService, Message
 from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.commitlog.incoming import column_of
 from rmq_spark.config import Options, parse_duration
@@ -25,7 +25,7 @@ from rmq_spark.errors import (
     VerdictError,
 )
 from rmq_spark.listener import load_listener
-from rmq_spark.message import Message, to_table
+from rmq_spark.message import to_table
 from rmq_spark.sink.frame import require_message_types
 from rmq_spark.sink.given import message_list
 from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings

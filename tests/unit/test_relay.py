@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
+from rmq_spark import CommitLog, RelayReport
 from rmq_spark.cli.relaying import _exit_code, kafka_settings
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import SOURCE_SCHEMA
 from rmq_spark.errors import (
     MessageError,
@@ -27,7 +27,6 @@ from rmq_spark.redaction import redacted
 from rmq_spark.relay.kafka import _positions_after
 from rmq_spark.relay.positions import Agreed, Last, Position, PositionRecords, Stored
 from rmq_spark.relay.records import COLUMNS, Record, parked, pieces, to_records
-from rmq_spark.relay.report import RelayReport
 from rmq_spark.relay.settings import RelaySettings
 from rmq_spark.relay.source import RelaySource
 from rmq_spark.relay.start import Start

@@ -13,9 +13,9 @@ import sqlalchemy as sa
 from typer.testing import CliRunner
 
 import rmq_spark as txmq
+from rmq_spark import CommitLog
 from rmq_spark.cli import app
 from rmq_spark.commitlog.group_store import Session
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.source.offsets import from_json, to_json
 from rmq_spark.source.options import read_options
 from rmq_spark.source.plan import Planner

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import StringType, StructField, StructType
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA, Who
 from rmq_spark.config import Options
 from rmq_spark.errors import (

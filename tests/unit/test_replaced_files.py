@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.expiring import Expirer
-from rmq_spark.commitlog.log import CommitLog
 from tests.clocks import Clock, let_upkeep_believe, set_clock
 from tests.half_batches import another, commit, make_log, prepare, send
 

@@ -18,10 +18,9 @@ import pyarrow.compute as pc
 import pytest
 from typer.testing import CliRunner
 
-from rmq_spark import plots
+from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog, plots
 from rmq_spark.cli import app
 from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.trace import Trace, TraceEvent, TraceKind
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
@@ -34,7 +33,6 @@ from rmq_spark.report.page import page
 from rmq_spark.report.span import PERIODS_MAX, Span
 from rmq_spark.report.words import duration, rate, size
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from tests import report_logs
 from tests.clocks import Ticking
 from tests.half_batches import commit, let_leave, prepare, roll_back, split

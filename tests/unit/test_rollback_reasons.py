@@ -11,18 +11,26 @@ import pyarrow as pa
 import pytest
 import sqlalchemy as sa
 
-from rmq_spark.check.service import CheckService
+from rmq_spark import (
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    CheckService,
+    CommitLog,
+    HalfBatch,
+    Message,
+    PerMessageListener,
+    Rollback,
+    SqlTransactionListener,
+    TransactionListener,
+    TransactionMQProducer,
+)
 from rmq_spark.commitlog.finding import find_by_id
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.ledger import RolledBack
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Kind, RowState, Who
 from rmq_spark.errors import StorageError, VerdictError
-from rmq_spark.listener import PerMessageListener, TransactionListener
-from rmq_spark.listeners.sql import SqlTransactionListener
-from rmq_spark.message import Message
-from rmq_spark.sink.producer import TransactionMQProducer
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, Rollback, Verdict, kept_reason
+from rmq_spark.transaction import Verdict, kept_reason
 from tests.half_batches import another, bodies, let_leave, make_log, pending, prepare, split
 from tests.unit.test_two_phase import BATCH, KEY, KEYS, MESSAGE, Told, header, prepared, send
 from tests.unit.test_two_phase import visible as visible_bodies

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.commitlog.second_look import LOOK_INTERVAL_S
 from rmq_spark.consumer.retry import RECONSUME_TIME, dlq_topic, retry_topic, sent_back
 from rmq_spark.consumer.sending import send_each

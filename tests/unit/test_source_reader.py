@@ -18,8 +18,8 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxFiles, ReadMaxRows
 
+from rmq_spark import CommitLog
 from rmq_spark.commitlog.group_store import GroupStore
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.reading import SOURCE_SCHEMA
 from rmq_spark.errors import (
     GroupInUseError,

@@ -27,10 +27,21 @@ from hypothesis import settings
 from sqlalchemy.orm import Session
 
 import rmq_spark as txmq
-from rmq_spark.check.service import CheckService
+from rmq_spark import (
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    CheckService,
+    CommitLog,
+    HalfBatch,
+    HalfTransaction,
+    Rollback,
+    SqlTransactionListener,
+    VerdictArray,
+    create_fence,
+)
 from rmq_spark.commitlog.half import HalfHeader, HalfWriter, Naming
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.errors import (
@@ -46,19 +57,10 @@ from rmq_spark.errors import (
 )
 from rmq_spark.listeners import fence as fence_module
 from rmq_spark.listeners.database import Database, exact_text
-from rmq_spark.listeners.sql import HalfTransaction, SqlTransactionListener, create_fence
 from rmq_spark.machine import Machine
 from rmq_spark.message import PROPERTIES, TIMESTAMP
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import (
-    COMMIT_MESSAGE,
-    ROLLBACK_MESSAGE,
-    UNKNOWN,
-    HalfBatch,
-    Rollback,
-    VerdictArray,
-)
 from tests.half_batches import commit, let_leave, make_log, pending, prepare, roll_back
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE

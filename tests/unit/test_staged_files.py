@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pytest
 
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.half import HalfFile, HalfWriter
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import LostFileError, LostStagedFileError
 from rmq_spark.storage.table import STAGED_UNSEEN_S
 from tests.clocks import set_clock

@@ -16,9 +16,8 @@ import pytest
 from deltalake import DeltaTable
 
 import rmq_spark as txmq
-from rmq_spark.check.service import CheckService
+from rmq_spark import CheckService, CommitLog
 from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.source.offsets import Positions
 from rmq_spark.source.options import Subscription

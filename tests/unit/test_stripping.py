@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import maintenance, stripping
 from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.commitlog.leaving import Graces
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.reading import read_ranges
 from rmq_spark.commitlog.stripping import Stripper

@@ -11,7 +11,7 @@ import pytest
 from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.errors import CommitError, ForeignChangeError
 from rmq_spark.storage.table import DeltaLogTable
 from tests.foreign_writers import cut_back, raise_protocol

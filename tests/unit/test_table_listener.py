@@ -21,11 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rmq_spark as txmq
+from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, TableListener
 from rmq_spark.config import Options
 from rmq_spark.errors import FenceError, ListenerError, MessageError, OptionError
-from rmq_spark.listeners.table import TableListener, _fields_of
+from rmq_spark.listeners.table import _fields_of
 from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from tests.unit.test_sql_listener import half_batch, run
 
 ORDERS = (

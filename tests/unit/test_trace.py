@@ -8,12 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog
 from rmq_spark.commitlog.leaving import Graces, Leaver
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.commitlog.trace import Trace
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from tests.half_batches import another, commit, let_leave, make_log, pending, prepare, roll_back, send, split
 
 

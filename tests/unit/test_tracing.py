@@ -18,9 +18,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 import rmq_spark as txmq
+from rmq_spark import CommitLog
 from rmq_spark import tracing as tracing_module
 from rmq_spark.commitlog.half import HalfWriter
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.tracing import LINKS_MAX, sending_batch, tracing
 from tests.consumers import DONE, LATER, go_on, memory_log, push

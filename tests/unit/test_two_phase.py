@@ -18,10 +18,10 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CommitLog, HalfBatch, TransactionListener
 from rmq_spark.commitlog.asked import split_by_verdict
 from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, Naming, batch_name
 from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import (
     CheckpointMismatchError,
@@ -33,21 +33,11 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
-from rmq_spark.listener import CommitOncePrepared, TransactionListener
+from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.sink import two_phase as module
 from rmq_spark.sink.identity import Lineage, input_hash_of
 from rmq_spark.sink.two_phase import Outcome, TwoPhase
-from rmq_spark.transaction import (
-    BATCH,
-    COMMIT_MESSAGE,
-    KEY,
-    MESSAGE,
-    ROLLBACK_MESSAGE,
-    UNKNOWN,
-    HalfBatch,
-    normalize_verdicts,
-    returned,
-)
+from rmq_spark.transaction import BATCH, KEY, MESSAGE, normalize_verdicts, returned
 from tests.clocks import set_clock
 from tests.half_batches import another, make_log
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import drain, undrained
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.undrained import Amount, Undrained
 from tests.half_batches import (

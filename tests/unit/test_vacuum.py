@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.half import HalfWriter
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.second_look import LOOK_INTERVAL_S
 from rmq_spark.errors import OptionError
 from rmq_spark.testing import InMemoryCommitLog

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark import observer
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog, observer
 from rmq_spark.errors import OptionError
 from tests.half_batches import make_log
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import rmq_spark as txmq
+from rmq_spark import CommitLog
 from rmq_spark.commitlog import group_commit
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import OptionError
 from rmq_spark.sink import leases
 from rmq_spark.storage import pools

@@ -18,18 +18,23 @@ import pyarrow as pa
 from deltalake import DeltaTable
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-from rmq_spark.check.service import CheckService
+from rmq_spark import (
+    COMMIT_MESSAGE,
+    CheckService,
+    CommitLog,
+    HalfBatch,
+    LocalTransactionState,
+    Message,
+    TransactionListener,
+    TransactionMQProducer,
+)
 from rmq_spark.commitlog import half, maintenance
 from rmq_spark.commitlog.leaving import Graces
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.config import IDEMPOTENCY_S
 from rmq_spark.errors import VerdictConflictError
-from rmq_spark.listener import TransactionListener
-from rmq_spark.message import PROPERTIES, Message
-from rmq_spark.sink.producer import TransactionMQProducer
+from rmq_spark.message import PROPERTIES
 from rmq_spark.source.reader import TxmqReader, TxmqStreamReader
-from rmq_spark.transaction import COMMIT_MESSAGE, HalfBatch, LocalTransactionState
 from tests.half_batches import commit, pending, prepare, roll_back, same_half_id, split
 from tests.source_logs import source_schema
 

@@ -15,9 +15,16 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from rmq_spark.listeners.sql import SqlTransactionListener, create_fence
+from rmq_spark import (
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    HalfBatch,
+    Rollback,
+    SqlTransactionListener,
+    create_fence,
+)
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, Rollback
 from tests.half_batches import pending, prepare
 from tests.torture.damage.ways import DAMAGES
 

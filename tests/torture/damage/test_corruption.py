@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.errors import CorruptLogError
 from tests.seeds import ALL, first_seed, how_many
 from tests.torture.damage import corruption

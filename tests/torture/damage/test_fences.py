@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from rmq_spark import SqlTransactionListener
 from rmq_spark.errors import FenceError, OptionError
-from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.sink.identity import read_checkpoint
 from tests.seeds import first_seed
 from tests.torture.damage import fences

@@ -18,7 +18,18 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from rmq_spark.check.service import CheckService
+from rmq_spark import (
+    CheckService,
+    ConsumerGroup,
+    DeadLetters,
+    LocalTransactionState,
+    Message,
+    SqlInbox,
+    SqlTransactionListener,
+    TransactionalSink,
+    TransactionListener,
+    TransactionMQProducer,
+)
 from rmq_spark.check.settings import JobSettings
 from rmq_spark.config import (
     APP_ID_CHARS_MAX,
@@ -31,22 +42,16 @@ from rmq_spark.config import (
     parse_duration,
     parse_int,
 )
-from rmq_spark.consumer.dead_letters import DeadLetters
-from rmq_spark.consumer.groups import ConsumerGroup
-from rmq_spark.consumer.inbox import SqlInbox
 from rmq_spark.errors import TxmqError
-from rmq_spark.listener import CommitOncePrepared, TransactionListener, load_listener
-from rmq_spark.listeners.sql import SqlTransactionListener
-from rmq_spark.message import Message, require_app_id, require_group_name, require_topic_name, to_table
-from rmq_spark.sink.foreach_batch import TransactionalSink
-from rmq_spark.sink.producer import TransactionMQProducer
+from rmq_spark.listener import CommitOncePrepared, load_listener
+from rmq_spark.message import require_app_id, require_group_name, require_topic_name, to_table
 from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
 from rmq_spark.source import SOURCE_OPTIONS
 from rmq_spark.source.offsets import from_json, parse_offsets, parse_timestamp, to_json
 from rmq_spark.source.options import ReadOptions, parse_tags, read_options
 from rmq_spark.storage.location import location
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import LocalTransactionState, decode_json
+from rmq_spark.transaction import decode_json
 from tests.torture.hostile.values import EDGES, anything, text
 
 Door = Callable[[random.Random], bool]

@@ -11,24 +11,21 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
-from rmq_spark.check.service import CheckService
+from rmq_spark import COMMIT_MESSAGE, CheckService, CommitLog, ConsumerGroup, HalfBatch, TransactionMQProducer
 from rmq_spark.cli.text import json_message
 from rmq_spark.commitlog.archived import Archived
 from rmq_spark.commitlog.half import HALF_SCHEMA, HalfWriter
 from rmq_spark.commitlog.half import STATS_COLUMNS as HALF_STATS
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import OP_SCHEMA, STATS_COLUMNS, Who
-from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.consumer.retry import restored, sent_back
 from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.source.offsets import from_checkpoint, to_json
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner, admit
 from rmq_spark.source.reader import TxmqStreamReader
 from rmq_spark.storage.table import Change, Table
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import COMMIT_MESSAGE, HalfBatch, normalize_verdicts
+from rmq_spark.transaction import normalize_verdicts
 from tests.half_batches import commit, header_of, pending, prepare, roll_back, split
 from tests.source_logs import source_schema
 from tests.torture.hostile.doors import Door, attempt, require

@@ -20,24 +20,30 @@ from unittest.mock import patch
 
 import pyarrow as pa
 
-from rmq_spark.check.service import CheckService
+from rmq_spark import (
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    CheckService,
+    CommitLog,
+    ConsumerGroup,
+    HalfBatch,
+    LocalTransactionState,
+    Message,
+    TransactionListener,
+    TransactionMQProducer,
+)
 from rmq_spark.commitlog import maintenance
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.leaving import Graces
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, Who
-from rmq_spark.consumer.groups import ConsumerGroup
 from rmq_spark.errors import AlreadyPreparedError, VerdictConflictError
-from rmq_spark.listener import TransactionListener
 from rmq_spark.machine import Machine
-from rmq_spark.message import Message
-from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner
 from rmq_spark.storage.clock import StoreClock
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, LocalTransactionState
 from tests.half_batches import commit, header_of, merge_op_files, pending, prepare, roll_back, split
 from tests.torture.interrupt.tracing import KINDS, PRODUCT, Interrupted, Place, Tracer
 

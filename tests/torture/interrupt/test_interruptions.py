@@ -13,10 +13,9 @@ from unittest.mock import patch
 
 import pytest
 
+from rmq_spark import CommitLog, TransactionMQProducer
 from rmq_spark.commitlog.ledger import Ledger
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.errors import TxmqError
-from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.testing import InMemoryCommitLog
 from tests.seeds import first_seed
 from tests.torture.interrupt.interruptions import (

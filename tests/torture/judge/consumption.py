@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.consumer.retry import ORIGIN_MESSAGE_ID, RECONSUME_TIME, dlq_topic, retry_topic
 
 

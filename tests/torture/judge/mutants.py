@@ -21,9 +21,9 @@ from unittest.mock import patch
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark import CheckService, CommitLog, HalfBatch, VerdictArray
 from rmq_spark.check import service as service_module
 from rmq_spark.check.asking import Answer, Asker
-from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import (
     asked,
     drain,
@@ -54,7 +54,6 @@ from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Staged
 from rmq_spark.commitlog.keyed import KeyIndex, Open
 from rmq_spark.commitlog.leaving import Graces, Leaver
 from rmq_spark.commitlog.ledger import Ledger
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.marking import Marker
 from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, Who
 from rmq_spark.commitlog.placing import Placer
@@ -75,7 +74,6 @@ from rmq_spark.source.plan import Planner
 from rmq_spark.storage import table as table_module
 from rmq_spark.storage.files import RowRange
 from rmq_spark.storage.table import Change
-from rmq_spark.transaction import HalfBatch, VerdictArray
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 from tests.torture.simulate import scheduler, store
 from tests.torture.simulate.clock_play import play_clocks

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from deltalake import write_deltalake
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.storage.table import Change
 from tests.half_batches import commit, make_log, prepare, roll_back

@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import rmq_spark as txmq
-from rmq_spark.check.service import CheckService
+from rmq_spark import CheckService
 from tests.torture.judge.anomalies import Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Kind, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_listing, note_log, note_messages, note_messages_table

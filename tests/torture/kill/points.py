@@ -22,18 +22,16 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from rmq_spark import CommitLog, HalfBatch, SqlTransactionListener
 from rmq_spark.commitlog import half as half_module
 from rmq_spark.commitlog.group_store import GroupStore
 from rmq_spark.commitlog.half import HalfHeader
 from rmq_spark.commitlog.ledger import Ledger
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.op import PRUNED, Who
 from rmq_spark.listeners.fence import Fence
 from rmq_spark.listeners.recorded import STARTED, State
-from rmq_spark.listeners.sql import SqlTransactionListener
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.storage.table import Change, DeltaLogTable
-from rmq_spark.transaction import HalfBatch
 
 WORKER = ("half file torn", "half file written")
 """An executor's worker comes here. It knows no batch."""

@@ -23,7 +23,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, StructType
 
 import rmq_spark as txmq
-from rmq_spark.check.service import CheckService
+from rmq_spark import CheckService, SqlTransactionListener, TransactionMQProducer
 from rmq_spark.commitlog import half_store, maintenance, stripping
 from rmq_spark.commitlog import log as log_module
 from rmq_spark.commitlog.half_store import LargeFile
@@ -33,8 +33,6 @@ from rmq_spark.commitlog.stripping import Stripper
 from rmq_spark.datasource import TxmqDataSource
 from rmq_spark.errors import HalfBatchLeftError, LocalTransactionError, StaleAttemptError, UnresolvedTransactionError
 from rmq_spark.listener import Verdicts
-from rmq_spark.listeners.sql import SqlTransactionListener
-from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.storage.table import Table
 from rmq_spark.transaction import normalize_verdicts
 from tests.torture.judge.history import History, Kind, Phase, payload_hash

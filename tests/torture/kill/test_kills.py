@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rmq_spark import CommitLog
 from rmq_spark.commitlog.ledger import Decided, Decision
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.sink import producer
 from rmq_spark.storage.table import DeltaLogTable
 from tests.seeds import first_seed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from tests.half_batches import check_offsets, commit, prepare
 from tests.seeds import first_seed
 from tests.torture.judge.anomalies import AnomalyKind, find_anomalies, kinds_of

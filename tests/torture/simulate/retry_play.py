@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pyarrow as pa
 
 import rmq_spark
-from rmq_spark.check.service import CheckService
+from rmq_spark import CheckService
 from rmq_spark.commitlog import stripping
 from rmq_spark.consumer.push import CONCURRENTLY, ORDERLY
 from rmq_spark.consumer.retry import ORIGIN_MESSAGE_ID, RECONSUME_TIME, dlq_topic, retry_topic

@@ -12,19 +12,20 @@ from dataclasses import dataclass, field, fields
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.commitlog.half import name_of
-from rmq_spark.errors import FencedError, FenceError, LocalTransactionError
-from rmq_spark.listener import CommitOncePrepared, TransactionListener, Verdicts
-from rmq_spark.listeners.recorded import EXECUTED, NOTHING, ROLLED_BACK, TOMBSTONE, Recorded, State
-from rmq_spark.transaction import (
+from rmq_spark import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
     UNKNOWN,
     HalfBatch,
     LocalTransactionState,
     Rollback,
-    verdict_of,
+    TransactionListener,
 )
+from rmq_spark.commitlog.half import name_of
+from rmq_spark.errors import FencedError, FenceError, LocalTransactionError
+from rmq_spark.listener import CommitOncePrepared, Verdicts
+from rmq_spark.listeners.recorded import EXECUTED, NOTHING, ROLLED_BACK, TOMBSTONE, Recorded, State
+from rmq_spark.transaction import verdict_of
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
 from tests.torture.simulate.scheduler import Scheduler, SimulatedLock
 

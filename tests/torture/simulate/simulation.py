@@ -25,12 +25,18 @@ from weakref import WeakKeyDictionary
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.check.service import CheckService
+from rmq_spark import (
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    CheckService,
+    CommitLog,
+    LocalTransactionState,
+    TransactionMQProducer,
+)
 from rmq_spark.commitlog import maintenance, upkeep
 from rmq_spark.commitlog.half import STATS_COLUMNS, HalfHeader, HalfWriter, Naming, batch_name, half_id_of, name_of
 from rmq_spark.commitlog.half_store import HalfRecord
 from rmq_spark.commitlog.leaving import Graces
-from rmq_spark.commitlog.log import CommitLog
 from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.commitlog.op import BatchState, RowState
 from rmq_spark.commitlog.reading import read_ranges
@@ -54,13 +60,11 @@ from rmq_spark.errors import (
 )
 from rmq_spark.message import CHECK_IMMUNITY_PROPERTY, PROPERTIES, TIMESTAMP
 from rmq_spark.sink.identity import Lineage, input_hash_of
-from rmq_spark.sink.producer import TransactionMQProducer
 from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.source.options import Subscription
 from rmq_spark.source.plan import Planner, admit
 from rmq_spark.storage.files import DataFile
 from rmq_spark.storage.table import Change, has_held
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Event, History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import PLACE, READ_COLUMNS, note_drained, note_expired, note_messages, note_tables

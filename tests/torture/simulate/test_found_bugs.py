@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 from rmq_spark.errors import AlreadyPreparedError
 from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog

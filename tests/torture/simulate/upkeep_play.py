@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-from rmq_spark.check.service import CheckService
+from rmq_spark import CheckService
 from rmq_spark.commitlog.op import RowState
 from rmq_spark.commitlog.second_look import BELIEVED_S, LOOK_INTERVAL_S
 from rmq_spark.config import FILE_RESERVED_TIME_S, IDEMPOTENCY_S

@@ -26,14 +26,12 @@ import pyarrow.compute as pc
 import sqlalchemy as sa
 
 import rmq_spark as txmq
+from rmq_spark import CheckService, SqlTransactionListener, TransactionMQProducer
 from rmq_spark.check.maintainer import Maintainer
-from rmq_spark.check.service import CheckService
 from rmq_spark.commitlog import half_store, maintenance, upkeep
 from rmq_spark.commitlog import log as log_module
 from rmq_spark.commitlog.leaving import Graces
 from rmq_spark.listener import Verdicts
-from rmq_spark.listeners.sql import SqlTransactionListener
-from rmq_spark.sink.producer import TransactionMQProducer
 
 GROUP = "soak"
 ORDERS, TICKS = "orders", "ticks"
