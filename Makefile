@@ -45,7 +45,7 @@ test-all: install ## every test with the long counts of the proof, older Sparks,
 
 .PHONY: test-spark
 test-spark: install ## tests/spark and a killed driver on another Spark and an older pyarrow, from the wheel (SPARK=4.0 or 4.1)
-	@$(PY) -m tests.spark_environment $(SPARK)
+	@$(PY) -m tests.support.spark_environment $(SPARK)
 	@cd $(VENV)-spark-$(SPARK)/tree && export PYSPARK_PYTHON="$$PWD/../bin/python" PYSPARK_DRIVER_PYTHON="$$PWD/../bin/python" && \
 	  ../bin/python -m pytest -n 2 $(or $(TESTS),tests/spark tests/crash/test_spark_driver.py) $(PYTEST_ARGS)
 

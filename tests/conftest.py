@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import core, settings
 
-from tests import seeds
+from tests.support import seeds
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
 
 TOGETHER = tuple(f"tests/{name}/" for name in "spark crash process kafka torture/s3 torture/damage".split())

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.maven import Jar, NoJarsError, fetched, free_ports, java
+from tests.support.maven import Jar, NoJarsError, fetched, free_ports, java
 
 VERSION = "5.3.3"
 TOPIC = "orders"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import rmq_spark as txmq
-from rmq_spark.sink.flights import Flight
 from tests.crash import shop
+from tests.support.inside import Flight
 
 STREAM = "message"
 STEPS = ("begin", "_prepared", "_execute", "_go_on", "_decided")

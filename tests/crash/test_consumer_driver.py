@@ -18,7 +18,7 @@ from deltalake import DeltaTable
 import rmq_spark as txmq
 from tests.crash.consuming import SUSPENDS, TOPIC, failures, make, number_of
 from tests.crash.processes import Program, wait_until
-from tests.seeds import first_seed
+from tests.support.seeds import first_seed
 from tests.torture.judge.consumption import (
     Delivery,
     dead_of,

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from rmq_spark import CommitLog
 from tests.crash.fifo_sender import STEPS, TOPIC, make
 from tests.crash.processes import Program, wait_until
-from tests.seeds import first_seed
+from tests.support.seeds import first_seed
 
 pytestmark = pytest.mark.long
 

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from rmq_spark import CommitLog
 from tests.crash.fifo_flood import MESSAGES, SENDERS, TOPIC, inbox, make
 from tests.crash.processes import Program, wait_until
-from tests.seeds import first_seed
+from tests.support.seeds import first_seed
 
 pytestmark = pytest.mark.long
 

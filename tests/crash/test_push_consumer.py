@@ -14,11 +14,10 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
-from rmq_spark.consumer.retry import ORIGIN_MESSAGE_ID, RECONSUME_TIME
-from rmq_spark.listener import CommitOncePrepared
 from tests.crash.processes import Program, wait_until
 from tests.crash.push_flood import FAILS_EVERY, GROUP, KEYS, QUEUES, TOPIC, inbox, make, table
-from tests.seeds import first_seed
+from tests.support.inside import ORIGIN_MESSAGE_ID, RECONSUME_TIME, CommitOncePrepared
+from tests.support.seeds import first_seed
 
 CONSUMERS = 3
 ROWS = 500

@@ -11,12 +11,8 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
-from rmq_spark import CheckService, SqlTransactionListener
-from rmq_spark.check.report import LEASED
-from rmq_spark.check.service import CheckReport
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
-from rmq_spark.config import LEASE_S_MAX
-from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark import CheckReport, CheckService, SqlTransactionListener
+from tests.support.inside import LEASE_S_MAX, LEASED, HalfHeader, HalfWriter, TwoPhase, batch_name
 
 pytestmark = pytest.mark.long
 

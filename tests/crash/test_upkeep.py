@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.op import Who
 from tests.crash import upkeep
-from tests.half_batches import commit, pending, prepare, roll_back, send, split
+from tests.support.half_batches import commit, pending, prepare, roll_back, send, split
+from tests.support.inside import Who
 from tests.torture.kill.points import Fate
 
 POINTS = (

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import maintenance, marking, pruning, stripping
-from rmq_spark.commitlog.leaving import Graces
+from tests.support.inside import Graces, maintenance, marking, pruning, stripping
 
 GRACES = Graces(reader_s=0.0, audit_s=0.0, idempotency_s=1e9)
 

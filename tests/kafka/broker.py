@@ -24,7 +24,7 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
-from tests.maven import Jar, NoJarsError, fetched, free_ports, java
+from tests.support.maven import Jar, NoJarsError, fetched, free_ports, java
 
 VERSION = "4.1.0"
 SCALA = "2.13"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.kafka.broker import Broker, NoKafkaError, running
 from tests.kafka.handing import Handing
-from tests.maven import FETCH_S_MAX
+from tests.support.maven import FETCH_S_MAX
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is long

@@ -13,9 +13,7 @@ import sys
 from typing import Any
 
 from rmq_spark import KafkaRelay
-from rmq_spark.relay.brokers import Brokers
-from rmq_spark.relay.start import Start
-from rmq_spark.relay.transactions import Transactions
+from tests.support.inside import Brokers, Start, Transactions
 
 AT_START = ("initialized", "claimed", "claim committed")
 HANDING_OVER = ("begun", "produced", "positions sent", "delivered", "committed")

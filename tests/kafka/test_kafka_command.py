@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from rmq_spark import CommitLog
 from rmq_spark.cli import app
-from tests.half_batches import commit, make_log, prepare
 from tests.kafka.broker import Broker
 from tests.kafka.handing import Handing
 from tests.kafka.test_kafka_relay import poisoned
+from tests.support.half_batches import commit, make_log, prepare
 from tests.torture.kill.points import ROOT
 
 SECRET = "s3cr3t-pass-w0rd"

@@ -18,15 +18,13 @@ import pytest
 
 from rmq_spark import CommitLog, KafkaRelay
 from rmq_spark.errors import RelayError
-from rmq_spark.machine import Machine
-from rmq_spark.relay import transactions as transactions_module
-from rmq_spark.relay.records import Record
-from rmq_spark.relay.transactions import AbortedError, Transactions
-from tests.half_batches import commit, make_log, prepare
 from tests.kafka.broker import Broker
 from tests.kafka.handing import Handing, committed
 from tests.kafka.relaying import AT_START, HANDING_OVER
-from tests.seeds import first_seed
+from tests.support.half_batches import commit, make_log, prepare
+from tests.support.inside import AbortedError, Machine, Record, Transactions
+from tests.support.inside import transactions as transactions_module
+from tests.support.seeds import first_seed
 from tests.torture.kill.points import ROOT
 
 QUICK = ("delivered",)

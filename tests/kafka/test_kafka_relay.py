@@ -12,7 +12,6 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.op import Who
 from rmq_spark.errors import (
     OptionError,
     PoisonMessageError,
@@ -21,12 +20,11 @@ from rmq_spark.errors import (
     RelayRefusedError,
     TopicNotFoundError,
 )
-from rmq_spark.message import PROPERTIES, TIMESTAMP
-from rmq_spark.relay import kafka as kafka_module
-from rmq_spark.relay.transactions import Transactions
-from tests.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, send, split
 from tests.kafka.broker import QUIET
 from tests.kafka.handing import Handing, committed
+from tests.support.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, send, split
+from tests.support.inside import PROPERTIES, TIMESTAMP, Transactions, Who
+from tests.support.inside import kafka as kafka_module
 
 NOW = datetime.now(timezone.utc)
 
@@ -344,7 +342,7 @@ def test_a_positions_topic_that_forgets_is_refused(handing: Handing, log: Commit
 
 
 def test_a_broker_that_is_away_is_an_error_that_a_restart_may_cure(handing: Handing, log: CommitLog) -> None:
-    from rmq_spark.relay import brokers
+    from tests.support.inside import brokers
 
     relay = handing.relay(log)
     with pytest.MonkeyPatch.context() as patch:

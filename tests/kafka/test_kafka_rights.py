@@ -11,9 +11,9 @@ from confluent_kafka.admin import ResourceType
 
 from rmq_spark import CommitLog, KafkaRelay
 from rmq_spark.errors import OptionError, RelayRefusedError
-from tests.half_batches import commit, make_log, prepare
 from tests.kafka.broker import PASSWORD
 from tests.kafka.handing import Handing
+from tests.support.half_batches import commit, make_log, prepare
 
 RIGHTS = {
     "topic": (ResourceType.TOPIC, "{topic}", "WRITE"),

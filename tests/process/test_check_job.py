@@ -15,12 +15,10 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.op import Who
-from rmq_spark.commitlog.rows import NO_ROWS
 from rmq_spark.errors import VerdictConflictError
-from rmq_spark.listener import NO_LISTENER_FENCE
-from tests import half_batches
-from tests.check_jobs import make_folder, write
+from tests.support import half_batches
+from tests.support.check_jobs import make_folder, write
+from tests.support.inside import NO_LISTENER_FENCE, NO_ROWS, Who
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rmq_spark import CheckService, HalfBatch, TransactionListener
-from rmq_spark.transaction import KEY
-from tests.half_batches import another, bodies, check_offsets, make_log, prepare
+from tests.support.half_batches import another, bodies, check_offsets, make_log, prepare
+from tests.support.inside import KEY
 
 DEADLINE_S = 60.0
 KEYS = [f"k{i}" for i in range(6)]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rmq_spark import COMMIT_MESSAGE, CommitLog
-from tests import half_batches
+from tests.support import half_batches
 
 ROOT = Path(__file__).parents[2]
 

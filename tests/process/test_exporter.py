@@ -23,8 +23,8 @@ from rmq_spark import CommitLog
 from rmq_spark.cli import app
 from rmq_spark.errors import OptionError, StorageError
 from rmq_spark.metrics import pushing
-from rmq_spark.metrics.pushing import push
-from tests.half_batches import commit, make_log, prepare, roll_back
+from tests.support.half_batches import commit, make_log, prepare, roll_back
+from tests.support.inside import push_figures as push
 
 ROOT = Path(__file__).parents[2]
 

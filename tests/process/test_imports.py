@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rmq_spark.selector import parse_selector
+from tests.support.inside import parse_selector
 
 LIGHT = (
     "import rmq_spark",

@@ -15,8 +15,8 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
-from tests.half_batches import commit, make_log, prepare
-from tests.inboxes import count_each, inbox_of, make_database, results
+from tests.support.half_batches import commit, make_log, prepare
+from tests.support.inboxes import count_each, inbox_of, make_database, results
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,7 +107,7 @@ KILLED = """
 import os, signal, sys
 import sqlalchemy as sa
 import rmq_spark as txmq
-from tests.inboxes import count_each, inbox_of
+from tests.support.inboxes import count_each, inbox_of
 
 url, path, where = sys.argv[1:]
 log = txmq.CommitLog.open(path)

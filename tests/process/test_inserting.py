@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 import rmq_spark as txmq
 from rmq_spark.errors import ListenerError, MessageError
-from rmq_spark.listeners import inserting
-from rmq_spark.listeners.inserting import insert
+from tests.support.inside import insert, inserting
 
 UTC = dt.timezone.utc
 

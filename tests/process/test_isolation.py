@@ -12,9 +12,7 @@ import sqlalchemy as sa
 
 from rmq_spark import HalfBatch, create_fence
 from rmq_spark.errors import FenceError, TxmqError
-from rmq_spark.listeners import database
-from rmq_spark.listeners.fence import Fence
-from rmq_spark.listeners.recorded import EXECUTED, STARTED, Recorded, State
+from tests.support.inside import EXECUTED, STARTED, Fence, Recorded, State, database
 from tests.unit import test_sql_listener as suite
 from tests.unit.test_sql_listener import (
     COMMIT,

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import rmq_spark as txmq
 from rmq_spark.cli import app
-from tests.maven import free_ports
+from tests.support.maven import free_ports
 
 CONF = Path(__file__).parents[2] / "conf"
 PROMETHEUS = shutil.which("prometheus")

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rmq_spark.report.figures import figures_of
-from rmq_spark.report.page import page
 from rmq_spark.testing import InMemoryCommitLog
-from tests import browser, report_logs
+from tests.support import browser, report_logs
+from tests.support.inside import figures_of, page
 
 pytestmark = [pytest.mark.long, pytest.mark.browser]
 

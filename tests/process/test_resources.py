@@ -12,7 +12,7 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark.errors import OutOfThreadsError, UnreachableStoreError
-from rmq_spark.storage.stores import require_put_if_absent
+from tests.support.inside import require_put_if_absent
 
 PROGRAM = """
 import os, resource, sys

@@ -14,7 +14,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, CheckService, CommitLog
 from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, OptionError
-from tests.half_batches import make_log
+from tests.support.half_batches import make_log
 
 DATABASES = ["sqlite", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("postgres", "mariadb"))]
 INSERT = sa.text("insert into bought values (:n)")

@@ -17,8 +17,8 @@ import sqlalchemy as sa
 import rmq_spark as txmq
 from rmq_spark import TableListener
 from rmq_spark.errors import ListenerError, MessageError
-from rmq_spark.listeners import inserting
-from rmq_spark.listeners import table as table_module
+from tests.support.inside import inserting
+from tests.support.inside import table_listener_module as table_module
 from tests.unit import test_table_listener as suite
 from tests.unit.test_sql_listener import run
 from tests.unit.test_table_listener import made, order, send, stored

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 
 import rmq_spark as txmq
-from rmq_spark.consumer.listener import RECONSUME_LATER, SUSPEND_CURRENT_QUEUE_A_MOMENT
-from rmq_spark.consumer.retry import dlq_topic
+from tests.support.inside import RECONSUME_LATER, SUSPEND_CURRENT_QUEUE_A_MOMENT, dlq_topic
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rmq_spark import COMMIT_MESSAGE, UNKNOWN, HalfBatch, PerMessageListener, TransactionListener
-from rmq_spark.listener import Verdicts
+from tests.support.inside import Verdicts
 
 
 class RefuseKeyOne(TransactionListener):

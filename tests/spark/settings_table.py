@@ -20,14 +20,18 @@ import pyarrow.compute as pc
 
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, CommitLog
-from rmq_spark.commitlog.asked import half_batch_of
-from rmq_spark.commitlog.half import HALF_SCHEMA
-from rmq_spark.commitlog.messages import SOURCE_SCHEMA
-from rmq_spark.commitlog.op import Who
-from rmq_spark.consumer.listener import CONSUME_SUCCESS, RECONSUME_LATER
-from rmq_spark.consumer.retry import dlq_topic
-from rmq_spark.message import PROPERTIES, TIMESTAMP
-from tests.half_batches import commit, pending, prepare, roll_back, split
+from tests.support.half_batches import commit, pending, prepare, roll_back, split
+from tests.support.inside import (
+    CONSUME_SUCCESS,
+    HALF_SCHEMA,
+    PROPERTIES,
+    RECONSUME_LATER,
+    SOURCE_SCHEMA,
+    TIMESTAMP,
+    Who,
+    dlq_topic,
+    half_batch_of,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -13,8 +13,7 @@ from pyspark.sql import SparkSession
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.consumer.retry import retry_topic
-from rmq_spark.listener import CommitOncePrepared
+from tests.support.inside import CommitOncePrepared, retry_topic
 
 TOPICS = ("logistics", "points", "cart")
 ORDERS = 6

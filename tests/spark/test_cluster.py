@@ -16,8 +16,7 @@ import pyspark
 import pytest
 import sqlalchemy as sa
 
-from rmq_spark import CommitLog
-from rmq_spark.listeners import SqlTransactionListener
+from rmq_spark import CommitLog, SqlTransactionListener
 from tests.process.postgres import running as postgres_running
 
 ROOT = Path(__file__).parents[2]

@@ -18,11 +18,10 @@ from pyspark.sql.streaming import StreamingQuery
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.consumer.listener import CONSUME_SUCCESS, RECONSUME_LATER, SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT
-from rmq_spark.consumer.retry import retry_topic
-from tests.half_batches import prepare
-from tests.source_logs import decide
-from tests.spark_environment import FROM_4_2
+from tests.support.half_batches import prepare
+from tests.support.inside import CONSUME_SUCCESS, RECONSUME_LATER, SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT, retry_topic
+from tests.support.source_logs import decide
+from tests.support.spark_environment import FROM_4_2
 
 GROUP = "points"
 
@@ -164,7 +163,7 @@ def test_a_batch_that_runs_again_sends_back_once(
     spark: SparkSession, log: CommitLog, diary: Diary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash: str
 ) -> None:
     """The retries are in the log, and Spark has not committed the micro-batch."""
-    from rmq_spark.sink.two_phase import TwoPhase
+    from tests.support.inside import TwoPhase
 
     send(log, 0, ["a", "b", "c", "d"])
     listener = fails(diary, {"a": 1, "c": 1}, RECONSUME_LATER, CONSUME_SUCCESS)

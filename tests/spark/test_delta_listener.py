@@ -15,8 +15,7 @@ import pytest
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, DeltaTransactionListener, HalfBatch, Rollback
 from rmq_spark.errors import FencedError, FenceError, ListenerError, LocalTransactionError, VerdictError
-from rmq_spark.spark_versions import STREAM_TELLS_START
-from rmq_spark.transaction import Verdict, verdict_of
+from tests.support.inside import STREAM_TELLS_START, Verdict, verdict_of
 
 pytestmark = [pytest.mark.spark, pytest.mark.delta_listener]
 

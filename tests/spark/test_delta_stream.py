@@ -9,8 +9,8 @@ import pyarrow.dataset as pads
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.commitlog import maintenance
-from tests.half_batches import another, commit, let_leave, send
+from tests.support.half_batches import another, commit, let_leave, send
+from tests.support.inside import maintenance
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -12,9 +12,9 @@ from deltalake import DeltaTable
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import maintenance
 from rmq_spark.errors import ForeignChangeError
-from tests.half_batches import another, commit, let_leave, prepare, send
+from tests.support.half_batches import another, commit, let_leave, prepare, send
+from tests.support.inside import maintenance
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -11,9 +11,9 @@ from pyspark.sql import DataFrame, SparkSession
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.spark_versions import STREAM_TELLS_START
-from tests.source_logs import send
-from tests.spark_environment import FROM_4_2
+from tests.support.inside import STREAM_TELLS_START
+from tests.support.source_logs import send
+from tests.support.spark_environment import FROM_4_2
 
 
 @pytest.fixture

@@ -14,16 +14,10 @@ from deltalake import DeltaTable, write_deltalake
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.asked import half_batch_of
-from rmq_spark.commitlog.drained import Drained
-from rmq_spark.commitlog.op import Who
 from rmq_spark.errors import OffsetOutOfRangeError
-from rmq_spark.message import PROPERTIES
-from rmq_spark.source import native
-from rmq_spark.storage import spark_parquet
-from tests.half_batches import another, commit, let_leave, move_half, pending, prepare, roll_back, send, split
 from tests.spark.settings_table import sessions
+from tests.support.half_batches import another, commit, let_leave, move_half, pending, prepare, roll_back, send, split
+from tests.support.inside import PROPERTIES, Drained, Who, half_batch_of, maintenance, native, spark_parquet
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

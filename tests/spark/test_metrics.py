@@ -17,9 +17,8 @@ from pyspark.sql import SparkSession
 
 import rmq_spark as txmq
 from rmq_spark import tracing as tracing_module
-from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.metrics.process import ProcessMetrics
-from tests.half_batches import prepare
+from tests.support.half_batches import prepare
+from tests.support.inside import CommitOncePrepared, ProcessMetrics
 
 SPAN = "b7ad6b7169203331"
 

@@ -6,8 +6,8 @@ import pytest
 from pyspark.sql import DataFrame
 
 import rmq_spark as txmq
-from rmq_spark.listener import CommitOncePrepared
 from tests.spark.test_readme import ROOT, run_examples
+from tests.support.inside import CommitOncePrepared
 from tests.torture.s3.server import S3Server
 
 pytestmark = pytest.mark.long

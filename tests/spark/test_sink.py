@@ -177,8 +177,7 @@ def test_a_batch_write_takes_every_column(spark, log):
 def test_every_column_of_messages_has_a_spark_type(spark):
     from pyspark.sql.types import StructType
 
-    from rmq_spark.message import INPUT_COLUMNS
-    from rmq_spark.sink.frame import require_message_types
+    from tests.support.inside import INPUT_COLUMNS, require_message_types
 
     ddl = ", ".join(f"{name} {kind.split(' or ')[0]}" for name, kind in INPUT_COLUMNS.items())
     require_message_types(StructType.fromDDL(ddl), None, None)

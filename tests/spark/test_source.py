@@ -14,10 +14,9 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
 from rmq_spark import CommitLog
-from rmq_spark.message import PROPERTIES
-from rmq_spark.spark_versions import STREAM_TELLS_START
-from tests.half_batches import move_half, prepare
-from tests.source_logs import decide, send
+from tests.support.half_batches import move_half, prepare
+from tests.support.inside import PROPERTIES, STREAM_TELLS_START
+from tests.support.source_logs import decide, send
 
 HALF_JOINED_WITH_OP = """
     with placed as (

@@ -1,9 +1,9 @@
 """``make torture``: every level of the proof for a long time, and a report.
 
 ``python -m tests.torture [level …]`` runs all levels, or those that are named. Environment: MINUTES in all (120), SEED
-(the commit's, see :mod:`tests.seeds`). A level ends when its count is reached or its share of the time is used up; what
-it found is printed with its seed, and everything goes into ``artifacts/torture.json``. The exit code is 1 when anything
-was found.
+(the commit's, see :mod:`tests.support.seeds`). A level ends when its count is reached or its share of the time is used
+up; what it found is printed with its seed, and everything goes into ``artifacts/torture.json``. The exit code is 1 when
+anything was found.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests import seeds
+from tests.support import seeds
 from tests.torture.damage import corruption
 from tests.torture.hostile import cases
 from tests.torture.interrupt import interruptions

@@ -16,15 +16,13 @@ import yaml
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from rmq_spark.cli import app
-from rmq_spark.cli.verbs import whole
-from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import VerdictConflictError
-from rmq_spark.machine import Machine
-from rmq_spark.metrics.figures import LogFigures, LogWatch
+from rmq_spark.metrics.figures import LogFigures
 from rmq_spark.metrics.log_collector import samples_of
-from rmq_spark.metrics.names import BY_NAME, COMMON, LOG, METRICS, PROCESS
+from rmq_spark.metrics.names import COMMON
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import commit, pending, prepare, roll_back
+from tests.support.half_batches import commit, pending, prepare, roll_back
+from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, LogWatch, Machine, RowState, Who, whole
 
 CONF = Path(__file__).parents[2] / "conf"
 RULES = CONF / "prometheus" / "txmq.rules.yml"

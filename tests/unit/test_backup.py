@@ -25,12 +25,13 @@ from rmq_spark.commitlog.backup import MANIFEST, SWITCH, finish
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LostFileError, OptionError
 from rmq_spark.storage import copying
 from rmq_spark.storage.copying import Pin
-from rmq_spark.storage.table import CHECKPOINT_INTERVAL, Table
+from rmq_spark.storage.table import CHECKPOINT_INTERVAL
 from rmq_spark.testing import InMemoryCommitLog
-from tests.clocks import set_clock
-from tests.commands import objects, txmq
-from tests.half_batches import bodies, check_offsets, commit, let_leave, make_log, prepare, roll_back, send
-from tests.seeds import first_seed, how_many
+from tests.support.clocks import set_clock
+from tests.support.commands import objects, txmq
+from tests.support.half_batches import bodies, check_offsets, commit, let_leave, make_log, prepare, roll_back, send
+from tests.support.inside import Table
+from tests.support.seeds import first_seed, how_many
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from tests.half_batches import make_log
+from tests.support.half_batches import make_log
 
 DEADLINE_S = 8.0
 

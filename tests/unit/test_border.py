@@ -13,13 +13,8 @@ import pyarrow.compute as pc
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.op import Who
-from rmq_spark.commitlog.reading import read_ranges
 from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError, OptionError
-from rmq_spark.source.options import Subscription
-from rmq_spark.source.plan import Planner, split
-from tests.half_batches import (
+from tests.support.half_batches import (
     another,
     commit,
     let_leave,
@@ -29,9 +24,10 @@ from tests.half_batches import (
     roll_back,
     send,
 )
-from tests.half_batches import (
+from tests.support.half_batches import (
     split as split_rows,
 )
+from tests.support.inside import Planner, Subscription, Who, maintenance, read_ranges, split
 
 
 @pytest.fixture(params=["memory", "delta"])

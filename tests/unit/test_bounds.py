@@ -13,20 +13,25 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CheckService, ConsumerGroup
-from rmq_spark.cli.text import json_message
-from rmq_spark.commitlog.half import HalfWriter
-from rmq_spark.config import INT64_MAX, LABEL_BYTES_MAX, TIME_MAX, TIME_MIN, parse_duration, parse_int
-from rmq_spark.consumer.retry import restored
+from rmq_spark.config import INT64_MAX, LABEL_BYTES_MAX, TIME_MAX
 from rmq_spark.errors import MessageError, OffsetError, OptionError, TxmqError
-from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.listeners.sql import LOCK_TIMEOUT_S_MAX
-from rmq_spark.redaction import TEXT_CHARS_MAX
-from rmq_spark.source.offsets import parse_timestamp
-from rmq_spark.source.options import Subscription
-from rmq_spark.source.plan import Planner
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import commit, header_of, make_log, prepare
-from tests.inboxes import inbox_of, make_database
+from tests.support.half_batches import commit, header_of, make_log, prepare
+from tests.support.inboxes import inbox_of, make_database
+from tests.support.inside import (
+    TEXT_CHARS_MAX,
+    TIME_MIN,
+    CommitOncePrepared,
+    HalfWriter,
+    Planner,
+    Subscription,
+    json_message,
+    parse_duration,
+    parse_int,
+    parse_timestamp,
+    restored,
+)
 
 UTC = timezone.utc
 MS_OF_2025 = 1_740_816_000_000

@@ -12,11 +12,10 @@ import sqlalchemy as sa
 from rmq_spark import CommitLog, SqlTransactionListener
 from rmq_spark.check.names import NAMES
 from rmq_spark.check.policy import NamedPolicy
-from rmq_spark.check.settings import JobSettings
 from rmq_spark.errors import ConfigError
-from rmq_spark.listener import CommitOncePrepared
-from tests.check_jobs import make_folder, write
-from tests.half_batches import commit, let_leave, prepare
+from tests.support.check_jobs import make_folder, write
+from tests.support.half_batches import commit, let_leave, prepare
+from tests.support.inside import CommitOncePrepared, JobSettings
 
 ROOT = Path(__file__).parents[2]
 SECRET = "s3cr3t-value"

@@ -22,6 +22,7 @@ from rmq_spark import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
     UNKNOWN,
+    CheckReport,
     CheckService,
     CommitLog,
     HalfBatch,
@@ -36,19 +37,27 @@ from rmq_spark import (
 from rmq_spark.check import asking
 from rmq_spark.check.policy import DiscardPolicy, require_policy
 from rmq_spark.check.report import CHECKED
-from rmq_spark.check.service import CheckReport
-from rmq_spark.commitlog.asked import split_by_verdict
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.prepared import PreparedBatches
 from rmq_spark.errors import FenceError, ListenerError, LostFileError, OptionError, VerdictConflictError
-from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared
-from rmq_spark.message import CHECK_IMMUNITY_PROPERTY, PROPERTIES
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import BATCH, KEY, MESSAGE
-from tests.consumers import Steps
-from tests.half_batches import pending, split
+from tests.support.consumers import Steps
+from tests.support.half_batches import pending, split
+from tests.support.inside import (
+    BATCH,
+    CHECK_IMMUNITY_PROPERTY,
+    KEY,
+    MESSAGE,
+    NO_LISTENER_FENCE,
+    PROPERTIES,
+    CommitOncePrepared,
+    HalfHeader,
+    HalfRecord,
+    HalfWriter,
+    PreparedBatches,
+    RowState,
+    Who,
+    batch_name,
+    split_by_verdict,
+)
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 AFTER = {COMMIT: RowState.COMMITTED, ROLLBACK: RowState.ROLLED_BACK_BY_CHECK}
@@ -863,7 +872,7 @@ def test_a_half_batch_that_cannot_be_read_does_not_stop_the_round(delta_log: Com
 
 
 def test_op_rows_changed_by_hand_stop_only_their_half_batch(log: CommitLog) -> None:
-    from rmq_spark.commitlog.op import Kind, OpRow
+    from tests.support.inside import Kind, OpRow
 
     bad, good = prepare(log, 0), prepare(log, 1)
     log.ledger.append(lambda: [OpRow(Kind.CHECK, bad.half_id, 7, None, 1, 1, Who.CHECK)])

@@ -26,12 +26,10 @@ from rmq_spark import (
     TransactionListener,
     create_fence,
 )
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import FenceError
-from rmq_spark.listener import CommitOncePrepared, answers_many
-from rmq_spark.listeners.recorded import STARTED, State
-from tests.half_batches import another, make_log, merge_op_files, pending, prepare, share_half_file
+from rmq_spark.listener import answers_many
+from tests.support.half_batches import another, make_log, merge_op_files, pending, prepare, share_half_file
+from tests.support.inside import STARTED, CommitOncePrepared, HalfRecord, RowState, State, Who
 
 DEADLINE_S = 20.0
 MANY = 12

@@ -14,20 +14,26 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import CheckService, CommitLog, ConsumerGroup, __version__
-from rmq_spark.check.draining import Draining
-from rmq_spark.check.maintainer import Maintainer
 from rmq_spark.cli.output import show
 from rmq_spark.cli.resolving import Resolving
 from rmq_spark.cli.text import age_in_words
 from rmq_spark.cli.words import as_commands
 from rmq_spark.commitlog.finding import Wanted, find
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import OptionError, VerdictConflictError
-from rmq_spark.listener import NO_LISTENER_FENCE, CommitOncePrepared
-from tests.commands import objects, txmq
-from tests.half_batches import let_leave
+from tests.support.commands import objects, txmq
+from tests.support.half_batches import let_leave
+from tests.support.inside import (
+    NO_LISTENER_FENCE,
+    CommitOncePrepared,
+    Draining,
+    HalfHeader,
+    HalfRecord,
+    HalfWriter,
+    Maintainer,
+    RowState,
+    Who,
+    batch_name,
+)
 
 SECRET = "s3cr3t-value"
 
@@ -489,7 +495,7 @@ def test_what_a_check_did_is_what_the_command_shows(log: CommitLog) -> None:
 
 # ---------------------------------------------------------------- dead letters
 def test_dead_letters_are_listed_and_sent_again(log: CommitLog) -> None:
-    from rmq_spark.consumer.retry import dlq_topic, retry_topic, sent_back
+    from tests.support.inside import dlq_topic, retry_topic, sent_back
 
     for topic in (dlq_topic("points"), retry_topic("points")):
         log.create_own_topic(topic)

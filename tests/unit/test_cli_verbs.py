@@ -24,12 +24,11 @@ from rmq_spark.cli.bodies import BodyForm, shown
 from rmq_spark.cli.overview import committed_since, look
 from rmq_spark.cli.text import escaped, short_age, size
 from rmq_spark.cli.tracing import argument_of
-from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import VerdictConflictError
-from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
-from tests.commands import objects, txmq, words
-from tests.half_batches import commit, let_leave, make_log, pending, prepare, split
+from tests.support.commands import objects, txmq, words
+from tests.support.half_batches import commit, let_leave, make_log, pending, prepare, split
+from tests.support.inside import Machine, RowState, Who
 
 NASTY = "\x1b[31mred\x07\n\u202egnp.exe\x9b2J"
 

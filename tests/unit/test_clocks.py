@@ -20,17 +20,12 @@ from rmq_spark import (
     LocalTransactionState,
     TransactionListener,
 )
-from rmq_spark.commitlog.half import HalfWriter
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import Who
-from rmq_spark.commitlog.second_look import BELIEVED_S, LOOK_INTERVAL_S, LOOKED
+from rmq_spark.commitlog.second_look import LOOKED
 from rmq_spark.errors import AlreadyPreparedError, ClockError
-from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.storage import clock as module
-from rmq_spark.storage.clock import StoreClock
 from rmq_spark.testing import InMemoryCommitLog
-from tests.clocks import on_a_machine, set_clock
-from tests.half_batches import (
+from tests.support.clocks import on_a_machine, set_clock
+from tests.support.half_batches import (
     another,
     bodies,
     commit,
@@ -43,6 +38,7 @@ from tests.half_batches import (
     send,
     split,
 )
+from tests.support.inside import BELIEVED_S, LOOK_INTERVAL_S, MACHINE, HalfRecord, HalfWriter, Machine, StoreClock, Who
 
 DAY_S = 86_400.0
 DAYS_S = 3 * DAY_S

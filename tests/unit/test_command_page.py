@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from rmq_spark.cli import app, doctor_machine
 from rmq_spark.cli.command import App
-from rmq_spark.cli.verbs import VERBS, whole
-from rmq_spark.commitlog import half
-from tests.half_batches import same_half_id
+from rmq_spark.cli.verbs import VERBS
+from tests.support.half_batches import same_half_id
+from tests.support.inside import half, whole
 
 PAGE = Path(__file__).parents[2] / "docs" / "command.md"
 CHANGES = (

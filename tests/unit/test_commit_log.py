@@ -17,11 +17,8 @@ from deltalake import DeltaTable
 
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CommitLog
-from rmq_spark.commitlog import maintenance, topics
-from rmq_spark.commitlog.asked import split_by_verdict
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import Kind, OpenBelow, RowState, Who
-from rmq_spark.commitlog.rows import RowSet
+from rmq_spark.commitlog import topics
+from rmq_spark.commitlog.op import OpenBelow
 from rmq_spark.commitlog.topics import TOPICS_FILES_MAX
 from rmq_spark.errors import (
     AlreadyPreparedError,
@@ -36,11 +33,9 @@ from rmq_spark.errors import (
     TopicNotFoundError,
     VerdictConflictError,
 )
-from rmq_spark.storage import table as table_module
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import normalize_verdicts
-from tests.clocks import set_clock
-from tests.half_batches import (
+from tests.support.clocks import set_clock
+from tests.support.half_batches import (
     APP,
     another,
     bodies,
@@ -54,6 +49,17 @@ from tests.half_batches import (
     prepare,
     roll_back,
     split,
+)
+from tests.support.inside import (
+    HalfRecord,
+    Kind,
+    RowSet,
+    RowState,
+    Who,
+    maintenance,
+    normalize_verdicts,
+    split_by_verdict,
+    table_module,
 )
 
 
@@ -462,7 +468,7 @@ def test_ids_that_begin_alike_are_told_apart(log: CommitLog) -> None:
 
 
 def test_files_of_another_batch_none_or_twice_the_same_are_not_prepared(log: CommitLog) -> None:
-    from rmq_spark.commitlog.half import HalfWriter
+    from tests.support.inside import HalfWriter
 
     header = header_of(0)
     writer = HalfWriter(header, log.topics(), "orders", None)
@@ -477,7 +483,7 @@ def test_files_of_another_batch_none_or_twice_the_same_are_not_prepared(log: Com
 
 
 def test_files_that_vacuum_may_remove_are_refused(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rmq_spark.commitlog.half import HalfWriter
+    from tests.support.inside import HalfWriter
 
     header = header_of(0)
     files = log.stage(HalfWriter(header, log.topics(), "orders", None), pa.table({"body": ["a"]}).to_batches())

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import BatchState, OpRow, RowState, Who
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import another, merge_op_files, move_half, prepare
+from tests.support.half_batches import another, merge_op_files, move_half, prepare
+from tests.support.inside import BatchState, HalfRecord, OpRow, RowState, Who
 
 BATCHES_MAX = 12
 some = st.integers(0, 2**32)

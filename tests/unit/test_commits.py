@@ -17,13 +17,9 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, Naming
-from rmq_spark.commitlog.op import STATS_COLUMNS, Kind, OpRow, RowState, Who, to_table
 from rmq_spark.errors import AlreadyPreparedError, CommitError, LostCommitError, TopicExistsError
-from rmq_spark.storage import table as table_module
-from rmq_spark.storage.table import Change, DeltaLogTable
 from rmq_spark.testing import MemoryTable
-from tests.half_batches import (
+from tests.support.half_batches import (
     another,
     bodies,
     check_offsets,
@@ -34,6 +30,21 @@ from tests.half_batches import (
     pending,
     prepare,
 )
+from tests.support.inside import OP_STATS_COLUMNS as STATS_COLUMNS
+from tests.support.inside import (
+    Change,
+    DeltaLogTable,
+    HalfFile,
+    HalfHeader,
+    HalfWriter,
+    Kind,
+    Naming,
+    OpRow,
+    RowState,
+    Who,
+    table_module,
+)
+from tests.support.inside import op_table as to_table
 
 
 # ---------------------------------------------------------------- threads that share a handle

@@ -18,10 +18,10 @@ import pytest
 import yaml
 
 from rmq_spark import CommitLog
-from rmq_spark.check.settings import JobSettings
 from rmq_spark.cli import tasks
 from rmq_spark.errors import ConfigError
-from tests.half_batches import commit, prepare
+from tests.support.half_batches import commit, prepare
+from tests.support.inside import JobSettings
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -17,8 +17,9 @@ import rmq_spark as txmq
 from rmq_spark import CommitLog, HalfBatch, transaction
 from rmq_spark.errors import MessageError, OptionError
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import BAD_COUNTED_MAX, decode_json
-from tests.half_batches import make_log, pending, prepare
+from rmq_spark.transaction import BAD_COUNTED_MAX
+from tests.support.half_batches import make_log, pending, prepare
+from tests.support.inside import decode_json
 
 BODIES = [b'{"id": 1}', b'{"id": "x"}', b'{"id": 3}', b"null", b'{"id": 5', b'{"id": 6}']
 GOOD = [1, None, 3, None, None, 6]

@@ -18,10 +18,7 @@ from docs.building import docstrings, reference, repository
 from docs.building.repository import DeadLinkError
 from rmq_spark.check.names import CHECK_NAMES, DRAIN_NAMES, MAINTENANCE_NAMES, SECTIONS
 from rmq_spark.cli import app
-from rmq_spark.cli.verbs import whole
-from rmq_spark.metrics.names import METRICS
-from rmq_spark.sink.settings import SINK_OPTIONS
-from rmq_spark.source import SOURCE_OPTIONS
+from tests.support.inside import METRICS, SINK_OPTIONS, SOURCE_OPTIONS, whole
 
 ROOT = repository.ROOT
 WRITTEN = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"])

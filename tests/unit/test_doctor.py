@@ -19,14 +19,11 @@ from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import app, doctor, doctor_log, doctor_machine
 from rmq_spark.cli.doctor_log import LogDoctor
 from rmq_spark.cli.doctor_machine import java_home, java_version, look_at_machine
-from rmq_spark.commitlog.half import HalfWriter
-from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.consumer.members import Members
 from rmq_spark.errors import StorageError, VerdictConflictError
-from rmq_spark.report.finding import Finding, Level, worst
-from rmq_spark.storage.clock import StoreClock
-from tests.commands import objects, txmq, words
-from tests.half_batches import commit, header_of, pending, prepare
+from rmq_spark.report.finding import Finding, worst
+from tests.support.commands import objects, txmq, words
+from tests.support.half_batches import commit, header_of, pending, prepare
+from tests.support.inside import HalfWriter, Level, Members, RowState, StoreClock, Who
 
 
 @pytest.fixture

@@ -14,17 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import drain, message_files, reading, walk
+from rmq_spark.commitlog import message_files, reading, walk
 from rmq_spark.commitlog import op as op_module
-from rmq_spark.commitlog.half_store import HalfStore
-from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
-from rmq_spark.commitlog.op import Who
-from rmq_spark.commitlog.reading import SOURCE_SCHEMA
 from rmq_spark.errors import CorruptLogError
-from rmq_spark.message import PROPERTIES
-from rmq_spark.storage.files import FEW_ROWS, DataFile, RowRange
-from rmq_spark.storage.table import Change, Table
-from tests.half_batches import (
+from rmq_spark.storage.files import FEW_ROWS
+from tests.support.half_batches import (
     another,
     commit,
     fill_with_pieces,
@@ -35,6 +29,18 @@ from tests.half_batches import (
     prepare,
     roll_back,
     split,
+)
+from tests.support.inside import (
+    MESSAGES_SCHEMA,
+    PROPERTIES,
+    SOURCE_SCHEMA,
+    Change,
+    DataFile,
+    HalfStore,
+    RowRange,
+    Table,
+    Who,
+    drain,
 )
 
 

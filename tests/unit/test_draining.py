@@ -12,14 +12,10 @@ import pytest
 
 from rmq_spark import CommitLog
 from rmq_spark.check import draining as draining_module
-from rmq_spark.check.draining import Draining
-from rmq_spark.check.maintainer import Maintainer
-from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.drain import Drainer
-from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.errors import OptionError
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import another, commit, make_log, prepare
+from tests.support.half_batches import another, commit, make_log, prepare
+from tests.support.inside import Drainer, Draining, Maintainer, drained_up_to, maintenance
 
 
 @pytest.fixture

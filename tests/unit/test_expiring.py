@@ -12,13 +12,10 @@ import pytest
 
 from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import reading as reading_module
-from rmq_spark.commitlog import log as log_module
-from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.expiring import Expirer
-from rmq_spark.config import TIME_MIN
 from rmq_spark.errors import OffsetOutOfRangeError, OptionError, TopicExistsError, TopicNotFoundError
-from rmq_spark.metrics.figures import LogWatch
-from tests.half_batches import another, commit, let_leave, make_log, send
+from tests.support.half_batches import another, commit, let_leave, make_log, send
+from tests.support.inside import TIME_MIN, Expirer, LogWatch, maintenance
+from tests.support.inside import log as log_module
 
 
 @pytest.fixture(params=["memory", "delta"])

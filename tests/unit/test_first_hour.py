@@ -13,10 +13,10 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import errors
-from rmq_spark.datasource import TxmqDataSource
 from rmq_spark.errors import OptionError, TopicNotFoundError, find_cause
 from rmq_spark.redaction import line_of
 from rmq_spark.workers import require_importable
+from tests.support.inside import TxmqDataSource
 
 
 # ---------------------------------------------------------------- the workers' Python

@@ -17,13 +17,10 @@ from deltalake import DeltaTable, Field, write_deltalake
 from deltalake.schema import PrimitiveType
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.drain import Drainer
 from rmq_spark.errors import CorruptLogError, ForeignChangeError, UnreadableFileError
-from rmq_spark.storage.files import DataFile
-from rmq_spark.storage.table import Change, Table
-from tests.foreign_writers import a_file, cut_back, delete_a_row_by_a_vector, put_entry, raise_protocol
-from tests.half_batches import another, commit, let_leave, make_log, prepare, send
+from tests.support.foreign_writers import a_file, cut_back, delete_a_row_by_a_vector, put_entry, raise_protocol
+from tests.support.half_batches import another, commit, let_leave, make_log, prepare, send
+from tests.support.inside import Change, DataFile, Drainer, Table, maintenance
 
 
 @pytest.fixture

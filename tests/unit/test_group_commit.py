@@ -19,7 +19,6 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CheckService, CommitLog, HalfBatch
-from rmq_spark.commitlog import group_commit
 from rmq_spark.errors import (
     CommitError,
     FencedError,
@@ -30,11 +29,10 @@ from rmq_spark.errors import (
     OptionError,
     VerdictConflictError,
 )
-from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.machine import MACHINE
 from rmq_spark.sink.futures import SendFuture
 from rmq_spark.sink.turns import InFlight, Turns
-from tests.half_batches import another, let_leave, make_log
+from tests.support.half_batches import another, let_leave, make_log
+from tests.support.inside import MACHINE, CommitOncePrepared, group_commit
 
 DEADLINE_S = 8.0
 MANY = 12

@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.cli import app
-from rmq_spark.commitlog.group_store import Place, Session
 from rmq_spark.consumer.groups import groups
-from rmq_spark.consumer.members import Members
 from rmq_spark.errors import OffsetOutOfRangeError
-from tests.half_batches import another, commit, let_leave, make_log, prepare
+from tests.support.half_batches import another, commit, let_leave, make_log, prepare
+from tests.support.inside import Members, Place, Session
 
 
 @pytest.fixture(params=["memory", "delta"])

@@ -19,15 +19,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rmq_spark.commitlog.half import FOOTER_COLUMNS, HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfWriter
+from rmq_spark.commitlog.half import FOOTER_COLUMNS
 from rmq_spark.commitlog.incoming import require_message_columns
 from rmq_spark.errors import CorruptLogError, LostFileError, MessageError, TopicNotFoundError
-from rmq_spark.message import PROPERTIES
-from rmq_spark.selector import parse_selector
-from rmq_spark.storage import files as files_module
-from rmq_spark.storage.files import RowRange, read_range, require_path
+from rmq_spark.storage.files import require_path
 from rmq_spark.storage.moved import HalfFiles
-from tests.half_batches import header_of
+from tests.support.half_batches import header_of
+from tests.support.inside import HALF_SCHEMA, PROPERTIES, HalfFile, HalfWriter, RowRange, parse_selector, read_range
+from tests.support.inside import HALF_STATS_COLUMNS as STATS_COLUMNS
+from tests.support.inside import files as files_module
 
 LOCAL = pafs.LocalFileSystem()
 TOPICS = {"orders": 4, "points": 3, "one": 1}
@@ -421,7 +421,7 @@ def test_reading_by_position_and_by_address_agree(
 
 
 def _runs(mask: bytes) -> list[tuple[int, int]]:
-    from rmq_spark.commitlog.rows import runs
+    from tests.support.inside import runs
 
     return list(runs(mask))
 

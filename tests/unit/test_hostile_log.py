@@ -16,12 +16,10 @@ from deltalake import DeltaTable, Schema
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.commitlog import opening
-from rmq_spark.commitlog.half import HALF_SCHEMA
-from rmq_spark.commitlog.op import OP_SCHEMA, STATS_COLUMNS
-from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.errors import CorruptLogError, LogFormatError, NotACommitLogError, OptionError
-from rmq_spark.storage.table import Change, DeltaLogTable
-from tests.half_batches import another, bodies, check_offsets, commit, make_log, pending, prepare, roll_back
+from tests.support.half_batches import another, bodies, check_offsets, commit, make_log, pending, prepare, roll_back
+from tests.support.inside import HALF_SCHEMA, OP_SCHEMA, TOPICS_SCHEMA, Change, DeltaLogTable
+from tests.support.inside import OP_STATS_COLUMNS as STATS_COLUMNS
 
 
 # ---------------------------------------------------------------- what is no log

@@ -12,7 +12,8 @@ import pytest
 
 from rmq_spark.errors import CheckpointMismatchError, OptionError
 from rmq_spark.sink import identity
-from rmq_spark.sink.identity import Identity, identity_of, input_hash_of, lineage_of, require_same_log
+from rmq_spark.sink.identity import lineage_of, require_same_log
+from tests.support.inside import Identity, identity_of, input_hash_of
 
 HIDDEN: Any = SimpleNamespace(sparkSession=None)
 """A micro-batch over Spark Connect: its session has no context to ask."""

@@ -11,7 +11,7 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import EachMessage
 from rmq_spark.consumer.in_order import Queue, QueueResult, by_queue, consume_queue
-from rmq_spark.consumer.listener import SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT
+from tests.support.inside import SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT
 
 QUEUE = ("orders", 0)
 

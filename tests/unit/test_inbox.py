@@ -13,8 +13,8 @@ import sqlalchemy as sa
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from tests.half_batches import commit, make_log, prepare
-from tests.inboxes import count_each, inbox_of, make_database, results
+from tests.support.half_batches import commit, make_log, prepare
+from tests.support.inboxes import count_each, inbox_of, make_database, results
 
 
 @pytest.fixture

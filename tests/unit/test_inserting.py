@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 import rmq_spark as txmq
 from rmq_spark.errors import ListenerError, LocalTransactionError
-from rmq_spark.listeners.inserting import insert
+from tests.support.inside import insert
 
 TABLE = "CREATE TABLE bought (order_id INTEGER PRIMARY KEY, total FLOAT, note TEXT DEFAULT 'none', at TIMESTAMP)"
 

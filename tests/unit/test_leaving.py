@@ -10,8 +10,7 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog, HalfBatch, LocalTransactionState, TransactionMQProducer
-from rmq_spark.commitlog.half import new_half_id
-from rmq_spark.commitlog.op import Kind, OpRow, RowState, Who, pruned_up_to
+from rmq_spark.commitlog.op import pruned_up_to
 from rmq_spark.errors import (
     AlreadyPreparedError,
     CorruptLogError,
@@ -21,9 +20,7 @@ from rmq_spark.errors import (
     StaleAttemptError,
     VerdictConflictError,
 )
-from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.storage.table import Change
-from tests.half_batches import (
+from tests.support.half_batches import (
     another,
     bodies,
     commit,
@@ -39,6 +36,7 @@ from tests.half_batches import (
     share_half_file,
     split,
 )
+from tests.support.inside import Change, CommitOncePrepared, Kind, OpRow, RowState, Who, new_half_id
 
 FOREVER = 1e9
 
@@ -312,7 +310,7 @@ def test_a_shared_file_leaves_when_all_in_it_may(log: CommitLog) -> None:
 
 
 def test_a_crash_between_archive_and_removal_is_made_good(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rmq_spark.commitlog.leaving import Leaver
+    from tests.support.inside import Leaver
 
     commit(log, send(log, "key"))
     with monkeypatch.context() as patch:
@@ -329,7 +327,7 @@ def test_a_crash_between_archive_and_removal_is_made_good(log: CommitLog, monkey
 
 
 def test_what_is_said_while_somebody_lets_it_leave_wins(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rmq_spark.commitlog.leaving import Leaver
+    from tests.support.inside import Leaver
 
     record = send(log, "key")
     roll_back(log, record, who=Who.CHECK)
@@ -361,7 +359,7 @@ def test_messages_that_were_set_back_are_noticed(tmp_path: Path) -> None:
 
 
 def test_files_that_left_are_deleted_after_a_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rmq_spark.commitlog import maintenance
+    from tests.support.inside import maintenance
 
     commit(log, send(log, "key"))
     report = let_leave(log)

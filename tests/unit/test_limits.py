@@ -10,10 +10,9 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.config import Options
 from rmq_spark.errors import OptionError, PendingLimitError
-from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
-from tests.half_batches import another, make_log
+from tests.support.half_batches import another, make_log
+from tests.support.inside import SINK_OPTIONS, Options, SinkSettings
 
 
 class Undecided(txmq.TransactionListener):

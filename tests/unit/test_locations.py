@@ -11,12 +11,9 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import ConsumerGroup
-from rmq_spark.commitlog import maintenance
 from rmq_spark.errors import NotACommitLogError, OptionError, UnreachableStoreError
-from rmq_spark.source.options import read_options
-from rmq_spark.storage.files import filesystem
-from rmq_spark.storage.location import location
-from tests.half_batches import commit, prepare
+from tests.support.half_batches import commit, prepare
+from tests.support.inside import filesystem, location, maintenance, read_options
 
 TABLES = {"half", "op", "topics", "groups", "messages"}
 

@@ -15,8 +15,8 @@ import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.logs import FIELDS, JsonFormatter, json_handler
 from rmq_spark.testing import InMemoryCommitLog
-from tests.consumers import DONE, go_on, memory_log, push, send
-from tests.half_batches import prepare
+from tests.support.consumers import DONE, go_on, memory_log, push, send
+from tests.support.half_batches import prepare
 
 
 def line(message: str = "it is so", *arguments: object, error: BaseException | None = None, **extra: Any) -> Any:

@@ -14,15 +14,11 @@ import pytest
 from rmq_spark import CommitLog, Message, SqlTransactionListener, TransactionMQProducer
 from rmq_spark.check import maintainer as maintainer_module
 from rmq_spark.check.fences import FencePruner
-from rmq_spark.check.maintainer import Maintainer
-from rmq_spark.commitlog.leaving import Graces
-from rmq_spark.commitlog.upkeep import MaintenanceReport
 from rmq_spark.config import FENCE_RETENTION_S
 from rmq_spark.errors import NotACommitLogError, OptionError
-from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import commit, let_leave, make_log, send
+from tests.support.half_batches import commit, let_leave, make_log, send
+from tests.support.inside import CommitOncePrepared, Graces, Machine, Maintainer, MaintenanceReport
 
 
 def rows_drained(log: CommitLog) -> int:

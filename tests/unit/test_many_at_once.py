@@ -13,11 +13,6 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.half import HalfWriter, Naming
-from rmq_spark.commitlog.half_store import HalfRecord, Staged
-from rmq_spark.commitlog.ledger import Decision
-from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.rows import NO_ROWS
 from rmq_spark.errors import (
     AlreadyPreparedError,
     MessageError,
@@ -26,7 +21,18 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from rmq_spark.sink.leases import LeaseKeeper
-from tests.half_batches import another, bodies, check_offsets, commit, header_of, make_log, pending, prepare, roll_back
+from tests.support.half_batches import (
+    another,
+    bodies,
+    check_offsets,
+    commit,
+    header_of,
+    make_log,
+    pending,
+    prepare,
+    roll_back,
+)
+from tests.support.inside import NO_ROWS, Decision, HalfRecord, HalfWriter, Naming, RowState, Staged, Who
 
 DEADLINE_S = 30.0
 

@@ -14,14 +14,12 @@ import pytest
 from hypothesis import settings
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import ledger, marking
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import BatchState, OpRow, RowState, Who
 from rmq_spark.errors import CorruptLogError
-from rmq_spark.storage.table import COMMIT_TRIES_MAX, Change
+from rmq_spark.storage.table import COMMIT_TRIES_MAX
 from rmq_spark.testing import InMemoryCommitLog
-from tests.clocks import Clock, set_clock
-from tests.half_batches import another, bodies, commit, make_log, merge_op_files, pending, prepare, roll_back
+from tests.support.clocks import Clock, set_clock
+from tests.support.half_batches import another, bodies, commit, make_log, merge_op_files, pending, prepare, roll_back
+from tests.support.inside import BatchState, Change, HalfRecord, OpRow, RowState, Who, ledger, marking
 
 PLAYS = settings.default.max_examples // 5
 DAYS_S = 3 * 86_400.0

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.group_store import MEMBERS, SPARK, Place, Report, Session
-from rmq_spark.consumer.members import Members
+from rmq_spark.commitlog.group_store import MEMBERS, SPARK, Report
 from rmq_spark.consumer.shares import moves, share
-from tests.consumers import (
+from tests.support.consumers import (
     DONE,
     LEASE_S,
     OwnClock,
@@ -28,7 +27,8 @@ from tests.consumers import (
     seen_by,
     send,
 )
-from tests.half_batches import make_log
+from tests.support.half_batches import make_log
+from tests.support.inside import Members, Place, Session
 
 QUEUE, OTHER = ("orders", 0), ("orders", 1)
 

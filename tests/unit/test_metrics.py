@@ -20,17 +20,16 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog, observer
-from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.metrics import figures as figures_module
-from rmq_spark.metrics.figures import Lag, LogWatch
+from rmq_spark.metrics.figures import Lag
 from rmq_spark.metrics.log_collector import DECISIONS, LogCollector
-from rmq_spark.metrics.names import ANSWERS, BY_NAME, LOG, METRICS, PROCESS, TABLES
-from rmq_spark.metrics.process import ProcessMetrics
+from rmq_spark.metrics.names import ANSWERS, TABLES
 from rmq_spark.metrics.serving import showing
 from rmq_spark.testing import InMemoryCommitLog
-from tests.consumers import DONE, LATER, Steps, go_on, memory_log, push, send
-from tests.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, split
+from tests.support.consumers import DONE, LATER, Steps, go_on, memory_log, push, send
+from tests.support.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, split
+from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, LogWatch, ProcessMetrics, RowState, Who
 
 
 @pytest.fixture(params=["memory", "delta"])

@@ -10,12 +10,12 @@ import sqlalchemy as sa
 
 import rmq_spark as txmq
 from rmq_spark import TransactionSendResult
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name, half_id_of, name_of, names_of, new_half_id
+from rmq_spark.commitlog.half import names_of
 from rmq_spark.errors import HalfBatchNotFoundError
-from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import parse_message_id, parse_transaction_id
-from tests.half_batches import let_leave, make_log
+from tests.support.half_batches import let_leave, make_log
+from tests.support.inside import HalfHeader, HalfWriter, TwoPhase, batch_name, half_id_of, name_of, new_half_id
 
 import pyarrow as pa  # isort: skip
 

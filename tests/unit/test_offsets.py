@@ -10,15 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
-from rmq_spark.source.offsets import (
-    CountedPositions,
-    from_checkpoint,
-    from_json,
-    parse_offsets,
-    parse_timestamp,
-    resolve,
-    to_json,
-)
+from rmq_spark.source.offsets import CountedPositions, resolve
+from tests.support.inside import from_checkpoint, from_json, parse_offsets, parse_timestamp, to_json
 
 BOTH = ("earliest", "latest")
 MARKS = (-2, -1)

@@ -14,9 +14,8 @@ import pytest
 from deltalake import DeltaTable
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.op import Who
-from tests.half_batches import another, commit, let_leave, make_log, pending, prepare, roll_back, send, split
+from tests.support.half_batches import another, commit, let_leave, make_log, pending, prepare, roll_back, send, split
+from tests.support.inside import Who, maintenance
 
 COLUMNS = ["topic", "queue_id", "queue_offset", "msg_id", "transaction_id", "tags", "keys", "body", "commit_timestamp"]
 ORDER = [("topic", "ascending"), ("queue_id", "ascending"), ("queue_offset", "ascending")]

@@ -15,12 +15,8 @@ from hypothesis import settings
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.rows import RowSet
-from rmq_spark.listener import CommitOncePrepared
-from tests.clocks import set_clock
-from tests.half_batches import (
+from tests.support.clocks import set_clock
+from tests.support.half_batches import (
     another,
     bodies,
     commit,
@@ -30,6 +26,7 @@ from tests.half_batches import (
     prepare,
     roll_back,
 )
+from tests.support.inside import CommitOncePrepared, HalfRecord, RowSet, RowState, Who
 
 COMMIT, ROLLBACK = txmq.LocalTransactionState.COMMIT_MESSAGE, txmq.LocalTransactionState.ROLLBACK_MESSAGE
 SEEDS = settings.default.max_examples // 5

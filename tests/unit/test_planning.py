@@ -15,18 +15,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import maintenance, placements
-from rmq_spark.commitlog.op import Kind, OpRow
+from rmq_spark.commitlog import placements
 from rmq_spark.commitlog.placements import PlacedRange, out_of_range
 from rmq_spark.commitlog.reading import messages_of
 from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError, OptionError, TopicNotFoundError
-from rmq_spark.source.offsets import Positions
-from rmq_spark.source.options import Subscription, parse_tags, read_options
-from rmq_spark.source.plan import BLOCK_ROWS, Planner, admit, split
-from rmq_spark.storage.files import RowRange
+from rmq_spark.source.plan import BLOCK_ROWS
 from rmq_spark.transaction import message_ids, transaction_ids
-from tests.half_batches import another, make_log, prepare
-from tests.source_logs import decide, send
+from tests.support.half_batches import another, make_log, prepare
+from tests.support.inside import (
+    Kind,
+    OpRow,
+    Planner,
+    Positions,
+    RowRange,
+    Subscription,
+    admit,
+    maintenance,
+    parse_tags,
+    read_options,
+    split,
+)
+from tests.support.source_logs import decide, send
 
 ORDERS = Subscription(("orders",))
 NOW = datetime(2025, 3, 1, tzinfo=timezone.utc)

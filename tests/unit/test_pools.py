@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.storage.pools import Crew, is_in_crew, submitted
+from tests.support.inside import MACHINE, Machine
 
 DEADLINE_S = 20.0
 

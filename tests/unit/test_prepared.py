@@ -7,10 +7,10 @@ import random
 import pyarrow as pa
 import pytest
 
-from rmq_spark.commitlog import follower
-from rmq_spark.commitlog.prepared import Prepared, PreparedBatches
+from rmq_spark.commitlog.prepared import Prepared
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import prepare
+from tests.support.half_batches import prepare
+from tests.support.inside import PreparedBatches, follower
 
 BATCHES = {
     "a": Prepared(ms=30, rows=5),

@@ -15,8 +15,8 @@ import sqlalchemy as sa
 
 from rmq_spark import UNKNOWN, CheckService, HalfBatch, SqlTransactionListener, TableListener, TransactionListener
 from rmq_spark.check import probe
-from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.inside import Machine
 
 DEADLINE_S = 20.0
 SECRET = "s3cr3t-passw0rd"

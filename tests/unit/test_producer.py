@@ -13,7 +13,6 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, MessageExt, PerMessageListener
-from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.errors import (
     FenceError,
     ListenerError,
@@ -23,10 +22,10 @@ from rmq_spark.errors import (
     TopicNotFoundError,
     UnresolvedTransactionError,
 )
-from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.message import to_table
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import header_of, let_leave
+from tests.support.half_batches import header_of, let_leave
+from tests.support.inside import CommitOncePrepared, HalfWriter
+from tests.support.inside import message_table as to_table
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 DEADLINE_S = 20.0

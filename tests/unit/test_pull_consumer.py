@@ -13,9 +13,9 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.consumer.member import GroupMember
-from tests.consumers import LEASE_S, Steps, memory_log, pass_time, send
-from tests.half_batches import make_log
+from tests.support.consumers import LEASE_S, Steps, memory_log, pass_time, send
+from tests.support.half_batches import make_log
+from tests.support.inside import GroupMember
 
 QUEUE = ("orders", 0)
 

@@ -23,16 +23,12 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import stripping
 from rmq_spark.config import DELAY_LEVELS_S
 from rmq_spark.consumer import member as member_module
-from rmq_spark.consumer import push as push_module
-from rmq_spark.consumer.member import GroupMember
-from rmq_spark.consumer.retry import restored, sent_back
-from rmq_spark.machine import Machine
-from tests.consumers import DONE, LATER, NEXT, STOP, Steps, go_on, memory_log, pass_time, push, seen_by, send
-from tests.half_batches import in_half, let_leave, make_log
-from tests.inboxes import inbox_of, make_database, results
+from tests.support.consumers import DONE, LATER, NEXT, STOP, Steps, go_on, memory_log, pass_time, push, seen_by, send
+from tests.support.half_batches import in_half, let_leave, make_log
+from tests.support.inboxes import inbox_of, make_database, results
+from tests.support.inside import GroupMember, Machine, push_module, restored, sent_back, stripping
 
 QUEUE = ("orders", 0)
 

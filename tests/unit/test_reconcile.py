@@ -30,18 +30,24 @@ from rmq_spark import (
 )
 from rmq_spark.check import reconcile as reconcile_module
 from rmq_spark.check.reconcile import Finding, Reconciler, ReconcileReport, Standing, Stream
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, Naming, batch_name
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.config import IDEMPOTENCY_S
 from rmq_spark.errors import ListenerError, OptionError
-from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.sink.identity import input_hash_of
-from rmq_spark.sink.two_phase import TwoPhase
-from tests.clocks import set_clock
-from tests.commands import objects, txmq
-from tests.half_batches import bodies, let_leave, prepare
-from tests.seeds import first_seed, how_many
+from tests.support.clocks import set_clock
+from tests.support.commands import objects, txmq
+from tests.support.half_batches import bodies, let_leave, prepare
+from tests.support.inside import (
+    IDEMPOTENCY_S,
+    CommitOncePrepared,
+    HalfHeader,
+    HalfRecord,
+    HalfWriter,
+    Naming,
+    RowState,
+    TwoPhase,
+    Who,
+    batch_name,
+    input_hash_of,
+)
+from tests.support.seeds import first_seed, how_many
 
 QUERY = "0d7f2a1c"
 SEND = "send.shop."

@@ -12,18 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.errors import FenceError
-from rmq_spark.listeners.recorded import (
-    EXECUTED,
-    NOTHING,
-    ROLLED_BACK,
-    STARTED,
-    TOMBSTONE,
-    WORDS,
-    Recorded,
-    State,
-)
+from rmq_spark.listeners.recorded import WORDS
+from tests.support.inside import EXECUTED, NOTHING, ROLLED_BACK, STARTED, TOMBSTONE, Recorded, RowSet, State
 
 FILES = {0: 5, 3: 1, 7: 12}
 """The half files of a half batch, and how many rows each has."""

@@ -16,16 +16,20 @@ import sqlalchemy as sa
 import rmq_spark as txmq
 from rmq_spark import CheckService, CommitLog, TransactionListener, redaction
 from rmq_spark.check.job import run_job
-from rmq_spark.check.settings import JobSettings
-from rmq_spark.commitlog.half import HALF_SCHEMA
 from rmq_spark.errors import LostFileError, OptionError, TxmqError, UnreadableFileError
-from rmq_spark.listener import load_listener
-from rmq_spark.redaction import HIDDEN, TEXT_CHARS_MAX, redacted
-from rmq_spark.source.options import read_options
-from rmq_spark.storage.files import filesystem
+from rmq_spark.redaction import HIDDEN
 from rmq_spark.storage.seal import reading
-from rmq_spark.storage.table import DeltaLogTable
-from tests.half_batches import make_log
+from tests.support.half_batches import make_log
+from tests.support.inside import (
+    HALF_SCHEMA,
+    TEXT_CHARS_MAX,
+    DeltaLogTable,
+    JobSettings,
+    filesystem,
+    load_listener,
+    read_options,
+    redacted,
+)
 from tests.unit.test_cli import txmq as run_txmq
 
 SECRET = "pl4nted-s3cret/value"

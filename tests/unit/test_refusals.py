@@ -11,9 +11,7 @@ import pytest
 from pyspark.sql import types as T
 
 from rmq_spark import CheckService, Message
-from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.commitlog.incoming import column_of
-from rmq_spark.config import Options, parse_duration
 from rmq_spark.errors import (
     CorruptLogError,
     HalfBatchNotFoundError,
@@ -24,15 +22,22 @@ from rmq_spark.errors import (
     TopicNotFoundError,
     VerdictError,
 )
-from rmq_spark.listener import load_listener
-from rmq_spark.message import to_table
-from rmq_spark.sink.frame import require_message_types
 from rmq_spark.sink.given import message_list
-from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
-from rmq_spark.source.offsets import from_json
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import decode_json, normalize_verdicts
-from tests.half_batches import commit, header_of, pending, prepare
+from tests.support.half_batches import commit, header_of, pending, prepare
+from tests.support.inside import (
+    SINK_OPTIONS,
+    HalfWriter,
+    Options,
+    SinkSettings,
+    decode_json,
+    from_json,
+    load_listener,
+    normalize_verdicts,
+    parse_duration,
+    require_message_types,
+)
+from tests.support.inside import message_table as to_table
 from tests.torture.hostile.logs import edit_row
 
 

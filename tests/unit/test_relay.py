@@ -12,7 +12,6 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog, RelayReport
 from rmq_spark.cli.relaying import _exit_code, kafka_settings
-from rmq_spark.commitlog.messages import SOURCE_SCHEMA
 from rmq_spark.errors import (
     MessageError,
     NotACommitLogError,
@@ -23,15 +22,14 @@ from rmq_spark.errors import (
     RelayRefusedError,
     TxmqError,
 )
-from rmq_spark.redaction import redacted
 from rmq_spark.relay.kafka import _positions_after
 from rmq_spark.relay.positions import Agreed, Last, Position, PositionRecords, Stored
-from rmq_spark.relay.records import COLUMNS, Record, parked, pieces, to_records
+from rmq_spark.relay.records import COLUMNS, parked, pieces, to_records
 from rmq_spark.relay.settings import RelaySettings
 from rmq_spark.relay.source import RelaySource
-from rmq_spark.relay.start import Start
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import commit, let_leave, make_log, prepare
+from tests.support.half_batches import commit, let_leave, make_log, prepare
+from tests.support.inside import SOURCE_SCHEMA, Record, Start, redacted
 
 DEFAULTS: dict[str, Any] = {
     "bootstrap_servers": "broker:9092",
@@ -230,7 +228,7 @@ def test_a_report_is_said_in_words() -> None:
 
 def test_a_relay_needs_settings_that_can_be_used_before_anything_else() -> None:
     pytest.importorskip("confluent_kafka")
-    from rmq_spark.relay import kafka
+    from tests.support.inside import kafka
 
     with pytest.raises(OptionError, match="bootstrap_servers is missing"):
         kafka.KafkaRelay(InMemoryCommitLog(), "")

@@ -15,13 +15,10 @@ from typer.testing import CliRunner
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.cli import app
-from rmq_spark.commitlog.group_store import Session
-from rmq_spark.source.offsets import from_json, to_json
-from rmq_spark.source.options import read_options
-from rmq_spark.source.plan import Planner
-from tests.consumers import go_on, memory_log, push, send
-from tests.half_batches import let_leave, make_log, prepare
-from tests.inboxes import inbox_of, make_database, results
+from tests.support.consumers import go_on, memory_log, push, send
+from tests.support.half_batches import let_leave, make_log, prepare
+from tests.support.inboxes import inbox_of, make_database, results
+from tests.support.inside import Planner, Session, from_json, read_options, to_json
 
 ZERO = ("orders", 0)
 ONE = ("orders", 1)

@@ -14,8 +14,6 @@ import pytest
 from pyspark.sql.types import StringType, StructField, StructType
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.op import OP_SCHEMA, Who
-from rmq_spark.config import Options
 from rmq_spark.errors import (
     CheckpointMismatchError,
     CorruptLogError,
@@ -25,10 +23,9 @@ from rmq_spark.errors import (
     UnreachableStoreError,
 )
 from rmq_spark.sink.identity import LOG_FILE
-from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
 from rmq_spark.sink.writers import TxmqStreamWriter, kept_log
-from rmq_spark.storage.table import DeltaLogTable
-from tests.half_batches import bodies, commit, make_log, pending, prepare
+from tests.support.half_batches import bodies, commit, make_log, pending, prepare
+from tests.support.inside import OP_SCHEMA, SINK_OPTIONS, DeltaLogTable, Options, SinkSettings, Who
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,9 @@ import pytest
 from deltalake import DeltaTable
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.expiring import Expirer
-from tests.clocks import Clock, let_upkeep_believe, set_clock
-from tests.half_batches import another, commit, make_log, prepare, send
+from tests.support.clocks import Clock, let_upkeep_believe, set_clock
+from tests.support.half_batches import another, commit, make_log, prepare, send
+from tests.support.inside import Expirer, maintenance
 
 HOUR_S = 3_600.0
 DAY_S = 86_400.0

@@ -20,24 +20,20 @@ from typer.testing import CliRunner
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog, plots
 from rmq_spark.cli import app
-from rmq_spark.commitlog.half_store import HalfRecord, HalfStore
-from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.trace import Trace, TraceEvent, TraceKind
+from rmq_spark.commitlog.trace import TraceEvent, TraceKind
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
-from rmq_spark.message import TIMESTAMP
 from rmq_spark.report import charts, over_time, standing
-from rmq_spark.report.figures import Figures, figures_of
-from rmq_spark.report.finding import Level
+from rmq_spark.report.figures import Figures
 from rmq_spark.report.headline import findings_of
-from rmq_spark.report.page import page
 from rmq_spark.report.span import PERIODS_MAX, Span
 from rmq_spark.report.words import duration, rate, size
 from rmq_spark.testing import InMemoryCommitLog
-from tests import report_logs
-from tests.clocks import Ticking
-from tests.half_batches import commit, let_leave, prepare, roll_back, split
-from tests.half_batches import pending as pending_rows
-from tests.report_logs import NOW_S, Shop
+from tests.support import report_logs
+from tests.support.clocks import Ticking
+from tests.support.half_batches import commit, let_leave, prepare, roll_back, split
+from tests.support.half_batches import pending as pending_rows
+from tests.support.inside import TIMESTAMP, HalfRecord, HalfStore, Level, RowState, Trace, Who, figures_of, page
+from tests.support.report_logs import NOW_S, Shop
 
 NOW = datetime.fromtimestamp(NOW_S, timezone.utc)
 

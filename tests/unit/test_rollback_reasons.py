@@ -26,12 +26,10 @@ from rmq_spark import (
     TransactionMQProducer,
 )
 from rmq_spark.commitlog.finding import find_by_id
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.ledger import RolledBack
-from rmq_spark.commitlog.op import Kind, RowState, Who
 from rmq_spark.errors import StorageError, VerdictError
-from rmq_spark.transaction import Verdict, kept_reason
-from tests.half_batches import another, bodies, let_leave, make_log, pending, prepare, split
+from rmq_spark.transaction import kept_reason
+from tests.support.half_batches import another, bodies, let_leave, make_log, pending, prepare, split
+from tests.support.inside import HalfRecord, Kind, RolledBack, RowState, Verdict, Who
 from tests.unit.test_two_phase import BATCH, KEY, KEYS, MESSAGE, Told, header, prepared, send
 from tests.unit.test_two_phase import visible as visible_bodies
 

@@ -12,20 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rmq_spark.commitlog.op import (
-    OP_SCHEMA,
-    BatchState,
-    FileState,
-    Kind,
-    OpRow,
-    RowState,
-    Who,
-    ranges_of,
-    to_table,
-)
+from rmq_spark.commitlog.op import FileState, ranges_of
 from rmq_spark.commitlog.op_rows import validate_op
-from rmq_spark.commitlog.rows import RowSet, bits_of, booleans_of, both, ranges_count, runs
+from rmq_spark.commitlog.rows import bits_of, booleans_of, both, ranges_count
 from rmq_spark.errors import CorruptLogError
+from tests.support.inside import OP_SCHEMA, BatchState, Kind, OpRow, RowSet, RowState, Who, runs
+from tests.support.inside import op_table as to_table
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 SIZES = {0: 7, 3: 1, 1000: 12}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import seeds
+from tests.support import seeds
 
 
 @pytest.fixture(autouse=True)

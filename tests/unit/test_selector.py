@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rmq_spark import Message
-from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.errors import MessageError, OptionError
-from rmq_spark.message import PROPERTIES
-from rmq_spark.selector import SELECTOR_CHARS_MAX, parse_selector, parse_tags, tag_selector
+from rmq_spark.selector import SELECTOR_CHARS_MAX, parse_tags, tag_selector
 from rmq_spark.selector.grammar import DEPTH_MAX
 from rmq_spark.selector.tree import And, Compare, Property
-from tests.half_batches import header_of
+from tests.support.half_batches import header_of
+from tests.support.inside import PROPERTIES, HalfWriter, parse_selector
 
 NOW_MS = 1_700_000_000_000
 Row = Mapping[str, str]

@@ -9,11 +9,10 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.second_look import LOOK_INTERVAL_S
-from rmq_spark.consumer.retry import RECONSUME_TIME, dlq_topic, retry_topic, sent_back
 from rmq_spark.consumer.sending import send_each
-from tests.consumers import LATER, Steps, go_on, memory_log, push, send
-from tests.half_batches import bodies, in_half, let_leave
+from tests.support.consumers import LATER, Steps, go_on, memory_log, push, send
+from tests.support.half_batches import bodies, in_half, let_leave
+from tests.support.inside import LOOK_INTERVAL_S, RECONSUME_TIME, dlq_topic, retry_topic, sent_back
 
 MONTHS_S = 90 * 86_400.0
 GROUP = "points"

@@ -19,8 +19,6 @@ from deltalake import DeltaTable
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxFiles, ReadMaxRows
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.group_store import GroupStore
-from rmq_spark.commitlog.reading import SOURCE_SCHEMA
 from rmq_spark.errors import (
     GroupInUseError,
     MessageError,
@@ -30,13 +28,11 @@ from rmq_spark.errors import (
     TopicNotFoundError,
     UnreachableStoreError,
 )
-from rmq_spark.machine import Machine
-from rmq_spark.message import PROPERTIES
-from rmq_spark.source import reader as reader_module
-from rmq_spark.source.plan import Planner
-from rmq_spark.source.reader import TxmqReader, TxmqStreamReader, to_batches
-from tests.half_batches import commit, move_half, prepare
-from tests.source_logs import decide, send, source_schema
+from rmq_spark.source.reader import to_batches
+from tests.support.half_batches import commit, move_half, prepare
+from tests.support.inside import PROPERTIES, SOURCE_SCHEMA, GroupStore, Machine, Planner, TxmqReader, TxmqStreamReader
+from tests.support.inside import reader as reader_module
+from tests.support.source_logs import decide, send, source_schema
 
 IN_ORDER = [("topic", "ascending"), ("queue_id", "ascending"), ("queue_offset", "ascending")]
 

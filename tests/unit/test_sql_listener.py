@@ -40,10 +40,6 @@ from rmq_spark import (
     VerdictArray,
     create_fence,
 )
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, Naming
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import Who
-from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.errors import (
     FencedError,
     FenceError,
@@ -56,12 +52,22 @@ from rmq_spark.errors import (
     VerdictError,
 )
 from rmq_spark.listeners import fence as fence_module
-from rmq_spark.listeners.database import Database, exact_text
-from rmq_spark.machine import Machine
-from rmq_spark.message import PROPERTIES, TIMESTAMP
-from rmq_spark.sink.two_phase import TwoPhase
+from rmq_spark.listeners.database import exact_text
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import commit, let_leave, make_log, pending, prepare, roll_back
+from tests.support.half_batches import commit, let_leave, make_log, pending, prepare, roll_back
+from tests.support.inside import (
+    PROPERTIES,
+    TIMESTAMP,
+    Database,
+    HalfHeader,
+    HalfRecord,
+    HalfWriter,
+    Machine,
+    Naming,
+    RowSet,
+    TwoPhase,
+    Who,
+)
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 OLD = timedelta(hours=1)

@@ -10,12 +10,11 @@ import pyarrow.fs as pafs
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.half import HalfFile, HalfWriter
 from rmq_spark.errors import LostFileError, LostStagedFileError
 from rmq_spark.storage.table import STAGED_UNSEEN_S
-from tests.clocks import set_clock
-from tests.half_batches import another, bodies, check_offsets, commit, header_of, make_log, move_half, prepare
+from tests.support.clocks import set_clock
+from tests.support.half_batches import another, bodies, check_offsets, commit, header_of, make_log, move_half, prepare
+from tests.support.inside import HalfFile, HalfWriter, maintenance
 
 
 def vacuum(table: Any) -> None:

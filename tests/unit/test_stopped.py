@@ -17,13 +17,10 @@ from deltalake import DeltaTable
 
 import rmq_spark as txmq
 from rmq_spark import CheckService, CommitLog
-from rmq_spark.commitlog import maintenance
 from rmq_spark.errors import CorruptLogError
-from rmq_spark.source.offsets import Positions
-from rmq_spark.source.options import Subscription
-from rmq_spark.source.plan import Planner
-from tests import seeds
-from tests.half_batches import another, commit, let_leave, make_log, prepare, send
+from tests.support import seeds
+from tests.support.half_batches import another, commit, let_leave, make_log, prepare, send
+from tests.support.inside import Planner, Positions, Subscription, maintenance
 
 PRODUCT = str(Path(txmq.__file__).parent)
 FILES = ("storage/table.py", "commitlog/op.py")

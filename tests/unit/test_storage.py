@@ -10,8 +10,8 @@ from deltalake.exceptions import DeltaError
 
 import rmq_spark as txmq
 from rmq_spark.errors import CorruptLogError, NotACommitLogError, OptionError, StorageError, UnreadableFileError
-from rmq_spark.storage import answers, seal, stores
-from rmq_spark.storage.table import DeltaLogTable
+from rmq_spark.storage import answers, seal
+from tests.support.inside import DeltaLogTable, stores
 
 
 @pytest.mark.parametrize("error", [OSError, NotACommitLogError])

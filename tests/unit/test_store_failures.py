@@ -21,9 +21,8 @@ from rmq_spark.errors import (
     StorageError,
     UnresolvedTransactionError,
 )
-from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.storage import files
-from tests.half_batches import make_log
+from tests.support.half_batches import make_log
+from tests.support.inside import CommitOncePrepared, files
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 DENIED = PermissionError(errno.EACCES, "Permission denied")

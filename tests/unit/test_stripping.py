@@ -11,18 +11,8 @@ import pyarrow.compute as pc
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import maintenance, stripping
-from rmq_spark.commitlog.drain import Drainer
-from rmq_spark.commitlog.leaving import Graces
-from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.reading import read_ranges
-from rmq_spark.commitlog.stripping import Stripper
 from rmq_spark.errors import CorruptLogError, StrippedError, VerdictConflictError
-from rmq_spark.source import native
-from rmq_spark.source.options import Subscription
-from rmq_spark.source.plan import Planner
-from rmq_spark.storage.files import PAYLOAD_COLUMNS
-from tests.half_batches import (
+from tests.support.half_batches import (
     another,
     bodies,
     check_offsets,
@@ -37,6 +27,20 @@ from tests.half_batches import (
     send,
     share_half_file,
     split,
+)
+from tests.support.inside import (
+    PAYLOAD_COLUMNS,
+    Drainer,
+    Graces,
+    Planner,
+    RowState,
+    Stripper,
+    Subscription,
+    Who,
+    maintenance,
+    native,
+    read_ranges,
+    stripping,
 )
 
 ROWS = 12

@@ -13,9 +13,9 @@ from deltalake.exceptions import CommitFailedError
 
 from rmq_spark import CommitLog
 from rmq_spark.errors import CommitError, ForeignChangeError
-from rmq_spark.storage.table import DeltaLogTable
-from tests.foreign_writers import cut_back, raise_protocol
-from tests.half_batches import another, commit, make_log, prepare, send
+from tests.support.foreign_writers import cut_back, raise_protocol
+from tests.support.half_batches import another, commit, make_log, prepare, send
+from tests.support.inside import DeltaLogTable
 
 CANNOT = 'docs/maintenance.md says under "When another writer changed a table": Spark cannot$'
 FEATURES: dict[str, tuple[list[str], list[str], dict[str, str], str]] = {

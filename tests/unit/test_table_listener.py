@@ -22,10 +22,9 @@ from hypothesis import strategies as st
 
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, TableListener
-from rmq_spark.config import Options
 from rmq_spark.errors import FenceError, ListenerError, MessageError, OptionError
 from rmq_spark.listeners.table import _fields_of
-from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
+from tests.support.inside import SINK_OPTIONS, Options, SinkSettings
 from tests.unit.test_sql_listener import half_batch, run
 
 ORDERS = (

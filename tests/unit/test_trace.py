@@ -9,11 +9,9 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog
-from rmq_spark.commitlog.leaving import Graces, Leaver
-from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.trace import Trace
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
-from tests.half_batches import another, commit, let_leave, make_log, pending, prepare, roll_back, send, split
+from tests.support.half_batches import another, commit, let_leave, make_log, pending, prepare, roll_back, send, split
+from tests.support.inside import Graces, Leaver, RowState, Trace, Who
 
 
 @pytest.fixture(params=["memory", "delta"])

@@ -20,11 +20,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark import tracing as tracing_module
-from rmq_spark.commitlog.half import HalfWriter
-from rmq_spark.sink.two_phase import TwoPhase
 from rmq_spark.tracing import LINKS_MAX, sending_batch, tracing
-from tests.consumers import DONE, LATER, go_on, memory_log, push
-from tests.half_batches import header_of, make_log
+from tests.support.consumers import DONE, LATER, go_on, memory_log, push
+from tests.support.half_batches import header_of, make_log
+from tests.support.inside import HalfWriter, TwoPhase
 
 NAME, TYPE = "messaging.operation.name", "messaging.operation.type"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

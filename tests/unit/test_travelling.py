@@ -15,10 +15,10 @@ from pyspark import cloudpickle
 
 import rmq_spark as txmq
 from rmq_spark.errors import InboxConflictError, ListenerError
-from rmq_spark.listeners.database import Database
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import commit, make_log, prepare
-from tests.inboxes import count_each, make_database, results
+from tests.support.half_batches import commit, make_log, prepare
+from tests.support.inboxes import count_each, make_database, results
+from tests.support.inside import Database
 
 SECRET = "hunter2-hunter2"
 VARIABLE = "TXMQ_TEST_DATABASE"

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.storage import turns
-from rmq_spark.storage.turns import TAKES_TURNS_S, WAITS_S_MAX, Turns
-from tests.half_batches import another, bodies, check_offsets
+from rmq_spark.storage.turns import TAKES_TURNS_S, WAITS_S_MAX
+from tests.support.half_batches import another, bodies, check_offsets
+from tests.support.inside import MACHINE, Machine, Turns
 
 DEADLINE_S = 20.0
 

@@ -19,10 +19,6 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CommitLog, HalfBatch, TransactionListener
-from rmq_spark.commitlog.asked import split_by_verdict
-from rmq_spark.commitlog.half import HalfFile, HalfHeader, HalfWriter, Naming, batch_name
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import (
     CheckpointMismatchError,
     FencedError,
@@ -33,13 +29,30 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
-from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.sink import two_phase as module
-from rmq_spark.sink.identity import Lineage, input_hash_of
-from rmq_spark.sink.two_phase import Outcome, TwoPhase
-from rmq_spark.transaction import BATCH, KEY, MESSAGE, normalize_verdicts, returned
-from tests.clocks import set_clock
-from tests.half_batches import another, make_log
+from rmq_spark.sink.two_phase import Outcome
+from rmq_spark.transaction import returned
+from tests.support.clocks import set_clock
+from tests.support.half_batches import another, make_log
+from tests.support.inside import (
+    BATCH,
+    KEY,
+    MESSAGE,
+    CommitOncePrepared,
+    HalfFile,
+    HalfHeader,
+    HalfRecord,
+    HalfWriter,
+    Lineage,
+    Naming,
+    RowState,
+    TwoPhase,
+    Who,
+    batch_name,
+    input_hash_of,
+    normalize_verdicts,
+    split_by_verdict,
+)
+from tests.support.inside import two_phase as module
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 PERS = (BATCH, MESSAGE, KEY)

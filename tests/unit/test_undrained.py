@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import drain, undrained
-from rmq_spark.commitlog.op import Who
+from rmq_spark.commitlog import undrained
 from rmq_spark.commitlog.undrained import Amount, Undrained
-from tests.half_batches import (
+from tests.support.half_batches import (
     another,
     commit,
     make_log,
@@ -21,6 +20,7 @@ from tests.half_batches import (
     share_half_file,
     split,
 )
+from tests.support.inside import Who, drain
 
 ENOUGH = 1 << 40
 

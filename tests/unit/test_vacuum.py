@@ -10,13 +10,11 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.half import HalfWriter
-from rmq_spark.commitlog.second_look import LOOK_INTERVAL_S
 from rmq_spark.errors import OptionError
 from rmq_spark.testing import InMemoryCommitLog
-from tests.clocks import set_clock
-from tests.half_batches import bodies, check_offsets, commit, header_of, make_log, merge_op_files, prepare
+from tests.support.clocks import set_clock
+from tests.support.half_batches import bodies, check_offsets, commit, header_of, make_log, merge_op_files, prepare
+from tests.support.inside import LOOK_INTERVAL_S, HalfWriter, maintenance
 
 DAY_S = 24 * 3600
 

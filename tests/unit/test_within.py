@@ -15,7 +15,7 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog, observer
 from rmq_spark.errors import OptionError
-from tests.half_batches import make_log
+from tests.support.half_batches import make_log
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import group_commit
 from rmq_spark.errors import OptionError
 from rmq_spark.sink import leases
 from rmq_spark.storage import pools
-from tests import seeds
-from tests.half_batches import make_log
+from tests.support import seeds
+from tests.support.half_batches import make_log
+from tests.support.inside import group_commit
 
 DEADLINE_S = 20.0
 ONE_OF = 1 if seeds.ALL else 6

@@ -24,14 +24,17 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from rmq_spark.commitlog.half import HALF_SCHEMA
-from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
-from rmq_spark.commitlog.op import OP_SCHEMA
-from rmq_spark.commitlog.reading import STORED_COLUMNS
-from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.errors import TxmqError
-from rmq_spark.storage.files import RowRange, read_range
-from rmq_spark.storage.table import DeltaLogTable
+from tests.support.inside import (
+    HALF_SCHEMA,
+    MESSAGES_SCHEMA,
+    OP_SCHEMA,
+    STORED_COLUMNS,
+    TOPICS_SCHEMA,
+    DeltaLogTable,
+    RowRange,
+    read_range,
+)
 from tests.torture.damage.damaged_log import TABLES, RoundHadProblems, answers, build, changes, questions, right_answers
 from tests.torture.damage.ways import DAMAGES
 

@@ -28,17 +28,22 @@ from rmq_spark import (
     TransactionListener,
     TransactionMQProducer,
 )
-from rmq_spark.commitlog import half, maintenance
-from rmq_spark.commitlog.leaving import Graces
-from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.config import IDEMPOTENCY_S
 from rmq_spark.errors import VerdictConflictError
-from rmq_spark.message import PROPERTIES
-from rmq_spark.source.reader import TxmqReader, TxmqStreamReader
-from tests.half_batches import commit, pending, prepare, roll_back, same_half_id, split
-from tests.source_logs import source_schema
+from tests.support.half_batches import commit, pending, prepare, roll_back, same_half_id, split
+from tests.support.inside import (
+    IDEMPOTENCY_S,
+    PROPERTIES,
+    Graces,
+    RowState,
+    TxmqReader,
+    TxmqStreamReader,
+    Who,
+    half,
+    maintenance,
+)
+from tests.support.source_logs import source_schema
 
-GROUP = "group"  # of tests.half_batches
+GROUP = "group"  # of tests.support.half_batches
 TOPICS = {"orders": 3, "points": 1}
 TABLES = ("half", "op", "messages", "topics")
 STABLE_COLUMNS = ("topic", "queue_id", "queue_offset", "msg_id", "tags", "keys", "sharding_key", "properties", "body")

@@ -25,7 +25,7 @@ from rmq_spark import (
     create_fence,
 )
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import pending, prepare
+from tests.support.half_batches import pending, prepare
 from tests.torture.damage.ways import DAMAGES
 
 BATCHES = 8

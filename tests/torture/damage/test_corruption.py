@@ -11,7 +11,7 @@ import pytest
 
 from rmq_spark import CommitLog
 from rmq_spark.errors import CorruptLogError
-from tests.seeds import ALL, first_seed, how_many
+from tests.support.seeds import ALL, first_seed, how_many
 from tests.torture.damage import corruption
 from tests.torture.damage.corruption import (
     Result,

@@ -11,8 +11,8 @@ import sqlalchemy as sa
 
 from rmq_spark import SqlTransactionListener
 from rmq_spark.errors import FenceError, OptionError
-from rmq_spark.sink.identity import read_checkpoint
-from tests.seeds import first_seed
+from tests.support.inside import read_checkpoint
+from tests.support.seeds import first_seed
 from tests.torture.damage import fences
 from tests.torture.damage.ways import DAMAGES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from rmq_spark.listener import CommitOncePrepared
+from tests.support.inside import CommitOncePrepared
 
 __all__ = ["NotOne", "broken", "listener", "make", "os", "sys"]
 

@@ -30,28 +30,38 @@ from rmq_spark import (
     TransactionListener,
     TransactionMQProducer,
 )
-from rmq_spark.check.settings import JobSettings
-from rmq_spark.config import (
+from rmq_spark.errors import TxmqError
+from rmq_spark.testing import InMemoryCommitLog
+from tests.support.inside import (
     APP_ID_CHARS_MAX,
     BODY_BYTES_MAX,
     GROUP_CHARS_MAX,
     PROPERTIES_BYTES_MAX,
+    SINK_OPTIONS,
+    SOURCE_OPTIONS,
     TOPIC_CHARS_MAX,
+    CommitOncePrepared,
+    JobSettings,
     Options,
+    ReadOptions,
+    SinkSettings,
+    decode_json,
+    from_json,
+    load_listener,
+    location,
     parse_bool,
     parse_duration,
     parse_int,
+    parse_offsets,
+    parse_tags,
+    parse_timestamp,
+    read_options,
+    require_app_id,
+    require_group_name,
+    require_topic_name,
+    to_json,
 )
-from rmq_spark.errors import TxmqError
-from rmq_spark.listener import CommitOncePrepared, load_listener
-from rmq_spark.message import require_app_id, require_group_name, require_topic_name, to_table
-from rmq_spark.sink.settings import SINK_OPTIONS, SinkSettings
-from rmq_spark.source import SOURCE_OPTIONS
-from rmq_spark.source.offsets import from_json, parse_offsets, parse_timestamp, to_json
-from rmq_spark.source.options import ReadOptions, parse_tags, read_options
-from rmq_spark.storage.location import location
-from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import decode_json
+from tests.support.inside import message_table as to_table
 from tests.torture.hostile.values import EDGES, anything, text
 
 Door = Callable[[random.Random], bool]

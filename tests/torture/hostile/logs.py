@@ -12,22 +12,31 @@ import pyarrow as pa
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from rmq_spark import COMMIT_MESSAGE, CheckService, CommitLog, ConsumerGroup, HalfBatch, TransactionMQProducer
-from rmq_spark.cli.text import json_message
-from rmq_spark.commitlog.archived import Archived
-from rmq_spark.commitlog.half import HALF_SCHEMA, HalfWriter
-from rmq_spark.commitlog.half import STATS_COLUMNS as HALF_STATS
-from rmq_spark.commitlog.op import OP_SCHEMA, STATS_COLUMNS, Who
-from rmq_spark.consumer.retry import restored, sent_back
-from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.source.offsets import from_checkpoint, to_json
-from rmq_spark.source.options import Subscription
-from rmq_spark.source.plan import Planner, admit
-from rmq_spark.source.reader import TxmqStreamReader
-from rmq_spark.storage.table import Change, Table
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import normalize_verdicts
-from tests.half_batches import commit, header_of, pending, prepare, roll_back, split
-from tests.source_logs import source_schema
+from tests.support.half_batches import commit, header_of, pending, prepare, roll_back, split
+from tests.support.inside import (
+    HALF_SCHEMA,
+    OP_SCHEMA,
+    Archived,
+    Change,
+    CommitOncePrepared,
+    HalfWriter,
+    Planner,
+    Subscription,
+    Table,
+    TxmqStreamReader,
+    Who,
+    admit,
+    from_checkpoint,
+    json_message,
+    normalize_verdicts,
+    restored,
+    sent_back,
+    to_json,
+)
+from tests.support.inside import HALF_STATS_COLUMNS as HALF_STATS
+from tests.support.inside import OP_STATS_COLUMNS as STATS_COLUMNS
+from tests.support.source_logs import source_schema
 from tests.torture.hostile.doors import Door, attempt, require
 from tests.torture.hostile.values import ARROW_KINDS, anything, arrow_column, text
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tests.seeds import ALL, first_seed, how_many
+from tests.support.seeds import ALL, first_seed, how_many
 from tests.torture.hostile.cases import DOORS, play, try_case
 
 CASES = {

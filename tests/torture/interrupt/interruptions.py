@@ -33,18 +33,24 @@ from rmq_spark import (
     TransactionListener,
     TransactionMQProducer,
 )
-from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.leaving import Graces
-from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, Who
 from rmq_spark.errors import AlreadyPreparedError, VerdictConflictError
-from rmq_spark.machine import Machine
-from rmq_spark.sink.two_phase import TwoPhase
-from rmq_spark.source.options import Subscription
-from rmq_spark.source.plan import Planner
-from rmq_spark.storage.clock import StoreClock
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import commit, header_of, merge_op_files, pending, prepare, roll_back, split
+from tests.support.half_batches import commit, header_of, merge_op_files, pending, prepare, roll_back, split
+from tests.support.inside import (
+    BatchState,
+    Graces,
+    HalfRecord,
+    Kind,
+    Machine,
+    OpRow,
+    Planner,
+    RowState,
+    StoreClock,
+    Subscription,
+    TwoPhase,
+    Who,
+    maintenance,
+)
 from tests.torture.interrupt.tracing import KINDS, PRODUCT, Interrupted, Place, Tracer
 
 TOPICS = ("orders", "steps")
@@ -495,7 +501,7 @@ def _sink(log: CommitLog, content: Content) -> Callable[[], object]:
     sink = TwoPhase(log, listener)
 
     def send() -> None:
-        from rmq_spark.commitlog.half import HalfWriter
+        from tests.support.inside import HalfWriter
 
         header = replace(header_of(0, "sink", per="message"), query_id="query")
         writer = HalfWriter(header, log.topics(), "orders", None, log.fifo_topics())
@@ -551,8 +557,8 @@ for _warm in (True, False):
     def _trigger(log: CommitLog, content: Content) -> Callable[[], object]:
         from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-        from rmq_spark.source import reader as reader_module
-        from tests.source_logs import source_schema
+        from tests.support.inside import reader as reader_module
+        from tests.support.source_logs import source_schema
 
         options = {"path": "somewhere", "subscribe": ",".join(TOPICS), "consumerGroup": GROUP}
         reader = reader_module.TxmqStreamReader(options, source_schema())

@@ -14,10 +14,10 @@ from unittest.mock import patch
 import pytest
 
 from rmq_spark import CommitLog, TransactionMQProducer
-from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.errors import TxmqError
 from rmq_spark.testing import InMemoryCommitLog
-from tests.seeds import first_seed
+from tests.support.inside import Ledger
+from tests.support.seeds import first_seed
 from tests.torture.interrupt.interruptions import (
     OPERATIONS,
     Content,

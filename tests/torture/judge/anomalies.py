@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from rmq_spark.commitlog.half import name_of
+from tests.support.inside import name_of
 from tests.torture.judge.history import FINAL, Event, Kind, Phase
 
 COMMIT = "COMMIT_MESSAGE"

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from rmq_spark import CommitLog
-from rmq_spark.consumer.retry import ORIGIN_MESSAGE_ID, RECONSUME_TIME, dlq_topic, retry_topic
+from tests.support.inside import ORIGIN_MESSAGE_ID, RECONSUME_TIME, dlq_topic, retry_topic
 
 
 @dataclass(frozen=True)

@@ -24,56 +24,58 @@ import pyarrow.compute as pc
 from rmq_spark import CheckService, CommitLog, HalfBatch, VerdictArray
 from rmq_spark.check import service as service_module
 from rmq_spark.check.asking import Answer, Asker
-from rmq_spark.commitlog import (
-    asked,
-    drain,
-    expiring,
-    half_store,
-    incoming,
-    leaving,
-    maintenance,
-    marking,
-    own_sends,
-    placing,
-    pruning,
-    second_look,
-    steps,
-    stripping,
-)
-from rmq_spark.commitlog import half as half_module
-from rmq_spark.commitlog import ledger as ledger_module
-from rmq_spark.commitlog.archived import Archived
-from rmq_spark.commitlog.asked import split_by_verdict
-from rmq_spark.commitlog.drain import Drainer
-from rmq_spark.commitlog.drained import Drained
-from rmq_spark.commitlog.expiring import Expirer
+from rmq_spark.commitlog import asked, expiring, incoming, leaving, own_sends, placing, second_look, steps
 from rmq_spark.commitlog.follow import Followed
 from rmq_spark.commitlog.follower import Follower
-from rmq_spark.commitlog.half import HalfHeader, name_of
-from rmq_spark.commitlog.half_store import HalfRecord, HalfStore, Staged
 from rmq_spark.commitlog.keyed import KeyIndex, Open
-from rmq_spark.commitlog.leaving import Graces, Leaver
-from rmq_spark.commitlog.ledger import Ledger
 from rmq_spark.commitlog.marking import Marker
-from rmq_spark.commitlog.op import BatchState, Kind, OpRow, RowState, Who
 from rmq_spark.commitlog.placing import Placer
-from rmq_spark.commitlog.pruning import Pruner
-from rmq_spark.commitlog.rows import NO_ROWS, RowSet
 from rmq_spark.commitlog.shared_files import SharedFiles
-from rmq_spark.commitlog.stripping import Stripper
-from rmq_spark.consumer import push as push_module
 from rmq_spark.consumer import sending_back
 from rmq_spark.consumer.progress import ProcessQueue
 from rmq_spark.errors import HalfBatchLeftError
-from rmq_spark.listeners.recorded import Recorded
-from rmq_spark.message import TIMESTAMP
-from rmq_spark.sink import two_phase
-from rmq_spark.sink.identity import Lineage
-from rmq_spark.sink.two_phase import TwoPhase
-from rmq_spark.source.plan import Planner
-from rmq_spark.storage import table as table_module
-from rmq_spark.storage.files import RowRange
-from rmq_spark.storage.table import Change
+from tests.support.inside import (
+    NO_ROWS,
+    TIMESTAMP,
+    Archived,
+    BatchState,
+    Change,
+    Drained,
+    Drainer,
+    Expirer,
+    Graces,
+    HalfHeader,
+    HalfRecord,
+    HalfStore,
+    Kind,
+    Leaver,
+    Ledger,
+    Lineage,
+    OpRow,
+    Planner,
+    Pruner,
+    Recorded,
+    RowRange,
+    RowSet,
+    RowState,
+    Staged,
+    Stripper,
+    TwoPhase,
+    Who,
+    drain,
+    half_store,
+    maintenance,
+    marking,
+    name_of,
+    pruning,
+    push_module,
+    split_by_verdict,
+    stripping,
+    table_module,
+    two_phase,
+)
+from tests.support.inside import half as half_module
+from tests.support.inside import ledger as ledger_module
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 from tests.torture.simulate import scheduler, store
 from tests.torture.simulate.clock_play import play_clocks

@@ -9,9 +9,8 @@ import pytest
 from deltalake import write_deltalake
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.storage.table import Change
-from tests.half_batches import commit, make_log, prepare, roll_back
+from tests.support.half_batches import commit, make_log, prepare, roll_back
+from tests.support.inside import Change, RowState, Who
 from tests.torture.judge.anomalies import AnomalyKind, find_anomalies, kinds_of
 from tests.torture.judge.history import FINAL, History, Kind
 from tests.torture.judge.observation import READ_COLUMNS, note_listing, note_log, note_messages

@@ -23,15 +23,20 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from rmq_spark import CommitLog, HalfBatch, SqlTransactionListener
-from rmq_spark.commitlog import half as half_module
-from rmq_spark.commitlog.group_store import GroupStore
-from rmq_spark.commitlog.half import HalfHeader
-from rmq_spark.commitlog.ledger import Ledger
-from rmq_spark.commitlog.op import PRUNED, Who
-from rmq_spark.listeners.fence import Fence
-from rmq_spark.listeners.recorded import STARTED, State
-from rmq_spark.sink.two_phase import TwoPhase
-from rmq_spark.storage.table import Change, DeltaLogTable
+from rmq_spark.commitlog.op import PRUNED
+from tests.support.inside import (
+    STARTED,
+    Change,
+    DeltaLogTable,
+    Fence,
+    GroupStore,
+    HalfHeader,
+    Ledger,
+    State,
+    TwoPhase,
+    Who,
+)
+from tests.support.inside import half as half_module
 
 WORKER = ("half file torn", "half file written")
 """An executor's worker comes here. It knows no batch."""

@@ -24,17 +24,22 @@ from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, Str
 
 import rmq_spark as txmq
 from rmq_spark import CheckService, SqlTransactionListener, TransactionMQProducer
-from rmq_spark.commitlog import half_store, maintenance, stripping
-from rmq_spark.commitlog import log as log_module
-from rmq_spark.commitlog.half_store import LargeFile
-from rmq_spark.commitlog.leaving import Graces, Leaver
-from rmq_spark.commitlog.pruning import Pruner
-from rmq_spark.commitlog.stripping import Stripper
-from rmq_spark.datasource import TxmqDataSource
 from rmq_spark.errors import HalfBatchLeftError, LocalTransactionError, StaleAttemptError, UnresolvedTransactionError
-from rmq_spark.listener import Verdicts
-from rmq_spark.storage.table import Table
-from rmq_spark.transaction import normalize_verdicts
+from tests.support.inside import (
+    Graces,
+    LargeFile,
+    Leaver,
+    Pruner,
+    Stripper,
+    Table,
+    TxmqDataSource,
+    Verdicts,
+    half_store,
+    maintenance,
+    normalize_verdicts,
+    stripping,
+)
+from tests.support.inside import log as log_module
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_messages, note_messages_table
 from tests.torture.kill.points import Fate, arm, reach

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.ledger import Decided, Decision
-from rmq_spark.sink import producer
-from rmq_spark.storage.table import DeltaLogTable
-from tests.seeds import first_seed
+from tests.support.inside import Decided, Decision, DeltaLogTable, producer
+from tests.support.seeds import first_seed
 from tests.torture.judge.anomalies import AnomalyKind
 from tests.torture.kill import disks, programs
 from tests.torture.kill.kills import Matrix, judge, settle

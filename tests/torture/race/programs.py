@@ -23,14 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import rmq_spark as txmq
-from rmq_spark.commitlog import maintenance
-from rmq_spark.commitlog.op import Who
-from rmq_spark.commitlog.reading import read_ranges
 from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptError, VerdictConflictError
-from rmq_spark.source.options import Subscription
-from rmq_spark.source.plan import Planner, admit
-from rmq_spark.storage.table import Change
-from tests.half_batches import prepare
+from tests.support.half_batches import prepare
+from tests.support.inside import Change, Planner, Subscription, Who, admit, maintenance, read_ranges
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_messages
 

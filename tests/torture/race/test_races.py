@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rmq_spark import CommitLog
-from tests.half_batches import check_offsets, commit, prepare
-from tests.seeds import first_seed
+from tests.support.half_batches import check_offsets, commit, prepare
+from tests.support.seeds import first_seed
 from tests.torture.judge.anomalies import AnomalyKind, find_anomalies, kinds_of
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.race.programs import TOPIC, Track, note_versions

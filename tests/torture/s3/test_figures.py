@@ -5,7 +5,7 @@ from __future__ import annotations
 import prometheus_client
 
 import rmq_spark as txmq
-from tests.half_batches import commit, prepare
+from tests.support.half_batches import commit, prepare
 from tests.torture.s3.server import S3Server
 
 

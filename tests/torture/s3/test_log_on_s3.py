@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import rmq_spark as txmq
-from tests.half_batches import another, bodies, check_offsets, commit, prepare, roll_back
+from tests.support.half_batches import another, bodies, check_offsets, commit, prepare, roll_back
 from tests.torture.s3.server import S3Server
 
 

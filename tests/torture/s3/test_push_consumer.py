@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import rmq_spark as txmq
-from tests.consumers import DONE, go_on, push, seen_by, send
+from tests.support.consumers import DONE, go_on, push, seen_by, send
 
 
 def test_members_share_a_group_on_s3(log: txmq.CommitLog) -> None:

@@ -17,12 +17,9 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.commitlog.half import HalfWriter
 from rmq_spark.errors import CommitLogExistsError, LostStagedFileError, NotACommitLogError, StorageError
-from rmq_spark.storage import stores
-from rmq_spark.storage.files import filesystem
-from rmq_spark.storage.stores import PROBE
-from tests.half_batches import another, bodies, commit, header_of, prepare
+from tests.support.half_batches import another, bodies, commit, header_of, prepare
+from tests.support.inside import PROBE, HalfWriter, filesystem, stores
 from tests.torture.s3.proxy import proxy
 from tests.torture.s3.server import S3Server
 
@@ -61,7 +58,7 @@ def test_files_in_parts_and_small_ones_are_read_back_as_written(log: txmq.Commit
 
 
 def test_upkeep_and_vacuum_work_on_s3(log: txmq.CommitLog, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rmq_spark.commitlog import maintenance
+    from tests.support.inside import maintenance
 
     monkeypatch.setattr(maintenance, "OP_FILES_MAX", 4)
     for i in range(6):
@@ -225,7 +222,7 @@ def test_a_half_file_that_was_deleted_is_not_prepared_on_s3(s3: S3Server, log: t
 
 
 def test_what_holds_storage_options_does_not_show_them(s3: S3Server, log: txmq.CommitLog) -> None:
-    from rmq_spark.source.options import read_options
+    from tests.support.inside import read_options
 
     given = {f"storage.{k}": v for k, v in s3.storage_options().items()}
     options = read_options({"path": log.path, "subscribe": "orders", **given}, streaming=False)
@@ -311,7 +308,7 @@ def test_every_character_of_a_path_means_the_same_to_pyarrow_and_delta_rs(s3: S3
 
 
 def test_a_checkpoint_on_s3_is_read_with_the_storage_options(s3: S3Server, log: txmq.CommitLog, uri: str) -> None:
-    from rmq_spark.sink.identity import Identity, identity_of
+    from tests.support.inside import Identity, identity_of
 
     options = s3.storage_options()
     fs, folder = filesystem(f"{uri}/checkpoint", options)

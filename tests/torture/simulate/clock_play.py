@@ -7,13 +7,10 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import Who
-from rmq_spark.storage.table import Change
 from rmq_spark.testing import InMemoryCommitLog
-from tests.clocks import on_a_machine
-from tests.half_batches import another, pending, split
+from tests.support.clocks import on_a_machine
+from tests.support.half_batches import another, pending, split
+from tests.support.inside import Change, HalfHeader, HalfRecord, HalfWriter, Who, batch_name
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_messages, note_tables

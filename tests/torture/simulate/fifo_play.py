@@ -6,9 +6,8 @@ import random
 
 import pyarrow as pa
 
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
-from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.inside import HalfHeader, HalfWriter, RowState, Who, batch_name
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_messages, note_tables

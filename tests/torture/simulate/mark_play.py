@@ -7,11 +7,9 @@ import random
 
 import pyarrow as pa
 
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import move_half
+from tests.support.half_batches import move_half
+from tests.support.inside import HalfHeader, HalfRecord, HalfWriter, RowState, Who, batch_name
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_messages, note_tables

@@ -16,13 +16,18 @@ import pyarrow as pa
 
 import rmq_spark
 from rmq_spark import CheckService
-from rmq_spark.commitlog import stripping
 from rmq_spark.consumer.push import CONCURRENTLY, ORDERLY
-from rmq_spark.consumer.retry import ORIGIN_MESSAGE_ID, RECONSUME_TIME, dlq_topic, retry_topic
-from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.sink.two_phase import TwoPhase
-from tests.consumers import DONE, LATER, NEXT, STOP, Steps, memory_log, push, send
-from tests.half_batches import let_leave
+from tests.support.consumers import DONE, LATER, NEXT, STOP, Steps, memory_log, push, send
+from tests.support.half_batches import let_leave
+from tests.support.inside import (
+    ORIGIN_MESSAGE_ID,
+    RECONSUME_TIME,
+    CommitOncePrepared,
+    TwoPhase,
+    dlq_topic,
+    retry_topic,
+    stripping,
+)
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 
 GROUP, TOPIC = "points", "orders"

@@ -21,11 +21,19 @@ from rmq_spark import (
     Rollback,
     TransactionListener,
 )
-from rmq_spark.commitlog.half import name_of
 from rmq_spark.errors import FencedError, FenceError, LocalTransactionError
-from rmq_spark.listener import CommitOncePrepared, Verdicts
-from rmq_spark.listeners.recorded import EXECUTED, NOTHING, ROLLED_BACK, TOMBSTONE, Recorded, State
-from rmq_spark.transaction import verdict_of
+from tests.support.inside import (
+    EXECUTED,
+    NOTHING,
+    ROLLED_BACK,
+    TOMBSTONE,
+    CommitOncePrepared,
+    Recorded,
+    State,
+    Verdicts,
+    name_of,
+    verdict_of,
+)
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
 from tests.torture.simulate.scheduler import Scheduler, SimulatedLock
 

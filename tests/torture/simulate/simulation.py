@@ -33,13 +33,6 @@ from rmq_spark import (
     LocalTransactionState,
     TransactionMQProducer,
 )
-from rmq_spark.commitlog import maintenance, upkeep
-from rmq_spark.commitlog.half import STATS_COLUMNS, HalfHeader, HalfWriter, Naming, batch_name, half_id_of, name_of
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.leaving import Graces
-from rmq_spark.commitlog.messages import drained_up_to
-from rmq_spark.commitlog.op import BatchState, RowState
-from rmq_spark.commitlog.reading import read_ranges
 from rmq_spark.errors import (
     CheckpointMismatchError,
     ClockError,
@@ -58,13 +51,35 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
-from rmq_spark.message import CHECK_IMMUNITY_PROPERTY, PROPERTIES, TIMESTAMP
-from rmq_spark.sink.identity import Lineage, input_hash_of
-from rmq_spark.sink.two_phase import TwoPhase
-from rmq_spark.source.options import Subscription
-from rmq_spark.source.plan import Planner, admit
-from rmq_spark.storage.files import DataFile
-from rmq_spark.storage.table import Change, has_held
+from rmq_spark.storage.table import has_held
+from tests.support.inside import (
+    CHECK_IMMUNITY_PROPERTY,
+    PROPERTIES,
+    TIMESTAMP,
+    BatchState,
+    Change,
+    DataFile,
+    Graces,
+    HalfHeader,
+    HalfRecord,
+    HalfWriter,
+    Lineage,
+    Naming,
+    Planner,
+    RowState,
+    Subscription,
+    TwoPhase,
+    admit,
+    batch_name,
+    drained_up_to,
+    half_id_of,
+    input_hash_of,
+    maintenance,
+    name_of,
+    read_ranges,
+    upkeep,
+)
+from tests.support.inside import HALF_STATS_COLUMNS as STATS_COLUMNS
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Event, History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import PLACE, READ_COLUMNS, note_drained, note_expired, note_messages, note_tables

@@ -8,9 +8,6 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 
-from rmq_spark.commitlog import half
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import RowState, Who
 from rmq_spark.errors import (
     AlreadyPreparedError,
     CorruptLogError,
@@ -19,8 +16,9 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from rmq_spark.testing import InMemoryCommitLog
-from tests.clocks import Ticking
-from tests.half_batches import another, bodies, let_leave, move_half, send
+from tests.support.clocks import Ticking
+from tests.support.half_batches import another, bodies, let_leave, move_half, send
+from tests.support.inside import HalfRecord, RowState, Who, half
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 
 TOPIC = "orders"

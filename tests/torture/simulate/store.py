@@ -15,11 +15,10 @@ import pyarrow.compute as pc
 
 from rmq_spark.config import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import ClockError, CorruptLogError, StrippedError
-from rmq_spark.machine import Machine
-from rmq_spark.storage.files import PAYLOAD_COLUMNS, DataFile, RowRange, column_stats
+from rmq_spark.storage.files import column_stats
 from rmq_spark.storage.others import Changed
-from rmq_spark.storage.table import OWN, Change, Clock, actions_schema, bounds_of, compare_and_set
-from rmq_spark.storage.turns import Turns
+from rmq_spark.storage.table import OWN, Clock, actions_schema, bounds_of, compare_and_set
+from tests.support.inside import PAYLOAD_COLUMNS, Change, DataFile, Machine, RowRange, Turns
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.simulate.scheduler import Scheduler
 

@@ -6,15 +6,15 @@ import pytest
 
 from rmq_spark import CommitLog
 from rmq_spark.errors import AlreadyPreparedError
-from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import (
+from tests.support.half_batches import (
     another,
     bodies,
     commit,
     let_leave,
     send,
 )
+from tests.support.inside import Machine
 
 
 @pytest.fixture

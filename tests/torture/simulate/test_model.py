@@ -13,16 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rmq_spark import COMMIT_MESSAGE, UNKNOWN, CommitLog, HalfBatch
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.ledger import RolledBack
-from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptError
 from rmq_spark.listeners import sql
-from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import another, bodies, check_offsets, merge_op_files, move_half, prepare
-from tests.seeds import how_many
+from tests.support.half_batches import another, bodies, check_offsets, merge_op_files, move_half, prepare
+from tests.support.inside import HalfRecord, Machine, RolledBack, RowSet, RowState, Who
+from tests.support.seeds import how_many
 from tests.torture.simulate import model
 from tests.torture.simulate.model import Rules, State, Step, beginning, search, steps
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.seeds import first_seed
+from tests.support.seeds import first_seed
 from tests.torture.judge.anomalies import Anomaly
 from tests.torture.simulate.clock_play import play_clocks
 from tests.torture.simulate.fifo_play import play_fifo

@@ -11,10 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.errors import LostCommitError
-from rmq_spark.storage.table import Change
-from tests.seeds import first_seed, how_many
+from tests.support.inside import OP_SCHEMA, Change
+from tests.support.seeds import first_seed, how_many
 from tests.torture.judge.history import History
 from tests.torture.simulate.scheduler import Crash, NoEnd, Process, Scheduler, SimulatedLock
 from tests.torture.simulate.simulation import Scenario, Simulation, run, simulate

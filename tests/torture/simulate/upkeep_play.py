@@ -6,12 +6,10 @@ import random
 import time
 
 from rmq_spark import CheckService
-from rmq_spark.commitlog.op import RowState
-from rmq_spark.commitlog.second_look import BELIEVED_S, LOOK_INTERVAL_S
-from rmq_spark.config import FILE_RESERVED_TIME_S, IDEMPOTENCY_S
-from rmq_spark.machine import Machine
+from rmq_spark.config import FILE_RESERVED_TIME_S
 from rmq_spark.testing import InMemoryCommitLog
-from tests.half_batches import another, bodies, commit, send
+from tests.support.half_batches import another, bodies, commit, send
+from tests.support.inside import BELIEVED_S, IDEMPOTENCY_S, LOOK_INTERVAL_S, Machine, RowState
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 
 TOPIC = "orders"

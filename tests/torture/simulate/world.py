@@ -13,17 +13,32 @@ from typing import Any
 import pyarrow as pa
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog, LocalTransactionState
-from rmq_spark.commitlog import follow, follower, maintenance, marking, pruning, stripping
-from rmq_spark.commitlog.half import HALF_SCHEMA, HalfWriter
-from rmq_spark.commitlog.half_store import HalfRecord, PrepareError, Staged
-from rmq_spark.commitlog.ledger import Decided, Decision, Placed
-from rmq_spark.commitlog.messages import MESSAGES_SCHEMA, drained_up_to
-from rmq_spark.commitlog.op import OP_SCHEMA, Who
-from rmq_spark.commitlog.rows import NO_ROWS, RowSet
-from rmq_spark.commitlog.topics import TOPICS_SCHEMA
+from rmq_spark.commitlog import follow
+from rmq_spark.commitlog.half_store import PrepareError
 from rmq_spark.errors import VerdictConflictError
-from rmq_spark.machine import Machine
-from rmq_spark.storage.table import Change
+from tests.support.inside import (
+    HALF_SCHEMA,
+    MESSAGES_SCHEMA,
+    NO_ROWS,
+    OP_SCHEMA,
+    TOPICS_SCHEMA,
+    Change,
+    Decided,
+    Decision,
+    HalfRecord,
+    HalfWriter,
+    Machine,
+    Placed,
+    RowSet,
+    Staged,
+    Who,
+    drained_up_to,
+    follower,
+    maintenance,
+    marking,
+    pruning,
+    stripping,
+)
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.simulate import store
 from tests.torture.simulate.scheduler import EPOCH_S, Process, Scheduler, SimulatedEvent, SimulatedLock, SimulatedThread

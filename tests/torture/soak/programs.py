@@ -27,11 +27,8 @@ import sqlalchemy as sa
 
 import rmq_spark as txmq
 from rmq_spark import CheckService, SqlTransactionListener, TransactionMQProducer
-from rmq_spark.check.maintainer import Maintainer
-from rmq_spark.commitlog import half_store, maintenance, upkeep
-from rmq_spark.commitlog import log as log_module
-from rmq_spark.commitlog.leaving import Graces
-from rmq_spark.listener import Verdicts
+from tests.support.inside import Graces, Maintainer, Verdicts, half_store, maintenance, upkeep
+from tests.support.inside import log as log_module
 
 GROUP = "soak"
 ORDERS, TICKS = "orders", "ticks"

@@ -10,10 +10,8 @@ import time
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.second_look import LOOK_INTERVAL_S
-from rmq_spark.machine import Machine
-from rmq_spark.storage.clock import StoreClock
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.inside import LOOK_INTERVAL_S, Machine, StoreClock
 
 
 class Clock:

@@ -10,7 +10,7 @@ import os
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 WITHOUT_A_COMMIT = 1
 """The first seed outside a git checkout, for example of a source archive."""

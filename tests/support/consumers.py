@@ -10,9 +10,8 @@ import pyarrow as pa
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.inside import CommitOncePrepared, Machine
 
 LATER = txmq.ConsumeConcurrentlyStatus.RECONSUME_LATER
 DONE = txmq.ConsumeConcurrentlyStatus.CONSUME_SUCCESS

@@ -19,11 +19,8 @@ from pyspark.sql.types import (
 )
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.messages import SOURCE_SCHEMA
-from rmq_spark.commitlog.op import Who
-from rmq_spark.storage.spark_parquet import spark_schema
-from tests.half_batches import pending, prepare, split
+from tests.support.half_batches import pending, prepare, split
+from tests.support.inside import SOURCE_SCHEMA, HalfRecord, Who, spark_schema
 
 _TYPES: dict[str, DataType] = {
     "string": StringType(),

@@ -14,18 +14,28 @@ import pyarrow.compute as pc
 import pytest
 
 from rmq_spark import CommitLog, Message, TransactionMQProducer
-from rmq_spark.commitlog import half, maintenance, marking, pruning, upkeep
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, Naming, batch_name
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.leaving import Graces
-from rmq_spark.commitlog.ledger import Placed
-from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.rows import RowSet
-from rmq_spark.commitlog.upkeep import MaintenanceReport
-from rmq_spark.listener import CommitOncePrepared
-from rmq_spark.message import PROPERTIES
-from rmq_spark.storage.table import Change
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.inside import (
+    PROPERTIES,
+    Change,
+    CommitOncePrepared,
+    Graces,
+    HalfHeader,
+    HalfRecord,
+    HalfWriter,
+    MaintenanceReport,
+    Naming,
+    Placed,
+    RowSet,
+    RowState,
+    Who,
+    batch_name,
+    half,
+    maintenance,
+    marking,
+    pruning,
+    upkeep,
+)
 
 APP = "app"
 PENDING = (RowState.PENDING,)

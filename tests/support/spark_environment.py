@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from rmq_spark.spark_versions import STREAM_TELLS_START
+from tests.support.inside import STREAM_TELLS_START
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 DELTA_OF = {"4.0": ("4.0.5", "4.0.1"), "4.1": ("4.1.1", "4.3.1")}
 """By Spark: pyspark, and the delta-spark that fits it. With 4.1.0 of the latter, Spark 4.1.4 finds no DeltaTable."""

@@ -10,14 +10,22 @@ from datetime import datetime, timezone
 import pyarrow as pa
 
 from rmq_spark import ConsumerGroup
-from rmq_spark.commitlog.archived import Archived, ArchivedDecision
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, batch_name
-from rmq_spark.commitlog.half_store import HalfRecord
-from rmq_spark.commitlog.op import Kind, OpRow, RowState, Who
-from rmq_spark.commitlog.rows import RowSet
 from rmq_spark.errors import VerdictConflictError
-from rmq_spark.machine import Machine
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.inside import (
+    Archived,
+    ArchivedDecision,
+    HalfHeader,
+    HalfRecord,
+    HalfWriter,
+    Kind,
+    Machine,
+    OpRow,
+    RowSet,
+    RowState,
+    Who,
+    batch_name,
+)
 
 NOW_S = datetime(2026, 3, 12, 15, 20, tzinfo=timezone.utc).timestamp()
 HOUR_S = 3600.0
