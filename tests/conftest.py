@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import core, settings
 
+from rmq_spark import CommitLog
 from tests.support import seeds
+from tests.support.half_batches import make_log
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
 
 TOGETHER = tuple(f"tests/{name}/" for name in "spark crash process kafka torture/s3 torture/damage".split())
@@ -73,6 +75,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # ---------------------------------------------------------------- fixtures
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("log")
+    if marker is not None and len(marker.args) > 1 and "log" in metafunc.fixturenames:
+        metafunc.parametrize("log", marker.args, indirect=True)
+
+
+@pytest.fixture
+def log(request: pytest.FixtureRequest, log_path: str) -> CommitLog:
+    """A commit log: of which kinds, each in turn, and with which topics, says ``pytest.mark.log("memory", "delta",
+    orders=1)``. Without the mark it is in memory, and has the topic ``orders`` with two queues."""
+    marker = request.node.get_closest_marker("log")
+    kinds, topics = (marker.args, marker.kwargs) if marker is not None else ((), {})
+    kind = getattr(request, "param", kinds[0] if kinds else "memory")
+    return make_log(kind, Path(log_path), **topics)
+
+
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A real S3 server for all tests. Without Go they are skipped; where ``CI`` is set they fail."""

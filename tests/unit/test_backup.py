@@ -29,14 +29,11 @@ from rmq_spark.storage.table import CHECKPOINT_INTERVAL
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq
-from tests.support.half_batches import bodies, check_offsets, commit, let_leave, make_log, prepare, roll_back, send
+from tests.support.half_batches import bodies, check_offsets, commit, let_leave, prepare, roll_back, send
 from tests.support.inside import Table
 from tests.support.seeds import first_seed, how_many
 
-
-@pytest.fixture
-def log(tmp_path: Path) -> CommitLog:
-    return make_log("delta", tmp_path / "log")
+pytestmark = pytest.mark.log("delta")
 
 
 def require_same(copy: CommitLog, log: CommitLog) -> None:

@@ -6,7 +6,6 @@ import pickle
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,7 +17,6 @@ from tests.support.half_batches import (
     another,
     commit,
     let_leave,
-    make_log,
     pending,
     prepare,
     roll_back,
@@ -29,10 +27,7 @@ from tests.support.half_batches import (
 )
 from tests.support.inside import Planner, Subscription, Who, maintenance, read_ranges, split
 
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=2, points=1)
+pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
 
 def fill(log: CommitLog, first: int, count: int) -> None:

@@ -31,13 +31,10 @@ from rmq_spark.listener import answers_many
 from tests.support.half_batches import another, make_log, merge_op_files, pending, prepare, share_half_file
 from tests.support.inside import STARTED, CommitOncePrepared, HalfRecord, RowState, State, Who
 
+pytestmark = pytest.mark.log("memory", "delta", orders=2)
+
 DEADLINE_S = 20.0
 MANY = 12
-
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=2)
 
 
 @dataclass

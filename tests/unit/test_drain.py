@@ -43,10 +43,7 @@ from tests.support.inside import (
     drain,
 )
 
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=2, points=1)
+pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
 
 def drained(log: CommitLog, topic: str | None = None) -> pa.Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -13,14 +12,11 @@ import pytest
 from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import reading as reading_module
 from rmq_spark.errors import OffsetOutOfRangeError, OptionError, TopicExistsError, TopicNotFoundError
-from tests.support.half_batches import another, commit, let_leave, make_log, send
+from tests.support.half_batches import another, commit, let_leave, send
 from tests.support.inside import TIME_MIN, Expirer, LogWatch, maintenance
 from tests.support.inside import log as log_module
 
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=2)
+pytestmark = pytest.mark.log("memory", "delta", orders=2)
 
 
 def drained_offsets(log: CommitLog) -> dict[int, list[int]]:

@@ -34,6 +34,8 @@ from rmq_spark.sink.turns import InFlight, Turns
 from tests.support.half_batches import another, let_leave, make_log
 from tests.support.inside import MACHINE, CommitOncePrepared, group_commit
 
+pytestmark = pytest.mark.log("memory", "delta", orders=2, bills=1)
+
 DEADLINE_S = 8.0
 MANY = 12
 
@@ -54,11 +56,6 @@ class Shop(txmq.TransactionListener):
 
     def check_local_transaction(self, batch: HalfBatch) -> Any:
         return self.checked
-
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=2, bills=1)
 
 
 def message(name: object, topic: str = "orders", **more: Any) -> txmq.Message:

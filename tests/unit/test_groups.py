@@ -20,10 +20,7 @@ from rmq_spark.errors import OffsetOutOfRangeError
 from tests.support.half_batches import another, commit, let_leave, make_log, prepare
 from tests.support.inside import Members, Place, Session
 
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=2, returns=1)
+pytestmark = pytest.mark.log("memory", "delta", orders=2, returns=1)
 
 
 QUEUE = ("orders", 0)

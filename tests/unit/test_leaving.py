@@ -38,12 +38,9 @@ from tests.support.half_batches import (
 )
 from tests.support.inside import Change, CommitOncePrepared, Kind, OpRow, RowState, Who, new_half_id
 
+pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
+
 FOREVER = 1e9
-
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=2, points=1)
 
 
 def test_what_is_committed_and_drained_leaves_and_its_op_rows_are_pruned(log: CommitLog) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,10 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.errors import OptionError, PendingLimitError
-from tests.support.half_batches import another, make_log
+from tests.support.half_batches import another
 from tests.support.inside import SINK_OPTIONS, Options, SinkSettings
+
+pytestmark = pytest.mark.log("memory", "delta", orders=1)
 
 
 class Undecided(txmq.TransactionListener):
@@ -25,11 +26,6 @@ class Undecided(txmq.TransactionListener):
 
     def check_local_transaction(self, batch: txmq.HalfBatch) -> Any:
         return self.answer
-
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=1)
 
 
 def producer(

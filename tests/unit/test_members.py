@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,15 +26,11 @@ from tests.support.consumers import (
     seen_by,
     send,
 )
-from tests.support.half_batches import make_log
 from tests.support.inside import Members, Place, Session
 
+pytestmark = pytest.mark.log("memory", "delta", orders=2)
+
 QUEUE, OTHER = ("orders", 0), ("orders", 1)
-
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=2)
 
 
 # ---------------------------------------------------------------- the table

@@ -31,10 +31,7 @@ from tests.support.consumers import DONE, LATER, Steps, go_on, memory_log, push,
 from tests.support.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, split
 from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, LogWatch, ProcessMetrics, RowState, Who
 
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=2, points=1)
+pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
 
 @pytest.fixture

@@ -14,18 +14,15 @@ from rmq_spark.commitlog.half import names_of
 from rmq_spark.errors import HalfBatchNotFoundError
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import parse_message_id, parse_transaction_id
-from tests.support.half_batches import let_leave, make_log
+from tests.support.half_batches import let_leave
 from tests.support.inside import HalfHeader, HalfWriter, TwoPhase, batch_name, half_id_of, name_of, new_half_id
 
 import pyarrow as pa  # isort: skip
 
+pytestmark = pytest.mark.log("memory", "delta", orders=1)
+
 metadata = sa.MetaData()
 rows = sa.Table("orders", metadata, sa.Column("number", sa.Integer), sa.Column("said", sa.String(20)))
-
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> txmq.CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=1)
 
 
 class Shop:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -14,8 +13,10 @@ import pytest
 from deltalake import DeltaTable
 
 from rmq_spark import CommitLog
-from tests.support.half_batches import another, commit, let_leave, make_log, pending, prepare, roll_back, send, split
+from tests.support.half_batches import another, commit, let_leave, pending, prepare, roll_back, send, split
 from tests.support.inside import Who, maintenance
+
+pytestmark = pytest.mark.log("delta", orders=2, points=1)
 
 COLUMNS = ["topic", "queue_id", "queue_offset", "msg_id", "transaction_id", "tags", "keys", "body", "commit_timestamp"]
 ORDER = [("topic", "ascending"), ("queue_id", "ascending"), ("queue_offset", "ascending")]
@@ -46,11 +47,6 @@ def schema_of(path: str) -> pa.Schema:
 
 
 READERS: list[Callable[[str], list[dict[str, Any]]]] = [by_deltalake, by_polars, by_duckdb]
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> CommitLog:
-    return make_log("delta", tmp_path / "log", orders=2, points=1)
 
 
 def fill(log: CommitLog, first: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -14,15 +13,11 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from tests.support.consumers import LEASE_S, Steps, memory_log, pass_time, send
-from tests.support.half_batches import make_log
 from tests.support.inside import GroupMember
 
+pytestmark = pytest.mark.log("memory", "delta", orders=2)
+
 QUEUE = ("orders", 0)
-
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=2)
 
 
 def bodies(messages: list[txmq.MessageExt]) -> list[str]:

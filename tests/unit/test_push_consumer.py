@@ -30,12 +30,9 @@ from tests.support.half_batches import in_half, let_leave, make_log
 from tests.support.inboxes import inbox_of, make_database, results
 from tests.support.inside import GroupMember, Machine, push_module, restored, sent_back, stripping
 
+pytestmark = pytest.mark.log("memory", "delta", orders=2)
+
 QUEUE = ("orders", 0)
-
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=2)
 
 
 def bodies(log: CommitLog, topic: str) -> list[str]:

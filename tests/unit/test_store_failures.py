@@ -21,17 +21,13 @@ from rmq_spark.errors import (
     StorageError,
     UnresolvedTransactionError,
 )
-from tests.support.half_batches import make_log
 from tests.support.inside import CommitOncePrepared, files
+
+pytestmark = pytest.mark.log("delta", orders=1)
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 DENIED = PermissionError(errno.EACCES, "Permission denied")
 MESSAGE = txmq.Message("orders", b"once")
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> CommitLog:
-    return make_log("delta", tmp_path / "log", orders=1)
 
 
 @pytest.fixture

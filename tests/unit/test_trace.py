@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
-from tests.support.half_batches import another, commit, let_leave, make_log, pending, prepare, roll_back, send, split
+from tests.support.half_batches import another, commit, let_leave, pending, prepare, roll_back, send, split
 from tests.support.inside import Graces, Leaver, RowState, Trace, Who
 
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=2)
+pytestmark = pytest.mark.log("memory", "delta", orders=2)
 
 
 def kinds(trace: Trace) -> list[str]:

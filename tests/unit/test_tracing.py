@@ -25,6 +25,8 @@ from tests.support.consumers import DONE, LATER, go_on, memory_log, push
 from tests.support.half_batches import header_of, make_log
 from tests.support.inside import HalfWriter, TwoPhase
 
+pytestmark = pytest.mark.log("memory", "delta", orders=1)
+
 NAME, TYPE = "messaging.operation.name", "messaging.operation.type"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -38,11 +40,6 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     monkeypatch.setattr(tracing_module, "_made", None)
     yield exporter
     provider.shutdown()
-
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=1)
 
 
 class Says(txmq.TransactionListener):

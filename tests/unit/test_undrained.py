@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from rmq_spark import CommitLog
@@ -12,7 +10,6 @@ from rmq_spark.commitlog.undrained import Amount, Undrained
 from tests.support.half_batches import (
     another,
     commit,
-    make_log,
     merge_op_files,
     pending,
     prepare,
@@ -22,12 +19,9 @@ from tests.support.half_batches import (
 )
 from tests.support.inside import Who, drain
 
+pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
+
 ENOUGH = 1 << 40
-
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return make_log(request.param, tmp_path / "log", orders=2, points=1)
 
 
 def half_bytes(log: CommitLog) -> int:

@@ -13,8 +13,10 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import OptionError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
-from tests.support.half_batches import bodies, check_offsets, commit, header_of, make_log, merge_op_files, prepare
+from tests.support.half_batches import bodies, check_offsets, commit, header_of, merge_op_files, prepare
 from tests.support.inside import LOOK_INTERVAL_S, HalfWriter, maintenance
+
+pytestmark = pytest.mark.log("delta")
 
 DAY_S = 24 * 3600
 
@@ -31,11 +33,6 @@ def age(folder: Path, days: float) -> None:
     then = time.time() - days * DAY_S
     for file in folder.rglob("*.parquet"):
         os.utime(file, (then, then))
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> CommitLog:
-    return make_log("delta", tmp_path / "log")
 
 
 def test_old_orphans_go_and_live_and_young_files_stay(log: CommitLog, tmp_path: Path) -> None:

@@ -15,12 +15,8 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog, observer
 from rmq_spark.errors import OptionError
-from tests.support.half_batches import make_log
 
-
-@pytest.fixture
-def log(tmp_path: Path) -> CommitLog:
-    return make_log("delta", tmp_path / "log", orders=1)
+pytestmark = pytest.mark.log("delta", orders=1)
 
 
 @pytest.fixture
