@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from rmq_spark.commitlog.looking import looks_again
 from rmq_spark.errors import GroupInUseError
+from rmq_spark.failpoints import reach
 from rmq_spark.machine import MACHINE
 from rmq_spark.message import TIMESTAMP, require_group_name
 from rmq_spark.storage.table import Change, Table
@@ -198,7 +199,10 @@ class GroupStore:
                 )
             return after
 
-        return self._change(group, by, moved)
+        reach("progress begins")
+        is_new = self._change(group, by, moved)
+        reach("progress written")
+        return is_new
 
     # ------------------------------------------------------------------ members
     def claim(

@@ -27,6 +27,7 @@ from rmq_spark.commitlog.incoming import (
 )
 from rmq_spark.config import LABEL_BYTES_MAX, TRANSACTION_KEY_CHARS_MAX
 from rmq_spark.errors import MessageError
+from rmq_spark.failpoints import reach
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.message import PROPERTIES, TIMESTAMP, require_topic_name
 from rmq_spark.plurals import message_count
@@ -249,6 +250,7 @@ class HalfRows:
             close_columns=CLOSE_COLUMNS,
             page_bytes=PAGE_BYTES,
         )
+        reach("half file written", path=f"{folder}/{data.path}", size_bytes=data.size_bytes)
         return self.in_file(data)
 
 

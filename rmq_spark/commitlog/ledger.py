@@ -21,6 +21,7 @@ from rmq_spark.commitlog.rows import NO_ROWS, Ranges, RowSet, ranges_count, runs
 from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.config import ATTEMPTS_MAX
 from rmq_spark.errors import HalfBatchLeftError, HalfBatchNotFoundError, StaleAttemptError, VerdictConflictError
+from rmq_spark.failpoints import reach
 from rmq_spark.plurals import message_count
 from rmq_spark.storage.table import Change, Table
 from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
@@ -362,6 +363,7 @@ class Ledger(Follower):
             return self._with_places([record], op_rows)
 
         self.append(build)
+        reach("quarantined")
 
     def record_check(
         self,
@@ -394,6 +396,7 @@ class Ledger(Follower):
             return found
 
         self.append(build)
+        reach("check counted")
 
     def reopen(
         self, record: HalfRecord, attempt: int, states: Sequence[RowState], new_attempt: int, who: Who, reason: str
@@ -416,6 +419,7 @@ class Ledger(Follower):
             return _rows_for(Kind.REOPEN, record, reopened, new_attempt, who, reason)
 
         self.append(build, reopens=True)
+        reach("reopened")
         return reopened
 
     def lease(self, records: Sequence[HalfRecord], seconds: float) -> datetime:
@@ -427,6 +431,7 @@ class Ledger(Follower):
             return [OpRow(Kind.LEASE, record.half_id, decided_by=Who.EXECUTE, until=until) for record in here]
 
         self.append(build)
+        reach("lease written")
         return until
 
     def commit_executed(self, record: HalfRecord, attempt: int, rows: RowSet, reason: str) -> list[Placed]:
@@ -505,7 +510,9 @@ class Ledger(Follower):
 
         with self.table.lock:
             self._follow_anew()
-            return bool(self.append(build))
+            moves = bool(self.append(build))
+        reach("mark moved")
+        return moves
 
     def append(self, build: Callable[[], Sequence[OpRow]], *, reopens: bool = False) -> Sequence[OpRow]:
         """The one way to write op rows: build them from the newest state and commit at the next version, or again.

@@ -28,6 +28,7 @@ from rmq_spark.commitlog.topics import TopicStore
 from rmq_spark.commitlog.walk import walk_placements
 from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.errors import HalfBatchNotFoundError, LostFileError, TxmqError
+from rmq_spark.failpoints import reach
 from rmq_spark.redaction import redacted
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import RowRange
@@ -180,6 +181,7 @@ class ProtocolSteps(ABC):
 
     def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
         """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare_many`."""
+        reach("staged", header=staged[0].header)
         half_ids = [batch.header.half_id for batch in staged]
         with self.lock:
             self.ledger.expect(half_ids)
@@ -301,7 +303,9 @@ class ProtocolSteps(ABC):
     def open_half_ids(self) -> list[str]:
         """Half batches that may have pending rows, oldest first: their ids only, so that one which cannot be read does
         not hide the others."""
-        return self.ledger.open_half_ids()
+        found = self.ledger.open_half_ids()
+        reach("open batches listed")
+        return found
 
     def move_mark(self) -> bool:
         """Move the low-water mark over everything settled; returns whether it moved."""

@@ -13,6 +13,8 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 # Imported first: it says what to install when SQLAlchemy is missing.
+from rmq_spark.failpoints import reach
+
 from rmq_spark.listeners.database import (  # isort: skip
     IN_INNODB,
     PLACE_CHARS_MAX,
@@ -196,6 +198,7 @@ class Fence(Database):
             self.require_id_of(batch, self.read_id(connection))
         self._try_once(connection)
         if self._insert(connection, batch, Recorded.of(state, batch.rows, batch.is_all)):
+            reach("fence row written" if state.word == STARTED else "tombstone written")
             return None
         self.require_id_of(batch, self.read_id(connection))
         found = self._newest(connection, batch)

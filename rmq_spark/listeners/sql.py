@@ -37,6 +37,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 # Imported first: it says what to install when SQLAlchemy is missing.
+from rmq_spark.failpoints import reach
+
 from rmq_spark.listeners.database import (  # isort: skip
     Address,
     Owner,
@@ -645,6 +647,7 @@ class SqlTransactionListener(TransactionListener):
         return self._checked(batches)
 
     def _checked(self, batches: Sequence[HalfBatch]) -> list[VerdictArray | FenceError]:
+        reach("asked")
         found: dict[HalfBatch, Recorded | FenceError] = {}
         rows = _once_more(self._read_rows, batches)
         for batch in batches:
@@ -663,7 +666,9 @@ class SqlTransactionListener(TransactionListener):
         ]
         if absent:
             found |= _once_more(self._bury, absent)
-        return [self._answer(batch, found[batch]) for batch in batches]
+        answers = [self._answer(batch, found[batch]) for batch in batches]
+        reach("answered")
+        return answers
 
     def _read_rows(self, batches: Sequence[HalfBatch]) -> dict[tuple[str, int], sa.Row[Any]]:
         with self._fence.transaction(self._lock_timeout, write=False) as connection:
@@ -687,7 +692,9 @@ class SqlTransactionListener(TransactionListener):
         with self._fence.transaction(self._lock_timeout) as connection:
             # Everybody inserts in the same order. So of two database transactions one waits for the other, never both.
             in_order = sorted(absent, key=lambda batch: (batch.half_id, batch.attempt))
-            return {batch: self._fill(connection, batch, State(TOMBSTONE)) for batch in in_order}
+            found = {batch: self._fill(connection, batch, State(TOMBSTONE)) for batch in in_order}
+        reach("tombstones commit")
+        return found
 
 
 class EnlistedSession(TransactionListener):

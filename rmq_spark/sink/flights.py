@@ -26,6 +26,7 @@ from rmq_spark.commitlog.op import Who
 from rmq_spark.commitlog.rows import NO_ROWS
 from rmq_spark.commitlog.single import OneMessage
 from rmq_spark.errors import HalfBatchLeftError, TxmqError
+from rmq_spark.failpoints import reach
 from rmq_spark.listener import CommitOncePrepared
 from rmq_spark.redaction import cause_of
 from rmq_spark.sink.futures import SendFuture
@@ -208,6 +209,7 @@ class Flight:
                 raise problem or (decided and decided.problem) or AssertionError
             run = self._run
             run.keep(self._attempt, decided.placed)
+            reach("decided", header=run.record.header, attempt=self._attempt)
             if run.outcome.messages or self._two_phase.is_settled(run):
                 self._land(run.outcome)
             else:

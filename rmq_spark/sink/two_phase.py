@@ -52,6 +52,7 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
+from rmq_spark.failpoints import reach
 from rmq_spark.listener import (
     NO_LISTENER_FENCE,
     CommitOncePrepared,
@@ -257,7 +258,10 @@ class TwoPhase:
                 f"{type(self.listener).__name__}.execute_local_transaction is a coroutine function. Only "
                 "TransactionMQProducer.send_message_in_transaction_async can wait for it; make it a plain function"
             )
-        return told(self.log, header.producer_group, lambda: self._bring(header, stage, arg, lineage))
+        reach("send begins", header=header)
+        outcome = told(self.log, header.producer_group, lambda: self._bring(header, stage, arg, lineage))
+        reach("sent", header=header)
+        return outcome
 
     def _bring(
         self, header: HalfHeader, stage: Callable[[], Sequence[Stageable]], arg: Any, lineage: Lineage | None
@@ -394,6 +398,8 @@ class TwoPhase:
 
     def ask(self, run: Run, attempt: int, rows: RowSet) -> Answered | None:
         """Run the local transaction of rows that nobody but this run may execute; None when a check was faster."""
+        header = run.record.header
+        reach("prepared", header=header, attempt=attempt)
         listener = self._listener_of(run)
         state = self.log.state_of(run.record, refresh=False)  # it was read after the prepare, or the reopen
         rows &= state.rows_in((RowState.PENDING,), attempt)
@@ -403,6 +409,7 @@ class TwoPhase:
         batch = self.log.half_batch(run.record, state, attempt, rows, run.arg, held)
         if type(listener) is CommitOncePrepared:  # it is over at once, and any check would answer the same
             run.executed.append((attempt, rows))
+            reach("executed", header=header, attempt=attempt)
             return batch, rows, _COMMIT_ALL
         lease = self.leases.lease(run.record)
         try:
@@ -414,6 +421,7 @@ class TwoPhase:
         finally:
             lease.end()  # `with` does not, when an interrupt comes while it enters or leaves
         run.executed.append((attempt, rows))
+        reach("executed", header=header, attempt=attempt)
         return batch, rows, verdicts
 
     def _listener_of(self, run: Run) -> TransactionListener:
@@ -472,6 +480,8 @@ class TwoPhase:
             said = "%r: %d messages are committed, %d rolled back, by %s"
             logger.debug(said, batch, commit, rollback, who, extra=of_batch(batch))
             run.keep(batch.attempt, placed)
+        if who is Who.EXECUTE:
+            reach("decided", header=run.record.header, attempt=batch.attempt)
         return bool(split.unknown)
 
     # ------------------------------------------------------------------ R replay
@@ -548,6 +558,7 @@ class TwoPhase:
 
     def _check(self, run: Run, state: BatchState, attempt: int, rows: RowSet) -> bool:
         """Ask what became of rows that somebody else may have executed. True when part of them stays UNKNOWN."""
+        reach("replay asks")
         listener = self._listener_of(run)
         batch = self.log.half_batch(run.record, state, attempt, rows)
         batch.restarted = run.record.header.query_id is not None  # a query runs once at a time; a send may be repeated

@@ -5,6 +5,8 @@ No other module imports deltalake.
 
 from __future__ import annotations
 
+from rmq_spark.failpoints import reach
+
 from rmq_spark.storage.room import require_address_space  # isort: skip  (it looks before the engine is loaded)
 
 import json
@@ -903,6 +905,7 @@ class DeltaLogTable:
         file = write_table(
             self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows
         )
+        reach("file written", table=self.name)
         return replace(file, written_s=began_s)
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
@@ -1002,6 +1005,7 @@ class DeltaLogTable:
         table = self._table
         if change.is_stale(int(table.version())):
             return False
+        reach("commit begins", table=self.name, change=change)
         try:
             table.create_write_transaction(
                 actions,
@@ -1017,6 +1021,7 @@ class DeltaLogTable:
                 return False
             raise
         self._own_seen = version
+        reach("commit done", table=self.name, change=change)
         return True
 
 

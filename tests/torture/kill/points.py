@@ -1,8 +1,8 @@
 """The named points of the protocol at which a test lets a process die or stop.
 
-This module alone knows what a point is, who is told to end there, and how. A process is told by :func:`arm`, or by its
-environment (:meth:`Fate.environment`), which Spark hands on to its workers. Nothing in rmq_spark knows about points:
-:func:`arm` wraps the product's functions in this one process, and some programs call :func:`reach` in their own code.
+This module says who is told to end there, and how. A process is told by :func:`arm`, or by its environment
+(:meth:`Fate.environment`), which Spark hands on to its workers. The points stand in the product's code
+(``rmq_spark.failpoints``), and some programs call :func:`reach` in their own.
 
 A process dies by SIGKILL, with no ``finally`` and no flush, as with a power switch for the process alone. Or it stops
 by SIGSTOP: its watcher wakes it later, or kills it together with all that belongs to it.
@@ -10,7 +10,6 @@ by SIGSTOP: its watcher wakes it later, or kills it together with all that belon
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -22,21 +21,12 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from rmq_spark import CommitLog, HalfBatch, SqlTransactionListener
+from rmq_spark import HalfBatch, failpoints
 from rmq_spark.commitlog.op import PRUNED
 from tests.support.inside import (
-    STARTED,
     Change,
-    DeltaLogTable,
-    Fence,
-    GroupStore,
     HalfHeader,
-    Ledger,
-    State,
-    TwoPhase,
-    Who,
 )
-from tests.support.inside import half as half_module
 
 WORKER = ("half file torn", "half file written")
 """An executor's worker comes here. It knows no batch."""
@@ -199,25 +189,36 @@ def arm(fate: Fate, folder: Path) -> None:
     """Tell this process its fate. The files that say "reached" go to the folder."""
     global _fate, _folder
     _fate, _folder = fate, folder
-    _wrap_half_files()
-    _around(CommitLog, "prepare_many", "staged", of=lambda log, staged: _of_header(staged[0].header))
-    _around(CommitLog, "open_half_ids", after="open batches listed")
-    _around(DeltaLogTable, "write", after=lambda table, *_, **__: f"{table.name} file written")
-    _around(DeltaLogTable, "try_commit", _of_commit("begins"), _of_commit("done"))
-    _around(Fence, "claim", after=_of_claim)
-    _around(SqlTransactionListener, "_bury", after="tombstones commit")
-    _around(SqlTransactionListener, "check_local_transaction", "asked", "answered")
-    _around(TwoPhase, "send", "send begins", "sent", of=lambda sink, header, *_, **__: _of_header(header))
-    _around(TwoPhase, "execute", "prepared", of=lambda sink, run, attempt, _: _of_header(run.record.header, attempt))
-    _around(TwoPhase, "decide", _if_executed("executed"), _if_executed("decided"), of=lambda *arguments: arguments[2])
-    _around(TwoPhase, "_check", "replay asks")
-    _around(Ledger, "lease", after="lease written")
-    _around(Ledger, "reopen", after="reopened")
-    _around(Ledger, "record_checks", after="check counted")
-    _around(Ledger, "quarantine", after="quarantined")
-    _around(Ledger, "mark", after="mark moved")
-    _around(GroupStore, "progress", "progress begins", "progress written")
+    failpoints.set_hook(_at)
     sa.event.listen(sa.Engine, "commit", lambda connection: reach("database commits"))
+
+
+def _at(point: str, header: HalfHeader | None = None, attempt: int | None = None, **known: Any) -> None:
+    """The product comes to a failpoint."""
+    if point == "half file written" and _is_here("half file torn", None):
+        _end(last_act=lambda: _tear(**known))
+    name = _name_of(point, **known)
+    reach(name, None if header is None else Batch(header.app_id, header.batch_id, attempt))
+
+
+def _name_of(point: str, table: str = "", change: Change | None = None, **_: object) -> str:
+    """A point of any table, by what the table is, and what the commit is for."""
+    if change is None:
+        return f"{table} {point}" if table else point
+    step = point.removeprefix("commit ")
+    if PRUNED in change.transactions:
+        return f"pruning {step}"
+    if change.remove and not change.add:
+        return f"{'expiring' if table == 'messages' else 'leaving'} {step}"
+    if change.remove and table == "half":
+        return f"stripping {step}"
+    return f"{'merge' if change.remove else table} commit {step}"
+
+
+def _tear(path: str, size_bytes: int) -> None:
+    """Only the dead leave such a file: a process that wakes up writes it to its end."""
+    if _fate is not None and not _fate.stops:
+        os.truncate(path, size_bytes // 2)
 
 
 def arm_as_told() -> None:
@@ -226,69 +227,6 @@ def arm_as_told() -> None:
     if told:
         folder = Path(told.pop("folder"))
         arm(Fate(**told), folder)
-
-
-def _of_header(header: HalfHeader, attempt: int | None = None) -> Batch:
-    return Batch(header.app_id, header.batch_id, attempt)
-
-
-def _of_commit(step: str) -> Callable[..., str]:
-    def name(table: DeltaLogTable, change: Change) -> str:
-        if PRUNED in change.transactions:
-            return f"pruning {step}"
-        if change.remove and not change.add:
-            return f"{'expiring' if table.name == 'messages' else 'leaving'} {step}"
-        if change.remove and table.name == "half":
-            return f"stripping {step}"
-        return f"{'merge' if change.remove else table.name} commit {step}"
-
-    return name
-
-
-def _of_claim(fence: Fence, connection: sa.Connection, batch: HalfBatch, state: State) -> str:
-    return "fence row written" if state.word == STARTED else "tombstone written"
-
-
-def _if_executed(point: str) -> Callable[..., str]:
-    return lambda sink, run, batch, mask, verdicts, who: point if who is Who.EXECUTE else ""
-
-
-def _wrap_half_files() -> None:
-    write = half_module.write_table
-
-    def wrapped(fs: Any, folder: str, *arguments: Any, **options: Any) -> Any:
-        file = write(fs, folder, *arguments, **options)
-
-        def tear() -> None:  # only the dead leave such a file: a process that wakes up writes it to its end
-            if _fate is not None and not _fate.stops:
-                os.truncate(f"{folder}/{file.path}", file.size_bytes // 2)
-
-        if _is_here("half file torn", None):
-            _end(last_act=tear)
-        reach("half file written")
-        return file
-
-    half_module.write_table = wrapped
-
-
-Point = str | Callable[..., str]
-
-
-def _around(
-    owner: Any, name: str, before: Point = "", after: Point = "", of: Callable[..., Of] = lambda *_, **__: None
-) -> None:
-    """A point before and after a method. A function gets the method's arguments and says the point, or the batch."""
-    inner = getattr(owner, name)
-
-    @functools.wraps(inner)
-    def wrapped(*arguments: Any, **options: Any) -> Any:
-        batch = of(*arguments, **options)
-        reach(before if isinstance(before, str) else before(*arguments, **options), batch)
-        result = inner(*arguments, **options)
-        reach(after if isinstance(after, str) else after(*arguments, **options), batch)
-        return result
-
-    setattr(owner, name, wrapped)
 
 
 # ---------------------------------------------------------------- to watch

@@ -1,0 +1,69 @@
+"""Failpoints: the named places of the protocol at which a test lets a process die, stop, fail or wait.
+
+Each name stands where the code comes to that place: ``reach("prepared", ...)``. In a program that does nothing. A test
+sets a hook that is called with the name and with what the place knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+POINTS: Mapping[str, str] = {
+    # a send
+    "send begins": "a half batch enters the protocol; header",
+    "half file written": "an executor's worker has written a half file, which no commit names yet; path, size_bytes",
+    "staged": "all half files are written, and are to be prepared; header",
+    "prepared": "a local transaction is to be executed; header, attempt",
+    "executed": "a local transaction was executed, and no op marker says so; header, attempt",
+    "decided": "the op markers of an executed local transaction are written; header, attempt",
+    "replay asks": "a run that was interrupted asks what became of its local transaction",
+    "sent": "a half batch leaves the protocol, with its verdicts; header",
+    # a table of the log, of any kind
+    "file written": "a file is written, which no commit names yet; table",
+    "commit begins": "a commit is to be made; table, change",
+    "commit done": "a commit has landed; table, change",
+    # op
+    "lease written": "checkers are kept away",
+    "reopened": "rows are pending again",
+    "check counted": "answered checks are counted",
+    "quarantined": "rows are hidden",
+    "mark moved": "the low-water mark was looked at",
+    "open batches listed": "a round of checks knows what is open",
+    # the fence of a database
+    "fence row written": "the fence row of an attempt is inserted, and not committed",
+    "tombstone written": "a tombstone is inserted, and not committed",
+    "tombstones commit": "the tombstones of a check are committed",
+    "asked": "the fence is asked about a half batch",
+    "answered": "the fence has answered",
+    # consumers
+    "progress begins": "the progress of an orderly group is to be written",
+    "progress written": "the progress of an orderly group is written",
+}
+"""What is known there stands behind the semicolon: arguments of the hook."""
+
+_hook: Callable[..., None] | None = None
+
+
+def reach(point: str, **known: Any) -> None:
+    """The code comes to a failpoint."""
+    if _hook is not None:
+        _hook(point, **known)
+
+
+@contextmanager
+def hooked(hook: Callable[..., None]) -> Iterator[None]:
+    """Call a hook at each failpoint, in this process, in all of its threads: ``hook(point, **known)``."""
+    before = set_hook(hook)
+    try:
+        yield
+    finally:
+        set_hook(before)
+
+
+def set_hook(hook: Callable[..., None] | None) -> Callable[..., None] | None:
+    """Set the hook of this process, and return the one before. None: there is none."""
+    global _hook
+    before, _hook = _hook, hook
+    return before
