@@ -18,6 +18,9 @@ from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, runn
 TOGETHER = tuple(f"tests/{name}/" for name in "spark crash process kafka torture/s3 torture/damage".split())
 """Each has one Spark session, one server of a kind, one log to damage, or one story of killed processes at a time."""
 
+ON_EVERY_LOG = ("test_commit_log", "test_two_phase", "test_leaving", "test_push_consumer")
+"""`make test` runs these on each kind of log. Others it runs on the first kind of their mark: the kinds share all
+code but the commit to a table. `make test-all` runs all."""
 SEEDS = pytest.StashKey[str]()
 
 # Spark's workers must be this interpreter, also when pytest is started without make.
@@ -78,7 +81,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("log")
     if marker is not None and len(marker.args) > 1 and "log" in metafunc.fixturenames:
-        metafunc.parametrize("log", marker.args, indirect=True)
+        first, *others = marker.args
+        if metafunc.module.__name__.rpartition(".")[2] not in ON_EVERY_LOG:
+            others = [pytest.param(kind, marks=pytest.mark.long) for kind in others]
+        metafunc.parametrize("log", [first, *others], indirect=True)
 
 
 @pytest.fixture
