@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import core, settings
 from rmq_spark import CommitLog
 from tests.support import seeds
 from tests.support.half_batches import make_log
+from tests.support.limits import Limit, set_limits
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
 
 TOGETHER = tuple(f"tests/{name}/" for name in "spark crash process kafka torture/s3 torture/damage".split())
@@ -78,6 +80,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # ---------------------------------------------------------------- fixtures
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
+    """``limit(OP_FILES_MAX=2)``: a limit of the product that this test makes small."""
+    return partial(set_limits, monkeypatch)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("log")
     if marker is not None and len(marker.args) > 1 and "log" in metafunc.fixturenames:

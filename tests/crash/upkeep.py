@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import sys
 
-import pytest
-
 from rmq_spark import CommitLog
-from tests.support.inside import Graces, maintenance, marking, pruning, stripping
+from tests.support.inside import Graces
+from tests.support.limits import limited
 
 GRACES = Graces(reader_s=0.0, audit_s=0.0, idempotency_s=1e9)
 
 
 def keep_up(path: str) -> None:
     """One round, which finds everything worth its while."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pruning, "PRUNED_SHARE_MIN", 0.0)
-        patch.setattr(marking, "ROWS_LET_GO_MIN", 1)
-        patch.setattr(stripping, "STRIPPED_BYTES_MIN", 1)
-        patch.setattr(maintenance, "OP_FILES_MAX", 2)
-        patch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    with limited(PRUNED_SHARE_MIN=0.0, ROWS_LET_GO_MIN=1, STRIPPED_BYTES_MIN=1, OP_FILES_MAX=2, MESSAGES_FILES_MAX=2):
         CommitLog.open(path).keep_up(GRACES)
 
 

@@ -24,6 +24,7 @@ from tests.kafka.relaying import AT_START, HANDING_OVER
 from tests.support.half_batches import commit, make_log, prepare
 from tests.support.inside import AbortedError, Machine, Record, Transactions
 from tests.support.inside import transactions as transactions_module
+from tests.support.limits import Limit, set_limits
 from tests.support.seeds import first_seed
 from tests.torture.kill.points import ROOT
 
@@ -142,13 +143,13 @@ def test_a_transaction_of_which_kafka_has_not_taken_every_record_is_not_committe
 
 
 def test_a_commit_that_timed_out_is_committed_again(
-    handing: Handing, log: CommitLog, monkeypatch: pytest.MonkeyPatch
+    handing: Handing, log: CommitLog, monkeypatch: pytest.MonkeyPatch, limit: Limit
 ) -> None:
     relay = handing.relay(log)
     relay.run_once()
     commit(log, prepare(log, 0))
     said: list[str] = []
-    monkeypatch.setattr(transactions_module, "TRY_S", 0.2)
+    limit(TRY_S=0.2)
     monkeypatch.setattr(transactions_module.logger, "warning", lambda text, *values: resume(text % values))
 
     def resume(text: str) -> None:
@@ -175,8 +176,7 @@ def test_a_commit_of_which_nobody_knows_ends_the_relay_and_the_next_start_knows(
 
     def pause() -> None:
         handing.kafka.pause()
-        monkeypatch.setattr(transactions_module, "TRY_S", 0.2)
-        monkeypatch.setattr(transactions_module, "SLACK_S", 0.5 - handing.options["transaction_timeout"])
+        set_limits(monkeypatch, TRY_S=0.2, SLACK_S=0.5 - handing.options["transaction_timeout"])
 
     before_commit(monkeypatch, pause)
     try:

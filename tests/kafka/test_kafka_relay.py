@@ -24,7 +24,7 @@ from tests.kafka.broker import QUIET
 from tests.kafka.handing import Handing, committed
 from tests.support.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, send, split
 from tests.support.inside import PROPERTIES, TIMESTAMP, Transactions, Who
-from tests.support.inside import kafka as kafka_module
+from tests.support.limits import Limit, limited
 
 NOW = datetime.now(timezone.utc)
 
@@ -157,7 +157,7 @@ def test_a_second_relay_fences_the_first(handing: Handing, log: CommitLog) -> No
 
 @pytest.mark.long
 def test_a_transaction_that_took_too_long_is_told_from_a_fence(
-    handing: Handing, log: CommitLog, monkeypatch: pytest.MonkeyPatch
+    handing: Handing, log: CommitLog, monkeypatch: pytest.MonkeyPatch, limit: Limit
 ) -> None:
     """Kafka's client says "fenced" in both cases."""
     relay = handing.relay(log, transaction_timeout=1.0)
@@ -170,7 +170,7 @@ def test_a_transaction_that_took_too_long_is_told_from_a_fence(
         wait_for_an_abort(handing)
 
     monkeypatch.setattr(Transactions, "deliver", late)
-    monkeypatch.setattr(kafka_module, "LOOK_AGAIN_S", 0.05)
+    limit(LOOK_AGAIN_S=0.05)
     with pytest.raises(RelayError, match=r"took more than transaction_timeout=1 s.*start it again") as problem:
         relay.run_once()
     assert type(problem.value) is RelayError
@@ -342,11 +342,9 @@ def test_a_positions_topic_that_forgets_is_refused(handing: Handing, log: Commit
 
 
 def test_a_broker_that_is_away_is_an_error_that_a_restart_may_cure(handing: Handing, log: CommitLog) -> None:
-    from tests.support.inside import brokers
 
     relay = handing.relay(log)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(brokers, "ANSWER_S", 0.2)
+    with limited(ANSWER_S=0.2):
         relay._brokers._admin = ck.admin.AdminClient({"bootstrap.servers": "127.0.0.1:1"}, logger=QUIET)
         with pytest.raises(RelayError, match="Kafka failed while its topics were listed"):
             relay.run_once()

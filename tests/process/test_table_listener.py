@@ -18,7 +18,7 @@ import rmq_spark as txmq
 from rmq_spark import TableListener
 from rmq_spark.errors import ListenerError, MessageError
 from tests.support.inside import inserting
-from tests.support.inside import table_listener_module as table_module
+from tests.support.limits import Limit
 from tests.unit import test_table_listener as suite
 from tests.unit.test_sql_listener import run
 from tests.unit.test_table_listener import made, order, send, stored
@@ -182,9 +182,9 @@ def test_a_deferred_constraint_fails_the_half_batch_at_its_commit(url: sa.URL) -
 @pytest.mark.parametrize("each_max", [3, 4_000])
 @pytest.mark.parametrize("on_conflict", ["error", "update"])
 def test_thousands_of_rows_of_which_some_are_refused(
-    url: sa.URL, on_conflict: str, each_max: int, monkeypatch: pytest.MonkeyPatch
+    url: sa.URL, on_conflict: str, each_max: int, limit: Limit
 ) -> None:
-    monkeypatch.setattr(table_module, "EACH_MAX", each_max)
+    limit(EACH_MAX=each_max)
     key = "order_id" if on_conflict == "update" else None
     listener = TableListener(url, "orders", key=key, on_conflict=on_conflict, on_bad_row="rollback")
     send(listener, [order(n) for n in range(0, 5000, 50)])

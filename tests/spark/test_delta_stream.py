@@ -10,7 +10,7 @@ import pytest
 
 import rmq_spark as txmq
 from tests.support.half_batches import another, commit, let_leave, send
-from tests.support.inside import maintenance
+from tests.support.limits import Limit
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -37,9 +37,9 @@ def go_on(spark: SparkSession, log: txmq.CommitLog, folder: Path) -> Found:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_delta_stream_gets_each_message_once_over_merges_and_expiry(
-    spark: SparkSession, log_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, log_path: str, tmp_path: Path, limit: Limit
 ) -> None:
-    monkeypatch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    limit(MESSAGES_FILES_MAX=2)
     log = txmq.CommitLog.create(log_path)
     log.create_topic("orders", queues=2)
     sent = iter(range(100))

@@ -14,7 +14,7 @@ import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.errors import ForeignChangeError
 from tests.support.half_batches import another, commit, let_leave, prepare, send
-from tests.support.inside import maintenance
+from tests.support.limits import Limit
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -35,10 +35,10 @@ def alter(spark: SparkSession, table: str, statement: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_row_that_spark_deletes_by_a_vector_stops_upkeep_until_a_restore(
-    spark: SparkSession, log: CommitLog, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, log: CommitLog, limit: Limit
 ) -> None:
     """Counts ignore vectors: draining went on, a merge doubled the file, and the RESTORE lost what drained since."""
-    monkeypatch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    limit(MESSAGES_FILES_MAX=2)
     messages = f"{log.path}/messages"
     for batch_id in range(3):
         commit(log, prepare(log, batch_id, 4))

@@ -18,6 +18,7 @@ from rmq_spark.errors import OffsetOutOfRangeError
 from tests.spark.settings_table import sessions
 from tests.support.half_batches import another, commit, let_leave, move_half, pending, prepare, roll_back, send, split
 from tests.support.inside import PROPERTIES, Drained, Who, half_batch_of, maintenance, native, spark_parquet
+from tests.support.limits import Limit
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -134,7 +135,7 @@ def test_what_another_writer_doubled_is_no_answer(spark: SparkSession, log: Comm
 
 
 def test_of_many_files_the_folder_is_listed_and_a_lost_one_is_missed(
-    spark: SparkSession, log: CommitLog, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, log: CommitLog, monkeypatch: pytest.MonkeyPatch, limit: Limit
 ) -> None:
     for number in range(3):
         fill(log, number)
@@ -145,7 +146,7 @@ def test_of_many_files_the_folder_is_listed_and_a_lost_one_is_missed(
     for of in ("HALF_PATHS_MAX", "DRAINED_PATHS_MAX"):
         monkeypatch.setattr(native, of, 1)
     assert rows(txmq.messages(spark, log)) == whole
-    monkeypatch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    limit(MESSAGES_FILES_MAX=2)
     assert maintenance.compact_messages(another(log).messages_table) > 0
     assert rows(txmq.messages(spark, log)) == whole, "files that were replaced lie in the folder, too"
     record = log.get("app:3")
@@ -188,9 +189,7 @@ def test_no_core_idles_for_the_last_of_a_few_tasks(spark: SparkSession, log: Com
 
 
 @pytest.mark.timeout(300)
-def test_a_filter_is_pushed_into_the_files(
-    spark: SparkSession, log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_filter_is_pushed_into_the_files(spark: SparkSession, log: CommitLog, limit: Limit) -> None:
     for number in range(3):
         fill(log, number)
         log.drain()
@@ -201,7 +200,7 @@ def test_a_filter_is_pushed_into_the_files(
     spark.conf.unset("spark.sql.maxMetadataStringLength")
     assert "GreaterThanOrEqual(queue_offset,5)" in plan
     assert "BatchEvalPython" not in plan
-    monkeypatch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    limit(MESSAGES_FILES_MAX=2)
     assert maintenance.compact_messages(another(log).messages_table) > 0
     assert len(txmq.messages(spark, log, "orders").inputFiles()) == 1
     assert frame.count() == txmq.messages(spark, log, "orders").count()  # planned before, its files are still there

@@ -11,7 +11,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pytest
 
 from rmq_spark import CommitLog, Message, TransactionMQProducer
 from rmq_spark.testing import InMemoryCommitLog
@@ -32,10 +31,9 @@ from tests.support.inside import (
     batch_name,
     half,
     maintenance,
-    marking,
-    pruning,
     upkeep,
 )
+from tests.support.limits import limited
 
 APP = "app"
 PENDING = (RowState.PENDING,)
@@ -114,8 +112,7 @@ def split(rows: RowSet, every: int) -> tuple[RowSet, RowSet]:
 
 def merge_op_files(log: CommitLog) -> None:
     """Upkeep by another process, however few op files there are."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maintenance, "OP_FILES_MAX", 2)
+    with limited(OP_FILES_MAX=2):
         maintenance.compact_op(another(log).op)
 
 
@@ -182,9 +179,7 @@ def let_leave(
     """Upkeep by another process, with graces that are over at once."""
     own = another(log)
     tables = [own.half.table, own.op, own.messages_table]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pruning, "PRUNED_SHARE_MIN", 0)
-        patch.setattr(marking, "ROWS_LET_GO_MIN", 1)
+    with limited(PRUNED_SHARE_MIN=0, ROWS_LET_GO_MIN=1):
         return upkeep.maintain(own, tables, Graces(reader_s, audit_s, idempotency_s), dry_run)
 
 

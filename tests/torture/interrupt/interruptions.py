@@ -51,6 +51,7 @@ from tests.support.inside import (
     Who,
     maintenance,
 )
+from tests.support.limits import limited
 from tests.torture.interrupt.tracing import KINDS, PRODUCT, Interrupted, Place, Tracer
 
 TOPICS = ("orders", "steps")
@@ -412,7 +413,7 @@ def _move_mark(log: CommitLog, content: Content) -> Callable[[], object]:
 @operation("merge op files")
 def _compact(log: CommitLog, content: Content) -> Callable[[], object]:
     def compact() -> None:
-        with patch.object(maintenance, "OP_FILES_MAX", 2):
+        with limited(OP_FILES_MAX=2):
             maintenance.compact_op(log.op)
 
     return compact
@@ -421,7 +422,7 @@ def _compact(log: CommitLog, content: Content) -> Callable[[], object]:
 @operation("upkeep")
 def _upkeep(log: CommitLog, content: Content) -> Callable[[], object]:
     def upkeep() -> None:
-        with patch.object(maintenance, "OP_FILES_MAX", 2):
+        with limited(OP_FILES_MAX=2):
             maintenance.Maintenance(log).run()
 
     return upkeep
@@ -435,7 +436,7 @@ def _drain(log: CommitLog, content: Content) -> Callable[[], object]:
 @operation("maintain", prunes=True)
 def _maintain(log: CommitLog, content: Content) -> Callable[[], object]:
     def maintain() -> None:
-        with patch.object(maintenance, "OP_FILES_MAX", 2), patch.object(maintenance, "MESSAGES_FILES_MAX", 2):
+        with limited(OP_FILES_MAX=2, MESSAGES_FILES_MAX=2):
             log.keep_up(Graces(0.0, 0.0, 0.0))
 
     return maintain

@@ -20,6 +20,7 @@ import rmq_spark as txmq
 from rmq_spark.errors import CommitLogExistsError, LostStagedFileError, NotACommitLogError, StorageError
 from tests.support.half_batches import another, bodies, commit, header_of, prepare
 from tests.support.inside import PROBE, HalfWriter, filesystem, stores
+from tests.support.limits import Limit
 from tests.torture.s3.proxy import proxy
 from tests.torture.s3.server import S3Server
 
@@ -57,10 +58,9 @@ def test_files_in_parts_and_small_ones_are_read_back_as_written(log: txmq.Commit
     assert sorted(log.read("orders", columns=["body"])["body"].to_pylist()) == sorted(sent)
 
 
-def test_upkeep_and_vacuum_work_on_s3(log: txmq.CommitLog, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.inside import maintenance
+def test_upkeep_and_vacuum_work_on_s3(log: txmq.CommitLog, s3: S3Server, limit: Limit) -> None:
 
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 4)
+    limit(OP_FILES_MAX=4)
     for i in range(6):
         commit(log, prepare(log, i))
     log.close()

@@ -1,0 +1,73 @@
+"""Limits of the product that a test makes small, so that a few rows, files or seconds reach them.
+
+The table says where a limit stands. Whoever moves one changes the table, and no test.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import pytest
+
+_STANDS_IN = {
+    "rmq_spark.check.asking": "HUNG_CALLS_MAX",
+    "rmq_spark.check.draining": "AFTER_FAILURE_S",
+    "rmq_spark.check.maintainer": "ORPHANS_EVERY_S",
+    "rmq_spark.check.probe": "ALONE_S_MAX ANSWER_S_MAX",
+    "rmq_spark.commitlog.drain": "OP_ROWS_MAX STEP_MESSAGES_MAX VERSIONS_SKIPPED_MAX",
+    "rmq_spark.commitlog.follower": "OPEN_ROWS_KEPT",
+    "rmq_spark.commitlog.group_commit": "GATHERS_S_MAX",
+    "rmq_spark.commitlog.ledger": "ATTEMPTS_MAX MARK_TRIES_MAX",
+    "rmq_spark.commitlog.maintenance": "MESSAGES_FILES_MAX OP_FILES_MAX REPLACED_FILES_S",
+    "rmq_spark.commitlog.marking": "NAMED_MAX ROWS_LET_GO_MIN",
+    "rmq_spark.commitlog.message_files": "FILE_BYTES_MAX READS_AT_ONCE ROWS_AT_ONCE RUNS_AT_ONCE",
+    "rmq_spark.commitlog.placements": "CACHE_ROWS_MAX",
+    "rmq_spark.commitlog.pruning": "PRUNED_SHARE_MIN",
+    "rmq_spark.commitlog.reading": "FEW_ROWS TOGETHER_MAX",
+    "rmq_spark.commitlog.steps": "SMALL_ROWS_MAX",
+    "rmq_spark.commitlog.stripping": "STRIPPED_BYTES_MIN",
+    "rmq_spark.commitlog.undrained": "UNDRAINED_ROWS_MAX=OP_ROWS_MAX",
+    "rmq_spark.commitlog.walk": "WALK_BYTES_MAX=FILE_BYTES_MAX",
+    "rmq_spark.consumer.member": "AT_EXIT_S_MAX",
+    "rmq_spark.consumer.push": "SEND_AGAIN_S",
+    "rmq_spark.listeners.fence": "PRUNED_AT_ONCE",
+    "rmq_spark.listeners.table": "EACH_MAX",
+    "rmq_spark.metrics.figures": "LOOKS_MAX",
+    "rmq_spark.relay.brokers": "ANSWER_S",
+    "rmq_spark.relay.kafka": "LOOK_AGAIN_S",
+    "rmq_spark.relay.transactions": "SLACK_S TRY_S",
+    "rmq_spark.sink.leases": "LINGER_S",
+    "rmq_spark.source.reader": "BATCH_BYTES_MAX BATCH_ROWS_MIN",
+    "rmq_spark.storage.files": "ROW_GROUP_ROWS",
+    "rmq_spark.storage.pools": "LINGERS_S",
+    "rmq_spark.storage.table": "BACKOFF_S_MAX COMMIT_TRIES_MAX",
+}
+_WHERE = {
+    name.partition("=")[0]: (module, name.rpartition("=")[2])
+    for module, names in _STANDS_IN.items()
+    for name in names.split()
+}
+
+
+class Limit(Protocol):
+    """The fixture ``limit``: ``limit(OP_FILES_MAX=2)`` holds until the test ends."""
+
+    def __call__(self, **limits: Any) -> None: ...
+
+
+def set_limits(patch: pytest.MonkeyPatch, **limits: Any) -> None:
+    """Set some limits, by their names in the table, until the patch is undone."""
+    for name, value in limits.items():
+        module, inner = _WHERE[name]
+        patch.setattr(importlib.import_module(module), inner, value)
+
+
+@contextmanager
+def limited(**limits: Any) -> Iterator[None]:
+    """Some limits, within a ``with`` block."""
+    with pytest.MonkeyPatch.context() as patch:
+        set_limits(patch, **limits)
+        yield
