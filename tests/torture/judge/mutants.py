@@ -35,7 +35,6 @@ from rmq_spark.commitlog import (
     marking,
     own_sends,
     placing,
-    pruning,
     second_look,
     steps,
     stripping,
@@ -1100,22 +1099,16 @@ def _key_as_last_read() -> Iterator[None]:
 
 
 @mutant(
-    "op rows are pruned before their half batch has left", A.LEFT_OPEN, A.DUPLICATE, A.OUTCOME_CHANGED, A.STUCK_HALF,
+    "op rows are pruned that no mark has passed", A.DUPLICATE, A.INCONSISTENT_OFFSETS, A.GAP_IN_QUEUE, A.LOST_WRITE,
     **LEAVES, streams=2, checkers=2, senders=0,
 )  # fmt: skip
-def _pruned_early() -> Iterator[None]:
-    def dead(self: Pruner) -> Any:
-        rows = self._log.op.read(self._log.ledger.archive_paths(), ["kind", "half_id"])
-        ids = rows.filter(pc.equal(rows["kind"], "archived"))["half_id"].combine_chunks()
-        return pruning._Dead(ids, ids)
+def _pruned_above_the_mark() -> Iterator[None]:
+    files = Pruner._files
 
-    def leave(self: Simulation, *_: Any) -> None:
-        self.leave()
+    def all_files(self: Pruner, dead: Any, since: int) -> Any:
+        return files(self, dead, self._log.version + 1)
 
-    with replaced(
-        (Pruner, "_dead", dead), (Leaver, "_remove", lambda *_: None), (Simulation, "mark", leave),
-        (Simulation, "merge", leave), (Simulation, "vacuum", Simulation.move),
-    ):  # fmt: skip
+    with _often_leaving(), replaced((Pruner, "_files", all_files)):
         yield
 
 
