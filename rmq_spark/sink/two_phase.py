@@ -45,6 +45,7 @@ from rmq_spark.errors import (
     ListenerError,
     LocalTransactionError,
     LogFormatError,
+    LostFileError,
     NotACommitLogError,
     OptionError,
     StaleAttemptError,
@@ -420,6 +421,8 @@ class TwoPhase:
             return None
         finally:
             lease.end()  # `with` does not, when an interrupt comes while it enters or leaves
+        if verdicts is None:
+            return None
         run.executed.append((attempt, rows))
         reach("executed", header=header, attempt=attempt)
         return batch, rows, verdicts
@@ -432,7 +435,8 @@ class TwoPhase:
         require_same_fence(run.record.half_id, prepared_with, run.fence_id)
         return self.listener
 
-    def _ask_execute(self, listener: TransactionListener, run: Run, batch: HalfBatch) -> VerdictArray:
+    def _ask_execute(self, listener: TransactionListener, run: Run, batch: HalfBatch) -> VerdictArray | None:
+        """What the local transaction says; None when others settled the half batch while it slept."""
         try:
             answer = returned(listener.execute_local_transaction, batch)
             if answer is None:
@@ -445,6 +449,8 @@ class TwoPhase:
         except FencedError:
             raise
         except (Exception, CancelledError) as problem:
+            if isinstance(problem, LostFileError) and not self._is_pending(run, batch):
+                return None
             if self.on_listener_error == "unknown":
                 said = traceback_of(problem)
                 logger.warning(
@@ -457,6 +463,10 @@ class TwoPhase:
                 f"{type(problem).__name__}: {text_of(problem)}{line_of(problem)}. Its messages stay pending; a check "
                 "or a restart settles them"
             ) from cause_of(problem)
+
+    def _is_pending(self, run: Run, batch: HalfBatch) -> bool:
+        """Whether any message of the batch is pending; HalfBatchLeftError when the half batch has left."""
+        return bool(self.log.state_of(run.record).rows_in((RowState.PENDING,), batch.attempt) & batch.rows)
 
     def _end_fenced(self, run: Run, batch: HalfBatch, rows: RowSet) -> None:
         """A check's tombstone was there first, so the attempt did nothing: the rollback is the check's, and the next

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from rmq_spark import CommitLog
+from rmq_spark import CommitLog, HalfBatch, LocalTransactionState
 from rmq_spark.errors import CorruptLogError, StrippedError, VerdictConflictError
 from tests.support.half_batches import (
     another,
     bodies,
     check_offsets,
     commit,
+    header_of,
     in_half,
     let_leave,
     make_log,
@@ -30,12 +32,15 @@ from tests.support.half_batches import (
 )
 from tests.support.inside import (
     PAYLOAD_COLUMNS,
+    CommitOncePrepared,
     Drainer,
     Graces,
+    HalfWriter,
     Planner,
     RowState,
     Stripper,
     Subscription,
+    TwoPhase,
     Who,
     maintenance,
     native,
@@ -288,6 +293,28 @@ def test_an_older_copy_of_messages_is_not_drained_to_again(log: CommitLog, monke
     monkeypatch.setattr(restored.messages_table, "refresh", lambda: 0)
     with pytest.raises(CorruptLogError, match="an older copy of messages was put in its place"):
         Drainer(restored).run()
+
+
+@pytest.mark.parametrize("query_id", [None, "query"])
+def test_a_local_transaction_that_slept_until_its_messages_went_gets_the_outcome(
+    log: CommitLog, query_id: str | None
+) -> None:
+    """Its read raised, and the sender said that they stay pending. A query's last half batch loses only its payload."""
+
+    class Sleeps(CommitOncePrepared):
+        def execute_local_transaction(self, batch: HalfBatch) -> LocalTransactionState:
+            commit(log, log.get(batch.half_id), who=Who.CHECK)
+            let_leave(log)
+            delete_replaced(log)
+            batch.messages(["body"])
+            return super().execute_local_transaction(batch)
+
+    header = replace(header_of(0), query_id=query_id)
+    writer = HalfWriter(header, log.topics(), "orders", None)
+    files = log.stage(writer, pa.table({"body": ["a", "b"]}).to_batches())
+    outcome = TwoPhase(another(log), Sleeps()).send(header, lambda: files)
+    assert outcome.messages == {RowState.COMMITTED: 2}
+    assert len(bodies(log)) == 2
 
 
 def test_two_who_strip_at_once_leave_one_file(log: CommitLog) -> None:
