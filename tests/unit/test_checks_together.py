@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,12 @@ from rmq_spark import (
 )
 from rmq_spark.errors import FenceError
 from rmq_spark.listener import answers_many
-from tests.support.half_batches import another, make_log, merge_op_files, pending, prepare, share_half_file
+from tests.support.checks import DEADLINE_S, check_times, service, states
+from tests.support.half_batches import another, merge_op_files, pending, prepare, share_half_file
 from tests.support.inside import STARTED, CommitOncePrepared, HalfRecord, RowState, State, Who
 
-pytestmark = pytest.mark.log("memory", "delta", orders=2)
+pytestmark = pytest.mark.log("memory", "delta")
 
-DEADLINE_S = 20.0
 MANY = 12
 
 
@@ -67,25 +66,8 @@ class Many(TransactionListener):
         return [self._answer(batch) for batch in batches]
 
 
-def later() -> datetime:
-    return datetime.now(timezone.utc) + timedelta(hours=1)
-
-
-def service(log: CommitLog, listener: TransactionListener, **more: Any) -> CheckService:
-    return CheckService(log, {"group": listener}, clock=later, **more)
-
-
 def sends(log: CommitLog, count: int = MANY, **more: Any) -> list[HalfRecord]:
     return [prepare(log, 0, 2, app=f"app{n}", **more) for n in range(count)]
-
-
-def counts(log: CommitLog, record: HalfRecord) -> dict[RowState, int]:
-    state = log.state_of(record)
-    return {s: n for s in RowState if (n := state.count(s))}
-
-
-def checks(log: CommitLog, record: HalfRecord) -> int:
-    return log.state_of(record).check_times(pending(log, record))
 
 
 def test_one_question_and_one_commit_settle_all_and_each_has_its_own_verdict(log: CommitLog) -> None:
@@ -100,11 +82,11 @@ def test_one_question_and_one_commit_settle_all_and_each_has_its_own_verdict(log
     assert report.ok
     assert (report.checked.transactions, report.checked.messages) == (MANY, 2 * MANY)
     assert (report.committed.transactions, report.rolled_back.transactions, report.unknown.transactions) == (9, 2, 1)
-    assert [counts(log, r) for r in records[:3]] == [
+    assert [states(log, r) for r in records[:3]] == [
         {RowState.ROLLED_BACK: 2}, {RowState.ROLLED_BACK_BY_CHECK: 2}, {RowState.PENDING: 2},
     ]  # fmt: skip
-    assert all(counts(log, r) == {RowState.COMMITTED: 2} for r in records[3:])
-    assert [checks(log, r) for r in records[2:4]] == [1, 0]
+    assert all(states(log, r) == {RowState.COMMITTED: 2} for r in records[3:])
+    assert [check_times(log, r) for r in records[2:4]] == [1, 0]
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("the bank is closed"), "MAYBE", [COMMIT_MESSAGE] * 2, 42])
@@ -115,8 +97,8 @@ def test_one_without_an_answer_is_asked_alone_and_reported_and_stops_no_other(lo
     report = service(log, listener).run_once()
     assert listener.alone == [bad.half_id]
     assert [half_id for half_id, _ in report.problems] == [bad.half_id]
-    assert (counts(log, bad), checks(log, bad)) == ({RowState.PENDING: 2}, 0)
-    assert all(counts(log, r) == {RowState.COMMITTED: 2} for r in records if r is not bad)
+    assert (states(log, bad), check_times(log, bad)) == ({RowState.PENDING: 2}, 0)
+    assert all(states(log, r) == {RowState.COMMITTED: 2} for r in records if r is not bad)
     assert report.committed.transactions == MANY - 1
 
 
@@ -159,13 +141,13 @@ def test_answers_of_unknown_add_up_whatever_the_mark_has_passed_and_end_in_quara
     listener = Many(dict.fromkeys([r.half_id for r in records], UNKNOWN))
     for times in range(1, 4):
         assert service(another(log), listener, transaction_check_max=3).run_once().unknown.transactions == 4
-        assert [checks(log, r) for r in records] == [times] * 4
+        assert [check_times(log, r) for r in records] == [times] * 4
         if times == 2:
             merge_op_files(log)
     assert listener.together[-1][0].check_times == 2
     report = service(log, listener, transaction_check_max=3).run_once()
     assert (len(listener.together), report.quarantined.transactions) == (3, 4)
-    assert [counts(log, r) for r in records] == [{RowState.QUARANTINED: 2}] * 4
+    assert [states(log, r) for r in records] == [{RowState.QUARANTINED: 2}] * 4
 
 
 def test_the_listener_sees_those_keys_alone_that_are_due(log: CommitLog) -> None:
@@ -182,14 +164,14 @@ def test_the_listener_sees_those_keys_alone_that_are_due(log: CommitLog) -> None
     keys, bodies = mine.messages(["transaction_key"])["transaction_key"], mine.messages(["body", "msg_id"])["body"]
     assert dict(zip(keys.to_pylist(), bodies.to_pylist(), strict=True)) == {"b": b"2", "c": b"4"}
     assert by_id[whole.half_id].transactions.num_rows == 4
-    assert counts(log, record) == {RowState.COMMITTED: 3, RowState.ROLLED_BACK_BY_CHECK: 1}
-    assert counts(log, whole) == {RowState.COMMITTED: 4}
+    assert states(log, record) == {RowState.COMMITTED: 3, RowState.ROLLED_BACK_BY_CHECK: 1}
+    assert states(log, whole) == {RowState.COMMITTED: 4}
 
 
+@pytest.mark.log("delta")
 def test_half_batches_in_a_shared_file_and_large_ones_are_asked_about(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = make_log("delta", tmp_path / "log", orders=2)
     large = [prepare(log, 0, 9, app="large", partitions=3)]
     records = [*sends(log, 3), *large]
     share_half_file(log)
@@ -199,11 +181,11 @@ def test_half_batches_in_a_shared_file_and_large_ones_are_asked_about(
     listener = Many()
     assert service(log, listener).run_once().committed.transactions == len(records)
     assert sorted(listener.alone) == sorted(r.half_id for r in large)
-    assert all(counts(log, r) == {RowState.COMMITTED: r.rows} for r in records)
+    assert all(states(log, r) == {RowState.COMMITTED: r.rows} for r in records)
 
 
-def test_a_damaged_half_batch_hides_no_other(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log", orders=2)
+@pytest.mark.log("delta")
+def test_a_damaged_half_batch_hides_no_other(log: CommitLog) -> None:
     records = sends(log, 4)
     Path(log.path, "half", records[1].files[0].path).write_bytes(b"damaged")
     listener = Many()
@@ -300,10 +282,10 @@ def test_a_fence_answers_for_all_in_two_database_transactions(
     report = service(log, listener).run_once()
     assert begun == [False, True, False], "the rows, all tombstones, and the look with which a round ends"
     assert report.ok
-    assert counts(log, records[0]) == {RowState.COMMITTED: 2}
-    assert counts(log, records[1]) == {RowState.ROLLED_BACK: 2}
+    assert states(log, records[0]) == {RowState.COMMITTED: 2}
+    assert states(log, records[1]) == {RowState.ROLLED_BACK: 2}
     assert log.state_of(records[1]).history[-1].reason == "sold out"
-    assert all(counts(log, r) == {RowState.ROLLED_BACK_BY_CHECK: 2} for r in [*records[2:], young])
+    assert all(states(log, r) == {RowState.ROLLED_BACK_BY_CHECK: 2} for r in [*records[2:], young])
     with pytest.raises(txmq.FencedError):
         listener.execute_local_transaction(log.half_batch(young, young.fresh_state(), 1, young.all_rows))
 
@@ -323,6 +305,6 @@ def test_a_fence_says_unknown_of_the_young_and_nothing_of_one_whose_work_ended_i
     assert [half_id for half_id, _ in report.problems] == [records[1].half_id]
     assert "ended the database transaction" in report.problems[0][1]
     assert (report.committed.transactions, report.unknown.transactions) == (1, 3)
-    assert [checks(log, r) for r in records[1:]] == [0, 1, 1, 1]
+    assert [check_times(log, r) for r in records[1:]] == [0, 1, 1, 1]
     state = log.state_of(records[2])
     assert state.checked_at is not None
