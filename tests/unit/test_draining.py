@@ -13,14 +13,10 @@ import pytest
 from rmq_spark import CommitLog
 from rmq_spark.check import draining as draining_module
 from rmq_spark.errors import OptionError
-from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import another, commit, make_log, prepare
 from tests.support.inside import Drainer, Draining, Maintainer, drained_up_to, maintenance
 
-
-@pytest.fixture
-def log() -> CommitLog:
-    return InMemoryCommitLog(topics={"orders": 2})
+ON_DELTA = pytest.mark.log("delta", orders=1)
 
 
 def drained(log: CommitLog) -> int:
@@ -56,8 +52,8 @@ def test_what_another_one_drained_is_drained_once(log: CommitLog) -> None:
     assert log.messages_table.refresh() == 1, "a drain that finds nothing commits nothing"
 
 
-def test_a_drain_waits_for_no_lock_of_the_sink_and_holds_none(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log", orders=1)
+@ON_DELTA
+def test_a_drain_waits_for_no_lock_of_the_sink_and_holds_none(log: CommitLog) -> None:
     commit(log, prepare(log, 0))
     beside = Draining(log, every=30)
     said: list[int] = []
@@ -69,11 +65,11 @@ def test_a_drain_waits_for_no_lock_of_the_sink_and_holds_none(tmp_path: Path) ->
 
 
 # ---------------------------------------------------------------- again and again
+@ON_DELTA
 def test_drains_go_on_after_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(draining_module, "AFTER_FAILURE_S", 0.01)
-    log = make_log("delta", tmp_path / "log", orders=1)
     commit(log, prepare(log, 0))
     stop = threading.Event()
     tries: list[CommitLog] = []
@@ -94,12 +90,12 @@ def test_drains_go_on_after_a_failure(
     assert "the store does not answer" in caplog.text
 
 
+@ON_DELTA
 def test_an_old_handle_drains_no_log_that_was_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draining_module, "AFTER_FAILURE_S", 0.01)
-    old = make_log("delta", tmp_path / "log", orders=1)
-    beside = Draining(old, every=0.01)
+    beside = Draining(log, every=0.01)
     beside.run_once()
     shutil.rmtree(tmp_path / "log")
     new = make_log("delta", tmp_path / "log", orders=1)

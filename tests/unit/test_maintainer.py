@@ -20,6 +20,8 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import commit, let_leave, make_log, send
 from tests.support.inside import CommitOncePrepared, Graces, Machine, Maintainer, MaintenanceReport
 
+ON_DELTA = pytest.mark.log("delta", orders=1)
+
 
 def rows_drained(log: CommitLog) -> int:
     log.messages_table.refresh()
@@ -33,8 +35,8 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_rounds_go_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = make_log("delta", tmp_path / "log", orders=1)
+@ON_DELTA
+def test_rounds_go_on_after_a_failure(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(log, send(log, "key"))
     stop = threading.Event()
     reports: list[MaintenanceReport] = []
@@ -57,8 +59,7 @@ def test_rounds_go_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.Monkey
     assert log.messages_table.refresh() == 1
 
 
-def test_orphans_are_looked_for_once_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = make_log("memory", tmp_path, orders=1)
+def test_orphans_are_looked_for_once_an_hour(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
     keep_up = type(log).keep_up
 
@@ -75,15 +76,14 @@ def test_orphans_are_looked_for_once_an_hour(tmp_path: Path, monkeypatch: pytest
     assert looks == [True, False, True]
 
 
-def test_a_producer_that_shall_keep_the_log_up_does(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log", orders=1)
-    listener = CommitOncePrepared()
+@ON_DELTA
+def test_a_producer_that_shall_keep_the_log_up_does(log: CommitLog) -> None:
     with pytest.raises(OptionError, match="maintenance_interval"):
-        TransactionMQProducer(log, "shop", listener, maintenance_interval=0)
-    with TransactionMQProducer(log, "shop", listener, check_interval=None, maintenance_interval=0.01) as producer:
+        TransactionMQProducer(log, "shop", maintenance_interval=0)
+    with TransactionMQProducer(log, "shop", check_interval=None, maintenance_interval=0.01) as producer:
         for sent in (1, 2):  # it may be opened again
             producer.start()
-            producer.send_message_in_transaction(Message("orders", "x"))
+            producer.send(Message("orders", "x"))
             wait_until(lambda sent=sent: rows_drained(log) == sent)
             producer.shutdown()
     assert not [thread for thread in threading.enumerate() if thread.name == "txmq-maintainer"]
@@ -127,9 +127,8 @@ def test_fences_are_pruned_once_a_day_a_piece_at_a_time() -> None:
 
 
 def test_a_fence_that_cannot_be_pruned_is_a_warning_a_day_and_stops_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    log: CommitLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = make_log("memory", tmp_path, orders=1)
     bad, good = Keeping(1, OSError("permission denied"), 5), Keeping(3)
     upkeep = Maintainer(log, fences=FencePruner(log, [bad, good]))
     for _ in range(3):
@@ -140,9 +139,9 @@ def test_a_fence_that_cannot_be_pruned_is_a_warning_a_day_and_stops_nothing(
     assert len(bad.asked) == len(good.asked) == 1
 
 
-def test_rounds_of_upkeep_prune_the_fence_of_what_has_left(tmp_path: Path) -> None:
+@ON_DELTA
+def test_rounds_of_upkeep_prune_the_fence_of_what_has_left(log: CommitLog, tmp_path: Path) -> None:
     """Fence rows were never pruned by any job."""
-    log = make_log("delta", tmp_path / "log", orders=1)
     listener = SqlTransactionListener(f"sqlite:///{tmp_path / 'shop.db'}", lambda *_: None)
     listener.create_fence()
     with TransactionMQProducer(log, "shop", listener, check_interval=None) as producer:
@@ -166,9 +165,9 @@ def test_rounds_of_upkeep_prune_the_fence_of_what_has_left(tmp_path: Path) -> No
         wait_until(lambda: rows() == 0)
 
 
-def test_an_interval_is_a_time(tmp_path: Path) -> None:
+def test_an_interval_is_a_time(log: CommitLog) -> None:
     with pytest.raises(OptionError):
-        Maintainer(make_log("memory", tmp_path, orders=1), 0)
+        Maintainer(log, 0)
 
 
 def test_a_log_that_was_made_anew_is_not_kept_up_by_an_old_handle(tmp_path: Path) -> None:
