@@ -43,7 +43,7 @@ class Many(TransactionListener):
     answers: dict[str, Any] = field(default_factory=dict)
     together: list[list[HalfBatch]] = field(default_factory=list)
     alone: list[str] = field(default_factory=list)
-    fails: Exception | None = None
+    at_once: Any = None
     store_id: str | None = None
 
     def execute_local_transaction(self, batch: HalfBatch) -> Any:
@@ -61,9 +61,9 @@ class Many(TransactionListener):
 
     def check_local_transactions(self, batches: Sequence[HalfBatch]) -> Any:
         self.together.append(list(batches))
-        if self.fails is not None:
-            raise self.fails
-        return [self._answer(batch) for batch in batches]
+        if isinstance(self.at_once, Exception):
+            raise self.at_once
+        return self.at_once or [self._answer(batch) for batch in batches]
 
 
 def sends(log: CommitLog, count: int = MANY, **more: Any) -> list[HalfRecord]:
@@ -102,22 +102,15 @@ def test_one_without_an_answer_is_asked_alone_and_reported_and_stops_no_other(lo
     assert report.committed.transactions == MANY - 1
 
 
-def test_a_question_that_fails_is_asked_one_by_one(log: CommitLog) -> None:
+@pytest.mark.parametrize("together", [OSError("too many at once"), [ROLLBACK_MESSAGE]])
+def test_a_question_that_fails_or_has_too_few_answers_is_asked_one_by_one(log: CommitLog, together: Any) -> None:
     records = sends(log)
     bad = records[0].half_id
-    listener = Many({bad: FenceError("not mine")}, fails=OSError("too many at once"))
+    listener = Many({bad: FenceError("not mine")}, at_once=together)
     report = service(log, listener).run_once()
     assert (len(listener.together), listener.alone) == (1, [r.half_id for r in records])
     assert [half_id for half_id, _ in report.problems] == [bad]
-    assert report.checked.transactions == MANY - 1
-
-
-def test_too_few_answers_are_no_answers(log: CommitLog) -> None:
-    records = sends(log)
-    listener = Many()
-    listener.check_local_transactions = lambda batches: [ROLLBACK_MESSAGE]  # type: ignore[method-assign]
-    assert service(log, listener).run_once().committed.transactions == MANY
-    assert listener.alone == [r.half_id for r in records]
+    assert report.committed.transactions == report.checked.transactions == MANY - 1
 
 
 def test_those_that_are_leased_in_conflict_or_settled_are_left_alone(log: CommitLog) -> None:
