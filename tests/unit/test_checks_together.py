@@ -19,14 +19,12 @@ from rmq_spark import (
     CheckService,
     CommitLog,
     HalfBatch,
-    PerMessageListener,
     Rollback,
     SqlTransactionListener,
     TransactionListener,
     create_fence,
 )
 from rmq_spark.errors import FenceError
-from rmq_spark.listener import answers_many
 from tests.support.checks import DEADLINE_S, check_times, service, states
 from tests.support.half_batches import another, merge_op_files, pending, prepare, share_half_file
 from tests.support.inside import STARTED, CommitOncePrepared, HalfRecord, RowState, State, Who
@@ -226,23 +224,21 @@ def test_a_half_batch_of_another_store_is_not_asked_about_together(log: CommitLo
     assert listener.alone == []
 
 
-def test_a_subclass_that_answers_one_is_asked_one_by_one() -> None:
+def test_who_overrides_how_one_is_answered_is_asked_one_by_one(log: CommitLog, tmp_path: Path) -> None:
+    """The fence could answer for all of them at once, and would roll them back."""
+    url = f"sqlite:///{tmp_path / 'shop.db'}"
+
     class Quiet(SqlTransactionListener):
         def check_local_transaction(self, batch: HalfBatch) -> Any:
             return UNKNOWN
 
-    class Louder(Many):
-        pass
-
-    assert answers_many(Louder())
-    assert answers_many(SqlTransactionListener("sqlite://"))
-    changed = SqlTransactionListener("sqlite://")
+    changed = SqlTransactionListener(url, rollback_after=0.0)
     changed.check_local_transaction = lambda batch: UNKNOWN  # type: ignore[method-assign]
-    assert not answers_many(changed)
-    assert not answers_many(Quiet("sqlite://"))
-    assert not answers_many(PerMessageListener(CommitOncePrepared()))
-    one = CommitOncePrepared()
-    assert list(one.check_local_transactions([])) == []
+    sends(log, 3, fence_id=create_fence(url))
+    for listener in (Quiet(url, rollback_after=0.0), changed):
+        assert service(log, listener).run_once().unknown.transactions == 3
+    assert service(log, SqlTransactionListener(url, rollback_after=0.0)).run_once().rolled_back.transactions == 3
+    assert list(CommitOncePrepared().check_local_transactions([])) == []
 
 
 # ---------------------------------------------------------------- a fence

@@ -53,10 +53,20 @@ QUERY = "0d7f2a1c"
 SEND = "send.shop."
 
 
+Messages = Callable[[sa.Connection, ExecutedAttempt], pa.Table]
+
+
+def messages_of(connection: sa.Connection, attempt: ExecutedAttempt) -> pa.Table:
+    """Make the messages of what was executed again, from its rows."""
+    query = sa.text("select body from orders where half_id = :id and attempt = :attempt")
+    found = connection.execute(query, {"id": attempt.half_id, "attempt": attempt.attempt}).scalars().all()
+    return pa.table({"body": pa.array(found, pa.string()), "topic": ["orders"] * len(found)})
+
+
 class Shop:
     """A log, its database, a program that sends under keys, and a stream with a checkpoint."""
 
-    def __init__(self, folder: Path, makes_again: bool = True) -> None:
+    def __init__(self, folder: Path, messages: Messages | None = messages_of) -> None:
         self.folder = folder
         self.log = CommitLog.create(folder / "log")
         self.log.create_topic("orders", 2)
@@ -64,9 +74,8 @@ class Shop:
         self.engine = sa.create_engine(self.url)
         with self.engine.begin() as connection:
             connection.execute(sa.text("create table orders (body text, half_id text, attempt int)"))
-        again = self.messages if makes_again else None
         self.listener = SqlTransactionListener(
-            self.engine, self.work, per_transaction=True, rollback_after=0, messages=again
+            self.engine, self.work, per_transaction=True, rollback_after=0, messages=messages
         )
         self.listener.create_fence()
         self.checkpoint = folder / "checkpoint"
@@ -83,11 +92,6 @@ class Shop:
         batch = transaction.batch
         rows = [{"body": body, "id": batch.half_id, "attempt": batch.attempt} for body in found]
         connection.execute(sa.text("insert into orders values (:body, :id, :attempt)"), rows)
-
-    def messages(self, connection: sa.Connection, attempt: ExecutedAttempt) -> pa.Table:
-        query = sa.text("select body from orders where half_id = :id and attempt = :attempt")
-        found = connection.execute(query, {"id": attempt.half_id, "attempt": attempt.attempt}).scalars().all()
-        return pa.table({"body": pa.array(found, pa.string()), "topic": ["orders"] * len(found)})
 
     def rows(self) -> list[str]:
         with self.engine.connect() as connection:
@@ -357,7 +361,7 @@ def test_what_is_lost_comes_back_when_that_is_applied_and_a_retry_finds_it(
 
 
 def test_what_nobody_can_make_again_is_listed_as_the_database_sees_it(tmp_path: Path) -> None:
-    shop = Shop(tmp_path, makes_again=False)
+    shop = Shop(tmp_path, messages=None)
     shop.back_up()
     shop.send("key", "1", "2")
     shop.lose()
@@ -367,21 +371,18 @@ def test_what_nobody_can_make_again_is_listed_as_the_database_sees_it(tmp_path: 
     assert bodies(shop.log) == []
 
 
-def test_a_function_that_fails_or_makes_what_cannot_be_sent_is_told_and_stops_nothing_else(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shop.back_up()
-    for key in ("good", "broken", "nowhere"):
-        shop.send(key)
-    shop.lose()
-
+def test_a_function_that_fails_or_makes_what_cannot_be_sent_is_told_and_stops_nothing_else(tmp_path: Path) -> None:
     def messages(connection: sa.Connection, attempt: ExecutedAttempt) -> pa.Table:
         key = str(attempt.app_id).removeprefix(SEND)
         if key == "broken":
             raise ZeroDivisionError("no rows")
         return pa.table({"body": [key], "topic": ["unknown" if key == "nowhere" else "orders"]})
 
-    monkeypatch.setattr(shop.listener, "_messages", messages)
+    shop = Shop(tmp_path, messages)
+    shop.back_up()
+    for key in ("good", "broken", "nowhere"):
+        shop.send(key)
+    shop.lose()
     report = shop.reconcile(apply=True)
     assert bodies(shop.log) == ["good"]
     said = {str(f.app_id).removeprefix(SEND): f.what for f in report.left}
