@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -133,6 +134,33 @@ def insert_all(connection: sa.Connection, batch: HalfBatch) -> None:
 def insert_one(connection: sa.Connection, transaction: HalfTransaction) -> None:
     lines = transaction.decode("id string, line long")
     connection.execute(orders.insert(), {"id": lines["id"][0].as_py(), "lines": lines.num_rows})
+
+
+def inserts_and(ends: Any, insert: Callable[..., None] = insert_all) -> Callable[..., Any]:
+    """Work that inserts, and then returns this or raises it."""
+
+    def work(connection: sa.Connection, asked: Any) -> Any:
+        insert(connection, asked)
+        if isinstance(ends, Exception):
+            raise ends
+        return ends
+
+    return work
+
+
+class Held:
+    """Work that has inserted and is still running, until it may end: then it returns this, or raises it."""
+
+    def __init__(self, ends: Any = None) -> None:
+        self.ends, self.running, self.may_end = ends, threading.Event(), threading.Event()
+
+    def __call__(self, connection: sa.Connection, batch: HalfBatch) -> Any:
+        insert_all(connection, batch)
+        self.running.set()
+        assert self.may_end.wait(30)
+        if isinstance(self.ends, Exception):
+            raise self.ends
+        return self.ends
 
 
 def listener(url: sa.URL | sa.Engine, work: Callable[..., Any] = insert_all, **settings: Any) -> SqlTransactionListener:

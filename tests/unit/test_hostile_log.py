@@ -33,54 +33,38 @@ ON_DELTA = pytest.mark.log("delta", orders=1)
 
 
 # ---------------------------------------------------------------- what is no log
-def a_missing_folder(path: Path) -> None:
-    pass
-
-
-def an_empty_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def a_delta_table(path: Path) -> None:
-    DeltaTable.create(str(path), schema=Schema.from_arrow(TOPICS_SCHEMA))
-
-
-def a_table_named_topics(path: Path) -> None:
-    DeltaTable.create(str(path / "topics"), schema=Schema.from_arrow(TOPICS_SCHEMA))
 
 
 def topics_alone(path: Path) -> None:
     DeltaLogTable.create(str(path / "topics"), "topics", TOPICS_SCHEMA, None, {"txmq.format": str(opening.FORMAT)})
 
 
-def a_log_without_its_entries(path: Path) -> None:
+def without_entries(path: Path) -> None:
     CommitLog.create(path)
     for entry in (path / "op" / "_delta_log").iterdir():
         entry.unlink()
 
 
-def a_log_with_a_broken_entry(path: Path) -> None:
+def with_a_broken_entry(path: Path) -> None:
     CommitLog.create(path)
-    entry = path / "op" / "_delta_log" / f"{0:020d}.json"
-    entry.write_text("{not json")
+    (path / "op" / "_delta_log" / f"{0:020d}.json").write_text("{not json")
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        a_missing_folder,
-        an_empty_folder,
-        a_delta_table,
-        a_table_named_topics,
-        topics_alone,
-        a_log_without_its_entries,
-        a_log_with_a_broken_entry,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_a_path_that_is_no_commit_log_is_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
+NO_LOGS: dict[str, Callable[[Path], object]] = {
+    "a missing folder": lambda path: None,
+    "an empty folder": Path.mkdir,
+    "a Delta table": lambda path: DeltaTable.create(str(path), schema=Schema.from_arrow(TOPICS_SCHEMA)),
+    "a table named topics": lambda p: DeltaTable.create(str(p / "topics"), schema=Schema.from_arrow(TOPICS_SCHEMA)),
+    "topics alone": topics_alone,
+    "a log without its entries": without_entries,
+    "a log with a broken entry": with_a_broken_entry,
+}
+
+
+@pytest.mark.parametrize("what", NO_LOGS)
+def test_a_path_that_is_no_commit_log_is_named(tmp_path: Path, what: str) -> None:
     path = tmp_path / "log"
-    make(path)
+    NO_LOGS[what](path)
     with pytest.raises(NotACommitLogError, match=str(path)):
         CommitLog.open(path)
 

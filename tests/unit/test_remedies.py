@@ -48,20 +48,22 @@ NAMES = {-2: "-2 for earliest", -1: "-1 for latest"}
 
 
 @pytest.mark.parametrize(
-    ("option", "streaming", "taken"),
+    ("option", "streaming", "taken", "advised"),
     [
-        ("startingOffsets", False, {-2: 0}),
-        ("startingOffsets", True, {-2: 0, -1: 2}),
-        ("endingOffsets", False, {-1: 2}),
+        ("startingOffsets", False, {-2: 0}, ", or -2 for earliest"),
+        ("startingOffsets", True, {-2: 0, -1: 2}, ", or -1 for latest, or -2 for earliest"),
+        ("endingOffsets", False, {-1: 2}, ", or -1 for latest"),
     ],
 )
-def test_each_mark_that_is_advised_for_a_queue_that_was_left_out_is_taken(
-    log: CommitLog, option: str, streaming: bool, taken: dict[int, int]
+def test_each_mark_that_is_advised_in_the_place_of_an_offset_is_taken(
+    log: CommitLog, option: str, streaming: bool, taken: dict[int, int], advised: str
 ) -> None:
     """A batch advised -1 for its start, and -2 for its end, and refused them."""
     with pytest.raises(txmq.OffsetError, match="leaves out queue 1") as caught:
         bound_of(log, option, '{"orders": {"0": 1}}', streaming)
     assert {mark for mark, words in NAMES.items() if words in str(caught.value)} == set(taken)
+    with pytest.raises(txmq.OffsetError, match=f"has -3 for .*: at least 0 is expected{advised}$"):
+        bound_of(log, option, '{"orders": {"0": -3, "1": 0}}', streaming)
     for mark, there in taken.items():
         given = json.dumps({"orders": {"0": 1, "1": mark}})
         assert bound_of(log, option, given, streaming) == {ZERO: 1, ONE: there}
@@ -75,21 +77,6 @@ def test_a_reset_takes_the_marks_that_it_advises_for_a_queue_that_was_left_out(l
     there = {-1: 2, -2: 0}[mark]
     assert group.reset({"orders": {"0": 1, "1": mark}}) == {ZERO: 1, ONE: there} == group.positions()
     assert group.reset({"orders": {"1": mark}}, others_stay=True) == {ONE: there}
-
-
-@pytest.mark.parametrize(
-    ("option", "streaming", "advised"),
-    [
-        ("startingOffsets", True, ", or -1 for latest, or -2 for earliest"),
-        ("startingOffsets", False, ", or -2 for earliest"),
-        ("endingOffsets", False, ", or -1 for latest"),
-    ],
-)
-def test_an_offset_that_is_too_small_is_told_the_marks_that_are_taken(
-    log: CommitLog, option: str, streaming: bool, advised: str
-) -> None:
-    with pytest.raises(txmq.OffsetError, match=f"has -3 for .*: at least 0 is expected{advised}$"):
-        bound_of(log, option, '{"orders": {"0": -3, "1": 0}}', streaming)
 
 
 @pytest.mark.parametrize("option", ["startingOffsets", "endingOffsets"])

@@ -52,12 +52,14 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Ahead
 from tests.support.fences import (
     OLD,
+    Held,
     check,
     execute,
     fence_rows,
     half_batch,
     insert_all,
     insert_one,
+    inserts_and,
     listener,
     make_orders,
     orders,
@@ -194,18 +196,12 @@ def test_strange_keys_are_fenced_like_any_other(url: sa.URL, fence: str) -> None
 
 # ---------------------------------------------------------------- what work says
 @pytest.mark.parametrize("per", ["batch", "key", "message"])
-@pytest.mark.parametrize("way", ["returned", "raised"])
+@pytest.mark.parametrize("way", [ROLLBACK, Rollback("no stock")], ids=["returned", "raised"])
 def test_a_rollback_of_the_whole_batch_undoes_the_work_and_is_recorded(
-    url: sa.URL, fence: str, per: str, way: str
+    url: sa.URL, fence: str, per: str, way: Any
 ) -> None:
-    def refuse(connection: sa.Connection, batch: HalfBatch) -> Any:
-        insert_all(connection, batch)
-        if way == "raised":
-            raise Rollback("no stock")
-        return ROLLBACK
-
     batch = half_batch(fence, per=per)
-    assert execute(url, batch, refuse) == [ROLLBACK]
+    assert execute(url, batch, inserts_and(way)) == [ROLLBACK]
     assert stored(url) == {}
     assert set(fence_rows(url).values()) == {"rolled_back"}
     assert check(url, batch) == [ROLLBACK]
@@ -213,15 +209,10 @@ def test_a_rollback_of_the_whole_batch_undoes_the_work_and_is_recorded(
     assert stored(url) == {}
 
 
-@pytest.mark.parametrize("way", ["returned", "raised"])
-def test_a_savepoint_a_key_rolls_back_that_key_alone(url: sa.URL, fence: str, way: str) -> None:
+@pytest.mark.parametrize("way", [ROLLBACK, Rollback()], ids=["returned", "raised"])
+def test_a_savepoint_a_key_rolls_back_that_key_alone(url: sa.URL, fence: str, way: Any) -> None:
     def refuse_b(connection: sa.Connection, transaction: HalfTransaction) -> Any:
-        insert_one(connection, transaction)
-        if transaction.transaction_key == "b":
-            if way == "raised":
-                raise Rollback
-            return ROLLBACK
-        return None
+        return inserts_and(way if transaction.transaction_key == "b" else None, insert_one)(connection, transaction)
 
     batch = half_batch(fence, per="key")
     assert execute(url, batch, refuse_b, per_transaction=True) == [COMMIT, ROLLBACK, COMMIT]
@@ -322,10 +313,7 @@ def test_work_for_some_transactions_that_ran_before(url: sa.URL, fence: str) -> 
 def test_what_work_may_not_return_leaves_the_batch_pending(
     url: sa.URL, fence: str, result: Any, per: str, message: str
 ) -> None:
-    def work(connection: sa.Connection, asked: Any) -> Any:
-        (insert_one if per == "key" else insert_all)(connection, asked)
-        return result
-
+    work = inserts_and(result, insert_one if per == "key" else insert_all)
     with pytest.raises(VerdictError, match=message):
         execute(url, half_batch(fence, per=per), work, per_transaction=per == "key")
     assert stored(url) == fence_rows(url) == {}
@@ -531,30 +519,18 @@ def test_a_refusal_after_a_caught_database_error_is_recorded(url: sa.URL, fence:
 
 def test_a_check_that_waits_for_a_refusal_hears_of_it(url: sa.URL, fence: str) -> None:
     """The claim was given up before the refusal was recorded: the check took its place, and the work ran again."""
-    running, finish = threading.Event(), threading.Event()
-
-    def refuse(connection: sa.Connection, batch: HalfBatch) -> None:
-        running.set()
-        assert finish.wait(30)
-        raise Rollback("no stock")
-
     for number in range(5):
-        batch = half_batch(fence, half_id=f"app-{number}", age=OLD)
+        batch, refuse = half_batch(fence, half_id=f"app-{number}", age=OLD), Held(Rollback("no stock"))
         with ThreadPoolExecutor(2) as pool:
-            running.clear(), finish.clear()
-            executed = pool.submit(listener(url, refuse).execute_local_transaction, batch)
-            assert running.wait(30)
+            executed = pool.submit(execute, url, batch, refuse)
+            assert refuse.running.wait(30)
             checked = pool.submit(listener(url, lock_timeout=20).check_local_transaction, batch)
-            wait_until_it_waits(checked)
-            finish.set()
-            assert verdicts(executed.result()) == [ROLLBACK]
+            with contextlib.suppress(FutureTimeoutError):
+                checked.result(timeout=0.3)  # now it waits
+            refuse.may_end.set()
+            assert executed.result() == [ROLLBACK]
             (said,) = checked.result().distinct  # type: ignore[union-attr]
             assert (said.refused, said.reason) == (True, "no stock")
-
-
-def wait_until_it_waits(checked: Any) -> None:
-    with contextlib.suppress(FutureTimeoutError):
-        checked.result(timeout=0.3)
 
 
 # ---------------------------------------------------------------- the places of a restored log
@@ -641,43 +617,30 @@ def test_two_executes_of_one_attempt_run_the_work_once(url: sa.URL, fence: str) 
 
 
 def test_a_check_of_a_running_local_transaction_is_unknown_and_quick(url: sa.URL, fence: str) -> None:
-    running, finish = threading.Event(), threading.Event()
-
-    def work(connection: sa.Connection, batch: HalfBatch) -> None:
-        insert_all(connection, batch)
-        running.set()
-        assert finish.wait(30)
-
-    batch = half_batch(fence, per="key", age=OLD)
+    batch, work = half_batch(fence, per="key", age=OLD), Held()
     assert batch.transactions.num_rows == 3
     with ThreadPoolExecutor(1) as pool:
-        executed = pool.submit(listener(url, work).execute_local_transaction, batch)
-        assert running.wait(30)
+        executed = pool.submit(execute, url, batch, work)
+        assert work.running.wait(30)
         started = time.monotonic()
         assert check(url, batch, lock_timeout=0.2) == [UNKNOWN]
         assert "its local transaction is running" in str(batch.reason)
         took_s = time.monotonic() - started
-        finish.set()
-        assert verdicts(executed.result()) == [COMMIT]
+        work.may_end.set()
+        assert executed.result() == [COMMIT]
     assert 0.1 < took_s < 3
     assert check(url, batch) == [COMMIT]
 
 
 def test_a_check_waits_for_a_local_transaction_that_ends_in_time(url: sa.URL, fence: str) -> None:
-    running = threading.Event()
-
-    def work(connection: sa.Connection, batch: HalfBatch) -> None:
-        insert_all(connection, batch)
-        running.set()
-        time.sleep(0.3)
-
-    batch = half_batch(fence, age=OLD)
+    batch, work = half_batch(fence, age=OLD), Held()
     assert batch.transactions.num_rows == 1
     with ThreadPoolExecutor(1) as pool:
-        executed = pool.submit(listener(url, work).execute_local_transaction, batch)
-        assert running.wait(30)
+        executed = pool.submit(execute, url, batch, work)
+        assert work.running.wait(30)
+        threading.Timer(0.3, work.may_end.set).start()
         assert check(url, batch, lock_timeout=20) == [COMMIT]
-        assert verdicts(executed.result()) == [COMMIT]
+        assert executed.result() == [COMMIT]
 
 
 # ---------------------------------------------------------------- the fence
