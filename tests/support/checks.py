@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from rmq_spark import CheckReport, CheckService, CommitLog, TransactionListener
+from rmq_spark import COMMIT_MESSAGE, CheckReport, CheckService, CommitLog, TransactionListener
 from tests.support.half_batches import pending
 from tests.support.inside import HalfRecord, RowState
 from tests.support.listeners import Scripted
@@ -55,3 +56,23 @@ def states(log: CommitLog, record: HalfRecord) -> dict[RowState, int]:
 def check_times(log: CommitLog, record: HalfRecord) -> int:
     """How often the pending rows were checked."""
     return log.state_of(record).check_times(pending(log, record))
+
+
+class Hangs:
+    """An answer that does not come before it may."""
+
+    def __init__(self, answer: Any = COMMIT_MESSAGE) -> None:
+        self.answer, self.asked, self.may_come = answer, threading.Event(), threading.Event()
+
+    def __call__(self, *_: object) -> Any:
+        self.asked.set()
+        self.may_come.wait(DEADLINE_S)
+        return self.answer
+
+    def let_come(self) -> None:
+        """Let the answer come, and wait until the service has it: when the threads in which it asks have ended."""
+        self.may_come.set()
+        for thread in threading.enumerate():
+            if thread.name == "txmq-check":
+                thread.join(DEADLINE_S)
+                assert not thread.is_alive()

@@ -36,7 +36,7 @@ from rmq_spark.check import asking
 from rmq_spark.check.policy import DiscardPolicy
 from rmq_spark.errors import FenceError, ListenerError, LostFileError, OptionError, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.checks import DEADLINE_S, Clock, check, check_times, later, service, states
+from tests.support.checks import DEADLINE_S, Clock, Hangs, check, check_times, later, service, states
 from tests.support.consumers import Steps, memory_log
 from tests.support.half_batches import another, bodies, commit, pending, prepare, roll_back, split
 from tests.support.inside import (
@@ -528,28 +528,24 @@ def given_up(log: CommitLog, policy: Any = "quarantine", after: Any = COMMIT) ->
 
 
 @ON_BOTH
-def test_quarantine_then_resume_then_commit(log: CommitLog) -> None:
+@pytest.mark.parametrize("policy", ["quarantine", "rollback"])
+def test_what_was_given_up_is_asked_about_anew_under_the_same_attempt_when_it_is_brought_back(
+    log: CommitLog, policy: str
+) -> None:
     record = prepare(log, 0, 4)
-    checker, listener = given_up(log)
-    checker.run_once()
-    assert states(log, record) == {RowState.QUARANTINED: 4}
-    assert log.resume(record.half_id) == 4
+    checker, listener = given_up(log, policy)
+    report = checker.run_once()
+    if policy == "quarantine":
+        assert states(log, record) == {RowState.QUARANTINED: 4}
+        assert log.resume(record.half_id) == 4
+    else:
+        assert report.discarded.transactions == 1
+        assert states(log, record) == {RowState.ROLLED_BACK_BY_DISCARD: 4}
+        reopen(log, record, 1)
     checker.clock = Clock(log.state_of(record).opened_at[1] + timedelta(seconds=6))
     report = checker.run_once()
-    assert listener.checked[-1].check_times == 0
+    assert (listener.checked[-1].attempt, listener.checked[-1].check_times) == (1, 0)
     assert report.committed.messages == 4
-    assert len(bodies(log)) == 4
-
-
-@ON_BOTH
-def test_discard_by_rollback_can_be_reopened_by_a_late_replay_under_the_same_attempt(log: CommitLog) -> None:
-    record = prepare(log, 0, 4)
-    checker, listener = given_up(log, "rollback")
-    assert checker.run_once().discarded.transactions == 1
-    assert states(log, record) == {RowState.ROLLED_BACK_BY_DISCARD: 4}
-    reopen(log, record, 1)
-    checker.run_once()
-    assert listener.checked[-1].attempt == 1
     assert len(bodies(log)) == 4
 
 
@@ -801,16 +797,8 @@ def test_a_decision_that_cannot_be_made_stops_no_other(log: CommitLog, monkeypat
 @ON_BOTH
 def test_a_hung_listener_ends_the_round_in_time_and_the_next_begins_with_the_rest(log: CommitLog) -> None:
     hung, second, third = (prepare(log, i, 4) for i in range(3))
-    release = threading.Event()
-    threads: list[threading.Thread] = []
-
-    def answer(batch: HalfBatch) -> LocalTransactionState:
-        threads.append(threading.current_thread())
-        if batch.half_id == hung.half_id:
-            release.wait(DEADLINE_S)
-        return COMMIT
-
-    listener = Scripted(check=answer)
+    answer = Hangs()
+    listener = Scripted(check=[answer, COMMIT])
     checker = service(log, listener, round_timeout=0.2)
     started = time.monotonic()
     report = checker.run_once()
@@ -823,10 +811,7 @@ def test_a_hung_listener_ends_the_round_in_time_and_the_next_begins_with_the_res
     assert states(log, third) == {RowState.COMMITTED: 4}
     assert states(log, hung) == {RowState.PENDING: 4}
     assert [h for h, _ in report.problems] == [hung.half_id]
-    release.set()
-    for thread in threads:  # an answer is there when its thread has ended
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
+    answer.let_come()
     report = checker.run_once()
     assert report.committed.messages == 4, "an answer that came late is used, and nobody is asked twice"
     assert len(listener.asked) == 3
@@ -846,14 +831,14 @@ def test_too_many_hung_calls_stop_the_asking(log: CommitLog, monkeypatch: pytest
     monkeypatch.setattr(asking, "HUNG_CALLS_MAX", 1)
     prepare(log, 0)
     prepare(log, 1)
-    release = threading.Event()
-    listener = Scripted(check=lambda batch: release.wait(DEADLINE_S) and None)
+    answer = Hangs()
+    listener = Scripted(check=answer)
     checker = service(log, listener, round_timeout=0.05)
     checker.run_once()
     report = checker.run_once()
     assert len(listener.checked) == 1
     assert any("restart the checker" in sentence for _, sentence in report.problems)
-    release.set()
+    answer.let_come()
 
 
 def test_without_a_time_limit_listeners_are_called_from_the_callers_thread(log: CommitLog) -> None:
@@ -893,19 +878,14 @@ def test_run_goes_on_until_it_is_told_to_stop_also_after_a_round_that_fails_as_a
 
 def test_stopping_does_not_wait_for_a_hung_listener(log: CommitLog) -> None:
     prepare(log, 0)
-    stop, asked, release = threading.Event(), threading.Event(), threading.Event()
-
-    def answer(batch: HalfBatch) -> None:
-        asked.set()
-        release.wait(DEADLINE_S)
-
+    stop, answer = threading.Event(), Hangs()
     thread = threading.Thread(target=service(log, Scripted(check=answer)).run, args=(stop,))
     thread.start()
-    assert asked.wait(DEADLINE_S)
+    assert answer.asked.wait(DEADLINE_S)
     stop.set()
     thread.join(DEADLINE_S / 2)
     assert not thread.is_alive()
-    release.set()
+    answer.let_come()
 
 
 @ON_BOTH

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from rmq_spark import (
     create_fence,
 )
 from rmq_spark.errors import FenceError
-from tests.support.checks import DEADLINE_S, check_times, service, states
+from tests.support.checks import DEADLINE_S, Hangs, check_times, service, states
 from tests.support.half_batches import another, merge_op_files, pending, prepare, share_half_file
 from tests.support.inside import STARTED, CommitOncePrepared, HalfRecord, RowState, State, Who
 
@@ -187,15 +186,8 @@ def test_a_damaged_half_batch_hides_no_other(log: CommitLog) -> None:
 
 def test_a_hung_question_ends_the_round_and_its_answers_are_used_later(log: CommitLog) -> None:
     records = sends(log, 3)
-    release, came = threading.Event(), threading.Event()
-    listener = Many()
-
-    def hang(batch: HalfBatch) -> Any:
-        release.wait(DEADLINE_S)
-        came.set()
-        return COMMIT_MESSAGE
-
-    listener.answers[records[0].half_id] = hang
+    answer = Hangs()
+    listener = Many({records[0].half_id: answer})
     checker = service(log, listener, round_timeout=0.2)
     report = checker.run_once()
     assert [half_id for half_id, _ in report.problems] == [r.half_id for r in records]
@@ -203,14 +195,10 @@ def test_a_hung_question_ends_the_round_and_its_answers_are_used_later(log: Comm
     new = prepare(log, 0, 2, app="new")
     checker.round_timeout = DEADLINE_S
     assert checker.run_once().committed.transactions == 1  # the new one
-    release.set()
-    for thread in threading.enumerate():
-        if thread.name == "txmq-check":
-            thread.join(DEADLINE_S)
+    answer.let_come()
     assert checker.run_once().committed.transactions == 3
-    assert [[b.half_id for b in batches] for batches in listener.together] == [
-        [r.half_id for r in records], [new.half_id],
-    ]  # fmt: skip
+    asked = [[batch.half_id for batch in batches] for batches in listener.together]
+    assert asked == [[r.half_id for r in records], [new.half_id]]
     assert listener.alone == []
 
 

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from rmq_spark import CheckService, CommitLog, SqlTransactionListener, TableListener, TransactionListener
 from rmq_spark.check import probe
-from tests.support.checks import DEADLINE_S
+from tests.support.checks import DEADLINE_S, Hangs
 from tests.support.consumers import memory_log
 from tests.support.inside import Machine
 from tests.support.listeners import Scripted
@@ -133,15 +133,15 @@ def test_a_database_that_hangs_is_reported_and_holds_up_no_other(
 ) -> None:
     monkeypatch.setattr(probe, "ANSWER_S_MAX", 0.2)
     monkeypatch.setattr(probe, "ALONE_S_MAX", 0.1)
-    release = threading.Event()
-    hung, other = Asked(lambda: release.wait(DEADLINE_S)), Asked()
+    answer = Hangs()
+    hung, other = Asked(answer), Asked()
     service = CheckService(log, {"hung": hung, "other": other})
     for _ in range(2):
         ((_, sentence),) = service.run_once().problems
         assert "producer group 'hung'" in sentence
         assert "has not answered for" in sentence
     assert (len(hung.threads), len(other.threads)) == (1, 2)
-    release.set()
+    answer.may_come.set()
     hung.threads[0].join(DEADLINE_S)
     assert service.run_once().ok
     assert service.run_once().ok
@@ -149,23 +149,18 @@ def test_a_database_that_hangs_is_reported_and_holds_up_no_other(
 
 
 def test_stopping_does_not_wait_for_a_database_that_hangs(log: CommitLog) -> None:
-    stop, asked, release = threading.Event(), threading.Event(), threading.Event()
-
-    def hang() -> None:
-        asked.set()
-        release.wait(DEADLINE_S)
-
+    stop, answer = threading.Event(), Hangs()
     reports: list[Any] = []
-    service = CheckService(log, {"shop": Asked(hang)})
+    service = CheckService(log, {"shop": Asked(answer)})
     thread = threading.Thread(target=service.run, args=(stop, reports.append))
     thread.start()
-    assert asked.wait(DEADLINE_S)
+    assert answer.asked.wait(DEADLINE_S)
     stopped_s = time.monotonic()
     stop.set()
     thread.join(DEADLINE_S)
     assert time.monotonic() - stopped_s < probe.ANSWER_S_MAX / 2
     assert [report.ok for report in reports] == [True]
-    release.set()
+    answer.may_come.set()
 
 
 def test_without_a_time_limit_the_question_is_asked_in_the_callers_thread(log: CommitLog) -> None:
