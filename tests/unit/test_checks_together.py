@@ -28,7 +28,9 @@ from tests.support.checks import DEADLINE_S, Hangs, check_times, service, states
 from tests.support.half_batches import another, merge_op_files, pending, prepare, share_half_file
 from tests.support.inside import STARTED, CommitOncePrepared, HalfRecord, RowState, State, Who
 
-pytestmark = pytest.mark.log("memory", "delta")
+# What depends on how a log keeps op rows and half files runs on Delta in every run, the rest in the long ones.
+pytestmark = pytest.mark.log("memory", pytest.param("delta", marks=pytest.mark.long))
+ON_BOTH = pytest.mark.log("memory", "delta")
 
 MANY = 12
 
@@ -67,6 +69,7 @@ def sends(log: CommitLog, count: int = MANY, **more: Any) -> list[HalfRecord]:
     return [prepare(log, 0, 2, app=f"app{n}", **more) for n in range(count)]
 
 
+@ON_BOTH
 def test_one_question_and_one_commit_settle_all_and_each_has_its_own_verdict(log: CommitLog) -> None:
     records = sends(log)
     refused, never, unknown = (r.half_id for r in records[:3])
@@ -110,6 +113,7 @@ def test_a_question_that_fails_or_has_too_few_answers_is_asked_one_by_one(log: C
     assert report.committed.transactions == report.checked.transactions == MANY - 1
 
 
+@ON_BOTH
 def test_those_that_are_leased_in_conflict_or_settled_are_left_alone(log: CommitLog) -> None:
     leased, settled, conflict, due = sends(log, 4)
     log.lease(leased, 30.0)
@@ -126,6 +130,7 @@ def test_those_that_are_leased_in_conflict_or_settled_are_left_alone(log: Commit
     assert listener.alone == []
 
 
+@ON_BOTH
 def test_answers_of_unknown_add_up_whatever_the_mark_has_passed_and_end_in_quarantine(log: CommitLog) -> None:
     records = sends(log, 4)
     listener = Many(dict.fromkeys([r.half_id for r in records], UNKNOWN))
@@ -140,6 +145,7 @@ def test_answers_of_unknown_add_up_whatever_the_mark_has_passed_and_end_in_quara
     assert [states(log, r) for r in records] == [{RowState.QUARANTINED: 2}] * 4
 
 
+@ON_BOTH
 def test_the_listener_sees_those_keys_alone_that_are_due(log: CommitLog) -> None:
     columns = {"body": list("1234"), "owner": ["a", "b", "a", "c"]}
     record = prepare(log, 0, columns, per="key", key="owner")
@@ -230,6 +236,7 @@ def test_who_overrides_how_one_is_answered_is_asked_one_by_one(log: CommitLog, t
 
 
 # ---------------------------------------------------------------- a fence
+@ON_BOTH
 def test_a_fence_answers_for_all_in_two_database_transactions(
     tmp_path: Path, log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

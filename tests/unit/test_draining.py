@@ -36,7 +36,7 @@ def test_it_drains_again_and_again_after_pauses_of_about_so_many_seconds(log: Co
             pauses.append(timeout or 0.0)
             seen.append(drained(log))
             commit(log, prepare(log, len(seen)))
-            return len(seen) == 50
+            return len(seen) == 20
 
     Draining(log, every=30).run(Passes())
     assert seen[0] == -1, "the first drain comes after a pause"

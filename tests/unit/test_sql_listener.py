@@ -69,6 +69,7 @@ from tests.support.fences import (
 )
 from tests.support.half_batches import commit, let_leave, pending, prepare, roll_back
 from tests.support.inside import Database, HalfHeader, HalfRecord, HalfWriter, Naming, TwoPhase, Who
+from tests.support.seeds import how_many
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
@@ -519,7 +520,7 @@ def test_a_refusal_after_a_caught_database_error_is_recorded(url: sa.URL, fence:
 
 def test_a_check_that_waits_for_a_refusal_hears_of_it(url: sa.URL, fence: str) -> None:
     """The claim was given up before the refusal was recorded: the check took its place, and the work ran again."""
-    for number in range(5):
+    for number in range(how_many(2, 5)):
         batch, refuse = half_batch(fence, half_id=f"app-{number}", age=OLD), Held(Rollback("no stock"))
         with ThreadPoolExecutor(2) as pool:
             executed = pool.submit(execute, url, batch, refuse)
