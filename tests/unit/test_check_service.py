@@ -32,9 +32,9 @@ from rmq_spark import (
     TransactionCheckListener,
     TransactionMQProducer,
 )
-from rmq_spark.check import asking
+from rmq_spark.check.asking import HUNG_CALLS_MAX
 from rmq_spark.check.policy import DiscardPolicy
-from rmq_spark.errors import FenceError, ListenerError, LostFileError, OptionError, VerdictConflictError
+from rmq_spark.errors import FenceError, ListenerError, OptionError, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.checks import DEADLINE_S, Clock, Hangs, check, check_times, later, service, states
 from tests.support.consumers import Steps, memory_log
@@ -47,7 +47,6 @@ from tests.support.inside import (
     HalfRecord,
     Kind,
     OpRow,
-    PreparedBatches,
     RowState,
     Who,
 )
@@ -311,13 +310,13 @@ def test_a_producers_own_checks_say_nothing_of_other_groups(log: CommitLog, capl
     assert log.pending()["producer_group"].to_pylist() == ["billing"]
 
 
-def own_checks(machine: Steps) -> list[CheckService]:
+def own_checks(machine: Steps, answer: Any = UNKNOWN) -> list[CheckService]:
     """Those of four processes of a service that has left a half batch open."""
     log = memory_log(machine, orders=1)
     prepare(log, 0)
     machine.sleep(10)
     settings = {"only_groups": True, "transaction_check_interval": 60}
-    return [CheckService(log.another(), {"group": Scripted(check=UNKNOWN)}, **settings) for _ in range(4)]
+    return [CheckService(log.another(), {"group": Scripted(check=answer)}, **settings) for _ in range(4)]
 
 
 def test_the_processes_of_a_service_use_up_their_checks_as_one() -> None:
@@ -336,14 +335,17 @@ def test_the_processes_of_a_service_use_up_their_checks_as_one() -> None:
 
 
 def test_two_processes_that_ask_at_the_same_moment_count_one_check() -> None:
-    first, second, *_ = own_checks(Steps())
+    asked: list[HalfBatch] = []
 
     def meanwhile(batch: HalfBatch) -> Any:
-        assert second.run_once().checked.transactions == 1
+        asked.append(batch)
+        if len(asked) == 1:
+            assert second.run_once().checked.transactions == 1
         return UNKNOWN
 
-    first.listeners = {"group": Scripted(check=meanwhile)}
+    first, second, *_ = own_checks(Steps(), meanwhile)
     first.run_once()
+    assert len(asked) == 2
     assert first.log.another().pending()["check_times"].to_pylist() == [1]
 
 
@@ -519,10 +521,12 @@ def test_past_transaction_check_max_it_is_quarantined_without_being_asked_again(
     assert len(listener.checked) == 3
 
 
-def given_up(log: CommitLog, policy: Any = "quarantine", after: Any = COMMIT) -> tuple[CheckService, Scripted]:
+def given_up(
+    log: CommitLog, policy: Any = "quarantine", after: Any = COMMIT, clock: Clock | None = None
+) -> tuple[CheckService, Scripted]:
     """A service that has asked once, hears UNKNOWN, and leaves the rest to the policy; ``after`` is its next answer."""
     listener = Scripted(check=[UNKNOWN, after])
-    checker = service(log, listener, transaction_check_max=1, discard_policy=policy)
+    checker = service(log, listener, clock, transaction_check_max=1, discard_policy=policy)
     checker.run_once()
     return checker, listener
 
@@ -533,7 +537,8 @@ def test_what_was_given_up_is_asked_about_anew_under_the_same_attempt_when_it_is
     log: CommitLog, policy: str
 ) -> None:
     record = prepare(log, 0, 4)
-    checker, listener = given_up(log, policy)
+    clock = later()
+    checker, listener = given_up(log, policy, clock=clock)
     report = checker.run_once()
     if policy == "quarantine":
         assert states(log, record) == {RowState.QUARANTINED: 4}
@@ -542,7 +547,9 @@ def test_what_was_given_up_is_asked_about_anew_under_the_same_attempt_when_it_is
         assert report.discarded.transactions == 1
         assert states(log, record) == {RowState.ROLLED_BACK_BY_DISCARD: 4}
         reopen(log, record, 1)
-    checker.clock = Clock(log.state_of(record).opened_at[1] + timedelta(seconds=6))
+    clock.now = log.state_of(record).opened_at[1] + timedelta(seconds=5.9)
+    assert checker.run_once().skipped["young"] == 1
+    clock.forward(0.1)
     report = checker.run_once()
     assert (listener.checked[-1].attempt, listener.checked[-1].check_times) == (1, 0)
     assert report.committed.messages == 4
@@ -646,8 +653,9 @@ def test_older_than_file_reserved_time_is_quarantined_whatever_the_policy(
 
 def test_expired_and_checked_too_often_is_left_to_the_policy(log: CommitLog) -> None:
     record = prepare(log, 0, 4)
-    checker, _ = given_up(log, "rollback")
-    checker.clock = later().set(record, 100 * HOUR)
+    clock = later()
+    checker, _ = given_up(log, "rollback", clock=clock)
+    clock.set(record, 100 * HOUR)
     checker.run_once()
     assert states(log, record) == {RowState.ROLLED_BACK_BY_DISCARD: 4}
 
@@ -779,18 +787,13 @@ def test_a_listener_that_hangs_holds_up_nothing_that_was_decided(log: CommitLog)
     assert check(log, [COMMIT, COMMIT, COMMIT, last]).pending == 0
 
 
-def test_a_decision_that_cannot_be_made_stops_no_other(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+@ON_DELTA
+def test_a_decision_that_cannot_be_made_stops_no_other(log: CommitLog) -> None:
+    """A file is lost after the listener was asked about it."""
     records = [prepare(log, i) for i in range(5)]
-    decide_many = log.decide_many
-
-    def fails_for_one(decisions: Any) -> Any:
-        if any(d.record.half_id == records[2].half_id for d in decisions):
-            raise LostFileError("its file is gone")
-        return decide_many(decisions)
-
-    monkeypatch.setattr(log, "decide_many", fails_for_one)
-    report = check(log, COMMIT)
-    assert [(half_id, "its file is gone" in said) for half_id, said in report.problems] == [(records[2].half_id, True)]
+    lost = Path(log.path) / "half" / records[2].files[0].path
+    report = check(log, [COMMIT, COMMIT, after(lost.unlink), COMMIT])
+    assert [(half_id, "LostFileError" in said) for half_id, said in report.problems] == [(records[2].half_id, True)]
     assert report.pending == 1
 
 
@@ -827,16 +830,15 @@ def test_a_slow_half_batch_at_the_front_starves_nobody(log: CommitLog) -> None:
     assert min(check_times(log, r) for r in records[1:]) >= 1
 
 
-def test_too_many_hung_calls_stop_the_asking(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "HUNG_CALLS_MAX", 1)
-    prepare(log, 0)
-    prepare(log, 1)
+def test_too_many_hung_calls_stop_the_asking(log: CommitLog) -> None:
+    for number in range(HUNG_CALLS_MAX + 1):
+        prepare(log, number)
     answer = Hangs()
     listener = Scripted(check=answer)
     checker = service(log, listener, round_timeout=0.05)
-    checker.run_once()
-    report = checker.run_once()
-    assert len(listener.checked) == 1
+    for _ in range(HUNG_CALLS_MAX + 1):
+        report = checker.run_once()
+    assert len(listener.checked) == HUNG_CALLS_MAX
     assert any("restart the checker" in sentence for _, sentence in report.problems)
     answer.let_come()
 
@@ -849,30 +851,29 @@ def test_without_a_time_limit_listeners_are_called_from_the_callers_thread(log: 
 
 
 # ---------------------------------------------------------------- the loop and the mark
-def test_run_goes_on_until_it_is_told_to_stop_also_after_a_round_that_fails_as_a_whole(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@ON_DELTA
+def test_run_goes_on_until_it_is_told_to_stop_also_after_a_round_that_fails_as_a_whole(log: CommitLog) -> None:
     prepare(log, 0, 4)
     stop = threading.Event()
     reports: list[CheckReport] = []
-    prepared_after = log.half.prepared_after
+    here, away = Path(log.path), Path(f"{log.path}-away")
 
     def seen(report: CheckReport) -> None:
         reports.append(report)
-        monkeypatch.setattr(log.half, "prepared_after", prepared_after)
+        if away.exists():
+            away.rename(here)
         if len(reports) == 4:
             stop.set()
 
-    def broken(low_water_ms: int) -> PreparedBatches:
-        raise OSError("the storage is away")
-
-    monkeypatch.setattr(log.half, "prepared_after", broken)
+    here.rename(away)
     checker = service(log, Scripted(), transaction_check_interval=0.01)
     thread = threading.Thread(target=checker.run, args=(stop, seen))
     thread.start()
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
-    assert reports[0].problems == [(None, "the round failed with OSError: the storage is away")]
+    ((half_id, sentence),) = reports[0].problems
+    assert half_id is None
+    assert sentence.startswith("the round failed with ")
     assert [r.committed.messages for r in reports] == [0, 4, 0, 0]
 
 
