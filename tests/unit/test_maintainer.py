@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rmq_spark import CommitLog, Message, SqlTransactionListener, TransactionMQProducer
-from rmq_spark.check import maintainer as maintainer_module
 from rmq_spark.check.fences import FencePruner
 from rmq_spark.config import FENCE_RETENTION_S
 from rmq_spark.errors import NotACommitLogError, OptionError
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.clocks import Pauses
 from tests.support.half_batches import commit, let_leave, make_log, send
-from tests.support.inside import CommitOncePrepared, Graces, Machine, Maintainer, MaintenanceReport
+from tests.support.inside import CommitOncePrepared, Machine, Maintainer, MaintenanceReport
 
 ON_DELTA = pytest.mark.log("delta", orders=1)
 
@@ -35,45 +35,50 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+class Days(Machine):
+    """A machine on which days pass at once."""
+
+    days = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.days * 86400
+
+
 @ON_DELTA
-def test_rounds_go_on_after_a_failure(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_go_on_after_a_failure(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
     commit(log, send(log, "key"))
-    stop = threading.Event()
+    here, away = Path(log.path), Path(f"{log.path}-away")
+
+    def away_for_a_round() -> None:
+        if away.exists():
+            away.rename(here)
+        elif not pauses.seconds[1:]:
+            here.rename(away)
+
+    pauses = Pauses(3, away_for_a_round)
     reports: list[MaintenanceReport] = []
-    another, calls = type(log).another, []
-
-    def fails_once(self: object) -> object:
-        calls.append(1)
-        if len(calls) == 1:
-            raise OSError("the store does not answer")
-        return another(self)  # type: ignore[arg-type]
-
-    def keep(report: MaintenanceReport) -> None:
-        reports.append(report)
-        if len(reports) == 2:
-            stop.set()
-
-    monkeypatch.setattr(type(log), "another", fails_once)
-    Maintainer(log, 0.01).run(stop, keep)
-    assert len(calls) == 3
-    assert log.messages_table.refresh() == 1
+    Maintainer(log, 0.01).run(pauses, reports.append)
+    assert [report.messages_drained for report in reports] == [5, 0]
+    assert "upkeep of CommitLog" in caplog.text
 
 
-def test_orphans_are_looked_for_once_an_hour(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = []
-    keep_up = type(log).keep_up
-
-    def noted(self: CommitLog, graces: Graces, orphans: bool, **more: Any) -> MaintenanceReport:
-        looks.append(orphans)
-        return keep_up(self, graces, orphans=orphans, **more)
-
-    monkeypatch.setattr(type(log), "keep_up", noted)
+@ON_DELTA
+def test_orphans_are_looked_for_once_an_hour(log: CommitLog) -> None:
+    log.machine = machine = Days()
     upkeep = Maintainer(log)
-    upkeep.run_once()
-    upkeep.run_once()
-    monkeypatch.setattr(maintainer_module, "ORPHANS_EVERY_S", 0.0)
-    upkeep.run_once()
-    assert looks == [True, False, True]
+
+    def orphans_found(number: int) -> bool:
+        orphan = Path(log.path, "half", f"half-{number:032x}.parquet")
+        orphan.write_bytes(b"x")
+        os.utime(orphan, (0, 0))
+        return f"half/{orphan.name}" in upkeep.run_once().files_deleted
+
+    assert orphans_found(1)
+    assert not orphans_found(2)
+    machine.days = 59 / (24 * 60)
+    assert not orphans_found(3)
+    machine.days = 61 / (24 * 60)
+    assert orphans_found(4)
 
 
 @ON_DELTA
@@ -87,15 +92,6 @@ def test_a_producer_that_shall_keep_the_log_up_does(log: CommitLog) -> None:
             wait_until(lambda sent=sent: rows_drained(log) == sent)
             producer.shutdown()
     assert not [thread for thread in threading.enumerate() if thread.name == "txmq-maintainer"]
-
-
-class Days(Machine):
-    """A machine on which days pass at once."""
-
-    days = 0.0
-
-    def monotonic(self) -> float:
-        return super().monotonic() + self.days * 86400
 
 
 class Keeping(CommitOncePrepared):
