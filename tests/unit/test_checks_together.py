@@ -23,6 +23,7 @@ from rmq_spark import (
     TransactionListener,
     create_fence,
 )
+from rmq_spark.commitlog.steps import SMALL_ROWS_MAX
 from rmq_spark.errors import FenceError
 from tests.support.checks import DEADLINE_S, Hangs, check_times, service, states
 from tests.support.half_batches import another, merge_op_files, pending, prepare, share_half_file
@@ -165,15 +166,12 @@ def test_the_listener_sees_those_keys_alone_that_are_due(log: CommitLog) -> None
 
 
 @pytest.mark.log("delta")
-def test_half_batches_in_a_shared_file_and_large_ones_are_asked_about(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    large = [prepare(log, 0, 9, app="large", partitions=3)]
+def test_half_batches_in_a_shared_file_and_large_ones_are_asked_about(log: CommitLog) -> None:
+    large = [prepare(log, 0, SMALL_ROWS_MAX + 1, app="large", partitions=3)]
     records = [*sends(log, 3), *large]
     share_half_file(log)
-    large.append(prepare(log, 0, 9, app="larger", partitions=2))
+    large.append(prepare(log, 0, SMALL_ROWS_MAX + 1, app="larger", partitions=2))
     records += [prepare(log, 0, 2, app="last"), large[-1]]
-    monkeypatch.setattr("rmq_spark.commitlog.steps.SMALL_ROWS_MAX", 4)
     listener = Many()
     assert service(log, listener).run_once().committed.transactions == len(records)
     assert sorted(listener.alone) == sorted(r.half_id for r in large)
@@ -237,34 +235,28 @@ def test_who_overrides_how_one_is_answered_is_asked_one_by_one(log: CommitLog, t
 
 # ---------------------------------------------------------------- a fence
 @ON_BOTH
-def test_a_fence_answers_for_all_in_two_database_transactions(
-    tmp_path: Path, log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"sqlite:///{tmp_path / 'shop.db'}"
-    fence_id = create_fence(url)
+def test_a_fence_answers_for_all_in_two_database_transactions(tmp_path: Path, log: CommitLog) -> None:
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'shop.db'}")
+    fence_id = create_fence(engine)
 
     def work(connection: sa.Connection, batch: HalfBatch) -> Any:
         if batch.app_id == "app1":
             raise Rollback("sold out")
 
-    listener = SqlTransactionListener(url, work)
+    listener = SqlTransactionListener(engine, work, rollback_after=0.0)
     records = sends(log, fence_id=fence_id)
     for record in records[:2]:
         listener.execute_local_transaction(log.half_batch(record, log.state_of(record), 1, record.all_rows))
     young = prepare(log, 0, 2, app="young", fence_id=fence_id)
-    begun: list[bool] = []
-    transaction = listener._fence.transaction
+    _ = listener.store_id  # looked up once
+    begun: list[str] = []
 
-    def counted(*given: Any, **more: Any) -> Any:
-        begun.append(more.get("write", True))
-        return transaction(*given, **more)
+    @sa.event.listens_for(engine, "before_cursor_execute")
+    def note(_: Any, __: Any, statement: str, *others: Any) -> None:
+        begun.extend([statement] if statement.startswith("BEGIN") else [])
 
-    monkeypatch.setattr(listener._fence, "transaction", counted)
-    listener.rollback_after_s = 0.0
-    listener.store_id  # noqa: B018  (looked up once)
-    begun.clear()
     report = service(log, listener).run_once()
-    assert begun == [False, True, False], "the rows, all tombstones, and the look with which a round ends"
+    assert begun == ["BEGIN", "BEGIN IMMEDIATE", "BEGIN"], "the rows, all tombstones, and the look at a round's end"
     assert report.ok
     assert states(log, records[0]) == {RowState.COMMITTED: 2}
     assert states(log, records[1]) == {RowState.ROLLED_BACK: 2}

@@ -74,7 +74,9 @@ def test_drains_go_on_after_a_failure(
         return run(self)
 
     monkeypatch.setattr(Drainer, "run", fails_once)
-    Draining(log, every=0.01).run(Pauses(2))
+    pauses = Pauses(2)
+    Draining(log, every=0.01).run(pauses)
+    assert pauses.seconds[1] >= 60, "it lets the store alone for a while"
     assert drained(log) == log.refresh()
     assert tries[0] is not tries[1], "the second try opens the log again"
     assert "a drain of CommitLog" in caplog.text
