@@ -24,7 +24,7 @@ orders = sa.Table("orders", metadata, sa.Column("id", sa.String(50)), sa.Column(
 
 
 # ---------------------------------------------------------------- the databases
-def run(url: sa.URL, *statements: str) -> None:
+def run(url: sa.URL | str, *statements: str) -> None:
     """Statements outside of any transaction, on a connection of their own."""
     engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
     with engine.connect() as connection:
@@ -50,7 +50,7 @@ def stored(url: sa.URL) -> dict[str, int]:
     return {row.id: row.lines for row in rows}
 
 
-def fence_rows(url: sa.URL) -> dict[str, str]:
+def fence_rows(url: sa.URL | str) -> dict[str, str]:
     """The states of the attempts that the fence knows."""
     engine = sa.create_engine(url)
     query = sa.text("SELECT half_id, attempt, state FROM txmq_fence")
@@ -58,6 +58,15 @@ def fence_rows(url: sa.URL) -> dict[str, str]:
         rows = connection.execute(query.columns(half_id=exact_text(700), attempt=sa.Integer, state=sa.String)).all()
     engine.dispose()
     return {f"{row.half_id}:{row.attempt}": row.state for row in rows}
+
+
+def make_older(url: sa.URL | str, days: float, half_ids: str = "%") -> None:
+    """Let the rows of these half batches, as LIKE says them, have changed so many days ago."""
+    past = datetime.now(timezone.utc).replace(tzinfo=None) - timedelta(days=days)
+    change = sa.text("UPDATE txmq_fence SET changed_at = :past WHERE half_id LIKE :half_ids")
+    bound = change.bindparams(sa.bindparam("past", past, sa.DateTime), half_ids=half_ids)
+    with sa.create_engine(url).begin() as connection:
+        connection.execute(bound)
 
 
 # ---------------------------------------------------------------- half batches

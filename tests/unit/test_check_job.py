@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
 
 from rmq_spark import CommitLog, SqlTransactionListener
 from rmq_spark.check.names import NAMES
 from rmq_spark.errors import ConfigError
 from tests.support.check_jobs import make_folder, write
+from tests.support.fences import fence_rows, make_older
 from tests.support.half_batches import commit, let_leave, prepare
 from tests.support.inside import CommitOncePrepared, JobSettings
 
@@ -95,19 +94,14 @@ def test_a_round_prunes_old_fence_rows_unless_that_is_switched_off(folder: Path,
         shop.execute_local_transaction(log.half_batch(record, log.state_of(record), 1, record.all_rows))
         commit(log, record)
     let_leave(log)
-    with sa.create_engine(url).begin() as connection:
-        change = sa.text("UPDATE txmq_fence SET changed_at = :at WHERE half_id LIKE :name")
-        for name, days in ages.items():
-            at = datetime.now(timezone.utc).replace(tzinfo=None) - timedelta(days=days)
-            connection.execute(change.bindparams(sa.bindparam("at", at, sa.DateTime), name=f"{name}:%"))
+    for name, days in ages.items():
+        make_older(url, days, f"{name}:%")
     settings = JobSettings.load(write(folder, more=f'[maintenance]\nfences = "{fences}"'))
     rounds = settings.maintainer(log, None, [shop, CommitOncePrepared()])
     assert rounds is not None
     rounds.run_once()
-    with sa.create_engine(url).connect() as connection:
-        left = connection.exec_driver_sql("SELECT half_id FROM txmq_fence WHERE state = 'executed'").scalars().all()
-    kept = {"14d": {"young"}, "7d": set(), "0s": {"old", "young"}}[fences]
-    assert {half_id.partition(":")[0] for half_id in left} == kept
+    left = {row.partition(":")[0] for row, state in fence_rows(url).items() if state == "executed"}
+    assert left == {"14d": {"young"}, "7d": set(), "0s": {"old", "young"}}[fences]
 
 
 def test_drains_have_their_own_rhythm_and_can_be_switched_off(folder: Path) -> None:

@@ -17,6 +17,7 @@ from rmq_spark.config import FENCE_RETENTION_S
 from rmq_spark.errors import NotACommitLogError, OptionError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Pauses
+from tests.support.fences import fence_rows, make_older, run
 from tests.support.half_batches import commit, let_leave, make_log, send
 from tests.support.inside import CommitOncePrepared, Machine, Maintainer, MaintenanceReport
 
@@ -138,27 +139,24 @@ def test_a_fence_that_cannot_be_pruned_is_a_warning_a_day_and_stops_nothing(
 @ON_DELTA
 def test_rounds_of_upkeep_prune_the_fence_of_what_has_left(log: CommitLog, tmp_path: Path) -> None:
     """Fence rows were never pruned by any job."""
-    listener = SqlTransactionListener(f"sqlite:///{tmp_path / 'shop.db'}", lambda *_: None)
+    url = f"sqlite:///{tmp_path / 'shop.db'}"
+    listener = SqlTransactionListener(url, lambda *_: None)
     listener.create_fence()
     with TransactionMQProducer(log, "shop", listener, check_interval=None) as producer:
         for n in range(3):
             producer.send_message_in_transaction(Message("orders", str(n)))
 
-    def rows() -> int:
-        with listener._fence.transaction(write=False) as connection:
-            query = "SELECT count(*) FROM txmq_fence WHERE state = 'executed'"
-            return int(connection.exec_driver_sql(query).scalar_one())
+    def executed() -> int:
+        return list(fence_rows(url).values()).count("executed")
 
-    with listener._fence.transaction() as connection:
-        connection.exec_driver_sql("UPDATE txmq_fence SET changed_at = '2020-01-01 00:00:00.000000'")
+    make_older(url, 1000)
     Maintainer(log, fences=FencePruner(log, [listener])).run_once()
-    assert rows() == 3  # the grace of those that leave is not over
+    assert executed() == 3  # the grace of those that leave is not over
     let_leave(log)
-    with listener._fence.transaction() as connection:
-        connection.exec_driver_sql("DELETE FROM txmq_fence WHERE state = 'pruned'")
-    again = SqlTransactionListener(f"sqlite:///{tmp_path / 'shop.db'}", lambda *_: None)
+    run(url, "DELETE FROM txmq_fence WHERE state = 'pruned'")
+    again = SqlTransactionListener(url, lambda *_: None)
     with TransactionMQProducer(log, "shop", again, check_interval=None, maintenance_interval=0.01):
-        wait_until(lambda: rows() == 0)
+        wait_until(lambda: executed() == 0)
 
 
 def test_an_interval_is_a_time(log: CommitLog) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ from tests.support.fences import (
     insert_one,
     inserts_and,
     listener,
+    make_older,
     make_orders,
     orders,
     run,
@@ -683,13 +684,6 @@ def test_fences_of_other_names_are_other_fences(url: sa.URL, fence: str) -> None
     assert other.create_fence() != fence
     assert verdicts(other.execute_local_transaction(half_batch(other.store_id))) == [COMMIT]
     assert fence_rows(url) == {}
-
-
-def make_older(url: sa.URL, days: int) -> None:
-    with sa.create_engine(url).begin() as connection:
-        past = datetime.now(timezone.utc).replace(tzinfo=None) - timedelta(days=days)
-        change = sa.text("UPDATE txmq_fence SET changed_at = :past")
-        connection.execute(change.bindparams(sa.bindparam("past", past, sa.DateTime)))
 
 
 def ran(orders_listener: SqlTransactionListener, log: CommitLog, app: str, batch_id: int = 0) -> HalfRecord:
