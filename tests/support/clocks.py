@@ -48,6 +48,13 @@ class Pauses(threading.Event):
         return len(self.seconds) > self._count
 
 
+def wait_until(holds: Callable[[], bool], at_most_s: float = 60.0) -> None:
+    end_s = time.monotonic() + at_most_s
+    while not holds():
+        assert time.monotonic() < end_s, "it never came"
+        time.sleep(0.005)
+
+
 def set_clock(monkeypatch: pytest.MonkeyPatch, ahead_s: float = 0.0) -> Clock:
     """From now on the product's time is ``clock.ahead_s`` seconds ahead."""
     clock = Clock()

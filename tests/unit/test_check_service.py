@@ -37,6 +37,7 @@ from rmq_spark.check.policy import DiscardPolicy
 from rmq_spark.errors import FenceError, ListenerError, OptionError, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.checks import DEADLINE_S, Clock, Hangs, check, check_times, later, service, states
+from tests.support.clocks import wait_until
 from tests.support.consumers import Steps, memory_log
 from tests.support.half_batches import another, bodies, commit, pending, prepare, roll_back, split
 from tests.support.inside import (
@@ -762,11 +763,6 @@ def test_a_bad_half_batch_below_the_mark_hides_nothing(log: CommitLog) -> None:
 
 
 # ---------------------------------------------------------------- the time limit
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
 
 
 @ON_BOTH
@@ -783,7 +779,7 @@ def test_what_a_round_finds_out_shares_commits(log: CommitLog) -> None:
 
 def test_a_listener_that_hangs_holds_up_nothing_that_was_decided(log: CommitLog) -> None:
     records = [prepare(log, i) for i in range(4)]
-    last = after(lambda: wait_for(lambda: another(log).open_half_ids() == [records[3].half_id]))
+    last = after(lambda: wait_until(lambda: another(log).open_half_ids() == [records[3].half_id]))
     assert check(log, [COMMIT, COMMIT, COMMIT, last]).pending == 0
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from rmq_spark.check.fences import FencePruner
 from rmq_spark.config import FENCE_RETENTION_S
 from rmq_spark.errors import NotACommitLogError, OptionError
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.clocks import Pauses
+from tests.support.clocks import Pauses, wait_until
 from tests.support.fences import fence_rows, make_older, run
 from tests.support.half_batches import commit, let_leave, make_log, send
 from tests.support.inside import CommitOncePrepared, Machine, Maintainer, MaintenanceReport
@@ -27,13 +26,6 @@ ON_DELTA = pytest.mark.log("delta", orders=1)
 def rows_drained(log: CommitLog) -> int:
     log.messages_table.refresh()
     return sum(log.messages_table.actions()["num_records"].to_pylist())
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.01)
 
 
 class Days(Machine):
