@@ -15,7 +15,6 @@ import rmq_spark as txmq
 from rmq_spark import CheckService, CommitLog, ConsumerGroup
 from rmq_spark.config import INT64_MAX, LABEL_BYTES_MAX, TIME_MAX
 from rmq_spark.errors import MessageError, OffsetError, OptionError, TxmqError
-from rmq_spark.listeners.sql import LOCK_TIMEOUT_S_MAX
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import commit, header_of, prepare
 from tests.support.inboxes import inbox_of, make_database
@@ -177,11 +176,6 @@ def test_a_listener_refuses_seconds_that_cannot_be_counted(log: CommitLog, value
         listener.prune(value)
     with pytest.raises((OptionError, TxmqError), match="replay_check_timeout"):
         txmq.TransactionalSink(log, producer_group="shop", listener=None, replay_check_timeout=value)
-
-
-def test_a_lock_timeout_is_no_longer_than_databases_can_count() -> None:
-    with pytest.raises(OptionError, match=f"at most {LOCK_TIMEOUT_S_MAX:g}"):
-        txmq.SqlTransactionListener("sqlite://", print, lock_timeout=LOCK_TIMEOUT_S_MAX + 1)
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda v: type(v).__name__)

@@ -96,7 +96,7 @@ def test_good_bodies_are_never_looked_at_one_by_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_bad_bodies_are_counted_as_far_as_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    bodies = pa.chunked_array([pa.repeat(pa.scalar(b'{"id": "x"}'), 100_000)])
+    bodies = pa.chunked_array([pa.repeat(pa.scalar(b'{"id": "x"}'), 10 * BAD_COUNTED_MAX)])
     read = transaction._read_objects
     reads: list[int] = []
     monkeypatch.setattr(

@@ -48,6 +48,7 @@ from rmq_spark.errors import (
     VerdictError,
 )
 from rmq_spark.listeners import fence as fence_module
+from rmq_spark.listeners.sql import LOCK_TIMEOUT_S_MAX
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Ahead
 from tests.support.fences import (
@@ -929,8 +930,8 @@ def test_what_is_no_database_is_refused_and_no_password_is_shown(address: Any, s
             r"work is .*<lambda>\(batch\): a function work\(connection, batch\)",
         ),
         ({"work": "no function"}, ListenerError, "a function work"),
-        ({"rollback_after": -1}, OptionError, "rollback_after=-1"),
         ({"lock_timeout": 0}, OptionError, "lock_timeout=0"),
+        ({"lock_timeout": LOCK_TIMEOUT_S_MAX + 1}, OptionError, f"at most {LOCK_TIMEOUT_S_MAX:g}"),
         ({"fence_table": 'fence"; DROP TABLE orders --'}, OptionError, "fence_table"),
     ],
 )
