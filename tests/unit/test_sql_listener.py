@@ -36,17 +36,6 @@ from rmq_spark import (
     SqlTransactionListener,
     create_fence,
 )
-from rmq_spark.errors import (
-    FencedError,
-    FenceError,
-    ListenerError,
-    LocalTransactionError,
-    MessageError,
-    OptionError,
-    TransactionEndedError,
-    VerdictConflictError,
-    VerdictError,
-)
 from rmq_spark.listeners import fence as fence_module
 from rmq_spark.listeners.sql import LOCK_TIMEOUT_S_MAX
 from rmq_spark.testing import InMemoryCommitLog
@@ -104,7 +93,7 @@ def test_execute_commits_the_work_and_a_check_says_so(url: sa.URL, fence: str, p
 def test_a_check_of_an_old_half_batch_fences_a_late_execute(url: sa.URL, fence: str, per: str, count: int) -> None:
     batch = half_batch(fence, per=per, age=OLD)
     assert check(url, batch) == [ROLLBACK]
-    with pytest.raises(FencedError, match=f"has rolled back {count} of its {count} transactions"):
+    with pytest.raises(txmq.FencedError, match=f"has rolled back {count} of its {count} transactions"):
         execute(url, batch)
     assert stored(url) == {}
     assert check(url, batch) == [ROLLBACK]
@@ -116,7 +105,7 @@ def test_one_fenced_key_keeps_the_whole_attempt_from_running(url: sa.URL, fence:
     check(url, half_batch(fence, per="key", age=OLD, undecided="b"))
     assert fence_rows(url) == {"app-7:1": "tombstone"}
     every = half_batch(fence, per="key")
-    with pytest.raises(FencedError, match=r"1 of its 3 transactions \(the first is 'app-7:1:b'\)"):
+    with pytest.raises(txmq.FencedError, match=r"1 of its 3 transactions \(the first is 'app-7:1:b'\)"):
         execute(url, every, insert_one, per_transaction=True)
     assert stored(url) == {}
     assert check(url, every) == [ROLLBACK], "the error speaks for all three, so all three are fenced"
@@ -127,7 +116,7 @@ def test_a_fenced_key_beside_one_that_ran_before_is_left_to_a_check(url: sa.URL,
     execute(url, half_batch(fence, keys, per="key", undecided="a"))
     check(url, half_batch(fence, keys, per="key", age=OLD, undecided="b"))
     every = half_batch(fence, keys, per="key")
-    with pytest.raises(LocalTransactionError, match=r"1 of the 3 .* by a check, and 1 ran before"):
+    with pytest.raises(txmq.LocalTransactionError, match=r"1 of the 3 .* by a check, and 1 ran before"):
         execute(url, every, insert_one, per_transaction=True)
     assert stored(url) == {"a": 1}
     assert check(url, every) == [COMMIT, ROLLBACK, UNKNOWN]
@@ -145,7 +134,7 @@ def test_a_query_that_starts_again_does_not_wait_for_its_own_half_batch(url: sa.
     batch = half_batch(fence, per="key", age=timedelta(seconds=1))
     batch.restarted = True
     assert check(url, batch) == [ROLLBACK]
-    with pytest.raises(FencedError):  # the earlier driver was not dead
+    with pytest.raises(txmq.FencedError):  # the earlier driver was not dead
         execute(url, half_batch(fence, per="key"))
     assert stored(url) == {}
 
@@ -247,7 +236,7 @@ def test_a_body_that_is_no_json_fails_for_its_own_transaction(url: sa.URL, fence
     def refuse_bad(connection: sa.Connection, transaction: HalfTransaction) -> None:
         try:
             transaction.decode("id string, line int")
-        except MessageError as problem:
+        except txmq.MessageError as problem:
             raise Rollback("bad body") from problem
         insert_one(connection, transaction)
 
@@ -293,7 +282,7 @@ def test_replay_of_an_executed_attempt_does_not_run_work_twice(url: sa.URL, fenc
 def test_work_for_some_transactions_that_ran_before(url: sa.URL, fence: str) -> None:
     both = half_batch(fence, ["a", "b"], per="key")
     execute(url, half_batch(fence, ["a", "b"], per="key", undecided="a"))
-    with pytest.raises(LocalTransactionError, match=r"1 of the 2 transactions .* ran before"):
+    with pytest.raises(txmq.LocalTransactionError, match=r"1 of the 2 transactions .* ran before"):
         execute(url, both)
     assert stored(url) == {"a": 1}
     assert execute(url, both, insert_one, per_transaction=True) == [COMMIT]
@@ -317,7 +306,7 @@ def test_what_work_may_not_return_leaves_the_batch_pending(
     url: sa.URL, fence: str, result: Any, per: str, message: str
 ) -> None:
     work = inserts_and(result, insert_one if per == "key" else insert_all)
-    with pytest.raises(VerdictError, match=message):
+    with pytest.raises(txmq.VerdictError, match=message):
         execute(url, half_batch(fence, per=per), work, per_transaction=per == "key")
     assert stored(url) == fence_rows(url) == {}
 
@@ -331,7 +320,7 @@ def test_work_that_ends_the_transaction_itself_is_refused(
         connection.execute(orders.insert(), {"id": "x", "lines": 1})
         getattr(connection, what)()
 
-    with pytest.raises(ListenerError, match="work must not commit or roll back"):
+    with pytest.raises(txmq.ListenerError, match="work must not commit or roll back"):
         execute(url, half_batch(fence), work, per_transaction=per_transaction)
     # Its connection went back to the pool without a transaction, or a lock, left open.
     assert check(url, half_batch(fence, half_id="other", age=OLD), lock_timeout=1) == [ROLLBACK]
@@ -347,7 +336,7 @@ def test_work_that_hides_the_fence_row_commits_nothing(url: sa.URL, fence: str) 
         connection.execute(orders.insert(), {"id": 1, "lines": 1})
         connection.execute(sa.text("CREATE TEMPORARY TABLE txmq_fence AS SELECT * FROM txmq_fence WHERE 1 = 0"))
 
-    with pytest.raises(FenceError, match="work changed the connection's search_path, role or tables"):
+    with pytest.raises(txmq.FenceError, match="work changed the connection's search_path, role or tables"):
         execute(url, half_batch(fence), work)
     assert stored(url) == fence_rows(url) == {}
     assert execute(url, half_batch(fence)) == [COMMIT]
@@ -366,7 +355,7 @@ def test_a_transaction_of_another_log_is_not_taken_for_one_that_ran(url: sa.URL,
         )
 
     send(first, b"a")
-    with pytest.raises(LocalTransactionError, match=r"another commit log.*keys of their own"):
+    with pytest.raises(txmq.LocalTransactionError, match=r"another commit log.*keys of their own"):
         send(second, b"b")
     assert second.read("orders").num_rows == 0
     report = CheckService(second, {"shop": listener(url, nothing, rollback_after=0)}, transaction_timeout=0).run_once()
@@ -418,7 +407,7 @@ def test_work_that_commits_what_it_can_reach_and_rolls_back_leaves_nothing(
             Session(bind=connection, join_transaction_mode="control_fully").commit()
         raise Rollback
 
-    with contextlib.suppress(ListenerError):
+    with contextlib.suppress(txmq.ListenerError):
         execute(url, half_batch(fence), work, per_transaction=per_transaction)
     assert stored(url) == {}
 
@@ -464,11 +453,11 @@ def test_no_check_answers_for_work_that_ended_its_transaction(url: sa.URL, fence
             return ROLLBACK if then == "returns ROLLBACK" else None
 
         batch = half_batch(fence, half_id=f"app-{number}", age=OLD)
-        with pytest.raises(TransactionEndedError, match="work ended the database transaction"):
+        with pytest.raises(txmq.TransactionEndedError, match="work ended the database transaction"):
             execute(url, batch, work)
         assert "after" not in stored(url), way
         for ask in (check, execute):
-            with pytest.raises(FenceError, match="in its middle"):
+            with pytest.raises(txmq.FenceError, match="in its middle"):
                 ask(url, batch)
         run(url, "DELETE FROM orders", "DROP TABLE IF EXISTS once", "DROP TABLE IF EXISTS other")
 
@@ -482,7 +471,7 @@ def test_no_check_answers_for_work_that_committed_a_part_and_then_failed(url: sa
     with pytest.raises(ZeroDivisionError):
         execute(url, batch, work)
     assert stored(url) == {"before": 1}
-    with pytest.raises(FenceError, match="in its middle"):
+    with pytest.raises(txmq.FenceError, match="in its middle"):
         check(url, batch)
 
 
@@ -493,10 +482,10 @@ def test_no_check_answers_for_a_key_whose_work_ended_the_transaction(url: sa.URL
             end(connection, "COMMIT")
 
     batch = half_batch(fence, per="key", age=OLD)
-    with pytest.raises(TransactionEndedError):
+    with pytest.raises(txmq.TransactionEndedError):
         execute(url, batch, work, per_transaction=True)
     assert "c" not in stored(url), "work ran on for another key"
-    with pytest.raises(FenceError, match="in its middle"):
+    with pytest.raises(txmq.FenceError, match="in its middle"):
         check(url, batch)
 
 
@@ -555,7 +544,7 @@ def test_what_a_row_says_of_places_is_not_said_of_others(url: sa.URL, fence: str
     expected = [COMMIT, ROLLBACK, COMMIT, COMMIT]
     assert execute(url, first, refuse_b) == expected
     for ask in (check, execute):
-        with pytest.raises(FenceError, match=r"with its messages in other places.*log\.resolve"):
+        with pytest.raises(txmq.FenceError, match=r"with its messages in other places.*log\.resolve"):
             ask(url, dealt(fence, "badc", per))
     if per == "key":  # dealt out as before: it can be said
         assert check(url, dealt(fence, "abcd")) == expected
@@ -579,7 +568,7 @@ def test_a_racing_execute_and_check_never_disagree(url: sa.URL, fence: str, firs
         time.sleep(delay_s)
         try:
             return verdicts(executing.execute_local_transaction(batch))[0]
-        except FencedError:
+        except txmq.FencedError:
             return "FENCED"
 
     def ask(batch: HalfBatch, delay_s: float) -> str:
@@ -657,16 +646,16 @@ def test_a_database_without_a_fence_says_to_make_one(url: sa.URL, why: str) -> N
         lambda: execute(url, half_batch("f")),
         lambda: check(url, half_batch("f", age=OLD)),
     ):
-        with pytest.raises(FenceError, match=r"has no fence 'txmq_fence_id': call create_fence\(\) once"):
+        with pytest.raises(txmq.FenceError, match=r"has no fence 'txmq_fence_id': call create_fence\(\) once"):
             use()
     assert stored(url) == {}
 
 
 def test_another_fence_answers_nothing_and_writes_nothing(url: sa.URL, fence: str) -> None:
     for use in (execute, check):
-        with pytest.raises(FenceError, match=f"prepared with fence other, but .* has fence {fence}"):
+        with pytest.raises(txmq.FenceError, match=f"prepared with fence other, but .* has fence {fence}"):
             use(url, half_batch("other", age=OLD))
-        with pytest.raises(FenceError, match="prepared without a fence"):
+        with pytest.raises(txmq.FenceError, match="prepared without a fence"):
             use(url, half_batch(None, age=OLD))
     assert stored(url) == fence_rows(url) == {}
 
@@ -717,7 +706,7 @@ def test_prune_keeps_the_rows_of_what_has_not_left_its_log(url: sa.URL, fence: s
     torn = ran(orders_listener, log, "torn")
     every = pending(log, torn)
     roll_back(log, torn)
-    with pytest.raises(VerdictConflictError):
+    with pytest.raises(txmq.VerdictConflictError):
         log.decide(torn, 1, commit=every, rollback={}, who=Who.EXECUTE)
     commit(log, ran(orders_listener, log, "settled"))
     roll_back(log, ran(orders_listener, log, "refused"))
@@ -794,7 +783,7 @@ def test_a_driver_that_slept_until_its_tombstone_may_be_pruned_does_nothing(
     if late < timedelta(days=7):
         assert execute(url, batch) == [COMMIT]
         return
-    with pytest.raises(LocalTransactionError, match=r"8 days ago.*nothing was done"):
+    with pytest.raises(txmq.LocalTransactionError, match=r"8 days ago.*nothing was done"):
         execute(url, batch)
     assert stored(url) == {}
     assert fence_rows(url) == {}
@@ -813,7 +802,7 @@ def test_a_fence_in_a_copy_of_its_database_does_not_answer(tmp_path: Path) -> No
         lambda: check(copied, batch),
         lambda: execute(copied, batch),
     ):
-        with pytest.raises(FenceError, match=r"made in another place .* create_fence\(moved=True\)"):
+        with pytest.raises(txmq.FenceError, match=r"made in another place .* create_fence\(moved=True\)"):
             ask()
     assert fence_rows(copied) == stored(copied) == {}
     assert create_fence(copied, moved=True) == fence
@@ -878,7 +867,7 @@ def test_a_strictly_isolated_engine_keeps_both_sides_agreed(url: sa.URL, fence: 
     assert execute(engine, batch) == [COMMIT]
     old = half_batch(fence, per="key", age=OLD, attempt=2)
     assert check(engine, old) == [ROLLBACK]
-    with pytest.raises(FencedError):
+    with pytest.raises(txmq.FencedError):
         execute(engine, old)
 
 
@@ -915,7 +904,7 @@ def test_no_password_is_shown_anywhere() -> None:
     ],
 )
 def test_what_is_no_database_is_refused_and_no_password_is_shown(address: Any, said: str) -> None:
-    with pytest.raises(ListenerError, match=said) as caught:
+    with pytest.raises(txmq.ListenerError, match=said) as caught:
         _ = listener(address).store_id
     assert SECRET not in str(caught.value)
     assert caught.value.__suppress_context__ or SECRET not in str(caught.value.__context__)
@@ -926,13 +915,13 @@ def test_what_is_no_database_is_refused_and_no_password_is_shown(address: Any, s
     [
         (
             {"work": lambda batch: None},
-            ListenerError,
+            txmq.ListenerError,
             r"work is .*<lambda>\(batch\): a function work\(connection, batch\)",
         ),
-        ({"work": "no function"}, ListenerError, "a function work"),
-        ({"lock_timeout": 0}, OptionError, "lock_timeout=0"),
-        ({"lock_timeout": LOCK_TIMEOUT_S_MAX + 1}, OptionError, f"at most {LOCK_TIMEOUT_S_MAX:g}"),
-        ({"fence_table": 'fence"; DROP TABLE orders --'}, OptionError, "fence_table"),
+        ({"work": "no function"}, txmq.ListenerError, "a function work"),
+        ({"lock_timeout": 0}, txmq.OptionError, "lock_timeout=0"),
+        ({"lock_timeout": LOCK_TIMEOUT_S_MAX + 1}, txmq.OptionError, f"at most {LOCK_TIMEOUT_S_MAX:g}"),
+        ({"fence_table": 'fence"; DROP TABLE orders --'}, txmq.OptionError, "fence_table"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], error: type[Exception], said: str) -> None:
@@ -950,5 +939,5 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], error
     ],
 )
 def test_arguments_of_prune_that_make_no_sense_are_refused(older_than: Any, logs: list[Any], said: str) -> None:
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(txmq.OptionError, match=said):
         listener("sqlite://").prune(older_than, *logs)  # type: ignore[arg-type]

@@ -13,14 +13,6 @@ import sqlalchemy as sa
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.errors import (
-    ClockError,
-    CommitError,
-    CorruptLogError,
-    NotACommitLogError,
-    StorageError,
-    UnresolvedTransactionError,
-)
 from tests.support.half_batches import bodies
 from tests.support.inside import files
 
@@ -93,7 +85,7 @@ def test_a_send_whose_verdict_cannot_be_written_says_that_it_is_open(
     one, too."""
     fails(monkeypatch, "op", problem)
     words = r"half batch 'send\.shop\..*' is prepared, and could not be settled .*log/op cannot be written to"
-    with pytest.raises(UnresolvedTransactionError, match=words) as raised:
+    with pytest.raises(txmq.UnresolvedTransactionError, match=words) as raised:
         DOORS[door](shop)
     assert "It stays pending until a check settles it" in str(raised.value)
     assert "do not send them anew, except under the same idempotency key" in str(raised.value)
@@ -109,13 +101,15 @@ def test_a_send_whose_verdict_cannot_be_written_says_that_it_is_open(
 
 
 @pytest.mark.parametrize("door", ["send", "asynchronously", "in transaction", "with a session"])
-@pytest.mark.parametrize("problem", [ClockError("an hour late"), CorruptLogError("odd"), NotACommitLogError("gone")])
+@pytest.mark.parametrize(
+    "problem", [txmq.ClockError("an hour late"), txmq.CorruptLogError("odd"), txmq.NotACommitLogError("gone")]
+)
 def test_every_problem_of_the_log_after_the_prepare_says_so(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, door: str, problem: Exception
 ) -> None:
     monkeypatch.setattr(shop.log.op, "try_commit", lambda *given: _raise(problem))
     monkeypatch.setattr(shop.log.op, "write", lambda *given, **more: _raise(problem))
-    with pytest.raises(UnresolvedTransactionError, match="is prepared, and could not be settled") as raised:
+    with pytest.raises(txmq.UnresolvedTransactionError, match="is prepared, and could not be settled") as raised:
         DOORS[door](shop)
     assert type(raised.value.__cause__) is type(problem)
     monkeypatch.undo()
@@ -126,7 +120,7 @@ def test_a_send_that_was_not_prepared_says_only_what_failed(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, door: str
 ) -> None:
     fails(monkeypatch, "half", FULL)
-    with pytest.raises(StorageError, match=r"log/half cannot be written to, its store fails: .*No space left"):
+    with pytest.raises(txmq.StorageError, match=r"log/half cannot be written to, its store fails: .*No space left"):
         DOORS[door](shop)
     monkeypatch.undo()
     assert shop.log.another().pending().num_rows == 0
@@ -142,10 +136,12 @@ def test_a_prepare_that_fails_after_its_commit_says_that_it_may_be_open(
 
     def then_fails(*given: Any, **more: Any) -> Any:
         prepare_many(*given, **more)
-        raise CommitError("the table cannot be read back")
+        raise txmq.CommitError("the table cannot be read back")
 
     monkeypatch.setattr(shop.log, "prepare_many", then_fails)
-    with pytest.raises(UnresolvedTransactionError, match=r"may be prepared \(CommitError: .*It stays pending until"):
+    with pytest.raises(
+        txmq.UnresolvedTransactionError, match=r"may be prepared \(CommitError: .*It stays pending until"
+    ):
         DOORS[door](shop)
     monkeypatch.undo()
     shop.check()
