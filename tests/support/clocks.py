@@ -5,7 +5,9 @@ A test of one log in memory can give that log a machine of its own: ``InMemoryCo
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -30,6 +32,27 @@ class Clock:
     def sleep(self, machine: Machine, seconds: float) -> None:
         self.pauses.append(seconds)
         self.ahead_s += seconds
+
+
+class Pauses(threading.Event):
+    """For a loop that pauses until it is to stop: so many pauses, which pass at once, and something happens in each."""
+
+    def __init__(self, count: int, meanwhile: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self._count, self._meanwhile = count, meanwhile
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout or 0.0)
+        self._meanwhile()
+        return len(self.seconds) > self._count
+
+
+def wait_until(holds: Callable[[], bool], at_most_s: float = 60.0) -> None:
+    end_s = time.monotonic() + at_most_s
+    while not holds():
+        assert time.monotonic() < end_s, "it never came"
+        time.sleep(0.005)
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, ahead_s: float = 0.0) -> Clock:

@@ -12,12 +12,11 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark import CheckService, ConsumerGroup
+from rmq_spark import CheckService, CommitLog, ConsumerGroup
 from rmq_spark.config import INT64_MAX, LABEL_BYTES_MAX, TIME_MAX
 from rmq_spark.errors import MessageError, OffsetError, OptionError, TxmqError
-from rmq_spark.listeners.sql import LOCK_TIMEOUT_S_MAX
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.half_batches import commit, header_of, make_log, prepare
+from tests.support.half_batches import commit, header_of, prepare
 from tests.support.inboxes import inbox_of, make_database
 from tests.support.inside import (
     TEXT_CHARS_MAX,
@@ -53,13 +52,18 @@ def numbers_as_times(unit: str, *numbers: int) -> pa.Array:
     return pa.array(numbers, pa.int64()).cast(pa.timestamp(unit, "UTC"))
 
 
+def normalize(columns: dict[str, Any] | pa.Table, key: str | None = None) -> pa.Table:
+    """What a sink makes of messages before it stages them."""
+    header = header_of(0, per="key" if key else "batch")
+    return HalfWriter(header, {"orders": 1}, "orders", key).normalize(pa.table(columns))
+
+
 # ---------------------------------------------------------------- times of messages
 @pytest.mark.parametrize(("unit", "number"), OUT_OF_TIME)
 @pytest.mark.parametrize("column", ["born_timestamp", "deliver_at"])
 def test_a_time_that_no_consumer_can_hold_is_refused_before_anything_is_staged(
-    column: str, unit: str, number: int
+    log: CommitLog, column: str, unit: str, number: int
 ) -> None:
-    log = InMemoryCommitLog(topics={"orders": 2})
     with txmq.TransactionMQProducer(log, "shop", CommitOncePrepared(), check_interval=None) as producer:
         table = pa.table({"body": ["a", "b"], column: numbers_as_times(unit, 1, number)})
         with pytest.raises(MessageError, match=rf"{column} of row 1 .*1970-01-01 to 2261-12-31.*milliseconds"):
@@ -85,8 +89,7 @@ def test_a_message_with_such_a_time_cannot_be_made(time: datetime) -> None:
 
 
 @pytest.mark.parametrize("time", [TIME_MIN, TIME_MAX])
-def test_the_first_and_the_last_time_come_out_of_every_consumer(time: datetime, tmp_path: Path) -> None:
-    log = make_log("memory", tmp_path, orders=1)
+def test_the_first_and_the_last_time_come_out_of_every_consumer(log: CommitLog, time: datetime, tmp_path: Path) -> None:
     columns = pa.table({"body": [b"x"], "born_timestamp": pa.array([time], pa.timestamp("us", "UTC"))})
     commit(log, prepare(log, 0, columns))
     read = log.read("orders")
@@ -99,19 +102,16 @@ def test_the_first_and_the_last_time_come_out_of_every_consumer(time: datetime, 
 
 
 def test_a_row_of_a_slice_and_of_a_dictionary_is_looked_at_too() -> None:
-    writer = HalfWriter(header_of(0), {"orders": 1}, "orders", None)
     times = numbers_as_times("s", 1, 2, MS_OF_2025)
     for column in (times.dictionary_encode(), pa.chunked_array([times.slice(1, 1), times.slice(2)])):
-        table = pa.table({"body": ["x"] * len(column), "born_timestamp": column})
         with pytest.raises(MessageError, match=f"row {len(column) - 1}"):
-            writer.normalize(table)
+            normalize({"body": ["x"] * len(column), "born_timestamp": column})
 
 
 def test_a_delay_beyond_three_days_is_still_its_own_error() -> None:
-    writer = HalfWriter(header_of(0), {"orders": 1}, "orders", None)
     later = pa.array([datetime.now(UTC) + timedelta(days=30)], pa.timestamp("us", "UTC"))
     with pytest.raises(MessageError, match="72 h ahead"):
-        writer.normalize(pa.table({"body": ["x"], "deliver_at": later}))
+        normalize({"body": ["x"], "deliver_at": later})
 
 
 # ---------------------------------------------------------------- text of messages
@@ -121,42 +121,30 @@ def not_utf8(count: int = 1) -> pa.Array:
     return pa.StringArray.from_buffers(count, offsets, pa.py_buffer(b"\xff" * count))
 
 
-@pytest.mark.parametrize("column", ["topic", "tags", "keys", "sharding_key", "k"])
+@pytest.mark.parametrize("column", ["topic", "tags", "keys", "sharding_key", "k", "properties"])
 def test_text_that_is_no_utf8_is_refused(column: str) -> None:
-    writer = HalfWriter(header_of(0, per="key"), {"orders": 1}, "orders", "k")
-    columns = {"body": pa.array(["x"]), "k": pa.array(["k"]), column: not_utf8()}
+    text = not_utf8()
+    if column == "properties":
+        text = pa.MapArray.from_arrays(pa.array([0, 1], pa.int32()), pa.array(["p"]), text)
     with pytest.raises(MessageError, match=f"column '{column}' holds what Arrow cannot read"):
-        writer.normalize(pa.table(columns))
-
-
-def test_a_property_that_is_no_utf8_is_refused() -> None:
-    writer = HalfWriter(header_of(0), {"orders": 1}, "orders", None)
-    properties = pa.MapArray.from_arrays(pa.array([0, 1], pa.int32()), pa.array(["p"]), not_utf8())
-    with pytest.raises(MessageError, match="column 'properties' holds what Arrow cannot read"):
-        writer.normalize(pa.table({"body": ["x"], "properties": properties}))
+        normalize({"body": pa.array(["x"]), "k": pa.array(["k"]), column: text}, key="k")
 
 
 def test_a_string_body_that_is_no_utf8_is_bytes() -> None:
-    writer = HalfWriter(header_of(0), {"orders": 1}, "orders", None)
-    assert writer.normalize(pa.table({"body": not_utf8()}))["body"].to_pylist() == [b"\xff"]
+    assert normalize({"body": not_utf8()})["body"].to_pylist() == [b"\xff"]
 
 
 @pytest.mark.parametrize("column", ["tags", "keys", "sharding_key"])
 def test_a_label_that_rocketmq_could_not_keep_is_refused(column: str) -> None:
-    writer = HalfWriter(header_of(0), {"orders": 1}, "orders", None)
-    for text, fits in (("é" * (LABEL_BYTES_MAX // 2), True), ("é" * (LABEL_BYTES_MAX // 2) + "x", False)):
-        table = pa.table({"body": ["x"], column: [text]})
-        if fits:
-            assert writer.normalize(table)[column].to_pylist() == [text]
-        else:
-            with pytest.raises(MessageError, match=f"{column} of a message has {LABEL_BYTES_MAX + 1} bytes"):
-                writer.normalize(table)
+    longest = "é" * (LABEL_BYTES_MAX // 2)
+    assert normalize({"body": ["x"], column: [longest]})[column].to_pylist() == [longest]
+    with pytest.raises(MessageError, match=f"{column} of a message has {LABEL_BYTES_MAX + 1} bytes"):
+        normalize({"body": ["x"], column: [f"{longest}x"]})
 
 
 def test_a_transaction_key_with_a_nul_is_refused_for_postgresql_cannot_fence_it() -> None:
-    writer = HalfWriter(header_of(0, per="key"), {"orders": 1}, "orders", "k")
     with pytest.raises(MessageError, match=r"transactionKey .* NUL"):
-        writer.normalize(pa.table({"body": ["x"], "k": ["a\x00b"]}))
+        normalize({"body": ["x"], "k": ["a\x00b"]}, key="k")
 
 
 # ---------------------------------------------------------------- options and arguments
@@ -170,8 +158,7 @@ ZERO_IS_NONE = {"transaction_timeout": False, "check_interval": True}
 
 
 @pytest.mark.parametrize("name", ["transaction_timeout", "check_interval"])
-def test_a_producer_hears_at_once_of_seconds_that_its_checks_cannot_use(name: str) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
+def test_a_producer_hears_at_once_of_seconds_that_its_checks_cannot_use(log: CommitLog, name: str) -> None:
     for value in (*NO_SECONDS, *([0] if ZERO_IS_NONE[name] else [])):
         if name == "check_interval" and value is None:
             continue  # no checks
@@ -180,26 +167,21 @@ def test_a_producer_hears_at_once_of_seconds_that_its_checks_cannot_use(name: st
 
 
 @pytest.mark.parametrize("value", NO_SECONDS, ids=lambda v: type(v).__name__)
-def test_a_listener_refuses_seconds_that_cannot_be_counted(value: Any) -> None:
+def test_a_listener_refuses_seconds_that_cannot_be_counted(log: CommitLog, value: Any) -> None:
     for name in ("rollback_after", "lock_timeout"):
         with pytest.raises(OptionError, match=name):
             txmq.SqlTransactionListener("sqlite://", print, **{name: value})
     listener = txmq.SqlTransactionListener("sqlite://", print)
     with pytest.raises(OptionError, match="older_than"):
         listener.prune(value)
-    log = InMemoryCommitLog(topics={"orders": 1})
     with pytest.raises((OptionError, TxmqError), match="replay_check_timeout"):
         txmq.TransactionalSink(log, producer_group="shop", listener=None, replay_check_timeout=value)
 
 
-def test_a_lock_timeout_is_no_longer_than_databases_can_count() -> None:
-    with pytest.raises(OptionError, match=f"at most {LOCK_TIMEOUT_S_MAX:g}"):
-        txmq.SqlTransactionListener("sqlite://", print, lock_timeout=LOCK_TIMEOUT_S_MAX + 1)
-
-
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda v: type(v).__name__)
-def test_a_number_of_messages_queues_or_checks_is_a_whole_number_that_fits(value: Any, tmp_path: Path) -> None:
-    log = InMemoryCommitLog(topics={"orders": 2})
+def test_a_number_of_messages_queues_or_checks_is_a_whole_number_that_fits(
+    log: CommitLog, value: Any, tmp_path: Path
+) -> None:
     log.create_own_topic("%DLQ%group")
     commit(log, prepare(log, 0, 3))
     for call in (
@@ -247,8 +229,8 @@ def test_a_timestamp_option_names_a_time_that_messages_can_have(text: str) -> No
         parse_timestamp(text, "startingTimestamp")
 
 
-def test_a_group_is_reset_to_times_that_messages_can_have() -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
+@pytest.mark.log("memory", orders=1)
+def test_a_group_is_reset_to_times_that_messages_can_have(log: CommitLog) -> None:
     commit(log, prepare(log, 0, 3))
     group = ConsumerGroup(log, "points")
     for time in (datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC), datetime(2025, 3, 1)):
@@ -260,9 +242,8 @@ def test_a_group_is_reset_to_times_that_messages_can_have() -> None:
 
 
 @pytest.mark.parametrize("value", ["no", 1, 0, None])
-def test_what_is_neither_true_nor_false_is_refused(value: Any) -> None:
+def test_what_is_neither_true_nor_false_is_refused(log: CommitLog, value: Any) -> None:
     """A "no" counted as True: with take_over it would have taken a group from Spark."""
-    log = InMemoryCommitLog(topics={"orders": 2})
     for name in ("tables", "stop_at_end", "auto_commit", "take_over"):
         with pytest.raises(OptionError, match=f"{name}=.* is neither True nor False"):
             txmq.PullConsumer(log, "points", "orders", **{name: value})

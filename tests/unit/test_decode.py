@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 import rmq_spark as txmq
 from rmq_spark import CommitLog, HalfBatch, transaction
 from rmq_spark.errors import MessageError, OptionError
-from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import BAD_COUNTED_MAX
-from tests.support.half_batches import make_log, pending, prepare
+from tests.support.half_batches import pending, prepare
 from tests.support.inside import decode_json
+
+pytestmark = pytest.mark.log("memory", orders=1)
 
 BODIES = [b'{"id": 1}', b'{"id": "x"}', b'{"id": 3}', b"null", b'{"id": 5', b'{"id": 6}']
 GOOD = [1, None, 3, None, None, 6]
@@ -29,7 +30,7 @@ def half_batch(log: CommitLog, bodies: Sequence[bytes], per: str) -> HalfBatch:
     columns: dict[str, Any] = {"body": list(bodies)}
     if per == "key":
         columns["order"] = [f"order-{n}" for n in range(len(bodies))]
-    record = prepare(log, 0, columns, per=per, key="order" if per == "key" else None, topic="one")
+    record = prepare(log, 0, columns, per=per, key="order" if per == "key" else None)
     return log.half_batch(record, log.state_of(record), 1, pending(log, record))
 
 
@@ -42,9 +43,9 @@ def half_batch(log: CommitLog, bodies: Sequence[bytes], per: str) -> HalfBatch:
     ],
 )
 def test_an_error_names_the_transaction_and_row_of_the_first_bad_body_and_how_many_there_are(
-    tmp_path: Path, per: str, name: str
+    log: CommitLog, per: str, name: str
 ) -> None:
-    batch = half_batch(make_log("memory", tmp_path, one=1), BODIES, per)
+    batch = half_batch(log, BODIES, per)
     with pytest.raises(MessageError) as caught:
         batch.decode("id long")
     said = str(caught.value)
@@ -54,8 +55,8 @@ def test_an_error_names_the_transaction_and_row_of_the_first_bad_body_and_how_ma
 
 
 @pytest.mark.parametrize("per", ["batch", "message", "key"])
-def test_with_null_the_fields_of_bad_bodies_are_null_and_the_others_are_there(tmp_path: Path, per: str) -> None:
-    batch = half_batch(make_log("memory", tmp_path, one=1), BODIES, per)
+def test_with_null_the_fields_of_bad_bodies_are_null_and_the_others_are_there(log: CommitLog, per: str) -> None:
+    batch = half_batch(log, BODIES, per)
     found = batch.decode("id long, name string", on_error="null")
     assert found["id"].to_pylist() == GOOD
     assert found.schema == pa.schema([("id", pa.int64()), ("name", pa.string())])
@@ -76,8 +77,8 @@ def test_a_body_that_is_no_utf_8_is_bad() -> None:
     assert decode_json(bodies, "note string", "null")["note"].to_pylist() == ["a", None, "ä"]
 
 
-def test_another_word_than_raise_or_null_is_refused(tmp_path: Path) -> None:
-    batch = half_batch(make_log("memory", tmp_path, one=1), BODIES, "batch")
+def test_another_word_than_raise_or_null_is_refused(log: CommitLog) -> None:
+    batch = half_batch(log, BODIES, "batch")
     with pytest.raises(OptionError, match="on_error='ignore' is not one of 'raise', 'null'"):
         batch.decode("id long", on_error="ignore")
 
@@ -95,7 +96,7 @@ def test_good_bodies_are_never_looked_at_one_by_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_bad_bodies_are_counted_as_far_as_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    bodies = pa.chunked_array([pa.repeat(pa.scalar(b'{"id": "x"}'), 100_000)])
+    bodies = pa.chunked_array([pa.repeat(pa.scalar(b'{"id": "x"}'), 10 * BAD_COUNTED_MAX)])
     read = transaction._read_objects
     reads: list[int] = []
     monkeypatch.setattr(
@@ -136,7 +137,7 @@ def test_a_body_is_decoded_as_it_would_be_alone_whatever_stands_beside_it(bodies
         decode_json(column, "id long")
 
 
-def test_a_transaction_of_a_sql_listener_decodes_with_the_same_arguments(tmp_path: Path) -> None:
+def test_a_transaction_of_a_sql_listener_decodes_with_the_same_arguments(log: CommitLog, tmp_path: Path) -> None:
     """One bad body fails for its own transaction, by name, and with null each of them goes on."""
     engine = sa.create_engine(f"sqlite:///{tmp_path}/shop.db")
     decoded: dict[str, Any] = {}
@@ -151,10 +152,9 @@ def test_a_transaction_of_a_sql_listener_decodes_with_the_same_arguments(tmp_pat
 
     listener = txmq.SqlTransactionListener(engine, work, per_transaction=True)
     listener.create_fence()
-    log = InMemoryCommitLog(topics={"one": 1})
     table = pa.table({"body": [b'{"id": 1}', b'{"id": 2}', b"no", b'{"id": 4}'], "order": ["a", "b", "a", "c"]})
     with txmq.TransactionMQProducer(log, "shop", listener, check_interval=None) as producer:
-        producer.send_messages_in_transaction(table, topic="one", transaction_key="order")
+        producer.send_messages_in_transaction(table, topic="orders", transaction_key="order")
     assert (decoded["b"], decoded["c"]) == ([2], [4])
     assert decoded["a"].startswith("the body of row 1 (transaction key 'a', msg_id ")
     assert "Of 2 bodies 1 cannot be decoded" in decoded["a"]

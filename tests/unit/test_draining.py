@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import threading
 from collections.abc import Callable
@@ -11,16 +10,12 @@ from pathlib import Path
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.check import draining as draining_module
 from rmq_spark.errors import OptionError
-from rmq_spark.testing import InMemoryCommitLog
+from tests.support.clocks import Pauses
 from tests.support.half_batches import another, commit, make_log, prepare
 from tests.support.inside import Drainer, Draining, Maintainer, drained_up_to, maintenance
 
-
-@pytest.fixture
-def log() -> CommitLog:
-    return InMemoryCommitLog(topics={"orders": 2})
+ON_DELTA = pytest.mark.log("delta", orders=1)
 
 
 def drained(log: CommitLog) -> int:
@@ -30,23 +25,18 @@ def drained(log: CommitLog) -> int:
 
 
 def test_it_drains_again_and_again_after_pauses_of_about_so_many_seconds(log: CommitLog) -> None:
-    pauses: list[float] = []
     seen: list[int] = []
 
-    class Passes(threading.Event):
-        """Lets pauses pass at once; a message is committed in each."""
+    def meanwhile() -> None:
+        seen.append(drained(log))
+        commit(log, prepare(log, len(seen)))
 
-        def wait(self, timeout: float | None = None) -> bool:
-            pauses.append(timeout or 0.0)
-            seen.append(drained(log))
-            commit(log, prepare(log, len(seen)))
-            return len(seen) == 50
-
-    Draining(log, every=30).run(Passes())
+    pauses = Pauses(20, meanwhile)
+    Draining(log, every=30).run(pauses)
     assert seen[0] == -1, "the first drain comes after a pause"
     assert seen == sorted(set(seen))
-    assert all(22.5 <= pause <= 37.5 for pause in pauses)
-    assert max(pauses) - min(pauses) > 5, "programs that began together do not drain together"
+    assert all(22.5 <= pause <= 37.5 for pause in pauses.seconds)
+    assert max(pauses.seconds) - min(pauses.seconds) > 5, "programs that began together do not drain together"
 
 
 def test_what_another_one_drained_is_drained_once(log: CommitLog) -> None:
@@ -56,8 +46,8 @@ def test_what_another_one_drained_is_drained_once(log: CommitLog) -> None:
     assert log.messages_table.refresh() == 1, "a drain that finds nothing commits nothing"
 
 
-def test_a_drain_waits_for_no_lock_of_the_sink_and_holds_none(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log", orders=1)
+@ON_DELTA
+def test_a_drain_waits_for_no_lock_of_the_sink_and_holds_none(log: CommitLog) -> None:
     commit(log, prepare(log, 0))
     beside = Draining(log, every=30)
     said: list[int] = []
@@ -69,13 +59,11 @@ def test_a_drain_waits_for_no_lock_of_the_sink_and_holds_none(tmp_path: Path) ->
 
 
 # ---------------------------------------------------------------- again and again
+@ON_DELTA
 def test_drains_go_on_after_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(draining_module, "AFTER_FAILURE_S", 0.01)
-    log = make_log("delta", tmp_path / "log", orders=1)
     commit(log, prepare(log, 0))
-    stop = threading.Event()
     tries: list[CommitLog] = []
     run = Drainer.run
 
@@ -83,43 +71,29 @@ def test_drains_go_on_after_a_failure(
         tries.append(self._log)  # type: ignore[arg-type]
         if len(tries) == 1:
             raise OSError("the store does not answer")
-        stop.set()
         return run(self)
 
     monkeypatch.setattr(Drainer, "run", fails_once)
-    Draining(log, every=0.01).run(stop)
+    pauses = Pauses(2)
+    Draining(log, every=0.01).run(pauses)
+    assert pauses.seconds[1] >= 60, "it lets the store alone for a while"
     assert drained(log) == log.refresh()
     assert tries[0] is not tries[1], "the second try opens the log again"
     assert "a drain of CommitLog" in caplog.text
     assert "the store does not answer" in caplog.text
 
 
+@ON_DELTA
 def test_an_old_handle_drains_no_log_that_was_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    log: CommitLog, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(draining_module, "AFTER_FAILURE_S", 0.01)
-    old = make_log("delta", tmp_path / "log", orders=1)
-    beside = Draining(old, every=0.01)
+    beside = Draining(log, every=0.01)
     beside.run_once()
     shutil.rmtree(tmp_path / "log")
     new = make_log("delta", tmp_path / "log", orders=1)
     commit(new, prepare(new, 0))
-    stop = threading.Event()
-    warnings: list[str] = []
-
-    class Heard(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-            if len(warnings) == 2:
-                stop.set()
-
-    heard = Heard()
-    draining_module.logger.addHandler(heard)
-    try:
-        beside.run(stop)
-    finally:
-        draining_module.logger.removeHandler(heard)
-    assert "made anew" in warnings[1]
+    beside.run(Pauses(2))
+    assert "made anew" in [r.getMessage() for r in caplog.records if r.levelname == "WARNING"][1]
     assert drained(new) == -1
 
 

@@ -16,80 +16,57 @@ from deltalake import DeltaTable, Schema
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.commitlog import opening
-from rmq_spark.errors import CorruptLogError, LogFormatError, NotACommitLogError, OptionError
+from rmq_spark.errors import CorruptLogError, LogFormatError, NotACommitLogError
 from tests.support.half_batches import another, bodies, check_offsets, commit, make_log, pending, prepare, roll_back
-from tests.support.inside import HALF_SCHEMA, OP_SCHEMA, TOPICS_SCHEMA, Change, DeltaLogTable
-from tests.support.inside import OP_STATS_COLUMNS as STATS_COLUMNS
+from tests.support.inside import (
+    HALF_SCHEMA,
+    OP_SCHEMA,
+    OP_STATS_COLUMNS,
+    TOPICS_SCHEMA,
+    Change,
+    DeltaLogTable,
+    Who,
+)
+
+ON_BOTH = pytest.mark.log("memory", "delta", orders=1)
+ON_DELTA = pytest.mark.log("delta", orders=1)
 
 
 # ---------------------------------------------------------------- what is no log
-def a_missing_folder(path: Path) -> None:
-    pass
-
-
-def an_empty_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def a_file(path: Path) -> None:
-    path.write_text("not a folder")
-
-
-def a_delta_table(path: Path) -> None:
-    DeltaTable.create(str(path), schema=Schema.from_arrow(TOPICS_SCHEMA))
-
-
-def a_table_named_topics(path: Path) -> None:
-    DeltaTable.create(str(path / "topics"), schema=Schema.from_arrow(TOPICS_SCHEMA))
 
 
 def topics_alone(path: Path) -> None:
     DeltaLogTable.create(str(path / "topics"), "topics", TOPICS_SCHEMA, None, {"txmq.format": str(opening.FORMAT)})
 
 
-def a_log_without_its_entries(path: Path) -> None:
+def without_entries(path: Path) -> None:
     CommitLog.create(path)
     for entry in (path / "op" / "_delta_log").iterdir():
         entry.unlink()
 
 
-def a_log_with_a_broken_entry(path: Path) -> None:
+def with_a_broken_entry(path: Path) -> None:
     CommitLog.create(path)
-    entry = path / "op" / "_delta_log" / f"{0:020d}.json"
-    entry.write_text("{not json")
+    (path / "op" / "_delta_log" / f"{0:020d}.json").write_text("{not json")
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        a_missing_folder,
-        an_empty_folder,
-        a_file,
-        a_delta_table,
-        a_table_named_topics,
-        topics_alone,
-        a_log_without_its_entries,
-        a_log_with_a_broken_entry,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_a_path_that_is_no_commit_log_is_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
+NO_LOGS: dict[str, Callable[[Path], object]] = {
+    "a missing folder": lambda path: None,
+    "an empty folder": Path.mkdir,
+    "a Delta table": lambda path: DeltaTable.create(str(path), schema=Schema.from_arrow(TOPICS_SCHEMA)),
+    "a table named topics": lambda p: DeltaTable.create(str(p / "topics"), schema=Schema.from_arrow(TOPICS_SCHEMA)),
+    "topics alone": topics_alone,
+    "a log without its entries": without_entries,
+    "a log with a broken entry": with_a_broken_entry,
+}
+
+
+@pytest.mark.parametrize("what", NO_LOGS)
+def test_a_path_that_is_no_commit_log_is_named(tmp_path: Path, what: str) -> None:
     path = tmp_path / "log"
-    make(path)
+    NO_LOGS[what](path)
     with pytest.raises(NotACommitLogError, match=str(path)):
         CommitLog.open(path)
-
-
-@pytest.mark.parametrize("path", ["", "  "])
-def test_an_empty_path_is_refused(path: str) -> None:
-    with pytest.raises(OptionError, match="path is empty"):
-        CommitLog.open(path)
-
-
-def test_a_log_cannot_be_made_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("x")
-    with pytest.raises(NotACommitLogError, match="cannot be created"):
-        CommitLog.create(tmp_path / "log")
 
 
 @pytest.mark.parametrize("crash_before", ["half", "op", "topics"])
@@ -109,15 +86,13 @@ def test_a_half_made_log_is_completed_by_making_it_again(
             CommitLog.create(tmp_path / "log")
     with pytest.raises(NotACommitLogError):
         CommitLog.open(tmp_path / "log")
-    log = CommitLog.create(tmp_path / "log")
-    log.create_topic("orders", 2)
+    log = make_log("delta", tmp_path / "log")
     commit(log, prepare(log, 0))
     assert len(bodies(CommitLog.open(tmp_path / "log"))) == 5
 
 
-def test_a_log_that_has_lost_its_topics_is_not_made_anew_over_what_it_holds(tmp_path: Path) -> None:
-    log = CommitLog.create(tmp_path / "log")
-    log.create_topic("orders", 2)
+@ON_DELTA
+def test_a_log_that_has_lost_its_topics_is_not_made_anew_over_what_it_holds(log: CommitLog, tmp_path: Path) -> None:
     commit(log, prepare(log, 0))
     (tmp_path / "log" / "topics").rename(tmp_path / "topics")
     for use in (CommitLog.open, CommitLog.create, partial(CommitLog.create, exist_ok=True)):
@@ -138,8 +113,7 @@ def test_two_who_make_a_log_at_once_are_not_told_that_it_lost_its_topics(
         if len(asked) == 1:  # it is not there yet, and the other one makes it now, and sends
             with monkeypatch.context() as patch:
                 patch.setattr(DeltaLogTable, "exists", staticmethod(real))
-                log = CommitLog.create(tmp_path / "log")
-                log.create_topic("orders", 2)
+                log = make_log("delta", tmp_path / "log")
                 commit(log, prepare(log, 0))
         return there
 
@@ -147,13 +121,13 @@ def test_two_who_make_a_log_at_once_are_not_told_that_it_lost_its_topics(
     assert len(bodies(CommitLog.create(tmp_path / "log", exist_ok=True))) == 5
 
 
-def test_a_log_that_has_lost_half_takes_no_sends_and_says_so(tmp_path: Path) -> None:
-    CommitLog.create(tmp_path / "log")
-    log = CommitLog.open(tmp_path / "log")
-    log.half.table.refresh()
+@ON_DELTA
+def test_a_log_that_has_lost_half_takes_no_sends_and_says_so(log: CommitLog, tmp_path: Path) -> None:
+    table = another(log).half.table
+    table.refresh()
     shutil.rmtree(tmp_path / "log" / "half")
     with pytest.raises(CorruptLogError, match="half is not there: the commit log has lost a table"):
-        log.half.table.clock.require_near()
+        table.clock.require_near()
 
 
 @pytest.mark.parametrize("found", [str(opening.FORMAT + 1), "0", "99", "next", "-1"])
@@ -178,27 +152,27 @@ def test_a_table_that_lacks_a_column_is_not_used(tmp_path: Path, name: str, sche
         CommitLog.open(tmp_path / "log").pending()  # half opens in the background
 
 
-def test_a_moved_log_opens_in_its_new_place(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "here")
+@ON_DELTA
+def test_a_moved_log_opens_in_its_new_place(log: CommitLog, tmp_path: Path) -> None:
     commit(log, prepare(log, 0))
     open_one = prepare(log, 1)
     log.close()
-    shutil.move(tmp_path / "here", tmp_path / "there")
+    shutil.move(tmp_path / "log", tmp_path / "there")
     moved = CommitLog.open(tmp_path / "there")
     assert len(bodies(moved)) == 5
     commit(moved, moved.get(open_one.half_id))
     check_offsets(moved)
     assert len(bodies(moved)) == 10
-    assert not (tmp_path / "here").exists()
+    assert not (tmp_path / "log").exists()
 
 
 # ---------------------------------------------------------------- op rows edited by hand
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    made = make_log(request.param, tmp_path / "log", orders=1)
-    record = prepare(made, 0, 6, per="message")
-    made.decide(record, 1, commit={0: b"\0\1\1\0\1\1"}, rollback={}, who="execute")  # type: ignore[arg-type]
-    return made
+@pytest.fixture
+def decided(log: CommitLog) -> CommitLog:
+    """A log with a half batch of six messages of which four are committed, by one op row."""
+    record = prepare(log, 0, 6, per="message")
+    log.decide(record, 1, commit={0: b"\0\1\1\0\1\1"}, rollback={}, who=Who.EXECUTE)
+    return log
 
 
 def edit(log: CommitLog, **changes: object) -> CommitLog:
@@ -208,7 +182,7 @@ def edit(log: CommitLog, **changes: object) -> CommitLog:
     paths = op.actions()["path"].to_pylist()
     (row,) = op.read(paths).to_pylist()
     rows = pa.Table.from_pylist([{**row, **changes}], schema=OP_SCHEMA)
-    change = Change(add=[op.write(rows, "op", STATS_COLUMNS)], remove=paths, data_change=False)
+    change = Change(add=[op.write(rows, "op", OP_STATS_COLUMNS)], remove=paths, data_change=False)
     assert op.compare_and_set(lambda _: change, lambda c: c.add[0].path in op.actions()["path"].to_pylist()) is change
     return another(log)
 
@@ -241,26 +215,26 @@ EDITS: dict[str, dict[str, object]] = {
 SEEN_BY_THE_STATE = [e for e in EDITS if not e.startswith("path") and e != "another half batch"]
 
 
+@ON_BOTH
 @pytest.mark.parametrize("edited", EDITS)
-def test_reading_an_edited_op_row_is_an_error(log: CommitLog, tmp_path: Path, edited: str) -> None:
+def test_an_edited_op_row_is_an_error_to_who_reads_it_and_to_who_decides_over_it(
+    decided: CommitLog, tmp_path: Path, edited: str
+) -> None:
     outside = pa.table({"half_id": ["app:0"] * 6, "file_no": [0] * 6, "row_no": range(6), "body": ["outside"] * 6})
     pq.write_table(outside, tmp_path / "log" / "outside.parquet") if (tmp_path / "log").exists() else None
-    changed = edit(log, **EDITS[edited])
+    changed = edit(decided, **EDITS[edited])
     with pytest.raises(CorruptLogError):
         changed.read("orders")
+    if edited in SEEN_BY_THE_STATE:
+        own = another(changed)
+        with pytest.raises(CorruptLogError):
+            own.decide(own.get("app:0"), 1, commit={0: b"\1\0\0\0\0\0"}, rollback={}, who=Who.EXECUTE)
+        own.op.refresh()
+        assert own.op.read(own.op.actions()["path"].to_pylist()).num_rows == 1
 
 
-@pytest.mark.parametrize("edited", SEEN_BY_THE_STATE)
-def test_deciding_over_an_edited_op_row_is_an_error(log: CommitLog, edited: str) -> None:
-    changed = edit(log, **EDITS[edited])
-    with pytest.raises(CorruptLogError):
-        changed.decide(changed.get("app:0"), 1, commit={0: b"\1\0\0\0\0\0"}, rollback={}, who="execute")  # type: ignore[arg-type]
-    changed.op.refresh()
-    assert changed.op.read(changed.op.actions()["path"].to_pylist()).num_rows == 1
-
-
-def test_a_half_table_that_names_a_file_outside_is_not_read(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log")
+@ON_DELTA
+def test_a_half_table_that_names_a_file_outside_is_not_read(log: CommitLog, tmp_path: Path) -> None:
     record = prepare(log, 0)
     (file,) = record.files.values()
     shutil.copy(tmp_path / "log" / "half" / file.path, tmp_path / "log" / "outside.parquet")
@@ -270,17 +244,17 @@ def test_a_half_table_that_names_a_file_outside_is_not_read(tmp_path: Path) -> N
         CommitLog.open(tmp_path / "log").get("app:0")
 
 
-def test_one_bad_row_does_not_hide_behind_a_mark(log: CommitLog) -> None:
-    roll_back(log, log.get("app:0"))
-    assert log.move_mark()
-    assert pending(log, log.get("app:0")) == {}
+@ON_BOTH
+def test_one_bad_row_does_not_hide_behind_a_mark(decided: CommitLog) -> None:
+    roll_back(decided, decided.get("app:0"))
+    assert decided.move_mark()
+    assert pending(decided, decided.get("app:0")) == {}
 
 
 def test_a_half_file_of_which_the_delta_log_says_no_count_is_counted_by_its_rows(
-    monkeypatch: pytest.MonkeyPatch,
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Flipped bits in a checkpoint took the counts away, and every question about open half batches was a TypeError."""
-    log = make_log("memory", Path(), orders=1)
     commit(log, prepare(log, 0, 2))
     record = prepare(log, 1, 3)
     table = log.half.table
@@ -293,10 +267,9 @@ def test_a_half_file_of_which_the_delta_log_says_no_count_is_counted_by_its_rows
     assert log.get(record.half_id).files == record.files
 
 
-@pytest.mark.parametrize("kind", ["memory", "delta"])
-def test_a_half_batch_that_lies_twice_stops_every_decision_on_its_topic(tmp_path: Path, kind: str) -> None:
+@pytest.mark.log("memory", "delta", plain=1)
+def test_a_half_batch_that_lies_twice_stops_every_decision_on_its_topic(log: CommitLog) -> None:
     """Nobody can say which copy its readers are to see, and what comes after it on a FIFO topic."""
-    log = make_log(kind, tmp_path / "log", plain=1)
     log.create_topic("orders", 1, fifo=True)
     columns = {"body": ["a", "b"], "sharding_key": ["k", "k"]}
     before = prepare(log, 0, columns)
@@ -318,9 +291,10 @@ def test_a_half_batch_that_lies_twice_stops_every_decision_on_its_topic(tmp_path
 
 
 # ---------------------------------------------------------------- footers that say too little
-def test_a_half_file_that_gives_fewer_rows_than_the_delta_log_says_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_file_that_gives_fewer_rows_than_the_delta_log_says_is_noticed(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A flipped bit in the bounds of a footer let pyarrow pass over rows, and half of a transaction was visible."""
-    log = make_log("memory", Path(), orders=1)
     record = prepare(log, 1, 3)
     table = log.half.table
     read = table.read
@@ -331,10 +305,10 @@ def test_a_half_file_that_gives_fewer_rows_than_the_delta_log_says_is_noticed(mo
         log.resolve(record.half_id, txmq.COMMIT_MESSAGE, "the order is there")
 
 
+@ON_DELTA
 @pytest.mark.parametrize("marked", [False, True])
-def test_a_footer_that_lies_about_its_versions_hides_no_op_row(tmp_path: Path, marked: bool) -> None:
+def test_a_footer_that_lies_about_its_versions_hides_no_op_row(log: CommitLog, tmp_path: Path, marked: bool) -> None:
     """A flipped bit in the bounds of a footer let pyarrow pass over a commit, and the next check committed it again."""
-    log = make_log("delta", tmp_path / "log", orders=1)
     commit(log, prepare(log, 0, 2))
     if marked:
         assert log.move_mark()

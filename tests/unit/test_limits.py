@@ -12,20 +12,9 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import OptionError, PendingLimitError
 from tests.support.half_batches import another
 from tests.support.inside import SINK_OPTIONS, Options, SinkSettings
+from tests.support.listeners import Scripted
 
 pytestmark = pytest.mark.log("memory", "delta", orders=1)
-
-
-class Undecided(txmq.TransactionListener):
-    """Answers UNKNOWN until it is told better."""
-
-    answer = txmq.UNKNOWN
-
-    def execute_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        return txmq.UNKNOWN
-
-    def check_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        return self.answer
 
 
 def producer(
@@ -38,13 +27,13 @@ def send(sender: txmq.TransactionMQProducer, body: bytes = b"x", key: str | None
     return sender.send_message_in_transaction(txmq.Message("orders", body), idempotency_key=key)
 
 
-def settle(log: CommitLog, listener: Undecided) -> None:
-    listener.answer = txmq.COMMIT_MESSAGE
+def settle(log: CommitLog, listener: txmq.TransactionListener) -> None:
+    """Another process checks, and each local transaction is done."""
     txmq.CheckService(another(log), {"shop": listener}, transaction_timeout=0, only_groups=True).run_once()
 
 
 def test_a_group_with_too_many_pending_half_batches_sends_no_more(log: CommitLog) -> None:
-    listener = Undecided()
+    listener = Scripted(execute=txmq.UNKNOWN)
     sender = producer(log, listener, max_pending_batches=2)
     first = send(sender, key="first")
     send(sender)
@@ -60,7 +49,6 @@ def test_a_group_with_too_many_pending_half_batches_sends_no_more(log: CommitLog
 
     send(producer(another(log), listener, group="others", max_pending_batches=1))
     send(producer(another(log), listener))  # without a limit
-    listener.answer = txmq.COMMIT_MESSAGE
     assert send(sender, key="first").replayed  # a replay needs no room
     with pytest.raises(PendingLimitError):
         send(sender)
@@ -69,7 +57,7 @@ def test_a_group_with_too_many_pending_half_batches_sends_no_more(log: CommitLog
 
 
 def test_a_group_with_too_many_pending_bytes_sends_no_more(log: CommitLog) -> None:
-    listener = Undecided()
+    listener = Scripted(execute=txmq.UNKNOWN)
     sender = producer(log, listener, max_pending_bytes="10k")
     send(sender, bytes(range(256)) * 4)
     size = log.half.bytes_of(log.get(log.open_half_ids()[0]))
@@ -84,7 +72,7 @@ def test_a_group_with_too_many_pending_bytes_sends_no_more(log: CommitLog) -> No
 
 def test_a_limit_that_comes_near_is_told_once(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "rmq_spark.sink.limits")
-    listener = Undecided()
+    listener = Scripted(execute=txmq.UNKNOWN)
     sender = producer(log, listener, max_pending_batches=5)
     for _ in range(4):
         send(sender)
@@ -95,19 +83,19 @@ def test_a_limit_that_comes_near_is_told_once(log: CommitLog, caplog: pytest.Log
     assert len(caplog.messages) == 1
     assert "producer group 'shop' has 4 half batches" in caplog.messages[0]
     settle(log, listener)
-    listener.answer = txmq.UNKNOWN
     for _ in range(5):
         send(sender)
     assert len(caplog.messages) == 2
 
 
+@pytest.mark.log("memory", orders=1)
 @pytest.mark.parametrize(
     "value", [0, -1, True, 2.0, "many", "", "10 parsecs", "1e3", "-5m", "1.5g", 2**63, "9" * 18 + "t"]
 )
 def test_a_limit_is_a_number_above_zero(log: CommitLog, value: Any) -> None:
     for name in ("max_pending_batches", "max_pending_bytes"):
         with pytest.raises(OptionError, match=name):
-            producer(log, Undecided(), **{name: value})
+            producer(log, Scripted(), **{name: value})
         with pytest.raises(OptionError, match=name):
             txmq.TransactionalSink(log, producer_group="shop", listener=None, **{name: value})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +50,12 @@ def whole_cycle(path: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert {name.split("/")[0] for name in files_below(folder)} == TABLES
 
 
-NAMES = ["a b", "100%", "a%zz", "名前", "a#b", "a+b", "a&b=c,d;e", "it's", "a~b", "a:b", ".hidden", "é"]
+NAMES = ["a b", "100%", "a%zz", "名前"]
+NAMES_IN_ALL = ["a#b", "a+b", "a&b=c,d;e", "it's", "a~b", "a:b", ".hidden", "é"]
 
 
-KINDS = ["slash", "relative", "dots", "symlink", "Path", "file uri", "hadoop uri", "localhost"]
-
-
-@pytest.mark.parametrize("name", NAMES[:4])
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.long) for name in NAMES_IN_ALL)])
 def test_a_folder_of_any_name_holds_the_whole_log(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole_cycle(str(tmp_path / name / "log"), tmp_path / name / "log", monkeypatch)
-    assert [p.name for p in tmp_path.iterdir()] == [name]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", NAMES[4:])
-def test_a_folder_of_every_name_holds_the_whole_log(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole_cycle(str(tmp_path / name / "log"), tmp_path / name / "log", monkeypatch)
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
@@ -109,7 +99,7 @@ def test_a_loop_of_symbolic_links_is_refused_in_one_sentence(inside: str, tmp_pa
 def test_a_path_that_is_a_file_is_refused_in_one_sentence(inside: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text("path = 'shop/log'")
     for make in (txmq.CommitLog.open, txmq.CommitLog.create):
-        with pytest.raises(txmq.errors.NotACommitLogError, match="this is a file, or leads through one"):
+        with pytest.raises(NotACommitLogError, match="this is a file, or leads through one"):
             make(f"{tmp_path}/log{inside}")
 
 
@@ -154,6 +144,7 @@ def test_a_file_uri_is_decoded_and_a_plain_path_is_not(tmp_path: Path) -> None:
         ("s3://bucket/log#x", "query part"),
         ("s3://key:secret@bucket/log", "credentials"),
         ("abfss://c:secret@account.dfs.core.windows.net/log", "credentials"),
+        ("foo://bar/log", r"path 'foo://bar/log': there is no store for foo://\. A folder, s3://"),
         ("file://", "the root folder of this machine"),
         ("/", "the root folder of this machine"),
         ("//", "the root folder of this machine"),
@@ -167,23 +158,18 @@ def test_a_file_uri_is_decoded_and_a_plain_path_is_not(tmp_path: Path) -> None:
 def test_a_path_that_not_all_read_alike_is_refused_and_nothing_is_made(
     path: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """delta-rs took a place of an unknown scheme for an empty one, and the advice was to make a log there."""
     monkeypatch.chdir(tmp_path)
     for door in (txmq.CommitLog.create, txmq.CommitLog.open):
-        with pytest.raises(OptionError, match=words):
+        with pytest.raises(OptionError, match=words) as refused:
             door(path)
+        assert "secret" not in str(refused.value)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_container_of_azure_is_no_credential() -> None:
     uri = "abfss://container@account.dfs.core.windows.net/log"
     assert location(uri) == uri
-
-
-@pytest.mark.parametrize("make", [txmq.CommitLog.open, txmq.CommitLog.create])
-def test_a_scheme_that_no_store_has_is_named(make: Callable[[str], txmq.CommitLog]) -> None:
-    """delta-rs took such a place for an empty one, and the advice was to make a log there."""
-    with pytest.raises(OptionError, match=r"path 'foo://bar/log': there is no store for foo://\. A folder, s3://"):
-        make("foo://bar/log")
 
 
 def test_a_name_that_the_file_system_refuses_is_told_in_plain_words(tmp_path: Path) -> None:

@@ -2,91 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rmq_spark import CommitLog, Message, SqlTransactionListener, TransactionMQProducer
-from rmq_spark.check import maintainer as maintainer_module
 from rmq_spark.check.fences import FencePruner
 from rmq_spark.config import FENCE_RETENTION_S
 from rmq_spark.errors import NotACommitLogError, OptionError
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.clocks import Pauses, wait_until
+from tests.support.fences import fence_rows, make_older, run
 from tests.support.half_batches import commit, let_leave, make_log, send
-from tests.support.inside import CommitOncePrepared, Graces, Machine, Maintainer, MaintenanceReport
+from tests.support.inside import CommitOncePrepared, Machine, Maintainer, MaintenanceReport
+
+ON_DELTA = pytest.mark.log("delta", orders=1)
 
 
 def rows_drained(log: CommitLog) -> int:
     log.messages_table.refresh()
     return sum(log.messages_table.actions()["num_records"].to_pylist())
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.01)
-
-
-def test_rounds_go_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = make_log("delta", tmp_path / "log", orders=1)
-    commit(log, send(log, "key"))
-    stop = threading.Event()
-    reports: list[MaintenanceReport] = []
-    another, calls = type(log).another, []
-
-    def fails_once(self: object) -> object:
-        calls.append(1)
-        if len(calls) == 1:
-            raise OSError("the store does not answer")
-        return another(self)  # type: ignore[arg-type]
-
-    def keep(report: MaintenanceReport) -> None:
-        reports.append(report)
-        if len(reports) == 2:
-            stop.set()
-
-    monkeypatch.setattr(type(log), "another", fails_once)
-    Maintainer(log, 0.01).run(stop, keep)
-    assert len(calls) == 3
-    assert log.messages_table.refresh() == 1
-
-
-def test_orphans_are_looked_for_once_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = make_log("memory", tmp_path, orders=1)
-    looks = []
-    keep_up = type(log).keep_up
-
-    def noted(self: CommitLog, graces: Graces, orphans: bool, **more: Any) -> MaintenanceReport:
-        looks.append(orphans)
-        return keep_up(self, graces, orphans=orphans, **more)
-
-    monkeypatch.setattr(type(log), "keep_up", noted)
-    upkeep = Maintainer(log)
-    upkeep.run_once()
-    upkeep.run_once()
-    monkeypatch.setattr(maintainer_module, "ORPHANS_EVERY_S", 0.0)
-    upkeep.run_once()
-    assert looks == [True, False, True]
-
-
-def test_a_producer_that_shall_keep_the_log_up_does(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log", orders=1)
-    listener = CommitOncePrepared()
-    with pytest.raises(OptionError, match="maintenance_interval"):
-        TransactionMQProducer(log, "shop", listener, maintenance_interval=0)
-    with TransactionMQProducer(log, "shop", listener, check_interval=None, maintenance_interval=0.01) as producer:
-        for sent in (1, 2):  # it may be opened again
-            producer.start()
-            producer.send_message_in_transaction(Message("orders", "x"))
-            wait_until(lambda sent=sent: rows_drained(log) == sent)
-            producer.shutdown()
-    assert not [thread for thread in threading.enumerate() if thread.name == "txmq-maintainer"]
 
 
 class Days(Machine):
@@ -96,6 +35,56 @@ class Days(Machine):
 
     def monotonic(self) -> float:
         return super().monotonic() + self.days * 86400
+
+
+@ON_DELTA
+def test_rounds_go_on_after_a_failure(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
+    commit(log, send(log, "key"))
+    here, away = Path(log.path), Path(f"{log.path}-away")
+
+    def away_for_a_round() -> None:
+        if away.exists():
+            away.rename(here)
+        elif not pauses.seconds[1:]:
+            here.rename(away)
+
+    pauses = Pauses(3, away_for_a_round)
+    reports: list[MaintenanceReport] = []
+    Maintainer(log, 0.01).run(pauses, reports.append)
+    assert [report.messages_drained for report in reports] == [5, 0]
+    assert "upkeep of CommitLog" in caplog.text
+
+
+@ON_DELTA
+def test_orphans_are_looked_for_once_an_hour(log: CommitLog) -> None:
+    log.machine = machine = Days()
+    upkeep = Maintainer(log)
+
+    def orphans_found(number: int) -> bool:
+        orphan = Path(log.path, "half", f"half-{number:032x}.parquet")
+        orphan.write_bytes(b"x")
+        os.utime(orphan, (0, 0))
+        return f"half/{orphan.name}" in upkeep.run_once().files_deleted
+
+    assert orphans_found(1)
+    assert not orphans_found(2)
+    machine.days = 59 / (24 * 60)
+    assert not orphans_found(3)
+    machine.days = 61 / (24 * 60)
+    assert orphans_found(4)
+
+
+@ON_DELTA
+def test_a_producer_that_shall_keep_the_log_up_does(log: CommitLog) -> None:
+    with pytest.raises(OptionError, match="maintenance_interval"):
+        TransactionMQProducer(log, "shop", maintenance_interval=0)
+    with TransactionMQProducer(log, "shop", check_interval=None, maintenance_interval=0.01) as producer:
+        for sent in (1, 2):  # it may be opened again
+            producer.start()
+            producer.send(Message("orders", "x"))
+            wait_until(lambda sent=sent: rows_drained(log) == sent)
+            producer.shutdown()
+    assert not [thread for thread in threading.enumerate() if thread.name == "txmq-maintainer"]
 
 
 class Keeping(CommitOncePrepared):
@@ -127,9 +116,8 @@ def test_fences_are_pruned_once_a_day_a_piece_at_a_time() -> None:
 
 
 def test_a_fence_that_cannot_be_pruned_is_a_warning_a_day_and_stops_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    log: CommitLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = make_log("memory", tmp_path, orders=1)
     bad, good = Keeping(1, OSError("permission denied"), 5), Keeping(3)
     upkeep = Maintainer(log, fences=FencePruner(log, [bad, good]))
     for _ in range(3):
@@ -140,35 +128,32 @@ def test_a_fence_that_cannot_be_pruned_is_a_warning_a_day_and_stops_nothing(
     assert len(bad.asked) == len(good.asked) == 1
 
 
-def test_rounds_of_upkeep_prune_the_fence_of_what_has_left(tmp_path: Path) -> None:
+@ON_DELTA
+def test_rounds_of_upkeep_prune_the_fence_of_what_has_left(log: CommitLog, tmp_path: Path) -> None:
     """Fence rows were never pruned by any job."""
-    log = make_log("delta", tmp_path / "log", orders=1)
-    listener = SqlTransactionListener(f"sqlite:///{tmp_path / 'shop.db'}", lambda *_: None)
+    url = f"sqlite:///{tmp_path / 'shop.db'}"
+    listener = SqlTransactionListener(url, lambda *_: None)
     listener.create_fence()
     with TransactionMQProducer(log, "shop", listener, check_interval=None) as producer:
         for n in range(3):
             producer.send_message_in_transaction(Message("orders", str(n)))
 
-    def rows() -> int:
-        with listener._fence.transaction(write=False) as connection:
-            query = "SELECT count(*) FROM txmq_fence WHERE state = 'executed'"
-            return int(connection.exec_driver_sql(query).scalar_one())
+    def executed() -> int:
+        return list(fence_rows(url).values()).count("executed")
 
-    with listener._fence.transaction() as connection:
-        connection.exec_driver_sql("UPDATE txmq_fence SET changed_at = '2020-01-01 00:00:00.000000'")
+    make_older(url, 1000)
     Maintainer(log, fences=FencePruner(log, [listener])).run_once()
-    assert rows() == 3  # the grace of those that leave is not over
+    assert executed() == 3  # the grace of those that leave is not over
     let_leave(log)
-    with listener._fence.transaction() as connection:
-        connection.exec_driver_sql("DELETE FROM txmq_fence WHERE state = 'pruned'")
-    again = SqlTransactionListener(f"sqlite:///{tmp_path / 'shop.db'}", lambda *_: None)
+    run(url, "DELETE FROM txmq_fence WHERE state = 'pruned'")
+    again = SqlTransactionListener(url, lambda *_: None)
     with TransactionMQProducer(log, "shop", again, check_interval=None, maintenance_interval=0.01):
-        wait_until(lambda: rows() == 0)
+        wait_until(lambda: executed() == 0)
 
 
-def test_an_interval_is_a_time(tmp_path: Path) -> None:
+def test_an_interval_is_a_time(log: CommitLog) -> None:
     with pytest.raises(OptionError):
-        Maintainer(make_log("memory", tmp_path, orders=1), 0)
+        Maintainer(log, 0)
 
 
 def test_a_log_that_was_made_anew_is_not_kept_up_by_an_old_handle(tmp_path: Path) -> None:

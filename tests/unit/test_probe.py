@@ -13,27 +13,21 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from rmq_spark import UNKNOWN, CheckService, HalfBatch, SqlTransactionListener, TableListener, TransactionListener
+from rmq_spark import CheckService, CommitLog, SqlTransactionListener, TableListener, TransactionListener
 from rmq_spark.check import probe
-from rmq_spark.testing import InMemoryCommitLog
+from tests.support.checks import DEADLINE_S, Hangs
+from tests.support.consumers import memory_log
 from tests.support.inside import Machine
+from tests.support.listeners import Scripted
 
-DEADLINE_S = 20.0
 SECRET = "s3cr3t-passw0rd"
 
 
-class Quiet(TransactionListener):
-    """A listener that has no question."""
+class Asked(Scripted):
+    """A listener that can be asked whether it can answer."""
 
-    def execute_local_transaction(self, batch: HalfBatch) -> str:
-        raise AssertionError("a check executes nothing")
-
-    def check_local_transaction(self, batch: HalfBatch) -> str:
-        return UNKNOWN
-
-
-class Asked(Quiet):
-    def __init__(self, look: Callable[[], object]) -> None:
+    def __init__(self, look: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
         self.look = look
         self.threads: list[threading.Thread] = []
 
@@ -54,11 +48,6 @@ class Starts(Machine):
 
 
 @pytest.fixture
-def log() -> InMemoryCommitLog:
-    return InMemoryCommitLog(topics={"orders": 1})
-
-
-@pytest.fixture
 def port() -> Iterator[int]:
     """One that nobody listens at, and that nobody else gets meanwhile."""
     with socket.socket() as held:
@@ -66,7 +55,7 @@ def port() -> Iterator[int]:
         yield held.getsockname()[1]
 
 
-def problems(log: InMemoryCommitLog, **listeners: TransactionListener) -> list[str]:
+def problems(log: CommitLog, **listeners: TransactionListener) -> list[str]:
     report = CheckService(log, listeners).run_once()
     assert report.pending == 0
     assert all(half_id is None for half_id, _ in report.problems)
@@ -83,14 +72,14 @@ def table(database: Any) -> TableListener:
 
 @pytest.mark.parametrize("make", [sql, table])
 def test_a_database_that_is_gone_is_a_problem_until_it_is_back(
-    log: InMemoryCommitLog, tmp_path: Path, make: Callable[[Any], SqlTransactionListener]
+    log: CommitLog, tmp_path: Path, make: Callable[[Any], SqlTransactionListener]
 ) -> None:
     folder = tmp_path / "shop"
     folder.mkdir()
     url = f"sqlite:///{folder}/orders.db"
     listener = make(sa.create_engine(url, poolclass=sa.NullPool))
     listener.create_fence()
-    service = CheckService(log, {"shop": listener, "mail": Quiet()})
+    service = CheckService(log, {"shop": listener, "mail": Scripted()})
     assert service.run_once().ok
     folder.rename(tmp_path / "away")
     ((half_id, sentence),) = service.run_once().problems
@@ -102,7 +91,7 @@ def test_a_database_that_is_gone_is_a_problem_until_it_is_back(
 
 
 @pytest.mark.parametrize("driver", ["postgresql+psycopg", "mysql+pymysql"])
-def test_a_server_that_is_down_is_named_without_its_password(log: InMemoryCommitLog, port: int, driver: str) -> None:
+def test_a_server_that_is_down_is_named_without_its_password(log: CommitLog, port: int, driver: str) -> None:
     pytest.importorskip(driver.partition("+")[2])
     there = f"127.0.0.1:{port}/shop"
     (sentence,) = problems(log, shop=sql(f"{driver}://till:{SECRET}@{there}"))
@@ -110,12 +99,12 @@ def test_a_server_that_is_down_is_named_without_its_password(log: InMemoryCommit
     assert SECRET not in sentence
 
 
-def test_a_database_without_a_fence_is_a_problem(log: InMemoryCommitLog, tmp_path: Path) -> None:
+def test_a_database_without_a_fence_is_a_problem(log: CommitLog, tmp_path: Path) -> None:
     (sentence,) = problems(log, shop=sql(f"sqlite:///{tmp_path}/orders.db"))
     assert "call create_fence() once" in sentence
 
 
-def test_a_lock_that_somebody_holds_is_an_answer(log: InMemoryCommitLog, tmp_path: Path) -> None:
+def test_a_lock_that_somebody_holds_is_an_answer(log: CommitLog, tmp_path: Path) -> None:
     listener = SqlTransactionListener(f"sqlite:///{tmp_path}/orders.db", lock_timeout=0.01)
     listener.create_fence()
     holder = sqlite3.connect(tmp_path / "orders.db", isolation_level=None)
@@ -126,60 +115,55 @@ def test_a_lock_that_somebody_holds_is_an_answer(log: InMemoryCommitLog, tmp_pat
 
 def test_a_listener_without_the_question_is_left_alone() -> None:
     machine = Starts()
-    log = InMemoryCommitLog(topics={"orders": 1}, machine=machine)
-    assert problems(log, mail=Quiet()) == []
+    log = memory_log(machine)
+    assert problems(log, mail=Scripted()) == []
     assert "txmq-probe" not in machine.names
-    assert problems(log, mail=Quiet(), shop=Asked(lambda: None)) == []
+    assert problems(log, mail=Scripted(), shop=Asked()) == []
     assert machine.names.count("txmq-probe") == 1
 
 
-def test_a_producer_s_own_checks_do_not_look(log: InMemoryCommitLog) -> None:
-    asked = Asked(lambda: None)
+def test_a_producer_s_own_checks_do_not_look(log: CommitLog) -> None:
+    asked = Asked()
     CheckService(log, {"shop": asked}, only_groups=True).run_once()
     assert asked.threads == []
 
 
 def test_a_database_that_hangs_is_reported_and_holds_up_no_other(
-    log: InMemoryCommitLog, monkeypatch: pytest.MonkeyPatch
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "ANSWER_S_MAX", 0.2)
     monkeypatch.setattr(probe, "ALONE_S_MAX", 0.1)
-    release = threading.Event()
-    hung, other = Asked(lambda: release.wait(DEADLINE_S)), Asked(lambda: None)
+    answer = Hangs()
+    hung, other = Asked(answer), Asked()
     service = CheckService(log, {"hung": hung, "other": other})
     for _ in range(2):
         ((_, sentence),) = service.run_once().problems
         assert "producer group 'hung'" in sentence
         assert "has not answered for" in sentence
     assert (len(hung.threads), len(other.threads)) == (1, 2)
-    release.set()
+    answer.may_come.set()
     hung.threads[0].join(DEADLINE_S)
     assert service.run_once().ok
     assert service.run_once().ok
     assert len(hung.threads) == 2
 
 
-def test_stopping_does_not_wait_for_a_database_that_hangs(log: InMemoryCommitLog) -> None:
-    stop, asked, release = threading.Event(), threading.Event(), threading.Event()
-
-    def hang() -> None:
-        asked.set()
-        release.wait(DEADLINE_S)
-
+def test_stopping_does_not_wait_for_a_database_that_hangs(log: CommitLog) -> None:
+    stop, answer = threading.Event(), Hangs()
     reports: list[Any] = []
-    service = CheckService(log, {"shop": Asked(hang)})
+    service = CheckService(log, {"shop": Asked(answer)})
     thread = threading.Thread(target=service.run, args=(stop, reports.append))
     thread.start()
-    assert asked.wait(DEADLINE_S)
+    assert answer.asked.wait(DEADLINE_S)
     stopped_s = time.monotonic()
     stop.set()
     thread.join(DEADLINE_S)
     assert time.monotonic() - stopped_s < probe.ANSWER_S_MAX / 2
     assert [report.ok for report in reports] == [True]
-    release.set()
+    answer.may_come.set()
 
 
-def test_without_a_time_limit_the_question_is_asked_in_the_callers_thread(log: InMemoryCommitLog) -> None:
-    asked = Asked(lambda: None)
+def test_without_a_time_limit_the_question_is_asked_in_the_callers_thread(log: CommitLog) -> None:
+    asked = Asked()
     CheckService(log, {"shop": asked}, round_timeout=None).run_once()
     assert asked.threads == [threading.current_thread()]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime, timezone
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import types as T
 
-from rmq_spark import CheckService, Message
+from rmq_spark import UNKNOWN, CheckService, CommitLog, Message
 from rmq_spark.commitlog.incoming import column_of
 from rmq_spark.errors import (
     CorruptLogError,
@@ -170,63 +172,48 @@ def test_a_duration_beyond_a_century_is_refused(text: str) -> None:
     assert parse_duration("36525d") == 100 * 365.25 * 86400
 
 
-@pytest.mark.parametrize("seconds", [float("inf"), 1e12])
-def test_a_check_that_could_never_wait_so_long_is_refused(seconds: float) -> None:
-    log = InMemoryCommitLog()
-    with pytest.raises(OptionError, match="at most a century"):
-        CheckService(log, {}, transaction_check_interval=seconds)
-
-
 @pytest.mark.parametrize("value", [{"orders": {"0": 2**63}}, {"orders": {"0": 10**30}}, {"\ud800": {"0": 0}}])
 def test_offsets_that_no_queue_can_have_are_refused(value: object) -> None:
     with pytest.raises(OffsetError, match="the checkpoint"):
         from_json(value, "the checkpoint")
 
 
-@pytest.mark.parametrize("queues", ["4", 1.5, True, 0])
-def test_a_topic_with_an_odd_number_of_queues_is_refused(queues: Any) -> None:
-    with pytest.raises(OptionError, match="whole number of queues"):
-        InMemoryCommitLog().create_topic("orders", queues)
+# ---------------------------------------------------------------- doors of a log
+TEXTS = [5, None, "\ud800", len]
+IDS = ["", "\ud800", "é:0", "app:99", None]
+VERDICTS = [UNKNOWN, "commit", None, 1]
 
 
-@pytest.mark.parametrize("limit", ["5", 1.5, -1])
-def test_an_odd_limit_is_refused(limit: Any) -> None:
-    with pytest.raises(OptionError, match="limit="):
-        InMemoryCommitLog(topics={"orders": 1}).read("orders", limit=limit)
-
-
-@pytest.mark.parametrize("verdict", ["UNKNOWN", "commit", None, 1])
-def test_a_verdict_that_resolves_nothing_is_refused(verdict: Any) -> None:
-    with pytest.raises(OptionError, match="settles nothing"):
-        InMemoryCommitLog().resolve("app:0", verdict, "reason")
+@pytest.mark.parametrize(
+    ("door", "values", "error", "words"),
+    [
+        (lambda log, v: log.create_topic("new", v), ["4", 1.5, True, 0], OptionError, "whole number of queues"),
+        (lambda log, v: log.create_topic(v), TEXTS, MessageError, "topic"),
+        (lambda log, v: log.read(v), TEXTS, TopicNotFoundError, "is not in the commit log"),
+        (lambda log, v: log.read("orders", limit=v), ["5", 1.5, -1], OptionError, "limit="),
+        (lambda log, v: log.resolve("app:0", v, "reason"), VERDICTS, OptionError, "settles nothing"),
+        (lambda log, v: log.get(v), IDS, HalfBatchNotFoundError, "no half batch"),
+        (lambda log, v: CheckService(log, {}, transaction_check_interval=v), [inf, 1e12], OptionError, "a century"),
+    ],
+    ids=["queues", "new topic", "topic", "limit", "verdict", "half id", "interval"],
+)
+def test_a_door_of_a_log_refuses_what_it_cannot_use(
+    log: CommitLog, door: Callable[[CommitLog, Any], object], values: list[Any], error: type[Exception], words: str
+) -> None:
+    prepare(log, 0, 1)
+    for value in values:
+        with pytest.raises(error, match=words):
+            door(log, value)
 
 
 @pytest.mark.parametrize(
     "answer", [pa.array([[1]]), pa.array([b"\xff"]), pa.array([[("a", 1)]], pa.map_("string", "int8"))]
 )
-def test_an_array_that_holds_no_verdicts_is_refused(answer: pa.Array) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
+def test_an_array_that_holds_no_verdicts_is_refused(log: CommitLog, answer: pa.Array) -> None:
     record = prepare(log, 0, 1, per="message")
     batch = log.half_batch(record, log.state_of(record), 1, pending(log, record))
     with pytest.raises(VerdictError, match="strings are expected"):
         normalize_verdicts(answer, batch)
-
-
-@pytest.mark.parametrize("name", [5, None, "\ud800", len])
-def test_a_name_that_no_topic_has_is_refused(name: Any) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
-    with pytest.raises(TopicNotFoundError, match="is not in the commit log"):
-        log.read(name)
-    with pytest.raises(MessageError, match="topic"):
-        log.create_topic(name)
-
-
-@pytest.mark.parametrize("half_id", ["", "\ud800", "é:0", "app:99", None])
-def test_an_id_that_no_half_batch_has_is_refused(half_id: Any) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
-    prepare(log, 0, 1)
-    with pytest.raises(HalfBatchNotFoundError, match="no half batch"):
-        log.get(half_id)
 
 
 @pytest.mark.parametrize("kind", [pa.map_(pa.int64(), pa.string()), pa.map_(pa.string(), pa.float64())])
@@ -257,42 +244,34 @@ def test_a_sink_refuses_a_listener_that_has_nothing_to_run(tmp_path: Path, monke
 
 
 # ---------------------------------------------------------------- op rows
-def _log() -> InMemoryCommitLog:
+def three_batches() -> InMemoryCommitLog:
     log = InMemoryCommitLog(topics={"orders": 1})
     for batch_id in range(3):
         commit(log, prepare(log, batch_id, 2))
     return log
 
 
-@pytest.mark.parametrize("column", ["tails", "low_water", "since_version"])
-def test_a_mark_without_its_values_is_an_error(column: str) -> None:
-    log = _log()
-    assert log.move_mark()
-    commit(log, prepare(log, 3, 2))
-    edit_row(log.op, "mark", column, None)
-    with pytest.raises(CorruptLogError, match="table op has"):
-        log.another().pending()
-
-
-def test_a_mark_that_is_no_mark_any_more_is_an_error() -> None:
-    log = _log()
-    assert log.move_mark()
-    edit_row(log.op, "mark", "kind", "lease")
-    with pytest.raises(CorruptLogError, match="lost its newest mark"):
-        log.another().pending()
-
-
-@pytest.mark.parametrize("column", ["topic", "queue_id"])
-def test_a_placement_without_a_queue_is_an_error(column: str) -> None:
-    log = _log()
-    edit_row(log.op, "commit", column, None)
-    with pytest.raises(CorruptLogError, match="offsets that cannot be"):
+@pytest.mark.parametrize(
+    ("kind", "column", "value", "words"),
+    [
+        *(("mark", column, None, "table op has") for column in ("tails", "low_water", "since_version")),
+        ("mark", "kind", "lease", "lost its newest mark"),
+        *(("commit", column, None, "offsets that cannot be") for column in ("topic", "queue_id")),
+    ],
+)
+def test_an_op_row_without_what_its_kind_needs_is_an_error(kind: str, column: str, value: Any, words: str) -> None:
+    log = three_batches()
+    if kind == "mark":
+        assert log.move_mark()
+        commit(log, prepare(log, 3, 2))
+    edit_row(log.op, kind, column, value)
+    with pytest.raises(CorruptLogError, match=words):
         log.another().pending()
 
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_lost_placement_is_an_error_before_anything_is_placed_behind_it(marked: bool) -> None:
-    log = _log()
+    log = three_batches()
     if marked:
         prepare(log, 3, 2)  # keeps what follows above the mark
         log.move_mark()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,20 +49,22 @@ NAMES = {-2: "-2 for earliest", -1: "-1 for latest"}
 
 
 @pytest.mark.parametrize(
-    ("option", "streaming", "taken"),
+    ("option", "streaming", "taken", "advised"),
     [
-        ("startingOffsets", False, {-2: 0}),
-        ("startingOffsets", True, {-2: 0, -1: 2}),
-        ("endingOffsets", False, {-1: 2}),
+        ("startingOffsets", False, {-2: 0}, ", or -2 for earliest"),
+        ("startingOffsets", True, {-2: 0, -1: 2}, ", or -1 for latest, or -2 for earliest"),
+        ("endingOffsets", False, {-1: 2}, ", or -1 for latest"),
     ],
 )
-def test_each_mark_that_is_advised_for_a_queue_that_was_left_out_is_taken(
-    log: CommitLog, option: str, streaming: bool, taken: dict[int, int]
+def test_each_mark_that_is_advised_in_the_place_of_an_offset_is_taken(
+    log: CommitLog, option: str, streaming: bool, taken: dict[int, int], advised: str
 ) -> None:
     """A batch advised -1 for its start, and -2 for its end, and refused them."""
     with pytest.raises(txmq.OffsetError, match="leaves out queue 1") as caught:
         bound_of(log, option, '{"orders": {"0": 1}}', streaming)
     assert {mark for mark, words in NAMES.items() if words in str(caught.value)} == set(taken)
+    with pytest.raises(txmq.OffsetError, match=f"has -3 for .*: at least 0 is expected{advised}$"):
+        bound_of(log, option, '{"orders": {"0": -3, "1": 0}}', streaming)
     for mark, there in taken.items():
         given = json.dumps({"orders": {"0": 1, "1": mark}})
         assert bound_of(log, option, given, streaming) == {ZERO: 1, ONE: there}
@@ -75,21 +78,6 @@ def test_a_reset_takes_the_marks_that_it_advises_for_a_queue_that_was_left_out(l
     there = {-1: 2, -2: 0}[mark]
     assert group.reset({"orders": {"0": 1, "1": mark}}) == {ZERO: 1, ONE: there} == group.positions()
     assert group.reset({"orders": {"1": mark}}, others_stay=True) == {ONE: there}
-
-
-@pytest.mark.parametrize(
-    ("option", "streaming", "advised"),
-    [
-        ("startingOffsets", True, ", or -1 for latest, or -2 for earliest"),
-        ("startingOffsets", False, ", or -2 for earliest"),
-        ("endingOffsets", False, ", or -1 for latest"),
-    ],
-)
-def test_an_offset_that_is_too_small_is_told_the_marks_that_are_taken(
-    log: CommitLog, option: str, streaming: bool, advised: str
-) -> None:
-    with pytest.raises(txmq.OffsetError, match=f"has -3 for .*: at least 0 is expected{advised}$"):
-        bound_of(log, option, '{"orders": {"0": -3, "1": 0}}', streaming)
 
 
 @pytest.mark.parametrize("option", ["startingOffsets", "endingOffsets"])
@@ -174,48 +162,37 @@ def test_each_place_that_the_command_advises_is_taken(tmp_path: Path, to: str) -
 
 
 # ---------------------------------------------------------------- commands on messages and half batches
-RESOLVE = ["resolve", "LOG", "app:0", "COMMIT", "--reason", "it is known"]
+SELECTOR = """--selector "TAGS = 'a'" """
+RESOLVE = "resolve LOG app:0 COMMIT --reason known"
 
 
 @pytest.mark.parametrize(
     ("wrong", "advised", "right"),
     [
+        ("read LOG orders --last 1 --from 0", "--last N counts", "read LOG orders --last 1"),
         (
-            ["read", "LOG", "orders", "--last", "1", "--from", "0"],
-            "--last N counts",
-            ["read", "LOG", "orders", "--last", "1"],
-        ),
-        (
-            ["read", "LOG", "orders", "--tags", "a", "--selector", "TAGS = 'a'"],
+            f"read LOG orders --tags a {SELECTOR}",
             "give one of them (a selector can say TAGS = 'a')",
-            ["read", "LOG", "orders", "--selector", "TAGS = 'a'"],
+            f"read LOG orders {SELECTOR}",
         ),
-        (["query", "LOG"], "say which messages: --key, --message-id", ["query", "LOG", "--key", "k"]),
-        (["query", "LOG"], "--topic, --since or --until", ["query", "LOG", "--topic", "orders"]),
-        (["query", "LOG"], "--topic, --since or --until", ["query", "LOG", "--since", "2h"]),
-        (["query", "LOG"], "--topic, --since or --until", ["query", "LOG", "--until", "2261-01-01T00:00:00Z"]),
-        (
-            ["query", "LOG", "--queue", "0"],
-            "it needs --topic",
-            ["query", "LOG", "--queue", "0", "--topic", "orders"],
-        ),
-        (
-            ["query", "LOG", "--topic", "orders", "--offset", "0"],
-            "it needs --queue",
-            ["query", "LOG", "--topic", "orders", "--offset", "0", "--queue", "0"],
-        ),
-        (["resume", "LOG", "app:0", "--group", "g"], "write txmq resume all", ["resume", "LOG", "all", "--group", "g"]),
-        ([*RESOLVE[:3], "MAYBE", *RESOLVE[4:]], "neither COMMIT nor ROLLBACK", [*RESOLVE, "--yes"]),
-        (RESOLVE, "pass --yes to COMMIT it unasked", [*RESOLVE, "--yes"]),
+        ("query LOG", "say which messages: --key, --message-id", "query LOG --key k"),
+        ("query LOG", "--topic, --since or --until", "query LOG --topic orders"),
+        ("query LOG", "--topic, --since or --until", "query LOG --since 2h"),
+        ("query LOG", "--topic, --since or --until", "query LOG --until 2261-01-01T00:00:00Z"),
+        ("query LOG --queue 0", "it needs --topic", "query LOG --queue 0 --topic orders"),
+        ("query LOG --topic orders --offset 0", "it needs --queue", "query LOG --topic orders --offset 0 --queue 0"),
+        ("resume LOG app:0 --group g", "write txmq resume all", "resume LOG all --group g"),
+        (RESOLVE.replace("COMMIT", "MAYBE"), "neither COMMIT nor ROLLBACK", f"{RESOLVE} --yes"),
+        (RESOLVE, "pass --yes to COMMIT it unasked", f"{RESOLVE} --yes"),
     ],
 )
-def test_a_command_does_what_it_advises(tmp_path: Path, wrong: list[str], advised: str, right: list[str]) -> None:
+def test_a_command_does_what_it_advises(tmp_path: Path, wrong: str, advised: str, right: str) -> None:
     log = make_log("delta", tmp_path / "log", orders=1)
     send(log, "a", keys=["k"], tags=["a"])
     half_id = prepare(log, 0, 1).half_id
 
-    def run(words: list[str]) -> tuple[int, str]:
-        typed = [{"LOG": log.path, "app:0": half_id}.get(word, word) for word in words]
+    def run(line: str) -> tuple[int, str]:
+        typed = [{"LOG": log.path, "app:0": half_id}.get(word, word) for word in shlex.split(line)]
         result = CliRunner().invoke(app, typed)
         return result.exit_code, " ".join(result.output.replace("\u2502", " ").split())
 

@@ -26,12 +26,6 @@ def test_what_a_store_answers_is_one_line_without_the_values_of_secret_options(e
     assert caught.value.__suppress_context__
 
 
-def test_credentials_in_the_path_are_refused_without_showing_them() -> None:
-    with pytest.raises(OptionError, match="credentials") as caught:
-        txmq.CommitLog.create("s3://key:hush@shop/log")
-    assert "hush" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

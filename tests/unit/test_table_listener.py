@@ -24,8 +24,8 @@ import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, TableListener
 from rmq_spark.errors import FenceError, ListenerError, MessageError, OptionError
 from rmq_spark.listeners.table import _fields_of
+from tests.support.fences import half_batch, run
 from tests.support.inside import SINK_OPTIONS, Options, SinkSettings
-from tests.unit.test_sql_listener import half_batch, run
 
 ORDERS = (
     "CREATE TABLE orders (order_id BIGINT PRIMARY KEY, total DECIMAL(10, 2) NOT NULL, "
@@ -33,11 +33,17 @@ ORDERS = (
 )
 
 
-def made(url: sa.URL) -> sa.URL:
-    """A database with the empty table ``orders`` and a fence."""
-    run(url, ORDERS)
+def made(url: sa.URL, statement: str = ORDERS) -> sa.URL:
+    """A database with a fence, and with the empty table ``orders``."""
+    run(url, statement)
     txmq.create_fence(url)
     return url
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> sa.URL:
+    """A database in SQLite with nothing in it. What asks for it runs on no other."""
+    return sa.make_url(f"sqlite:///{tmp_path / 'shop.db'}")
 
 
 @pytest.fixture
@@ -225,7 +231,10 @@ def test_a_row_that_does_not_fit_is_rolled_back_with_its_reason_or_fails_the_bat
         send(TableListener(url, "orders"), bodies)
     assert re.search(why, str(failed.value))
     assert stored(url) == []
-    before, said, after = send(TableListener(url, "orders", on_bad_row="rollback"), bodies)
+    each = TableListener(url, "orders", on_bad_row="rollback")
+    assert all(send(each, [body, body])), "all rows may be refused"
+    assert stored(url) == []
+    before, said, after = send(each, bodies)
     assert (before, after) == (None, None)
     assert re.search(why, said)
     assert stored(url, "order_id") == [(7,), (8,)]
@@ -282,12 +291,6 @@ def test_what_is_stored_is_what_a_simple_model_stores(url: sa.URL, on_conflict: 
         assert committed == good
 
     compare()
-
-
-def test_all_rows_may_be_refused(url: sa.URL) -> None:
-    said = send(TableListener(url, "orders", on_bad_row="rollback"), ["no", order(1, -1), order(2, None)])
-    assert all(said)
-    assert stored(url) == []
 
 
 def test_a_half_batch_that_is_one_transaction_is_not_rolled_back_for_one_row(url: sa.URL) -> None:
@@ -356,8 +359,8 @@ def test_arguments_that_cannot_be_used(given: dict[str, Any], why: str) -> None:
 
 
 # ---------------------------------------------------------------- SQLite alone
-def test_messages_and_rows_agree_after_a_send(tmp_path: Path) -> None:
-    url = made(sa.make_url(f"sqlite:///{tmp_path / 'shop.db'}"))
+def test_messages_and_rows_agree_after_a_send(file: sa.URL) -> None:
+    url = made(file)
     log = txmq.testing.InMemoryCommitLog(topics={"orders": 1})
     listener = txmq.TableListener(url, "orders", on_bad_row="rollback")
     rows = pa.table({"body": [json.dumps(order(n, n - 1)) for n in range(5)]})
@@ -386,10 +389,8 @@ def test_a_listener_goes_to_another_process(url: sa.URL, looked: bool, monkeypat
     assert stored(url, "order_id, total") == [(1, 2.0)]
 
 
-def test_a_json_column_takes_any_value(tmp_path: Path) -> None:
-    url = sa.make_url(f"sqlite:///{tmp_path / 'shop.db'}")
-    run(url, "CREATE TABLE orders (id INTEGER, note JSON)")
-    txmq.create_fence(url)
+def test_a_json_column_takes_any_value(file: sa.URL) -> None:
+    url = made(file, "CREATE TABLE orders (id INTEGER, note JSON)")
     values = [{"a": [1, None]}, "text", 5, True, None, "ü"]
     send(TableListener(url, "orders"), [{"id": n, "note": value} for n, value in enumerate(values)])
     assert [None if text is None else json.loads(str(text)) for _, text in stored(url, "id, note")] == values
@@ -414,10 +415,8 @@ def test_fields_of_an_object_are_found_as_they_are_written(body: str, fields: di
     assert dict(_fields_of(body)) == fields
 
 
-def test_binary_columns_need_a_schema_of_their_own(tmp_path: Path) -> None:
-    url = sa.make_url(f"sqlite:///{tmp_path / 'shop.db'}")
-    run(url, "CREATE TABLE orders (id INTEGER, picture BLOB)")
-    txmq.create_fence(url)
+def test_binary_columns_need_a_schema_of_their_own(file: sa.URL) -> None:
+    url = made(file, "CREATE TABLE orders (id INTEGER, picture BLOB)")
     for columns in (None, "id, picture"):
         with pytest.raises(
             ListenerError, match="column 'picture' of table 'orders' is BLOB, which has no form in JSON"
@@ -434,10 +433,8 @@ def test_binary_columns_need_a_schema_of_their_own(tmp_path: Path) -> None:
     [("2026-02-28", True), ("2026-02-28T00:00:00Z", True), ("2026-02-30", False), ("2026-02-28 10:00:00", False),
      ("0000-01-01", False), (5, False), ("28.2.2026", False)],
 )  # fmt: skip
-def test_what_is_a_date(tmp_path: Path, value: Any, fits: bool) -> None:
-    url = sa.make_url(f"sqlite:///{tmp_path / 'shop.db'}")
-    run(url, "CREATE TABLE orders (id INTEGER, day DATE)")
-    txmq.create_fence(url)
+def test_what_is_a_date(file: sa.URL, value: Any, fits: bool) -> None:
+    url = made(file, "CREATE TABLE orders (id INTEGER, day DATE)")
     (said,) = send(TableListener(url, "orders", on_bad_row="rollback"), [{"id": 1, "day": value}])
     assert stored(url, "day") == ([("2026-02-28",)] if fits else [])
     assert (said is None) == fits

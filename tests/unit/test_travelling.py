@@ -86,24 +86,26 @@ def test_a_function_and_work_of_a_notebook_go_along(url: str) -> None:
     assert send_with(pickle.loads(cloudpickle.dumps(listener)), url) == (["a", "b"], ["a", "b"])
 
 
-def test_the_process_that_uses_it_looks_up_the_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["env", "file"])
+def test_the_process_that_uses_it_looks_up_the_url(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     """Also the fence's id, which this process has read in another database."""
-    monkeypatch.setenv(VARIABLE, f"{url}-of-another-machine")
-    listener = txmq.SqlTransactionListener(f"env:{VARIABLE}", keep)
+
+    def say(found: str) -> None:
+        monkeypatch.setenv(VARIABLE, found)
+        (tmp_path / "url").write_text(f"{found}\n")
+
+    address = f"env:{VARIABLE}" if where == "env" else f"file:{tmp_path}/url"
+    say(f"{url}-of-another-machine")
+    listener = txmq.SqlTransactionListener(address, keep)
     elsewhere = listener.create_fence()
     sent = pickle.dumps(listener)
-    monkeypatch.setenv(VARIABLE, url)
-    here = txmq.create_fence(f"env:{VARIABLE}")
+    say(url)
+    here = txmq.create_fence(address)
     arrived = pickle.loads(sent)
     assert arrived.store_id == here != elsewhere
     assert send_with(arrived, url) == (["a", "b"], ["a", "b"])
-
-
-def test_a_file_has_the_url(url: str, tmp_path: Path) -> None:
-    (tmp_path / "url").write_text(f"{url}\n")
-    listener = txmq.SqlTransactionListener(f"file:{tmp_path}/url", keep)
-    listener.create_fence()
-    assert send_with(pickle.loads(pickle.dumps(listener)), url) == (["a", "b"], ["a", "b"])
 
 
 @pytest.mark.parametrize("address", [f"env:{VARIABLE}", url_with_password])
