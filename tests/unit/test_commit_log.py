@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -33,7 +34,6 @@ from rmq_spark.errors import (
     TopicNotFoundError,
     VerdictConflictError,
 )
-from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.half_batches import (
     APP,
@@ -42,7 +42,6 @@ from tests.support.half_batches import (
     check_offsets,
     commit,
     header_of,
-    make_log,
     merge_op_files,
     pending,
     placements,
@@ -52,6 +51,7 @@ from tests.support.half_batches import (
 )
 from tests.support.inside import (
     HalfRecord,
+    HalfWriter,
     Kind,
     RowSet,
     RowState,
@@ -62,12 +62,7 @@ from tests.support.inside import (
     table_module,
 )
 
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CommitLog]:
-    made = make_log(request.param, tmp_path / "log", orders=2, points=3)
-    yield made
-    made.close()
+pytestmark = pytest.mark.log("memory", "delta", orders=2, points=3)
 
 
 def ids(table: pa.Table) -> list[str]:
@@ -193,14 +188,25 @@ def test_rows_cannot_be_committed_and_rolled_back_at_once(log: CommitLog) -> Non
     assert op_rows(log) == []
 
 
-def in_conflict(log: CommitLog) -> HalfRecord:
-    """A half batch that a check has rolled back, and that its sender then wanted to commit."""
-    record = prepare(log, 0)
-    mask = pending(log, record)
-    roll_back(log, record, who=Who.CHECK)
+def contradict(log: CommitLog, record: HalfRecord, rows: Mapping[int, bytes]) -> None:
+    """A check rolls these messages back, and their sender then wants to commit them."""
+    log.decide(record, 1, rollback=rows, who=Who.CHECK)
     with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+        log.decide(record, 1, commit=rows, who=Who.EXECUTE)
+
+
+def in_conflict(log: CommitLog) -> HalfRecord:
+    record = prepare(log, 0)
+    contradict(log, record, pending(log, record))
     return record
+
+
+def by_key(log: CommitLog, keys: str) -> tuple[HalfRecord, dict[str, dict[int, bytes]]]:
+    """A half batch of one message a key, and the rows of each."""
+    record = prepare(log, 0, {"body": list(keys), "k": list(keys)}, per="key", key="k")
+    ((file_no, file),) = record.files.items()
+    there = log.half.read(record, RowSet({file_no: b"\x01" * file.rows}), ["body"])["body"].to_pylist()
+    return record, {key: {file_no: bytes(body == key.encode() for body in there)} for key in keys}
 
 
 def test_a_conflict_is_resolved_as_commit(log: CommitLog) -> None:
@@ -265,37 +271,23 @@ def test_a_conflict_over_visible_messages_can_only_be_confirmed(log: CommitLog) 
     assert len(bodies(log)) == 5
 
 
-def test_resolving_a_conflict_leaves_other_transactions_as_they_are(log: CommitLog) -> None:
-    record = prepare(log, 0, {"body": list("abc"), "k": list("abc")}, per="key", key="k")
-    rows = {body: _row(log, record, body) for body in "abc"}
+@pytest.mark.parametrize(("verdict", "visible"), [(COMMIT_MESSAGE, ["a", "c"]), (ROLLBACK_MESSAGE, ["a"])])
+def test_resolving_a_conflict_leaves_other_transactions_as_they_are(
+    log: CommitLog, verdict: Any, visible: list[str]
+) -> None:
+    """Also one over hidden messages beside visible ones, which is rolled back."""
+    record, rows = by_key(log, "abc")
     log.decide(record, 1, commit=rows["a"], rollback=rows["b"], who=Who.EXECUTE)
-    log.decide(record, 1, commit={}, rollback=rows["c"], who=Who.CHECK)
-    with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=rows["c"], rollback={}, who=Who.EXECUTE)
-    log.resolve("app:0", COMMIT_MESSAGE, "c has happened")
-    assert sorted(bodies(log)) == ["a", "c"]
-    assert log.conflicts() == []
-
-
-def test_a_conflict_over_hidden_messages_is_rolled_back_beside_visible_ones(log: CommitLog) -> None:
-    record = prepare(log, 0, {"body": list("ab"), "k": list("ab")}, per="key", key="k")
-    log.decide(record, 1, commit=_row(log, record, "a"), rollback={}, who=Who.EXECUTE)
-    late = _row(log, record, "b")
-    log.decide(record, 1, commit={}, rollback=late, who=Who.CHECK)
-    with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=late, rollback={}, who=Who.EXECUTE)
-    log.resolve("app:0", ROLLBACK_MESSAGE, "b never happened")
-    assert bodies(log) == ["a"]
+    contradict(log, record, rows["c"])
+    log.resolve("app:0", verdict, "a person knows of c")
+    assert sorted(bodies(log)) == visible
     assert log.conflicts() == []
 
 
 def test_resume_does_not_end_a_conflict(log: CommitLog) -> None:
-    record = prepare(log, 0, {"body": list("ab"), "k": list("ab")}, per="key", key="k")
-    late = _row(log, record, "a")
-    log.decide(record, 1, commit={}, rollback=late, who=Who.CHECK)
-    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "15 checks")
-    with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=late, rollback={}, who=Who.EXECUTE)
+    record, rows = by_key(log, "ab")
+    log.quarantine(record, 1, rows["b"], Who.DISCARD, "15 checks")
+    contradict(log, record, rows["a"])
     assert log.resume("app:0") == 1
     assert log.conflicts() == ["app:0"]
 
@@ -468,8 +460,6 @@ def test_ids_that_begin_alike_are_told_apart(log: CommitLog) -> None:
 
 
 def test_files_of_another_batch_none_or_twice_the_same_are_not_prepared(log: CommitLog) -> None:
-    from tests.support.inside import HalfWriter
-
     header = header_of(0)
     writer = HalfWriter(header, log.topics(), "orders", None)
     batches = pa.table({"body": ["a"]}).to_batches()
@@ -483,8 +473,6 @@ def test_files_of_another_batch_none_or_twice_the_same_are_not_prepared(log: Com
 
 
 def test_files_that_vacuum_may_remove_are_refused(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.inside import HalfWriter
-
     header = header_of(0)
     files = log.stage(HalfWriter(header, log.topics(), "orders", None), pa.table({"body": ["a"]}).to_batches())
     set_clock(monkeypatch, 4 * 24 * 3600)
@@ -643,40 +631,6 @@ def named(log: CommitLog) -> Mapping[str, OpenBelow]:
     return other.ledger.followed.below
 
 
-def test_a_cold_start_from_a_mark_sees_what_the_whole_history_tells(log: CommitLog) -> None:
-    for i in range(4):
-        commit(log, prepare(log, i))
-    open_one = prepare(log, 4)
-    log.record_check(open_one, 1, pending(log, open_one), None)
-    commit(log, prepare(log, 5))
-    assert log.move_mark()
-    cold = another(log)
-    assert cold.pending().to_pylist() == log.pending().to_pylist()
-    assert cold.ledger.tails == log.ledger.tails
-    assert cold.pending()["check_times"].to_pylist() == [1]
-    commit(cold, prepare(cold, 6))
-    check_offsets(cold)
-    check_offsets(log)
-
-
-def test_a_batch_reopened_below_the_mark_is_found_by_everyone(log: CommitLog) -> None:
-    record = prepare(log, 0)
-    roll_back(log, record, who=Who.CHECK)
-    commit(log, prepare(log, 1))
-    assert log.move_mark()
-    other = another(log)
-    log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
-    commit(log, prepare(log, 2))
-    assert log.move_mark()
-    for handle in (log, other, another(log)):
-        assert ids(handle.pending()) == ["app:0"]
-    found = another(log).get("app:0")
-    commit(other, found, attempt=2)
-    for handle in (log, other, another(log)):
-        assert handle.pending().num_rows == 0
-        check_offsets(handle)
-
-
 def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -> None:
     commit(log, prepare(log, 0))
     other = another(log)
@@ -749,17 +703,6 @@ def test_a_failing_upkeep_stops_nothing(log: CommitLog, monkeypatch: pytest.Monk
 
 # ---------------------------------------------------------------- one object, many threads
 def test_threads_share_a_log(log: CommitLog) -> None:
-    problems: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as problem:
-                problems.append(problem)
-
-        return run
-
     def send(app: str) -> None:
         for i in range(6):
             record = prepare(log, i, 3, app=app)
@@ -774,13 +717,9 @@ def test_threads_share_a_log(log: CommitLog) -> None:
             log.move_mark()
             log.vacuum(dry_run=True)
 
-    works = [lambda: send("a"), lambda: send("b"), look]
-    threads = [threading.Thread(target=guarded(w)) for w in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert problems == []
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(send, "a"), pool.submit(send, "b"), pool.submit(look)]:
+            done.result()
     assert len(bodies(log)) == 36
     for handle in (log, another(log)):
         assert handle.pending().num_rows == 0
@@ -839,15 +778,6 @@ def test_a_start_that_is_no_mapping_is_refused(log: CommitLog) -> None:
         log.read("orders", ["body"])  # type: ignore[arg-type]
 
 
-def _row(log: CommitLog, record: object, body: str) -> dict[int, bytes]:
-    found: dict[int, bytes] = {}
-    for file_no, file in record.files.items():  # type: ignore[attr-defined]
-        every = RowSet({file_no: b"\x01" * file.rows})
-        there = [b.decode() for b in log.half.read(record, every, ["body"])["body"].to_pylist()]
-        found[file_no] = bytes(1 if b == body else 0 for b in there)
-    return found
-
-
 @pytest.mark.parametrize("door", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_a_log_and_who_has_it_open_cannot_be_copied(log: CommitLog, door: Callable[[object], object]) -> None:
     """A copy shared half of its state with the original. Of pickling, Python said that RLock cannot be pickled."""
@@ -858,10 +788,6 @@ def test_a_log_and_who_has_it_open_cannot_be_copied(log: CommitLog, door: Callab
             door(txmq.ConsumerGroup(log, "points"))
         with pytest.raises(OptionError, match="pass its path"):
             door(txmq.TransactionMQProducer(log, "shop"))
-
-
-def test_the_twin_in_memory_starts_with_topics() -> None:
-    assert InMemoryCommitLog(topics={"orders": 2}).topics() == {"orders": 2}
 
 
 def test_topics_that_others_changed_long_ago_do_not_stop_a_sender(tmp_path: Path) -> None:
