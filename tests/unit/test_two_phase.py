@@ -39,71 +39,27 @@ from tests.support.inside import (
     HalfFile,
     HalfHeader,
     HalfRecord,
-    HalfWriter,
     Lineage,
     Naming,
     RowState,
     TwoPhase,
     Who,
-    batch_name,
     input_hash_of,
     normalize_verdicts,
     split_by_verdict,
 )
 from tests.support.inside import two_phase as module
 from tests.support.listeners import Scripted
+from tests.support.sink_batches import KEYS, QUERY, bodies, header, prepared, send, stage, visible
 
 pytestmark = pytest.mark.log("memory", "delta")
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 PERS = (BATCH, MESSAGE, KEY)
-KEYS = ("a", "b", "a", "c", "b", "d")
 DEADLINE_S = 20.0
-QUERY = "query-1"
 
 
 # ---------------------------------------------------------------- logs and batches
-def header(
-    per: str = BATCH,
-    batch_id: int = 0,
-    *,
-    app_id: str = "app",
-    query_id: str | None = QUERY,
-    input_hash: str | None = "hash",
-    fence_id: str | None = None,
-    naming: Naming = Naming.COUNTED,
-) -> HalfHeader:
-    return HalfHeader(
-        batch_name(app_id, batch_id), app_id, batch_id, query_id, input_hash, fence_id, per, "shop", naming
-    )
-
-
-def stage(log: CommitLog, head: HalfHeader, keys: Sequence[str] = KEYS) -> list[HalfFile]:
-    """Two partitions of messages; a body is ``<batch>-<key>-<number>``."""
-    column = "k" if head.transaction_per == KEY else None
-    writer = HalfWriter(head, log.topics(), "orders", column)
-    files: list[HalfFile] = []
-    for partition in (0, 1):
-        mine = [(i, k) for i, k in enumerate(keys) if i % 2 == partition]
-        columns: dict[str, list[Any]] = {"body": [f"{head.batch_id}-{k}-{i}" for i, k in mine]}
-        if column:
-            columns["k"] = [k for _, k in mine]
-        files += log.stage(writer, pa.table(columns).to_batches(), partition)
-    return files
-
-
-def send(
-    log: CommitLog,
-    listener: TransactionListener,
-    head: HalfHeader | None = None,
-    checkpoint: Checkpoint | None = None,
-    **more: Any,
-) -> Any:
-    head = head or header()
-    two_phase = TwoPhase(log, listener, replay_check_timeout_s=more.pop("timeout_s", 0.0), **more)
-    return two_phase.send(head, lambda: stage(log, head), lineage=checkpoint and Lineage(checkpoint))
-
-
 def send_nothing(log: CommitLog, head: HalfHeader, checkpoint: Checkpoint) -> Any:
     """A micro-batch of which a filter keeps nothing."""
     return TwoPhase(log, Scripted()).send(head, lambda: (), lineage=Lineage(checkpoint))
@@ -131,25 +87,6 @@ class Checkpoint:
         """That of a batch which Spark plans."""
         self.files[f"offsets/{batch_id}"] = planned.encode()
         return header(batch_id=batch_id, input_hash=input_hash_of(planned.encode()))
-
-
-def prepared(log: CommitLog, per: str = BATCH, batch_id: int = 0, fence_id: str | None = None) -> HalfRecord:
-    """A half batch whose driver died right after prepare."""
-    head = header(per, batch_id, fence_id=fence_id)
-    return log.prepare(head, stage(log, head))
-
-
-def visible(log: CommitLog) -> list[str]:
-    """The bodies that a reader sees, sorted; offsets have no gaps."""
-    table = another(log).read("orders", columns=["body", "queue_id", "queue_offset"])
-    for queue in set(table["queue_id"].to_pylist()):
-        offsets = [r["queue_offset"] for r in table.to_pylist() if r["queue_id"] == queue]
-        assert offsets == list(range(len(offsets)))
-    return sorted(b.decode() for b in table["body"].to_pylist())
-
-
-def bodies(*keys: str, batch_id: int = 0) -> list[str]:
-    return sorted(f"{batch_id}-{k}-{i}" for i, k in enumerate(KEYS) if not keys or k in keys)
 
 
 def states(log: CommitLog, record: HalfRecord) -> dict[RowState, int]:
