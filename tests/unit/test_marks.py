@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -18,19 +17,22 @@ from rmq_spark.errors import CorruptLogError
 from rmq_spark.storage.table import COMMIT_TRIES_MAX
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Clock, set_clock
-from tests.support.half_batches import another, bodies, commit, make_log, merge_op_files, pending, prepare, roll_back
+from tests.support.half_batches import another, bodies, commit, merge_op_files, pending, prepare, roll_back
 from tests.support.inside import BatchState, Change, HalfRecord, OpRow, RowState, Who, ledger, marking
 
-PLAYS = settings.default.max_examples // 5
+PLAYS = settings.default.max_examples // 10
 DAYS_S = 3 * 86_400.0
 
 
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    made = make_log(request.param, tmp_path / "log", orders=1)
-    made.create_topic("steps", 1, fifo=True)
-    made.upkeep = False
-    return made
+pytestmark = pytest.mark.log("memory", "delta", orders=1)
+
+
+@pytest.fixture
+def log(log: CommitLog) -> CommitLog:
+    """With a FIFO topic, and without upkeep."""
+    log.create_topic("steps", 1, fifo=True)
+    log.upkeep = False
+    return log
 
 
 # ---------------------------------------------------------------- the whole history, beside
@@ -206,7 +208,8 @@ def named(log: CommitLog) -> set[str]:
     return set(cold.ledger.followed.below)
 
 
-def test_a_mark_is_made_when_many_op_rows_can_be_let_go(log: CommitLog) -> None:
+def test_a_mark_is_made_when_many_op_rows_can_be_let_go(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marking, "ROWS_LET_GO_MIN", 8)
     record = prepare(log, 0)
     assert log.move_mark()
     for _ in range(marking.ROWS_LET_GO_MIN - 1):
