@@ -59,8 +59,8 @@ from tests.support.inside import (
     maintenance,
     normalize_verdicts,
     split_by_verdict,
-    table_module,
 )
+from tests.support.meanwhile import after_next, before_next
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=3)
 
@@ -634,15 +634,7 @@ def named(log: CommitLog) -> Mapping[str, OpenBelow]:
 def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -> None:
     commit(log, prepare(log, 0))
     other = another(log)
-    look = log.half.prepared_after
-
-    def then_another_decides(low_water_ms: int) -> object:
-        found = look(low_water_ms)
-        if other.find(APP, 1) is None:
-            commit(other, prepare(other, 1))
-        return found
-
-    log.half.prepared_after = then_another_decides  # type: ignore[assignment,method-assign]
+    after_next(log.half, "prepared_after", lambda: commit(other, prepare(other, 1)))
     assert log.move_mark()
     for handle in (log, other, another(log)):
         record = handle.get("app:1")
@@ -727,38 +719,20 @@ def test_threads_share_a_log(log: CommitLog) -> None:
 
 
 def test_rows_that_another_thread_let_the_table_see_are_counted_once(log: CommitLog) -> None:
+    """The version of a table moves on while its actions are looked at."""
     record = prepare(log, 0)
     other = another(log)
     log.ledger.refresh()
     table = log.ledger.table
-    read = type(table).actions
 
-    def then_newer(self: object) -> pa.Table:
-        if not seen:
-            seen.append(True)
-            other.record_check(record, 1, pending(other, record), None)
-            table.refresh()
-        return read(table)  # type: ignore[arg-type]
+    def then_newer() -> None:
+        other.record_check(record, 1, pending(other, record), None)
+        table.refresh()
 
-    seen: list[bool] = []
     other.record_check(record, 1, pending(other, record), None)
-    log.ledger.table = _Racing(table, lambda: then_newer(table))  # type: ignore[assignment]
+    before_next(table, "actions", then_newer)
     log.ledger.refresh()
-    log.ledger.table = table
     assert log.state_of(record).check_times(pending(log, record)) == 2
-
-
-class _Racing:
-    """A table whose version moves on while its actions are looked at."""
-
-    def __init__(self, table: table_module.Table, actions: Callable[[], pa.Table]) -> None:
-        self._table, self.actions = table, actions
-        self.read, self.refresh, self.lock = table.read, table.refresh, table.lock
-        self.transaction_version = table.transaction_version
-
-    @property
-    def version(self) -> int:
-        return self._table.version
 
 
 # ---------------------------------------------------------------- reading

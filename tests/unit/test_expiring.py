@@ -33,6 +33,13 @@ def send_and_drain(log: CommitLog, key: str, rows: int = 4) -> None:
     log.drain()
 
 
+def expire(log: CommitLog) -> None:
+    """All that is drained expires, in one file; then messages are kept for ever again."""
+    log.topic_store.set_retention("orders", 0.0)
+    assert let_leave(log).files_expired == 1
+    log.topic_store.set_retention("orders", None)
+
+
 def test_what_is_older_than_the_retention_goes_and_the_first_offsets_move(log: CommitLog) -> None:
     send_and_drain(log, "old")
     log.topic_store.set_retention("orders", 0.0)
@@ -134,11 +141,8 @@ def test_a_read_from_the_beginning_goes_on_when_messages_expire_meanwhile(
     def expire_first(*arguments: Any) -> pa.Table:
         tries.append(1)
         if len(tries) == 1:
-            other = another(log)
-            other.topic_store.set_retention("orders", 0.0)
-            assert let_leave(other).files_expired == 1
-            other.set_retention("orders", None)
-            send_and_drain(other, "new")
+            expire(another(log))
+            send_and_drain(another(log), "new")
             raise OffsetOutOfRangeError("its file is gone")
         return read_messages(*arguments)
 
@@ -154,10 +158,8 @@ def test_the_command_reads_on_when_messages_expire_meanwhile(log: CommitLog, mon
     def expire_first(*arguments: Any, **named: Any) -> pa.Table:
         tries.append(1)
         if len(tries) == 1:
-            other = another(log)
-            other.topic_store.set_retention("orders", 0.0)
-            assert let_leave(other).files_expired == 1
-            send_and_drain(other, "new")
+            expire(another(log))
+            send_and_drain(another(log), "new")
         return read_messages(*arguments, **named)
 
     monkeypatch.setattr(reading_module, "read_messages", expire_first)
@@ -169,8 +171,7 @@ def test_the_command_reads_on_when_messages_expire_meanwhile(log: CommitLog, mon
 
 def test_a_read_from_an_offset_that_is_gone_is_told(log: CommitLog) -> None:
     send_and_drain(log, "old")
-    log.topic_store.set_retention("orders", 0.0)
-    assert let_leave(log).files_expired == 1
+    expire(log)
     with pytest.raises(OffsetOutOfRangeError, match="queue 0"):
         log.read("orders", start={0: 0, 1: 0})
 
@@ -179,9 +180,7 @@ def test_what_has_expired_is_in_no_group_s_lag(log: CommitLog) -> None:
     """A group that stood before the first message that is left was behind by messages that nobody can read."""
     log.groups.set("points", {("orders", 0): 1, ("orders", 1): 0}, "test")
     send_and_drain(log, "old")
-    log.topic_store.set_retention("orders", 0.0)
-    assert let_leave(log).files_expired == 1
-    log.set_retention("orders", None)
+    expire(log)
     assert ConsumerGroup(log, "points").lag()["lag"].to_pylist() == [0, 0]
     send_and_drain(log, "new", 2)
     behind = ConsumerGroup(log, "points").lag()

@@ -426,20 +426,6 @@ def test_a_forked_process_is_refused(log: CommitLog, monkeypatch: pytest.MonkeyP
 
 
 # ---------------------------------------------------------------- upkeep
-def test_a_shared_file_leaves_when_all_in_it_are_settled(log: CommitLog) -> None:
-    send_all(log, Shop({"3": UNKNOWN}), [message(i) for i in range(5)])
-    log.drain()
-    let_leave(log)
-    assert files(log) == 1  # the pending one keeps its file, with those that lie in it
-    (half_id,) = log.open_half_ids()
-    assert log.get(half_id).rows == 1
-    CheckService(log.another(), {"shop": Shop()}, transaction_timeout=0).run_once()
-    log.drain()
-    let_leave(log)
-    assert files(log) == 0
-    assert bodies(log) == ["0", "1", "2", "3", "4"]
-
-
 def test_what_lies_in_shared_files_is_drained_as_it_was_placed(log: CommitLog) -> None:
     send_all(log, Shop({"3": ROLLBACK_MESSAGE}), [message(i, "bills") for i in range(MANY)])
     columns = ["queue_id", "queue_offset", "body", "msg_id", "transaction_id"]
