@@ -312,6 +312,7 @@ def test_resolve_settles_what_is_pending_or_quarantined(log: CommitLog) -> None:
     assert log.pending().num_rows == log.quarantined().num_rows == 0
 
 
+@pytest.mark.log("memory", orders=2, points=3)
 @pytest.mark.parametrize(
     ("verdict", "reason", "words"), [(UNKNOWN, "x", "settles nothing"), (COMMIT_MESSAGE, " ", "needs a reason")]
 )
@@ -574,6 +575,7 @@ def test_a_topic_that_is_known_is_not_looked_for_again(log: CommitLog, monkeypat
     assert (log.fifo_topics(), looks) == (frozenset({"carts"}), ["once more"])
 
 
+@pytest.mark.log("memory", orders=2, points=3)
 @pytest.mark.parametrize(
     "name", ["../x", "a/b", "..", "", "o rders", "\uff4frders", "\u043erders", "a\n", "x" * 128, "TBW102", "%DLQ%g"]
 )
@@ -583,6 +585,7 @@ def test_names_outside_the_rules_make_no_topic(log: CommitLog, name: str) -> Non
     assert set(log.topics()) == {"orders", "points"}
 
 
+@pytest.mark.log("memory", orders=2, points=3)
 @pytest.mark.parametrize("queues", [0, -1, 1025])
 def test_a_number_of_queues_out_of_range_is_refused(log: CommitLog, queues: int) -> None:
     with pytest.raises(OptionError, match="1 to 1024"):

@@ -25,7 +25,16 @@ from rmq_spark.errors import CorruptLogError, LostFileError, MessageError, Topic
 from rmq_spark.storage.files import require_path
 from rmq_spark.storage.moved import HalfFiles
 from tests.support.half_batches import header_of
-from tests.support.inside import HALF_SCHEMA, PROPERTIES, HalfFile, HalfWriter, RowRange, parse_selector, read_range
+from tests.support.inside import (
+    HALF_SCHEMA,
+    PROPERTIES,
+    HalfFile,
+    HalfWriter,
+    RowRange,
+    parse_selector,
+    read_range,
+    runs,
+)
 from tests.support.inside import HALF_STATS_COLUMNS as STATS_COLUMNS
 from tests.support.inside import files as files_module
 
@@ -153,18 +162,19 @@ def test_a_body_of_exactly_4_mib_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("columns", "words"),
     [
-        (pa.array(["a", None]), "'k', the transactionKey, is null in 1 message "),
-        (pa.array(["x" * 256, "a"]), "256 characters"),
-        (pa.array([["a"], ["b"]]), "'k' has type list"),
-        (pa.array([b"\xff", b"a"]), "'k'"),
-        (pa.array([{"a": 1}, {"a": 2}]), "'k' has type struct"),
+        ({"k": pa.array(["a", None])}, "'k', the transactionKey, is null in 1 message "),
+        ({"k": pa.array(["x" * 256, "a"])}, "256 characters"),
+        ({"k": pa.array([["a"], ["b"]])}, "'k' has type list"),
+        ({"k": pa.array([b"\xff", b"a"])}, "'k'"),
+        ({"k": pa.array([{"a": 1}, {"a": 2}])}, "'k' has type struct"),
+        ({}, "'k' is not a column"),
     ],
 )
-def test_a_transaction_key_must_be_there_short_and_plain(tmp_path: Path, keys: pa.Array, words: str) -> None:
+def test_a_transaction_key_must_be_there_short_and_plain(tmp_path: Path, columns: dict[str, Any], words: str) -> None:
     with pytest.raises(MessageError, match=words):
-        write(tmp_path, {"body": ["1", "2"], "k": keys}, with_writer=writer(key="k"))
+        write(tmp_path, {"body": ["1", "2"], **columns}, with_writer=writer(key="k"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -173,11 +183,6 @@ def test_a_transaction_key_may_be_anything_that_has_a_text(tmp_path: Path, keys:
     (file,) = write(tmp_path, {"body": ["1", "2"], "k": keys}, with_writer=writer(key="k", topic="one"))
     expected = [str(k).lower() if isinstance(k, bool) else str(k) for k in keys]
     assert stored(tmp_path, file)["transaction_key"].to_pylist() == expected
-
-
-def test_the_transaction_key_column_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(MessageError, match="'k' is not a column"):
-        write(tmp_path, {"body": ["1"]}, with_writer=writer(key="k"))
 
 
 def test_a_column_named_twice_is_refused(tmp_path: Path) -> None:
@@ -413,17 +418,11 @@ def test_reading_by_position_and_by_address_agree(
     order = data.draw(st.permutations(range(together.num_rows)), "order")
     pq.write_table(together.take(pa.array(order)), folder / "part-0.parquet", row_group_size=7)
 
-    ranges = [(a, b) for a, b in _runs(mask)]
+    ranges = list(runs(mask))
     columns = data.draw(st.sampled_from([["body"], ["row_no", "body"], ["tags", "properties"], ["row_no"]]), "columns")
     expected = [r for r, bit in zip(whole.select(columns).to_pylist(), mask, strict=True) if bit]
     assert read(folder, file.data.path, file, ranges, columns) == expected
     assert read(folder, "part-0.parquet", file, ranges, columns) == expected
-
-
-def _runs(mask: bytes) -> list[tuple[int, int]]:
-    from tests.support.inside import runs
-
-    return list(runs(mask))
 
 
 class CountedFiles:

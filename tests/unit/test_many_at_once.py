@@ -119,6 +119,7 @@ REFUSED: dict[str, tuple[Callable[[CommitLog], list[Staged]], type[Exception], s
 }  # fmt: skip
 
 
+@pytest.mark.log("memory")
 @pytest.mark.parametrize(("batches", "error", "words"), REFUSED.values(), ids=REFUSED)
 def test_half_batches_that_cannot_be_in_one_commit_are_refused_before_any_is_prepared(
     log: CommitLog, batches: Callable[[CommitLog], list[Staged]], error: type[Exception], words: str

@@ -153,6 +153,7 @@ def test_a_mark_passes_a_batch_that_waits_and_its_rows_are_kept(log: CommitLog) 
     assert log.state_of(record).count(RowState.DECIDED) == 1
 
 
+@pytest.mark.log("memory", plain=1)
 @pytest.mark.parametrize(
     ("columns", "sentence"),
     [
@@ -344,6 +345,7 @@ def test_a_time_gone_by_delays_nothing(log: CommitLog) -> None:
     assert bodies(log, "plain") == ["x"]
 
 
+@pytest.mark.log("memory", plain=1)
 @pytest.mark.parametrize(
     ("columns", "sentence"),
     [

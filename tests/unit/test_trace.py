@@ -173,6 +173,7 @@ def test_what_is_forgotten_tells_where_its_messages_stand(log: CommitLog) -> Non
         another(log).trace(half_id="app:0")
 
 
+@pytest.mark.log("memory")
 @pytest.mark.parametrize("half_id", ["app:\ud800", "\ud800:1", "app:\u0661", "", ":", "\0:1"])
 def test_what_no_half_batch_can_be_called_is_not_found(log: CommitLog, half_id: str) -> None:
     """A lone surrogate raised UnicodeEncodeError."""
@@ -181,6 +182,7 @@ def test_what_no_half_batch_can_be_called_is_not_found(log: CommitLog, half_id: 
             ask()
 
 
+@pytest.mark.log("memory")
 def test_a_trace_names_the_one_thing_that_it_needs(log: CommitLog) -> None:
     with pytest.raises(OptionError, match="one of transaction_id, half_id, message_id: none was given"):
         log.trace()

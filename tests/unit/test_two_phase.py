@@ -53,6 +53,8 @@ from tests.support.listeners import Scripted
 from tests.support.sink_batches import KEYS, QUERY, bodies, header, prepared, send, stage, visible
 
 pytestmark = pytest.mark.log("memory", "delta")
+MEMORY = pytest.mark.log("memory")
+"""Where headers and verdicts are judged. That Delta gives them back as they were is shown in ``test_commit_log``."""
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 PERS = (BATCH, MESSAGE, KEY)
@@ -197,8 +199,7 @@ def test_rolled_back_messages_never_appear_and_take_no_offset(log: CommitLog, pe
     assert visible(log) == bodies(batch_id=1)
 
 
-@pytest.mark.parametrize("per", PERS)
-@pytest.mark.parametrize("nothing", [None, UNKNOWN, "UNKNOW"])
+@pytest.mark.parametrize(("per", "nothing"), [(BATCH, None), (MESSAGE, UNKNOWN), (KEY, "UNKNOW")])
 def test_an_unknown_verdict_leaves_the_messages_pending_for_the_check(log: CommitLog, per: str, nothing: Any) -> None:
     listener = Scripted(nothing, COMMIT)
     outcome = send(log, listener, header(per))
@@ -251,6 +252,7 @@ WRONG = [
 ]
 
 
+@MEMORY
 @pytest.mark.parametrize(("per", "answer", "words"), WRONG)
 def test_a_listener_that_gives_no_verdicts_fails_and_leaves_the_batch_pending(
     log: CommitLog, per: str, answer: Any, words: str
@@ -566,6 +568,7 @@ NO_REPLAYS = {
 }  # fmt: skip
 
 
+@MEMORY
 @pytest.mark.parametrize(("before", "now", "words"), NO_REPLAYS.values(), ids=NO_REPLAYS)
 def test_what_is_no_replay_is_refused_with_the_remedy(
     log: CommitLog, before: HalfHeader, now: HalfHeader, words: str
@@ -580,6 +583,7 @@ def test_what_is_no_replay_is_refused_with_the_remedy(
     assert visible(log) == bodies(batch_id=before.batch_id)
 
 
+@MEMORY
 @pytest.mark.parametrize(("before", "now"), [(UNKNOWN_INPUT, header()), (GIVEN, GIVEN)], ids=["stream", "batch write"])
 def test_a_replay_whose_input_is_known_only_now_and_the_retry_of_a_batch_write_are_replays(
     log: CommitLog, before: HalfHeader, now: HalfHeader
@@ -773,6 +777,7 @@ class Bearing(Scripted):
 STORES = [("shop-db", "none"), ("shop-db", None), ("shop-db", "other-db"), (None, "shop-db"), (None, "none")]
 
 
+@MEMORY
 @pytest.mark.parametrize(("before", "now"), STORES)
 def test_a_listener_of_another_store_is_not_asked_about_a_batch(
     log: CommitLog, before: str | None, now: str | None

@@ -92,9 +92,9 @@ def test_what_is_no_data_file_is_left_alone(log: CommitLog, tmp_path: Path) -> N
     assert sorted((tmp_path / "log" / "half" / "_delta_log").iterdir()) == entries
 
 
-def test_files_that_were_merged_lately_stay_for_those_who_read_them(
-    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def merged(log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[CommitLog, list[str]]:
+    """A handle from before a merge of old op files, and the files that it knows."""
     monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
     log.upkeep = False
     for i in range(4):
@@ -102,19 +102,21 @@ def test_files_that_were_merged_lately_stay_for_those_who_read_them(
     age(tmp_path / "log", 30)
     late = CommitLog.open(tmp_path / "log")
     late.ledger.refresh()
-    paths = late.op.actions()["path"].to_pylist()
     assert maintenance.compact_op(CommitLog.open(tmp_path / "log").op)
+    return late, late.op.actions()["path"].to_pylist()
+
+
+def test_files_that_were_merged_lately_stay_for_those_who_read_them(
+    log: CommitLog, merged: tuple[CommitLog, list[str]]
+) -> None:
+    late, paths = merged
     assert log.vacuum() == []
     assert late.op.read(paths).num_rows == 8
 
 
-def test_merged_files_go_in_the_end(log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
-    log.upkeep = False
-    for i in range(4):
-        commit(log, prepare(log, i))
-    assert maintenance.compact_op(CommitLog.open(tmp_path / "log").op)
-    age(tmp_path / "log", 8)
+def test_merged_files_go_in_the_end(
+    log: CommitLog, merged: tuple[CommitLog, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(type(log.op), "removed_since", lambda self, age_s=None: set())  # a week later
     assert len(log.vacuum()) == 4
     check_offsets(log)
