@@ -57,8 +57,6 @@ from tests.support.inside import (
     RowState,
     Who,
     maintenance,
-    normalize_verdicts,
-    split_by_verdict,
 )
 from tests.support.meanwhile import after_next, before_next
 
@@ -113,34 +111,6 @@ def test_offsets_have_no_gaps_over_batches_files_queues_topics_and_rollbacks(log
             found = bodies(handle, topic)
             assert len(found) == len(set(found))
             assert set(found) == expected
-
-
-@pytest.mark.parametrize(
-    ("per", "key"), [("batch", None), ("message", None), ("key", "order_id")], ids=["batch", "message", "key"]
-)
-def test_verdicts_reach_exactly_the_messages_of_their_transactions(log: CommitLog, per: str, key: str | None) -> None:
-    orders = [i % 3 for i in range(12)]
-    columns: dict[str, object] = {"body": [f"{i}" for i in range(12)]}
-    if key:
-        columns[key] = orders
-    record = prepare(log, 0, columns, per=per, key=key, partitions=2)
-    mask = pending(log, record)
-    batch = log.half_batch(record, log.state_of(record), 1, mask)
-    transactions = batch.transactions["transaction_id"].to_pylist()
-    asked = [(COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN)[i % 3] for i in range(len(transactions))]
-    masks = split_by_verdict(log, record, mask, batch, normalize_verdicts(asked, batch))
-    log.decide(record, 1, commit=masks.commit, rollback=masks.rollback, who=Who.EXECUTE)
-
-    verdict_of = dict(zip(transactions, asked, strict=True))
-    messages = batch.messages(["transaction_id", "body"]).to_pylist()
-    expected = {m["body"] for m in messages if verdict_of[m["transaction_id"]] is COMMIT_MESSAGE}
-    read = log.read("orders", columns=["transaction_id", "body"]).to_pylist()
-    assert {r["body"] for r in read} == expected
-    assert all(verdict_of[r["transaction_id"]] is COMMIT_MESSAGE for r in read)
-    still = {m["body"] for m in messages if verdict_of[m["transaction_id"]] is UNKNOWN}
-    left = log.half_batch(record, log.state_of(record), 1, pending(log, record))
-    assert set(left.messages(["body"])["body"].to_pylist()) == still or not still
-    check_offsets(log)
 
 
 def test_unknown_leaves_no_marker(log: CommitLog) -> None:
@@ -209,23 +179,6 @@ def by_key(log: CommitLog, keys: str) -> tuple[HalfRecord, dict[str, dict[int, b
     return record, {key: {file_no: bytes(body == key.encode() for body in there)} for key in keys}
 
 
-def test_a_conflict_is_resolved_as_commit(log: CommitLog) -> None:
-    in_conflict(log)
-    placed = log.resolve("app:0", COMMIT_MESSAGE, "the order is in the database")
-    assert sum(p.count for p in placed) == 5
-    assert len(bodies(log)) == 5
-    assert log.conflicts() == []
-    check_offsets(log)
-
-
-def test_a_conflict_resolved_as_rollback_is_final(log: CommitLog) -> None:
-    record = in_conflict(log)
-    assert log.resolve("app:0", ROLLBACK_MESSAGE, "it was undone") == []
-    assert log.conflicts() == another(log).conflicts() == []
-    assert log.state_of(record).count(RowState.ROLLED_BACK) == 5
-    assert bodies(log) == []
-
-
 def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> None:
     in_conflict(log)
     first = op_rows(log, Kind.CONFLICT)[0]
@@ -281,7 +234,9 @@ def test_resolving_a_conflict_leaves_other_transactions_as_they_are(
     contradict(log, record, rows["c"])
     log.resolve("app:0", verdict, "a person knows of c")
     assert sorted(bodies(log)) == visible
-    assert log.conflicts() == []
+    assert log.conflicts() == another(log).conflicts() == []
+    assert log.state_of(record).count(RowState.COMMITTED, RowState.ROLLED_BACK) == 3, "it is final"
+    check_offsets(log)
 
 
 def test_resume_does_not_end_a_conflict(log: CommitLog) -> None:
@@ -447,17 +402,6 @@ def test_a_prepared_batch_is_found_with_all_it_was_prepared_with(log: CommitLog)
     assert log.find(APP, 1) is None
     with pytest.raises(HalfBatchNotFoundError, match="app:1"):
         log.get("app:1")
-
-
-def test_ids_that_begin_alike_are_told_apart(log: CommitLog) -> None:
-    for batch_id in (1, 10, 11, 2):
-        if batch_id > (log.last_batch_id(APP) or 0):
-            prepare(log, batch_id, batch_id)
-    prepare(log, 1, 3, app="ap")
-    assert log.get("app:1").rows == 1
-    assert log.get("app:10").rows == 10
-    assert log.get("ap:1").rows == 3
-    assert log.find(APP, 2) is None
 
 
 def test_files_of_another_batch_none_or_twice_the_same_are_not_prepared(log: CommitLog) -> None:
@@ -739,17 +683,6 @@ def test_rows_that_another_thread_let_the_table_see_are_counted_once(log: Commit
 
 
 # ---------------------------------------------------------------- reading
-def test_reading_from_an_offset_with_a_limit(log: CommitLog) -> None:
-    for i in range(4):
-        commit(log, prepare(log, i))
-    whole = placements(log)
-    part = log.read("orders", start={0: 3, 1: 7}, limit=6, columns=["queue_id", "queue_offset"])
-    expected = [p for p in whole if p[1] >= {0: 3, 1: 7}[p[0]]][:6]
-    assert list(zip(*part.to_pydict().values(), strict=True)) == expected
-    assert log.read("orders", limit=0).num_rows == 0
-    assert log.read("points").num_rows == 0
-
-
 def test_a_start_that_is_no_mapping_is_refused(log: CommitLog) -> None:
     with pytest.raises(OptionError, match=r"start=\['body'\] is no mapping"):
         log.read("orders", ["body"])  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ import pytest
 from rmq_spark import CommitLog, HalfBatch, LocalTransactionState, TransactionMQProducer
 from rmq_spark.commitlog.op import pruned_up_to
 from rmq_spark.errors import (
-    AlreadyPreparedError,
     CorruptLogError,
     HalfBatchLeftError,
     HalfBatchNotFoundError,
@@ -277,18 +276,6 @@ def test_a_follower_that_slept_goes_on_from_the_mark(log: CommitLog) -> None:
         assert one.open_half_ids() == ["open:0"]
     commit(sleeper, open_one)
     assert sum(sleepers[1].tails().values()) == 25
-
-
-def test_a_key_is_not_free_while_its_outcome_is_kept(log: CommitLog) -> None:
-    commit(log, send(log, "key"))
-    let_leave(log)
-    with pytest.raises(AlreadyPreparedError):
-        send(log, "key")
-    let_leave(log, idempotency_s=0)
-    let_leave(log, idempotency_s=0)
-    assert op_kinds(log, "key:0") == []
-    commit(log, send(log, "key"))
-    assert sum(log.tails().values()) == 10
 
 
 def test_who_asks_for_a_half_batch_that_left_is_told(log: CommitLog) -> None:

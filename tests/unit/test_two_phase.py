@@ -30,7 +30,7 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from tests.support.clocks import set_clock
-from tests.support.half_batches import another, make_log, pending, roll_back
+from tests.support.half_batches import another, commit, make_log, pending, roll_back
 from tests.support.inside import (
     BATCH,
     KEY,
@@ -274,54 +274,48 @@ def test_another_way_to_treat_errors_is_refused(log: CommitLog) -> None:
 
 
 # ---------------------------------------------------------------- replay of a prepared batch
-@pytest.mark.parametrize("per", PERS)
-@pytest.mark.parametrize(("verdict", "state"), [(COMMIT, RowState.COMMITTED), (ROLLBACK, RowState.ROLLED_BACK)])
-def test_a_replay_of_a_decided_batch_asks_nobody(log: CommitLog, per: str, verdict: Any, state: RowState) -> None:
-    """A rollback by execute is final, too."""
-    send(log, Scripted(verdict), header(per))
-    listener = Scripted()
-    outcome = send(another(log), listener, header(per))
-    assert outcome.replayed
-    assert not listener.executed
-    assert not listener.checked
-    assert outcome.placed == []
-    assert outcome.messages == {state: len(KEYS)}
-    assert visible(log) == (bodies() if verdict is COMMIT else [])
+def roll_back_by_a_check(log: CommitLog, record: HalfRecord) -> None:
+    """And it is settled: its markers are no longer kept in memory."""
+    roll_back(log, record, who=Who.CHECK)
+    another(log).move_mark()
+
+
+REPLAYS: dict[str, tuple[Callable[[CommitLog, HalfRecord], object], Any, list[int], list[int]]] = {
+    # How a prepared batch stands, and what a check says: which attempts are checked, and which executed.
+    "it is pending, and done": (lambda log, record: None, COMMIT, [1], []),
+    "it is pending, and never happened": (lambda log, record: None, ROLLBACK, [1], [2]),
+    "it is committed": (commit, COMMIT, [], []),
+    "it is rolled back for good": (roll_back, COMMIT, [], []),
+    "a check has rolled it back": (roll_back_by_a_check, COMMIT, [], [2]),
+    "it is quarantined": (quarantine, COMMIT, [1], []),
+    "it is discarded": (lambda log, record: roll_back(log, record, who=Who.DISCARD), COMMIT, [1], []),
+}
 
 
 @pytest.mark.parametrize("per", PERS)
-def test_a_replay_checks_a_pending_batch_instead_of_executing_it(log: CommitLog, per: str) -> None:
-    record = prepared(log, per)
-    listener = Scripted()
-    send(another(log), listener, record.header)
-    assert not listener.executed
-    assert attempts(listener.checked) == [1]
-    assert visible(log) == bodies()
-
-
-@pytest.mark.parametrize("per", PERS)
-def test_what_a_check_rolls_back_is_executed_once_under_the_next_attempt(log: CommitLog, per: str) -> None:
-    record = prepared(log, per)
-    listener = Scripted(check=ROLLBACK)
-    outcome = send(another(log), listener, record.header)
-    assert attempts(listener.checked) == [1]
-    assert attempts(listener.executed) == [2]
-    assert outcome.attempt == 2
-    assert not set(ids(listener.checked[0])) & set(ids(listener.executed[0]))
-    assert visible(log) == bodies()
-
-
-def test_what_was_rolled_back_by_a_check_earlier_is_executed_once_under_the_next_attempt(
-    log: CommitLog,
+@pytest.mark.parametrize("how", REPLAYS)
+def test_a_replay_checks_what_is_unknown_and_executes_once_what_never_happened(
+    log: CommitLog, per: str, how: str
 ) -> None:
-    record = prepared(log)
-    check(log, Scripted(check=ROLLBACK))
-    another(log).move_mark()  # settled: its markers are no longer kept in memory
-    listener = Scripted()
-    send(another(log), listener, record.header)
-    assert attempts(listener.executed) == [2]
-    assert not listener.checked
-    assert visible(log) == bodies()
+    stand, answer, checked, executed = REPLAYS[how]
+    record = prepared(log, per)
+    stand(log, record)
+    listener = Scripted(check=answer)
+    outcome = send(another(log), listener, record.header)
+    assert outcome.replayed
+    assert attempts(listener.checked) == checked
+    assert attempts(listener.executed) == executed
+    assert outcome.attempt == max([1, *executed])
+    if stand is roll_back:
+        assert outcome.messages == {RowState.ROLLED_BACK: len(KEYS)}
+        assert visible(log) == []
+    else:
+        assert outcome.messages == {RowState.COMMITTED: len(KEYS)}
+        assert visible(log) == bodies()
+    if not checked and not executed:
+        assert outcome.placed == []
+    if checked and executed:
+        assert not set(ids(listener.checked[0])) & set(ids(listener.executed[0]))
 
 
 def test_a_replay_checks_only_what_is_undecided(log: CommitLog) -> None:
@@ -332,20 +326,6 @@ def test_a_replay_checks_only_what_is_undecided(log: CommitLog) -> None:
     assert [ids(batch) for batch in listener.executed] == [["app:0:2:b"]]
     assert visible(log) == bodies("b", "c", "d")
     assert outcome.messages == {RowState.COMMITTED: 4, RowState.ROLLED_BACK: 2}
-
-
-@pytest.mark.parametrize("how", ["quarantine", "discard"])
-def test_what_nobody_knows_is_checked_again_under_the_same_attempt(log: CommitLog, how: str) -> None:
-    record = prepared(log)
-    if how == "quarantine":
-        quarantine(log, record)
-    else:
-        roll_back(log, record, who=Who.DISCARD)
-    listener = Scripted()
-    send(another(log), listener, record.header)
-    assert attempts(listener.checked) == [1]
-    assert not listener.executed
-    assert visible(log) == bodies()
 
 
 def test_a_replay_of_a_batch_in_conflict_is_refused_until_a_person_resolves_it(log: CommitLog) -> None:
@@ -749,16 +729,15 @@ def test_a_driver_that_loses_the_race_under_another_checkpoint_is_refused(log: C
     assert visible(log) == bodies()
 
 
-@pytest.mark.parametrize("per", PERS)
-def test_drivers_that_run_one_batch_at_once_execute_it_once(log: CommitLog, per: str) -> None:
+def test_drivers_that_run_one_batch_at_once_execute_it_once(log: CommitLog) -> None:
     database = Database()
     barrier = threading.Barrier(4)
 
     def drive(_: int) -> None:
         handle = another(log)
-        files = stage(handle, header(per))
+        files = stage(handle, header(KEY))
         barrier.wait(DEADLINE_S)
-        TwoPhase(handle, Fenced(database), replay_check_timeout_s=DEADLINE_S).send(header(per), lambda: files)
+        TwoPhase(handle, Fenced(database), replay_check_timeout_s=DEADLINE_S).send(header(KEY), lambda: files)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(drive, range(4)))
