@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import sqlalchemy as sa
 
@@ -16,8 +17,6 @@ from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import parse_message_id, parse_transaction_id
 from tests.support.half_batches import let_leave
 from tests.support.inside import HalfHeader, HalfWriter, TwoPhase, batch_name, half_id_of, name_of, new_half_id
-
-import pyarrow as pa  # isort: skip
 
 pytestmark = pytest.mark.log("memory", "delta", orders=1)
 
@@ -72,20 +71,12 @@ def test_a_key_that_comes_again_after_its_time_is_a_local_transaction_of_its_own
     assert shop.log.read("orders").num_rows == 2
 
 
-def test_a_key_that_was_refused_can_be_accepted_after_its_time(shop: Shop) -> None:
-    shop.refuses = True
-    assert shop.send().local_transaction_state == txmq.ROLLBACK_MESSAGE
-    shop.forget()
-    shop.refuses = False
-    assert shop.send().local_transaction_state == txmq.COMMIT_MESSAGE
-    assert shop.count == shop.log.read("orders").num_rows == 1
-
-
-def test_a_key_that_was_accepted_can_be_refused_after_its_time(shop: Shop) -> None:
-    shop.send()
-    shop.forget()
-    shop.refuses = True
-    assert shop.send().local_transaction_state == txmq.ROLLBACK_MESSAGE
+@pytest.mark.parametrize("refuses", [(True, False), (False, True)])
+def test_a_key_can_be_decided_otherwise_after_its_time(shop: Shop, refuses: tuple[bool, bool]) -> None:
+    for shop.refuses in refuses:
+        state = txmq.ROLLBACK_MESSAGE if shop.refuses else txmq.COMMIT_MESSAGE
+        assert shop.send().local_transaction_state == state
+        shop.forget()
     assert shop.count == shop.log.read("orders").num_rows == 1
 
 
