@@ -32,10 +32,9 @@ from tests.support.inside import (
     batch_name,
     half,
     maintenance,
-    marking,
-    pruning,
     upkeep,
 )
+from tests.support.limits import set_limits
 
 APP = "app"
 PENDING = (RowState.PENDING,)
@@ -115,7 +114,7 @@ def split(rows: RowSet, every: int) -> tuple[RowSet, RowSet]:
 def merge_op_files(log: CommitLog) -> None:
     """Upkeep by another process, however few op files there are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maintenance, "OP_FILES_MAX", 2)
+        set_limits(patch, OP_FILES_MAX=2)
         maintenance.compact_op(another(log).op)
 
 
@@ -183,8 +182,7 @@ def let_leave(
     own = another(log)
     tables = [own.half.table, own.op, own.messages_table]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pruning, "PRUNED_SHARE_MIN", 0)
-        patch.setattr(marking, "ROWS_LET_GO_MIN", 1)
+        set_limits(patch, PRUNED_SHARE_MIN=0, ROWS_LET_GO_MIN=1)
         return upkeep.maintain(own, tables, Graces(reader_s, audit_s, idempotency_s), dry_run)
 
 

@@ -17,6 +17,7 @@ from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError, OptionError
 from tests.support.half_batches import another, commit, let_leave, pending, prepare, roll_back, send
 from tests.support.half_batches import split as split_rows
 from tests.support.inside import Planner, Subscription, Who, maintenance, read_ranges, split
+from tests.support.limits import set_limits
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
@@ -122,7 +123,7 @@ def test_a_plan_is_good_after_its_files_are_gone(log: CommitLog) -> None:
     fill(log, 2, 1)
     log.drain()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+        set_limits(patch, MESSAGES_FILES_MAX=2)
         assert maintenance.compact_messages(another(log).messages_table) > 0
     delete_now(log)
     for ranges in (of_op, of_messages, pickle.loads(pickle.dumps(of_messages))):

@@ -58,6 +58,7 @@ from tests.support.inside import (
     Who,
     maintenance,
 )
+from tests.support.limits import set_limits
 from tests.support.meanwhile import after_next, before_next
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=3)
@@ -590,7 +591,7 @@ def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -
 
 
 def test_merging_op_files_changes_nothing(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 4)
+    set_limits(monkeypatch, OP_FILES_MAX=4)
     log.upkeep = False
     for i in range(5):
         record = prepare(log, i)
@@ -621,7 +622,7 @@ def test_what_is_kept_in_memory_follows_what_is_open(log: CommitLog) -> None:
 
 
 def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 8)
+    set_limits(monkeypatch, OP_FILES_MAX=8)
     for i in range(24):
         commit(log, prepare(log, i, 1))
         log.close()
@@ -632,7 +633,7 @@ def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_failing_upkeep_stops_nothing(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 2)
+    set_limits(monkeypatch, OP_FILES_MAX=2)
     monkeypatch.setattr(maintenance, "compact_op", lambda _: 1 / 0)
     for i in range(4):
         commit(log, prepare(log, i, 1))

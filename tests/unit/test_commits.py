@@ -41,9 +41,9 @@ from tests.support.inside import (
     OpRow,
     RowState,
     Who,
-    table_module,
 )
 from tests.support.inside import op_table as to_table
+from tests.support.limits import set_limits
 from tests.support.meanwhile import after_next, before_next
 
 pytestmark = pytest.mark.log("memory", "delta")
@@ -195,8 +195,7 @@ def test_a_lost_acknowledgement_of_prepare_is_not_taken_for_another_writers(log:
 
 @MEMORY
 def test_a_commit_that_never_succeeds_says_so(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "COMMIT_TRIES_MAX", 5)
-    monkeypatch.setattr(table_module, "BACKOFF_S_MAX", 0.001)
+    set_limits(monkeypatch, COMMIT_TRIES_MAX=5, BACKOFF_S_MAX=0.001)
     faulty = Faulty(log.half.table, [(False, "raises")] * 9)
     with pytest.raises(CommitError, match=r"half failed 3 times.*ConnectionError: time-out"):
         prepare(log, 0)

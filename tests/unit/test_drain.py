@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import message_files, reading, walk
+from rmq_spark.commitlog import message_files
 from rmq_spark.commitlog import op as op_module
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.storage.files import FEW_ROWS
@@ -41,6 +41,7 @@ from tests.support.inside import (
     Who,
     drain,
 )
+from tests.support.limits import set_limits
 from tests.support.meanwhile import after_next, before_next
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
@@ -131,10 +132,9 @@ def test_a_drain_goes_on_where_the_last_one_ended(log: CommitLog, monkeypatch: p
 def test_a_backlog_is_drained_in_steps(
     log: CommitLog, op_rows: int, op_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain, "OP_ROWS_MAX", op_rows)
-    monkeypatch.setattr(walk, "FILE_BYTES_MAX", op_bytes)
-    monkeypatch.setattr(drain, "STEP_MESSAGES_MAX", 12)
-    monkeypatch.setattr(message_files, "FILE_BYTES_MAX", 500)
+    set_limits(
+        monkeypatch, OP_ROWS_MAX=op_rows, OP_FILE_BYTES_MAX=op_bytes, STEP_MESSAGES_MAX=12, MESSAGES_FILE_BYTES_MAX=500
+    )
     log.upkeep = False
     for i in range(9):
         commit(log, prepare(log, i, topic="points" if i % 4 == 1 else "orders"))
@@ -151,7 +151,7 @@ def test_a_backlog_is_drained_in_steps(
 
 def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """A merge lost to a writer may leave files whose versions lie between each other's; each holds a part."""
-    monkeypatch.setattr(drain, "OP_ROWS_MAX", 2)
+    set_limits(monkeypatch, OP_ROWS_MAX=2)
     log.upkeep = False
     for i in range(6):
         commit(log, prepare(log, i))
@@ -167,7 +167,7 @@ def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeyp
 
 
 def test_at_every_step_the_table_is_a_prefix_of_op(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "STEP_MESSAGES_MAX", 5)
+    set_limits(monkeypatch, STEP_MESSAGES_MAX=5)
     for i in range(4):
         commit(log, prepare(log, i, topic="points" if i % 2 else "orders"))
     seen: list[set[int]] = []
@@ -237,12 +237,9 @@ def test_pieces_are_put_together_as_each_would_be_alone(
     log: CommitLog, few_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill_with_pieces(log)
-    monkeypatch.setattr(reading, "FEW_ROWS", 0)
+    set_limits(monkeypatch, FEW_ROWS=0)
     expected = {topic: log.read(topic) for topic in log.topics()}
-    monkeypatch.setattr(reading, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(reading, "TOGETHER_MAX", 7)
-    monkeypatch.setattr(message_files, "RUNS_AT_ONCE", 12)
-    monkeypatch.setattr(message_files, "ROWS_AT_ONCE", 5)
+    set_limits(monkeypatch, FEW_ROWS=few_rows, TOGETHER_MAX=7, RUNS_AT_ONCE=12, ROWS_AT_ONCE=5)
     log.drain()
     for topic, read in expected.items():
         assert drained(log, topic).select(SOURCE_SCHEMA.names).to_pylist() == read.to_pylist()
@@ -280,7 +277,7 @@ def test_messages_that_wait_keep_nothing_else_in_memory() -> None:
 
 def test_small_files_of_a_remote_store_are_read_ahead(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     fill_with_pieces(log)
-    monkeypatch.setattr(message_files, "READS_AT_ONCE", 3)
+    set_limits(monkeypatch, READS_AT_ONCE=3)
     mine = another(log)
     rows, _ = drain.Drainer(mine)._next_placed(-1, mine.refresh())
     sizes = mine.half.sizes(rows["path"])
@@ -317,7 +314,7 @@ def test_a_log_whose_op_was_set_back_is_not_drained(log: CommitLog) -> None:
 
 
 def test_versions_that_place_nothing_are_passed(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "VERSIONS_SKIPPED_MAX", 5)
+    set_limits(monkeypatch, VERSIONS_SKIPPED_MAX=5)
     for i in range(7):
         roll_back(log, prepare(log, i))
     assert log.drain() == log.refresh()

@@ -15,6 +15,7 @@ from rmq_spark.errors import OffsetOutOfRangeError, OptionError, TopicExistsErro
 from tests.support.half_batches import another, commit, let_leave, send
 from tests.support.inside import TIME_MIN, Expirer, LogWatch, maintenance
 from tests.support.inside import log as log_module
+from tests.support.limits import set_limits
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2)
 
@@ -66,7 +67,7 @@ def test_a_queue_never_has_a_hole(log: CommitLog, monkeypatch: pytest.MonkeyPatc
     table = another(log).messages_table
     table.refresh()
     first, second, third, _ = table.actions().sort_by("min.op_version")["path"].to_pylist()
-    monkeypatch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    set_limits(monkeypatch, MESSAGES_FILES_MAX=2)
     monkeypatch.setattr(maintenance, "_messages_to_merge", lambda t: [first, third] if first in _live(t) else [])
     assert maintenance.compact_messages(table) == 2
     log.topic_store.set_retention("orders", 1000.0)

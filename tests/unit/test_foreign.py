@@ -21,6 +21,7 @@ from rmq_spark.errors import CorruptLogError, ForeignChangeError, UnreadableFile
 from tests.support.foreign_writers import a_file, cut_back, delete_a_row_by_a_vector, put_entry, raise_protocol
 from tests.support.half_batches import another, commit, let_leave, make_log, prepare, send
 from tests.support.inside import Change, Drainer, maintenance
+from tests.support.limits import set_limits
 from tests.support.meanwhile import before_next
 
 
@@ -163,7 +164,7 @@ def test_a_change_that_comes_while_a_drain_writes_its_files_stops_it(log: Commit
 
 
 def test_a_change_that_comes_while_a_merge_reads_stops_it(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    set_limits(monkeypatch, MESSAGES_FILES_MAX=2)
     log.drain()
     table = another(log).messages_table
     before_next(table, "read", lambda: delete_by_a_vector(f"{log.path}/messages"))

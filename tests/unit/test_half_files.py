@@ -37,6 +37,7 @@ from tests.support.inside import (
 )
 from tests.support.inside import HALF_STATS_COLUMNS as STATS_COLUMNS
 from tests.support.inside import files as files_module
+from tests.support.limits import set_limits
 
 LOCAL = pafs.LocalFileSystem()
 TOPICS = {"orders": 4, "points": 3, "one": 1}
@@ -409,7 +410,7 @@ def test_reading_by_position_and_by_address_agree(
     group = data.draw(st.integers(1, 60), "rows of a row group")
     mask = bytes(data.draw(st.lists(st.sampled_from((0, 1)), min_size=rows, max_size=rows).filter(any), "mask"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files_module, "ROW_GROUP_ROWS", group)
+        set_limits(patch, ROW_GROUP_ROWS=group)
         (file,) = write(folder, {"body": [f"{i}" for i in range(rows)], "tags": [f"t{i}" for i in range(rows)]})
         (stranger,) = write(folder, {"body": ["stranger"] * 3}, with_writer=writer(batch_id=1))
     whole = stored(folder, file)
@@ -461,7 +462,7 @@ def bytes_read(
 
 
 def test_a_file_as_written_is_read_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files_module, "ROW_GROUP_ROWS", 100)
+    set_limits(monkeypatch, ROW_GROUP_ROWS=100)
     (file,) = write(tmp_path, {"body": [random.Random(i).randbytes(2_000) for i in range(1_000)]})
     pq.write_table(stored(tmp_path, file), tmp_path / "part-0.parquet", row_group_size=100)
     read_bytes, rows = bytes_read(tmp_path, file, rows=(150, 249))
@@ -473,7 +474,7 @@ def test_a_file_as_written_is_read_by_position(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_filter_fetches_bodies_only_where_it_keeps_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files_module, "ROW_GROUP_ROWS", 500)
+    set_limits(monkeypatch, ROW_GROUP_ROWS=500)
     rows = 4_000
     columns = {
         "body": [random.Random(i).randbytes(2_000) for i in range(rows)],

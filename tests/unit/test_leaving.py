@@ -41,9 +41,9 @@ from tests.support.inside import (
     OpRow,
     RowState,
     Who,
-    maintenance,
     new_half_id,
 )
+from tests.support.limits import set_limits
 from tests.support.meanwhile import after_next
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
@@ -350,7 +350,7 @@ def test_files_that_left_are_deleted_after_a_time(log: CommitLog, monkeypatch: p
     report = let_leave(log)
     assert report.files_left == 1
     assert report.files_deleted == ()
-    monkeypatch.setattr(maintenance, "REPLACED_FILES_S", 0)
+    set_limits(monkeypatch, REPLACED_FILES_S=0)
     (deleted,) = [f for f in let_leave(log).files_deleted if f.startswith("half/")]
     assert deleted.startswith("half/half-")
     assert not [f for f in let_leave(log).files_deleted if f.startswith("half/")]

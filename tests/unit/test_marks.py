@@ -19,6 +19,7 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Clock, set_clock
 from tests.support.half_batches import another, bodies, commit, merge_op_files, pending, prepare, roll_back
 from tests.support.inside import BatchState, Change, HalfRecord, OpRow, RowState, Who, ledger, marking
+from tests.support.limits import set_limits
 
 PLAYS = settings.default.max_examples // 10
 DAYS_S = 3 * 86_400.0
@@ -153,7 +154,7 @@ def test_a_cold_start_from_any_mark_says_what_the_whole_history_says(
 
 @pytest.mark.parametrize("seed", range(PLAYS, PLAYS + PLAYS // 2))
 def test_a_mark_that_cannot_name_all_that_is_open_stops_before_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marking, "NAMED_MAX", 6)
+    set_limits(monkeypatch, NAMED_MAX=6)
     Play(seed, set_clock(monkeypatch)).run()
 
 
@@ -209,7 +210,7 @@ def named(log: CommitLog) -> set[str]:
 
 
 def test_a_mark_is_made_when_many_op_rows_can_be_let_go(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marking, "ROWS_LET_GO_MIN", 8)
+    set_limits(monkeypatch, ROWS_LET_GO_MIN=8)
     record = prepare(log, 0)
     assert log.move_mark()
     for _ in range(marking.ROWS_LET_GO_MIN - 1):
@@ -311,7 +312,7 @@ def test_a_mark_that_lost_a_race_reads_the_history_no_second_time(log: CommitLog
 
 
 def test_a_mark_that_loses_every_race_is_left_to_the_next_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "MARK_TRIES_MAX", 5)
+    set_limits(monkeypatch, MARK_TRIES_MAX=5)
     commit(log, prepare(log, 0))
     reads = overtake(log, times=COMMIT_TRIES_MAX)
     assert not log.move_mark()

@@ -13,6 +13,7 @@ from rmq_spark import CommitLog
 from tests.support.clocks import Clock, let_upkeep_believe, set_clock
 from tests.support.half_batches import another, commit, make_log, prepare, send
 from tests.support.inside import Expirer, maintenance
+from tests.support.limits import set_limits
 
 HOUR_S = 3_600.0
 DAY_S = 86_400.0
@@ -20,7 +21,7 @@ DAY_S = 86_400.0
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    set_limits(monkeypatch, MESSAGES_FILES_MAX=2)
     return set_clock(monkeypatch)
 
 

@@ -15,6 +15,7 @@ from rmq_spark.storage.table import STAGED_UNSEEN_S
 from tests.support.clocks import set_clock
 from tests.support.half_batches import another, bodies, check_offsets, commit, header_of, move_half, prepare
 from tests.support.inside import HalfFile, HalfWriter, maintenance
+from tests.support.limits import set_limits
 from tests.support.meanwhile import after_next, before_next
 
 
@@ -33,7 +34,7 @@ def test_a_merged_file_that_a_race_kept_waiting_and_somebody_removed_is_not_comm
     log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The op rows that it replaces would be in no file."""
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
+    set_limits(monkeypatch, OP_FILES_MAX=3)
     clock = set_clock(monkeypatch)
     log.upkeep = False
     for number in range(4):

@@ -38,8 +38,8 @@ from tests.support.inside import (
     maintenance,
     native,
     read_ranges,
-    stripping,
 )
+from tests.support.limits import set_limits
 from tests.support.meanwhile import after_next, before_next
 
 ROWS = 12
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
 @pytest.fixture(autouse=True)
 def _small_files_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stripping, "STRIPPED_BYTES_MIN", 1)
+    set_limits(monkeypatch, STRIPPED_BYTES_MIN=1)
 
 
 def one_open(log: CommitLog, batch_id: int = 0, columns: Any = None, **more: Any) -> Any:
@@ -178,7 +178,7 @@ def test_a_small_file_is_left_alone_and_a_dry_run_changes_nothing(
     ready(log)
     assert len(Stripper(another(log), Graces(0.0)).run(dry_run=True)) == 1
     assert let_leave(log, dry_run=True).files_stripped == 1
-    monkeypatch.setattr(stripping, "STRIPPED_BYTES_MIN", 1 << 30)
+    set_limits(monkeypatch, STRIPPED_BYTES_MIN=1 << 30)
     assert let_leave(log).files_stripped == 0
     assert len(with_payload(log)) == ROWS
 

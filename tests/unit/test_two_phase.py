@@ -49,6 +49,7 @@ from tests.support.inside import (
     split_by_verdict,
 )
 from tests.support.inside import two_phase as module
+from tests.support.limits import set_limits
 from tests.support.listeners import Scripted
 from tests.support.sink_batches import KEYS, QUERY, bodies, header, prepared, send, stage, visible
 
@@ -517,7 +518,7 @@ def test_a_check_during_a_replay_that_another_process_overtakes_starts_over(log:
 
 
 def test_an_attempt_that_is_always_fenced_ends_with_an_error(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rmq_spark.commitlog.ledger.ATTEMPTS_MAX", 4)
+    set_limits(monkeypatch, ATTEMPTS_MAX=4)
     listener = Scripted(FencedError("tombstone"))
     with pytest.raises(StaleAttemptError, match="rolled back by checks 4 times"):
         send(log, listener)

@@ -15,6 +15,7 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.half_batches import bodies, check_offsets, commit, header_of, merge_op_files, prepare
 from tests.support.inside import LOOK_INTERVAL_S, HalfWriter, maintenance
+from tests.support.limits import set_limits
 
 pytestmark = pytest.mark.log("delta")
 
@@ -95,7 +96,7 @@ def test_what_is_no_data_file_is_left_alone(log: CommitLog, tmp_path: Path) -> N
 @pytest.fixture
 def merged(log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[CommitLog, list[str]]:
     """A handle from before a merge of old op files, and the files that it knows."""
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
+    set_limits(monkeypatch, OP_FILES_MAX=3)
     log.upkeep = False
     for i in range(4):
         commit(log, prepare(log, i))

@@ -17,10 +17,8 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.errors import OptionError
-from rmq_spark.sink import leases
-from rmq_spark.storage import pools
 from tests.support import seeds
-from tests.support.inside import group_commit
+from tests.support.limits import set_limits
 from tests.support.listeners import Scripted
 from tests.support.sends import message, producer_of
 
@@ -131,9 +129,7 @@ def interrupted(
 @pytest.fixture(autouse=True)
 def _closes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long each of the producers takes to close."""
-    monkeypatch.setattr(pools, "LINGERS_S", 0.001)
-    monkeypatch.setattr(leases, "LINGER_S", 0.001)
-    monkeypatch.setattr(group_commit, "GATHERS_S_MAX", 0.002)
+    set_limits(monkeypatch, POOLS_LINGER_S=0.001, LEASES_LINGER_S=0.001, GATHERS_S_MAX=0.002)
 
 
 def test_a_send_before_any_line_of_another_one_is_sent(log: CommitLog) -> None:
