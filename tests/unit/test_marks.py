@@ -1,5 +1,5 @@
-"""What a mark costs and keeps, and what stays open beside it. That a cold start makes of any mark what the whole history
-says is played in ``test_commit_log_machine``."""
+"""What a mark costs and keeps, and what stays open beside it. That a cold start makes of any mark what the whole
+history says is played in ``test_commit_log_machine``."""
 
 from __future__ import annotations
 
