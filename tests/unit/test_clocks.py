@@ -312,7 +312,7 @@ def test_what_is_old_goes_after_a_second_look(kept_log: CommitLog, monkeypatch: 
     assert another(log).maintain().files_expired == 1
 
 
-@BOTH
+@pytest.mark.log("memory", orders=1)
 def test_upkeep_that_goes_on_is_on_time(kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is late when looks follow each other; and they are no more than one each interval."""
     log = kept_log

@@ -25,15 +25,21 @@ from tests.support.limits import set_limits
 from tests.support.meanwhile import before_next
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log with three half batches in messages, and two above."""
+    folder = tmp_path_factory.mktemp("made") / "log"
+    log = make_log("delta", folder, orders=2)
+    for batch_id in range(5):
+        commit(log, prepare(log, batch_id, 5))
+        if batch_id == 2:
+            log.drain()
+    return folder
+
+
 @pytest.fixture
-def log(tmp_path: Path) -> CommitLog:
-    log = make_log("delta", tmp_path / "log", orders=2)
-    for batch_id in range(3):
-        commit(log, prepare(log, batch_id, 5))
-    log.drain()
-    for batch_id in range(3, 5):
-        commit(log, prepare(log, batch_id, 5))
-    return log
+def log(made: Path, tmp_path: Path) -> CommitLog:
+    return CommitLog.open(shutil.copytree(made, tmp_path / "log"))
 
 
 def test_a_log_that_nobody_touched_has_nothing_to_tell(log: CommitLog) -> None:
@@ -118,7 +124,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+ALIKE = (move, switch_on_deletion_vectors)
+"""As others are: for `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.long if way in ALIKE else (), id=way.__name__) for way in WAYS]
+)
 def test_what_another_writer_did_to_messages_stops_upkeep_and_a_restore_mends_it(
     log: CommitLog, way: Callable[[str], None]
 ) -> None:
