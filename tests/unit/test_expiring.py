@@ -11,7 +11,7 @@ import pytest
 
 from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import reading as reading_module
-from rmq_spark.errors import OffsetOutOfRangeError, OptionError, TopicExistsError, TopicNotFoundError
+from rmq_spark.errors import OffsetOutOfRangeError, TopicExistsError
 from tests.support.half_batches import another, commit, let_leave, send
 from tests.support.inside import TIME_MIN, Expirer, LogWatch, maintenance
 from tests.support.inside import log as log_module
@@ -110,13 +110,6 @@ def test_a_retention_is_a_duration_of_an_hour_or_more(log: CommitLog) -> None:
     log.create_topic("kept", exist_ok=True, retention="60m")
     with pytest.raises(TopicExistsError, match=r"kept for 1h \(asked for: for 7d\)"):
         log.create_topic("kept", exist_ok=True, retention="7d")
-    with pytest.raises(OptionError, match="None keeps messages for ever"):
-        log.set_retention("kept", "forever")
-    for wrong in ("5s", "7", ""):
-        with pytest.raises(OptionError):
-            log.set_retention("kept", wrong)
-    with pytest.raises(TopicNotFoundError):
-        log.set_retention("keptt", "1h")
 
 
 def test_a_crash_between_the_row_and_the_files_is_made_good(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from rmq_spark.errors import (
     CorruptLogError,
     HalfBatchLeftError,
     HalfBatchNotFoundError,
-    OptionError,
     StaleAttemptError,
     VerdictConflictError,
 )
@@ -356,9 +355,7 @@ def test_files_that_left_are_deleted_after_a_time(log: CommitLog, monkeypatch: p
     assert not [f for f in let_leave(log).files_deleted if f.startswith("half/")]
 
 
-def test_a_grace_that_is_none_is_refused(log: CommitLog) -> None:
-    with pytest.raises(OptionError, match="grace='5s'"):
-        log.maintain(grace="5s")
+def test_a_log_with_nothing_to_do_says_so(log: CommitLog) -> None:
     report = log.maintain(dry_run=True)
     assert report.dry_run
     assert "nothing else to do" in str(report)

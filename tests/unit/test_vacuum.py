@@ -10,7 +10,6 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.errors import OptionError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.half_batches import bodies, check_offsets, commit, header_of, merge_op_files, prepare
@@ -122,14 +121,6 @@ def test_merged_files_go_in_the_end(
     assert len(log.vacuum()) == 4
     check_offsets(log)
     assert len(bodies(log)) == 20
-
-
-@pytest.mark.parametrize(("older_than", "words"), [("6d", "under 7d"), ("0s", "under 7d"), ("7", "not a duration")])
-def test_an_age_at_which_files_may_be_in_use_is_refused(log: CommitLog, older_than: str, words: str) -> None:
-    orphan = stage(log, 0)
-    with pytest.raises(OptionError, match=words):
-        log.vacuum(older_than=older_than)
-    assert (Path(log.path) / orphan).exists()
 
 
 def test_the_twin_in_memory_removes_orphans_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
