@@ -386,6 +386,7 @@ def test_a_producer_is_closed_in_time_although_a_local_transaction_hangs(
         hangs, *others = send_async(producer, *range(4))
         shop.wait_until_seen("0")
     assert "closed with 4 under way" in caplog.text
+    assert "local transaction of tests.support.sends.Shop" in caplog.text
     assert [other.cancelled() for other in others] == [True] * 3
     assert log.pending().num_rows == 1
     with pytest.raises(OptionError, match="not open"):

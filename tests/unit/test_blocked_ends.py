@@ -12,6 +12,7 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
+from tests.support.listeners import Scripted
 from tests.support.sends import DEADLINE_S, message, producer_of, wait_for
 
 
@@ -29,25 +30,6 @@ def require_end(closes: Callable[[], object]) -> None:
     closing.start()
     closing.join(DEADLINE_S)
     assert not closing.is_alive()
-
-
-class Blocks(txmq.TransactionListener):
-    """Its check, or its local transaction, waits."""
-
-    def __init__(self, go_on: threading.Event, executes: bool) -> None:
-        self.go_on, self.executes = go_on, executes
-        self.blocked = threading.Event()
-
-    def _block(self) -> Any:
-        self.blocked.set()
-        self.go_on.wait()
-        return txmq.COMMIT_MESSAGE
-
-    def execute_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        return self._block() if self.executes else txmq.UNKNOWN
-
-    def check_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        return self._block()
 
 
 def test_a_callback_that_blocks_is_waited_for_as_long_as_for_a_send_and_then_named(
@@ -85,22 +67,18 @@ def test_a_callback_that_ends_in_time_is_not_spoken_of(log: CommitLog, caplog: p
     assert caplog.messages == []
 
 
-def test_a_local_transaction_that_blocks_is_named_when_the_producer_is_closed(
-    log: CommitLog, go_on: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
-    shop = Blocks(go_on, executes=True)
-    producer = producer_of(log, shop, await_termination=0.1).start()
-    producer.send_message_in_transaction_async(message(0))
-    assert shop.blocked.wait(DEADLINE_S)
-    require_end(producer.shutdown)
-    assert "Blocks" in caplog.text
-
-
 def test_a_check_that_blocks_does_not_keep_a_producer_from_closing(log: CommitLog, go_on: threading.Event) -> None:
-    shop = Blocks(go_on, executes=False)
+    blocked = threading.Event()
+
+    def block(batch: txmq.HalfBatch) -> Any:
+        blocked.set()
+        go_on.wait()
+        return txmq.COMMIT_MESSAGE
+
+    shop = Scripted(txmq.UNKNOWN, block)
     producer = producer_of(log, shop, check_interval=0.01, transaction_timeout=0, await_termination=0.1).start()
     producer.send_message_in_transaction(message(0))
-    assert shop.blocked.wait(DEADLINE_S)
+    assert blocked.wait(DEADLINE_S)
     require_end(producer.shutdown)
 
 

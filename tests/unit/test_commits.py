@@ -244,28 +244,6 @@ def test_a_batch_that_is_moved_right_after_its_commit_is_not_lost(log: CommitLog
 
 
 # ---------------------------------------------------------------- a file that upkeep wrote anew
-def test_half_files_that_moved_change_no_decision(log: CommitLog) -> None:
-    settled = [prepare(log, i) for i in range(3)]
-    commit(log, settled[0])
-    commit(log, settled[1])
-    assert log.move_mark()
-    before = log.read("orders").to_pylist()
-    time.sleep(0.01)
-    move_half(log)
-    for handle in (log, another(log)):
-        assert handle.pending()["half_id"].to_pylist() == ["app:2"]
-        assert handle.read("orders").to_pylist() == before
-        found = handle.get("app:0")
-        assert handle.state_of(found).count(RowState.COMMITTED) == 5
-        assert commit(handle, found) == []
-    assert log.move_mark() in (True, False)
-    commit(another(log), another(log).get("app:2"))
-    assert log.move_mark()
-    for handle in (log, another(log)):
-        assert handle.pending().num_rows == 0
-        check_offsets(handle)
-
-
 def test_what_a_checker_knew_before_the_mark_moved_does_not_mislead_it(log: CommitLog) -> None:
     sink = another(log)
     record = prepare(sink, 0)

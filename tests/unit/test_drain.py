@@ -303,16 +303,6 @@ def test_files_that_moved_are_drained(log: CommitLog) -> None:
     require_same(log)
 
 
-def test_a_log_whose_op_was_set_back_is_not_drained(log: CommitLog) -> None:
-    commit(log, prepare(log, 0))
-    log.drain()
-    table = another(log).messages_table
-    table.refresh()
-    table.compare_and_set(lambda _: Change(transactions={"txmq.op": 99}), lambda _: True)
-    with pytest.raises(CorruptLogError, match="set back"):
-        log.drain()
-
-
 def test_versions_that_place_nothing_are_passed(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, VERSIONS_SKIPPED_MAX=5)
     for i in range(7):

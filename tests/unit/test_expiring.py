@@ -163,13 +163,6 @@ def test_the_command_reads_on_when_messages_expire_meanwhile(log: CommitLog, mon
         reading_module.Choice(log, "orders").first({0: 0}, 10)
 
 
-def test_a_read_from_an_offset_that_is_gone_is_told(log: CommitLog) -> None:
-    send_and_drain(log, "old")
-    expire(log)
-    with pytest.raises(OffsetOutOfRangeError, match="queue 0"):
-        log.read("orders", start={0: 0, 1: 0})
-
-
 def test_what_has_expired_is_in_no_group_s_lag(log: CommitLog) -> None:
     """A group that stood before the first message that is left was behind by messages that nobody can read."""
     log.groups.set("points", {("orders", 0): 1, ("orders", 1): 0}, "test")

@@ -125,34 +125,6 @@ def test_transactions_that_wait_for_each_other_alone_go_together(log: CommitLog)
     assert bodies(log) == ["1", "2", "3", "4"]
 
 
-def test_what_waits_survives_marks_merging_and_another_process(log: CommitLog) -> None:
-    send(log, 0, "a")
-    second = send(log, 1, "a")
-    commit(log, second)
-    for i in range(6):
-        commit(log, send(log, i + 2, "b"))
-    merge_op_files(log)
-    log.move_mark()
-    log = another(log)
-    assert log.ledger.refresh()
-    assert set(log.ledger.waiting) == {second.half_id}
-    commit(log, log.get("app:0"))
-    assert bodies(log)[-2:] == ["app.0.0", "app.1.0"]
-    assert not log.ledger.waiting
-
-
-def test_a_mark_passes_a_batch_that_waits_and_its_rows_are_kept(log: CommitLog) -> None:
-    send(log, 0, "z", app="late")
-    record = prepare(log, 0, {"body": ["d"], "deliver_at": [in_seconds(3600)]}, topic="plain")
-    commit(log, record)
-    commit(log, log.get("late:0"))
-    assert log.move_mark()
-    log = another(log)
-    log.ledger.refresh()
-    assert set(log.ledger.waiting) == {record.half_id}
-    assert log.state_of(record).count(RowState.DECIDED) == 1
-
-
 @pytest.mark.log("memory", plain=1)
 @pytest.mark.parametrize(
     ("columns", "sentence"),

@@ -126,16 +126,6 @@ def test_a_stripped_half_batch_goes_on_as_any_other(log: CommitLog) -> None:
     assert len(bodies(log)) == ROWS
 
 
-def test_a_half_batch_leaves_after_it_was_stripped(log: CommitLog) -> None:
-    record = one_open(log)
-    commit(log, prepare(log, 1))
-    let_leave(log)
-    commit(another(log), record)
-    assert let_leave(log).files_left == 1
-    assert in_half(log) == {"app:1"}
-    assert len(bodies(log)) == ROWS + 5
-
-
 def test_the_last_half_batch_of_a_stream_is_stripped_and_a_restart_finds_it_settled(log: CommitLog) -> None:
     commit(log, prepare(log, 1))
     assert let_leave(log).files_stripped == 1

@@ -34,6 +34,12 @@ class Within:
         self.refusals = 0
         self.sent: list[Any] = []
 
+    def require_sent(self) -> None:
+        """Require that it has sent, after the first message, and was refused once."""
+        assert self.sent[0].result(60).send_status
+        assert self.refusals == 1
+        assert sent_bodies(self.producer.log) == ["first", "later"]
+
     def __call__(self) -> None:
         if not self.sent:
             self.sent.append(self.producer.send_async(message("later")))
@@ -75,9 +81,7 @@ def test_a_send_of_a_log_handler_in_the_thread_that_commits(
         producer.send(message("first"))
     finally:
         logger.removeHandler(handler)
-    assert within.sent[0].result(60).send_status
-    assert within.refusals == 1
-    assert sent_bodies(log) == ["first", "later"]
+    within.require_sent()
 
 
 def test_a_signal_that_comes_while_the_thread_of_a_commit_starts(
@@ -97,9 +101,7 @@ def test_a_signal_that_comes_while_the_thread_of_a_commit_starts(
             producer.send(message("first"))
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert within.sent[0].result(60).send_status
-    assert within.refusals == 1
-    assert sent_bodies(log) == ["first", "later"]
+    within.require_sent()
 
 
 def test_a_producer_that_lingers_closes_at_once(log: CommitLog) -> None:
