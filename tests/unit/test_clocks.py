@@ -6,7 +6,6 @@ import os
 import time
 from datetime import datetime, timedelta, timezone
 
-import pyarrow as pa
 import pytest
 
 from rmq_spark import (
@@ -34,8 +33,9 @@ from tests.support.half_batches import (
     roll_back,
     send,
     split,
+    stage,
 )
-from tests.support.inside import BELIEVED_S, LOOK_INTERVAL_S, MACHINE, HalfRecord, HalfWriter, Machine, StoreClock, Who
+from tests.support.inside import BELIEVED_S, LOOK_INTERVAL_S, MACHINE, HalfRecord, Machine, StoreClock, Who
 from tests.support.listeners import Scripted
 from tests.support.meanwhile import before_next
 
@@ -355,7 +355,7 @@ def test_orphans_stay_when_a_clock_is_days_ahead(kept_log: CommitLog, monkeypatc
     log = kept_log
     clock = set_clock(monkeypatch)
     header = header_of(0)
-    files = log.stage(HalfWriter(header, log.topics(), "orders", None), pa.table({"body": ["a"]}).to_batches())
+    files = stage(log, header)
     clock.ahead_s = EIGHT_DAYS_S
     assert another(log).vacuum() == []
     clock.ahead_s = 0.0

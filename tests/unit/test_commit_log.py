@@ -48,10 +48,10 @@ from tests.support.half_batches import (
     prepare,
     roll_back,
     split,
+    stage,
 )
 from tests.support.inside import (
     HalfRecord,
-    HalfWriter,
     Kind,
     RowSet,
     RowState,
@@ -395,20 +395,18 @@ def test_a_prepared_batch_is_found_with_all_it_was_prepared_with(log: CommitLog)
 
 def test_files_of_another_batch_none_or_twice_the_same_are_not_prepared(log: CommitLog) -> None:
     header = header_of(0)
-    writer = HalfWriter(header, log.topics(), "orders", None)
-    batches = pa.table({"body": ["a"]}).to_batches()
     with pytest.raises(MessageError, match="nothing to prepare"):
         log.prepare(header, [])
     with pytest.raises(MessageError, match="app:0"):
-        log.prepare(header_of(1), log.stage(writer, batches))
+        log.prepare(header_of(1), stage(log, header))
     with pytest.raises(MessageError, match="staged twice"):
-        log.prepare(header, log.stage(writer, batches) + log.stage(writer, batches))
+        log.prepare(header, stage(log, header) + stage(log, header))
     assert log.last_batch_id(APP) is None
 
 
 def test_files_that_vacuum_may_remove_are_refused(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     header = header_of(0)
-    files = log.stage(HalfWriter(header, log.topics(), "orders", None), pa.table({"body": ["a"]}).to_batches())
+    files = stage(log, header)
     set_clock(monkeypatch, 4 * 24 * 3600)
     with pytest.raises(StagedFilesTooOldError, match="run the batch again"):
         log.prepare(header, files)

@@ -28,14 +28,12 @@ from tests.support.half_batches import (
     move_half,
     pending,
     prepare,
+    stage,
 )
 from tests.support.inside import OP_STATS_COLUMNS as STATS_COLUMNS
 from tests.support.inside import (
     Change,
     DeltaLogTable,
-    HalfFile,
-    HalfHeader,
-    HalfWriter,
     Kind,
     Naming,
     OpRow,
@@ -109,11 +107,6 @@ def test_a_thread_that_looks_for_topics_lets_no_topic_be_made_twice(log: CommitL
     with pytest.raises(TopicExistsError):
         log.create_topic("bills", 3)
     assert another(log).topics() == {"bills": 2, "orders": 2}
-
-
-def stage(log: CommitLog, header: HalfHeader) -> list[HalfFile]:
-    writer = HalfWriter(header, log.topics(), "orders", None)
-    return log.stage(writer, pa.table({"body": ["a"]}).to_batches())
 
 
 # ---------------------------------------------------------------- failures of unknown outcome

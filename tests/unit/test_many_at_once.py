@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog
@@ -30,8 +29,9 @@ from tests.support.half_batches import (
     pending,
     prepare,
     roll_back,
+    stage,
 )
-from tests.support.inside import NO_ROWS, Decision, HalfRecord, HalfWriter, Naming, RowState, Staged, Who
+from tests.support.inside import NO_ROWS, Decision, HalfRecord, Naming, RowState, Staged, Who
 from tests.support.sends import wait_for
 
 pytestmark = pytest.mark.log("memory", "delta")
@@ -43,8 +43,7 @@ def staged(log: CommitLog, name: str, batch_id: int = 0, numbered: bool = False,
     """A half batch of an application of its own, of which the files are written."""
     header = replace(header_of(batch_id, name), naming=Naming.COUNTED if numbered else Naming.KEY)
     columns = {"body": [f"{name}.{i}" for i in range(3)], "sharding_key": ["k"] * 3}
-    writer = HalfWriter(header, log.topics(), topic, None, log.fifo_topics())
-    return Staged(header, log.stage(writer, pa.table(columns).to_batches()))
+    return Staged(header, stage(log, header, columns, topic))
 
 
 def prepared(log: CommitLog, *batches: Staged) -> list[HalfRecord]:

@@ -15,8 +15,8 @@ from rmq_spark.commitlog.half import names_of
 from rmq_spark.errors import HalfBatchNotFoundError
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import parse_message_id, parse_transaction_id
-from tests.support.half_batches import let_leave
-from tests.support.inside import HalfHeader, HalfWriter, TwoPhase, batch_name, half_id_of, name_of, new_half_id
+from tests.support.half_batches import let_leave, stage
+from tests.support.inside import HalfHeader, TwoPhase, batch_name, half_id_of, name_of, new_half_id
 
 pytestmark = pytest.mark.log("memory", "delta", orders=1)
 
@@ -132,8 +132,7 @@ def test_a_batch_of_a_stream_is_the_same_in_a_restored_log_unless_its_input_is_a
         two_phase = TwoPhase(log, listener)
         half_id = half_id_of("app", 0, "query", offsets)
         header = HalfHeader(half_id, "app", 0, "query", offsets, listener.store_id, "batch", "shop")
-        writer = HalfWriter(header, log.topics(), "orders", None)
-        two_phase.send(header, lambda: log.stage(writer, pa.table({"body": ["7"]}).to_batches()))
+        two_phase.send(header, lambda: stage(log, header, {"body": ["7"]}))
         assert log.read("orders").num_rows == 1
         log.close()
         shutil.rmtree(tmp_path / "log")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.fs as pafs
 import pytest
 
@@ -13,8 +12,8 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import LostFileError, LostStagedFileError
 from rmq_spark.storage.table import STAGED_UNSEEN_S
 from tests.support.clocks import set_clock
-from tests.support.half_batches import another, bodies, check_offsets, commit, header_of, move_half, prepare
-from tests.support.inside import HalfFile, HalfWriter, maintenance
+from tests.support.half_batches import another, bodies, check_offsets, commit, header_of, move_half, prepare, stage
+from tests.support.inside import HalfFile, maintenance
 from tests.support.limits import set_limits
 from tests.support.meanwhile import after_next, before_next
 
@@ -55,25 +54,24 @@ def test_a_merged_file_that_a_race_kept_waiting_and_somebody_removed_is_not_comm
 
 
 # ---------------------------------------------------------------- files that executors staged
-def stage(log: CommitLog, files: int) -> list[HalfFile]:
-    writer = HalfWriter(header_of(0), log.topics(), "orders", None)
-    return [f for n in range(files) for f in log.stage(writer, pa.table({"body": [f"{n}"]}).to_batches(), n)]
+def staged(log: CommitLog, files: int) -> list[HalfFile]:
+    return [file for n in range(files) for file in stage(log, header_of(0), {"body": [f"{n}"]}, partition=n)]
 
 
 @pytest.mark.log("memory", "delta", orders=1)
 def test_staged_files_that_somebody_removed_are_not_prepared(log: CommitLog) -> None:
-    files = stage(log, 3)
+    files = staged(log, 3)
     log.half.table.fs.delete_file(f"{log.half.table.folder}/{files[1].data.path}")
     with pytest.raises(LostStagedFileError, match=f"{files[1].data.path}.*run the batch again"):
         log.prepare(header_of(0), files)
     assert another(log).find("app", 0) is None
-    commit(log, log.prepare(header_of(0), stage(log, 3)))
+    commit(log, log.prepare(header_of(0), staged(log, 3)))
     assert bodies(another(log)) == ["0", "1", "2"]
 
 
 @pytest.mark.log("delta", orders=1)
 def test_a_staged_file_that_was_cut_is_not_prepared(log: CommitLog, tmp_path: Path) -> None:
-    (file,) = stage(log, 1)
+    (file,) = staged(log, 1)
     path = tmp_path / "log" / "half" / file.data.path
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(LostStagedFileError):
@@ -87,7 +85,7 @@ def test_who_slept_between_its_look_at_staged_files_and_their_commit_hears_that_
 ) -> None:
     """Before the local transaction runs: its messages could never be read."""
     clock = set_clock(monkeypatch)
-    files = stage(log, 2)
+    files = staged(log, 2)
 
     def sleeps() -> None:
         clock.pauses.append(2 * STAGED_UNSEEN_S)
@@ -104,7 +102,7 @@ def test_who_slept_while_its_files_were_moved_is_not_told_that_they_are_lost(
 ) -> None:
     """The table that it had read before it looked for them still had their names."""
     clock = set_clock(monkeypatch)
-    files = stage(log, 2)
+    files = staged(log, 2)
     table: Any = log.half.table
     read_again = table.refresh
     seen: list[int] = []

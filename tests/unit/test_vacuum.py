@@ -6,14 +6,13 @@ import os
 import time
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
-from tests.support.half_batches import bodies, check_offsets, commit, header_of, merge_op_files, prepare
-from tests.support.inside import LOOK_INTERVAL_S, HalfWriter, maintenance
+from tests.support.half_batches import bodies, check_offsets, commit, header_of, merge_op_files, prepare, stage
+from tests.support.inside import LOOK_INTERVAL_S, maintenance
 from tests.support.limits import set_limits
 
 pytestmark = pytest.mark.log("delta")
@@ -21,10 +20,9 @@ pytestmark = pytest.mark.log("delta")
 DAY_S = 24 * 3600
 
 
-def stage(log: CommitLog, batch_id: int) -> str:
-    """An orphan: staged by an executor whose driver then crashed."""
-    writer = HalfWriter(header_of(batch_id), log.topics(), "orders", None)
-    (file,) = log.stage(writer, pa.table({"body": ["x"]}).to_batches())
+def orphan_of(log: CommitLog, batch_id: int) -> str:
+    """Staged by an executor whose driver then crashed."""
+    (file,) = stage(log, header_of(batch_id))
     return f"half/{file.data.path}"
 
 
@@ -39,9 +37,9 @@ def test_old_orphans_go_and_live_and_young_files_stay(log: CommitLog, tmp_path: 
     folder = tmp_path / "log"
     commit(log, prepare(log, 0))
     prepare(log, 1)
-    orphan = stage(log, 2)
+    orphan = orphan_of(log, 2)
     age(folder, 8)
-    young = stage(log, 3)
+    young = orphan_of(log, 3)
     before = sorted(folder.rglob("*.parquet"))
     assert log.vacuum(dry_run=True) == [orphan]
     assert sorted(folder.rglob("*.parquet")) == before
@@ -126,7 +124,7 @@ def test_merged_files_go_in_the_end(
 def test_the_twin_in_memory_removes_orphans_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     log = InMemoryCommitLog(topics={"orders": 2})
     commit(log, prepare(log, 0))
-    orphan = stage(log, 1)
+    orphan = orphan_of(log, 1)
     assert log.vacuum() == []
     clock = set_clock(monkeypatch, 8 * DAY_S)
     assert log.vacuum() == []  # a second look says whether the clock is right
