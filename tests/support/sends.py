@@ -40,10 +40,10 @@ class Shop(TransactionListener):
         wait_for(lambda: sorted(self.seen) == sorted(bodies))
 
 
-def raising(problem: BaseException) -> Callable[[], Any]:
-    """An answer of :class:`Shop`."""
+def raising(problem: BaseException) -> Callable[..., Any]:
+    """A function of anything: a callback, local work, an answer of :class:`Shop`."""
 
-    def fails() -> None:
+    def fails(*_: object) -> None:
         raise problem
 
     return fails

@@ -309,7 +309,7 @@ def test_a_callback_that_raises_takes_no_thread_from_other_sends(
     with producer_of(log, max_in_flight=2) as producer:
         for n in range(6):
             (sent,) = send_async(producer, n, key=key)
-            sent.add_done_callback(lambda _: raising(raised())())
+            sent.add_done_callback(raising(raised()))
             sent.add_done_callback(lambda _, n=n: called.append(n))
             assert sent.result(DEADLINE_S).messages == 1
         wait_for(lambda: len(called) == 6)
@@ -427,12 +427,12 @@ def test_a_callback_of_a_cancelled_send_does_not_keep_a_producer_from_closing(
     """It was called in the thread that closed: the others were never cancelled, and shutdown never ended."""
     called: list[Any] = []
     shop = Shop(waits="0")
-    callback: Callable[[], Any] = (lambda: shop.go_on.wait(DEADLINE_S)) if way == "blocks" else raising(way())
+    callback: Callable[..., Any] = (lambda _: shop.go_on.wait(DEADLINE_S)) if way == "blocks" else raising(way())
     producer = producer_of(log, shop, listener_threads=1, await_termination=0.1, check_interval=60).start()
     threads = list(producer._threads)
     sent = send_async(producer, *range(5), key=key)
     for send in sent:
-        send.add_done_callback(lambda _: callback())
+        send.add_done_callback(callback)
         send.add_done_callback(called.append)
     shop.wait_until_seen("0")
     producer.shutdown()
