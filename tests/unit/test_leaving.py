@@ -35,6 +35,8 @@ from tests.support.half_batches import (
 )
 from tests.support.inside import (
     CommitOncePrepared,
+    Graces,
+    HalfRecord,
     Kind,
     Leaver,
     OpRow,
@@ -43,7 +45,7 @@ from tests.support.inside import (
     new_half_id,
 )
 from tests.support.limits import set_limits
-from tests.support.meanwhile import after_next
+from tests.support.meanwhile import after_next, before_next
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
@@ -151,8 +153,7 @@ def test_a_writer_that_slept_places_nothing_twice(log: CommitLog, idempotency_s:
         with pytest.raises(VerdictConflictError, match=r"too late.*has left"):
             sleeper.decide(record, 1, rollback=rows, who=Who.EXECUTE)
     else:
-        with pytest.raises(StaleAttemptError, match="long ago"):
-            sleeper.decide(record, 1, commit=rows, who=Who.EXECUTE)
+        is_forgotten(sleeper, record)
     for change in (
         lambda: sleeper.reopen(record, 1, (RowState.PENDING,), 2, Who.EXECUTE, "no"),
         lambda: sleeper.quarantine(record, 1, rows, Who.CHECK, "no"),
@@ -166,6 +167,12 @@ def test_a_writer_that_slept_places_nothing_twice(log: CommitLog, idempotency_s:
     assert another(log).open_half_ids() == ["later:0"]
 
 
+def is_forgotten(sleeper: CommitLog, record: HalfRecord) -> None:
+    """A verdict that comes this late is refused."""
+    with pytest.raises(StaleAttemptError, match="long ago"):
+        sleeper.decide(record, 1, commit=record.all_rows, who=Who.EXECUTE)
+
+
 def forget(log: CommitLog) -> None:
     """Let all that is settled leave, and let nothing tell of it any more."""
     for i in range(3):
@@ -176,7 +183,6 @@ def forget(log: CommitLog) -> None:
 def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
     sleeper = another(log)
     record = send(sleeper, "key")
-    rows = record.all_rows
     roll_back(log, log.get("key:0"), who=Who.CHECK)
     let_leave(log)
     version = log.refresh()
@@ -185,8 +191,7 @@ def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
     forget(log)
     sleeper.lease(record, 60.0)
     log.ledger.append(lambda: [OpRow(Kind.LEASE, "key:0", until=log.machine.now())])  # an older program wrote it
-    with pytest.raises(StaleAttemptError, match="long ago"):
-        sleeper.decide(record, 1, commit=rows, who=Who.EXECUTE)
+    is_forgotten(sleeper, record)
     assert sum(another(log).tails().values()) == 15
     assert log.drain() == log.refresh()
 
@@ -195,19 +200,16 @@ def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
 def test_a_key_that_is_used_again_is_another_half_batch(log: CommitLog, size: int) -> None:
     sleeper = another(log)
     record = send(sleeper, "key", 5)
-    rows = record.all_rows
     roll_back(log, log.get("key:0"), who=Who.CHECK)
     forget(log)
     again = send(log, "key", size, half_id=new_half_id("key", 0))
     for _ in range(2):
-        with pytest.raises(StaleAttemptError, match="long ago"):
-            sleeper.decide(record, 1, commit=rows, who=Who.EXECUTE)
+        is_forgotten(sleeper, record)
         sleeper.lease(record, 60.0)
         assert log.state_of(again).lease_until is None
         log.move_mark()  # names it as open
     roll_back(log, again)
-    with pytest.raises(StaleAttemptError, match="long ago"):
-        sleeper.decide(record, 1, commit=rows, who=Who.EXECUTE)
+    is_forgotten(sleeper, record)
     assert sum(another(log).tails().values()) == 15
 
 
@@ -301,12 +303,17 @@ def test_a_shared_file_leaves_when_all_in_it_may(log: CommitLog) -> None:
     assert in_half(log) == set()
 
 
-def test_a_crash_between_archive_and_removal_is_made_good(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def leaver(log: CommitLog) -> Leaver:
+    """Of another process, with graces that are over at once."""
+    return Leaver(another(log), Graces(0, 0, FOREVER))
+
+
+def test_a_crash_between_archive_and_removal_is_made_good(log: CommitLog, leaver: Leaver) -> None:
     commit(log, send(log, "key"))
-    with monkeypatch.context() as patch:
-        patch.setattr(Leaver, "_remove", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            let_leave(log)
+    log.drain()
+    log.move_mark()
+    assert leaver.archive() == 1  # and its process dies
     assert in_half(log) == {"key:0"}
     assert op_kinds(log, "key:0") == ["commit", "commit", "archived"]
     with pytest.raises(HalfBatchLeftError):
@@ -316,17 +323,15 @@ def test_a_crash_between_archive_and_removal_is_made_good(log: CommitLog, monkey
     assert (report.archived, report.files_left) == (0, 1)
 
 
-def test_what_is_said_while_somebody_lets_it_leave_wins(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_said_while_somebody_lets_it_leave_wins(log: CommitLog, leaver: Leaver) -> None:
     record = send(log, "key")
     roll_back(log, record, who=Who.CHECK)
-    append = Leaver._append
-
-    def append_after(self: Leaver, *arguments: object) -> object:
-        log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "a replay")
-        return append(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Leaver, "_append", append_after)
-    assert let_leave(log).archived == 0
+    log.drain()
+    log.move_mark()
+    states = (RowState.ROLLED_BACK_BY_CHECK,)
+    before_next(leaver, "_append", lambda: log.reopen(record, 1, states, 2, Who.EXECUTE, "a replay"))
+    assert leaver.archive() == 0
+    leaver.remove()
     assert in_half(log) == {"key:0"}
     commit(log, record, 2)
     assert len(bodies(log)) == 5

@@ -32,6 +32,7 @@ from tests.support.half_batches import (
     stage,
 )
 from tests.support.inside import NO_ROWS, Decision, HalfRecord, Naming, RowState, Staged, Who
+from tests.support.meanwhile import before_next
 from tests.support.sends import wait_for
 
 pytestmark = pytest.mark.log("memory", "delta")
@@ -305,21 +306,16 @@ def test_a_thread_that_cannot_start_leaves_no_lease_that_nobody_renews(
     assert log.state_of(record).count(RowState.PENDING) == 3
 
 
-def test_a_panic_while_leases_are_written_does_not_end_those_of_other_transactions(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_panic_while_leases_are_written_does_not_end_those_of_other_transactions(log: CommitLog) -> None:
     first, second = prepared(log, staged(log, "a"), staged(log, "b"))
     keeper = LeaseKeeper(log, 0.3)
     panicked = threading.Event()
-    write = log.lease_many
 
-    def panic_once(records: Sequence[HalfRecord], seconds: float) -> Any:
-        if not panicked.is_set():
-            panicked.set()
-            raise BaseException("a panic of delta-rs")
-        return write(records, seconds)
+    def panic() -> None:
+        panicked.set()
+        raise BaseException("a panic of delta-rs")
 
-    monkeypatch.setattr(log, "lease_many", panic_once)
+    before_next(log, "lease_many", panic)
     with keeper.lease(first):
         assert panicked.wait(DEADLINE_S)
         with keeper.lease(second):
