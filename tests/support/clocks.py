@@ -87,11 +87,11 @@ class Ticking(Machine):
     """A machine on whose clock nothing happens at the same time as something else, however slow the real one is."""
 
     def __init__(self, at_s: float, step_s: float) -> None:
-        self._at_s, self._step_s = at_s, step_s
+        self.at_s, self._step_s = at_s, step_s
 
     def time(self) -> float:
-        self._at_s += self._step_s
-        return self._at_s
+        self.at_s += self._step_s
+        return self.at_s
 
 
 def on_a_machine(log: InMemoryCommitLog, ahead_s: float) -> InMemoryCommitLog:

@@ -19,6 +19,7 @@ from tests.support.inside import (
     Change,
     CommitOncePrepared,
     Graces,
+    HalfFile,
     HalfHeader,
     HalfRecord,
     HalfWriter,
@@ -61,6 +62,18 @@ def header_of(
     batch_id: int, app: str = APP, per: str = "batch", fence_id: str | None = None, group: str = "group"
 ) -> HalfHeader:
     return HalfHeader(batch_name(app, batch_id), app, batch_id, None, None, fence_id, per, group)
+
+
+def stage(
+    log: CommitLog,
+    header: HalfHeader,
+    columns: Mapping[str, Any] | None = None,
+    topic: str = "orders",
+    partition: int = 0,
+) -> list[HalfFile]:
+    """The files of a half batch (of one message, unless told otherwise), which is not prepared."""
+    writer = HalfWriter(header, log.topics(), topic, None, log.fifo_topics())
+    return log.stage(writer, pa.table(dict(columns or {"body": ["a"]})).to_batches(), partition)
 
 
 def prepare(
@@ -168,9 +181,7 @@ def send(
     not given."""
     header = replace(header_of(0, key, per), naming=Naming.KEY)
     header = header if half_id is None else replace(header, half_id=half_id)
-    writer = HalfWriter(header, log.topics(), "orders", None, log.fifo_topics())
-    table = pa.table({"body": [f"{names or key}.{i}" for i in range(rows)]})
-    return log.prepare(header, log.stage(writer, table.to_batches()))
+    return log.prepare(header, stage(log, header, {"body": [f"{names or key}.{i}" for i in range(rows)]}))
 
 
 def let_leave(

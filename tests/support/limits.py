@@ -23,14 +23,16 @@ _STANDS_IN = {
     "rmq_spark.commitlog.ledger": "ATTEMPTS_MAX MARK_TRIES_MAX",
     "rmq_spark.commitlog.maintenance": "MESSAGES_FILES_MAX OP_FILES_MAX REPLACED_FILES_S",
     "rmq_spark.commitlog.marking": "NAMED_MAX ROWS_LET_GO_MIN",
-    "rmq_spark.commitlog.message_files": "FILE_BYTES_MAX READS_AT_ONCE ROWS_AT_ONCE RUNS_AT_ONCE",
+    "rmq_spark.commitlog.message_files": (
+        "MESSAGES_FILE_BYTES_MAX=FILE_BYTES_MAX READS_AT_ONCE ROWS_AT_ONCE RUNS_AT_ONCE"
+    ),
     "rmq_spark.commitlog.placements": "CACHE_ROWS_MAX",
     "rmq_spark.commitlog.pruning": "PRUNED_SHARE_MIN",
     "rmq_spark.commitlog.reading": "FEW_ROWS TOGETHER_MAX",
     "rmq_spark.commitlog.steps": "SMALL_ROWS_MAX",
     "rmq_spark.commitlog.stripping": "STRIPPED_BYTES_MIN",
-    "rmq_spark.commitlog.undrained": "UNDRAINED_ROWS_MAX=OP_ROWS_MAX",
-    "rmq_spark.commitlog.walk": "WALK_BYTES_MAX=FILE_BYTES_MAX",
+    "rmq_spark.commitlog.undrained": "UNDRAINED_OP_ROWS_MAX=OP_ROWS_MAX",
+    "rmq_spark.commitlog.walk": "OP_FILE_BYTES_MAX=FILE_BYTES_MAX",
     "rmq_spark.consumer.member": "AT_EXIT_S_MAX",
     "rmq_spark.consumer.push": "SEND_AGAIN_S",
     "rmq_spark.listeners.fence": "PRUNED_AT_ONCE",
@@ -39,10 +41,10 @@ _STANDS_IN = {
     "rmq_spark.relay.brokers": "ANSWER_S",
     "rmq_spark.relay.kafka": "LOOK_AGAIN_S",
     "rmq_spark.relay.transactions": "SLACK_S TRY_S",
-    "rmq_spark.sink.leases": "LINGER_S",
+    "rmq_spark.sink.leases": "LEASES_LINGER_S=LINGER_S",
     "rmq_spark.source.reader": "BATCH_BYTES_MAX BATCH_ROWS_MIN",
     "rmq_spark.storage.files": "ROW_GROUP_ROWS",
-    "rmq_spark.storage.pools": "LINGERS_S",
+    "rmq_spark.storage.pools": "POOLS_LINGER_S=LINGERS_S",
     "rmq_spark.storage.table": "BACKOFF_S_MAX COMMIT_TRIES_MAX",
 }
 _WHERE = {

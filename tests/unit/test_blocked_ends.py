@@ -6,21 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from tests.support.half_batches import make_log
-
-DEADLINE_S = 8.0
-
-
-@pytest.fixture
-def log() -> CommitLog:
-    return make_log("memory", Path(), orders=2)
+from tests.support.listeners import Scripted
+from tests.support.sends import DEADLINE_S, message, producer_of, wait_for
 
 
 @pytest.fixture
@@ -31,42 +24,12 @@ def go_on() -> Iterator[threading.Event]:
     event.set()
 
 
-def message(body: object) -> txmq.Message:
-    return txmq.Message("orders", str(body).encode())
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def require_end(closes: Callable[[], object]) -> None:
     """Require that a call comes to its end."""
     closing = threading.Thread(target=closes, daemon=True)
     closing.start()
     closing.join(DEADLINE_S)
     assert not closing.is_alive()
-
-
-class Blocks(txmq.TransactionListener):
-    """Its check, or its local transaction, waits."""
-
-    def __init__(self, go_on: threading.Event, executes: bool) -> None:
-        self.go_on, self.executes = go_on, executes
-        self.blocked = threading.Event()
-
-    def _block(self) -> Any:
-        self.blocked.set()
-        self.go_on.wait()
-        return txmq.COMMIT_MESSAGE
-
-    def execute_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        return self._block() if self.executes else txmq.UNKNOWN
-
-    def check_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        return self._block()
 
 
 def test_a_callback_that_blocks_is_waited_for_as_long_as_for_a_send_and_then_named(
@@ -79,7 +42,7 @@ def test_a_callback_that_blocks_is_waited_for_as_long_as_for_a_send_and_then_nam
         called.append(sent)
         go_on.wait()
 
-    producer = txmq.TransactionMQProducer(log, "shop", check_interval=None, await_termination=0.1).start()
+    producer = producer_of(log, await_termination=0.1).start()
     sent = producer.send_async(message(0))
     sent.add_done_callback(mail_the_customer)
     assert sent.result(DEADLINE_S).messages == 1
@@ -97,30 +60,25 @@ def test_a_callback_that_ends_in_time_is_not_spoken_of(log: CommitLog, caplog: p
         time.sleep(0.01)
         called.append(sent)
 
-    with txmq.TransactionMQProducer(log, "shop", check_interval=None) as producer:
+    with producer_of(log) as producer:
         for n in range(5):
             producer.send_async(message(n)).add_done_callback(takes_a_while)
     assert len(called) == 5
     assert caplog.messages == []
 
 
-def test_a_local_transaction_that_blocks_is_named_when_the_producer_is_closed(
-    log: CommitLog, go_on: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
-    shop = Blocks(go_on, executes=True)
-    producer = txmq.TransactionMQProducer(log, "shop", shop, check_interval=None, await_termination=0.1).start()
-    producer.send_message_in_transaction_async(message(0))
-    assert shop.blocked.wait(DEADLINE_S)
-    require_end(producer.shutdown)
-    assert "Blocks" in caplog.text
-
-
 def test_a_check_that_blocks_does_not_keep_a_producer_from_closing(log: CommitLog, go_on: threading.Event) -> None:
-    shop = Blocks(go_on, executes=False)
-    settings: dict[str, Any] = {"check_interval": 0.01, "transaction_timeout": 0, "await_termination": 0.1}
-    producer = txmq.TransactionMQProducer(log, "shop", shop, **settings).start()
+    blocked = threading.Event()
+
+    def block(batch: txmq.HalfBatch) -> Any:
+        blocked.set()
+        go_on.wait()
+        return txmq.COMMIT_MESSAGE
+
+    shop = Scripted(txmq.UNKNOWN, block)
+    producer = producer_of(log, shop, check_interval=0.01, transaction_timeout=0, await_termination=0.1).start()
     producer.send_message_in_transaction(message(0))
-    assert shop.blocked.wait(DEADLINE_S)
+    assert blocked.wait(DEADLINE_S)
     require_end(producer.shutdown)
 
 
@@ -136,8 +94,7 @@ def test_upkeep_that_blocks_is_named_and_does_not_go_on_when_the_producer_is_ope
         raise txmq.TxmqError("the end of the test")
 
     monkeypatch.setattr(log, "keep_up", blocks)
-    settings: dict[str, Any] = {"check_interval": None, "maintenance_interval": 0.01, "await_termination": 0.1}
-    producer = txmq.TransactionMQProducer(log, "shop", **settings).start()
+    producer = producer_of(log, maintenance_interval=0.01, await_termination=0.1).start()
     wait_for(lambda: bool(rounds))
     require_end(producer.shutdown)
     assert "txmq-maintainer" in caplog.text
@@ -153,7 +110,7 @@ def test_a_listener_that_blocks_is_named_when_its_consumer_is_closed(
     log: CommitLog, go_on: threading.Event, caplog: pytest.LogCaptureFixture, is_lost: bool
 ) -> None:
     """When somebody else had got the queue meanwhile, shutdown() waited for the listener for ever."""
-    with txmq.TransactionMQProducer(log, "shop", check_interval=None) as producer:
+    with producer_of(log) as producer:
         producer.send(message(0))
     blocked = threading.Event()
 

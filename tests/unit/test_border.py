@@ -6,28 +6,24 @@ import pickle
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError, OptionError
-from tests.support.half_batches import (
-    another,
-    commit,
-    let_leave,
-    pending,
-    prepare,
-    roll_back,
-    send,
-)
-from tests.support.half_batches import (
-    split as split_rows,
-)
+from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError
+from tests.support.half_batches import another, commit, let_leave, pending, prepare, roll_back, send
+from tests.support.half_batches import split as split_rows
 from tests.support.inside import Planner, Subscription, Who, maintenance, read_ranges, split
+from tests.support.limits import set_limits
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
+
+
+def planner(log: CommitLog, *topics: str, **more: Any) -> Planner:
+    return Planner(another(log), Subscription(topics), **more)
 
 
 def fill(log: CommitLog, first: int, count: int) -> None:
@@ -57,15 +53,12 @@ def test_a_read_from_a_time_gives_what_was_committed_then_or_later(log: CommitLo
     assert log.read("orders", start=began).num_rows == 18
     assert log.read("orders", start=datetime.now(timezone.utc)).num_rows == 0
     assert log.read("points", start=since).num_rows == 0
-    with pytest.raises(OptionError, match="has no time zone"):
-        log.read("orders", start=datetime(2026, 1, 1))
 
 
 STATES: dict[str, Callable[[CommitLog], object]] = {
     "drained": lambda log: log.drain(),
     "left": let_leave,
     "left, and deleted at once": lambda log: (let_leave(log), delete_now(log)),
-    "drained in many files": lambda log: log.drain(),
 }
 
 
@@ -83,7 +76,7 @@ def everything(log: CommitLog) -> dict[str, list[dict[str, object]]]:
 def test_a_message_is_the_same_on_both_sides(log: CommitLog, state: str) -> None:
     reader = another(log)
     expected: dict[str, list[dict[str, object]]] = {}
-    for step in range(3):
+    for step in range(2):
         fill(log, 2 * step, 2)
         expected = everything(another(log)) if step == 0 else expected
         before = everything(another(log))
@@ -117,7 +110,7 @@ def test_parts_are_read_over_the_border(log: CommitLog) -> None:
 
 def test_a_plan_is_good_after_its_files_are_gone(log: CommitLog) -> None:
     fill(log, 0, 2)
-    plans = Planner(another(log), Subscription(("orders",)))
+    plans = planner(log, "orders")
     of_op = plans.ranges({}, plans.latest())
     expected = another(log).read("orders").to_pylist()
     let_leave(log)
@@ -128,7 +121,7 @@ def test_a_plan_is_good_after_its_files_are_gone(log: CommitLog) -> None:
     fill(log, 2, 1)
     log.drain()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+        set_limits(patch, MESSAGES_FILES_MAX=2)
         assert maintenance.compact_messages(another(log).messages_table) > 0
     delete_now(log)
     for ranges in (of_op, of_messages, pickle.loads(pickle.dumps(of_messages))):
@@ -147,7 +140,7 @@ def test_a_file_of_messages_that_is_lost_is_told(log: CommitLog) -> None:
     let_leave(log)
     delete_now(log)
     table = another(log).messages_table
-    plans = Planner(another(log), Subscription(("orders",)))
+    plans = planner(log, "orders")
     ranges = plans.ranges({}, plans.latest())
     for path in {r.rows.path for r in ranges}:
         table.fs.delete_file(f"{table.folder}/{path}")
@@ -159,7 +152,7 @@ def test_partitions_share_drained_files(log: CommitLog) -> None:
     fill(log, 0, 4)
     let_leave(log)
     fill(log, 4, 1)
-    plans = Planner(another(log), Subscription(("orders", "points")))
+    plans = planner(log, "orders", "points")
     ranges = plans.ranges({}, plans.latest())
     total = sum(r.count for r in ranges)
     for parts in (split(ranges), split(ranges, ordered=True), split(ranges, False, 5), split(ranges, False, None, 3)):
@@ -172,7 +165,7 @@ def test_partitions_share_drained_files(log: CommitLog) -> None:
 
 
 def test_a_stream_goes_on_over_the_border(log: CommitLog) -> None:
-    plans = Planner(another(log), Subscription(("orders",)))
+    plans = planner(log, "orders")
     fresh = another(log)
     position: dict[tuple[str, int], int] = {}
     seen: list[dict[str, object]] = []
@@ -195,11 +188,11 @@ def test_the_first_message_since_a_time_is_found_on_both_sides(log: CommitLog) -
         time.sleep(0.003)
         commit(log, send(log, f"key{i}", 4))
         time.sleep(0.003)
-    expected = [Planner(another(log), Subscription(("orders",))).resolve("startingTimestamp", m) for m in moments]
+    expected = [planner(log, "orders").resolve("startingTimestamp", m) for m in moments]
     assert expected[1] == {("orders", 0): 2, ("orders", 1): 2}
-    for upkeep_ in (lambda: log.drain(), lambda: let_leave(log), lambda: commit(log, send(log, "more", 4))):
-        upkeep_()
-        plans = Planner(another(log), Subscription(("orders",)))
+    for change in (log.drain, lambda: let_leave(log), lambda: commit(log, send(log, "more", 4))):
+        change()
+        plans = planner(log, "orders")
         assert [plans.resolve("startingTimestamp", m) for m in moments] == expected
         assert plans.resolve("startingTimestamp", moments[0] + timedelta(days=1)) == plans.latest()
 
@@ -212,11 +205,11 @@ def test_what_has_expired_is_out_of_range(log: CommitLog) -> None:
     log.topic_store.set_retention("orders", None)
     fill(log, 2, 1)
     firsts = another(log).firsts()
-    plans = Planner(another(log), Subscription(("orders",)))
+    plans = planner(log, "orders")
     start = {("orders", 0): 0, ("orders", 1): 0}
     with pytest.raises(OffsetOutOfRangeError, match=r"offsets 0 to"):
         plans.ranges(start, plans.latest())
-    skipping = Planner(another(log), Subscription(("orders",)), fail_on_data_loss=False)
+    skipping = planner(log, "orders", fail_on_data_loss=False)
     for begin in (start, {}):  # a queue without a position starts at its first offset
         found = skipping.ranges(begin, plans.latest())
         assert {(r.topic, r.queue_id): r.queue_offset for r in found} == firsts
@@ -232,13 +225,13 @@ def test_what_leaves_after_a_read_was_planned_is_no_loss(log: CommitLog) -> None
     fill(log, 0, 2)
     before = everything(log)
     reader = another(log)
-    planner = Planner(reader, Subscription(("points",)))
-    ranges = planner.ranges({}, planner.latest())
+    plans = Planner(reader, Subscription(("points",)))
+    ranges = plans.ranges({}, plans.latest())
     let_leave(log)
     delete_now(log)
     found = read_ranges(ranges, reader.read_range, reader.find_again, ["body"])
     assert pa.concat_tables(found)["body"].to_pylist() == [m["body"] for m in before["points"]]
-    assert planner.resolve("starting", datetime(2020, 1, 1, tzinfo=timezone.utc))["points", 0] == 0
+    assert plans.resolve("starting", datetime(2020, 1, 1, tzinfo=timezone.utc))["points", 0] == 0
 
 
 def test_an_older_copy_of_messages_is_told(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,8 +249,8 @@ def test_a_task_reads_the_files_of_the_table_in_the_order_of_op(log: CommitLog) 
     for batch_id in range(8):
         commit(log, prepare(log, batch_id, 6))
         log.drain()
-    planner = Planner(log, Subscription(("orders",)))
-    ranges = planner.ranges({}, planner.latest())
+    plans = planner(log, "orders")
+    ranges = plans.ranges({}, plans.latest())
     assert len({r.rows.path for r in ranges}) > 4
     (part,) = split(ranges)
     for queue in {r.queue_id for r in ranges}:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import time
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from rmq_spark import (
     ROLLBACK_MESSAGE,
     UNKNOWN,
+    CheckReport,
     CheckService,
     CommitLog,
     HalfBatch,
     LocalTransactionState,
-    TransactionListener,
 )
 from rmq_spark.commitlog.second_look import LOOKED
 from rmq_spark.errors import AlreadyPreparedError, ClockError
@@ -31,24 +28,21 @@ from tests.support.half_batches import (
     commit,
     header_of,
     in_half,
-    make_log,
     pending,
     prepare,
     roll_back,
     send,
     split,
+    stage,
 )
-from tests.support.inside import BELIEVED_S, LOOK_INTERVAL_S, MACHINE, HalfRecord, HalfWriter, Machine, StoreClock, Who
+from tests.support.inside import BELIEVED_S, LOOK_INTERVAL_S, MACHINE, HalfRecord, Machine, StoreClock, Who
+from tests.support.listeners import Scripted
+from tests.support.meanwhile import before_next
+
+pytestmark = pytest.mark.log("delta", orders=1)
 
 DAY_S = 86_400.0
 DAYS_S = 3 * DAY_S
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> CommitLog:
-    log = CommitLog.create(tmp_path / "log")
-    log.create_topic("orders", 1)
-    return log
 
 
 def clock_goes(monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
@@ -113,15 +107,15 @@ def test_the_probe_is_no_file_of_the_table(log: CommitLog) -> None:
 
 
 # ---------------------------------------------------------------- on a disk whose clock went wrong with the machine's
-class Silent(TransactionListener):
-    """Knows nothing of any transaction, and rolls back what is old enough."""
+def round_of_checks(log: CommitLog, timeout_s: float = 1.0) -> CheckReport:
+    """Nobody knows of any transaction, and what is a minute old is rolled back."""
 
-    def execute_local_transaction(self, batch: HalfBatch) -> LocalTransactionState:
-        return UNKNOWN
-
-    def check_local_transaction(self, batch: HalfBatch) -> LocalTransactionState:
+    def roll_back_old(batch: HalfBatch) -> LocalTransactionState:
         old = MACHINE.now() - batch.prepared_at >= timedelta(seconds=60)
         return ROLLBACK_MESSAGE if old else UNKNOWN
+
+    listeners = {"group": Scripted(check=roll_back_old)}
+    return CheckService(another(log), listeners, transaction_timeout=timeout_s).run_once()
 
 
 @pytest.fixture
@@ -143,8 +137,7 @@ def test_after_a_clock_that_was_days_ahead_half_batches_are_still_asked_about(
     later = prepare(damaged, 2, 1)
     assert later.prepared_at > datetime.now(timezone.utc) + timedelta(days=2)
     set_clock(monkeypatch, 61)
-    report = CheckService(another(damaged), {"group": Silent()}, transaction_timeout=1).run_once()
-
+    report = round_of_checks(damaged)
     assert another(damaged).open_half_ids() == []
     assert report.rolled_back.messages == 2
     assert ["in the future" in text for _, text in report.problems] == [True, True]
@@ -152,7 +145,7 @@ def test_after_a_clock_that_was_days_ahead_half_batches_are_still_asked_about(
 
 def test_after_a_clock_that_was_days_ahead_a_young_half_batch_is_left_alone(damaged: InMemoryCommitLog) -> None:
     young = prepare(damaged, 2, 1)
-    CheckService(another(damaged), {"group": Silent()}, transaction_timeout=30).run_once()
+    round_of_checks(damaged, timeout_s=30)
     assert another(damaged).open_half_ids() == [young.half_id]
 
 
@@ -176,7 +169,7 @@ def test_a_lease_that_a_clock_days_ahead_has_left_keeps_no_check_away(
         set_clock(patch, DAYS_S)
         another(damaged).lease(record, 60)
     set_clock(monkeypatch, 61)
-    CheckService(another(damaged), {"group": Silent()}, transaction_timeout=1).run_once()
+    round_of_checks(damaged)
     assert another(damaged).open_half_ids() == []
 
 
@@ -252,16 +245,13 @@ def test_who_lost_a_race_was_not_sent_before_the_winner(
 ) -> None:
     """Its first try was earlier than the winner's prepare, and counted."""
     clock = set_clock(monkeypatch)
-    table, winners = fifo.half.table, []
-    real = table.try_commit
+    winners: list[HalfRecord] = []
 
-    def slow(change: Any) -> bool:
-        if not winners:
-            clock.ahead_s += 1.0
-            winners.append(send_keyed(fifo.another(), "B"))
-        return bool(real(change))
+    def overtaken() -> None:
+        clock.ahead_s += 1.0
+        winners.append(send_keyed(fifo.another(), "B"))
 
-    monkeypatch.setattr(table, "try_commit", slow)
+    before_next(fifo.half.table, "try_commit", overtaken)
     columns = {"body": ["a1", "a2"], "sharding_key": ["k", "k"]}
     lost = prepare(fifo, 0, columns, app="a", per="message")
     assert lost.prepared_ms == another(fifo).get("a:0").prepared_ms
@@ -277,21 +267,17 @@ def test_who_lost_a_race_was_not_sent_before_the_winner(
 EIGHT_DAYS_S = 8 * DAY_S
 
 
-class Unsure(Silent):
-    """Rolls back nothing."""
-
-    def check_local_transaction(self, batch: HalfBatch) -> LocalTransactionState:
-        return UNKNOWN
-
-
-@pytest.fixture(params=["memory", "delta"])
-def kept_log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
+@pytest.fixture
+def kept_log(log: CommitLog) -> CommitLog:
     """A log of which messages expire."""
-    log = make_log(request.param, tmp_path / "kept", orders=1)
     log.set_retention("orders", "7d")
     return log
 
 
+BOTH = pytest.mark.log("memory", "delta", orders=1)
+
+
+@BOTH
 def test_one_round_of_upkeep_by_a_clock_that_is_days_ahead_destroys_nothing(
     kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +297,7 @@ def test_one_round_of_upkeep_by_a_clock_that_is_days_ahead_destroys_nothing(
         send(another(log), "key")
 
 
+@BOTH
 def test_what_is_old_goes_after_a_second_look(kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     log = kept_log
     clock = set_clock(monkeypatch)
@@ -325,6 +312,7 @@ def test_what_is_old_goes_after_a_second_look(kept_log: CommitLog, monkeypatch: 
     assert another(log).maintain().files_expired == 1
 
 
+@pytest.mark.log("memory", orders=1)
 def test_upkeep_that_goes_on_is_on_time(kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is late when looks follow each other; and they are no more than one each interval."""
     log = kept_log
@@ -343,6 +331,7 @@ def test_upkeep_that_goes_on_is_on_time(kept_log: CommitLog, monkeypatch: pytest
     assert 0 <= time.time() + 3 * 3600 - looks <= LOOK_INTERVAL_S + 1200
 
 
+@BOTH
 def test_a_round_of_checks_by_a_clock_that_is_days_ahead_quarantines_nothing(
     kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,28 +339,30 @@ def test_a_round_of_checks_by_a_clock_that_is_days_ahead_quarantines_nothing(
     clock = set_clock(monkeypatch)
     send(log, "open")
     clock.ahead_s = EIGHT_DAYS_S
-    report = CheckService(another(log), {"group": Unsure()}).run_once()
+    report = CheckService(another(log), {"group": Scripted(check=UNKNOWN)}).run_once()
     assert report.quarantined.transactions == 0
     clock.ahead_s = 10.0
     assert another(log).open_half_ids() == ["open:0"]
     clock.ahead_s = 4 * DAY_S
-    checker = CheckService(another(log), {"group": Unsure()})
+    checker = CheckService(another(log), {"group": Scripted(check=UNKNOWN)})
     assert checker.run_once().quarantined.transactions == 0
     clock.ahead_s += LOOK_INTERVAL_S + 1
     assert checker.run_once().quarantined.transactions == 1
 
 
+@BOTH
 def test_orphans_stay_when_a_clock_is_days_ahead(kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     log = kept_log
     clock = set_clock(monkeypatch)
     header = header_of(0)
-    files = log.stage(HalfWriter(header, log.topics(), "orders", None), pa.table({"body": ["a"]}).to_batches())
+    files = stage(log, header)
     clock.ahead_s = EIGHT_DAYS_S
     assert another(log).vacuum() == []
     clock.ahead_s = 0.0
     log.prepare(header, files)
 
 
+@BOTH
 def test_a_clock_that_was_ahead_at_the_last_look_is_forgotten(
     kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,46 +25,44 @@ from tests.support.half_batches import (
     check_offsets,
     commit,
     header_of,
-    make_log,
     move_half,
     pending,
     prepare,
+    stage,
 )
 from tests.support.inside import OP_STATS_COLUMNS as STATS_COLUMNS
 from tests.support.inside import (
     Change,
     DeltaLogTable,
-    HalfFile,
-    HalfHeader,
-    HalfWriter,
     Kind,
     Naming,
     OpRow,
     RowState,
     Who,
-    table_module,
 )
 from tests.support.inside import op_table as to_table
+from tests.support.limits import set_limits
+from tests.support.meanwhile import after_next, before_next
+
+pytestmark = pytest.mark.log("memory", "delta")
+DELTA, MEMORY = pytest.mark.log("delta"), pytest.mark.log("memory")
 
 
 # ---------------------------------------------------------------- threads that share a handle
 def look_meanwhile(table: Any, elsewhere: Callable[[], object], look: Callable[[], object], here: bool = False) -> None:
     """Before the next commit of a table: another process commits, and then another thread of this one looks, or this
     very thread, in ``__del__``."""
-    real = table.try_commit
 
-    def overtaken(change: Change) -> bool:
-        table.try_commit = real
+    def act() -> None:
         elsewhere()
         if here:
             look()
-            return bool(real(change))
+            return
         thread = threading.Thread(target=look)
         thread.start()
         thread.join(LOOKS_S)
-        return bool(real(change))
 
-    table.try_commit = overtaken
+    before_next(table, "try_commit", act)
 
 
 LOOKS_S = 0.3
@@ -72,7 +70,6 @@ LOOKS_S = 0.3
 
 
 @pytest.mark.parametrize("here", [False, True])
-@pytest.mark.parametrize("kind", ["memory", "delta"])
 @pytest.mark.parametrize(
     "look",
     [
@@ -85,11 +82,10 @@ LOOKS_S = 0.3
     ids=["get", "open half batches", "find", "read", "decide"],
 )
 def test_a_thread_that_looks_between_a_decision_and_its_commit_lets_nothing_be_prepared_twice(
-    tmp_path: Path, kind: str, look: Callable[[CommitLog], object], here: bool
+    log: CommitLog, look: Callable[[CommitLog], object], here: bool
 ) -> None:
     """Two processes send under one idempotency key. The look moved the shared handle to a version that the decision of
     the slower one had not seen, and its commit was accepted there."""
-    log = make_log(kind, tmp_path / "log", orders=1)
     prepare(log, 0, 2, app="other")
     header = replace(header_of(0), naming=Naming.KEY)
     files = {handle: stage(handle, header) for handle in (log, another(log))}
@@ -101,9 +97,7 @@ def test_a_thread_that_looks_between_a_decision_and_its_commit_lets_nothing_be_p
 
 
 @pytest.mark.parametrize("here", [False, True])
-@pytest.mark.parametrize("kind", ["memory", "delta"])
-def test_a_thread_that_looks_for_topics_lets_no_topic_be_made_twice(tmp_path: Path, kind: str, here: bool) -> None:
-    log = make_log(kind, tmp_path / "log", orders=1)
+def test_a_thread_that_looks_for_topics_lets_no_topic_be_made_twice(log: CommitLog, here: bool) -> None:
     look_meanwhile(
         log.topics_table,
         lambda: another(log).create_topic("bills", 2),
@@ -112,12 +106,7 @@ def test_a_thread_that_looks_for_topics_lets_no_topic_be_made_twice(tmp_path: Pa
     )
     with pytest.raises(TopicExistsError):
         log.create_topic("bills", 3)
-    assert another(log).topics() == {"bills": 2, "orders": 1}
-
-
-def stage(log: CommitLog, header: HalfHeader) -> list[HalfFile]:
-    writer = HalfWriter(header, log.topics(), "orders", None)
-    return log.stage(writer, pa.table({"body": ["a"]}).to_batches())
+    assert another(log).topics() == {"bills": 2, "orders": 2}
 
 
 # ---------------------------------------------------------------- failures of unknown outcome
@@ -149,12 +138,8 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["memory", "delta"])
 @pytest.mark.parametrize("plans", PLANS, ids=lambda p: "+".join(f"{'lands' if a else 'lost'},{b}" for a, b in p))
-def test_an_ambiguous_failure_never_makes_two_copies(
-    tmp_path: Path, kind: str, plans: Sequence[tuple[bool, str]]
-) -> None:
-    log = make_log(kind, tmp_path / "log")
+def test_an_ambiguous_failure_never_makes_two_copies(log: CommitLog, plans: Sequence[tuple[bool, str]]) -> None:
     Faulty(log.half.table, plans)
     records = [prepare(log, i) for i in range(2)]
     Faulty(log.op, plans)
@@ -177,47 +162,33 @@ def test_an_ambiguous_failure_never_makes_two_copies(
         check_offsets(handle)
 
 
-def test_another_writer_may_win_the_version_of_an_ambiguous_commit(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log")
+@DELTA
+def test_another_writer_may_win_the_version_of_an_ambiguous_commit(log: CommitLog) -> None:
     other = another(log)
     first, second = prepare(log, 0), prepare(log, 1)
-    real = log.op.try_commit  # type: ignore[attr-defined]
-    calls = []
 
-    def overtaken(change: Change) -> bool:
-        calls.append(change)
-        if len(calls) == 1:
-            commit(other, second)
-            raise ConnectionError("time-out")
-        return bool(real(change))
+    def overtaken() -> None:
+        commit(other, second)
+        raise ConnectionError("time-out")
 
-    log.op.try_commit = overtaken  # type: ignore[attr-defined]
+    before_next(log.op, "try_commit", overtaken)
     commit(log, first)
-    assert len(calls) == 2
     check_offsets(log)
     assert len(bodies(log)) == 10
 
 
-def test_a_lost_acknowledgement_of_prepare_is_not_taken_for_another_writers(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log")
+@DELTA
+def test_a_lost_acknowledgement_of_prepare_is_not_taken_for_another_writers(log: CommitLog) -> None:
     other = another(log)
-    real = log.half.table.try_commit  # type: ignore[attr-defined]
-
-    def overtaken(change: Change) -> bool:
-        if other.find("app", 0) is None:
-            prepare(other, 0, 3)
-        return bool(real(change))
-
-    log.half.table.try_commit = overtaken  # type: ignore[attr-defined]
+    before_next(log.half.table, "try_commit", lambda: prepare(other, 0, 3))
     with pytest.raises(AlreadyPreparedError):
         prepare(log, 0)
     assert log.get("app:0").rows == 3
 
 
-def test_a_commit_that_never_succeeds_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "COMMIT_TRIES_MAX", 5)
-    monkeypatch.setattr(table_module, "BACKOFF_S_MAX", 0.001)
-    log = make_log("memory", tmp_path)
+@MEMORY
+def test_a_commit_that_never_succeeds_says_so(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, COMMIT_TRIES_MAX=5, BACKOFF_S_MAX=0.001)
     faulty = Faulty(log.half.table, [(False, "raises")] * 9)
     with pytest.raises(CommitError, match=r"half failed 3 times.*ConnectionError: time-out"):
         prepare(log, 0)
@@ -229,8 +200,8 @@ def test_a_commit_that_never_succeeds_says_so(tmp_path: Path, monkeypatch: pytes
     assert log.last_batch_id("app") == 1
 
 
-def test_an_acknowledged_commit_that_is_not_in_the_state_is_an_error(tmp_path: Path) -> None:
-    log = make_log("memory", tmp_path)
+@MEMORY
+def test_an_acknowledged_commit_that_is_not_in_the_state_is_an_error(log: CommitLog) -> None:
     record = prepare(log, 0)
     Faulty(log.op, [(False, "yes")])
     with pytest.raises(LostCommitError, match="Restart it"):
@@ -241,92 +212,55 @@ def test_an_acknowledged_commit_that_is_not_in_the_state_is_an_error(tmp_path: P
     assert log.pending()["half_id"].to_pylist() == ["app:0"]
 
 
-def test_a_commit_is_known_again_after_any_number_of_others(tmp_path: Path) -> None:
-    log = make_log("memory", tmp_path)
+@MEMORY
+def test_a_commit_is_known_again_after_any_number_of_others(log: CommitLog) -> None:
     record = prepare(log, 0)
     other = another(log)
-    real = log.op.try_commit  # type: ignore[attr-defined]
 
-    def slept(change: Change) -> bool:
-        done = bool(real(change))
+    def others_commit() -> None:
         other.op.refresh()
         version = other.op.version + 1
         leases = [to_table([OpRow(Kind.LEASE, "app:0")], version, record.prepared_at, f"c{i}") for i in range(1100)]
         file = other.op.write(pa.concat_tables(leases), "op", STATS_COLUMNS)
         assert other.op.compare_and_set(lambda _: Change(add=[file]), lambda _: True)
-        return done
 
-    log.op.try_commit = slept  # type: ignore[attr-defined]
-    assert sum(p.count for p in log.decide(record, 1, commit=pending(log, record), rollback={}, who=Who.EXECUTE)) == 5
+    after_next(log.op, "try_commit", others_commit)
+    assert sum(p.count for p in commit(log, record)) == 5
 
 
-def test_a_batch_that_is_moved_right_after_its_commit_is_not_lost(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log")
+@DELTA
+def test_a_batch_that_is_moved_right_after_its_commit_is_not_lost(log: CommitLog) -> None:
     prepare(log, 0)
-    table = log.half.table
-    real = table.try_commit  # type: ignore[attr-defined]
-
-    def then_moved(change: Change) -> bool:
-        done = bool(real(change))
-        move_half(log)
-        return done
-
-    table.try_commit = then_moved  # type: ignore[attr-defined]
-    record = prepare(log, 1)
-    table.try_commit = real  # type: ignore[attr-defined]
-    commit(log, record)
+    after_next(log.half.table, "try_commit", lambda: move_half(log))
+    commit(log, prepare(log, 1))
     assert sorted(bodies(log)) == [f"app.1.{i}" for i in range(5)]
 
 
 # ---------------------------------------------------------------- a file that upkeep wrote anew
-@pytest.mark.parametrize("kind", ["memory", "delta"])
-def test_half_files_that_moved_change_no_decision(tmp_path: Path, kind: str) -> None:
-    log = make_log(kind, tmp_path / "log")
-    settled = [prepare(log, i) for i in range(3)]
-    commit(log, settled[0])
-    commit(log, settled[1])
+def test_what_a_checker_knew_before_the_mark_moved_does_not_mislead_it(log: CommitLog) -> None:
+    sink = another(log)
+    record = prepare(sink, 0)
+    assert log.pending()["half_id"].to_pylist() == ["app:0"]
+    commit(sink, record)
     assert log.move_mark()
-    before = log.read("orders").to_pylist()
     time.sleep(0.01)
     move_half(log)
-    for handle in (log, another(log)):
-        assert handle.pending()["half_id"].to_pylist() == ["app:2"]
-        assert handle.read("orders").to_pylist() == before
-        found = handle.get("app:0")
-        assert handle.state_of(found).count(RowState.COMMITTED) == 5
-        assert commit(handle, found) == []
-    assert log.move_mark() in (True, False)
-    commit(another(log), another(log).get("app:2"))
-    assert log.move_mark()
-    for handle in (log, another(log)):
-        assert handle.pending().num_rows == 0
-        check_offsets(handle)
-
-
-@pytest.mark.parametrize("kind", ["memory", "delta"])
-def test_what_a_checker_knew_before_the_mark_moved_does_not_mislead_it(tmp_path: Path, kind: str) -> None:
-    checker = make_log(kind, tmp_path / "log")
-    sink = another(checker)
-    record = prepare(sink, 0)
-    assert checker.pending()["half_id"].to_pylist() == ["app:0"]
-    commit(sink, record)
-    assert checker.move_mark()
-    time.sleep(0.01)
-    move_half(checker)
-    assert checker.pending().num_rows == 0
-    assert commit(checker, checker.get("app:0"), who=Who.CHECK) == []
-    check_offsets(checker)
+    assert log.pending().num_rows == 0
+    assert commit(log, log.get("app:0"), who=Who.CHECK) == []
+    check_offsets(log)
 
 
 # ---------------------------------------------------------------- a writer whose log was cleaned away
 ONE = pa.schema([("version", pa.int64())])
+Opened = Callable[[], DeltaLogTable]
 
 
-def number_table(folder: Path) -> Callable[[], DeltaLogTable]:
+@pytest.fixture
+def opened(tmp_path: Path) -> Opened:
     """Makes handles of a Delta table whose log is checkpointed and cleaned up after every few commits."""
     settings = {"delta.logRetentionDuration": "interval 1 seconds", "delta.checkpointInterval": "4"}
-    DeltaLogTable.create(str(folder), "numbers", ONE, None, settings)
-    return lambda: DeltaLogTable(str(folder), "numbers", ONE, None)
+    DeltaLogTable.create(str(tmp_path / "n"), "numbers", ONE, None, settings)
+    return lambda: DeltaLogTable(str(tmp_path / "n"), "numbers", ONE, None)
 
 
 def put(table: DeltaLogTable, number: int) -> None:
@@ -353,8 +287,7 @@ def clean_up(folder: Path, handle: DeltaLogTable, start: int) -> int:
     return start
 
 
-def test_a_writer_that_slept_past_the_clean_up_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    opened = number_table(tmp_path / "n")
+def test_a_writer_that_slept_past_the_clean_up_goes_on_from_the_checkpoint(opened: Opened, tmp_path: Path) -> None:
     sleeper, busy = opened(), opened()
     put(sleeper, 0)
     count = clean_up(tmp_path / "n", busy, 1)
@@ -363,24 +296,16 @@ def test_a_writer_that_slept_past_the_clean_up_goes_on_from_the_checkpoint(tmp_p
     assert numbers(sleeper) == numbers(busy) == numbers(opened()) == expected
 
 
-def test_a_writer_that_slept_between_its_look_and_its_commit_is_refused(tmp_path: Path) -> None:
-    opened = number_table(tmp_path / "n")
+def test_a_writer_that_slept_between_its_look_and_its_commit_is_refused(opened: Opened, tmp_path: Path) -> None:
     sleeper, busy = opened(), opened()
     put(sleeper, 0)
-    real, slept = sleeper.try_commit, []
-
-    def sleeps(change: Change) -> bool:
-        if not slept:
-            slept.append(clean_up(tmp_path / "n", busy, 1))
-        return real(change)
-
-    sleeper.try_commit = sleeps  # type: ignore[method-assign]
+    slept: list[int] = []
+    before_next(sleeper, "try_commit", lambda: slept.append(clean_up(tmp_path / "n", busy, 1)))
     put(sleeper, 1000)
     assert numbers(busy) == numbers(opened()) == [*range(slept[0]), 1000]
 
 
-def test_a_commit_below_the_head_of_the_log_is_never_taken_for_a_success(tmp_path: Path) -> None:
-    opened = number_table(tmp_path / "n")
+def test_a_commit_below_the_head_of_the_log_is_never_taken_for_a_success(opened: Opened, tmp_path: Path) -> None:
     sleeper, busy = opened(), opened()
     put(sleeper, 0)
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import message_files, reading, walk
+from rmq_spark.commitlog import message_files
 from rmq_spark.commitlog import op as op_module
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.storage.files import FEW_ROWS
@@ -36,12 +36,13 @@ from tests.support.inside import (
     SOURCE_SCHEMA,
     Change,
     DataFile,
-    HalfStore,
     RowRange,
     Table,
     Who,
     drain,
 )
+from tests.support.limits import set_limits
+from tests.support.meanwhile import after_next, before_next
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
@@ -131,10 +132,9 @@ def test_a_drain_goes_on_where_the_last_one_ended(log: CommitLog, monkeypatch: p
 def test_a_backlog_is_drained_in_steps(
     log: CommitLog, op_rows: int, op_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain, "OP_ROWS_MAX", op_rows)
-    monkeypatch.setattr(walk, "FILE_BYTES_MAX", op_bytes)
-    monkeypatch.setattr(drain, "STEP_MESSAGES_MAX", 12)
-    monkeypatch.setattr(message_files, "FILE_BYTES_MAX", 500)
+    set_limits(
+        monkeypatch, OP_ROWS_MAX=op_rows, OP_FILE_BYTES_MAX=op_bytes, STEP_MESSAGES_MAX=12, MESSAGES_FILE_BYTES_MAX=500
+    )
     log.upkeep = False
     for i in range(9):
         commit(log, prepare(log, i, topic="points" if i % 4 == 1 else "orders"))
@@ -149,20 +149,15 @@ def test_a_backlog_is_drained_in_steps(
         assert rows.equals(rows.sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")]))
 
 
-def six_op_files(log: CommitLog) -> tuple[Table, list[str]]:
-    """Commit six half batches. Returns another handle on op, and its files, the oldest first."""
+def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merge lost to a writer may leave files whose versions lie between each other's; each holds a part."""
+    set_limits(monkeypatch, OP_ROWS_MAX=2)
     log.upkeep = False
     for i in range(6):
         commit(log, prepare(log, i))
     table = another(log).op
     table.refresh()
-    return table, table.actions().sort_by("min.version")["path"].to_pylist()
-
-
-def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A merge lost to a writer may leave files whose versions lie between each other's; each holds a part."""
-    monkeypatch.setattr(drain, "OP_ROWS_MAX", 2)
-    table, paths = six_op_files(log)
+    paths = table.actions().sort_by("min.version")["path"].to_pylist()
     for several in (paths[0::2], paths[1::2]):
         merged = table.write(table.read(several).sort_by("version"), "op", op_module.STATS_COLUMNS)
         change = Change(add=[merged], remove=several, data_change=False)
@@ -172,34 +167,20 @@ def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeyp
 
 
 def test_at_every_step_the_table_is_a_prefix_of_op(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "STEP_MESSAGES_MAX", 5)
+    set_limits(monkeypatch, STEP_MESSAGES_MAX=5)
     for i in range(4):
         commit(log, prepare(log, i, topic="points" if i % 2 else "orders"))
     seen: list[set[int]] = []
-    step = drain.Drainer._step
 
-    def looking(self: drain.Drainer, table: Table, position: int, until: int) -> bool:
-        more = step(self, table, position, until)
-        seen.append(set(drained(log)["op_version"].to_pylist()))
-        return more
+    class Looked(drain.Drainer):
+        def _step(self, table: Table, position: int, until: int) -> bool:
+            more = super()._step(table, position, until)
+            seen.append(set(drained(log)["op_version"].to_pylist()))
+            return more
 
-    monkeypatch.setattr(drain.Drainer, "_step", looking)
-    log.drain()
+    Looked(another(log)).run()
     versions = sorted(seen[-1])
     assert seen == [set(versions[:n]) for n in (1, 2, 3, 4)]
-
-
-class Overtaken(drain.Drainer):
-    """While it writes, another drainer does the same."""
-
-    def __init__(self, log: CommitLog, other: drain.Drainer) -> None:
-        super().__init__(log)
-        self._other = other
-
-    def _write(self, table: Table, rows: pa.Table) -> Sequence[DataFile]:
-        files = super()._write(table, rows)
-        self._other.run()
-        return files
 
 
 def on_disk(log: CommitLog) -> set[str]:
@@ -212,28 +193,24 @@ def on_disk(log: CommitLog) -> set[str]:
 def test_many_drainers_copy_each_message_once(log: CommitLog) -> None:
     for i in range(3):
         commit(log, prepare(log, i))
-    mine = another(log)
-    assert Overtaken(mine, drain.Drainer(another(log))).run() == log.refresh()
+    mine = drain.Drainer(another(log))
+    after_next(mine, "_write", drain.Drainer(another(log)).run)
+    assert mine.run() == log.refresh()
     require_same(log)
     live = another(log).messages_table
     live.refresh()
     assert on_disk(log) == set(live.actions()["path"].to_pylist()), "the loser's files are deleted at once"
 
 
-def test_files_of_a_commit_that_may_have_landed_are_kept(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_commit_that_may_have_landed_are_kept(log: CommitLog) -> None:
     commit(log, prepare(log, 0))
     mine = another(log)
-    rival = drain.Drainer(another(log))
-    once = iter([True])
 
-    def overtaken(change: Change) -> bool:
-        if next(once, False):
-            rival.run()
-            raise TimeoutError("nobody knows")
-        return try_commit(change)
+    def overtaken() -> None:
+        drain.Drainer(another(log)).run()
+        raise TimeoutError("nobody knows")
 
-    try_commit = mine.messages_table.try_commit  # type: ignore[attr-defined]
-    monkeypatch.setattr(mine.messages_table, "try_commit", overtaken)
+    before_next(mine.messages_table, "try_commit", overtaken)
     drain.Drainer(mine).run()
     require_same(log)
     assert len(on_disk(log)) == 2
@@ -260,12 +237,9 @@ def test_pieces_are_put_together_as_each_would_be_alone(
     log: CommitLog, few_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill_with_pieces(log)
-    monkeypatch.setattr(reading, "FEW_ROWS", 0)
+    set_limits(monkeypatch, FEW_ROWS=0)
     expected = {topic: log.read(topic) for topic in log.topics()}
-    monkeypatch.setattr(reading, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(reading, "TOGETHER_MAX", 7)
-    monkeypatch.setattr(message_files, "RUNS_AT_ONCE", 12)
-    monkeypatch.setattr(message_files, "ROWS_AT_ONCE", 5)
+    set_limits(monkeypatch, FEW_ROWS=few_rows, TOGETHER_MAX=7, RUNS_AT_ONCE=12, ROWS_AT_ONCE=5)
     log.drain()
     for topic, read in expected.items():
         assert drained(log, topic).select(SOURCE_SCHEMA.names).to_pylist() == read.to_pylist()
@@ -278,17 +252,18 @@ def test_pieces_are_put_together_as_each_would_be_alone(
         assert rows.equals(rows.sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")]))
 
 
-def test_a_half_file_is_read_once_for_all_that_share_it(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_file_is_read_once_for_all_that_share_it(log: CommitLog) -> None:
     fill_with_pieces(log)
     read: list[str] = []
-    read_range = HalfStore.read_range
+    mine = another(log)
+    read_range = mine.half.read_range
 
-    def noted(self: HalfStore, wanted: RowRange, *asked: Any) -> Any:
+    def noted(wanted: RowRange, *asked: Any) -> Any:
         read.append(wanted.path)
-        return read_range(self, wanted, *asked)
+        return read_range(wanted, *asked)
 
-    monkeypatch.setattr(HalfStore, "read_range", noted)
-    log.drain()
+    mine.half.read_range = noted  # type: ignore[method-assign]
+    drain.Drainer(mine).run()
     of_keyed = {file.path for file in log.get("app:0").files.values()}
     assert sorted(Counter(read).values()) == [1] * (len(set(read)) - len(of_keyed)) + [3] * len(of_keyed)
 
@@ -302,7 +277,7 @@ def test_messages_that_wait_keep_nothing_else_in_memory() -> None:
 
 def test_small_files_of_a_remote_store_are_read_ahead(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     fill_with_pieces(log)
-    monkeypatch.setattr(message_files, "READS_AT_ONCE", 3)
+    set_limits(monkeypatch, READS_AT_ONCE=3)
     mine = another(log)
     rows, _ = drain.Drainer(mine)._next_placed(-1, mine.refresh())
     sizes = mine.half.sizes(rows["path"])
@@ -328,18 +303,8 @@ def test_files_that_moved_are_drained(log: CommitLog) -> None:
     require_same(log)
 
 
-def test_a_log_whose_op_was_set_back_is_not_drained(log: CommitLog) -> None:
-    commit(log, prepare(log, 0))
-    log.drain()
-    table = another(log).messages_table
-    table.refresh()
-    table.compare_and_set(lambda _: Change(transactions={"txmq.op": 99}), lambda _: True)
-    with pytest.raises(CorruptLogError, match="set back"):
-        log.drain()
-
-
 def test_versions_that_place_nothing_are_passed(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "VERSIONS_SKIPPED_MAX", 5)
+    set_limits(monkeypatch, VERSIONS_SKIPPED_MAX=5)
     for i in range(7):
         roll_back(log, prepare(log, i))
     assert log.drain() == log.refresh()

@@ -20,18 +20,26 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import CorruptLogError, ForeignChangeError, UnreadableFileError
 from tests.support.foreign_writers import a_file, cut_back, delete_a_row_by_a_vector, put_entry, raise_protocol
 from tests.support.half_batches import another, commit, let_leave, make_log, prepare, send
-from tests.support.inside import Change, DataFile, Drainer, Table, maintenance
+from tests.support.inside import Change, Drainer, maintenance
+from tests.support.limits import set_limits
+from tests.support.meanwhile import before_next
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log with three half batches in messages, and two above."""
+    folder = tmp_path_factory.mktemp("made") / "log"
+    log = make_log("delta", folder, orders=2)
+    for batch_id in range(5):
+        commit(log, prepare(log, batch_id, 5))
+        if batch_id == 2:
+            log.drain()
+    return folder
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> CommitLog:
-    log = make_log("delta", tmp_path / "log", orders=2)
-    for batch_id in range(3):
-        commit(log, prepare(log, batch_id, 5))
-    log.drain()
-    for batch_id in range(3, 5):
-        commit(log, prepare(log, batch_id, 5))
-    return log
+def log(made: Path, tmp_path: Path) -> CommitLog:
+    return CommitLog.open(shutil.copytree(made, tmp_path / "log"))
 
 
 def test_a_log_that_nobody_touched_has_nothing_to_tell(log: CommitLog) -> None:
@@ -116,7 +124,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+ALIKE = (move, switch_on_deletion_vectors)
+"""As others are: for `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.long if way in ALIKE else (), id=way.__name__) for way in WAYS]
+)
 def test_what_another_writer_did_to_messages_stops_upkeep_and_a_restore_mends_it(
     log: CommitLog, way: Callable[[str], None]
 ) -> None:
@@ -156,29 +170,16 @@ def test_reads_go_on_while_another_writers_change_stops_upkeep(log: CommitLog, w
 
 def test_a_change_that_comes_while_a_drain_writes_its_files_stops_it(log: CommitLog) -> None:
     drainer = Drainer(log.another())
-    write = drainer._write
-
-    def slow(table: Table, rows: pa.Table) -> Sequence[DataFile]:
-        delete_by_a_vector(f"{log.path}/messages")
-        return write(table, rows)
-
-    drainer._write = slow  # type: ignore[method-assign]
+    before_next(drainer, "_write", lambda: delete_by_a_vector(f"{log.path}/messages"))
     with pytest.raises(ForeignChangeError, match="deletion vectors"):
         drainer.run()
 
 
 def test_a_change_that_comes_while_a_merge_reads_stops_it(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    set_limits(monkeypatch, MESSAGES_FILES_MAX=2)
     log.drain()
     table = another(log).messages_table
-    read = table.read
-
-    def slow(*arguments: Any) -> pa.Table:
-        if not Path(log.path, "messages", "_delta_log", f"{3:020d}.json").exists():
-            delete_by_a_vector(f"{log.path}/messages")
-        return read(*arguments)
-
-    monkeypatch.setattr(table, "read", slow)
+    before_next(table, "read", lambda: delete_by_a_vector(f"{log.path}/messages"))
     with pytest.raises(ForeignChangeError, match="deletion vectors"):
         maintenance.compact_messages(table)
     assert DeltaTable(f"{log.path}/messages").version() == 4
@@ -264,10 +265,19 @@ def test_an_optimize_that_doubles_what_upkeep_merged_is_told_and_a_restore_mends
 
 # ---------------------------------------------------------------- the other tables
 ELSEWHERE = (optimize, append, delete_by_a_vector, restore, add_a_column, set_a_property, switch_on_a_feature)
+TABLES = ("half", "op", "topics", "groups")
+ALWAYS = dict(zip(ELSEWHERE, (*TABLES, "half", "op", "topics"), strict=True))
+"""On which table a way is tried in each run; all have the one class that notices it."""
 
 
-@pytest.mark.parametrize("name", ["half", "op", "topics", "groups"])
-@pytest.mark.parametrize("way", ELSEWHERE, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        pytest.param(way, name, marks=() if ALWAYS[way] == name else pytest.mark.long, id=f"{way.__name__}-{name}")
+        for way in ELSEWHERE
+        for name in TABLES
+    ],
+)
 def test_what_another_writer_did_to_another_table_stops_the_log_and_a_restore_mends_it(
     log: CommitLog, name: str, way: Callable[[str], None]
 ) -> None:
@@ -368,8 +378,7 @@ def test_an_op_that_was_set_back_is_told(log: CommitLog, tmp_path: Path, sent: i
         commit(log, prepare(log, batch_id, 5))
     log.drain()
     for name in ("op", "half"):
-        shutil.rmtree(tmp_path / "log" / name)
-        shutil.copytree(tmp_path / name, tmp_path / "log" / name)
+        put_back(tmp_path / "log" / name, tmp_path / name)
     for i in range(sent):
         fresh = CommitLog.open(tmp_path / "log")
         commit(fresh, send(fresh, f"lost{i}"))
@@ -378,17 +387,28 @@ def test_an_op_that_was_set_back_is_told(log: CommitLog, tmp_path: Path, sent: i
             ask()
 
 
-def test_a_handle_refuses_an_older_copy_that_was_written_to_since(tmp_path: Path) -> None:
-    """A relay that was asleep meanwhile went on, and what was sent first after the copy never reached Kafka."""
-    log = make_log("delta", tmp_path / "log", orders=1)
+@pytest.fixture
+def young(tmp_path: Path) -> CommitLog:
+    """A log with one message."""
+    log = make_log("delta", tmp_path / "young", orders=1)
     commit(log, prepare(log, 0, 1))
-    shutil.copytree(tmp_path / "log", tmp_path / "copy")
+    return log
+
+
+def put_back(folder: Path, copy: Path, **how: Any) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder, **how)
+
+
+def test_a_handle_refuses_an_older_copy_that_was_written_to_since(young: CommitLog, tmp_path: Path) -> None:
+    """A relay that was asleep meanwhile went on, and what was sent first after the copy never reached Kafka."""
+    log = young
+    shutil.copytree(tmp_path / "young", tmp_path / "copy")
     sleeper, same = another(log), another(log)
     for batch_id in (1, 2):
         commit(log, prepare(log, batch_id, 1))
     assert sleeper.read("orders").num_rows == 3
-    shutil.rmtree(tmp_path / "log")
-    shutil.copytree(tmp_path / "copy", tmp_path / "log")
+    put_back(tmp_path / "young", tmp_path / "copy")
     after = another(log)
     for batch_id in range(3, 7):
         commit(after, prepare(after, batch_id, 1))
@@ -398,15 +418,12 @@ def test_a_handle_refuses_an_older_copy_that_was_written_to_since(tmp_path: Path
     assert same.read("orders").num_rows == after.read("orders").num_rows == 5
 
 
-def test_a_handle_goes_on_with_the_newest_copy(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log", orders=1)
-    commit(log, prepare(log, 0, 1))
-    sleeper = another(log)
+def test_a_handle_goes_on_with_the_newest_copy(young: CommitLog, tmp_path: Path) -> None:
+    sleeper = another(young)
     assert sleeper.read("orders").num_rows == 1
-    shutil.copytree(tmp_path / "log", tmp_path / "copy", copy_function=shutil.copy)
-    shutil.rmtree(tmp_path / "log")
-    shutil.copytree(tmp_path / "copy", tmp_path / "log", copy_function=shutil.copy)  # the same with other times
-    after = another(log)
+    shutil.copytree(tmp_path / "young", tmp_path / "copy", copy_function=shutil.copy)
+    put_back(tmp_path / "young", tmp_path / "copy", copy_function=shutil.copy)  # the same with other times
+    after = another(young)
     commit(after, prepare(after, 1, 1))
     assert sleeper.read("orders").num_rows == 2
 

@@ -25,9 +25,19 @@ from rmq_spark.errors import CorruptLogError, LostFileError, MessageError, Topic
 from rmq_spark.storage.files import require_path
 from rmq_spark.storage.moved import HalfFiles
 from tests.support.half_batches import header_of
-from tests.support.inside import HALF_SCHEMA, PROPERTIES, HalfFile, HalfWriter, RowRange, parse_selector, read_range
+from tests.support.inside import (
+    HALF_SCHEMA,
+    PROPERTIES,
+    HalfFile,
+    HalfWriter,
+    RowRange,
+    parse_selector,
+    read_range,
+    runs,
+)
 from tests.support.inside import HALF_STATS_COLUMNS as STATS_COLUMNS
 from tests.support.inside import files as files_module
+from tests.support.limits import set_limits
 
 LOCAL = pafs.LocalFileSystem()
 TOPICS = {"orders": 4, "points": 3, "one": 1}
@@ -153,18 +163,19 @@ def test_a_body_of_exactly_4_mib_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("columns", "words"),
     [
-        (pa.array(["a", None]), "'k', the transactionKey, is null in 1 message "),
-        (pa.array(["x" * 256, "a"]), "256 characters"),
-        (pa.array([["a"], ["b"]]), "'k' has type list"),
-        (pa.array([b"\xff", b"a"]), "'k'"),
-        (pa.array([{"a": 1}, {"a": 2}]), "'k' has type struct"),
+        ({"k": pa.array(["a", None])}, "'k', the transactionKey, is null in 1 message "),
+        ({"k": pa.array(["x" * 256, "a"])}, "256 characters"),
+        ({"k": pa.array([["a"], ["b"]])}, "'k' has type list"),
+        ({"k": pa.array([b"\xff", b"a"])}, "'k'"),
+        ({"k": pa.array([{"a": 1}, {"a": 2}])}, "'k' has type struct"),
+        ({}, "'k' is not a column"),
     ],
 )
-def test_a_transaction_key_must_be_there_short_and_plain(tmp_path: Path, keys: pa.Array, words: str) -> None:
+def test_a_transaction_key_must_be_there_short_and_plain(tmp_path: Path, columns: dict[str, Any], words: str) -> None:
     with pytest.raises(MessageError, match=words):
-        write(tmp_path, {"body": ["1", "2"], "k": keys}, with_writer=writer(key="k"))
+        write(tmp_path, {"body": ["1", "2"], **columns}, with_writer=writer(key="k"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -173,11 +184,6 @@ def test_a_transaction_key_may_be_anything_that_has_a_text(tmp_path: Path, keys:
     (file,) = write(tmp_path, {"body": ["1", "2"], "k": keys}, with_writer=writer(key="k", topic="one"))
     expected = [str(k).lower() if isinstance(k, bool) else str(k) for k in keys]
     assert stored(tmp_path, file)["transaction_key"].to_pylist() == expected
-
-
-def test_the_transaction_key_column_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(MessageError, match="'k' is not a column"):
-        write(tmp_path, {"body": ["1"]}, with_writer=writer(key="k"))
 
 
 def test_a_column_named_twice_is_refused(tmp_path: Path) -> None:
@@ -404,7 +410,7 @@ def test_reading_by_position_and_by_address_agree(
     group = data.draw(st.integers(1, 60), "rows of a row group")
     mask = bytes(data.draw(st.lists(st.sampled_from((0, 1)), min_size=rows, max_size=rows).filter(any), "mask"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files_module, "ROW_GROUP_ROWS", group)
+        set_limits(patch, ROW_GROUP_ROWS=group)
         (file,) = write(folder, {"body": [f"{i}" for i in range(rows)], "tags": [f"t{i}" for i in range(rows)]})
         (stranger,) = write(folder, {"body": ["stranger"] * 3}, with_writer=writer(batch_id=1))
     whole = stored(folder, file)
@@ -413,17 +419,11 @@ def test_reading_by_position_and_by_address_agree(
     order = data.draw(st.permutations(range(together.num_rows)), "order")
     pq.write_table(together.take(pa.array(order)), folder / "part-0.parquet", row_group_size=7)
 
-    ranges = [(a, b) for a, b in _runs(mask)]
+    ranges = list(runs(mask))
     columns = data.draw(st.sampled_from([["body"], ["row_no", "body"], ["tags", "properties"], ["row_no"]]), "columns")
     expected = [r for r, bit in zip(whole.select(columns).to_pylist(), mask, strict=True) if bit]
     assert read(folder, file.data.path, file, ranges, columns) == expected
     assert read(folder, "part-0.parquet", file, ranges, columns) == expected
-
-
-def _runs(mask: bytes) -> list[tuple[int, int]]:
-    from tests.support.inside import runs
-
-    return list(runs(mask))
 
 
 class CountedFiles:
@@ -462,7 +462,7 @@ def bytes_read(
 
 
 def test_a_file_as_written_is_read_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files_module, "ROW_GROUP_ROWS", 100)
+    set_limits(monkeypatch, ROW_GROUP_ROWS=100)
     (file,) = write(tmp_path, {"body": [random.Random(i).randbytes(2_000) for i in range(1_000)]})
     pq.write_table(stored(tmp_path, file), tmp_path / "part-0.parquet", row_group_size=100)
     read_bytes, rows = bytes_read(tmp_path, file, rows=(150, 249))
@@ -474,7 +474,7 @@ def test_a_file_as_written_is_read_by_position(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_filter_fetches_bodies_only_where_it_keeps_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files_module, "ROW_GROUP_ROWS", 500)
+    set_limits(monkeypatch, ROW_GROUP_ROWS=500)
     rows = 4_000
     columns = {
         "body": [random.Random(i).randbytes(2_000) for i in range(rows)],

@@ -45,9 +45,29 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_batch_of_which_nobody_says_whose_it_is_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"Spark Connect.*give consume checkpoint_location=\.\.\."):
-        identity_of(HIDDEN, 0, None, None, "consume", OR_ELSE)
+def refuse(*_: object) -> None:
+    raise PermissionError("permission denied")
+
+
+REFUSED = {
+    "nobody says whose it is": (HIDDEN, None, r"Spark Connect.*give consume checkpoint_location=\.\.\."),
+    "of another query": (
+        telling("p"), "", "that of query q, and this is query p: give consume the checkpointLocation",
+    ),
+    "not there": (HIDDEN, "none", "cannot be read from Python"),
+    "a new id of an old checkpoint": (
+        telling("q"), None, r"may be a new one of an old checkpoint: give consume checkpoint_location=",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "where", "words"), REFUSED.values(), ids=REFUSED)
+def test_a_batch_of_which_the_checkpoint_says_nothing_is_refused(
+    checkpoint: Path, batch: Any, where: str | None, words: str
+) -> None:
+    folder = None if where is None else str(checkpoint / where)
+    with pytest.raises(OptionError, match=words):
+        identity_of(batch, 8, folder, None, "consume", OR_ELSE)
 
 
 @pytest.mark.parametrize("batch", [HIDDEN, telling("q")])
@@ -55,11 +75,6 @@ def test_a_batch_of_which_nobody_says_whose_it_is_is_refused() -> None:
 def test_a_checkpoint_tells_the_query_and_the_offsets(checkpoint: Path, batch: Any, prefix: str) -> None:
     found = identity_of(batch, 8, f"{prefix}{checkpoint}", None, "consume", OR_ELSE)
     assert found == Identity("q", hashlib.sha256(b"v1\n8").hexdigest()[:32])
-
-
-def test_the_checkpoint_of_another_query_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(OptionError, match="that of query q, and this is query p: give consume the checkpointLocation"):
-        identity_of(telling("p"), 8, str(checkpoint), None, "consume", OR_ELSE)
 
 
 @pytest.mark.parametrize("batch_id", [0, 7, 9])
@@ -89,15 +104,7 @@ def test_a_checkpoint_that_cannot_be_written_to_stays_without(
     assert re.search("cannot be written to, .*: (IsADirectoryError|OSError): ", caplog.text)
 
 
-def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="cannot be read from Python"):
-        identity_of(HIDDEN, 0, str(tmp_path / "none"), None, "consume", OR_ELSE)
-
-
-def test_a_query_whose_checkpoint_cannot_be_found_needs_a_name(caplog: pytest.LogCaptureFixture) -> None:
-    """The id that Spark has may be a new one of an old checkpoint."""
-    with pytest.raises(OptionError, match=r"may be a new one of an old checkpoint: give consume checkpoint_location="):
-        identity_of(telling("q"), 0, None, None, "consume", OR_ELSE)
+def test_a_sink_whose_checkpoint_cannot_be_found_has_a_name_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     assert identity_of(telling("q"), 0, None, None, "TransactionalSink", None) == Identity("q", None)
     assert "pass checkpoint_location" in caplog.text
 
@@ -176,9 +183,6 @@ def test_a_crash_while_the_id_of_the_first_batch_is_written_does_no_harm(
 def test_a_checkpoint_that_cannot_keep_the_id_is_refused_before_anything_is_sent(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError("permission denied")
-
     (checkpoint / identity.ID_FILE).unlink()
     lose_metadata(checkpoint, 0)
     monkeypatch.setattr(identity._OfPython, "write", refuse)
@@ -220,9 +224,6 @@ def test_what_is_kept_is_not_written_again(checkpoint: Path, monkeypatch: pytest
 def test_a_checkpoint_that_cannot_keep_the_last_batch_says_what_that_leads_to(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError("permission denied")
-
     monkeypatch.setattr(identity._OfPython, "write", refuse)
     lineage_of(str(checkpoint), None).keep(6, "hash of 6")
     assert "permission denied" in caplog.text
@@ -232,9 +233,6 @@ def test_a_checkpoint_that_cannot_keep_the_last_batch_says_what_that_leads_to(
 def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_fork(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("the store does not answer")
-
-    monkeypatch.setattr(identity._OfPython, "read", fail)
-    with pytest.raises(OptionError, match="does not answer"):
+    monkeypatch.setattr(identity._OfPython, "read", refuse)
+    with pytest.raises(OptionError, match="permission denied"):
         lineage_of(str(checkpoint), None).holds(7, "hash")

@@ -12,11 +12,9 @@ import pytest
 from rmq_spark import CommitLog, HalfBatch, LocalTransactionState, TransactionMQProducer
 from rmq_spark.commitlog.op import pruned_up_to
 from rmq_spark.errors import (
-    AlreadyPreparedError,
     CorruptLogError,
     HalfBatchLeftError,
     HalfBatchNotFoundError,
-    OptionError,
     StaleAttemptError,
     VerdictConflictError,
 )
@@ -27,7 +25,6 @@ from tests.support.half_batches import (
     header_of,
     in_half,
     let_leave,
-    make_log,
     op_kinds,
     pending,
     prepare,
@@ -36,7 +33,19 @@ from tests.support.half_batches import (
     share_half_file,
     split,
 )
-from tests.support.inside import Change, CommitOncePrepared, Kind, OpRow, RowState, Who, new_half_id
+from tests.support.inside import (
+    CommitOncePrepared,
+    Graces,
+    HalfRecord,
+    Kind,
+    Leaver,
+    OpRow,
+    RowState,
+    Who,
+    new_half_id,
+)
+from tests.support.limits import set_limits
+from tests.support.meanwhile import after_next, before_next
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
@@ -86,7 +95,7 @@ def test_what_is_not_drained_not_settled_or_too_young_stays(log: CommitLog) -> N
     in_conflict = send(log, "conflict")
     commit(log, in_conflict)
     with pytest.raises(VerdictConflictError):
-        log.decide(in_conflict, 1, rollback=in_conflict.fresh_state().rows_in((RowState.PENDING,)), who=Who.CHECK)
+        log.decide(in_conflict, 1, rollback=in_conflict.all_rows, who=Who.CHECK)
     assert let_leave(log, audit_s=60).archived == 1
     assert in_half(log) == {"open:0", "quarantined:0", "audited:0", "conflict:0"}
     log.resolve("conflict:0", LocalTransactionState.COMMIT_MESSAGE, "it was right")
@@ -132,7 +141,7 @@ def test_what_became_of_each_message_is_kept(log: CommitLog) -> None:
 def test_a_writer_that_slept_places_nothing_twice(log: CommitLog, idempotency_s: float) -> None:
     sleeper = another(log)
     record = send(sleeper, "key")
-    rows = record.fresh_state().rows_in((RowState.PENDING,))
+    rows = record.all_rows
     commit(log, log.get("key:0"))
     send(log, "later")
     for _ in range(2):
@@ -144,8 +153,7 @@ def test_a_writer_that_slept_places_nothing_twice(log: CommitLog, idempotency_s:
         with pytest.raises(VerdictConflictError, match=r"too late.*has left"):
             sleeper.decide(record, 1, rollback=rows, who=Who.EXECUTE)
     else:
-        with pytest.raises(StaleAttemptError, match="long ago"):
-            sleeper.decide(record, 1, commit=rows, who=Who.EXECUTE)
+        is_forgotten(sleeper, record)
     for change in (
         lambda: sleeper.reopen(record, 1, (RowState.PENDING,), 2, Who.EXECUTE, "no"),
         lambda: sleeper.quarantine(record, 1, rows, Who.CHECK, "no"),
@@ -159,6 +167,12 @@ def test_a_writer_that_slept_places_nothing_twice(log: CommitLog, idempotency_s:
     assert another(log).open_half_ids() == ["later:0"]
 
 
+def is_forgotten(sleeper: CommitLog, record: HalfRecord) -> None:
+    """A verdict that comes this late is refused."""
+    with pytest.raises(StaleAttemptError, match="long ago"):
+        sleeper.decide(record, 1, commit=record.all_rows, who=Who.EXECUTE)
+
+
 def forget(log: CommitLog) -> None:
     """Let all that is settled leave, and let nothing tell of it any more."""
     for i in range(3):
@@ -169,7 +183,6 @@ def forget(log: CommitLog) -> None:
 def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
     sleeper = another(log)
     record = send(sleeper, "key")
-    rows = record.fresh_state().rows_in((RowState.PENDING,))
     roll_back(log, log.get("key:0"), who=Who.CHECK)
     let_leave(log)
     version = log.refresh()
@@ -178,8 +191,7 @@ def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
     forget(log)
     sleeper.lease(record, 60.0)
     log.ledger.append(lambda: [OpRow(Kind.LEASE, "key:0", until=log.machine.now())])  # an older program wrote it
-    with pytest.raises(StaleAttemptError, match="long ago"):
-        sleeper.decide(record, 1, commit=rows, who=Who.EXECUTE)
+    is_forgotten(sleeper, record)
     assert sum(another(log).tails().values()) == 15
     assert log.drain() == log.refresh()
 
@@ -188,19 +200,16 @@ def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
 def test_a_key_that_is_used_again_is_another_half_batch(log: CommitLog, size: int) -> None:
     sleeper = another(log)
     record = send(sleeper, "key", 5)
-    rows = record.fresh_state().rows_in((RowState.PENDING,))
     roll_back(log, log.get("key:0"), who=Who.CHECK)
     forget(log)
     again = send(log, "key", size, half_id=new_half_id("key", 0))
     for _ in range(2):
-        with pytest.raises(StaleAttemptError, match="long ago"):
-            sleeper.decide(record, 1, commit=rows, who=Who.EXECUTE)
+        is_forgotten(sleeper, record)
         sleeper.lease(record, 60.0)
         assert log.state_of(again).lease_until is None
         log.move_mark()  # names it as open
     roll_back(log, again)
-    with pytest.raises(StaleAttemptError, match="long ago"):
-        sleeper.decide(record, 1, commit=rows, who=Who.EXECUTE)
+    is_forgotten(sleeper, record)
     assert sum(another(log).tails().values()) == 15
 
 
@@ -217,15 +226,15 @@ def test_verdicts_on_some_messages_cannot_come_again_when_they_have_left(log: Co
     for verdicts in ({"commit": dropped}, {"commit": dropped, "rollback": kept}, {"commit": kept}):
         with pytest.raises(StaleAttemptError, match="nobody can tell"):
             log.decide(record, 1, **verdicts, who=Who.EXECUTE)
-    rows = again.fresh_state().rows_in((RowState.PENDING,))
+    rows = again.all_rows
     for attempt in (1, 7):
         with pytest.raises(StaleAttemptError, match=f"under attempt {attempt} comes too late"):
             log.decide(again, attempt, commit=rows, who=Who.EXECUTE)
     assert log.decide(again, 2, commit=rows, who=Who.EXECUTE) == []
 
 
-def test_what_comes_back_from_an_older_copy_of_half_is_not_placed_again(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log", orders=1)
+@pytest.mark.log("delta", orders=1)
+def test_what_comes_back_from_an_older_copy_of_half_is_not_placed_again(log: CommitLog, tmp_path: Path) -> None:
     commit(log, send(log, "key", 2))
     send(log, "open", 1)
     shutil.copytree(tmp_path / "log" / "half", tmp_path / "copy")
@@ -237,7 +246,7 @@ def test_what_comes_back_from_an_older_copy_of_half_is_not_placed_again(tmp_path
     record = fresh.get("key:0")
     with pytest.raises(HalfBatchLeftError, match="set back to an older copy"):
         fresh.state_of(record)
-    rows = record.fresh_state().rows_in((RowState.PENDING,))
+    rows = record.all_rows
     with pytest.raises(StaleAttemptError):
         fresh.decide(record, 1, commit=rows, who=Who.EXECUTE)
     assert fresh.open_half_ids() == ["open:0"]
@@ -270,18 +279,6 @@ def test_a_follower_that_slept_goes_on_from_the_mark(log: CommitLog) -> None:
     assert sum(sleepers[1].tails().values()) == 25
 
 
-def test_a_key_is_not_free_while_its_outcome_is_kept(log: CommitLog) -> None:
-    commit(log, send(log, "key"))
-    let_leave(log)
-    with pytest.raises(AlreadyPreparedError):
-        send(log, "key")
-    let_leave(log, idempotency_s=0)
-    let_leave(log, idempotency_s=0)
-    assert op_kinds(log, "key:0") == []
-    commit(log, send(log, "key"))
-    assert sum(log.tails().values()) == 10
-
-
 def test_who_asks_for_a_half_batch_that_left_is_told(log: CommitLog) -> None:
     commit(log, send(log, "key"))
     let_leave(log)
@@ -306,14 +303,17 @@ def test_a_shared_file_leaves_when_all_in_it_may(log: CommitLog) -> None:
     assert in_half(log) == set()
 
 
-def test_a_crash_between_archive_and_removal_is_made_good(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.inside import Leaver
+@pytest.fixture
+def leaver(log: CommitLog) -> Leaver:
+    """Of another process, with graces that are over at once."""
+    return Leaver(another(log), Graces(0, 0, FOREVER))
 
+
+def test_a_crash_between_archive_and_removal_is_made_good(log: CommitLog, leaver: Leaver) -> None:
     commit(log, send(log, "key"))
-    with monkeypatch.context() as patch:
-        patch.setattr(Leaver, "_remove", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            let_leave(log)
+    log.drain()
+    log.move_mark()
+    assert leaver.archive() == 1  # and its process dies
     assert in_half(log) == {"key:0"}
     assert op_kinds(log, "key:0") == ["commit", "commit", "archived"]
     with pytest.raises(HalfBatchLeftError):
@@ -323,28 +323,22 @@ def test_a_crash_between_archive_and_removal_is_made_good(log: CommitLog, monkey
     assert (report.archived, report.files_left) == (0, 1)
 
 
-def test_what_is_said_while_somebody_lets_it_leave_wins(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.inside import Leaver
-
+def test_what_is_said_while_somebody_lets_it_leave_wins(log: CommitLog, leaver: Leaver) -> None:
     record = send(log, "key")
     roll_back(log, record, who=Who.CHECK)
-    append = Leaver._append
-
-    def append_after(self: Leaver, *arguments: object) -> object:
-        log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "a replay")
-        return append(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Leaver, "_append", append_after)
-    assert let_leave(log).archived == 0
+    log.drain()
+    log.move_mark()
+    states = (RowState.ROLLED_BACK_BY_CHECK,)
+    before_next(leaver, "_append", lambda: log.reopen(record, 1, states, 2, Who.EXECUTE, "a replay"))
+    assert leaver.archive() == 0
+    leaver.remove()
     assert in_half(log) == {"key:0"}
     commit(log, record, 2)
     assert len(bodies(log)) == 5
 
 
-def test_messages_that_were_set_back_are_noticed(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log", orders=1)
-    import shutil
-
+@pytest.mark.log("delta", orders=1)
+def test_messages_that_were_set_back_are_noticed(log: CommitLog, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "log/messages", tmp_path / "copy")
     commit(log, send(log, "key"))
     let_leave(log)
@@ -356,21 +350,17 @@ def test_messages_that_were_set_back_are_noticed(tmp_path: Path) -> None:
 
 
 def test_files_that_left_are_deleted_after_a_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.inside import maintenance
-
     commit(log, send(log, "key"))
     report = let_leave(log)
     assert report.files_left == 1
     assert report.files_deleted == ()
-    monkeypatch.setattr(maintenance, "REPLACED_FILES_S", 0)
+    set_limits(monkeypatch, REPLACED_FILES_S=0)
     (deleted,) = [f for f in let_leave(log).files_deleted if f.startswith("half/")]
     assert deleted.startswith("half/half-")
     assert not [f for f in let_leave(log).files_deleted if f.startswith("half/")]
 
 
-def test_a_grace_that_is_none_is_refused(log: CommitLog) -> None:
-    with pytest.raises(OptionError, match="grace='5s'"):
-        log.maintain(grace="5s")
+def test_a_log_with_nothing_to_do_says_so(log: CommitLog) -> None:
     report = log.maintain(dry_run=True)
     assert report.dry_run
     assert "nothing else to do" in str(report)
@@ -379,10 +369,8 @@ def test_a_grace_that_is_none_is_refused(log: CommitLog) -> None:
 # ---------------------------------------------------------------- who sends again
 @pytest.fixture
 def producer(log: CommitLog) -> Iterator[TransactionMQProducer]:
-    producer = TransactionMQProducer(log, "group", CommitOncePrepared(), check_interval=None)
-    producer.start()
-    yield producer
-    producer.shutdown()
+    with TransactionMQProducer(log, "group", CommitOncePrepared(), check_interval=None) as producer:
+        yield producer
 
 
 def test_a_retry_under_a_key_gets_the_outcome_that_is_kept(log: CommitLog, producer: TransactionMQProducer) -> None:
@@ -430,14 +418,7 @@ def test_a_decision_made_from_an_old_list_goes_on_when_what_it_lists_has_left(
     own.move_mark()
     let_leave(log)
     assert header_of(0).half_id not in in_half(log)
-    try_commit = sender.op.try_commit
-
-    def refused_at_first(change: Change) -> bool:
-        landed = try_commit(change)
-        old.clear()
-        return landed
-
-    monkeypatch.setattr(sender.op, "try_commit", refused_at_first)
+    after_next(sender.op, "try_commit", old.clear)
     placed = commit(sender, sender.get(header_of(1).half_id))
     assert [(p.topic, p.queue_offset) for p in placed] == [("ordered", 1)]
     assert bodies(log, "ordered") == ["first", "second"]
@@ -469,9 +450,8 @@ def test_a_sender_that_slept_through_it_all_gets_the_outcome(log: CommitLog) -> 
             let_leave(log)
             return LocalTransactionState.COMMIT_MESSAGE
 
-    producer = TransactionMQProducer(another(log), "group", Sleeps(), check_interval=None)
-    producer.start()
-    result = producer.send_messages_in_transaction(pa.table({"body": ["a"]}), topic="orders", idempotency_key="key")
-    producer.shutdown()
+    with TransactionMQProducer(another(log), "group", Sleeps(), check_interval=None) as producer:
+        table = pa.table({"body": ["a"]})
+        result = producer.send_messages_in_transaction(table, topic="orders", idempotency_key="key")
     assert result.local_transaction_state is LocalTransactionState.COMMIT_MESSAGE
     assert sum(another(log).tails().values()) == 1

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog
@@ -27,29 +26,25 @@ from tests.support.half_batches import (
     check_offsets,
     commit,
     header_of,
-    make_log,
     pending,
     prepare,
     roll_back,
+    stage,
 )
-from tests.support.inside import NO_ROWS, Decision, HalfRecord, HalfWriter, Naming, RowState, Staged, Who
+from tests.support.inside import NO_ROWS, Decision, HalfRecord, Naming, RowState, Staged, Who
+from tests.support.meanwhile import before_next
+from tests.support.sends import wait_for
+
+pytestmark = pytest.mark.log("memory", "delta")
 
 DEADLINE_S = 30.0
 
 
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CommitLog]:
-    made = make_log(request.param, tmp_path / "log")
-    yield made
-    made.close()
-
-
-def staged(log: CommitLog, name: str, rows: int = 3, numbered: bool = False, topic: str = "orders") -> Staged:
+def staged(log: CommitLog, name: str, batch_id: int = 0, numbered: bool = False, topic: str = "orders") -> Staged:
     """A half batch of an application of its own, of which the files are written."""
-    header = replace(header_of(0, name), naming=Naming.COUNTED if numbered else Naming.KEY)
-    columns = {"body": [f"{name}.{i}" for i in range(rows)], "sharding_key": ["k"] * rows}
-    writer = HalfWriter(header, log.topics(), topic, None, log.fifo_topics())
-    return Staged(header, log.stage(writer, pa.table(columns).to_batches()))
+    header = replace(header_of(batch_id, name), naming=Naming.COUNTED if numbered else Naming.KEY)
+    columns = {"body": [f"{name}.{i}" for i in range(3)], "sharding_key": ["k"] * 3}
+    return Staged(header, stage(log, header, columns, topic))
 
 
 def prepared(log: CommitLog, *batches: Staged) -> list[HalfRecord]:
@@ -104,29 +99,34 @@ def test_when_nothing_can_be_prepared_nothing_is_committed(log: CommitLog) -> No
     assert another(log).half.table.refresh() == version
 
 
-def test_files_of_another_half_batch_are_refused_before_anything_is_prepared(log: CommitLog) -> None:
-    a, b = staged(log, "a"), staged(log, "b")
-    with pytest.raises(MessageError, match="was staged for 'b:0'"):
-        log.prepare_many([a, Staged(b.header, a.files)])
+REFUSED: dict[str, tuple[Callable[[CommitLog], list[Staged]], type[Exception], str]] = {
+    "files of another half batch": (
+        lambda log: [staged(log, "a"), Staged(staged(log, "b").header, staged(log, "a").files)],
+        MessageError, "was staged for 'b:0'",
+    ),
+    "a key twice": (
+        lambda log: [staged(log, name) for name in "aba"],
+        ValueError, "'a:0' is to be prepared twice in one commit",
+    ),
+    "a number and a key of one name": (
+        lambda log: [staged(log, "a", numbered=True), staged(log, "b"), staged(log, "a")],
+        ValueError, "'a:0' is to be prepared twice in one commit",
+    ),
+    "two numbers of an application": (
+        lambda log: [staged(log, "a", batch_id, numbered=True) for batch_id in (2, 1)],
+        ValueError, "a numbered half batch of app 'a' is to be prepared twice",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.log("memory")
+@pytest.mark.parametrize(("batches", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_half_batches_that_cannot_be_in_one_commit_are_refused_before_any_is_prepared(
+    log: CommitLog, batches: Callable[[CommitLog], list[Staged]], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        log.prepare_many(batches(log))
     assert log.open_half_ids() == []
-
-
-@pytest.mark.parametrize("numbered", [True, False])
-def test_a_half_batch_named_twice_in_one_commit_is_refused(log: CommitLog, numbered: bool) -> None:
-    twice = [staged(log, "a", numbered=numbered), staged(log, "b"), staged(log, "a")]
-    with pytest.raises(ValueError, match="'a:0' is to be prepared twice in one commit"):
-        log.prepare_many(twice)
-    assert log.open_half_ids() == []
-
-
-def test_two_numbered_batches_of_an_application_in_one_commit_are_refused(log: CommitLog) -> None:
-    def of(batch_id: int) -> Staged:
-        header = header_of(batch_id, "a")
-        writer = HalfWriter(header, log.topics(), "orders", None)
-        return Staged(header, log.stage(writer, pa.table({"body": ["x"]}).to_batches()))
-
-    with pytest.raises(ValueError, match="a numbered half batch of app 'a' is to be prepared twice"):
-        log.prepare_many([of(2), of(1)])
     assert log.last_batch_id("a") is None
 
 
@@ -179,14 +179,6 @@ def test_decisions_of_one_commit_keep_the_order_of_a_key(log: CommitLog) -> None
 
 
 def test_threads_that_decide_many_and_others_that_decide_one_lose_and_double_nothing(log: CommitLog) -> None:
-    problems: list[BaseException] = []
-
-    def guarded(work: Callable[[], object]) -> None:
-        try:
-            work()
-        except BaseException as problem:
-            problems.append(problem)
-
     def many(name: str) -> None:
         for i in range(4):
             records = prepared(log, *(staged(log, f"{name}{i}-{j}") for j in range(3)))
@@ -196,13 +188,9 @@ def test_threads_that_decide_many_and_others_that_decide_one_lose_and_double_not
         for i in range(6):
             commit(log, prepare(log, i, 3, app=name))
 
-    works = [lambda: many("x"), lambda: many("y"), lambda: one("z")]
-    threads = [threading.Thread(target=guarded, args=[work]) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert problems == []
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(many, "x"), pool.submit(many, "y"), pool.submit(one, "z")]:
+            done.result()
     assert len(set(bodies(log))) == len(bodies(log)) == (4 * 3 * 2 + 6) * 3
     check_offsets(log)
 
@@ -215,12 +203,7 @@ def lease_rows(log: CommitLog) -> list[tuple[int, str]]:
 
 
 def until_leased(log: CommitLog, records: Sequence[HalfRecord]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        if {h for _, h in lease_rows(another(log))} >= {r.half_id for r in records}:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"not all are leased: {lease_rows(log)}")
+    wait_for(lambda: {h for _, h in lease_rows(another(log))} >= {r.half_id for r in records})
 
 
 def until_no_thread_is_left() -> None:
@@ -249,11 +232,8 @@ def test_thousands_of_short_transactions_have_one_thread_for_their_leases(
             with keeper.lease(record):
                 pass
 
-    threads = [threading.Thread(target=run_many) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
+    with ThreadPoolExecutor(4) as pool:
+        wait([pool.submit(run_many) for _ in range(4)], DEADLINE_S)
     until_no_thread_is_left()
     assert 1 <= len(started) <= 20  # more on a machine that stops all of them for a while
     with keeper.lease(record):
@@ -299,11 +279,12 @@ def test_a_lease_goes_on_when_another_one_ends(log: CommitLog) -> None:
         with keeper.lease(short):
             until_leased(log, [short, long])
         ended_at = another(log).refresh()
-        deadline = time.monotonic() + DEADLINE_S
-        while not (later := [h for v, h in lease_rows(another(log)) if v > ended_at + 1]):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        assert set(later) == {"b:0"}
+
+        def later() -> set[str]:
+            return {half_id for version, half_id in lease_rows(another(log)) if version > ended_at + 1}
+
+        wait_for(lambda: bool(later()))
+        assert later() == {"b:0"}
 
 
 def test_a_thread_that_cannot_start_leaves_no_lease_that_nobody_renews(
@@ -325,21 +306,16 @@ def test_a_thread_that_cannot_start_leaves_no_lease_that_nobody_renews(
     assert log.state_of(record).count(RowState.PENDING) == 3
 
 
-def test_a_panic_while_leases_are_written_does_not_end_those_of_other_transactions(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_panic_while_leases_are_written_does_not_end_those_of_other_transactions(log: CommitLog) -> None:
     first, second = prepared(log, staged(log, "a"), staged(log, "b"))
     keeper = LeaseKeeper(log, 0.3)
     panicked = threading.Event()
-    write = log.lease_many
 
-    def panic_once(records: Sequence[HalfRecord], seconds: float) -> Any:
-        if not panicked.is_set():
-            panicked.set()
-            raise BaseException("a panic of delta-rs")
-        return write(records, seconds)
+    def panic() -> None:
+        panicked.set()
+        raise BaseException("a panic of delta-rs")
 
-    monkeypatch.setattr(log, "lease_many", panic_once)
+    before_next(log, "lease_many", panic)
     with keeper.lease(first):
         assert panicked.wait(DEADLINE_S)
         with keeper.lease(second):

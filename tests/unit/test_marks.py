@@ -1,158 +1,37 @@
-"""What a cold start makes of a mark: the same as of the whole history, at a cost that follows what is open."""
+"""What a mark costs and keeps, and what stays open beside it. That a cold start makes of any mark what the whole
+history says is played in ``test_commit_log_machine``."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import settings
 
 from rmq_spark import CommitLog
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.storage.table import COMMIT_TRIES_MAX
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.clocks import Clock, set_clock
-from tests.support.half_batches import another, bodies, commit, make_log, merge_op_files, pending, prepare, roll_back
-from tests.support.inside import BatchState, Change, HalfRecord, OpRow, RowState, Who, ledger, marking
+from tests.support.clocks import set_clock
+from tests.support.half_batches import another, bodies, commit, pending, prepare, roll_back
+from tests.support.inside import Change, RowState, Who, ledger, marking
+from tests.support.limits import set_limits
+from tests.support.whole_history import require_whole
 
-PLAYS = settings.default.max_examples // 5
 DAYS_S = 3 * 86_400.0
 
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    made = make_log(request.param, tmp_path / "log", orders=1)
-    made.create_topic("steps", 1, fifo=True)
-    made.upkeep = False
-    return made
+pytestmark = pytest.mark.log("memory", "delta", orders=1)
 
 
-# ---------------------------------------------------------------- the whole history, beside
-def states_of(log: CommitLog) -> dict[str, BatchState]:
-    """What all op rows together say, found without a follower."""
-    tables = another(log)
-    tables.half.table.refresh()
-    tables.op.refresh()
-    states = {half_id: tables.half.get(half_id).fresh_state() for half_id in tables.half.prepared_after(-1)}
-    rows = tables.op.read(tables.op.actions()["path"].to_pylist()).sort_by("version")
-    for row in rows.to_pylist():
-        if row["half_id"] is not None:
-            states[row["half_id"]].fold(OpRow.of(row))
-    return states
-
-
-def words(state: BatchState) -> object:
-    rows = {n: (bytes(f.state), bytes(f.attempt), bytes(f.checks), f.due, f.reopened) for n, f in state.files.items()}
-    return rows, state.in_conflict, state.lease_until, [str(row.kind) for row in state.history]
-
-
-def require_whole(log: CommitLog, who: str) -> None:
-    """A handle says what the whole history says."""
-    states = states_of(log)
-    log.refresh()
-    assert set(log.open_half_ids()) == {h for h, s in states.items() if not s.settled}, who
-    waiting = {h: s.count(RowState.DECIDED) for h, s in states.items() if s.count(RowState.DECIDED)}
-    assert {h: sum(counts.values()) for h, counts in log.ledger.waiting.items()} == waiting, who
-    assert set(log.conflicts()) == {h for h, s in states.items() if s.in_conflict}, who
-    for half_id, state in states.items():
-        assert words(log.state_of(log.get(half_id))) == words(state), f"{who}: {half_id}"
-
-
-class Play:
-    """Half batches of a plain topic and a FIFO topic, settled in any order, with marks and merges between."""
-
-    def __init__(self, seed: int, clock: Clock) -> None:
-        self.chance = random.Random(seed)
-        self.clock = clock
-        self.log = InMemoryCommitLog(topics={"orders": 1})
-        self.log.create_topic("steps", 1, fifo=True)
-        self.log.upkeep = False
-        self.records: list[HalfRecord] = []
-
-    def run(self) -> None:
-        warm = another(self.log)
-        for step in range(30):
-            do = self.chance.choice(
-                (self.send, self.send, self.settle, self.settle, self.settle, self.check, self.lease, self.time_goes_by)
-            )
-            do()
-            if self.chance.random() < 0.4:
-                another(self.log).move_mark()
-                if self.chance.random() < 0.3:
-                    merge_op_files(self.log)
-                require_whole(another(self.log), f"a cold start after step {step}")
-                require_whole(warm, f"a warm handle after step {step}")
-
-    def send(self) -> None:
-        n = self.chance.choice((1, 2, 4))
-        body = [f"{len(self.records)}.{i}" for i in range(n)]
-        if self.chance.random() < 0.4:
-            columns: dict[str, object] = {"body": body, "sharding_key": [self.chance.choice("ab") for _ in body]}
-            topic = "steps"
-        else:
-            soon = datetime.now(timezone.utc) + timedelta(seconds=self.clock.ahead_s)
-            dues = [soon + timedelta(seconds=s) if s else None for s in self.chance.choices((0, 0, 60, 3600), k=n)]
-            columns, topic = {"body": body, "deliver_at": pa.array(dues, pa.timestamp("us", "UTC"))}, "orders"
-        per = self.chance.choice(("batch", "message"))
-        partitions = self.chance.choice((1, 2))
-        self.records.append(prepare(self.log, len(self.records), columns, per=per, topic=topic, partitions=partitions))
-
-    def settle(self) -> None:
-        if not self.records:
-            return
-        record = self.chance.choice(self.records)
-        state = self.log.state_of(record)
-        who = self.chance.choice((Who.EXECUTE, Who.CHECK))
-        for attempt in state.attempts(RowState.PENDING):
-            rows = state.rows_in((RowState.PENDING,), attempt)
-            some = rows & {n: bytes(self.chance.random() < 0.7 for _ in bits) for n, bits in rows.items()}
-            some = rows if record.header.transaction_per == "batch" else some
-            end = self.chance.random()
-            if end < 0.6:
-                self.log.decide(record, attempt, commit=some, who=who)
-            elif end < 0.8:
-                self.log.decide(record, attempt, rollback=some, who=who)
-            else:
-                self.log.quarantine(record, attempt, some, Who.DISCARD, "who knows")
-            return
-        if RowState.QUARANTINED in [s for s in RowState if state.count(s)]:
-            self.log.resume(record.half_id)
-            return
-        for attempt in state.attempts(RowState.ROLLED_BACK_BY_CHECK):
-            self.log.reopen(record, attempt, (RowState.ROLLED_BACK_BY_CHECK,), attempt + 1, Who.EXECUTE, "again")
-
-    def check(self) -> None:
-        for half_id in self.log.open_half_ids()[:2]:
-            record = self.log.get(half_id)
-            for attempt in self.log.state_of(record).attempts(RowState.PENDING):
-                self.log.record_check(record, attempt, pending(self.log, record, attempt), None)
-
-    def lease(self) -> None:
-        for half_id in self.log.open_half_ids()[:1]:
-            self.log.lease(self.log.get(half_id), 60)
-
-    def time_goes_by(self) -> None:
-        self.clock.ahead_s += self.chance.choice((30.0, 3600.0))
-        self.log.place_due()
-
-
-@pytest.mark.parametrize("seed", range(PLAYS))
-def test_a_cold_start_from_any_mark_says_what_the_whole_history_says(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Play(seed, set_clock(monkeypatch)).run()
-
-
-@pytest.mark.parametrize("seed", range(PLAYS, PLAYS + PLAYS // 2))
-def test_a_mark_that_cannot_name_all_that_is_open_stops_before_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marking, "NAMED_MAX", 6)
-    Play(seed, set_clock(monkeypatch)).run()
+@pytest.fixture
+def log(log: CommitLog) -> CommitLog:
+    """With a FIFO topic, and without upkeep."""
+    log.create_topic("steps", 1, fifo=True)
+    log.upkeep = False
+    return log
 
 
 # ---------------------------------------------------------------- what stays open pins nothing
@@ -206,7 +85,8 @@ def named(log: CommitLog) -> set[str]:
     return set(cold.ledger.followed.below)
 
 
-def test_a_mark_is_made_when_many_op_rows_can_be_let_go(log: CommitLog) -> None:
+def test_a_mark_is_made_when_many_op_rows_can_be_let_go(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, ROWS_LET_GO_MIN=8)
     record = prepare(log, 0)
     assert log.move_mark()
     for _ in range(marking.ROWS_LET_GO_MIN - 1):
@@ -308,7 +188,7 @@ def test_a_mark_that_lost_a_race_reads_the_history_no_second_time(log: CommitLog
 
 
 def test_a_mark_that_loses_every_race_is_left_to_the_next_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "MARK_TRIES_MAX", 5)
+    set_limits(monkeypatch, MARK_TRIES_MAX=5)
     commit(log, prepare(log, 0))
     reads = overtake(log, times=COMMIT_TRIES_MAX)
     assert not log.move_mark()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import sqlalchemy as sa
 
@@ -14,10 +15,8 @@ from rmq_spark.commitlog.half import names_of
 from rmq_spark.errors import HalfBatchNotFoundError
 from rmq_spark.testing import InMemoryCommitLog
 from rmq_spark.transaction import parse_message_id, parse_transaction_id
-from tests.support.half_batches import let_leave
-from tests.support.inside import HalfHeader, HalfWriter, TwoPhase, batch_name, half_id_of, name_of, new_half_id
-
-import pyarrow as pa  # isort: skip
+from tests.support.half_batches import let_leave, stage
+from tests.support.inside import HalfHeader, TwoPhase, batch_name, half_id_of, name_of, new_half_id
 
 pytestmark = pytest.mark.log("memory", "delta", orders=1)
 
@@ -72,20 +71,12 @@ def test_a_key_that_comes_again_after_its_time_is_a_local_transaction_of_its_own
     assert shop.log.read("orders").num_rows == 2
 
 
-def test_a_key_that_was_refused_can_be_accepted_after_its_time(shop: Shop) -> None:
-    shop.refuses = True
-    assert shop.send().local_transaction_state == txmq.ROLLBACK_MESSAGE
-    shop.forget()
-    shop.refuses = False
-    assert shop.send().local_transaction_state == txmq.COMMIT_MESSAGE
-    assert shop.count == shop.log.read("orders").num_rows == 1
-
-
-def test_a_key_that_was_accepted_can_be_refused_after_its_time(shop: Shop) -> None:
-    shop.send()
-    shop.forget()
-    shop.refuses = True
-    assert shop.send().local_transaction_state == txmq.ROLLBACK_MESSAGE
+@pytest.mark.parametrize("refuses", [(True, False), (False, True)])
+def test_a_key_can_be_decided_otherwise_after_its_time(shop: Shop, refuses: tuple[bool, bool]) -> None:
+    for shop.refuses in refuses:
+        state = txmq.ROLLBACK_MESSAGE if shop.refuses else txmq.COMMIT_MESSAGE
+        assert shop.send().local_transaction_state == state
+        shop.forget()
     assert shop.count == shop.log.read("orders").num_rows == 1
 
 
@@ -141,8 +132,7 @@ def test_a_batch_of_a_stream_is_the_same_in_a_restored_log_unless_its_input_is_a
         two_phase = TwoPhase(log, listener)
         half_id = half_id_of("app", 0, "query", offsets)
         header = HalfHeader(half_id, "app", 0, "query", offsets, listener.store_id, "batch", "shop")
-        writer = HalfWriter(header, log.topics(), "orders", None)
-        two_phase.send(header, lambda: log.stage(writer, pa.table({"body": ["7"]}).to_batches()))
+        two_phase.send(header, lambda: stage(log, header, {"body": ["7"]}))
         assert log.read("orders").num_rows == 1
         log.close()
         shutil.rmtree(tmp_path / "log")

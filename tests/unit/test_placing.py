@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -15,26 +14,31 @@ from hypothesis import settings
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
+from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.half_batches import (
     another,
     bodies,
     commit,
-    make_log,
     merge_op_files,
     pending,
     prepare,
     roll_back,
 )
-from tests.support.inside import CommitOncePrepared, HalfRecord, RowSet, RowState, Who
+from tests.support.inside import HalfRecord, RowSet, RowState, Who
+from tests.support.sends import message, producer_of
 
 COMMIT, ROLLBACK = txmq.LocalTransactionState.COMMIT_MESSAGE, txmq.LocalTransactionState.ROLLBACK_MESSAGE
 SEEDS = settings.default.max_examples // 5
 
 
-def fifo_log(kind: str, folder: Path, queues: int = 1) -> CommitLog:
-    log = make_log(kind, folder, plain=1)
-    log.create_topic("orders", queues, fifo=True)
+pytestmark = pytest.mark.log("memory", "delta", plain=1)
+
+
+@pytest.fixture
+def log(log: CommitLog) -> CommitLog:
+    """With a FIFO topic of one queue."""
+    log.create_topic("orders", 1, fifo=True)
     return log
 
 
@@ -43,9 +47,8 @@ def send(log: CommitLog, batch_id: int, *keys: str, **more: object) -> HalfRecor
     return prepare(log, batch_id, columns, **more)  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> CommitLog:
-    return fifo_log(request.param, tmp_path / "log")
+def in_seconds(seconds: float) -> datetime:
+    return datetime.now(timezone.utc) + timedelta(seconds=seconds)
 
 
 # ---------------------------------------------------------------- FIFO topics
@@ -114,51 +117,15 @@ def test_a_reopened_message_is_sent_when_it_is_reopened(log: CommitLog) -> None:
 
 
 def test_transactions_that_wait_for_each_other_alone_go_together(log: CommitLog) -> None:
-    record = prepare(
-        log,
-        0,
-        {"body": list("1234"), "sharding_key": ["a", "b", "a", "b"], "txn": ["x", "y", "y", "x"]},
-        per="key",
-        key="txn",
-    )
-    x = {0: b"\x01\x00\x00\x01"}
-    y = {0: b"\x00\x01\x01\x00"}
-    log.decide(record, 1, commit=x, rollback={}, who=Who.EXECUTE)
+    columns = {"body": list("1234"), "sharding_key": list("abab"), "txn": list("xyyx")}
+    record = prepare(log, 0, columns, per="key", key="txn")
+    log.decide(record, 1, commit={0: b"\x01\x00\x00\x01"}, who=Who.EXECUTE)
     assert bodies(log) == []
-    log.decide(record, 1, commit=y, rollback={}, who=Who.CHECK)
+    log.decide(record, 1, commit={0: b"\x00\x01\x01\x00"}, who=Who.CHECK)
     assert bodies(log) == ["1", "2", "3", "4"]
 
 
-def test_what_waits_survives_marks_merging_and_another_process(log: CommitLog) -> None:
-    send(log, 0, "a")
-    second = send(log, 1, "a")
-    commit(log, second)
-    for i in range(6):
-        commit(log, send(log, i + 2, "b"))
-    merge_op_files(log)
-    log.move_mark()
-    log = another(log)
-    assert log.ledger.refresh()
-    assert set(log.ledger.waiting) == {second.half_id}
-    commit(log, log.get("app:0"))
-    assert bodies(log)[-2:] == ["app.0.0", "app.1.0"]
-    assert not log.ledger.waiting
-
-
-def test_a_mark_passes_a_batch_that_waits_and_its_rows_are_kept(log: CommitLog) -> None:
-    send(log, 0, "z", app="late")
-    record = prepare(
-        log, 0, {"body": ["d"], "deliver_at": [datetime.now(timezone.utc) + timedelta(hours=1)]}, topic="plain"
-    )
-    commit(log, record)
-    commit(log, log.get("late:0"))
-    assert log.move_mark()
-    log = another(log)
-    log.ledger.refresh()
-    assert set(log.ledger.waiting) == {record.half_id}
-    assert log.state_of(record).count(RowState.DECIDED) == 1
-
-
+@pytest.mark.log("memory", plain=1)
 @pytest.mark.parametrize(
     ("columns", "sentence"),
     [
@@ -180,8 +147,10 @@ def test_a_topic_stays_what_it_is(log: CommitLog) -> None:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_order_holds_whatever_happens(seed: int, tmp_path: Path) -> None:
-    _Play(random.Random(seed), fifo_log("memory", tmp_path, queues=2)).run()
+def test_order_holds_whatever_happens(seed: int) -> None:
+    log = InMemoryCommitLog(topics={"plain": 1})
+    log.create_topic("orders", 2, fifo=True)
+    _Play(random.Random(seed), log).run()
 
 
 class _Play:
@@ -306,10 +275,6 @@ class _Play:
 
 
 # ---------------------------------------------------------------- delayed messages
-def in_seconds(seconds: float) -> datetime:
-    return datetime.now(timezone.utc) + timedelta(seconds=seconds)
-
-
 def test_a_delayed_message_appears_at_its_time_and_not_before(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = {"body": ["now", "later"], "deliver_at": pa.array([None, in_seconds(1)], pa.timestamp("us", "UTC"))}
     commit(log, prepare(log, 0, columns, topic="plain"))
@@ -335,21 +300,16 @@ def test_the_next_commit_places_what_is_due_by_its_time(log: CommitLog, monkeypa
     assert bodies(log, "plain") == ["x", "a", "b", "c"]
 
 
-def test_a_delayed_message_that_is_rolled_back_never_appears(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    roll_back(log, prepare(log, 0, {"body": ["x"], "delay_level": [1]}, topic="plain"))
-    set_clock(monkeypatch, 60)
-    assert log.place_due() == []
-    assert bodies(log, "plain") == []
-
-
-def test_a_pending_delayed_message_appears_when_it_is_committed_late(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("settle", [commit, roll_back])
+def test_a_pending_delayed_message_appears_when_it_is_committed_late_and_never_when_rolled_back(
+    log: CommitLog, settle: Callable[[CommitLog, HalfRecord], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = prepare(log, 0, {"body": ["x"], "delay_level": [1]}, topic="plain")
     set_clock(monkeypatch, 60)
     assert log.place_due() == []
-    commit(log, record)
-    assert bodies(log, "plain") == ["x"]
+    settle(log, record)
+    assert log.place_due() == []
+    assert bodies(log, "plain") == (["x"] if settle is commit else [])
 
 
 def test_a_time_gone_by_delays_nothing(log: CommitLog) -> None:
@@ -357,6 +317,7 @@ def test_a_time_gone_by_delays_nothing(log: CommitLog) -> None:
     assert bodies(log, "plain") == ["x"]
 
 
+@pytest.mark.log("memory", plain=1)
 @pytest.mark.parametrize(
     ("columns", "sentence"),
     [
@@ -373,8 +334,8 @@ def test_a_delay_that_cannot_be_is_refused(log: CommitLog, columns: dict[str, ob
 
 
 def test_a_producer_sends_delayed_messages(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    with txmq.TransactionMQProducer(log, "group", CommitOncePrepared(), check_interval=None) as producer:
-        sent = producer.send_message_in_transaction(txmq.Message("plain", b"x", delay_level=3))
+    with producer_of(log) as producer:
+        sent = producer.send_message_in_transaction(message("x", "plain", delay_level=3))
     assert sent.local_transaction_state is COMMIT
     assert sent.queue_offsets == {}
     assert bodies(log, "plain") == []

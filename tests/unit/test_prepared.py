@@ -10,7 +10,8 @@ import pytest
 from rmq_spark.commitlog.prepared import Prepared
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import prepare
-from tests.support.inside import PreparedBatches, follower
+from tests.support.inside import PreparedBatches
+from tests.support.limits import set_limits
 
 BATCHES = {
     "a": Prepared(ms=30, rows=5),
@@ -65,7 +66,7 @@ def test_what_is_left_open(seed: int) -> None:
 
 def test_of_open_half_batches_the_newest_are_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is read is kept whatever its size: it would be read again for each decision beside it."""
-    monkeypatch.setattr(follower, "OPEN_ROWS_KEPT", 8)
+    set_limits(monkeypatch, OPEN_ROWS_KEPT=8)
     log = InMemoryCommitLog(topics={"orders": 1})
     half_ids = [prepare(log, i, 3).half_id for i in range(4)]
     large = prepare(log, 4, 20).half_id

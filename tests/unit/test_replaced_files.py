@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +13,7 @@ from rmq_spark import CommitLog
 from tests.support.clocks import Clock, let_upkeep_believe, set_clock
 from tests.support.half_batches import another, commit, make_log, prepare, send
 from tests.support.inside import Expirer, maintenance
+from tests.support.limits import set_limits
 
 HOUR_S = 3_600.0
 DAY_S = 86_400.0
@@ -19,16 +21,14 @@ DAY_S = 86_400.0
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    set_limits(monkeypatch, MESSAGES_FILES_MAX=2)
     return set_clock(monkeypatch)
 
 
-def merged_before(tmp_path: Path, clock: Clock, seconds: float, retention: str | None = None) -> CommitLog:
-    """A log of which upkeep merged the messages, in files of 5, so long ago."""
+def merged_before(clock: Clock, seconds: float, make: Callable[[], CommitLog]) -> CommitLog:
+    """A log that was made so long ago, and of which upkeep merged the messages then, in files of 5."""
     clock.ahead_s = -seconds
-    log = make_log("delta", tmp_path / "log", orders=1)
-    if retention is not None:
-        log.set_retention("orders", retention)
+    log = make()
     for batch_id in range(3):
         commit(log, prepare(log, batch_id, 5))
         log.drain()
@@ -36,6 +36,11 @@ def merged_before(tmp_path: Path, clock: Clock, seconds: float, retention: str |
     clock.ahead_s = 0.0
     let_upkeep_believe(clock, log)
     return log
+
+
+def deleted_messages(log: CommitLog) -> list[str]:
+    """What a round of upkeep deletes of messages."""
+    return [path for path in log.maintain().files_deleted if path.startswith("messages/")]
 
 
 def merge(log: CommitLog) -> None:
@@ -55,44 +60,42 @@ def test_a_reader_that_stands_at_an_old_version_goes_on_within_seven_days(
     tmp_path: Path, clock: Clock, seconds: float
 ) -> None:
     """The files of a merge were deleted after an hour, and a stream that stood for three could never go on."""
-    log = merged_before(tmp_path, clock, seconds)
-    assert not [path for path in log.maintain().files_deleted if path.startswith("messages/")]
+    log = merged_before(clock, seconds, lambda: make_log("delta", tmp_path / "log", orders=1))
+    assert deleted_messages(log) == []
     assert maintenance.vacuum([another(log).messages_table], -1.0, dry_run=False) == []
     assert [rows_at(log, version) for version in range(5)] == [0, 5, 10, 15, 15]
 
 
 def test_after_seven_days_the_replaced_files_are_deleted(tmp_path: Path, clock: Clock) -> None:
-    log = merged_before(tmp_path, clock, 7 * DAY_S + 2 * HOUR_S)
-    deleted = [path for path in log.maintain().files_deleted if path.startswith("messages/")]
-    assert len(deleted) == 3
+    log = merged_before(clock, 7 * DAY_S + 2 * HOUR_S, lambda: make_log("delta", tmp_path / "log", orders=1))
+    assert len(deleted_messages(log)) == 3
     files = DeltaTable(f"{log.path}/messages").file_uris()
     assert sorted(path.name for path in Path(log.path, "messages").glob("*.parquet")) == [Path(f).name for f in files]
     assert another(log).read("orders").num_rows == 15
 
 
 def test_a_longer_log_retention_keeps_them_longer(tmp_path: Path, clock: Clock) -> None:
-    clock.ahead_s = -20 * DAY_S
-    log = CommitLog.create(tmp_path / "log", log_retention="30d")
-    log.create_topic("orders", 1)
-    for batch_id in range(3):
-        commit(log, prepare(log, batch_id, 5))
-        log.drain()
-    merge(log)
-    clock.ahead_s = 0.0
-    let_upkeep_believe(clock, log)
-    assert not [path for path in log.maintain().files_deleted if path.startswith("messages/")]
+    def made() -> CommitLog:
+        log = CommitLog.create(tmp_path / "log", log_retention="30d")
+        log.create_topic("orders", 1)
+        return log
+
+    log = merged_before(clock, 20 * DAY_S, made)
+    assert not deleted_messages(log)
     assert [rows_at(log, version) for version in range(1, 4)] == [5, 10, 15]
-    said = (
-        DeltaTable(f"{log.path}/messages").metadata().configuration
-    )  # their removal is known for longer than they stay
+    said = DeltaTable(f"{log.path}/messages").metadata().configuration
     assert said["delta.deletedFileRetentionDuration"] == f"interval {31 * 86_400} seconds"
 
 
 def test_the_files_of_a_merge_stay_no_longer_than_their_messages(tmp_path: Path, clock: Clock) -> None:
     """A topic that keeps its messages for two hours would have kept seven days of them on the disk."""
-    log = merged_before(tmp_path, clock, 3.5 * HOUR_S, retention="2h")
-    deleted = [path for path in log.maintain().files_deleted if path.startswith("messages/")]
-    assert len(deleted) == 3
+
+    def made() -> CommitLog:
+        log = make_log("delta", tmp_path / "log", orders=1)
+        log.set_retention("orders", "2h")
+        return log
+
+    assert len(deleted_messages(merged_before(clock, 3.5 * HOUR_S, made))) == 3
 
 
 def test_what_expired_is_deleted_after_the_hour(tmp_path: Path, clock: Clock) -> None:
@@ -104,7 +107,7 @@ def test_what_expired_is_deleted_after_the_hour(tmp_path: Path, clock: Clock) ->
     assert len(Expirer(another(log), 0.0).run()) == 1
     clock.ahead_s = 0.0
     let_upkeep_believe(clock, log)
-    assert [p.partition("/")[0] for p in log.maintain().files_deleted if p.startswith("messages")] == ["messages"]
+    assert len(deleted_messages(log)) == 1
 
 
 class Sizes:

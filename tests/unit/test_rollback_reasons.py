@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,19 +27,13 @@ from rmq_spark import (
 from rmq_spark.commitlog.finding import find_by_id
 from rmq_spark.errors import StorageError, VerdictError
 from rmq_spark.transaction import kept_reason
-from tests.support.half_batches import another, bodies, let_leave, make_log, pending, prepare, split
-from tests.support.inside import HalfRecord, Kind, RolledBack, RowState, Verdict, Who
-from tests.unit.test_two_phase import BATCH, KEY, KEYS, MESSAGE, Told, header, prepared, send
-from tests.unit.test_two_phase import visible as visible_bodies
+from tests.support.half_batches import another, bodies, commit, let_leave, pending, prepare, split
+from tests.support.inside import BATCH, KEY, MESSAGE, HalfRecord, Kind, RolledBack, RowState, Verdict, Who
+from tests.support.listeners import Scripted
+from tests.support.sends import raising
+from tests.support.sink_batches import KEYS, header, prepared, send, visible
 
-LATER = 3600.0
-
-
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CommitLog]:
-    log = make_log(request.param, tmp_path / "log")
-    yield log
-    log.close()
+pytestmark = pytest.mark.log("memory", "delta")
 
 
 def told(log: CommitLog, record: HalfRecord) -> dict[str | None, tuple[int, str, bool | None]]:
@@ -51,6 +44,16 @@ def told(log: CommitLog, record: HalfRecord) -> dict[str | None, tuple[int, str,
             before, *_ = found.get(row.reason, (0,))
             found[row.reason] = (before + row.count, str(row.decided_by), row.refused)
     return found
+
+
+def check(log: CommitLog, listener: TransactionListener, group: str = "shop") -> None:
+    """A round of checks by another process."""
+    CheckService(another(log), {group: listener}, transaction_timeout=0, round_timeout=None).run_once()
+
+
+def let_all_leave(log: CommitLog) -> None:
+    commit(log, prepare(log, 1))  # the last batch of an application stays
+    let_leave(log)
 
 
 # ---------------------------------------------------------------- what was refused is final
@@ -78,11 +81,11 @@ def test_what_work_rejected_is_not_decided_again_after_a_crash_before_the_op_mar
 ) -> None:
     shop = Shop(tmp_path)
     head = header(KEY, fence_id=shop.listener.store_id)
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise MemoryError("the driver dies before the op marker")
+
     with monkeypatch.context() as patch:
-
-        def dies(*_: Any, **__: Any) -> None:
-            raise MemoryError("the driver dies before the op marker")
-
         patch.setattr(log, "decide_many", dies)
         with pytest.raises(Exception, match="could not be settled"):
             send(log, shop.listener, head)
@@ -108,21 +111,15 @@ def test_a_batch_of_which_all_is_rejected_keeps_what_its_work_wrote_down(log: Co
     send(log, shop.listener, header(KEY, fence_id=shop.listener.store_id))
     with shop.engine.connect() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM rejected").scalar_one() == 2
-    assert visible_bodies(log) == []
+    assert visible(log) == []
 
 
-REFUSALS: dict[str, tuple[str, Callable[[HalfBatch], Any]]] = {
+REFUSALS: dict[str, tuple[str, Any]] = {
     "returned": (BATCH, lambda batch: Rollback("no credit", refused=True)),
+    "raised": (BATCH, Rollback("no credit", refused=True)),
     "in a list": (MESSAGE, lambda batch: [Rollback("no credit", refused=True)] * batch.transactions.num_rows),
     "by key": (KEY, lambda batch: batch.verdicts(refused=dict.fromkeys(KEYS, "no credit"))),
 }
-
-
-def _raise(_: HalfBatch) -> Any:
-    raise Rollback("no credit", refused=True)
-
-
-REFUSALS["raised"] = (BATCH, _raise)
 
 
 @pytest.mark.parametrize("how", REFUSALS)
@@ -130,9 +127,11 @@ REFUSALS["raised"] = (BATCH, _raise)
 def test_a_check_that_knows_of_a_refusal_ends_the_transaction(log: CommitLog, how: str, who_asks: str) -> None:
     per, answer = REFUSALS[how]
     record = prepared(log, per)
-    listener = Told(AssertionError("it must not run again"), answer)
+    listener = Scripted(AssertionError("it must not run again"), answer)
+    if how == "returned":  # a scripted listener raises exceptions
+        listener.check_local_transaction = answer  # type: ignore[method-assign]
     if who_asks == "a check service":
-        CheckService(another(log), {"shop": listener}, transaction_timeout=0, round_timeout=None).run_once()
+        check(log, listener)
     outcome = send(another(log), listener, header(per))
     assert listener.executed == []
     assert outcome.messages == {RowState.ROLLED_BACK: len(KEYS)}
@@ -141,16 +140,16 @@ def test_a_check_that_knows_of_a_refusal_ends_the_transaction(log: CommitLog, ho
 
 def test_a_check_that_says_never_happened_lets_a_replay_run_it(log: CommitLog) -> None:
     record = prepared(log)
-    listener = Told(COMMIT_MESSAGE, Rollback("no row of it"))
+    listener = Scripted(check=Rollback("no row of it"))
     outcome = send(another(log), listener, header())
-    assert [attempt for attempt, _ in listener.executed] == [2]
+    assert [batch.attempt for batch in listener.executed] == [2]
     assert outcome.messages == {RowState.COMMITTED: len(KEYS)}
     assert told(log, record) == {"no row of it": (len(KEYS), "check", None)}
 
 
 def test_some_are_refused_and_others_never_happened(log: CommitLog) -> None:
     prepared(log, KEY)
-    listener = Told(COMMIT_MESSAGE, lambda batch: batch.verdicts(refused={"a": "no"}, otherwise=ROLLBACK_MESSAGE))
+    listener = Scripted(check=lambda batch: batch.verdicts(refused={"a": "no"}, otherwise=ROLLBACK_MESSAGE))
     outcome = send(another(log), listener, header(KEY))
     refused = KEYS.count("a")
     assert outcome.messages == {RowState.ROLLED_BACK: refused, RowState.COMMITTED: len(KEYS) - refused}
@@ -164,21 +163,17 @@ def test_a_key_cannot_be_refused_and_have_never_happened(log: CommitLog) -> None
             batch.verdicts(commit={"a": "why"})
         return UNKNOWN
 
-    send(log, listener := Told(both), header(KEY))
+    send(log, listener := Scripted(both), header(KEY))
     assert listener.executed
 
 
 # ---------------------------------------------------------------- the reason, whichever way
-class PerKey(TransactionListener):
-    def execute_local_transaction(self, batch: HalfBatch) -> Any:
-        return batch.verdicts(rollback={"a": "why a", "b": "why b"})
-
-    def check_local_transaction(self, batch: HalfBatch) -> Any:
-        return batch.verdicts(refused={"a": "why a", "b": "why b"})
+def per_key(batch: HalfBatch) -> Any:
+    return batch.verdicts(rollback={"a": "why a", "b": "why b"})
 
 
 def test_each_transaction_of_a_half_batch_keeps_its_own_reason(log: CommitLog) -> None:
-    send(log, PerKey(), header(KEY))
+    send(log, Scripted(per_key), header(KEY))
     record = log.get("app:0")
     assert told(log, record) == {
         "why a": (KEYS.count("a"), "execute", True),
@@ -228,8 +223,7 @@ def test_sends_of_a_producer_keep_the_reason(log: CommitLog, way: str) -> None:
 
 def test_a_checked_message_is_refused_for_the_recorded_reason(log: CommitLog) -> None:
     record = prepared(log, MESSAGE)
-    checks = CheckService(log, {"shop": PerMessageListener(Refuses())}, transaction_timeout=0, round_timeout=None)
-    checks.run_once()
+    check(log, PerMessageListener(Refuses()))
     assert told(log, record) == {"as recorded": (len(KEYS), "check", True)}
 
 
@@ -238,15 +232,13 @@ def test_the_batch_s_reason_is_that_of_rollbacks_without_one(log: CommitLog) -> 
         batch.reason = "the day is closed"
         return batch.verdicts(rollback=["a"], refused={"b": "no stock"})
 
-    send(log, Told(answer), header(KEY))
+    send(log, Scripted(answer), header(KEY))
     assert set(told(log, log.get("app:0"))) == {"the day is closed", "no stock"}
 
 
 def test_reasons_outlive_the_half_batch_and_its_op_rows(log: CommitLog) -> None:
-    send(log, PerKey(), header(KEY))
-    prepare(log, 1)
-    log.decide(log.get("app:1"), 1, commit=pending(log, log.get("app:1")), who=Who.EXECUTE)
-    let_leave(log)
+    send(log, Scripted(per_key), header(KEY))
+    let_all_leave(log)
     trace = another(log).trace(half_id="app:0")
     assert trace.where == "left"
     assert {(e.reason, e.refused, e.messages) for e in trace.events if e.kind == "rolled_back"} == {
@@ -260,15 +252,8 @@ def test_more_reasons_than_are_archived_hide_no_other_decision(log: CommitLog) -
     keys = [f"k{i}" for i in range(300)]
     record = prepare(log, 0, {"body": keys, "k": keys}, per="key", key="k")
     why = {key: f"reason {key}" for key in keys[::2]}
-
-    class Each(PerKey):
-        def check_local_transaction(self, batch: HalfBatch) -> Any:
-            return batch.verdicts(refused=why)
-
-    CheckService(log, {"group": Each()}, transaction_timeout=0, round_timeout=None).run_once()
-    prepare(log, 1)
-    log.decide(log.get("app:1"), 1, commit=pending(log, log.get("app:1")), who=Who.EXECUTE)
-    let_leave(log)
+    check(log, Scripted(check=lambda batch: batch.verdicts(refused=why)), "group")
+    let_all_leave(log)
     events = another(log).trace(half_id=record.half_id).events
     assert sum(e.messages for e in events if e.kind == "committed") == 150
     rolled_back = [e for e in events if e.kind == "rolled_back"]
@@ -281,13 +266,11 @@ def test_a_refusal_by_a_check_is_archived_as_final(log: CommitLog) -> None:
     record = prepared(log)
     rows = pending(log, record)
     log.decide(record, 1, rollback=rows, who=Who.CHECK, rolled_back=[RolledBack("no", True, dict(rows.ranges()))])
-    prepared(log, batch_id=1)
-    log.decide(log.get("app:1"), 1, commit=pending(log, log.get("app:1")), who=Who.EXECUTE)
-    let_leave(log)
+    let_all_leave(log)
     kept = another(log).archived("app:0")
     assert kept is not None
     assert kept.final
-    listener = Told(AssertionError("it must not run again"))
+    listener = Scripted(AssertionError("it must not run again"))
     assert send(another(log), listener, header()).messages == {RowState.ROLLED_BACK: len(KEYS)}
 
 
@@ -307,12 +290,8 @@ def test_what_was_rolled_back_before_keeps_its_first_reason(log: CommitLog) -> N
 def test_thousands_of_reasons_are_told_apart(log: CommitLog) -> None:
     keys = [f"k{i % 1500}" for i in range(3000)]
     prepare(log, 0, {"body": keys, "k": keys}, per="key", key="k", partitions=2)
-
-    class Each(PerKey):
-        def check_local_transaction(self, batch: HalfBatch) -> Any:
-            return batch.verdicts(refused={f"k{i}": f"reason {i}" for i in range(0, 1500, 3)})
-
-    CheckService(log, {"group": Each()}, transaction_timeout=0, round_timeout=None).run_once()
+    why = {f"k{i}": f"reason {i}" for i in range(0, 1500, 3)}
+    check(log, Scripted(check=lambda batch: batch.verdicts(refused=why)), "group")
     found = find_by_id(log, 5000, half_id="app:0").to_pylist()
     said = {row["body"].decode(): row["reason"] for row in found}
     assert said == {f"k{i}": f"reason {i}" if i % 3 == 0 else None for i in range(1500)}
@@ -340,14 +319,11 @@ def test_a_reason_is_kept_as_text_that_harms_nobody(said: object, kept: str | No
 
 def test_a_lone_surrogate_in_a_reason_fails_no_commit(log: CommitLog, tmp_path: Path) -> None:
     engine = sa.create_engine(f"sqlite:///{tmp_path}/shop.db")
-
-    def work(*_: Any) -> Any:
-        raise Rollback("bad \ud83d\x00 text")
-
-    listener = SqlTransactionListener(engine, work)
+    listener = SqlTransactionListener(engine, raising(Rollback("bad \ud83d\x00 text")))
     listener.create_fence()
     send(log, listener, header(fence_id=listener.store_id))
-    (reason,) = told(log, log.get("app:0"))
+    record = log.get("app:0")
+    (reason,) = told(log, record)
     assert reason == "bad \N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER} text"
-    batch = log.half_batch(log.get("app:0"), log.get("app:0").fresh_state(), 1, log.get("app:0").all_rows)
+    batch = log.half_batch(record, record.fresh_state(), 1, record.all_rows)
     assert listener.check_local_transaction(batch).each(1) == [Verdict(ROLLBACK_MESSAGE, reason, True)]

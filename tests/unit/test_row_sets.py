@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rmq_spark.commitlog.op import FileState, ranges_of
+from rmq_spark.commitlog.op import FileState
 from rmq_spark.commitlog.op_rows import validate_op
-from rmq_spark.commitlog.rows import bits_of, booleans_of, both, ranges_count
+from rmq_spark.commitlog.rows import bits_of, ranges_count
 from rmq_spark.errors import CorruptLogError
 from tests.support.inside import OP_SCHEMA, BatchState, Kind, OpRow, RowSet, RowState, Who, runs
 from tests.support.inside import op_table as to_table
@@ -39,14 +39,6 @@ def test_runs_name_exactly_the_ones(mask: bytes) -> None:
     assert [i for a, b in found for i in range(a, b + 1)] == [i for i, bit in enumerate(mask) if bit]
     assert ranges_count(found) == mask.count(1)
     assert all(b + 1 < c for (_, b), (c, _) in pairwise(found))
-
-
-@given(st.data(), st.integers(0, 64))
-def test_masks_behave_as_sets_of_rows(data: st.DataObject, size: int) -> None:
-    of_size = st.lists(st.sampled_from((0, 1)), min_size=size, max_size=size).map(bytes)
-    a, b = data.draw(of_size), data.draw(of_size)
-    assert both(a, b) == bytes(x & y for x, y in zip(a, b, strict=True))
-    assert bits_of(booleans_of(a)) == a
 
 
 @given(masks_of(SIZES), masks_of(SIZES))
@@ -89,14 +81,6 @@ def test_a_mask_of_a_slice_is_the_slice_of_the_mask(values: list[bool | None], s
     expected = bytes(1 if v else 0 for v in values)
     assert bits_of(whole.slice(start, length)) == expected[start : start + length]
     assert bits_of(pa.chunked_array([whole.slice(0, start), whole.slice(start)])) == expected
-
-
-@given(st.lists(st.one_of(st.none(), bits.filter(lambda m: 1 in m)), min_size=1, max_size=6))
-def test_ranges_survive_the_table(masks: list[bytes | None]) -> None:
-    given_ranges = [None if m is None else runs(m) for m in masks]
-    rows = [OpRow(Kind.ROLLBACK, "h", ranges=r, count=0) for r in given_ranges]
-    table = to_table(rows, 1, NOW, "c")
-    assert [ranges_of(v) for v in table["ranges"].to_pylist()] == given_ranges
 
 
 @given(st.lists(st.one_of(st.none(), bits.filter(lambda m: 1 in m)), max_size=6))
@@ -207,19 +191,6 @@ def test_fold_does_to_ranges_what_the_model_does_to_rows(steps: list[tuple[objec
     assert state.conflicting().count == sum(r.conflict for r in model.values())
     everything = RowSet({n: b"\x01" * size for n, size in SIZES.items()})
     assert state.check_times(everything) == max(r.checks for r in model.values())
-
-
-def test_a_conflict_ends_when_a_person_says_so() -> None:
-    state = fresh()
-    rows = [
-        OpRow(Kind.CONFLICT, "h", 0, ((1, 2),), 2, 1, Who.ADMIN, verdict="COMMIT_MESSAGE"),
-        OpRow(Kind.CONFLICT, "h", count=20, decided_by=Who.ADMIN, verdict="COMMIT_MESSAGE"),
-    ]
-    late, end = to_table(rows, 1, NOW, "c").to_pylist()
-    state.fold(OpRow.of(late))
-    assert state.in_conflict
-    state.fold(OpRow.of(end))
-    assert not state.in_conflict
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.fs as pafs
 import pytest
 
@@ -13,8 +12,10 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import LostFileError, LostStagedFileError
 from rmq_spark.storage.table import STAGED_UNSEEN_S
 from tests.support.clocks import set_clock
-from tests.support.half_batches import another, bodies, check_offsets, commit, header_of, make_log, move_half, prepare
-from tests.support.inside import HalfFile, HalfWriter, maintenance
+from tests.support.half_batches import another, bodies, check_offsets, commit, header_of, move_half, prepare, stage
+from tests.support.inside import HalfFile, maintenance
+from tests.support.limits import set_limits
+from tests.support.meanwhile import after_next, before_next
 
 
 def vacuum(table: Any) -> None:
@@ -27,27 +28,25 @@ def vacuum(table: Any) -> None:
             table.fs.delete_file(info.path)
 
 
+@pytest.mark.log("delta", orders=1)
 def test_a_merged_file_that_a_race_kept_waiting_and_somebody_removed_is_not_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The op rows that it replaces would be in no file."""
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
+    set_limits(monkeypatch, OP_FILES_MAX=3)
     clock = set_clock(monkeypatch)
-    log = make_log("delta", tmp_path / "log", orders=1)
     log.upkeep = False
     for number in range(4):
         commit(log, prepare(log, number, 1))
     prepare(log, 4, 1)
     upkeep = another(log)
-    real = upkeep.op.try_commit  # type: ignore[attr-defined]
 
-    def overtaken(change: Any) -> bool:
+    def overtaken() -> None:
         commit(log, log.get("app:4"))
         clock.pauses.append(10 * STAGED_UNSEEN_S)
         vacuum(log.op)
-        return bool(real(change))
 
-    upkeep.op.try_commit = overtaken  # type: ignore[attr-defined]
+    before_next(upkeep.op, "try_commit", overtaken)
     with pytest.raises(LostStagedFileError, match="staged for table op, is gone or cut"):
         maintenance.compact_op(upkeep.op)
     assert len(bodies(another(log))) == 5
@@ -55,26 +54,24 @@ def test_a_merged_file_that_a_race_kept_waiting_and_somebody_removed_is_not_comm
 
 
 # ---------------------------------------------------------------- files that executors staged
-def stage(log: CommitLog, files: int) -> list[HalfFile]:
-    writer = HalfWriter(header_of(0), log.topics(), "orders", None)
-    return [f for n in range(files) for f in log.stage(writer, pa.table({"body": [f"{n}"]}).to_batches(), n)]
+def staged(log: CommitLog, files: int) -> list[HalfFile]:
+    return [file for n in range(files) for file in stage(log, header_of(0), {"body": [f"{n}"]}, partition=n)]
 
 
-@pytest.mark.parametrize("kind", ["memory", "delta"])
-def test_staged_files_that_somebody_removed_are_not_prepared(kind: str, tmp_path: Path) -> None:
-    log = make_log(kind, tmp_path / "log", orders=1)
-    files = stage(log, 3)
+@pytest.mark.log("memory", "delta", orders=1)
+def test_staged_files_that_somebody_removed_are_not_prepared(log: CommitLog) -> None:
+    files = staged(log, 3)
     log.half.table.fs.delete_file(f"{log.half.table.folder}/{files[1].data.path}")
     with pytest.raises(LostStagedFileError, match=f"{files[1].data.path}.*run the batch again"):
         log.prepare(header_of(0), files)
     assert another(log).find("app", 0) is None
-    commit(log, log.prepare(header_of(0), stage(log, 3)))
+    commit(log, log.prepare(header_of(0), staged(log, 3)))
     assert bodies(another(log)) == ["0", "1", "2"]
 
 
-def test_a_staged_file_that_was_cut_is_not_prepared(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log", orders=1)
-    (file,) = stage(log, 1)
+@pytest.mark.log("delta", orders=1)
+def test_a_staged_file_that_was_cut_is_not_prepared(log: CommitLog, tmp_path: Path) -> None:
+    (file,) = staged(log, 1)
     path = tmp_path / "log" / "half" / file.data.path
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(LostStagedFileError):
@@ -82,46 +79,41 @@ def test_a_staged_file_that_was_cut_is_not_prepared(tmp_path: Path) -> None:
     assert another(log).find("app", 0) is None
 
 
+@pytest.mark.log("memory", orders=1)
 def test_who_slept_between_its_look_at_staged_files_and_their_commit_hears_that_they_are_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the local transaction runs: its messages could never be read."""
     clock = set_clock(monkeypatch)
-    log = make_log("memory", tmp_path, orders=1)
-    files = stage(log, 2)
-    table: Any = log.half.table
-    real = table.try_commit
+    files = staged(log, 2)
 
-    def sleeps(change: Any) -> bool:
+    def sleeps() -> None:
         clock.pauses.append(2 * STAGED_UNSEEN_S)
-        vacuum(table)
-        return bool(real(change))
+        vacuum(log.half.table)
 
-    table.try_commit = sleeps
+    before_next(log.half.table, "try_commit", sleeps)
     with pytest.raises(LostFileError, match="was removed while this process slept"):
         log.prepare(header_of(0), files)
 
 
+@pytest.mark.log("memory", orders=1)
 def test_who_slept_while_its_files_were_moved_is_not_told_that_they_are_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table that it had read before it looked for them still had their names."""
     clock = set_clock(monkeypatch)
-    log = make_log("memory", tmp_path, orders=1)
-    files = stage(log, 2)
+    files = staged(log, 2)
     table: Any = log.half.table
-    real, read_again = table.try_commit, table.refresh
+    read_again = table.refresh
     seen: list[int] = []
 
-    def sleeps(change: Any) -> bool:
-        done = bool(real(change))
+    def sleeps() -> None:
         seen.append(read_again())
         clock.pauses.append(2 * STAGED_UNSEEN_S)
         move_half(another(log))
         vacuum(table)
-        return done
 
-    table.try_commit = sleeps
+    after_next(table, "try_commit", sleeps)
     table.refresh = lambda: seen.pop() if seen else read_again()
     commit(log, log.prepare(header_of(0), files))
     assert bodies(another(log)) == ["0", "1"]

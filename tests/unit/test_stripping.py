@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tests.support.half_batches import (
     header_of,
     in_half,
     let_leave,
-    make_log,
     move_half,
     pending,
     prepare,
@@ -45,16 +43,19 @@ from tests.support.inside import (
     maintenance,
     native,
     read_ranges,
-    stripping,
 )
+from tests.support.limits import set_limits
+from tests.support.meanwhile import after_next, before_next
 
 ROWS = 12
 
 
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommitLog:
-    monkeypatch.setattr(stripping, "STRIPPED_BYTES_MIN", 1)
-    return make_log(request.param, tmp_path / "log", orders=2, points=1)
+pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
+
+
+@pytest.fixture(autouse=True)
+def _small_files_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, STRIPPED_BYTES_MIN=1)
 
 
 def one_open(log: CommitLog, batch_id: int = 0, columns: Any = None, **more: Any) -> Any:
@@ -63,6 +64,17 @@ def one_open(log: CommitLog, batch_id: int = 0, columns: Any = None, **more: Any
     kept, _ = split(pending(log, record), 6)
     log.decide(record, 1, commit=kept, who=Who.EXECUTE)
     return record
+
+
+def ready(log: CommitLog) -> None:
+    """All that is decided is drained, and below the mark."""
+    log.drain()
+    another(log).move_mark()
+
+
+def strip(log: CommitLog) -> list[str]:
+    """By another process; returns the files."""
+    return Stripper(another(log), Graces(0.0)).run()
 
 
 def delete_replaced(log: CommitLog) -> None:
@@ -119,16 +131,6 @@ def test_a_stripped_half_batch_goes_on_as_any_other(log: CommitLog) -> None:
     assert len(bodies(log)) == ROWS
 
 
-def test_a_half_batch_leaves_after_it_was_stripped(log: CommitLog) -> None:
-    record = one_open(log)
-    commit(log, prepare(log, 1))
-    let_leave(log)
-    commit(another(log), record)
-    assert let_leave(log).files_left == 1
-    assert in_half(log) == {"app:1"}
-    assert len(bodies(log)) == ROWS + 5
-
-
 def test_the_last_half_batch_of_a_stream_is_stripped_and_a_restart_finds_it_settled(log: CommitLog) -> None:
     commit(log, prepare(log, 1))
     assert let_leave(log).files_stripped == 1
@@ -148,7 +150,7 @@ def test_what_was_rolled_back_keeps_its_payload_for_a_look(log: CommitLog) -> No
 
 
 @pytest.mark.parametrize("what", ["undrained", "within the grace", "mostly open", "in conflict", "above the mark"])
-def test_what_may_be_needed_keeps_its_payload(log: CommitLog, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_be_needed_keeps_its_payload(log: CommitLog, what: str) -> None:
     record = prepare(log, 0, ROWS, per="message")
     kept, others = split(pending(log, record), 6 if what != "mostly open" else 2)
     log.decide(record, 1, commit=kept if what != "mostly open" else others - split(others, 4)[1], who=Who.EXECUTE)
@@ -168,11 +170,10 @@ def test_a_small_file_is_left_alone_and_a_dry_run_changes_nothing(
     log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_open(log)
-    log.drain()
-    another(log).move_mark()
+    ready(log)
     assert len(Stripper(another(log), Graces(0.0)).run(dry_run=True)) == 1
     assert let_leave(log, dry_run=True).files_stripped == 1
-    monkeypatch.setattr(stripping, "STRIPPED_BYTES_MIN", 1 << 30)
+    set_limits(monkeypatch, STRIPPED_BYTES_MIN=1 << 30)
     assert let_leave(log).files_stripped == 0
     assert len(with_payload(log)) == ROWS
 
@@ -246,10 +247,9 @@ def test_a_plan_from_before_reads_on_what_shares_a_file_with_stripped_messages(l
     ranges = plan.ranges({}, plan.latest())
     assert {r.rows.table for r in ranges} == {"half"}
     expected = sorted(m["body"] for m in read(another(log), ranges))
-    own = another(log)
-    own.move_mark()
-    assert own.drained.border() is not None
-    assert Stripper(own, Graces(0.0)).run()
+    another(log).move_mark()
+    assert another(log).drained.border() is not None
+    assert strip(log)
     assert stored(log)["body"].null_count == 4
     delete_replaced(log)
     assert sorted(m["body"] for m in read(another(log), ranges)) == expected
@@ -271,15 +271,7 @@ def test_a_drainer_that_slept_while_another_one_drained_and_stripped_goes_on(log
     """It has planned a step, and the payload is gone when it reads: it said that the store answers with an old list."""
     one_open(log)
     slept = another(log)
-    read = slept.half.read_range
-
-    def late(*arguments: Any) -> Any:
-        slept.half.read_range = read  # type: ignore[method-assign]
-        let_leave(log)
-        delete_replaced(log)
-        return read(*arguments)
-
-    slept.half.read_range = late  # type: ignore[method-assign]
+    before_next(slept.half, "read_range", lambda: (let_leave(log), delete_replaced(log)))
     assert Drainer(slept).run() == log.drain()
     check_offsets(log)
 
@@ -319,19 +311,12 @@ def test_a_local_transaction_that_slept_until_its_messages_went_gets_the_outcome
 
 def test_two_who_strip_at_once_leave_one_file(log: CommitLog) -> None:
     one_open(log)
-    log.drain()
-    another(log).move_mark()
-    one, two = another(log), another(log)
-    table = one.half.table
-    write: Callable[..., Any] = table.write
-
-    def late(*arguments: Any, **named: Any) -> Any:
-        file = write(*arguments, **named)
-        assert len(Stripper(two, Graces(0.0)).run()) == 1
-        return file
-
-    table.write = late  # type: ignore[method-assign]
+    ready(log)
+    one = another(log)
+    found: list[str] = []
+    after_next(one.half.table, "write", lambda: found.extend(strip(log)))
     assert Stripper(one, Graces(0.0)).run() == []
+    assert len(found) == 1
     assert stored(log).num_rows == ROWS
     assert len(bodies(another(log))) == 10
 
@@ -369,35 +354,23 @@ def test_the_tail_for_spark_is_planned_again_when_it_was_stripped_meanwhile(log:
     assert tail == []
 
 
+@pytest.mark.log("delta")
 @pytest.mark.parametrize("what", ["lost", "damaged"])
 def test_a_lost_or_damaged_half_file_does_not_stop_the_upkeep_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+    log: CommitLog, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    monkeypatch.setattr(stripping, "STRIPPED_BYTES_MIN", 1)
-    log = make_log("delta", tmp_path / "log")
     bad, good = one_open(log, 0), one_open(log, 1)
-    log.drain()
-    another(log).move_mark()
+    ready(log)
     path = tmp_path / "log" / "half" / bad.files[0].path
     path.unlink() if what == "lost" else path.write_bytes(b"PAR1" + b"x" * 100 + b"PAR1")
-    assert Stripper(another(log), Graces(0.0)).run() == [good.files[0].path]
+    assert strip(log) == [good.files[0].path]
     assert "is not stripped of what is drained" in caplog.text
 
 
-def test_a_half_batch_that_another_process_lets_leave_meanwhile_is_passed_over(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_half_batch_that_another_process_lets_leave_meanwhile_is_passed_over(log: CommitLog) -> None:
     record = one_open(log)
-    log.drain()
-    another(log).move_mark()
-    strip = Stripper._strip
-
-    def late(self: Stripper, *arguments: Any) -> bool:
-        monkeypatch.setattr(Stripper, "_strip", strip)
-        commit(another(log), another(log).get(record.half_id))
-        let_leave(log)
-        return strip(self, *arguments)
-
-    monkeypatch.setattr(Stripper, "_strip", late)
-    assert Stripper(another(log), Graces(0.0)).run() == []
+    ready(log)
+    stripper = Stripper(another(log), Graces(0.0))
+    before_next(stripper, "_strip", lambda: (commit(log, another(log).get(record.half_id)), let_leave(log)))
+    assert stripper.run() == []
     assert len(bodies(another(log))) == ROWS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ from deltalake.exceptions import CommitFailedError
 from rmq_spark import CommitLog
 from rmq_spark.errors import CommitError, ForeignChangeError
 from tests.support.foreign_writers import cut_back, raise_protocol
-from tests.support.half_batches import another, commit, make_log, prepare, send
-from tests.support.inside import DeltaLogTable
+from tests.support.half_batches import another, commit, prepare, send
+
+pytestmark = pytest.mark.log("delta", orders=1)
 
 CANNOT = 'docs/maintenance.md says under "When another writer changed a table": Spark cannot$'
 FEATURES: dict[str, tuple[list[str], list[str], dict[str, str], str]] = {
@@ -49,11 +49,22 @@ def work_of(log: CommitLog, name: str) -> Callable[[], object]:
     return log.drain
 
 
-@pytest.mark.parametrize("name", ["half", "op", "topics", "groups", "messages"])
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_feature_that_delta_rs_cannot_write_with_is_told_at_once(tmp_path: Path, name: str, feature: str) -> None:
+TABLES = ("half", "op", "topics", "groups", "messages")
+ALWAYS = {("inCommitTimestamp", "half"), ("rowTracking", "op"), ("typeWidening", "topics"), ("clustering", "groups"),
+          ("inCommitTimestamp", "messages")}  # fmt: skip
+"""What is tried in each run. All tables have the one class that notices a feature."""
+
+
+@pytest.mark.parametrize(
+    ("feature", "name"),
+    [
+        pytest.param(feature, name, marks=() if (feature, name) in ALWAYS else pytest.mark.long)
+        for feature in FEATURES
+        for name in TABLES
+    ],
+)
+def test_a_feature_that_delta_rs_cannot_write_with_is_told_at_once(log: CommitLog, name: str, feature: str) -> None:
     """Each commit was tried for 24 s, and then "too many writers" was said."""
-    log = make_log("delta", tmp_path / "log", orders=1)
     commit(log, prepare(log, 0, 3))
     work = work_of(log, name)
     version = DeltaTable(f"{log.path}/{name}").version()
@@ -73,11 +84,10 @@ def test_a_feature_that_delta_rs_cannot_write_with_is_told_at_once(tmp_path: Pat
     assert again.read("orders").num_rows >= 6
 
 
-@pytest.mark.parametrize("name", ["half", "op", "topics", "groups", "messages"])
+@pytest.mark.parametrize("name", TABLES)
 def test_a_new_log_says_no_to_what_platforms_switch_on_and_stays_of_the_first_protocol(
-    tmp_path: Path, name: str
+    log: CommitLog, name: str
 ) -> None:
-    log = make_log("delta", tmp_path / "log", orders=1)
     log.groups.progress("readers", {("orders", 0): 1}, "batch 0")
     table = DeltaTable(f"{log.path}/{name}")
     protocol = table.protocol()
@@ -88,8 +98,7 @@ def test_a_new_log_says_no_to_what_platforms_switch_on_and_stays_of_the_first_pr
     assert (said["delta.columnMapping.mode"], said["delta.checkpointPolicy"]) == ("none", "classic")
 
 
-def test_a_refusal_that_is_no_lost_race_is_not_tried_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = make_log("delta", tmp_path / "log", orders=1)
+def test_a_refusal_that_is_no_lost_race_is_not_tried_for_long(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[object] = []
 
     def refuse(self: DeltaTable, *arguments: Any, **more: Any) -> None:
@@ -102,20 +111,16 @@ def test_a_refusal_that_is_no_lost_race_is_not_tried_for_long(tmp_path: Path, mo
     assert len(tries) == 3
 
 
-def test_a_lost_race_is_still_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = make_log("delta", tmp_path / "log", orders=1)
+def test_a_lost_race_is_still_tried_again(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[bool] = []
-    try_commit = DeltaLogTable.try_commit
+    rival, try_commit = another(log), log.half.table.try_commit  # type: ignore[attr-defined]
 
-    def lose(self: DeltaLogTable, change: Any) -> bool:
+    def lose(change: Any) -> bool:
         if len(answers) < 5:
-            rival = another(log)
-            monkeypatch.setattr(DeltaLogTable, "try_commit", try_commit)
             prepare(rival, len(answers), 1, app="rival")
-            monkeypatch.setattr(DeltaLogTable, "try_commit", lose)
-        answers.append(try_commit(self, change))
+        answers.append(try_commit(change))
         return answers[-1]
 
-    monkeypatch.setattr(DeltaLogTable, "try_commit", lose)
+    monkeypatch.setattr(log.half.table, "try_commit", lose)
     prepare(log, 0, 3)
     assert answers == [False] * 5 + [True]

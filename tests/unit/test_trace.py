@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog
-from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
+from rmq_spark.errors import HalfBatchNotFoundError, VerdictConflictError
 from tests.support.half_batches import another, commit, let_leave, pending, prepare, roll_back, send, split
 from tests.support.inside import Graces, Leaver, RowState, Trace, Who
 
@@ -173,23 +173,13 @@ def test_what_is_forgotten_tells_where_its_messages_stand(log: CommitLog) -> Non
         another(log).trace(half_id="app:0")
 
 
+@pytest.mark.log("memory")
 @pytest.mark.parametrize("half_id", ["app:\ud800", "\ud800:1", "app:\u0661", "", ":", "\0:1"])
 def test_what_no_half_batch_can_be_called_is_not_found(log: CommitLog, half_id: str) -> None:
     """A lone surrogate raised UnicodeEncodeError."""
     for ask in (lambda: log.trace(half_id=half_id), lambda: log.get(half_id), lambda: log.resume(half_id)):
         with pytest.raises(HalfBatchNotFoundError, match="no half batch"):
             ask()
-
-
-def test_a_trace_names_the_one_thing_that_it_needs(log: CommitLog) -> None:
-    with pytest.raises(OptionError, match="one of transaction_id, half_id, message_id: none was given"):
-        log.trace()
-    with pytest.raises(OptionError, match="transaction_id and half_id was given"):
-        log.trace("a:1:1", half_id="a:1")
-    with pytest.raises(OptionError, match="'nonsense' is not a transaction id"):
-        log.trace("nonsense")
-    with pytest.raises(OptionError, match="'a:1:1' is not a message id"):
-        log.trace(message_id="a:1:1")
 
 
 def test_a_message_that_waits_says_for_whom(log: CommitLog) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-import rmq_spark as txmq
+from rmq_spark import CommitLog
 from rmq_spark.storage import turns
 from rmq_spark.storage.turns import TAKES_TURNS_S, WAITS_S_MAX
 from tests.support.half_batches import another, bodies, check_offsets
 from tests.support.inside import MACHINE, Machine, Turns
+from tests.support.sends import message, producer_of
 
 DEADLINE_S = 20.0
 
@@ -125,9 +127,8 @@ def _no_locks(*_: object) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 
 
-def test_handles_that_take_turns_commit_what_they_would_without(tmp_path: Path) -> None:
-    log = txmq.CommitLog.create(tmp_path / "log")
-    log.create_topic("orders", queues=2)
+@pytest.mark.log("delta")
+def test_handles_that_take_turns_commit_what_they_would_without(log: CommitLog, tmp_path: Path) -> None:
     handles = [another(log) for _ in range(3)]
     begin = threading.Barrier(len(handles))
 
@@ -135,16 +136,14 @@ def test_handles_that_take_turns_commit_what_they_would_without(tmp_path: Path) 
         log = handles[number]
         for table in (log.half.table, log.op):
             table._turns.lost()  # type: ignore[attr-defined]
-        with txmq.TransactionMQProducer(log, "shop", check_interval=None) as producer:
+        with producer_of(log) as producer:
             begin.wait(DEADLINE_S)
             for i in range(5):
-                producer.send(txmq.Message("orders", f"{number}-{i}".encode()))
+                producer.send(message(f"{number}-{i}"))
 
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(handles))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * DEADLINE_S)
+    with ThreadPoolExecutor(len(handles)) as pool:
+        for done in [pool.submit(run, number) for number in range(len(handles))]:
+            done.result(3 * DEADLINE_S)
     assert sorted(bodies(log)) == sorted(f"{n}-{i}" for n in range(3) for i in range(5))
     check_offsets(log)
     assert {path.parent.name for path in tmp_path.glob("log/*/_turn")} == {"half", "op"}

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,10 +29,8 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
-from rmq_spark.sink.two_phase import Outcome
-from rmq_spark.transaction import returned
 from tests.support.clocks import set_clock
-from tests.support.half_batches import another, make_log
+from tests.support.half_batches import another, commit, make_log, pending, roll_back
 from tests.support.inside import (
     BATCH,
     KEY,
@@ -41,68 +39,33 @@ from tests.support.inside import (
     HalfFile,
     HalfHeader,
     HalfRecord,
-    HalfWriter,
     Lineage,
     Naming,
     RowState,
     TwoPhase,
     Who,
-    batch_name,
     input_hash_of,
     normalize_verdicts,
     split_by_verdict,
 )
 from tests.support.inside import two_phase as module
+from tests.support.limits import set_limits
+from tests.support.listeners import Scripted
+from tests.support.sink_batches import KEYS, QUERY, bodies, header, prepared, send, stage, visible
+
+pytestmark = pytest.mark.log("memory", "delta")
+MEMORY = pytest.mark.log("memory")
+"""Where headers and verdicts are judged. That Delta gives them back as they were is shown in ``test_commit_log``."""
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 PERS = (BATCH, MESSAGE, KEY)
-KEYS = ("a", "b", "a", "c", "b", "d")
 DEADLINE_S = 20.0
-QUERY = "query-1"
 
 
 # ---------------------------------------------------------------- logs and batches
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CommitLog]:
-    log = make_log(request.param, tmp_path / "log")
-    yield log
-    log.close()
-
-
-def header(
-    per: str = BATCH,
-    batch_id: int = 0,
-    *,
-    app_id: str = "app",
-    query_id: str | None = QUERY,
-    input_hash: str | None = "hash",
-    fence_id: str | None = None,
-    naming: Naming = Naming.COUNTED,
-) -> HalfHeader:
-    return HalfHeader(
-        batch_name(app_id, batch_id), app_id, batch_id, query_id, input_hash, fence_id, per, "shop", naming
-    )
-
-
-def stage(log: CommitLog, head: HalfHeader, keys: Sequence[str] = KEYS) -> list[HalfFile]:
-    """Two partitions of messages; a body is ``<batch>-<key>-<number>``."""
-    column = "k" if head.transaction_per == KEY else None
-    writer = HalfWriter(head, log.topics(), "orders", column)
-    files: list[HalfFile] = []
-    for partition in (0, 1):
-        mine = [(i, k) for i, k in enumerate(keys) if i % 2 == partition]
-        columns: dict[str, list[Any]] = {"body": [f"{head.batch_id}-{k}-{i}" for i, k in mine]}
-        if column:
-            columns["k"] = [k for _, k in mine]
-        files += log.stage(writer, pa.table(columns).to_batches(), partition)
-    return files
-
-
-def send(
-    log: CommitLog, listener: TransactionListener, head: HalfHeader, checkpoint: Checkpoint | None = None, **more: Any
-) -> Outcome:
-    two_phase = TwoPhase(log, listener, replay_check_timeout_s=more.pop("timeout_s", 0.0), **more)
-    return two_phase.send(head, lambda: stage(log, head), lineage=checkpoint and Lineage(checkpoint))
+def send_nothing(log: CommitLog, head: HalfHeader, checkpoint: Checkpoint) -> Any:
+    """A micro-batch of which a filter keeps nothing."""
+    return TwoPhase(log, Scripted()).send(head, lambda: (), lineage=Lineage(checkpoint))
 
 
 @dataclass
@@ -129,78 +92,37 @@ class Checkpoint:
         return header(batch_id=batch_id, input_hash=input_hash_of(planned.encode()))
 
 
-def prepared(log: CommitLog, per: str = BATCH, batch_id: int = 0, fence_id: str | None = None) -> HalfRecord:
-    """A half batch whose driver died right after prepare."""
-    head = header(per, batch_id, fence_id=fence_id)
-    return log.prepare(head, stage(log, head))
-
-
-def visible(log: CommitLog) -> list[str]:
-    """The bodies that a reader sees, sorted; offsets have no gaps."""
-    table = another(log).read("orders", columns=["body", "queue_id", "queue_offset"])
-    for queue in set(table["queue_id"].to_pylist()):
-        offsets = [r["queue_offset"] for r in table.to_pylist() if r["queue_id"] == queue]
-        assert offsets == list(range(len(offsets)))
-    return sorted(b.decode() for b in table["body"].to_pylist())
-
-
-def bodies(*keys: str, batch_id: int = 0) -> list[str]:
-    return sorted(f"{batch_id}-{k}-{i}" for i, k in enumerate(KEYS) if not keys or k in keys)
-
-
 def states(log: CommitLog, record: HalfRecord) -> dict[RowState, int]:
     state = another(log).state_of(record)
     return {s: n for s in RowState if (n := state.count(s))}
 
 
-def check(log: CommitLog, listener: TransactionListener, only: Callable[[int], bool] = lambda position: True) -> None:
-    """A round of checks by another process: of every open transaction, or of those at some positions."""
+def check(log: CommitLog, listener: TransactionListener) -> None:
+    """A round of checks by another process, of every open transaction."""
     log = another(log)
     for record, state in log.open_batches():
         for attempt in state.attempts(RowState.PENDING):
-            mask = state.rows_in((RowState.PENDING,), attempt)
-            batch = log.half_batch(record, state, attempt, mask)
-            n = batch.transactions.num_rows
-            if n > 1:
-                chosen = normalize_verdicts([COMMIT if only(i) else UNKNOWN for i in range(n)], batch)
-                mask = split_by_verdict(log, record, mask, batch, chosen).commit
-                batch = log.half_batch(record, state, attempt, mask)
-            if not mask:
-                continue
-            verdicts = normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
-            split = split_by_verdict(log, record, mask, batch, verdicts)
+            rows = state.rows_in((RowState.PENDING,), attempt)
+            batch = log.half_batch(record, state, attempt, rows)
+            verdicts = normalize_verdicts(listener.check_local_transaction(batch), batch)
+            split = split_by_verdict(log, record, rows, batch, verdicts)
             if split.decides:
                 log.decide_many([split.decision(record, attempt, Who.CHECK)])
 
 
+def quarantine(log: CommitLog, record: HalfRecord) -> None:
+    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "15 checks")
+
+
+def ids(batch: HalfBatch) -> list[str]:
+    return batch.transactions["transaction_id"].to_pylist()
+
+
+def attempts(batches: Sequence[HalfBatch]) -> list[int]:
+    return [batch.attempt for batch in batches]
+
+
 # ---------------------------------------------------------------- listeners
-class Told(TransactionListener):
-    """Answers as it is told, and keeps what it was asked. An answer is a value, an exception, or a function."""
-
-    def __init__(self, execute: Any = COMMIT, check: Any = UNKNOWN) -> None:
-        self.answers = {"execute": execute, "check": check}
-        self.executed: list[tuple[int, list[str]]] = []
-        self.checked: list[tuple[int, list[str]]] = []
-        self.args: list[Any] = []
-
-    def _answer(self, door: str, batch: HalfBatch) -> Any:
-        answer = self.answers[door]
-        if callable(answer):
-            answer = answer(batch)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def execute_local_transaction(self, batch: HalfBatch) -> Any:
-        self.executed.append((batch.attempt, batch.transactions["transaction_id"].to_pylist()))
-        self.args.append(batch.arg)
-        return self._answer("execute", batch)
-
-    def check_local_transaction(self, batch: HalfBatch) -> Any:
-        self.checked.append((batch.attempt, batch.transactions["transaction_id"].to_pylist()))
-        return self._answer("check", batch)
-
-
 class Database:
     """The user's database: orders, and the fence row of each transaction. It outlives every driver."""
 
@@ -214,30 +136,30 @@ class Fenced(TransactionListener):
     """A listener with a fence on :class:`Database`, as SqlTransactionListener is one.
 
     ``plan`` says by the first letter of a body's key (or ``*``) what its local transaction does: ``commit``,
-    ``rollback``, ``done`` (its work is done, but execute answers UNKNOWN) or ``not done``.
+    ``rollback``, ``done`` (its work is done, but execute answers UNKNOWN) or ``not done``. Of which transactions of a
+    half batch a check knows anything, by their position, ``checks`` says.
     """
 
     def __init__(
         self,
         database: Database,
         plan: Mapping[str, str] | None = None,
-        die: Callable[[str], None] | None = None,
+        die: Callable[[str], None] = lambda point: None,
+        checks: Callable[[HalfBatch, int], bool] = lambda batch, position: True,
     ) -> None:
-        self.database, self.plan, self.die = database, plan or {}, die or (lambda point: None)
+        self.database, self.plan, self.die, self.checks = database, plan or {}, die, checks
 
     def execute_local_transaction(self, batch: HalfBatch) -> Any:
-        messages = batch.messages(["transaction_id", "body"]).to_pylist()
         work: dict[str, list[str]] = {}
-        for m in messages:
+        for m in batch.messages(["transaction_id", "body"]).to_pylist():
             work.setdefault(m["transaction_id"], []).append(m["body"].decode())
-        ids = batch.transactions["transaction_id"].to_pylist()
         with self.database.lock:
-            if any(self.database.fence.get(i) == "tombstone" for i in ids):
+            if any(self.database.fence.get(i) == "tombstone" for i in ids(batch)):
                 raise FencedError("a check was faster")
-            assert not any(i in self.database.fence for i in ids), "a transaction was executed twice"
+            assert not any(i in self.database.fence for i in ids(batch)), "a transaction was executed twice"
             self.die("executing")
             verdicts = []
-            for i in ids:
+            for i in ids(batch):
                 kind = self.plan.get("*" if batch.transaction_per == BATCH else work[i][0].split("-")[1], "commit")
                 if kind in ("commit", "done"):
                     self.database.orders.update(work[i])
@@ -249,16 +171,17 @@ class Fenced(TransactionListener):
 
     def check_local_transaction(self, batch: HalfBatch) -> Any:
         with self.database.lock:
-            found = [
-                self.database.fence.setdefault(i, "tombstone") for i in batch.transactions["transaction_id"].to_pylist()
-            ]
-        return [COMMIT if f == "executed" else ROLLBACK for f in found]
+            return [self._look(i) if self.checks(batch, n) else UNKNOWN for n, i in enumerate(ids(batch))]
+
+    def _look(self, transaction_id: str) -> Any:
+        found = self.database.fence.setdefault(transaction_id, "tombstone")
+        return COMMIT if found == "executed" else ROLLBACK
 
 
 # ---------------------------------------------------------------- verdicts
 @pytest.mark.parametrize("per", PERS)
 def test_committed_messages_are_visible_in_send_order(log: CommitLog, per: str) -> None:
-    listener = Told(COMMIT)
+    listener = Scripted()
     outcome = send(log, listener, header(per))
     assert visible(log) == bodies()
     assert outcome.messages == {RowState.COMMITTED: len(KEYS)}
@@ -270,17 +193,16 @@ def test_committed_messages_are_visible_in_send_order(log: CommitLog, per: str) 
 
 @pytest.mark.parametrize("per", PERS)
 def test_rolled_back_messages_never_appear_and_take_no_offset(log: CommitLog, per: str) -> None:
-    outcome = send(log, Told(ROLLBACK), header(per))
+    outcome = send(log, Scripted(ROLLBACK), header(per))
     assert outcome.messages == {RowState.ROLLED_BACK: len(KEYS)}
     assert visible(log) == []
-    send(log, Told(COMMIT), header(per, 1))
+    send(log, Scripted(), header(per, 1))
     assert visible(log) == bodies(batch_id=1)
 
 
-@pytest.mark.parametrize("per", PERS)
-@pytest.mark.parametrize("nothing", [None, UNKNOWN, "UNKNOW"])
+@pytest.mark.parametrize(("per", "nothing"), [(BATCH, None), (MESSAGE, UNKNOWN), (KEY, "UNKNOW")])
 def test_an_unknown_verdict_leaves_the_messages_pending_for_the_check(log: CommitLog, per: str, nothing: Any) -> None:
-    listener = Told(nothing, COMMIT)
+    listener = Scripted(nothing, COMMIT)
     outcome = send(log, listener, header(per))
     assert outcome.messages == {RowState.PENDING: len(KEYS)}
     assert not listener.checked
@@ -290,7 +212,7 @@ def test_an_unknown_verdict_leaves_the_messages_pending_for_the_check(log: Commi
 
 
 def test_each_key_has_its_own_verdict(log: CommitLog) -> None:
-    outcome = send(log, Told(lambda b: b.verdicts(rollback=["a"], unknown=["b"])), header(KEY))
+    outcome = send(log, Scripted(lambda b: b.verdicts(rollback=["a"], unknown=["b"])), header(KEY))
     assert visible(log) == bodies("c", "d")
     assert outcome.messages == {RowState.COMMITTED: 2, RowState.ROLLED_BACK: 2, RowState.PENDING: 2}
 
@@ -300,13 +222,13 @@ def test_each_message_has_its_own_verdict(log: CommitLog) -> None:
         texts = [b.decode() for b in batch.messages(["body"])["body"].to_pylist()]
         return [COMMIT if "-a-" in t else None if "-b-" in t else ROLLBACK for t in texts]
 
-    outcome = send(log, Told(every_other), header(MESSAGE))
+    outcome = send(log, Scripted(every_other), header(MESSAGE))
     assert visible(log) == bodies("a")
     assert outcome.messages == {RowState.COMMITTED: 2, RowState.ROLLED_BACK: 2, RowState.PENDING: 2}
 
 
 def test_a_batch_without_messages_leaves_nothing_in_the_log(log: CommitLog) -> None:
-    listener = Told(COMMIT)
+    listener = Scripted()
     outcome = TwoPhase(log, listener).send(header(), list)
     assert outcome.record is None
     assert log.last_batch_id("app") is None
@@ -321,132 +243,99 @@ def test_without_a_listener_a_batch_commits_once_it_is_prepared(log: CommitLog) 
 
 
 # ---------------------------------------------------------------- a listener that fails
-@pytest.mark.parametrize("per", PERS)
-@pytest.mark.parametrize("number", [0, 1, 2, 7])
-def test_a_wrong_number_of_verdicts_fails_and_leaves_the_batch_pending(log: CommitLog, per: str, number: int) -> None:
-    if per == BATCH and number == 1:
-        return
-    with pytest.raises(LocalTransactionError, match="verdicts for"):
-        send(log, Told([COMMIT] * number), header(per))
-    assert log.pending()["messages"].to_pylist() == [len(KEYS)]
+RAISES = ValueError("no stock")
+WRONG = [
+    *((BATCH, [COMMIT] * number, "verdicts for") for number in (0, 2)),
+    *((MESSAGE, [COMMIT] * number, "verdicts for") for number in (0, 1, 7)),
+    *((KEY, [COMMIT] * number, "verdicts for") for number in (0, 1, 7)),
+    *((BATCH, answer, "verdict|expected") for answer in (42, "YES", ["YES"], pa.array(["YES"]), {"a": COMMIT})),
+    (BATCH, RAISES, r"app:0.*attempt 1.*ValueError: no stock.*check or a restart"),
+]
 
 
-@pytest.mark.parametrize("answer", [42, "YES", ["YES"], pa.array(["YES"]), {"a": COMMIT}])
-def test_what_is_no_verdict_fails_and_leaves_the_batch_pending(log: CommitLog, answer: Any) -> None:
-    with pytest.raises(LocalTransactionError, match=r"verdict|expected"):
-        send(log, Told(answer), header())
-    assert log.pending().num_rows == 1
-
-
-def test_a_listener_that_raises_fails_the_query_and_leaves_the_batch_pending(log: CommitLog) -> None:
-    with pytest.raises(LocalTransactionError, match=r"app:0.*attempt 1.*ValueError: no stock.*check or a restart"):
-        send(log, Told(ValueError("no stock")), header())
+@MEMORY
+@pytest.mark.parametrize(("per", "answer", "words"), WRONG)
+def test_a_listener_that_gives_no_verdicts_fails_and_leaves_the_batch_pending(
+    log: CommitLog, per: str, answer: Any, words: str
+) -> None:
+    with pytest.raises(LocalTransactionError, match=words):
+        send(log, Scripted([answer]), header(per))
     assert log.pending()["messages"].to_pylist() == [len(KEYS)]
 
 
 def test_a_listener_that_raises_counts_as_unknown_when_asked_for(log: CommitLog) -> None:
-    problem = ValueError("no stock")
-    outcome = send(log, Told(problem), header(), on_listener_error="unknown")
-    assert outcome.error is problem
+    outcome = send(log, Scripted(RAISES), on_listener_error="unknown")
+    assert outcome.error is RAISES
     assert outcome.messages == {RowState.PENDING: len(KEYS)}
 
 
 def test_another_way_to_treat_errors_is_refused(log: CommitLog) -> None:
     with pytest.raises(OptionError, match="fail, unknown"):
-        TwoPhase(log, Told(), on_listener_error="ignore")
+        TwoPhase(log, Scripted(), on_listener_error="ignore")
 
 
 # ---------------------------------------------------------------- replay of a prepared batch
-@pytest.mark.parametrize("per", PERS)
-def test_a_replay_of_a_decided_batch_asks_nobody(log: CommitLog, per: str) -> None:
-    send(log, Told(COMMIT), header(per))
-    listener = Told(COMMIT, COMMIT)
-    outcome = send(another(log), listener, header(per))
-    assert outcome.replayed
-    assert not listener.executed
-    assert not listener.checked
-    assert outcome.placed == []
-    assert visible(log) == bodies()
+def roll_back_by_a_check(log: CommitLog, record: HalfRecord) -> None:
+    """And it is settled: its markers are no longer kept in memory."""
+    roll_back(log, record, who=Who.CHECK)
+    another(log).move_mark()
+
+
+REPLAYS: dict[str, tuple[Callable[[CommitLog, HalfRecord], object], Any, list[int], list[int]]] = {
+    # How a prepared batch stands, and what a check says: which attempts are checked, and which executed.
+    "it is pending, and done": (lambda log, record: None, COMMIT, [1], []),
+    "it is pending, and never happened": (lambda log, record: None, ROLLBACK, [1], [2]),
+    "it is committed": (commit, COMMIT, [], []),
+    "it is rolled back for good": (roll_back, COMMIT, [], []),
+    "a check has rolled it back": (roll_back_by_a_check, COMMIT, [], [2]),
+    "it is quarantined": (quarantine, COMMIT, [1], []),
+    "it is discarded": (lambda log, record: roll_back(log, record, who=Who.DISCARD), COMMIT, [1], []),
+}
 
 
 @pytest.mark.parametrize("per", PERS)
-def test_a_replay_checks_a_pending_batch_instead_of_executing_it(log: CommitLog, per: str) -> None:
-    record = prepared(log, per)
-    listener = Told(COMMIT, COMMIT)
-    send(another(log), listener, record.header)
-    assert not listener.executed
-    assert [a for a, _ in listener.checked] == [1]
-    assert visible(log) == bodies()
-
-
-@pytest.mark.parametrize("per", PERS)
-def test_what_a_check_rolls_back_is_executed_once_under_the_next_attempt(log: CommitLog, per: str) -> None:
-    record = prepared(log, per)
-    listener = Told(COMMIT, ROLLBACK)
-    outcome = send(another(log), listener, record.header)
-    assert [a for a, _ in listener.checked] == [1]
-    assert [a for a, _ in listener.executed] == [2]
-    assert outcome.attempt == 2
-    assert not set(listener.checked[0][1]) & set(listener.executed[0][1])
-    assert visible(log) == bodies()
-
-
-def test_what_was_rolled_back_by_a_check_earlier_is_executed_once_under_the_next_attempt(
-    log: CommitLog,
+@pytest.mark.parametrize("how", REPLAYS)
+def test_a_replay_checks_what_is_unknown_and_executes_once_what_never_happened(
+    log: CommitLog, per: str, how: str
 ) -> None:
-    record = prepared(log)
-    check(log, Told(check=ROLLBACK))
-    another(log).move_mark()  # settled: its markers are no longer kept in memory
-    listener = Told(COMMIT)
-    send(another(log), listener, record.header)
-    assert [a for a, _ in listener.executed] == [2]
-    assert not listener.checked
-    assert visible(log) == bodies()
-
-
-@pytest.mark.parametrize("per", PERS)
-def test_a_rollback_by_execute_is_final(log: CommitLog, per: str) -> None:
-    send(log, Told(ROLLBACK), header(per))
-    listener = Told(COMMIT, COMMIT)
-    outcome = send(another(log), listener, header(per))
-    assert outcome.messages == {RowState.ROLLED_BACK: len(KEYS)}
-    assert not listener.executed
-    assert not listener.checked
-    assert visible(log) == []
+    stand, answer, checked, executed = REPLAYS[how]
+    record = prepared(log, per)
+    stand(log, record)
+    listener = Scripted(check=answer)
+    outcome = send(another(log), listener, record.header)
+    assert outcome.replayed
+    assert attempts(listener.checked) == checked
+    assert attempts(listener.executed) == executed
+    assert outcome.attempt == max([1, *executed])
+    if stand is roll_back:
+        assert outcome.messages == {RowState.ROLLED_BACK: len(KEYS)}
+        assert visible(log) == []
+    else:
+        assert outcome.messages == {RowState.COMMITTED: len(KEYS)}
+        assert visible(log) == bodies()
+    if not checked and not executed:
+        assert outcome.placed == []
+    if checked and executed:
+        assert not set(ids(listener.checked[0])) & set(ids(listener.executed[0]))
 
 
 def test_a_replay_checks_only_what_is_undecided(log: CommitLog) -> None:
-    send(log, Told(lambda b: b.verdicts(rollback=["a"], unknown=["b", "c"])), header(KEY))
-    listener = Told(COMMIT, lambda b: b.verdicts(rollback=["b"]))
+    send(log, Scripted(lambda b: b.verdicts(rollback=["a"], unknown=["b", "c"])), header(KEY))
+    listener = Scripted(check=lambda b: b.verdicts(rollback=["b"]))
     outcome = send(another(log), listener, header(KEY))
-    assert listener.checked == [(1, ["app:0:1:b", "app:0:1:c"])]
-    assert listener.executed == [(2, ["app:0:2:b"])]
+    assert [ids(batch) for batch in listener.checked] == [["app:0:1:b", "app:0:1:c"]]
+    assert [ids(batch) for batch in listener.executed] == [["app:0:2:b"]]
     assert visible(log) == bodies("b", "c", "d")
     assert outcome.messages == {RowState.COMMITTED: 4, RowState.ROLLED_BACK: 2}
 
 
-@pytest.mark.parametrize("how", ["quarantine", "discard"])
-def test_what_nobody_knows_is_checked_again_under_the_same_attempt(log: CommitLog, how: str) -> None:
-    record = prepared(log)
-    mask = log.state_of(record).rows_in((RowState.PENDING,))
-    if how == "quarantine":
-        log.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
-    else:
-        log.decide(record, 1, commit={}, rollback=mask, who=Who.DISCARD, reason="15 checks")
-    listener = Told(COMMIT, COMMIT)
-    send(another(log), listener, record.header)
-    assert [a for a, _ in listener.checked] == [1]
-    assert not listener.executed
-    assert visible(log) == bodies()
-
-
 def test_a_replay_of_a_batch_in_conflict_is_refused_until_a_person_resolves_it(log: CommitLog) -> None:
     record = prepared(log)
-    mask = log.state_of(record).rows_in((RowState.PENDING,))
-    log.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
+    rows = pending(log, record)
+    roll_back(log, record, who=Who.CHECK)
     with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
-    listener = Told(COMMIT, COMMIT)
+        log.decide(record, 1, commit=rows, who=Who.EXECUTE)
+    listener = Scripted()
     for _ in range(2):
         with pytest.raises(VerdictConflictError, match=r"log\.resolve"):
             send(another(log), listener, record.header)
@@ -459,11 +348,12 @@ def test_a_replay_of_a_batch_in_conflict_is_refused_until_a_person_resolves_it(l
 
 
 def test_a_replay_asks_again_with_growing_pauses_and_then_gives_up_without_losing_anything(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It says once that it waits: it used to stand still for a minute without a line."""
     pauses = set_clock(monkeypatch).pauses
     record = prepared(log)
-    listener = Told(COMMIT, UNKNOWN)
+    listener = Scripted(check=UNKNOWN)
     sentence = r"app:0.*earlier run.*60 s.*Nothing is lost.*replayCheckTimeout"
     with pytest.raises(UnresolvedTransactionError, match=sentence):
         send(another(log), listener, record.header, timeout_s=60.0)
@@ -473,16 +363,6 @@ def test_a_replay_asks_again_with_growing_pauses_and_then_gives_up_without_losin
     assert len(listener.checked) == len(pauses) + 1
     assert not listener.executed
     assert states(log, record) == {RowState.PENDING: len(KEYS)}
-
-
-def test_a_restart_that_waits_says_so_once(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It used to stand still for a minute without a line."""
-    set_clock(monkeypatch)
-    record = prepared(log)
-    with pytest.raises(UnresolvedTransactionError):
-        send(another(log), Told(COMMIT, UNKNOWN), record.header, timeout_s=60.0)
     (told,) = [r.getMessage() for r in caplog.records if r.name == module.__name__]
     assert "half batch 'app:0' was prepared" in told
     assert "not know yet what became of 6 messages. Asking again for up to 60 s (replayCheckTimeout)" in told
@@ -494,38 +374,36 @@ def test_only_a_query_knows_that_its_earlier_run_is_over(log: CommitLog, query_i
     head = header(query_id=query_id, naming=Naming.COUNTED if query_id else Naming.GIVEN)
     record = log.prepare(head, stage(log, head))
     seen: list[bool] = []
-    send(log, Told(COMMIT, lambda batch: seen.append(batch.restarted) or COMMIT), record.header)
+    send(log, Scripted(check=lambda batch: seen.append(batch.restarted) or COMMIT), record.header)
     assert seen == [restarted]
 
 
 def test_the_error_of_a_replay_names_what_the_check_raised(log: CommitLog) -> None:
     record = prepared(log)
     with pytest.raises(UnresolvedTransactionError, match="OSError: the database is away"):
-        send(log, Told(check=OSError("the database is away")), record.header)
+        send(log, Scripted(check=OSError("the database is away")), record.header)
 
 
 def test_a_replay_goes_on_when_the_answer_comes_late(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses = set_clock(monkeypatch).pauses
-    answers = iter([UNKNOWN, OSError("away"), None, COMMIT])
     record = prepared(log)
-    send(log, Told(check=lambda b: next(answers)), record.header, timeout_s=DEADLINE_S)
+    send(log, Scripted(check=[UNKNOWN, OSError("away"), None, COMMIT]), record.header, timeout_s=DEADLINE_S)
     assert len(pauses) == 3
     assert visible(log) == bodies()
 
 
 def test_the_argument_of_a_send_reaches_every_attempt_that_it_executes(log: CommitLog) -> None:
     record = prepared(log)
-    listener = Told(COMMIT, ROLLBACK)
+    listener = Scripted(check=ROLLBACK)
     TwoPhase(log, listener).send(record.header, list, arg="for the listener")
-    assert listener.args == ["for the listener"]
+    assert [batch.arg for batch in listener.executed] == ["for the listener"]
 
 
 # ---------------------------------------------------------------- attempts
 def test_a_fenced_attempt_is_over_and_the_next_one_runs(log: CommitLog) -> None:
-    answers = iter([FencedError("tombstone"), COMMIT])
-    listener = Told(lambda b: next(answers))
-    outcome = send(log, listener, header())
-    assert [a for a, _ in listener.executed] == [1, 2]
+    listener = Scripted([FencedError("tombstone"), COMMIT])
+    outcome = send(log, listener)
+    assert attempts(listener.executed) == [1, 2]
     assert outcome.attempt == 2
     assert visible(log) == bodies()
 
@@ -539,10 +417,7 @@ def test_a_fenced_attempt_whose_batch_was_quarantined_meanwhile_is_checked_and_n
         def execute_local_transaction(self, batch: HalfBatch) -> Any:
             if batch.attempt == 1:  # a checker put its tombstone down, and died; the next one gave up
                 self.check_local_transaction(batch)
-                other = another(log)
-                record = other.get(batch.half_id)
-                mask = other.state_of(record).rows_in((RowState.PENDING,))
-                other.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+                quarantine(another(log), log.get(batch.half_id))
             return super().execute_local_transaction(batch)
 
     send(log, LateDriver(database), header())
@@ -568,32 +443,32 @@ def test_a_late_verdict_about_a_past_attempt_does_not_count(log: CommitLog) -> N
     """A listener without a fence: a driver that wakes up late is told, and its verdict is not used."""
 
     def overtaken(batch: HalfBatch) -> Any:
-        check(log, Told(check=ROLLBACK))
-        send(another(log), Told(ROLLBACK), header())
+        check(log, Scripted(check=ROLLBACK))
+        send(another(log), Scripted(ROLLBACK))
         return COMMIT
 
     with pytest.raises(StaleAttemptError, match="attempt"):
-        send(log, Told(overtaken), header())
+        send(log, Scripted(overtaken))
     assert visible(log) == []
 
 
 def test_a_late_opposite_verdict_is_a_conflict_and_nothing_becomes_visible(log: CommitLog) -> None:
     def overtaken(batch: HalfBatch) -> Any:
-        check(log, Told(check=ROLLBACK))
+        check(log, Scripted(check=ROLLBACK))
         return COMMIT
 
     with pytest.raises(VerdictConflictError, match=r"COMMIT_MESSAGE.*rollback by check at .*log\.resolve"):
-        send(log, Told(overtaken), header())
+        send(log, Scripted(overtaken))
     assert visible(log) == []
     assert log.conflicts() == ["app:0"]
 
 
 def test_a_late_equal_verdict_changes_nothing(log: CommitLog) -> None:
     def overtaken(batch: HalfBatch) -> Any:
-        check(log, Told(check=COMMIT))
+        check(log, Scripted(check=COMMIT))
         return COMMIT
 
-    outcome = send(log, Told(overtaken), header())
+    outcome = send(log, Scripted(overtaken))
     assert outcome.messages == {RowState.COMMITTED: len(KEYS)}
     assert outcome.placed == []
     assert visible(log) == bodies()
@@ -609,7 +484,7 @@ def test_a_reopened_attempt_that_another_run_began_is_checked_and_never_executed
     """
     database = Database()
     record = prepared(log, per)
-    check(log, Fenced(database), only=lambda position: position < 2)
+    check(log, Fenced(database, checks=lambda batch, position: position < 2))
 
     def die(point: str) -> None:
         if point == "executed":
@@ -621,15 +496,7 @@ def test_a_reopened_attempt_that_another_run_began_is_checked_and_never_executed
     assert first
     assert first != bodies()
 
-    check(log, Fenced(database), only=lambda position: False)
-    other = another(log)
-    state = other.state_of(record)
-    one = state.rows_in((RowState.PENDING,), 1)
-    assert one
-    batch = other.half_batch(record, state, 1, one)
-    Fenced(database).check_local_transaction(batch)
-    other.decide(record, 1, commit={}, rollback=one, who=Who.CHECK)
-
+    check(log, Fenced(database, checks=lambda batch, position: batch.attempt == 1))
     send(another(log), Fenced(database), record.header)
     assert sorted(database.orders.elements()) == visible(log) == bodies()
 
@@ -642,120 +509,90 @@ def test_a_check_during_a_replay_that_another_process_overtakes_starts_over(log:
     def overtaken(batch: HalfBatch) -> Any:
         asked.append(batch.attempt)
         if len(asked) == 1:
-            other = another(log)
-            mask = other.state_of(record).rows_in((RowState.PENDING,))
-            other.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+            quarantine(another(log), record)
         return COMMIT
 
-    send(log, Told(check=overtaken), record.header)
+    send(log, Scripted(check=overtaken), record.header)
     assert asked == [1, 1]
     assert visible(log) == bodies()
 
 
 def test_an_attempt_that_is_always_fenced_ends_with_an_error(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rmq_spark.commitlog.ledger.ATTEMPTS_MAX", 4)
-    listener = Told(FencedError("tombstone"))
+    set_limits(monkeypatch, ATTEMPTS_MAX=4)
+    listener = Scripted(FencedError("tombstone"))
     with pytest.raises(StaleAttemptError, match="rolled back by checks 4 times"):
-        send(log, listener, header())
-    assert [a for a, _ in listener.executed] == [1, 2, 3, 4]
+        send(log, listener)
+    assert attempts(listener.executed) == [1, 2, 3, 4]
 
 
 # ---------------------------------------------------------------- is it really a replay?
 REMEDY = r"Go on with the checkpoint.*new appId"
 
 
-def test_a_new_checkpoint_under_the_same_app_id_is_refused_with_the_remedy(log: CommitLog) -> None:
-    send(log, Told(), header(batch_id=3))
-    listener = Told(COMMIT, COMMIT)
-    with pytest.raises(CheckpointMismatchError, match=rf"batch 3 of app 'app'.*query-1.*query-2.*{REMEDY}"):
-        send(another(log), listener, header(batch_id=3, query_id="query-2"))
+GIVEN = header(query_id=None, input_hash=None, naming=Naming.GIVEN)
+UNKNOWN_QUERY, UNKNOWN_INPUT = header(query_id=None, input_hash=None), header(input_hash=None)
+NO_REPLAYS = {
+    "a new checkpoint": (
+        header(batch_id=3), header(batch_id=3, query_id="query-2"), "batch 3 of app 'app'.*query-1.*query-2",
+    ),
+    "other offsets": (header(), header(input_hash="another"), "held something else.*older copy"),
+    "no query is known": (UNKNOWN_QUERY, UNKNOWN_QUERY, "batch 0 of app 'app'.*not known"),
+    "the new query is not known": (UNKNOWN_INPUT, UNKNOWN_QUERY, "batch 0 of app 'app'.*not known"),
+    "the old query is not known": (UNKNOWN_QUERY, UNKNOWN_INPUT, "batch 0 of app 'app'.*not known"),
+    "a batch write after a stream": (header(), GIVEN, "a batch write"),
+    "a stream after a batch write": (GIVEN, header(), "a batch write"),
+    "below the last batch": (header(batch_id=3), header(batch_id=1), "batch 1 of app 'app' is not above"),
+    "above the last batch, after empty ones of a new checkpoint": (
+        header(), header(batch_id=1, query_id="query-2", input_hash=None),
+        "batch 0 of app 'app' was prepared by query query-1",
+    ),
+}  # fmt: skip
+
+
+@MEMORY
+@pytest.mark.parametrize(("before", "now", "words"), NO_REPLAYS.values(), ids=NO_REPLAYS)
+def test_what_is_no_replay_is_refused_with_the_remedy(
+    log: CommitLog, before: HalfHeader, now: HalfHeader, words: str
+) -> None:
+    """Taken for a replay of the old batch it would be dropped, and nobody told."""
+    send(log, Scripted(), before)
+    listener = Scripted()
+    with pytest.raises(CheckpointMismatchError, match=f"{words}.*{REMEDY}"):
+        send(another(log), listener, now)
     assert not listener.executed
     assert not listener.checked
-    assert visible(log) == bodies(batch_id=3)
+    assert visible(log) == bodies(batch_id=before.batch_id)
 
 
-def test_a_batch_from_other_offsets_is_refused_with_the_remedy(log: CommitLog) -> None:
-    send(log, Told(), header())
-    with pytest.raises(CheckpointMismatchError, match=rf"held something else.*older copy.*{REMEDY}"):
-        send(another(log), Told(), header(input_hash="another"))
-    assert visible(log) == bodies()
-
-
-@pytest.mark.parametrize(("before", "now"), [(None, None), (QUERY, None), (None, QUERY)])
-def test_a_query_that_is_not_known_is_never_taken_for_the_one_before(
-    log: CommitLog, before: str | None, now: str | None
+@MEMORY
+@pytest.mark.parametrize(("before", "now"), [(UNKNOWN_INPUT, header()), (GIVEN, GIVEN)], ids=["stream", "batch write"])
+def test_a_replay_whose_input_is_known_only_now_and_the_retry_of_a_batch_write_are_replays(
+    log: CommitLog, before: HalfHeader, now: HalfHeader
 ) -> None:
-    """Batch 0 of a new checkpoint: as a replay of the old batch 0 it would be dropped, and nobody told."""
-    send(log, Told(), header(query_id=before, input_hash=None))
-    listener = Told(COMMIT, COMMIT)
-    with pytest.raises(CheckpointMismatchError, match=rf"batch 0 of app 'app'.*not known.*{REMEDY}"):
-        send(another(log), listener, header(query_id=now, input_hash=None))
-    assert not listener.executed
-    assert not listener.checked
-
-
-def test_a_replay_whose_input_is_known_only_now_is_a_replay(log: CommitLog) -> None:
-    send(log, Told(), header(input_hash=None))
-    assert send(another(log), Told(), header()).replayed
-    assert visible(log) == bodies()
-
-
-def test_the_retry_of_a_batch_write_is_known_by_its_own_numbers(log: CommitLog) -> None:
-    named = header(query_id=None, input_hash=None, naming=Naming.GIVEN)
-    send(log, Told(), named)
-    listener = Told(COMMIT, COMMIT)
-    assert send(another(log), listener, named).replayed
+    send(log, Scripted(), before)
+    listener = Scripted()
+    assert send(another(log), listener, now).replayed
     assert not listener.executed
     assert visible(log) == bodies()
-
-
-@pytest.mark.parametrize("first", ["stream", "batch write"])
-def test_a_stream_and_a_batch_write_of_one_app_id_are_not_each_other_s_replay(log: CommitLog, first: str) -> None:
-    heads = [header(), header(query_id=None, input_hash=None, naming=Naming.GIVEN)]
-    before, now = heads if first == "stream" else heads[::-1]
-    send(log, Told(), before)
-    with pytest.raises(CheckpointMismatchError, match=rf"a batch write.*{REMEDY}"):
-        send(another(log), Told(), now)
-
-
-def test_a_batch_below_the_last_one_that_the_log_does_not_have_is_refused_with_the_remedy(
-    log: CommitLog,
-) -> None:
-    send(log, Told(), header(batch_id=3))
-    with pytest.raises(CheckpointMismatchError, match=rf"batch 1 of app 'app' is not above.*{REMEDY}"):
-        send(another(log), Told(), header(batch_id=1))
-    assert visible(log) == bodies(batch_id=3)
-
-
-def test_batch_ids_may_have_gaps(log: CommitLog) -> None:
-    """A micro-batch without messages leaves nothing in the log."""
-    send(log, Told(), header(batch_id=1))
-    send(log, Told(), header(batch_id=5))
-    assert visible(log) == sorted(bodies(batch_id=1) + bodies(batch_id=5))
 
 
 # ---------------------------------------------------------------- does the checkpoint hold what was sent before?
-def send_nothing(log: CommitLog, head: HalfHeader, checkpoint: Checkpoint) -> Outcome:
-    """A micro-batch of which a filter keeps nothing."""
-    return TwoPhase(log, Told()).send(head, lambda: (), lineage=Lineage(checkpoint))
-
-
 def test_a_copy_of_a_checkpoint_is_refused_when_the_query_has_sent_under_a_later_number(log: CommitLog) -> None:
     """The copy was made after batch 0. The query's batch 1 is empty, and the copy's is not."""
     first = Checkpoint()
-    send(log, Told(), first.header(0, "row 1"), first)
+    send(log, Scripted(), first.header(0, "row 1"), first)
     second = first.copy()
     assert send_nothing(log, first.header(1, "row 2"), first).record is None
-    send(log, Told(), first.header(2, "row 3"), first)
+    send(log, Scripted(), first.header(2, "row 3"), first)
     with pytest.raises(CheckpointMismatchError, match=rf"batch 1 of app 'app' is not above.*{REMEDY}"):
-        send(another(log), Told(), second.header(1, "row 3"), second)
-    listener = Told(COMMIT)
+        send(another(log), Scripted(), second.header(1, "row 3"), second)
+    listener = Scripted()
     for batch_id in (2, 3):  # it goes on after batches that it had nothing to send of
         with pytest.raises(CheckpointMismatchError, match=REMEDY):
             send(another(log), listener, second.header(batch_id, "row 4"), second)
     assert not listener.executed
     assert visible(log) == sorted(bodies() + bodies(batch_id=2))
-    assert not send(log, Told(), first.header(3, "row 4"), first).replayed
+    assert not send(log, Scripted(), first.header(3, "row 4"), first).replayed
 
 
 def test_a_query_is_refused_when_a_copy_of_its_checkpoint_has_sent_under_a_number_that_it_left_free(
@@ -763,11 +600,11 @@ def test_a_query_is_refused_when_a_copy_of_its_checkpoint_has_sent_under_a_numbe
 ) -> None:
     """The example of the issue: batch 1 of the copy is batch 2 of the query."""
     first = Checkpoint()
-    send(log, Told(), first.header(0, "row 1"), first)
+    send(log, Scripted(), first.header(0, "row 1"), first)
     second = first.copy()
     send_nothing(log, first.header(1, "row 2"), first)
-    send(log, Told(), second.header(1, "row 3"), second)
-    listener = Told(COMMIT)
+    send(log, Scripted(), second.header(1, "row 3"), second)
+    listener = Scripted()
     said = r"batch 2 of app 'app' does not follow batch 1.*offsets/1 is missing or holds something else"
     with pytest.raises(CheckpointMismatchError, match=rf"{said}.*{REMEDY}"):
         send(another(log), listener, first.header(2, "row 3"), first)
@@ -778,89 +615,83 @@ def test_a_query_is_refused_when_a_copy_of_its_checkpoint_has_sent_under_a_numbe
 def test_an_empty_batch_of_a_fork_is_refused_too(log: CommitLog) -> None:
     first = Checkpoint()
     second = first.copy()
-    send(log, Told(), first.header(0, "row 1"), first)
+    send(log, Scripted(), first.header(0, "row 1"), first)
     with pytest.raises(CheckpointMismatchError, match="does not follow batch 0"):
         send_nothing(another(log), second.header(1, "row 2"), second)
+
+
+class Overtaken(TwoPhase):
+    """A driver that another one overtakes, once, right before it prepares."""
+
+    def __init__(self, log: CommitLog, meanwhile: Callable[[], object], listener: TransactionListener) -> None:
+        super().__init__(log, listener)
+        self.meanwhile = [meanwhile]
+
+    def prepare(self, head: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord | None:
+        while self.meanwhile:
+            self.meanwhile.pop()()
+        return super().prepare(head, files)
 
 
 def test_forks_that_run_at_once_do_not_both_prepare(log: CommitLog) -> None:
     """Each finds nothing in the log that it lacks, and the other one is faster."""
     first, second = Checkpoint(), Checkpoint()
-
-    class Slower(TwoPhase):
-        def prepare(self, head: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord | None:
-            send(another(log), Told(), first.header(1, "row 1"), first)
-            return super().prepare(head, files)
-
-    head = second.header(2, "row 1")
+    faster, head = first.header(1, "row 1"), second.header(2, "row 1")
+    driver = Overtaken(log, lambda: send(another(log), Scripted(), faster, first), Scripted())
     with pytest.raises(CheckpointMismatchError, match="does not follow batch 1"):
-        Slower(log, Told()).send(head, lambda: stage(log, head), lineage=Lineage(second))
+        driver.send(head, lambda: stage(log, head), lineage=Lineage(second))
     assert visible(log) == bodies(batch_id=1)
 
 
 def test_a_batch_that_a_slow_driver_of_the_same_checkpoint_prepared_meanwhile_is_no_fork(log: CommitLog) -> None:
     checkpoint = Checkpoint()
-    slow = checkpoint.header(1, "row 1")
-
-    class Slower(TwoPhase):
-        def prepare(self, head: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord | None:
-            if log.last_batch_id("app") is None:
-                send(another(log), Told(), slow, checkpoint)
-            return super().prepare(head, files)
-
-    head = checkpoint.header(2, "row 2")
-    assert not Slower(log, Told()).send(head, lambda: stage(log, head), lineage=Lineage(checkpoint)).replayed
+    slow, head = checkpoint.header(1, "row 1"), checkpoint.header(2, "row 2")
+    driver = Overtaken(log, lambda: send(another(log), Scripted(), slow, checkpoint), Scripted())
+    assert not driver.send(head, lambda: stage(log, head), lineage=Lineage(checkpoint)).replayed
     assert visible(log) == sorted(bodies(batch_id=1) + bodies(batch_id=2))
 
 
 def test_offsets_that_spark_has_cleaned_are_kept_by_the_first_empty_batch(log: CommitLog) -> None:
     checkpoint = Checkpoint()
-    send(log, Told(), checkpoint.header(0, "row 1"), checkpoint)
+    send(log, Scripted(), checkpoint.header(0, "row 1"), checkpoint)
     for batch_id in range(1, 4):
         send_nothing(log, checkpoint.header(batch_id, "nothing"), checkpoint)
         del checkpoint.files[f"offsets/{batch_id - 1}"]  # spark.sql.streaming.minBatchesToRetain=1
-    send(log, Told(), checkpoint.header(4, "row 2"), checkpoint)
+    send(log, Scripted(), checkpoint.header(4, "row 2"), checkpoint)
     assert visible(log) == sorted(bodies() + bodies(batch_id=4))
 
 
 def test_who_has_lost_offsets_that_were_sent_goes_on_as_the_error_says(log: CommitLog) -> None:
     """A function called its sink for none of the last 100 batches, or the log is an older copy."""
     checkpoint = Checkpoint()
-    send(log, Told(), checkpoint.header(0, "row 1"), checkpoint)
+    send(log, Scripted(), checkpoint.header(0, "row 1"), checkpoint)
     del checkpoint.files["offsets/0"]
     with pytest.raises(CheckpointMismatchError, match=REMEDY) as problem:
-        send(log, Told(), checkpoint.header(101, "row 2"), checkpoint)
+        send(log, Scripted(), checkpoint.header(101, "row 2"), checkpoint)
     said = re.search(r"write (\{.*\}) into the checkpoint's file (\S+)", str(problem.value))
     assert said is not None
     checkpoint.write(said[2], said[1].encode())
-    send(log, Told(), checkpoint.header(101, "row 2"), checkpoint)
+    send(log, Scripted(), checkpoint.header(101, "row 2"), checkpoint)
     assert visible(log) == sorted(bodies() + bodies(batch_id=101))
-
-
-def test_a_fresh_checkpoint_under_a_used_app_id_is_refused_also_above_the_last_batch(log: CommitLog) -> None:
-    """Its first batches were empty, or did not call the sink."""
-    send(log, Told(), header())
-    with pytest.raises(CheckpointMismatchError, match=rf"batch 0 of app 'app' was prepared by query query-1.*{REMEDY}"):
-        send(another(log), Told(), header(batch_id=1, query_id="query-2", input_hash=None))
 
 
 @pytest.mark.parametrize(("before", "now"), [(None, "hash"), ("hash", None)])
 def test_what_nobody_can_compare_goes_on(log: CommitLog, before: str | None, now: str | None) -> None:
     """A foreachBatch sink whose checkpoint Python does not find; it says so at each start."""
-    send(log, Told(), header(input_hash=before), None if before is None else Checkpoint())
-    send(log, Told(), header(batch_id=2, input_hash=now), None if now is None else Checkpoint())
+    send(log, Scripted(), header(input_hash=before), None if before is None else Checkpoint())
+    send(log, Scripted(), header(batch_id=2, input_hash=now), None if now is None else Checkpoint())
     assert visible(log) == sorted(bodies() + bodies(batch_id=2))
 
 
 def test_batch_writes_are_known_by_their_numbers_alone(log: CommitLog) -> None:
     for batch_id in (0, 2):
-        send(log, Told(), header(batch_id=batch_id, query_id=None, input_hash=None, naming=Naming.GIVEN))
+        send(log, Scripted(), header(batch_id=batch_id, query_id=None, input_hash=None, naming=Naming.GIVEN))
     assert visible(log) == sorted(bodies() + bodies(batch_id=2))
 
 
 def test_a_process_reads_the_header_of_the_last_batch_once(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint()
-    send(log, Told(), checkpoint.header(0, "row"), checkpoint)
+    send(log, Scripted(), checkpoint.header(0, "row"), checkpoint)
     handle = another(log)
     found: list[int] = []
     find = handle.find
@@ -872,7 +703,7 @@ def test_a_process_reads_the_header_of_the_last_batch_once(log: CommitLog, monke
     monkeypatch.setattr(handle, "find", counted)
     for batch_id in range(1, 6):
         if batch_id % 2:
-            send(handle, Told(), checkpoint.header(batch_id, "row"), checkpoint)
+            send(handle, Scripted(), checkpoint.header(batch_id, "row"), checkpoint)
         else:
             send_nothing(handle, checkpoint.header(batch_id, "nothing"), checkpoint)
     assert found == [0]
@@ -883,42 +714,31 @@ def test_a_process_reads_the_header_of_the_last_batch_once(log: CommitLog, monke
 
 # ---------------------------------------------------------------- several drivers
 def test_a_driver_that_loses_the_race_to_prepare_takes_the_batch_up_as_a_replay(log: CommitLog) -> None:
-    first, second = Told(COMMIT), Told(COMMIT, COMMIT)
-
-    class Slower(TwoPhase):
-        def prepare(self, head: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord | None:
-            send(another(log), first, head)
-            return super().prepare(head, files)
-
-    outcome = Slower(log, second).send(header(), lambda: stage(log, header()))
-    assert outcome.replayed
+    first, second, head = Scripted(), Scripted(), header()
+    driver = Overtaken(log, lambda: send(another(log), first, head), second)
+    assert driver.send(head, lambda: stage(log, head)).replayed
     assert len(first.executed) == 1
     assert not second.executed
     assert visible(log) == bodies()
 
 
 def test_a_driver_that_loses_the_race_under_another_checkpoint_is_refused(log: CommitLog) -> None:
-    class Slower(TwoPhase):
-        def prepare(self, head: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord | None:
-            send(another(log), Told(), header())
-            return super().prepare(head, files)
-
     head = header(query_id="query-2")
+    driver = Overtaken(log, lambda: send(another(log), Scripted()), Scripted())
     with pytest.raises(CheckpointMismatchError, match=REMEDY):
-        Slower(log, Told()).send(head, lambda: stage(log, head))
+        driver.send(head, lambda: stage(log, head))
     assert visible(log) == bodies()
 
 
-@pytest.mark.parametrize("per", PERS)
-def test_drivers_that_run_one_batch_at_once_execute_it_once(log: CommitLog, per: str) -> None:
+def test_drivers_that_run_one_batch_at_once_execute_it_once(log: CommitLog) -> None:
     database = Database()
     barrier = threading.Barrier(4)
 
     def drive(_: int) -> None:
         handle = another(log)
-        files = stage(handle, header(per))
+        files = stage(handle, header(KEY))
         barrier.wait(DEADLINE_S)
-        TwoPhase(handle, Fenced(database), replay_check_timeout_s=DEADLINE_S).send(header(per), lambda: files)
+        TwoPhase(handle, Fenced(database), replay_check_timeout_s=DEADLINE_S).send(header(KEY), lambda: files)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(drive, range(4)))
@@ -926,17 +746,18 @@ def test_drivers_that_run_one_batch_at_once_execute_it_once(log: CommitLog, per:
 
 
 # ---------------------------------------------------------------- is it the listener that can speak for it?
-class Bearing(Told):
+class Bearing(Scripted):
     """A listener of a store with a name, or without one, that would commit whatever it is asked about."""
 
     def __init__(self, store_id: str | None) -> None:
-        super().__init__(COMMIT, COMMIT)
+        super().__init__()
         self.store_id = store_id
 
 
 STORES = [("shop-db", "none"), ("shop-db", None), ("shop-db", "other-db"), (None, "shop-db"), (None, "none")]
 
 
+@MEMORY
 @pytest.mark.parametrize(("before", "now"), STORES)
 def test_a_listener_of_another_store_is_not_asked_about_a_batch(
     log: CommitLog, before: str | None, now: str | None
@@ -957,11 +778,10 @@ def test_a_listener_of_another_store_is_not_asked_about_a_batch(
 @pytest.mark.parametrize("before", [RowState.ROLLED_BACK_BY_CHECK, RowState.QUARANTINED])
 def test_a_batch_is_not_reopened_for_a_listener_of_another_store(log: CommitLog, before: RowState) -> None:
     record = prepared(log, fence_id="shop-db")
-    mask = log.state_of(record).rows_in((RowState.PENDING,))
     if before is RowState.QUARANTINED:
-        log.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+        quarantine(log, record)
     else:
-        log.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
+        roll_back(log, record, who=Who.CHECK)
     with pytest.raises(FenceError, match="shop-db"):
         send(another(log), CommitOncePrepared(), header(fence_id="none"))
     assert states(log, record) == {before: len(KEYS)}
@@ -1000,11 +820,11 @@ def test_a_slow_local_transaction_keeps_renewing_its_lease_and_a_quick_one_write
             time.sleep(0.01)
         return COMMIT
 
-    send(log, Told(slow), header(), lease_s=0.1)
+    send(log, Scripted(slow), header(), lease_s=0.1)
     assert sorted(set(seen)) == list(dict.fromkeys(seen))
     assert len(set(seen)) == 4
     assert visible(log) == bodies()
-    send(log, Told(COMMIT), header(batch_id=1), lease_s=60.0)
+    send(log, Scripted(), header(batch_id=1), lease_s=60.0)
     assert another(log).state_of(log.get("app:1")).lease_until is None
 
 
@@ -1018,7 +838,7 @@ def test_a_lease_that_cannot_be_written_does_not_disturb_the_local_transaction(
         raise OSError("the store is away")
 
     monkeypatch.setattr(log.ledger, "lease", refuse)
-    send(log, Told(lambda b: COMMIT if tried.wait(DEADLINE_S) else ROLLBACK), header(), lease_s=0.03)
+    send(log, Scripted(lambda b: COMMIT if tried.wait(DEADLINE_S) else ROLLBACK), header(), lease_s=0.03)
     assert visible(log) == bodies()
 
 
@@ -1066,6 +886,14 @@ PLAN = st.dictionaries(
 )
 
 
+def every(batch: HalfBatch, position: int) -> bool:
+    return True
+
+
+def every_other(batch: HalfBatch, position: int) -> bool:
+    return position % 2 == 0
+
+
 def crash_and_agree(log: CommitLog, per: str, plan: Mapping[str, str], runs: Sequence[tuple[str, str, bool]]) -> None:
     """Runs that die, checks in between, then one that lives: what is done locally is what readers see, once."""
     database = Database()
@@ -1080,7 +908,7 @@ def crash_and_agree(log: CommitLog, per: str, plan: Mapping[str, str], runs: Seq
             crashes += 1
             event(f"died {point}")
         if checks != "no check":
-            check(log, Fenced(database), (lambda i: i % 2 == 0) if "other" in checks else (lambda i: True))
+            check(log, Fenced(database, checks=every_other if "other" in checks else every))
         if marks:
             another(log).move_mark()
     event(f"{crashes} crashes")

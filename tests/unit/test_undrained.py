@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import undrained
 from rmq_spark.commitlog.undrained import Amount, Undrained
 from tests.support.half_batches import (
     another,
@@ -18,6 +17,7 @@ from tests.support.half_batches import (
     split,
 )
 from tests.support.inside import Who, drain
+from tests.support.limits import set_limits
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
@@ -81,7 +81,7 @@ def test_each_op_row_is_read_once_and_a_look_that_finds_nothing_new_reads_nothin
 
 def test_it_stops_counting_when_it_is_enough(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     log.upkeep = False
-    monkeypatch.setattr(undrained, "OP_ROWS_MAX", 5)
+    set_limits(monkeypatch, UNDRAINED_OP_ROWS_MAX=5)
     sizes = []
     for i in range(6):
         record = prepare(log, i)
@@ -102,7 +102,7 @@ def test_a_drain_of_some_versions_leaves_the_others(log: CommitLog, monkeypatch:
         commit(log, prepare(log, i))
     watch = Undrained(another(log))
     whole = watch.look(ENOUGH)
-    monkeypatch.setattr(drain, "STEP_MESSAGES_MAX", 5)
+    set_limits(monkeypatch, STEP_MESSAGES_MAX=5)
     mine = another(log)
     assert drain.Drainer(mine)._step(mine.messages_table, -1, mine.refresh())
     rest = watch.look(ENOUGH)

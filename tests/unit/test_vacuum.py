@@ -6,25 +6,23 @@ import os
 import time
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.errors import OptionError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
-from tests.support.half_batches import bodies, check_offsets, commit, header_of, merge_op_files, prepare
-from tests.support.inside import LOOK_INTERVAL_S, HalfWriter, maintenance
+from tests.support.half_batches import bodies, check_offsets, commit, header_of, merge_op_files, prepare, stage
+from tests.support.inside import LOOK_INTERVAL_S, maintenance
+from tests.support.limits import set_limits
 
 pytestmark = pytest.mark.log("delta")
 
 DAY_S = 24 * 3600
 
 
-def stage(log: CommitLog, batch_id: int) -> str:
-    """An orphan: staged by an executor whose driver then crashed."""
-    writer = HalfWriter(header_of(batch_id), log.topics(), "orders", None)
-    (file,) = log.stage(writer, pa.table({"body": ["x"]}).to_batches())
+def orphan_of(log: CommitLog, batch_id: int) -> str:
+    """Staged by an executor whose driver then crashed."""
+    (file,) = stage(log, header_of(batch_id))
     return f"half/{file.data.path}"
 
 
@@ -39,9 +37,9 @@ def test_old_orphans_go_and_live_and_young_files_stay(log: CommitLog, tmp_path: 
     folder = tmp_path / "log"
     commit(log, prepare(log, 0))
     prepare(log, 1)
-    orphan = stage(log, 2)
+    orphan = orphan_of(log, 2)
     age(folder, 8)
-    young = stage(log, 3)
+    young = orphan_of(log, 3)
     before = sorted(folder.rglob("*.parquet"))
     assert log.vacuum(dry_run=True) == [orphan]
     assert sorted(folder.rglob("*.parquet")) == before
@@ -92,47 +90,41 @@ def test_what_is_no_data_file_is_left_alone(log: CommitLog, tmp_path: Path) -> N
     assert sorted((tmp_path / "log" / "half" / "_delta_log").iterdir()) == entries
 
 
-def test_files_that_were_merged_lately_stay_for_those_who_read_them(
-    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
+@pytest.fixture
+def merged(log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[CommitLog, list[str]]:
+    """A handle from before a merge of old op files, and the files that it knows."""
+    set_limits(monkeypatch, OP_FILES_MAX=3)
     log.upkeep = False
     for i in range(4):
         commit(log, prepare(log, i))
     age(tmp_path / "log", 30)
     late = CommitLog.open(tmp_path / "log")
     late.ledger.refresh()
-    paths = late.op.actions()["path"].to_pylist()
     assert maintenance.compact_op(CommitLog.open(tmp_path / "log").op)
+    return late, late.op.actions()["path"].to_pylist()
+
+
+def test_files_that_were_merged_lately_stay_for_those_who_read_them(
+    log: CommitLog, merged: tuple[CommitLog, list[str]]
+) -> None:
+    late, paths = merged
     assert log.vacuum() == []
     assert late.op.read(paths).num_rows == 8
 
 
-def test_merged_files_go_in_the_end(log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
-    log.upkeep = False
-    for i in range(4):
-        commit(log, prepare(log, i))
-    assert maintenance.compact_op(CommitLog.open(tmp_path / "log").op)
-    age(tmp_path / "log", 8)
+def test_merged_files_go_in_the_end(
+    log: CommitLog, merged: tuple[CommitLog, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(type(log.op), "removed_since", lambda self, age_s=None: set())  # a week later
     assert len(log.vacuum()) == 4
     check_offsets(log)
     assert len(bodies(log)) == 20
 
 
-@pytest.mark.parametrize(("older_than", "words"), [("6d", "under 7d"), ("0s", "under 7d"), ("7", "not a duration")])
-def test_an_age_at_which_files_may_be_in_use_is_refused(log: CommitLog, older_than: str, words: str) -> None:
-    orphan = stage(log, 0)
-    with pytest.raises(OptionError, match=words):
-        log.vacuum(older_than=older_than)
-    assert (Path(log.path) / orphan).exists()
-
-
 def test_the_twin_in_memory_removes_orphans_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     log = InMemoryCommitLog(topics={"orders": 2})
     commit(log, prepare(log, 0))
-    orphan = stage(log, 1)
+    orphan = orphan_of(log, 1)
     assert log.vacuum() == []
     clock = set_clock(monkeypatch, 8 * DAY_S)
     assert log.vacuum() == []  # a second look says whether the clock is right

@@ -15,22 +15,15 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog, observer
 from rmq_spark.errors import OptionError
+from tests.support.sends import message, producer_of, sent_bodies
 
 pytestmark = pytest.mark.log("delta", orders=1)
 
 
 @pytest.fixture
 def producer(log: CommitLog) -> Iterator[txmq.TransactionMQProducer]:
-    with txmq.TransactionMQProducer(log, "shop", check_interval=None) as found:
+    with producer_of(log) as found:
         yield found
-
-
-def message(body: str) -> txmq.Message:
-    return txmq.Message("orders", body.encode())
-
-
-def bodies(log: CommitLog) -> list[str]:
-    return sorted(body.decode() for body in log.another().read("orders")["body"].to_pylist())
 
 
 class Within:
@@ -40,6 +33,12 @@ class Within:
         self.producer = producer
         self.refusals = 0
         self.sent: list[Any] = []
+
+    def require_sent(self) -> None:
+        """Require that it has sent, after the first message, and was refused once."""
+        assert self.sent[0].result(60).send_status
+        assert self.refusals == 1
+        assert sent_bodies(self.producer.log) == ["first", "later"]
 
     def __call__(self) -> None:
         if not self.sent:
@@ -58,7 +57,7 @@ def test_a_send_of_who_holds_the_lock_that_its_commit_needs(
         within()
     assert within.sent[0].result(60).send_status
     producer.send(message("first"))
-    assert bodies(log) == ["first", "later"]
+    assert sent_bodies(log) == ["first", "later"]
     assert within.refusals == 1
 
 
@@ -82,9 +81,7 @@ def test_a_send_of_a_log_handler_in_the_thread_that_commits(
         producer.send(message("first"))
     finally:
         logger.removeHandler(handler)
-    assert within.sent[0].result(60).send_status
-    assert within.refusals == 1
-    assert bodies(log) == ["first", "later"]
+    within.require_sent()
 
 
 def test_a_signal_that_comes_while_the_thread_of_a_commit_starts(
@@ -104,17 +101,15 @@ def test_a_signal_that_comes_while_the_thread_of_a_commit_starts(
             producer.send(message("first"))
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert within.sent[0].result(60).send_status
-    assert within.refusals == 1
-    assert bodies(log) == ["first", "later"]
+    within.require_sent()
 
 
 def test_a_producer_that_lingers_closes_at_once(log: CommitLog) -> None:
     """It let its sends wait for the whole hour, and the end of Python with them."""
-    with txmq.TransactionMQProducer(log, "shop", check_interval=None, linger=3600) as producer:
+    with producer_of(log, linger=3600) as producer:
         sent = producer.send_async(message("a"))
     assert sent.result(60).send_status
-    assert bodies(log) == ["a"]
+    assert sent_bodies(log) == ["a"]
 
 
 def test_no_lock_of_the_package_stops_its_own_thread() -> None:

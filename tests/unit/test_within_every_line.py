@@ -17,11 +17,12 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.errors import OptionError
-from rmq_spark.sink import leases
-from rmq_spark.storage import pools
 from tests.support import seeds
-from tests.support.half_batches import make_log
-from tests.support.inside import group_commit
+from tests.support.limits import set_limits
+from tests.support.listeners import Scripted
+from tests.support.sends import message, producer_of
+
+pytestmark = pytest.mark.log("memory", orders=1)
 
 DEADLINE_S = 20.0
 ONE_OF = 1 if seeds.ALL else 6
@@ -73,18 +74,6 @@ class Interrupts:
         return self._inside
 
 
-class Shop(txmq.TransactionListener):
-    def execute_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        return txmq.COMMIT_MESSAGE
-
-    def check_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        return txmq.UNKNOWN
-
-
-def message(body: str) -> txmq.Message:
-    return txmq.Message("orders", body.encode())
-
-
 def sends(producer: txmq.TransactionMQProducer, way: str, body: str) -> Any:
     if way == "plainly":
         return producer.send_async(message(body))
@@ -108,9 +97,7 @@ def interrupted(
         The other one waits, or is refused since it would wait for ever.
     """
     within: list[Any] = []
-    settings: dict[str, Any] = {"check_interval": None, "max_in_flight": 1, "listener_threads": 1}
-    producer = txmq.TransactionMQProducer(log, "shop", Shop(), **settings)
-    producer.start()
+    producer = producer_of(log, Scripted(check=txmq.UNKNOWN), max_in_flight=1, listener_threads=1).start()
     went_well = threading.Event()
     before = log.tails().get(("orders", 0), 0)
 
@@ -139,12 +126,10 @@ def interrupted(
     return interrupts[0]
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> CommitLog:
-    monkeypatch.setattr(pools, "LINGERS_S", 0.001)  # how long each of the producers takes to close
-    monkeypatch.setattr(leases, "LINGER_S", 0.001)
-    monkeypatch.setattr(group_commit, "GATHERS_S_MAX", 0.002)
-    return make_log("memory", Path(), orders=1)
+@pytest.fixture(autouse=True)
+def _closes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long each of the producers takes to close."""
+    set_limits(monkeypatch, POOLS_LINGER_S=0.001, LEASES_LINGER_S=0.001, GATHERS_S_MAX=0.002)
 
 
 def test_a_send_before_any_line_of_another_one_is_sent(log: CommitLog) -> None:
