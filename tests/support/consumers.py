@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -76,6 +76,20 @@ def push(log: CommitLog, listener: Any, group: str = "points", topics: str = "or
     return txmq.PushConsumer(log.another(), group, listener, topics, **options)
 
 
+def joined(log: CommitLog, listener: Any, *arguments: str, **options: Any) -> Any:
+    """A consumer as of :func:`push` that has joined its group, and has fetched nothing yet."""
+    consumer = push(log, listener, *arguments, **options)
+    consumer.member.join()
+    return consumer
+
+
+def consume_all(log: CommitLog, listener: Any, *arguments: str, **options: Any) -> Any:
+    """A consumer as of :func:`push` that has joined its group, and has consumed all that there is."""
+    consumer = joined(log, listener, *arguments, **options)
+    go_on(consumer)
+    return consumer
+
+
 def go_on(consumer: Any) -> None:
     """Fetch and consume until nothing is left, and write progress."""
     while consumer.member.fetch() or consumer.work():
@@ -84,10 +98,10 @@ def go_on(consumer: Any) -> None:
     consumer.member.persist()
 
 
-def pass_time(machine: Steps, consumers: Iterable[Any], seconds: float) -> None:
-    """Let time pass, in steps after which each consumer does what is due."""
+def pass_time(consumers: Sequence[Any], seconds: float) -> None:
+    """Let time pass on the clock of the consumers, in steps after which each of them does what is due."""
+    machine = consumers[0].member.machine
     end_s = machine.since_s + seconds
-    consumers = list(consumers)
     while machine.since_s < end_s:
         machine.sleep(1.0)
         for consumer in consumers:
